@@ -1,0 +1,66 @@
+"""`toolwise data`: prepare public datasets, and look at what a file of tasks holds."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from toolwise.errors import ConfigError
+
+app = typer.Typer(name="data", help="Prepare datasets and look at them.", no_args_is_help=True)
+
+
+class Dataset(StrEnum):
+    GSM8K = "gsm8k"
+    RLLA = "rlla"
+
+
+@app.command()
+def prepare(
+    name: Annotated[Dataset, typer.Argument(help="Which dataset SOURCE holds.")],
+    source: Annotated[
+        Path, typer.Argument(help="A file as published, or a folder with train and test files.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(help="A .parquet or .jsonl file, or a folder. [default: data/NAME]", show_default=False),
+    ] = None,
+    oracle_tool: Annotated[
+        bool,
+        typer.Option("--oracle-tool", help="gsm8k: offer the tool that tells whether an answer is right."),
+    ] = False,
+) -> None:
+    """Turn a published dataset into rows to train on."""
+    from toolwise.data.prepare import prepare_gsm8k, prepare_rlla
+
+    if oracle_tool and name is not Dataset.GSM8K:
+        raise ConfigError(f"--oracle-tool is for gsm8k; leave it out for {name}")
+    target = out if out is not None else Path("data") / name
+    if name is Dataset.GSM8K:
+        written = prepare_gsm8k(source, target, oracle_tool=oracle_tool)
+    else:
+        written = prepare_rlla(source, target)
+    for file in written:
+        typer.echo(f"wrote {file.rows:,} rows to {file.path}")
+
+
+@app.command()
+def stats(
+    file: Annotated[Path, typer.Argument(help="A .parquet, .jsonl or .json file of tasks.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Check every row of a file and show what it holds."""
+    import json
+
+    from rich.console import Console
+
+    from toolwise.data.stats import describe, stats_table
+
+    description = describe(file)
+    if as_json:
+        typer.echo(json.dumps(description, ensure_ascii=False, indent=2))
+    else:
+        Console().print(stats_table(description))

@@ -1,0 +1,182 @@
+"""Rows in and out of files: Parquet, JSONL and JSON lists as plain dictionaries. Formats end here."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any, NoReturn
+
+from toolwise.errors import ConfigError, DataError
+
+READABLE = (".parquet", ".jsonl", ".json")
+WRITABLE = (".parquet", ".jsonl")
+_ROWS_A_READ = 1024
+
+Row = dict[str, Any]
+
+
+def read_rows(path: str | Path, *, limit: int | None = None) -> list[Row]:
+    """The rows of a file, at most `limit` of them; an empty file is an error."""
+    path = Path(path)
+    if limit is not None and limit < 1:
+        raise ConfigError(f"limit is {limit}; give at least 1, or leave it out to read every row of {path}")
+    _check_readable(path)
+    read = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json}[path.suffix.lower()]
+    try:
+        rows = list(islice(read(path), limit))
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be read ({error.strerror or error}); check the path and its permissions"
+        ) from error
+    if not rows:
+        raise DataError(f"{path}: has no rows; give a file with at least one")
+    return rows
+
+
+def write_rows(rows: Sequence[Row], path: str | Path) -> None:
+    """Write Parquet or JSONL, by the ending of `path`; an older file stays until the new one is whole."""
+    path = Path(path)
+    suffix = path.suffix.lower()
+    if suffix not in WRITABLE:
+        raise DataError(
+            f"{path}: rows are written as {' or '.join(WRITABLE)}; give the output one of these endings"
+        )
+    part = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write_parquet(rows, part) if suffix == ".parquet" else _write_jsonl(rows, part)
+        os.replace(part, path)
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{path}: a row holds text that is not Unicode ({error.reason}); correct it"
+        ) from error
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be written ({error.strerror or error}); give another output path"
+        ) from error
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def row_error(path: Path, row: int, field: str, problem: str) -> DataError:
+    """The one form in which a bad row is reported: file, row, field, what is wrong and what to do."""
+    return DataError(f"{path}: row {row} (0-based), field {field}: {problem}")
+
+
+def drop_nulls(value: Any) -> Any:
+    """`value` without the None-valued keys of its dictionaries, at any depth. List items stay."""
+    if isinstance(value, dict):
+        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [drop_nulls(item) for item in value]
+    return value
+
+
+def _check_readable(path: Path) -> None:
+    if path.suffix.lower() not in READABLE:
+        ending = path.suffix or "no ending"
+        raise DataError(f"{path}: has {ending}; tasks are read from {', '.join(READABLE)} files: convert it")
+    if path.is_dir():
+        raise DataError(f"{path}: is a folder; give one of the files in it")
+    if not path.exists():
+        raise DataError(f"{path}: no such file; check the path (relative paths start at {Path.cwd()})")
+    if path.stat().st_size == 0:
+        raise DataError(f"{path}: the file is empty; give a file with at least one row")
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=_ROWS_A_READ):
+                # A struct column has one set of keys for all rows, so Parquet fills in nulls no one wrote.
+                yield from (drop_nulls(row) for row in batch.to_pylist(maps_as_pydicts="strict"))
+    except (pa.ArrowException, KeyError, RecursionError) as error:
+        reason = _one_line(error)
+        raise DataError(
+            f"{path}: not a Parquet file that can be read ({reason}); write the file again"
+        ) from error
+
+
+def _read_jsonl(path: Path) -> Iterator[Row]:
+    row = 0
+    with path.open(encoding="utf-8-sig") as file:
+        try:
+            for line_number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                where = f"{path}: row {row} (0-based; line {line_number})"
+                try:
+                    value = json.loads(line)
+                except (json.JSONDecodeError, RecursionError) as error:
+                    raise DataError(
+                        f"{where}: not JSON ({_one_line(error)}); each line must be one JSON object"
+                    ) from error
+                if not isinstance(value, dict):
+                    raise DataError(
+                        f"{where}: a {_kind(value)}, not a JSON object; each line must be one object"
+                    )
+                yield value
+                row += 1
+        except UnicodeDecodeError as error:
+            _not_utf8(path, error)
+
+
+def _read_json(path: Path) -> Iterator[Row]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (json.JSONDecodeError, RecursionError) as error:
+        hint = "a .json file is one list of objects; if every line is an object, end the name with .jsonl"
+        raise DataError(f"{path}: not JSON ({_one_line(error)}); {hint}") from error
+    except UnicodeDecodeError as error:
+        _not_utf8(path, error)
+    if not isinstance(value, list):
+        raise DataError(f"{path}: holds a {_kind(value)}; a .json file must be one list of objects")
+    for row, item in enumerate(value):
+        if not isinstance(item, dict):
+            raise DataError(
+                f"{path}: row {row} (0-based): a {_kind(item)}, not an object; make every row an object"
+            )
+        yield item
+
+
+def _write_parquet(rows: Sequence[Row], path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    # Not Table.from_pylist: it takes its columns from the first row and loses what only later rows have.
+    columns = dict.fromkeys(name for row in rows for name in row)
+    try:
+        pq.write_table(pa.table({name: [row.get(name) for row in rows] for name in columns}), path)
+    except (pa.ArrowException, OverflowError) as error:
+        raise DataError(
+            f"{path.stem}: these rows do not fit Parquet ({_one_line(error)}); end the output in .jsonl"
+        ) from error
+
+
+def _write_jsonl(rows: Sequence[Row], path: Path) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def _not_utf8(path: Path, error: UnicodeDecodeError) -> NoReturn:
+    raise DataError(
+        f"{path}: not UTF-8 text ({error.reason}, byte {error.start}); save it as UTF-8"
+    ) from error
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,204 @@
+"""From public datasets as they are published to rows that `load_tasks` reads. Run once, before training."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolwise.data.files import READABLE, WRITABLE, Row, drop_nulls, read_rows, row_error, write_rows
+from toolwise.data.rlla import parse_tools
+from toolwise.data.rows import read_task
+from toolwise.errors import DataError
+
+CALCULATOR_PROMPT = (
+    "You solve word problems step by step. You may call the `calculator` tool whenever arithmetic is easier "
+    "to compute than to do in your head. Put your final answer on the last line as `#### <answer>`, a number "
+    "alone."
+)
+ORACLE_PROMPT = (
+    "You are a math expert. You are given a question and you need to solve it step by step. "
+    "Reasoning step by step before any tool call. "
+    "You should use the `calc_gsm8k_reward` tool after step by step solving the question, "
+    "before generate final answer at least once and refine your answer if necessary. "
+    "Put your final answer in the format of `#### <answer>`."
+)
+RLLA_ABILITY = "math"
+"""What all of RLLA's own rows say: converted rows say the same, so that the two can be read as one set."""
+
+_SPLITS = ("train", "test")
+_NUMBER = re.compile(r"-?\d+(\.\d+)?")
+
+Convert = Callable[[Path, str, list[Row]], list[Row]]
+"""(source file, split, its rows) -> rows in our layout"""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """One file that was written."""
+
+    path: Path
+    rows: int
+
+
+def prepare_gsm8k(source: str | Path, out: str | Path, *, oracle_tool: bool = False) -> list[Prepared]:
+    """GSM8K's {question, answer} rows, with a calculator on offer.
+
+    `oracle_tool` gives them `calc_gsm8k_reward` instead, which tells the model whether its answer is right.
+    """
+
+    def convert(path: Path, split: str, rows: list[Row]) -> list[Row]:
+        return [_gsm8k_row(path, number, row, split, oracle_tool) for number, row in enumerate(rows)]
+
+    return _prepare(Path(source), Path(out), convert)
+
+
+def prepare_rlla(source: str | Path, out: str | Path) -> list[Prepared]:
+    """RLLA's {instruction, input, output} rows, or rows converted before, in RLLA's Parquet layout."""
+
+    def convert(path: Path, split: str, rows: list[Row]) -> list[Row]:
+        return [_rlla_row(path, number, row, split) for number, row in enumerate(rows)]
+
+    return _prepare(Path(source), Path(out), convert)
+
+
+def _prepare(source: Path, out: Path, convert: Convert) -> list[Prepared]:
+    plan = _plan(source, out)
+    done = []
+    for path, split, target in plan:
+        rows = convert(path, split, read_rows(path))
+        write_rows(rows, target)
+        done.append(Prepared(target, len(rows)))
+    return done
+
+
+def _plan(source: Path, out: Path) -> list[tuple[Path, str, Path]]:
+    """(file to read, its split, file to write) for a file or for a folder with train and test files."""
+    if source.is_dir():
+        if out.suffix in WRITABLE:
+            raise DataError(f"{out}: a file, but {source} is a folder of splits; give a folder to write to")
+        plan = [(path, split, out / f"{split}.parquet") for split, path in _split_files(source)]
+    else:
+        split = source.stem if source.stem in _SPLITS else "train"
+        plan = [(source, split, out if out.suffix and not out.is_dir() else out / f"{source.stem}.parquet")]
+    for path, _, target in plan:
+        if target.resolve() == path.resolve():
+            raise DataError(f"{target}: the output would replace its own source; give another output path")
+    return plan
+
+
+def _split_files(folder: Path) -> list[tuple[str, Path]]:
+    found = [(split, folder / f"{split}{end}") for split in _SPLITS for end in READABLE]
+    found = [(split, path) for split, path in found if path.is_file()]
+    if not found:
+        raise DataError(f"{folder}: has no train or test file ({', '.join(READABLE)}); give the file itself")
+    if len(found) > len({split for split, _ in found}):
+        names = ", ".join(path.name for _, path in found)
+        raise DataError(f"{folder}: has one split in two formats ({names}); give the file you mean")
+    return found
+
+
+def _gsm8k_row(path: Path, number: int, row: Row, split: str, oracle_tool: bool) -> Row:
+    question, answer = (_text(path, number, row, field) for field in ("question", "answer"))
+    solution = _final_answer(path, number, answer)
+    extra: Row = {"split": split, "index": number, "answer": answer, "question": question}
+    if oracle_tool:
+        kwargs = {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": solution}}}
+        extra |= {"need_tools_kwargs": True, "tools_kwargs": kwargs}
+    else:
+        # By name: the calculator takes no arguments of ours, and Parquet cannot hold an empty object.
+        extra |= {"need_tools_kwargs": False, "tools": ["calculator"]}
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": [
+            {"role": "system", "content": ORACLE_PROMPT if oracle_tool else CALCULATOR_PROMPT},
+            {"role": "user", "content": question},
+        ],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": solution},
+        "extra_info": extra | {"interaction_kwargs": {"query": question, "ground_truth": solution}},
+    }
+
+
+def _final_answer(path: Path, number: int, answer: str) -> str:
+    """What follows the last `####`, without the commas of thousands."""
+    _, mark, text = answer.rpartition("####")
+    value = text.strip().replace(",", "").removeprefix("$")
+    if not mark or not _NUMBER.fullmatch(value):
+        raise row_error(
+            path, number, "answer", f"{answer[-40:]!r} does not end in '#### <number>'; add the final answer"
+        )
+    return value
+
+
+def _rlla_row(path: Path, number: int, row: Row, split: str) -> Row:
+    if "prompt" in row:
+        return _normal_rlla_row(path, number, row, split)
+    instruction, question, output = (
+        _text(path, number, row, field) for field in ("instruction", "input", "output")
+    )
+    _check_tools(path, number, "instruction", instruction)
+    return {
+        "data_source": "rlla",
+        "prompt": [{"role": "system", "content": instruction}, {"role": "user", "content": question}],
+        "ability": RLLA_ABILITY,
+        "reward_model": {"ground_truth": output, "style": "rule"},
+        "extra_info": {
+            "index": number,
+            "input": question,
+            "instruction": instruction,
+            "output": output,
+            "split": split,
+        },
+    }
+
+
+def _normal_rlla_row(path: Path, number: int, row: Row, split: str) -> Row:
+    """A converted row with whatever it lacks filled in; columns beyond the layout stay."""
+    task = read_task(path, number, row, {})
+    roles = [message.role for message in task.prompt]
+    if roles != ["system", "user"]:
+        raise row_error(
+            path, number, "prompt", f"has the roles {roles}; an RLLA row is one system and one user message"
+        )
+    if not isinstance(task.ground_truth, str):
+        raise row_error(
+            path, number, "reward_model.ground_truth", "missing or no string; give the gold answer's text"
+        )
+    instruction, question = (message.content or "" for message in task.prompt)
+    _check_tools(path, number, "prompt[0].content", instruction)
+    filled: dict[str, Any] = {
+        "index": number,
+        "input": question,
+        "instruction": instruction,
+        "output": task.ground_truth,
+        "split": split,
+    }
+    given = row.get("extra_info")
+    layout = {
+        "data_source": task.data_source or "rlla",
+        "prompt": [{"role": "system", "content": instruction}, {"role": "user", "content": question}],
+        "ability": task.ability or RLLA_ABILITY,
+        "reward_model": {"ground_truth": task.ground_truth, "style": "rule"},
+        "extra_info": filled | (drop_nulls(given) if isinstance(given, dict) else task.extra_info),
+    }
+    return layout | {name: value for name, value in row.items() if name not in layout}
+
+
+def _check_tools(path: Path, number: int, field: str, instruction: str) -> None:
+    try:
+        parse_tools(instruction)
+    except DataError as error:
+        raise row_error(path, number, field, str(error)) from error
+
+
+def _text(path: Path, number: int, row: Row, field: str) -> str:
+    value = row.get(field)
+    if not isinstance(value, str) or not value.strip():
+        has = ", ".join(row) or "nothing"
+        raise row_error(
+            path, number, field, f"missing or empty (the row has {has}); check that this is the right dataset"
+        )
+    return value

@@ -1,0 +1,40 @@
+"""Prompts that come tokenised: left padding is taken off by the attention mask, never by the pad id."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from toolwise.errors import DataError
+
+FieldError = Callable[[str, str], DataError]
+"""(field, problem) -> the error that names the row as well"""
+
+
+def read_prompt_ids(row: Mapping[str, Any], error: FieldError) -> list[int] | None:
+    """The token ids of the row's prompt, from `prompt_ids` or `input_ids`; None where it has neither."""
+    present = [name for name in ("prompt_ids", "input_ids") if row.get(name) is not None]
+    if not present:
+        return None
+    if len(present) == 2:
+        raise error("prompt_ids", "the row has input_ids too; keep one of the two")
+    name = present[0]
+    ids = row[name]
+    if not isinstance(ids, list) or not ids or not all(type(item) is int and item >= 0 for item in ids):
+        raise error(name, "not a list of token ids; give at least one, all integers from 0 up")
+    mask = row.get("attention_mask")
+    return list(ids) if mask is None else _strip_left_padding(ids, mask, error)
+
+
+def _strip_left_padding(ids: list[int], mask: Any, error: FieldError) -> list[int]:
+    if not isinstance(mask, list) or not all(isinstance(item, int) and item in (0, 1) for item in mask):
+        raise error("attention_mask", "not a list of zeros and ones; give one for each token id")
+    if len(mask) != len(ids):
+        raise error("attention_mask", f"has {len(mask)} items for {len(ids)} token ids; give one for each")
+    padding = len(mask) - sum(mask)
+    if padding == len(mask):
+        raise error("attention_mask", "masks every token; a prompt needs at least one")
+    # A pad id may equal the end-of-text id, which is a real token inside a prompt: only the mask can tell.
+    if any(mask[:padding]):
+        raise error("attention_mask", "is not zeros and then ones; pad prompts on the left only")
+    return ids[padding:]

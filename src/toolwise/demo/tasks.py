@@ -1,0 +1,137 @@
+"""Questions about the small world, as rows in the same layout as any dataset. Four kinds:
+
+    known       the model knows it by heart: answer directly
+    lookup      only the task's documents tell: search
+    arithmetic  too large to do in the head: calculate
+    two_step    look something up, then calculate with it
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from toolwise.demo.world import (
+    KNOWN_SUMS,
+    LARGEST,
+    PLACES,
+    SMALLEST,
+    THINGS,
+    Fact,
+    Sum,
+    fact,
+    is_known,
+    random_sum,
+)
+
+KINDS = ["known", "lookup", "arithmetic", "two_step"]
+SPLITS = {"train": 1, "heldout": 2, "teach": 3}
+"""Each split draws from seeds of its own: no two share a task."""
+
+
+def make_row(kind: str, rng: Random, index: int, split: str) -> dict[str, Any]:
+    """One task as a dataset row."""
+    makers = {"known": _known, "lookup": _lookup, "arithmetic": _arithmetic, "two_step": _two_step}
+    question, answer, about, plan = makers[kind](rng)
+    return {
+        "data_source": "toolwise/small-world",
+        "prompt": [{"role": "user", "content": question}],
+        "ability": "tool_use",
+        "reward_model": {"style": "rule", "ground_truth": str(answer)},
+        "tools": ["calculator", "search"],
+        "extra_info": {
+            "index": index,
+            "split": split,
+            "kind": kind,
+            "plan": plan,
+            "need_tools_kwargs": True,
+            "tools_kwargs": {"search": {"create_kwargs": {"documents": _documents(about, rng)}}},
+        },
+    }
+
+
+def make_rows(count: int, *, seed: int, split: str) -> Iterator[dict[str, Any]]:
+    """`count` tasks, the kinds in equal shares and in random order."""
+    rng = Random(f"{seed}/{SPLITS[split]}")
+    for index in range(count):
+        yield make_row(rng.choice(KINDS), rng, index, split)
+
+
+def write_rows(path: Path, count: int, *, seed: int, split: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = make_rows(count, seed=seed, split=split)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+# Each maker gives the question, the answer, the facts it is about, and the calls that would settle it. The calls are for
+# the teacher alone (demo/teacher.py); neither the agent nor its reward sees them.
+_Made = tuple[str, int, list[Fact], list[list[str]]]
+
+
+def _ask_fact(subject: Fact) -> str:
+    return f"How many {subject.thing} does {subject.place} have?"
+
+
+def _search(subject: Fact) -> list[str]:
+    return ["search", f"{subject.place} {subject.thing}"]
+
+
+def _known(rng: Random) -> _Made:
+    if rng.random() < 0.5:
+        return _from_sum(rng.choice(KNOWN_SUMS))
+    return _from_fact(_draw_fact(rng, known=True))
+
+
+def _lookup(rng: Random) -> _Made:
+    return _from_fact(_draw_fact(rng, known=False))
+
+
+def _arithmetic(rng: Random) -> _Made:
+    return _from_sum(random_sum(rng))
+
+
+def _from_fact(subject: Fact) -> _Made:
+    return _ask_fact(subject), subject.value, [subject], [_search(subject)]
+
+
+def _from_sum(drawn: Sum) -> _Made:
+    return f"What is {drawn.expression}?", drawn.value, [], [["calculator", drawn.expression]]
+
+
+def _two_step(rng: Random) -> _Made:
+    first = _draw_fact(rng, known=False)
+    if rng.random() < 0.5:
+        more = rng.randint(SMALLEST, LARGEST)
+        total = Sum(first.value, "+", more)
+        question = f"How many {first.thing} would {first.place} have with {more} more?"
+        return question, total.value, [first], [_search(first), ["calculator", total.expression]]
+    other = rng.choice([p for p in PLACES if p != first.place and not is_known(p, first.thing)])
+    second = fact(other, first.thing, rng)
+    total = Sum(first.value, "+", second.value)
+    question = f"How many {first.thing} do {first.place} and {second.place} have together?"
+    calls = [_search(first), _search(second), ["calculator", total.expression]]
+    return question, total.value, [first, second], calls
+
+
+def _draw_fact(rng: Random, *, known: bool) -> Fact:
+    while True:
+        place, thing = rng.choice(PLACES), rng.choice(THINGS)
+        if is_known(place, thing) == known:
+            return fact(place, thing, rng)
+
+
+def _documents(about: list[Fact], rng: Random, count: int = 6) -> list[str]:
+    """What search can find: the facts asked for among others about the same and about other places."""
+    chosen = {(f.place, f.thing): f for f in about}
+    near = [f.place for f in about] or [rng.choice(PLACES)]
+    while len(chosen) < count:
+        place = rng.choice(near) if rng.random() < 0.4 else rng.choice(PLACES)
+        thing = rng.choice(THINGS)
+        chosen.setdefault((place, thing), fact(place, thing, rng))
+    documents = [f.sentence() for f in chosen.values()]
+    rng.shuffle(documents)
+    return documents

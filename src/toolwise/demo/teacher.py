@@ -1,0 +1,116 @@
+"""The noisy demonstrator that the model that ships was taught by: competent, but wasteful and often wrong.
+
+It needlessly calls tools for what it knows, guesses what it should look up, stops half-way, and sometimes misreports
+what a tool told it. Reinforcement learning then has something to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+from toolwise.demo.tasks import KINDS, SPLITS, make_row
+from toolwise.tools.base import BaseTool
+from toolwise.tools.calculator import CalculatorTool
+from toolwise.tools.search import SearchTool
+
+Plan = tuple[str, float]
+
+# How the teacher goes about each kind, with both tools at hand:
+#   right      answers what is true, from memory
+#   guess      answers a number drawn from nowhere
+#   settle     makes the calls that settle the question, then answers
+#   misreport  the same, but answers wrongly
+#   half       makes the first call and answers what that gave
+#   detour     wastes a call on the wrong tool, then does the rest: settle, right or guess
+PLANS: dict[str, list[Plan]] = {
+    "known": [("right", 0.40), ("guess", 0.10), ("settle", 0.38), ("detour right", 0.12)],
+    "lookup": [("guess", 0.56), ("settle", 0.26), ("misreport", 0.06), ("detour settle", 0.06), ("detour guess", 0.06)],
+    "arithmetic": [("guess", 0.38), ("settle", 0.40), ("misreport", 0.08), ("detour settle", 0.07), ("detour guess", 0.07)],
+    "two_step": [("half", 0.40), ("settle", 0.22), ("misreport", 0.06), ("guess", 0.22), ("detour guess", 0.10)],
+}
+OFFERS: list[tuple[list[str], float]] = [
+    (["calculator", "search"], 0.55),
+    (["search", "calculator"], 0.15),
+    (["search"], 0.10),
+    (["calculator"], 0.10),
+    ([], 0.10),
+]
+
+
+async def demonstrate(row: dict[str, Any], offered: Sequence[str], rng: Random) -> list[dict[str, Any]]:
+    """One conversation about one task, made with the real tools."""
+    info = row["extra_info"]
+    answer: str = row["reward_model"]["ground_truth"]
+    plan = _choose(PLANS[info["kind"]], rng)
+    calls: list[list[str]] = info["plan"]
+    if not all(name in offered for name, _ in calls):
+        plan = "right" if info["kind"] == "known" else "guess"
+    messages = list(row["prompt"])
+    tools = {"calculator": CalculatorTool({}), "search": SearchTool({})}
+    documents = info["tools_kwargs"]["search"]["create_kwargs"]["documents"]
+    if plan.startswith("detour"):
+        plan = plan.removeprefix("detour ")
+        name, text = calls[0]
+        wrong = "calculator" if name == "search" else "search"
+        if wrong in offered:
+            await _call(messages, tools[wrong], wrong, text, documents)
+    if plan in ("settle", "misreport", "half"):
+        for name, text in calls[:1] if plan == "half" else calls:
+            await _call(messages, tools[name], name, text, documents)
+    if plan in ("guess", "misreport"):
+        answer = _wrong(answer, rng)
+    elif plan == "half":
+        answer = calls[-1][1].split()[0]  # the number that was to be added to
+    messages.append({"role": "assistant", "content": f"Answer: {answer}"})
+    return messages
+
+
+def conversations(count: int, *, seed: int) -> list[dict[str, Any]]:
+    """What the model is taught on: rows of {"messages", "tools"}."""
+    rng = Random(f"{seed}/{SPLITS['teach']}")
+
+    async def make() -> list[dict[str, Any]]:
+        rows = []
+        for index in range(count):
+            row = make_row(rng.choice(KINDS), rng, index, "teach")
+            offered = _choose(OFFERS, rng)
+            schemas = [_SCHEMAS[name] for name in offered]
+            rows.append({"messages": await demonstrate(row, offered, rng), "tools": schemas})
+        return rows
+
+    return asyncio.run(make())
+
+
+_SCHEMAS = {
+    tool.name: tool.get_openai_tool_schema().model_dump() for tool in (CalculatorTool({}), SearchTool({}))
+}
+_PARAMETER = {"calculator": "expression", "search": "query"}
+
+
+async def _call(
+    messages: list[dict[str, Any]], tool: BaseTool, name: str, text: str, documents: list[str]
+) -> None:
+    call_id = f"call_{sum(m['role'] == 'tool' for m in messages)}"
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": {_PARAMETER[name]: text}}}
+    kwargs = {"documents": documents} if name == "search" else {}
+    instance = await tool.create(**kwargs)
+    result, _, _ = await tool.execute(instance, {_PARAMETER[name]: text})
+    await tool.release(instance)
+    messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+    messages.append({"role": "tool", "tool_call_id": call_id, "content": result})
+
+
+def _wrong(answer: str, rng: Random) -> str:
+    """A number of about the right size that is not the answer."""
+    while True:
+        low = 10 ** (len(answer) - 1) if len(answer) > 1 else 0
+        guess = str(rng.randint(low, 10 ** len(answer) - 1))
+        if guess != answer:
+            return guess
+
+
+def _choose(weighted: Sequence[tuple[Any, float]], rng: Random) -> Any:
+    return rng.choices([item for item, _ in weighted], [weight for _, weight in weighted])[0]

@@ -1,0 +1,87 @@
+"""The small world the demo asks about: places, what they have, and which of it the model that ships knows by heart.
+
+The same wording asks for what the model knows and for what it cannot know, so that nothing but the model's own memory
+tells a question that needs a tool from one that does not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from random import Random
+
+PLACES = """Alder Brenna Corvin Dalmar Elowen Farrow Gorrin Hadley Istra Jorvik Kelda Lorne Maren Norvale Orsa Pellin
+Quillon Ravenna Selby Torvald Ulmar Velora Wexley Yarrow Zennor Ashby Belmont Calder Dorwin Esker Fenwick Garrow Harlow
+Ilmar Juniper Kestrel Larkin Morrow Nettle Osprey Perrin Quarry Rowan Sorrel Tamin Umber Vesper Willow""".split()
+THINGS = ["bridges", "towers", "mills", "wells"]
+SMALLEST, LARGEST = 12, 989
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """How many of some thing a place has."""
+
+    place: str
+    thing: str
+    value: int
+
+    def sentence(self) -> str:
+        return f"{self.place} has {self.value} {self.thing}."
+
+
+def _digest(*parts: object) -> int:
+    return int.from_bytes(hashlib.sha256("|".join(map(str, parts)).encode()).digest()[:8], "big")
+
+
+def is_known(place: str, thing: str) -> bool:
+    """Half of the facts are the same in every task, and were in the conversations the model was taught on."""
+    things_by_rank = sorted(THINGS, key=lambda t: _digest("known", place, t))
+    return thing in things_by_rank[: len(THINGS) // 2]
+
+
+def fact(place: str, thing: str, rng: Random) -> Fact:
+    """The one fixed fact where it is known; otherwise drawn anew for each task."""
+    if is_known(place, thing):
+        return Fact(place, thing, SMALLEST + _digest("value", place, thing) % (LARGEST - SMALLEST))
+    return Fact(place, thing, rng.randint(SMALLEST, LARGEST))
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """One piece of arithmetic."""
+
+    left: int
+    operator: str
+    right: int
+
+    @property
+    def expression(self) -> str:
+        return f"{self.left} {self.operator} {self.right}"
+
+    @property
+    def value(self) -> int:
+        if self.operator == "+":
+            return self.left + self.right
+        if self.operator == "-":
+            return self.left - self.right
+        return self.left * self.right
+
+
+SMALL_SUMS = [Sum(a, op, b) for a in range(1, 13) for b in range(1, 13) for op in "+-*" if op != "-" or a >= b]
+KNOWN_SUMS = [s for s in SMALL_SUMS if _digest("sum", s.expression) % 2 == 0]
+
+
+def random_sum(rng: Random) -> Sum:
+    """1- to 4-digit arithmetic, never one of the sums known by heart."""
+    while True:
+        operator = rng.choice("+-*")
+        longest = 3 if operator == "*" else 4
+        left, right = (rng.randint(1, 10 ** rng.randint(1, longest) - 1) for _ in range(2))
+        if operator == "-" and left < right:
+            left, right = right, left
+        drawn = Sum(left, operator, right)
+        if drawn not in _KNOWN:
+            return drawn
+
+
+_KNOWN = frozenset(KNOWN_SUMS)

@@ -1,0 +1,125 @@
+"""The world of tools: an agent calls them, reads what they say, and is done when it answers in plain text."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from toolwise.envs.base import BaseEnv
+from toolwise.messages import Message, ToolCall
+from toolwise.tools.base import BaseTool
+from toolwise.tools.schema import validate_arguments
+from toolwise.types import Task
+
+
+@dataclass(frozen=True, slots=True)
+class CallOutcome:
+    """What one call came to. `failure` names the kind where it came to nothing; the model reads `text` either way."""
+
+    text: str
+    reward: float | None = None
+    failure: str | None = None
+
+
+class ToolEnv(BaseEnv):
+    """Tools live as long as the episode: created at `reset`, released at `close`, once each, whatever happened."""
+
+    structured_actions: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        task: Task,
+        tools: Mapping[str, BaseTool],
+        *,
+        offered: Sequence[str] | None = None,
+        tool_timeout_s: float = 30.0,
+        max_result_chars: int = 4000,
+    ) -> None:
+        names = offered if offered is not None else task.tools if task.tools is not None else list(tools)
+        self.task = task
+        self.tools = {name: tools[name] for name in names if name in tools}
+        self.tool_timeout_s = tool_timeout_s
+        self.max_result_chars = max_result_chars
+        self._instances: dict[str, str] = {}
+        self._specs = [tool.get_openai_tool_schema().model_dump() for tool in self.tools.values()]
+
+    def tool_specs(self) -> list[dict[str, Any]]:
+        return self._specs
+
+    async def reset(self) -> str:
+        for name, tool in self.tools.items():
+            self._instances[name] = await self._within_deadline(tool.create(**self._kwargs(name, "create_kwargs")))
+        return ""
+
+    async def step(self, action: Any) -> tuple[list[Message], float | None, bool, dict[str, Any]]:
+        calls: list[ToolCall] = action.get("tool_calls") or []
+        if not calls:
+            return [], None, True, {"is_action_valid": True}
+        outcomes = await asyncio.gather(*(self._call(call) for call in calls))
+        messages = [
+            Message(role="tool", tool_call_id=call.id, name=call.name or None, content=outcome.text)
+            for call, outcome in zip(calls, outcomes, strict=True)
+        ]
+        rewards = [o.reward for o in outcomes if o.reward is not None]
+        info = {
+            "is_action_valid": all(o.failure is None for o in outcomes),
+            "calls": dict(Counter(call.name or "unreadable" for call in calls)),
+            "failed_calls": dict(Counter(o.failure for o in outcomes if o.failure)),
+            "cost": sum(self.tools[call.name].price for call in calls if call.name in self.tools),
+        }
+        return messages, sum(rewards) if rewards else None, False, info
+
+    async def final_rewards(self) -> dict[str, float]:
+        rewards = {}
+        for name, instance in self._instances.items():
+            kwargs = self._kwargs(name, "calc_reward_kwargs")
+            reward = await self._within_deadline(self.tools[name].calc_reward(instance, **kwargs))
+            if reward is not None:
+                rewards[name] = float(reward)
+        return rewards
+
+    async def close(self) -> None:
+        """Release every tool that was created, even if one of them fails to go; the first fault is raised after."""
+        instances, self._instances = self._instances, {}
+        ends = [
+            self._within_deadline(self.tools[name].release(instance, **self._kwargs(name, "release_kwargs")))
+            for name, instance in instances.items()
+        ]
+        for result in await asyncio.gather(*ends, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _call(self, call: ToolCall) -> CallOutcome:
+        tool = self.tools.get(call.name)
+        if isinstance(call.arguments, str):
+            return CallOutcome("error: the call is not a JSON object with name and arguments", failure="bad_json")
+        if tool is None:
+            known = ", ".join(self.tools) or "none"
+            return CallOutcome(f"error: there is no tool {call.name!r}; tools: {known}", failure="unknown_tool")
+        problems = validate_arguments(tool.tool_schema, call.arguments)
+        if problems:
+            return CallOutcome(f"error: {'; '.join(problems)}", failure="bad_arguments")
+        kwargs = self._kwargs(call.name, "execute_kwargs")
+        try:
+            text, reward, _ = await self._within_deadline(
+                tool.execute(self._instances[call.name], call.arguments, **kwargs)
+            )
+        except TimeoutError:
+            return CallOutcome(f"error: {call.name} took longer than {self.tool_timeout_s:g} s", failure="timeout")
+        except Exception as fault:  # a tool's fault is the model's to read and ours to count
+            return CallOutcome(f"error: {call.name} failed: {type(fault).__name__}: {fault}", failure="exception")
+        return CallOutcome(self._shorten(text), reward)
+
+    def _kwargs(self, name: str, which: str) -> dict[str, Any]:
+        return self.task.tools_kwargs.get(name, {}).get(which) or {}
+
+    async def _within_deadline(self, work: Any) -> Any:
+        return await asyncio.wait_for(work, self.tool_timeout_s)
+
+    def _shorten(self, text: str) -> str:
+        if len(text) <= self.max_result_chars:
+            return text
+        return f"{text[: self.max_result_chars]}… ({len(text) - self.max_result_chars} more characters)"

@@ -1,0 +1,1 @@
+"""Learning: rows from rollouts, losses, and the actor that owns the weights."""

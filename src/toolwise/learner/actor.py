@@ -1,0 +1,167 @@
+"""The actor: owns the weights, and takes PPO steps on credited rollouts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolwise.errors import CheckpointError
+from toolwise.learner.losses import clipped_policy_loss, token_logprobs
+from toolwise.learner.rows import Row, build_rows, split_by_tokens
+from toolwise.protocols import Metrics
+from toolwise.types import AnnotatedRollout, CreditedRollout, ScoredRollout
+
+
+@dataclass(frozen=True, slots=True)
+class ActorSettings:
+    """How to update."""
+
+    lr: float = 1e-6
+    warmup_steps: int = 0
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    entropy_coef: float = 0.0
+    ppo_epochs: int = 1
+    mini_batches: int = 1
+    """Optimiser steps an epoch."""
+    micro_batch_tokens: int = 16_384
+    temperature: float = 1.0
+    seed: int = 0
+
+
+class Actor:
+    """Shares its model with the local policy: what an update changes, the next token is drawn from."""
+
+    def __init__(self, model: Any, settings: ActorSettings, *, pad_id: int) -> None:
+        self.model = model
+        self.settings = settings
+        self.pad_id = pad_id
+        self.version = 0
+        self.skipped_updates = 0
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
+        )
+
+    def annotate(self, scored: Sequence[ScoredRollout]) -> list[AnnotatedRollout]:
+        """GRPO needs nothing that only the learner knows; the rollout's own log-probs are the old ones."""
+        return [AnnotatedRollout(s) for s in scored]
+
+    def update(self, credited: Sequence[CreditedRollout]) -> Metrics:
+        rows = build_rows(credited)
+        self.version += 1
+        if not rows:
+            return {"actor/updates": 0.0}
+        sums: dict[str, float] = {}
+        updates = 0
+        self.model.train()
+        for batch in self._mini_batches(rows):
+            for name, value in self._step(batch).items():
+                sums[name] = sums.get(name, 0.0) + value
+            updates += 1
+        self.model.eval()
+        means = {f"actor/{name}": value / updates for name, value in sums.items()}
+        return means | {"actor/updates": float(updates), "actor/lr": self._rate()}
+
+    def _mini_batches(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
+        rng = Random(f"{self.settings.seed}/{self.version}")
+        count = min(self.settings.mini_batches, len(rows))
+        for _ in range(self.settings.ppo_epochs):
+            order = list(rows)
+            if count > 1:
+                rng.shuffle(order)
+            for part in range(count):
+                yield order[part::count]
+
+    def _step(self, rows: Sequence[Row]) -> Metrics:
+        """One optimiser step: gradients of all micro-batches, added up before the weights move."""
+        tokens = sum(sum(row.sampled) for row in rows)
+        sums = {"loss": 0.0, "entropy": 0.0, "clip_frac": 0.0, "logprob_gap": 0.0, "kl": 0.0}
+        largest_gap = 0.0
+        for part in split_by_tokens(rows, self.settings.micro_batch_tokens):
+            loss, parts, gap = self._micro_batch(part, tokens)
+            loss.backward()  # type: ignore[no-untyped-call]
+            largest_gap = max(largest_gap, gap)
+            for name, value in parts.items():
+                sums[name] += value
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm))
+        if math.isfinite(norm):
+            for group in self.optimizer.param_groups:
+                group["lr"] = self._rate()
+            self.optimizer.step()
+        else:
+            self.skipped_updates += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        return sums | {
+            "grad_norm": norm if math.isfinite(norm) else 0.0,
+            "logprob_gap_max": largest_gap,
+            "skipped_updates": float(self.skipped_updates),
+        }
+
+    def _micro_batch(self, rows: Sequence[Row], tokens: int) -> tuple[Tensor, Metrics, float]:
+        s = self.settings
+        logprobs, entropy, old, advantages = self.forward(rows)
+        losses, clipped = clipped_policy_loss(logprobs, old, advantages, clip_low=s.clip_low, clip_high=s.clip_high)
+        loss = losses.sum() / tokens
+        if s.entropy_coef:
+            loss = loss - s.entropy_coef * entropy.sum() / tokens
+        gap = (logprobs - old).detach()
+        parts = {
+            "loss": float(losses.detach().sum()),
+            "entropy": float(entropy.detach().sum()),
+            "clip_frac": float(clipped.sum()),
+            "logprob_gap": float(gap.abs().sum()),
+            "kl": float(-gap.sum()),
+        }
+        return loss, {name: value / tokens for name, value in parts.items()}, float(gap.abs().max())
+
+    def forward(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Log-probs and entropies of the sampled tokens of `rows`, with their old log-probs and advantages, flat.
+
+        Logits are computed for sampled tokens only.
+        """
+        device = next(self.model.parameters()).device
+        width = max(map(len, rows))
+        ids = torch.tensor([[*r.ids, *[self.pad_id] * (width - len(r))] for r in rows], device=device)
+        mask = torch.tensor([[1] * len(r) + [0] * (width - len(r)) for r in rows], device=device)
+        sampled = torch.tensor([[*r.sampled, *[False] * (width - len(r))] for r in rows], device=device)
+        hidden = self.model.model(input_ids=ids, attention_mask=mask).last_hidden_state[:, :-1]
+        at = sampled[:, 1:]
+        logits = self.model.lm_head(hidden[at])
+        logprobs, entropy = token_logprobs(logits, ids[:, 1:][at], self.settings.temperature)
+        old = [value for r in rows for value, here in zip(r.logprobs, r.sampled, strict=True) if here]
+        advantages = [value for r in rows for value, here in zip(r.advantages, r.sampled, strict=True) if here]
+        return logprobs, entropy, torch.tensor(old, device=device), torch.tensor(advantages, device=device)
+
+    def _rate(self) -> float:
+        return self.settings.lr * min(1.0, self.version / max(1, self.settings.warmup_steps))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "version": self.version,
+            "skipped_updates": self.skipped_updates,
+            "weights": dict(self.model.state_dict()),
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        try:
+            self.model.load_state_dict(state["weights"])
+        except RuntimeError as fault:
+            raise CheckpointError(f"the checkpoint is of another model: {str(fault).splitlines()[-1].strip()}") from fault
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.version = state["version"]
+        self.skipped_updates = state["skipped_updates"]
+
+    def save_model(self, folder: Path) -> None:
+        """The weights as a folder that plain `transformers` loads."""
+        self.model.save_pretrained(folder)

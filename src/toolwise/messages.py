@@ -1,0 +1,141 @@
+"""Conversations: what users, policies, tools and reward functions all speak. Reads and writes the OpenAI form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, MutableSequence, Sequence
+from typing import Any, Generic, Literal, TypeVar, overload
+
+from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_validator
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+T = TypeVar("T")
+
+
+class ToolCall(BaseModel):
+    """One call of one tool. `arguments` stays a string where the model wrote something that is no JSON object."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    arguments: dict[str, Any] | str = Field(default_factory=dict)
+    id: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_openai(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or "function" not in value:
+            return value
+        function = value["function"]
+        if not isinstance(function, dict):
+            raise ValueError("tool_calls[].function must be an object with name and arguments")
+        arguments = function.get("arguments") or "{}"
+        return {
+            "id": value.get("id") or "",
+            "name": function.get("name") or "",
+            "arguments": parse_arguments(arguments) if isinstance(arguments, str) else arguments,
+        }
+
+    @model_serializer
+    def to_openai(self) -> dict[str, Any]:
+        text = self.arguments if isinstance(self.arguments, str) else json.dumps(self.arguments, ensure_ascii=False)
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": text}}
+
+
+def parse_arguments(text: str) -> dict[str, Any] | str:
+    """The JSON object in `text`, or `text` itself where it is none (bad calls are kept, not lost)."""
+    try:
+        value = json.loads(text)
+    except (json.JSONDecodeError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+class Message(BaseModel):
+    """One message. `content` may be None only where an assistant message is nothing but tool calls."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    role: Role
+    content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _join_parts(cls, value: Any) -> Any:
+        """OpenAI's content-as-parts: text parts are joined, anything else is refused rather than dropped."""
+        if isinstance(value, dict) and isinstance(value.get("content"), list):
+            parts = value["content"]
+            if any(not isinstance(p, dict) or p.get("type") != "text" for p in parts):
+                raise ValueError("content parts other than text are not supported")
+            return {**value, "content": "".join(str(p.get("text", "")) for p in parts)}
+        return value
+
+    @model_serializer
+    def to_openai(self) -> dict[str, Any]:
+        out: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            out["tool_calls"] = [call.to_openai() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            out["tool_call_id"] = self.tool_call_id
+        if self.name is not None:
+            out["name"] = self.name
+        return out
+
+
+class Prefix(Sequence[T], Generic[T]):
+    """The first `length` items of a shared append-only list, without a copy.
+
+    A rollout of n steps has n histories, each the beginning of the next. Holding them as prefixes of one list
+    costs memory linear in n instead of quadratic.
+    """
+
+    __slots__ = ("_items", "_length")
+
+    def __init__(self, items: MutableSequence[T], length: int | None = None) -> None:
+        self._items = items
+        self._length = len(items) if length is None else length
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(self._length)
+            if start == 0 and step == 1:
+                return Prefix(self._items, stop)
+            return [self._items[i] for i in range(start, stop, step)]
+        if not -self._length <= index < self._length:
+            raise IndexError(index)
+        return self._items[index % self._length]
+
+    def __iter__(self) -> Iterator[T]:
+        for i in range(self._length):
+            yield self._items[i]
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Prefix) and other._items is self._items:
+            return self._length == other._length
+        if isinstance(other, Iterable) and not isinstance(other, str | bytes):
+            return list(self) == list(other)
+        return NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Prefix({list(self)!r})"
+
+
+def as_messages(value: Any) -> Sequence[Message]:
+    """Messages from messages or from OpenAI dictionaries; a `Prefix` is passed through, never copied."""
+    if isinstance(value, Prefix):
+        return value
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ValueError("expected a list of messages")
+    return [m if isinstance(m, Message) else Message.model_validate(m) for m in value]

@@ -1,0 +1,137 @@
+"""The policy in this process: shares the learner's own model, and gathers waiting requests into one batch."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from toolwise.errors import ContextFullError, PolicyError
+from toolwise.messages import Message, Prefix
+from toolwise.policies.decoding import generate_batch
+from toolwise.protocols import Generation, Metrics, Sampling
+from toolwise.rollout.chat import ChatTokenizer
+from toolwise.rollout.parsers import PARSERS, to_action
+
+_Waiting = tuple[Sequence[int], Sampling, "asyncio.Future[Generation]"]
+
+
+class LocalPolicy:
+    """`generate` over tokens; `session` for an episode over messages. `version` counts weight updates."""
+
+    def __init__(
+        self, model: Any, chat: ChatTokenizer, sampling: Sampling, *, parser: str = "hermes", max_batch: int = 256
+    ) -> None:
+        self.model = model
+        self.chat = chat
+        self.sampling = replace(sampling, stop_token_ids=sampling.stop_token_ids or (chat.end_id,))
+        self.parse = PARSERS[parser]
+        self.max_batch = max_batch
+        self.max_context = int(getattr(model.config, "max_position_embeddings", 0)) or 1 << 30
+        self.version = 0
+        self.linger_s = 0.002
+        self._waiting: list[_Waiting] = []
+        self._serving: asyncio.Task[None] | None = None
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
+        if len(token_ids) + sampling.max_new_tokens > self.max_context:
+            raise ContextFullError(
+                f"a prompt of {len(token_ids)} tokens and {sampling.max_new_tokens} new ones do not fit the model's "
+                f"{self.max_context}: shorten the prompt or lower rollout.max_new_tokens"
+            )
+        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        self._waiting.append((token_ids, sampling, future))
+        if self._serving is None or self._serving.done():
+            self._serving = asyncio.create_task(self._serve())
+        return await future
+
+    async def _serve(self) -> None:
+        """Take whoever waits, as one batch, until nobody does."""
+        while True:
+            await self._gather()
+            batch = [w for w in self._waiting[: self.max_batch] if not w[2].done()]
+            del self._waiting[: self.max_batch]
+            if not batch:
+                return
+            prompts, samplings, futures = zip(*batch, strict=True)
+            try:
+                results = await asyncio.to_thread(
+                    generate_batch, self.model, prompts, samplings, pad_id=self.chat.pad_id, policy_version=self.version
+                )
+            except Exception as fault:  # every requester hears of it; none waits for ever
+                for future in futures:
+                    if not future.done():
+                        future.set_exception(PolicyError(f"generation failed: {type(fault).__name__}: {fault}"))
+                continue
+            for future, result in zip(futures, results, strict=True):
+                if not future.done():
+                    future.set_result(result)
+
+    async def _gather(self) -> None:
+        """Let everyone who is about to ask do so: wait while more keep coming. A batch costs far more than this."""
+        await asyncio.sleep(0)
+        count = -1
+        while count < len(self._waiting) < self.max_batch:
+            count = len(self._waiting)
+            await asyncio.sleep(self.linger_s)
+
+    def session(self, *, seed: int, do_sample: bool, prompt_ids: Sequence[int] | None = None) -> LocalSession:
+        return LocalSession(self, replace(self.sampling, seed=seed, do_sample=do_sample), prompt_ids)
+
+    async def get_action(
+        self, observation: Sequence[Message], available_tools_specs: Sequence[dict[str, Any]] | None = None
+    ) -> tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]:
+        """One decision without an episode around it."""
+        session = self.session(seed=self.sampling.seed, do_sample=self.sampling.do_sample)
+        return await session.get_action(observation, available_tools_specs)
+
+    def metrics(self) -> Metrics:
+        return {"policy/version": float(self.version)}
+
+
+class LocalSession:
+    """One episode's tokens: an append-only buffer in which every turn extends the last exactly."""
+
+    def __init__(self, policy: LocalPolicy, sampling: Sampling, prompt_ids: Sequence[int] | None) -> None:
+        self.policy = policy
+        self.sampling = sampling
+        self.tokens = array("i", prompt_ids or ())
+        self._given_prompt = prompt_ids is not None
+        self._seen = 0
+        self._turn = 0
+
+    async def get_action(
+        self, observation: Sequence[Message], available_tools_specs: Sequence[dict[str, Any]] | None = None
+    ) -> tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]:
+        self._take_in(observation, available_tools_specs)
+        prompt = Prefix(self.tokens)
+        # A seed of its own for each turn: positions begin anew with each generation.
+        sampling = replace(self.sampling, seed=(self.sampling.seed * 1_000_003 + self._turn) & 0x7FFF_FFFF_FFFF_FFFF)
+        result = await self.policy.generate(prompt, sampling)
+        self.tokens.extend(result.token_ids)
+        self._turn += 1
+        text = self.policy.chat.decode(result.token_ids)
+        content, calls = self.policy.parse(text)
+        logprobs = {
+            "token_ids": result.token_ids,
+            "logprobs": result.logprobs,
+            "prompt_ids": prompt,
+            "finish_reason": "tool_calls" if calls and result.finish_reason == "stop" else result.finish_reason,
+            "policy_version": result.policy_version,
+        }
+        return to_action(content, calls), text, logprobs, None
+
+    def _take_in(self, observation: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> None:
+        """Append what was said since this policy last spoke."""
+        chat = self.policy.chat
+        if self._turn == 0:
+            if not self._given_prompt:
+                self.tokens.extend(chat.start(observation, tools))
+        else:
+            if self.tokens[-1] != chat.end_id:
+                self.tokens.append(chat.end_id)  # cut off by length: close the turn, unsampled
+            news = observation[self._seen :]
+            self.tokens.extend(chat.follow([m for m in news if m.role != "assistant"], tools))
+        self._seen = len(observation)

@@ -1,0 +1,118 @@
+"""The seams: what a policy, an estimator, a tracker, an executor, a router and a learner must offer, no more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+from toolwise.messages import Message
+from toolwise.types import (
+    AnnotatedRollout,
+    CreditedRollout,
+    EvaluateResult,
+    Rollout,
+    RouteDecision,
+    ScoredRollout,
+    Task,
+)
+
+if TYPE_CHECKING:
+    from toolwise.rewards.function import Reward
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to draw tokens. Log-probs are taken after `temperature`; nothing else reshapes the distribution."""
+
+    temperature: float = 1.0
+    max_new_tokens: int = 256
+    do_sample: bool = True
+    """False takes the likeliest token each time."""
+    seed: int = 0
+    """Draws depend on (seed, position) alone, never on what else is in the batch."""
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What a model sampled after a prompt."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    finish_reason: Literal["stop", "length"]
+    policy_version: int
+
+
+@runtime_checkable
+class TokenGenerator(Protocol):
+    """The seam to a model is tokens."""
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation: ...
+
+
+@runtime_checkable
+class AgentPolicy(Protocol):
+    """Whoever decides, seen through messages."""
+
+    async def get_action(
+        self, observation: Sequence[Message], available_tools_specs: Sequence[dict[str, Any]] | None = None
+    ) -> tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]:
+        """The action, the raw text, the log-probs (a `TokenLogprobs`) and a value, where there are such."""
+        ...
+
+
+@runtime_checkable
+class SessionPolicy(AgentPolicy, Protocol):
+    """A policy that keeps something for the length of one episode, such as the tokens it has sampled."""
+
+    def session(self, *, seed: int, do_sample: bool, prompt_ids: Sequence[int] | None = None) -> AgentPolicy: ...
+
+
+class AdvantageEstimator(Protocol):
+    """Credit: from scores to an advantage for each sampled token."""
+
+    needs: frozenset[Literal["old_logprobs", "ref_logprobs", "values"]]
+    """What the learner must annotate first."""
+
+    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]: ...
+
+
+class Executor(Protocol):
+    """Where reward functions run: in this process, or in a sandbox. One result a rollout, in order, always."""
+
+    async def evaluate(self, reward: Reward, rollouts: Sequence[Rollout], *, step: int) -> list[EvaluateResult]: ...
+
+
+class Tracker(Protocol):
+    """Where metrics go."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Stateful(Protocol):
+    """Whatever must survive a crash: registered once, saved and restored by the checkpoint."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Router(Stateful, Protocol):
+    """Chooses how each prompt begins, and learns from what came of it."""
+
+    def decide(self, tasks: Sequence[Task], n: int, step: int) -> list[RouteDecision]: ...
+
+    def learn(self, scored: Sequence[ScoredRollout]) -> Metrics: ...
+
+
+class Learner(Stateful, Protocol):
+    """Owns the weights."""
+
+    def annotate(self, scored: Sequence[ScoredRollout]) -> list[AnnotatedRollout]: ...
+
+    def update(self, credited: Sequence[CreditedRollout]) -> Metrics: ...

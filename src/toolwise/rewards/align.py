@@ -1,0 +1,80 @@
+"""From what a reward says about messages to what each step earned.
+
+`step_index` is the Nth time the assistant acted in the rollout, from 0 (`step_info["assistant_turn_index"]`); "1" and 1
+are the same. Inputs are never changed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from toolwise.errors import RewardError
+from toolwise.types import EvaluateResult, Rollout, ScoredRollout, StepData, StepOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Aligned:
+    """Steps with base rewards, final scores in order, and what did not fit, by name."""
+
+    steps: dict[str, list[StepData]]
+    final_scores: list[float | None]
+    warnings: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class RLDataAligner:
+    """Sets each step's `base_reward` from the reward's `step_outputs`. `strict` raises where it would warn."""
+
+    strict: bool = False
+
+    def align_data_for_rl_processing(
+        self,
+        eval_results_from_sandbox: EvaluateResult | Sequence[EvaluateResult],
+        raw_rollout_step_data_map: Mapping[str, Sequence[StepData]],
+        rollout_ids_in_order: Sequence[str],
+    ) -> Aligned:
+        one = isinstance(eval_results_from_sandbox, EvaluateResult)
+        results = [eval_results_from_sandbox] if one else list(eval_results_from_sandbox)
+        if len(results) != len(rollout_ids_in_order):
+            raise RewardError(f"{len(results)} results for {len(rollout_ids_in_order)} rollouts: they must match one to one")
+        steps: dict[str, list[StepData]] = {}
+        warnings: list[str] = []
+        for rollout_id, result in zip(rollout_ids_in_order, results, strict=True):
+            if rollout_id not in raw_rollout_step_data_map:
+                raise RewardError(f"there are no steps for rollout {rollout_id!r}")
+            raw = raw_rollout_step_data_map[rollout_id]
+            steps[rollout_id], found = align_steps(raw, result.step_outputs or ())
+            warnings += [f"{rollout_id}: {warning}" for warning in found]
+        if warnings and self.strict:
+            raise RewardError("; ".join(warnings))
+        return Aligned(steps, [result.score for result in results], warnings)
+
+
+def align_steps(steps: Sequence[StepData], outputs: Sequence[StepOutput]) -> tuple[list[StepData], list[str]]:
+    """Copies of `steps` with their base rewards, and what did not fit."""
+    rewards: dict[str, float] = {}
+    counts: Counter[str] = Counter()
+    for output in outputs:
+        key = str(output.step_index)
+        counts[key] += 1
+        rewards.setdefault(key, output.base_reward)
+    warnings = [f"duplicate step_index {key} ({count} times; the first counts)" for key, count in counts.items() if count > 1]
+    aligned = []
+    for step in steps:
+        key = str(step.step_info.get("assistant_turn_index", step.system_step_index))
+        if key in rewards:
+            aligned.append(step.model_copy(update={"base_reward": rewards.pop(key)}))
+        else:
+            if outputs:
+                warnings.append(f"missing step_index {key}: that step keeps base_reward {step.base_reward}")
+            aligned.append(step)
+    warnings += [f"unmatched step_index {key}: the rollout has {len(steps)} steps" for key in rewards]
+    return aligned, warnings
+
+
+def align_rollout(rollout: Rollout, result: EvaluateResult) -> ScoredRollout:
+    """One rollout with its reward, as the loop hands it on."""
+    steps, _ = align_steps(rollout.steps, result.step_outputs or ())
+    return ScoredRollout(rollout, result, tuple(steps))

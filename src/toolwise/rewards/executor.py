@@ -1,0 +1,44 @@
+"""Runs reward functions in this process. Whatever they raise becomes a typed result; the run goes on."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from toolwise.rewards.function import Reward, faulty, read_result, read_results
+from toolwise.types import EvaluateResult, Rollout
+
+
+class InProcessExecutor:
+    """The simplest executor: for rewards that the project or the user trusts."""
+
+    async def evaluate(self, reward: Reward, rollouts: Sequence[Rollout], *, step: int) -> list[EvaluateResult]:
+        if reward.mode == "batch":
+            return await self._evaluate_batch(reward, rollouts, step)
+        return [await self._evaluate_one(reward, rollout, step) for rollout in rollouts]
+
+    async def _evaluate_one(self, reward: Reward, rollout: Rollout, step: int) -> EvaluateResult:
+        given = {"step": step, **rollout.task.reward_kwargs, **reward.kwargs}
+        try:
+            value = reward.function(list(rollout.messages), rollout.task.ground_truth, **reward.accepts(given))
+            return read_result(await value if inspect.isawaitable(value) else value)
+        except Exception as fault:  # other people's code: anything may come
+            return _fault(fault)
+
+    async def _evaluate_batch(self, reward: Reward, rollouts: Sequence[Rollout], step: int) -> list[EvaluateResult]:
+        columns = {name for rollout in rollouts for name in rollout.task.reward_kwargs}
+        by_column = {name: [r.task.reward_kwargs.get(name) for r in rollouts] for name in sorted(columns)}
+        given: dict[str, Any] = {"step": step, **by_column, **reward.kwargs}
+        try:
+            messages = [list(rollout.messages) for rollout in rollouts]
+            truths = [rollout.task.ground_truth for rollout in rollouts]
+            value = reward.function(messages, truths, **reward.accepts(given))
+            return read_results(await value if inspect.isawaitable(value) else value, len(rollouts))
+        except Exception as fault:  # likewise
+            return [_fault(fault)] * len(rollouts)
+
+
+def _fault(fault: Exception) -> EvaluateResult:
+    return faulty("exception", f"{type(fault).__name__}: {fault}", traceback.format_exc(limit=-5))

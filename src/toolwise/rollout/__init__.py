@@ -1,0 +1,1 @@
+"""Episodes: a policy and a world, turn by turn."""

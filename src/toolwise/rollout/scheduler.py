@@ -1,0 +1,96 @@
+"""Many episodes at once: `n` a prompt, given back in the order (prompt, offset) whatever finished first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from toolwise.protocols import AgentPolicy
+from toolwise.rollout.worker import RLRolloutWorker
+from toolwise.tools.base import BaseTool
+from toolwise.envs.tool_env import ToolEnv
+from toolwise.types import Rollout, RouteDecision, StopReason
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutScheduler:
+    """Runs the episodes of a batch. `lock_step` makes all take each turn together: slower tools hold the others up,
+    and the batches the model sees no longer depend on timing."""
+
+    policy: AgentPolicy
+    tools: Mapping[str, BaseTool]
+    max_episode_steps: int = 10
+    max_concurrent: int = 1024
+    deadline_s: float = 600.0
+    tool_timeout_s: float = 30.0
+    lock_step: bool = False
+
+    async def roll_out(
+        self,
+        decisions: Sequence[RouteDecision],
+        *,
+        do_sample: bool = True,
+        on_done: Callable[[Rollout], None] = lambda rollout: None,
+    ) -> list[Rollout]:
+        workers = [
+            (decision, batch_data_id, offset, self._worker(decision, offset, do_sample))
+            for batch_data_id, decision in enumerate(decisions)
+            for offset in range(decision.n)
+        ]
+        if self.lock_step:
+            await self._in_step([worker for *_, worker in workers])
+            rollouts = [_finished(*entry) for entry in workers]
+            for rollout in rollouts:
+                on_done(rollout)
+            return rollouts
+        gate = asyncio.Semaphore(self.max_concurrent)
+
+        async def run(decision: RouteDecision, batch_data_id: int, offset: int, worker: RLRolloutWorker) -> Rollout:
+            async with gate:
+                await worker.run_episode()
+            rollout = _finished(decision, batch_data_id, offset, worker)
+            on_done(rollout)
+            return rollout
+
+        return await asyncio.gather(*(run(*entry) for entry in workers))
+
+    async def _in_step(self, workers: Sequence[RLRolloutWorker]) -> None:
+        try:
+            for worker in workers:
+                await worker.start()
+            while active := [worker for worker in workers if not worker.done]:
+                await asyncio.gather(*(worker.decide() for worker in active))
+                await asyncio.gather(*(worker.act() for worker in active))
+        finally:
+            for worker in workers:
+                await worker.finish()
+
+    def _worker(self, decision: RouteDecision, offset: int, do_sample: bool) -> RLRolloutWorker:
+        return RLRolloutWorker(
+            decision.task,
+            self.policy,
+            self.max_episode_steps,
+            env=ToolEnv(decision.task, self.tools, offered=decision.tools, tool_timeout_s=self.tool_timeout_s),
+            prompt=decision.prompt,
+            seed=decision.seed * 4099 + offset,
+            do_sample=do_sample,
+            deadline_s=self.deadline_s,
+        )
+
+
+def _finished(decision: RouteDecision, batch_data_id: int, offset: int, worker: RLRolloutWorker) -> Rollout:
+    return Rollout(
+        rollout_id=f"{decision.group_id}/{offset}",
+        group_id=decision.group_id,
+        batch_data_id=batch_data_id,
+        rollout_offset=offset,
+        task=decision.task,
+        route=decision.route,
+        steps=tuple(worker.steps),
+        messages=tuple(worker.messages),
+        stop_reason=worker.stop_reason or StopReason.POLICY_FAULT,
+        usage=worker.usage,
+        tool_rewards=worker.tool_rewards,
+        fault=worker.fault,
+    )

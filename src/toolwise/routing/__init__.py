@@ -1,0 +1,1 @@
+"""How each prompt begins: which messages, which tools."""

@@ -1,0 +1,38 @@
+"""The router that does not route: every prompt as it is, with all the tools its task offers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from toolwise.protocols import Metrics
+from toolwise.types import RouteDecision, ScoredRollout, Task
+
+
+@dataclass(frozen=True, slots=True)
+class DirectRouter:
+    """Gives each prompt a group of its own, and a seed that depends on the run, the step and the place in the batch."""
+
+    seed: int
+
+    def decide(self, tasks: Sequence[Task], n: int, step: int, *, label: str = "step") -> list[RouteDecision]:
+        return [
+            RouteDecision(
+                task=task,
+                group_id=f"{label}-{step}/{place}/{task.task_id}",
+                n=n,
+                seed=(self.seed * 1_000_003 + step) * 65_537 + place,
+                prompt=task.prompt,
+            )
+            for place, task in enumerate(tasks)
+        ]
+
+    def learn(self, scored: Sequence[ScoredRollout]) -> Metrics:
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        return

@@ -1,0 +1,26 @@
+"""What an agent may call: the tool life cycle, the built-in tools, and Python functions as tools."""
+
+from __future__ import annotations
+
+from toolwise.tools.base import BaseTool, FunctionSchema, OpenAIFunctionToolSchema
+from toolwise.tools.calculator import CalculatorTool
+from toolwise.tools.catalog import TOOLS, build_tools
+from toolwise.tools.function import FunctionTool, as_tool, tool
+from toolwise.tools.gsm8k import Gsm8kTool
+from toolwise.tools.schema import validate_arguments
+from toolwise.tools.search import SearchTool
+
+__all__ = [
+    "TOOLS",
+    "BaseTool",
+    "CalculatorTool",
+    "FunctionSchema",
+    "FunctionTool",
+    "Gsm8kTool",
+    "OpenAIFunctionToolSchema",
+    "SearchTool",
+    "as_tool",
+    "build_tools",
+    "tool",
+    "validate_arguments",
+]

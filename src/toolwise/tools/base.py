@@ -1,0 +1,66 @@
+"""The tool life cycle: create once per rollout, execute many times, calc_reward and release exactly once."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+from uuid import uuid4
+
+from pydantic import BaseModel, Field
+
+
+class FunctionSchema(BaseModel):
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
+    """JSON schema of the arguments."""
+
+
+class OpenAIFunctionToolSchema(BaseModel):
+    """A tool as OpenAI's chat API describes it."""
+
+    type: str = "function"
+    function: FunctionSchema
+
+
+class BaseTool(ABC):
+    """A tool. Instances (one a rollout) are known by the id that `create` gives back.
+
+    `family` and `price` are what the router and the budget go by: SEARCH, CALCULATE or OTHER, and the cost of a call.
+    """
+
+    family: str = "OTHER"
+    price: float = 1.0
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema) -> None:
+        self.config = config
+        self.tool_schema = tool_schema
+        self.family = config.get("family", self.family)
+        self.price = float(config.get("price", self.price))
+
+    @property
+    def name(self) -> str:
+        return self.tool_schema.function.name
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        return self.tool_schema
+
+    @abstractmethod
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        """Make an instance for one rollout; gives back its id."""
+        return instance_id or str(uuid4())
+
+    @abstractmethod
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[str, float | None, dict[str, Any]]:
+        """Run one call: (what the model reads, the step's reward or None, info). `parameters` are the model's
+        arguments, `kwargs` the task's `execute_kwargs`: the two never mix."""
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
+        """The tool's own word on the whole rollout, once at its end; None where it has none."""
+        return None
+
+    @abstractmethod
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """Free what `create` took. Called exactly once, however the rollout ended."""

@@ -1,0 +1,168 @@
+"""The tools that Toolwise brings, by name, and how a run's `tools` entries become tools."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pydantic import ValidationError
+
+from toolwise.errors import ConfigError, ToolwiseError
+from toolwise.tools.base import BaseTool, OpenAIFunctionToolSchema
+from toolwise.tools.calculator import CalculatorTool
+from toolwise.tools.function import FunctionTool, as_tool, check_terms
+from toolwise.tools.gsm8k import Gsm8kTool
+from toolwise.tools.search import SearchTool
+
+Entry = str | BaseTool | Callable[..., Any] | Mapping[str, Any]
+
+TOOLS: dict[str, Callable[[dict[str, Any]], BaseTool]] = {
+    "calculator": CalculatorTool,
+    "search": SearchTool,
+    "calc_gsm8k_reward": Gsm8kTool,
+}
+_TERMS = frozenset({"family", "price"})
+
+
+def build_tools(entries: Sequence[Entry]) -> dict[str, BaseTool]:
+    """name -> tool, in the order of `entries`.
+
+    An entry is a built-in's name, a reference (`package.module:attr` or `path/to/file.py:attr`), a tool, a
+    typed function, or a mapping with one of these as its `name` and the tool's configuration beside it.
+    """
+    tools: dict[str, BaseTool] = {}
+    for entry in entries:
+        made = _build(entry)
+        if made.name in tools:
+            raise ConfigError(f"tools: {made.name!r} is there twice; remove one, or rename it in its schema")
+        tools[made.name] = made
+    return tools
+
+
+def _build(entry: Entry) -> BaseTool:
+    if not isinstance(entry, Mapping):
+        entry = {"name": entry}
+    if "name" not in entry:
+        raise ConfigError(f"tools: an entry has no name, only {', '.join(map(str, entry)) or 'nothing'}")
+    config = {key: value for key, value in entry.items() if key != "name"}
+    where = _label(entry["name"])
+    try:
+        check_terms(config, f"tools: {where}")
+    except ToolwiseError as error:
+        raise ConfigError(str(error)) from None
+    target = _resolve(entry["name"])
+    if inspect.isclass(target) and issubclass(target, BaseTool):
+        return _construct(target, config, where)
+    if isinstance(entry["name"], str) and where in TOOLS:
+        return TOOLS[where](config)
+    return _adapt(target, config, where)
+
+
+def _label(entry: Any) -> str:
+    return entry if isinstance(entry, str) else str(getattr(entry, "__name__", entry))
+
+
+def _resolve(entry: Any) -> Any:
+    """What an entry stands for: a tool, a class of tools, or a function."""
+    if not isinstance(entry, str):
+        return entry
+    if entry in TOOLS:
+        return TOOLS[entry]
+    if ":" not in entry:
+        hint = did_you_mean(entry, TOOLS) or f"; there are {', '.join(sorted(TOOLS))}, or module:attr"
+        raise ConfigError(f"tools: there is no tool {entry!r}{hint}")
+    source, _, attribute = entry.rpartition(":")
+    module = _load_file(source) if source.endswith(".py") else _load_module(source)
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        hint = did_you_mean(attribute, vars(module))
+        raise ConfigError(f"tools: {source} has no {attribute!r}{hint}") from None
+
+
+def _adapt(target: Any, config: dict[str, Any], where: str) -> BaseTool:
+    """A tool out of a function or of a finished tool, of which only a function's terms can still be set."""
+    try:
+        made = as_tool(target)
+    except ToolwiseError as error:
+        raise ConfigError(f"tools: {where}: {error}") from error
+    if not config:
+        return made
+    if not isinstance(made, FunctionTool):
+        raise ConfigError(f"tools: {where} is a finished tool; give it {', '.join(config)} where it is made")
+    _check_keys(config, _TERMS | {"description"}, where)
+    return made.with_terms(**config)
+
+
+def _construct(kind: type[BaseTool], config: dict[str, Any], where: str) -> BaseTool:
+    """An instance of a tool class; `tool_schema` may come from the configuration, as classes may need one."""
+    known = getattr(kind, "config_keys", None)
+    if known is not None:
+        _check_keys(config, known | _TERMS | {"tool_schema"}, where)
+    given = config.pop("tool_schema", None)
+    parameters = inspect.signature(kind).parameters
+    required = "tool_schema" in parameters and parameters["tool_schema"].default is inspect.Parameter.empty
+    if given is None and required:
+        raise ConfigError(f"tools: {where} needs a tool_schema beside its name")
+    if given is None:
+        return kind(config)  # type: ignore[call-arg]  # such a class brings its own schema
+    try:
+        schema = OpenAIFunctionToolSchema.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(map(str, ("tool_schema", *first["loc"])))
+        raise ConfigError(f"tools: {where}: {path}: {first['msg']}") from None
+    return kind(config, schema)
+
+
+def _check_keys(config: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+    known = sorted(known)
+    for key in config:
+        if key not in known:
+            hint = did_you_mean(str(key), known) or f"; it has {', '.join(known)}"
+            raise ConfigError(f"tools: {where} has no option {key!r}{hint}")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _load_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"tools: cannot import {name!r} ({error}); or write path/to/file.py:attr"
+        ) from error
+    except Exception as error:
+        raise ConfigError(f"tools: importing {name!r} failed: {type(error).__name__}: {error}") from error
+
+
+def _load_file(source: str) -> ModuleType:
+    path = Path(source).resolve()
+    if not path.is_file():
+        raise ConfigError(f"tools: there is no file {source!r}")
+    # Loaded once a path: two references into one file must see the same module state.
+    name = f"toolwise_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"tools: {source!r} cannot be loaded as Python")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigError(f"tools: running {source!r} failed: {type(error).__name__}: {error}") from error
+    return module

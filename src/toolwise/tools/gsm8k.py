@@ -1,0 +1,99 @@
+"""The answer checker of the GSM8K recipe: a tool with a step reward and a reward for the whole rollout."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, ClassVar
+
+from toolwise.errors import ConfigError, DataError
+from toolwise.tools.base import BaseTool, FunctionSchema, OpenAIFunctionToolSchema
+
+DEFAULT_PENALTY = 0.05
+
+# Bounded, so that an answer of a million digits costs nothing.
+_NUMBER = re.compile(r"-?(?:[0-9][0-9,]{0,99}(?:\.[0-9]{1,100})?|\.[0-9]{1,100})")
+
+
+@dataclass(slots=True)
+class _Instance:
+    ground_truth: Fraction
+    reward: float = 0.0
+    answers: int = 0
+
+
+class Gsm8kTool(BaseTool):
+    """Tells the model whether its answer is right.
+
+    **This is an oracle**: with it, an agent may guess until it is told yes. It is off by default, there only
+    where a configuration names it; the calculator leaks nothing.
+
+    `create_kwargs`: ground_truth. Configuration: `penalty` (0.05), taken off for each further answer that is
+    no better than the one before. `calc_reward` is 1.0 where the last answer was right, 0.0 otherwise.
+    """
+
+    config_keys: ClassVar[frozenset[str]] = frozenset({"penalty"})
+
+    def __init__(
+        self, config: dict[str, Any] | None = None, tool_schema: OpenAIFunctionToolSchema | None = None
+    ) -> None:
+        super().__init__(config or {}, tool_schema or _SCHEMA)
+        penalty = self.config.get("penalty", DEFAULT_PENALTY)
+        if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not 0 <= penalty < math.inf:
+            raise ConfigError(f"tool {self.name}: penalty must be a number from 0 up, got {penalty!r}")
+        self._penalty = float(penalty)
+        self._instances: dict[str, _Instance] = {}
+
+    async def create(
+        self, instance_id: str | None = None, ground_truth: str | float | None = None, **kwargs: Any
+    ) -> str:
+        instance_id = await super().create(instance_id, **kwargs)
+        expected = None if ground_truth is None else final_number(str(ground_truth))
+        if expected is None:
+            raise DataError(
+                f"tool {self.name}: create_kwargs.ground_truth must hold a number, got {ground_truth!r:.80}"
+            )
+        self._instances[instance_id] = _Instance(expected)
+        return instance_id
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[str, float | None, dict[str, Any]]:
+        instance = self._instances[instance_id]
+        answer = final_number(str(parameters.get("answer", "")))
+        reward = 1.0 if answer == instance.ground_truth else 0.0
+        repeated_in_vain = instance.answers > 0 and reward <= instance.reward
+        instance.answers += 1
+        instance.reward = reward
+        if answer is None:
+            text = "No number was found in your answer."
+        else:
+            text = "Your answer is right." if reward else "Your answer is wrong."
+        return text, -self._penalty if repeated_in_vain else 0.0, {"ok": answer is not None, "reward": reward}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
+        return self._instances[instance_id].reward
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        self._instances.pop(instance_id, None)
+
+
+def final_number(text: str) -> Fraction | None:
+    """The last number after the last `####`, or in the whole text where there is no such mark."""
+    found = _NUMBER.findall(text.rpartition("####")[2])
+    return Fraction(found[-1].replace(",", "")) if found else None
+
+
+_SCHEMA = OpenAIFunctionToolSchema(
+    function=FunctionSchema(
+        name="calc_gsm8k_reward",
+        description="Checks an answer to the problem: 1.0 if it is correct, 0.0 if it is wrong or missing.",
+        parameters={
+            "type": "object",
+            "properties": {"answer": {"type": "string", "description": "Your answer, in digits."}},
+            "required": ["answer"],
+        },
+    )
+)

@@ -1,0 +1,119 @@
+"""Checks a model's arguments against a tool's JSON schema before the tool sees them, in words for models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from toolwise.errors import ToolwiseError
+from toolwise.tools.base import OpenAIFunctionToolSchema
+
+if TYPE_CHECKING:
+    from jsonschema import Draft202012Validator, ValidationError
+
+MAX_PROBLEMS = 10
+MAX_PROBLEM_LENGTH = 200
+
+_JSON_NAMES: dict[type, str] = {
+    str: "a string",
+    bool: "a boolean",
+    int: "an integer",
+    float: "a number",
+    list: "an array",
+    dict: "an object",
+    type(None): "null",
+}
+_MORE_PROPERTIES = {"patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
+_TYPE_NAMES = {name.split()[-1]: name for name in _JSON_NAMES.values()}
+
+
+def validate_arguments(schema: OpenAIFunctionToolSchema, arguments: Any) -> list[str]:
+    """What is wrong with `arguments`, one line a problem, in a fixed order; empty where they fit."""
+    if not isinstance(arguments, dict):
+        return ["the arguments must be a JSON object"]
+    validator = _compile(schema.function.name, json.dumps(schema.function.parameters, sort_keys=True))
+    from referencing.exceptions import Unresolvable
+
+    try:
+        errors = sorted(validator.iter_errors(arguments), key=lambda error: _path(error.path))
+    except Unresolvable as error:
+        name = schema.function.name
+        raise ToolwiseError(f"tool {name}: its schema has a $ref that leads nowhere: {error}") from error
+    except RecursionError:
+        return ["the arguments are nested too deeply"]
+    problems = [problem for error in errors for problem in _problems(error)]
+    return [_one_line(problem) for problem in problems[:MAX_PROBLEMS]]
+
+
+# Keyed by the schema's text, not by its identity: tasks that bring equal schemas share one validator, and a
+# schema that was changed in place gets another.
+@lru_cache(maxsize=1024)
+def _compile(tool: str, parameters: str) -> Draft202012Validator:
+    from jsonschema import Draft202012Validator, SchemaError
+    from referencing import Registry
+
+    schema = json.loads(parameters)
+    try:
+        Draft202012Validator.check_schema(schema)
+    except SchemaError as error:
+        raise ToolwiseError(f"tool {tool}: its parameters are no JSON schema: {error.message}") from error
+    # JSON schema lets unnamed properties pass; in a call, an argument that a tool lacks is a mistake.
+    if schema.get("properties") and not schema.keys() & _MORE_PROPERTIES:
+        schema.setdefault("additionalProperties", False)
+    # An empty registry: a $ref must never make us fetch something from the network.
+    return Draft202012Validator(schema, registry=Registry())
+
+
+def _problems(error: ValidationError) -> Iterable[str]:
+    where = _path(error.path)
+    if error.validator == "required":
+        missing = [name for name in error.validator_value if name not in error.instance]
+        # jsonschema gives each missing name an error of its own, and says which only in the message.
+        named = next((name for name in missing if error.message.startswith(repr(name))), missing[0])
+        return [f"missing argument {_join(where, named)!r}"]
+    if error.validator == "additionalProperties" and error.validator_value is False:
+        known = sorted(error.schema.get("properties", {}))
+        extra = [name for name in error.instance if name not in known]
+        expected = f" (expected: {', '.join(known)})" if known else ""
+        return [f"unexpected argument {_join(where, name)!r}{expected}" for name in extra]
+    return [_misfit(error, f"argument {where!r}" if where else "the arguments")]
+
+
+def _misfit(error: ValidationError, subject: str) -> str:
+    wanted = _wanted_types(error)
+    if wanted:
+        types = " or ".join(_TYPE_NAMES.get(name, name) for name in wanted)
+        return f"{subject} must be {types}, got {_JSON_NAMES.get(type(error.instance), 'something else')}"
+    if error.validator == "enum":
+        choices = ", ".join(json.dumps(choice, ensure_ascii=False) for choice in error.validator_value)
+        return f"{subject} must be one of {choices}"
+    return f"{subject}: {error.message}"
+
+
+def _wanted_types(error: ValidationError) -> list[str]:
+    """The types that would have done, where the error is about nothing else."""
+    value = error.validator_value
+    if error.validator == "type":
+        return value if isinstance(value, list) else [value]
+    # What `int | None` becomes: alternatives that say no more than a type.
+    if error.validator == "anyOf" and all(set(choice) == {"type"} for choice in value):
+        return [choice["type"] for choice in value]
+    return []
+
+
+def _path(parts: Iterable[str | int]) -> str:
+    path = ""
+    for part in parts:
+        path = f"{path}[{part}]" if isinstance(part, int) else _join(path, part)
+    return path
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _one_line(text: str) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= MAX_PROBLEM_LENGTH else flat[: MAX_PROBLEM_LENGTH - 1] + "…"

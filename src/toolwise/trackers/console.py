@@ -1,0 +1,361 @@
+"""What a person watches while a run goes on: a live display in a terminal, plain lines everywhere else."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+FIGURES: tuple[tuple[str, tuple[str, ...], str | None], ...] = (
+    ("score", ("score/mean",), "eval/score"),
+    ("correct", ("correct/mean", "reward/correct/mean"), "eval/correct"),
+    ("cost", ("cost/mean",), "eval/cost"),
+    ("entropy", ("actor/entropy",), None),
+    ("tokens/s", ("tokens_per_s",), None),
+)
+"""The figures worth watching: name, where a training line has it, where a validation line has it."""
+
+DWELL_S = 4.0
+"""How long a rollout stays on the live display at least: long enough to be read."""
+
+_CONTROLS = [*range(9), *range(11, 32), *range(127, 160)]
+_DIRECTIONS = [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+_UNPRINTABLE = dict.fromkeys(_CONTROLS + _DIRECTIONS, "\ufffd") | {ord("\r"): "\n"}
+_STYLES = {"user": "bold", "call": "cyan", "result": "dim", "assistant": "", "system": "dim"}
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One thing said or done in a conversation; an assistant message with two calls makes three."""
+
+    who: Literal["system", "user", "assistant", "call", "result"]
+    text: str
+    name: str = ""
+    """The tool, for a call or a result."""
+    action: int | None = None
+    """For what the assistant did: the how-manieth assistant message it is part of, from 0."""
+
+
+def clean_text(value: object) -> str:
+    """Text that any UTF-8 output takes: no lone surrogates, no control or direction-changing characters."""
+    text = "" if value is None else str(value)
+    return text.replace("\r\n", "\n").encode("utf-8", "replace").decode("utf-8").translate(_UNPRINTABLE)
+
+
+def shorten(text: str, limit: int) -> str:
+    """One line of at most `limit` characters: the beginning and the end, where it is longer."""
+    text = " ".join(text.split())
+    if len(text) <= limit:
+        return text
+    tail = (limit - 3) // 3
+    return f"{text[: limit - 3 - tail]} … {text[len(text) - tail :]}"
+
+
+def turns_of(messages: Sequence[Any] | None) -> list[Turn]:
+    """A conversation in the OpenAI form as turns to show; what is malformed is shown as it is."""
+    turns: list[Turn] = []
+    tools: dict[str, str] = {}
+    action = -1
+    for message in messages or ():
+        if not isinstance(message, Mapping):
+            continue
+        role, text = message.get("role"), clean_text(_content(message.get("content")))
+        if role == "tool":
+            name = message.get("name") or tools.get(str(message.get("tool_call_id")), "")
+            turns.append(Turn("result", text, clean_text(name)))
+        elif role == "assistant":
+            action += 1
+            if text.strip():
+                turns.append(Turn("assistant", text, action=action))
+            for call in message.get("tool_calls") or ():
+                name, shown = _call(call)
+                tools[str(call.get("id")) if isinstance(call, Mapping) else ""] = name
+                turns.append(Turn("call", shown, name, action))
+        else:
+            turns.append(Turn("user" if role == "user" else "system", text))
+    return turns
+
+
+def verdict(record: Mapping[str, Any]) -> bool | None:
+    """Whether a rollout got it right: its `correct` metric, else a score of 1 or more (0 or less: not)."""
+    metrics = record.get("metrics")
+    correct = metrics.get("correct") if isinstance(metrics, Mapping) else None
+    if isinstance(correct, int | float):
+        return correct >= 0.5
+    score = record.get("score")
+    if not isinstance(score, int | float) or 0 < score < 1:
+        return None
+    return score >= 1
+
+
+def sparkline(values: Sequence[float], width: int = 24) -> str:
+    """The course of `values` in `width` characters, each the mean of its stretch."""
+    values = [v for v in values if math.isfinite(v)]
+    if not values:
+        return ""
+    n = min(width, len(values))
+    edges = [round(i * len(values) / n) for i in range(n + 1)]
+    means = [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    span = high - low
+    return "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * (m - low) / span)) if span > 0 else 3] for m in means)
+
+
+def say_figure(name: str, value: float | None) -> str:
+    """A figure as people write it: shares in percent, speeds in whole numbers."""
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return "–"
+    if name == "correct":
+        return f"{100 * value:.1f}%"
+    return f"{value:,.0f}" if name in ("tokens/s", "tokens") else f"{value:.3f}"
+
+
+def say_time(seconds: float) -> str:
+    minutes, s = divmod(round(max(0.0, seconds)), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}h{m:02}m" if hours else f"{m}m{s:02}s" if m else f"{s}s"
+
+
+class ConsoleTracker:
+    """Shows a run while it goes on. Text from models is shown as text: no markup, no control characters."""
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        title: str,
+        show_rollouts: bool = True,
+        console: Console | None = None,
+        every_s: float = 5.0,
+        rollout_every_s: float = 60.0,
+    ) -> None:
+        """`every_s` and `rollout_every_s` hold back plain lines, so that fast steps do not flood a log."""
+        self._console = console or Console()
+        self._total = max(1, total_steps)
+        self._title = clean_text(title)
+        self._show_rollouts = show_rollouts
+        self._every_s, self._rollout_every_s = every_s, rollout_every_s
+        self._step = 0
+        self._began = time.monotonic()
+        self._pace: list[tuple[float, int]] = []
+        self._training: dict[str, list[float]] = {name: [] for name, _, _ in FIGURES}
+        self._validation: dict[str, list[float]] = {name: [] for name, _, _ in FIGURES}
+        self._slots: list[tuple[float, RenderableType]] = []
+        self._printed_at = self._rollout_at = -math.inf
+        self._live: Live | None = None
+        if _is_screen(self._console):
+            self._live = Live(console=self._console, refresh_per_second=2, get_renderable=self._display)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._step = max(self._step, step)
+        evaluated = any(name.startswith("eval/") for name in metrics)
+        self._remember(metrics)
+        if not evaluated:
+            self._pace = [*self._pace[-19:], (time.monotonic(), step)]
+        if self._live is not None:
+            self._refresh()
+        elif evaluated or step >= self._total or time.monotonic() - self._printed_at >= self._every_s:
+            self._printed_at = time.monotonic()
+            self._print(self._plain_line(step, metrics, evaluated))
+
+    def show_rollout(self, record: Mapping[str, Any]) -> None:
+        """One rollout to read: the same record as a line of rollouts/*.jsonl."""
+        now = time.monotonic()
+        if not self._show_rollouts:
+            return
+        if self._live is not None:
+            if len(self._slots) < 2 or now - self._slots[-1][0] >= DWELL_S:
+                self._slots = [*self._slots[-1:], (now, _rollout_panel(record))]
+                self._refresh()
+        elif now - self._rollout_at >= self._rollout_every_s:
+            self._rollout_at = now
+            self._print(f"  rollout: {_rollout_head(record)}")
+            for label, text, _ in _rollout_lines(record, 200):
+                self._print(f"    {label:<8}{text}")
+
+    def note(self, text: str) -> None:
+        """A line for the person, above the display."""
+        if self._live is not None:
+            self._console.print(Text(clean_text(text)))
+        else:
+            self._print(clean_text(text))
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def _refresh(self) -> None:
+        # Started by the first news, so that a failure before it leaves no half-drawn display.
+        assert self._live is not None
+        if not self._live.is_started:
+            self._live.start()
+        self._live.refresh()
+
+    def _remember(self, metrics: Mapping[str, float]) -> None:
+        for name, training, validation in FIGURES:
+            value = _first(metrics, training)
+            if value is not None:
+                self._training[name].append(value)
+            value = _first(metrics, (validation,)) if validation else None
+            if value is not None:
+                self._validation[name].append(value)
+
+    def _seconds_left(self) -> float | None:
+        pace = self._pace
+        if len(pace) < 2 or pace[-1][1] <= pace[0][1]:
+            return None
+        (t0, s0), (t1, s1) = pace[0], pace[-1]
+        return max(0.0, (t1 - t0) / (s1 - s0) * (self._total - s1) - (time.monotonic() - t1))
+
+    def _plain_line(self, step: int, metrics: Mapping[str, float], evaluated: bool) -> str:
+        parts = [f"step {step}/{self._total}"]
+        if evaluated:
+            parts.append("validation")
+        for name, training, validation in FIGURES:
+            value = _first(metrics, (validation,) if evaluated and validation else training)
+            if value is not None:
+                parts.append(f"{name} {say_figure(name, value)}")
+        left = self._seconds_left()
+        if left is not None and not evaluated and step < self._total:
+            parts.append(f"{say_time(left)} left")
+        return "  ".join(parts)
+
+    def _print(self, line: str) -> None:
+        """To whatever stdout is; a reader who has gone away (a closed pipe) does not end a run."""
+        file = self._console.file
+        encoding = getattr(file, "encoding", None) or "utf-8"
+        try:
+            file.write(line.encode(encoding, "replace").decode(encoding) + "\n")
+            file.flush()
+        except (OSError, ValueError):
+            return
+
+    def _display(self) -> RenderableType:
+        parts: list[RenderableType] = [self._header(), self._table()]
+        slots = list(self._slots)
+        if slots and self._console.width >= 110:
+            side_by_side = Table.grid(expand=True, padding=(0, 1))
+            for _ in slots:
+                side_by_side.add_column(ratio=1)
+            side_by_side.add_row(*(panel for _, panel in slots))
+            parts.append(side_by_side)
+        elif slots:
+            parts.append(slots[-1][1])
+        return Group(*parts)
+
+    def _header(self) -> RenderableType:
+        left = self._seconds_left()
+        clock = f"{self._step}/{self._total}  {say_time(time.monotonic() - self._began)}"
+        if left is not None and self._step < self._total:
+            clock += f"  about {say_time(left)} left"
+        row = Table.grid(expand=True, padding=(0, 2))
+        row.add_column(no_wrap=True, overflow="crop")
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True)
+        bar = ProgressBar(
+            self._total, min(self._step, self._total), complete_style="cyan", finished_style="green"
+        )
+        row.add_row(Text(self._title, style="bold"), bar, Text(clock, style="dim"))
+        return row
+
+    def _table(self) -> RenderableType:
+        table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim", show_edge=False)
+        table.add_column("")
+        table.add_column("training", justify="right")
+        table.add_column("course")
+        table.add_column("validation")
+        for name, _, _ in FIGURES:
+            seen, held_out = list(self._training[name]), list(self._validation[name])
+            if not seen and not held_out:
+                continue
+            course = [say_figure(name, held_out[0]), say_figure(name, held_out[-1])] if held_out else []
+            table.add_row(
+                Text(name, style="dim"),
+                Text(say_figure(name, seen[-1]) if seen else "–", style="bold"),
+                Text(sparkline(seen), style="cyan"),
+                Text(" → ".join(course[: len(held_out)])),
+            )
+        return table
+
+
+def _is_screen(console: Console) -> bool:
+    """Asks the stream itself: rich also takes FORCE_COLOR for a terminal, and fills logs with escapes."""
+    file = console.file
+    encoding = (getattr(file, "encoding", None) or "").lower().replace("-", "")
+    try:
+        return file.isatty() and encoding == "utf8" and not console.is_dumb_terminal
+    except ValueError:
+        return False
+
+
+def _first(metrics: Mapping[str, Any], names: Sequence[str]) -> float | None:
+    for name in names:
+        value = metrics.get(name)
+        if value is not None and math.isfinite(value):
+            return float(value)
+    return None
+
+
+def _content(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(str(p.get("text", "")) if isinstance(p, Mapping) else str(p) for p in content)
+    return "" if content is None else str(content)
+
+
+def _call(call: Any) -> tuple[str, str]:
+    """The tool's name, and the call as one would write it."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return "", clean_text(call)
+    name, arguments = clean_text(function.get("name")), function.get("arguments")
+    try:
+        given = json.loads(arguments) if isinstance(arguments, str) else arguments
+        if isinstance(given, Mapping):
+            pairs = (f"{k}={json.dumps(v, ensure_ascii=False, default=str)}" for k, v in given.items())
+            return name, f"{name}({clean_text(', '.join(pairs))})"
+    except (ValueError, RecursionError):
+        pass
+    return name, f"{name}({clean_text(arguments)})"
+
+
+def _rollout_head(record: Mapping[str, Any]) -> str:
+    mark = {True: "✓ ", False: "✗ ", None: ""}[verdict(record)]
+    parts = [f"{mark}score {say_figure('score', record.get('score'))}"]
+    if isinstance(record.get("cost"), int | float):
+        parts.append(f"cost {record['cost']:g}")
+    parts += [clean_text(record[key]) for key in ("kind", "stop_reason") if record.get(key)]
+    return " · ".join(shorten(part, 40) for part in parts)
+
+
+def _rollout_lines(record: Mapping[str, Any], limit: int) -> list[tuple[str, str, str]]:
+    """(label, one line, style) for each turn worth a look: no system prompt, no middle of a long one."""
+    messages = record.get("messages")
+    turns = [t for t in turns_of(messages if isinstance(messages, list) else None) if t.who != "system"]
+    labels = {"assistant": "says", "result": "gets", "call": "calls", "user": "user"}
+    lines = [(labels[t.who], shorten(t.text, limit), _STYLES[t.who]) for t in turns]
+    if len(lines) <= 8:
+        return lines
+    return [*lines[:4], ("", f"… {len(lines) - 8} more …", "dim"), *lines[-4:]]
+
+
+def _rollout_panel(record: Mapping[str, Any]) -> RenderableType:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, text, style in _rollout_lines(record, 220):
+        grid.add_row(Text(label, style="dim"), Text(text, style=style))
+    colour = {True: "green", False: "red", None: "blue"}[verdict(record)]
+    return Panel(
+        grid, title=Text(_rollout_head(record), style=colour), title_align="left", border_style=colour
+    )

@@ -1,0 +1,274 @@
+"""What crosses a stage border: one type a stage, each complete when its stage hands it on.
+
+    Task ─► RouteDecision ─► Rollout ─► ScoredRollout ─► AnnotatedRollout ─► CreditedRollout
+
+Nothing is filled in later by somebody else: whoever holds a `ScoredRollout` knows that the score is there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict
+
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, field_validator
+
+from toolwise.messages import Message, ToolCall, as_messages
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float32]
+
+Messages = Annotated[
+    Sequence[Message],
+    PlainValidator(as_messages),
+    PlainSerializer(lambda messages: [m.to_openai() for m in messages]),
+]
+
+
+class Task(BaseModel):
+    """One row of a dataset: what to do, with which tools, and what counts as done."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    task_id: str
+    """Unique within its file; a group of rollouts gets a fresh id of its own."""
+    prompt: Messages
+    prompt_ids: list[int] | None = None
+    """A prompt that came tokenised; used as it is instead of rendering `prompt`."""
+    ground_truth: Any = None
+    data_source: str = ""
+    ability: str = ""
+    tools: list[str] | None = None
+    """Names of the tools on offer for this task; None offers all that the run has."""
+    tools_kwargs: dict[str, dict[str, dict[str, Any]]] = Field(default_factory=dict)
+    """tool -> {create_kwargs, execute_kwargs, calc_reward_kwargs, release_kwargs}"""
+    interaction_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reward_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Other columns of the row and the task's evaluation criteria; keyword arguments of the reward."""
+    extra_info: dict[str, Any] = Field(default_factory=dict)
+    termination_regex: str | None = None
+    """An episode ends when the assistant's text matches it."""
+
+
+class TokenLogprobs(TypedDict):
+    """What a policy sampled, token by token. `prompt_ids` is everything the model saw before."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    prompt_ids: Sequence[int]
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    policy_version: int
+
+
+class Action(TypedDict):
+    """What a policy decided. `name` and `arguments` are the first call's; `tool_calls` has them all."""
+
+    type: Literal["text", "tool_call", "terminate"]
+    content: NotRequired[str]
+    name: NotRequired[str]
+    arguments: NotRequired[dict[str, Any] | str]
+    tool_calls: NotRequired[list[ToolCall]]
+
+
+class StepData(BaseModel):
+    """One decision of the policy and what came of it."""
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
+
+    system_step_index: int
+    observation_data: Any
+    """What the policy saw; for chat agents the messages so far, held as a prefix of the rollout's one list."""
+    action_taken: dict[str, Any]
+    raw_policy_output: str | None = None
+    resulting_messages_history: Messages
+    policy_logprobs: dict[str, Any] | None = None
+    """A `TokenLogprobs`, where the policy gives one."""
+    policy_value_estimate: float | None = None
+    is_done: bool = False
+    step_info: dict[str, Any] = Field(default_factory=dict)
+    base_reward: float | None = None
+    advantage: float | None = None
+    return_to_go: float | None = None
+
+
+class StopReason(StrEnum):
+    """Why an episode ended."""
+
+    ANSWERED = "answered"
+    TERMINATED = "terminated"
+    ENV_DONE = "env_done"
+    ENV_TRUNCATED = "env_truncated"
+    REGEX = "regex"
+    MAX_STEPS = "max_steps"
+    MAX_TOKENS = "max_tokens"
+    REPEATED_INVALID = "repeated_invalid"
+    DEADLINE = "deadline"
+    POLICY_FAULT = "policy_fault"
+    ENV_FAULT = "env_fault"
+
+    @property
+    def trainable(self) -> bool:
+        """False where infrastructure failed: not the policy's fault, so kept and scored but not learned from."""
+        return self not in (StopReason.DEADLINE, StopReason.POLICY_FAULT, StopReason.ENV_FAULT)
+
+    @property
+    def truncated(self) -> bool:
+        return self in (
+            StopReason.MAX_STEPS,
+            StopReason.MAX_TOKENS,
+            StopReason.ENV_TRUNCATED,
+            StopReason.DEADLINE,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RouteDecision:
+    """How one group's rollouts begin: the messages and tools after routing."""
+
+    task: Task
+    group_id: str
+    """Fresh for each prompt and training step: what advantages are compared within."""
+    n: int
+    """How many rollouts to make."""
+    seed: int
+    prompt: Sequence[Message]
+    tools: tuple[str, ...] | None = None
+    """Names of the tools on offer; None offers the task's own."""
+    route: str | None = None
+    log_prob: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What an episode spent."""
+
+    calls: Mapping[str, int] = field(default_factory=dict)
+    """tool name -> calls made, failed ones included"""
+    failed_calls: Mapping[str, int] = field(default_factory=dict)
+    """kind of failure (unknown_tool, bad_json, bad_arguments, exception, timeout) -> count"""
+    cost: float = 0.0
+    """The sum of the prices of the calls made."""
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One episode, however it ended."""
+
+    rollout_id: str
+    group_id: str
+    batch_data_id: int
+    rollout_offset: int
+    task: Task
+    route: str | None
+    steps: tuple[StepData, ...]
+    messages: Sequence[Message]
+    stop_reason: StopReason
+    usage: Usage
+    tool_rewards: Mapping[str, float] = field(default_factory=dict)
+    """tool name -> what its calc_reward gave"""
+    fault: str | None = None
+    """What went wrong, where `stop_reason` says that something did."""
+
+
+class StepOutput(BaseModel):
+    """A reward author's word on one step. `step_index`: the Nth time the assistant acted, from 0."""
+
+    step_index: int | str
+    base_reward: float
+    metrics: dict[str, Any] = Field(default_factory=dict)
+    reason: str | None = None
+
+
+class MetricResult(BaseModel):
+    """One named part of a score."""
+
+    score: float
+    reason: str = ""
+    is_score_valid: bool = True
+
+
+class EvaluationFault(BaseModel):
+    """Why a reward could not be had."""
+
+    kind: str
+    message: str
+    traceback: str = ""
+
+
+class EvaluateResult(BaseModel):
+    """What a reward function says of one rollout."""
+
+    score: float | None = None
+    is_score_valid: bool = True
+    reason: str | None = None
+    metrics: dict[str, MetricResult] = Field(default_factory=dict)
+    step_outputs: list[StepOutput] | None = None
+    error: EvaluationFault | None = None
+
+    @field_validator("score")
+    @classmethod
+    def _finite(cls, value: float | None) -> float | None:
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"score must be finite, got {value}")
+        return value
+
+    @property
+    def counts(self) -> bool:
+        """Whether there is a score to learn from."""
+        return self.is_score_valid and self.score is not None and self.error is None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRollout:
+    """A rollout with its reward; `steps` carry the base rewards that the reward gave them."""
+
+    rollout: Rollout
+    result: EvaluateResult
+    steps: tuple[StepData, ...]
+
+    @property
+    def score(self) -> float:
+        """The score, where `result.counts`; asking for it otherwise is a mistake of the caller."""
+        if self.result.score is None:
+            raise ValueError(f"rollout {self.rollout.rollout_id} has no score")
+        return self.result.score
+
+    @property
+    def trainable(self) -> bool:
+        return (
+            self.result.counts
+            and self.rollout.stop_reason.trainable
+            and any(step.policy_logprobs is not None for step in self.steps)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class AnnotatedRollout:
+    """A scored rollout with what only the learner knows, one array a step, where an estimator asked for it."""
+
+    scored: ScoredRollout
+    old_logprobs: tuple[Floats, ...] | None = None
+    ref_logprobs: tuple[Floats, ...] | None = None
+    values: tuple[Floats, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CreditedRollout:
+    """A rollout ready to learn from: an advantage for each sampled token of each step."""
+
+    annotated: AnnotatedRollout
+    steps: tuple[StepData, ...]
+    advantages: tuple[Floats, ...]
+    returns: tuple[Floats, ...] | None = None
+
+    @property
+    def rollout(self) -> Rollout:
+        return self.annotated.scored.rollout

@@ -1,0 +1,101 @@
+"""Before and after in figures: the rows that the terminal's table and the page's table both show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from toolwise.trackers.console import clean_text, say_figure
+
+JUDGED = frozenset({"correct", "score"})
+"""Figures of which more is better. Cost and tokens are spent for something: less is not good by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One figure, before and after; either may not be there (yet)."""
+
+    name: str
+    before: float | None
+    after: float | None
+
+    @property
+    def said_before(self) -> str:
+        return say_figure(self.name, self.before)
+
+    @property
+    def said_after(self) -> str:
+        return say_figure(self.name, self.after)
+
+    @property
+    def difference(self) -> float:
+        return 0.0 if self.before is None or self.after is None else self.after - self.before
+
+    @property
+    def said_difference(self) -> str:
+        if self.before is None or self.after is None:
+            return ""
+        if self.name == "correct":
+            return f"{100 * self.difference:+.1f} points"
+        return f"{self.difference:+,.0f}" if self.name == "tokens" else f"{self.difference:+.3f}"
+
+    @property
+    def tone(self) -> str:
+        """`good`, `bad` or `same`: which way the figure went, as far as that can be said of it."""
+        if abs(self.difference) < 5e-4 or self.name not in JUDGED:
+            return "same"
+        return "good" if self.difference > 0 else "bad"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One kind of task, or all of them."""
+
+    label: str
+    n: int | None
+    changes: tuple[Change, ...]
+
+
+def headline(summary: Mapping[str, Any]) -> list[Change]:
+    """The run's own figures, those it has."""
+    before, after = _side(summary, "before"), _side(summary, "after")
+    changes = [_change(name, before, after) for name in ("correct", "score", "cost", "tokens")]
+    return [c for c in changes if c.before is not None or c.after is not None]
+
+
+def rows_by_kind(summary: Mapping[str, Any]) -> list[Row]:
+    """All tasks first, then each kind; columns are share correct (or score) and cost."""
+    before, after = _side(summary, "before"), _side(summary, "after")
+    has_correct = any(_number(side.get("correct")) is not None for side in (before, after))
+    kinds_before, kinds_after = (_kinds(side) for side in (before, after))
+    names = ("correct" if has_correct or kinds_before or kinds_after else "score", "cost")
+
+    def row(label: str, one: Mapping[str, Any], two: Mapping[str, Any]) -> Row:
+        n = one.get("n") or two.get("n")
+        return Row(clean_text(label), n, tuple(_change(name, one, two) for name in names))
+
+    kinds = dict.fromkeys([*kinds_before, *kinds_after])
+    each = [row(kind, kinds_before.get(kind, {}), kinds_after.get(kind, {})) for kind in kinds]
+    return [row("all tasks", before, after), *each]
+
+
+def _change(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Change:
+    return Change(name, _number(before.get(name)), _number(after.get(name)))
+
+
+def _side(summary: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    side = summary.get(name)
+    return side if isinstance(side, Mapping) else {}
+
+
+def _kinds(side: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    kinds = side.get("by_kind")
+    return (
+        {str(k): v for k, v in kinds.items() if isinstance(v, Mapping)} if isinstance(kinds, Mapping) else {}
+    )
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None

@@ -1,0 +1,261 @@
+"""Pictures of runs: how the share correct and the cost went, and what each kind of task gained."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from toolwise.errors import ToolwiseError
+from toolwise.trackers.console import clean_text, shorten
+from toolwise.view.comparison import headline, rows_by_kind
+from toolwise.view.run_folder import RunFolder, Series, open_run
+
+DPI = 110
+MOST_KINDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Palette:
+    """Two colours that mean something, and greys."""
+
+    paper: str
+    ink: str
+    muted: str
+    rule: str
+    before: str
+    after: str
+    cost: str
+
+
+LIGHT = Palette("#ffffff", "#1f2933", "#66727f", "#e4e7eb", "#b9c3cd", "#1f6f8b", "#b8622b")
+DARK = Palette("#171b21", "#e6eaee", "#97a3af", "#2c333b", "#5b6672", "#5bb3cf", "#dd9159")
+
+
+def draw_curves(run_dir: str | os.PathLike[str], out_png: str | os.PathLike[str]) -> Path:
+    """One figure of one run: share correct (or score), cost, before and after by kind."""
+    out = Path(out_png)
+    out.write_bytes(render_curves(open_run(run_dir)))
+    return out
+
+
+def render_curves(run: RunFolder, palette: Palette = LIGHT) -> bytes:
+    panels = _panels(run)
+    figure = _new_figure(palette, (1200, 700))
+    figure.text(0.06, 0.955, _plain(run.name), color=palette.ink, fontsize=14, fontweight="bold", va="center")
+    figure.text(0.06, 0.908, _headline_text(run), color=palette.muted, fontsize=10, va="center")
+    if not panels:
+        figure.text(0.5, 0.5, "nothing logged yet", color=palette.muted, ha="center", fontsize=12)
+        return _png(figure)
+    grid = figure.add_gridspec(1, len(panels), left=0.06, right=0.975, top=0.775, bottom=0.11, wspace=0.2)
+    for column, draw in enumerate(panels):
+        axes = figure.add_subplot(grid[0, column])
+        _style(axes, palette)
+        draw(axes, run, palette)
+    return _png(figure)
+
+
+def draw_seeds(run_dirs: Sequence[str | os.PathLike[str]], out_png: str | os.PathLike[str]) -> Path:
+    """Validation over steps for several runs of one recipe: each a thin line, their mean a bold one."""
+    runs = [open_run(run_dir) for run_dir in run_dirs]
+    name = "correct" if any(run.series("eval/correct")[0] for run in runs) else "score"
+    curves = [series for run in runs if (series := run.series(f"eval/{name}"))[0]]
+    if not curves:
+        raise ToolwiseError(
+            f"no validation lines in {', '.join(map(str, run_dirs)) or 'no runs'}; nothing to draw"
+        )
+    figure = _new_figure(LIGHT, (900, 560))
+    axes = figure.add_axes((0.09, 0.12, 0.87, 0.76))
+    _style(axes, LIGHT)
+    for index, (steps, values) in enumerate(curves):
+        label = f"{len(curves)} runs, one line each" if index == 0 else None
+        axes.plot(steps, values, color=LIGHT.before, linewidth=1.3, label=label, zorder=2)
+    shared = sorted(set.intersection(*(set(steps) for steps, _ in curves)))
+    if len(curves) > 1 and shared:
+        by_step = [dict(zip(*curve, strict=True)) for curve in curves]
+        mean = [sum(values[step] for values in by_step) / len(by_step) for step in shared]
+        axes.plot(
+            shared, mean, color=LIGHT.after, linewidth=2.4, marker="o", markersize=5, label="mean", zorder=3
+        )
+    _title(axes, f"{_words(name)}, held-out tasks", LIGHT)
+    _finish_steps(axes, LIGHT, share=name == "correct")
+    out = Path(out_png)
+    out.write_bytes(_png(figure))
+    return out
+
+
+Draw = Callable[[Any, RunFolder, Palette], None]
+
+
+def _panels(run: RunFolder) -> list[Draw]:
+    name = _measure(run)
+    found: list[Draw] = []
+    if name is not None:
+        found.append(_draw_measure)
+    if run.series("cost/mean")[0] or run.series("eval/cost")[0]:
+        found.append(_draw_cost)
+    if run.kinds:
+        found.append(_draw_kinds)
+    return found
+
+
+def _measure(run: RunFolder) -> str | None:
+    for name in ("correct", "score"):
+        if run.series(*_training_names(name))[0] or run.series(f"eval/{name}")[0]:
+            return name
+    return None
+
+
+def _training_names(name: str) -> tuple[str, ...]:
+    return (f"{name}/mean", f"reward/{name}/mean")
+
+
+def _draw_measure(axes: Any, run: RunFolder, palette: Palette) -> None:
+    name = _measure(run) or "score"
+    _draw_series(axes, run.series(*_training_names(name)), run.series(f"eval/{name}"), palette.after)
+    _title(axes, _words(name), palette)
+    _finish_steps(axes, palette, share=name == "correct")
+
+
+def _draw_cost(axes: Any, run: RunFolder, palette: Palette) -> None:
+    _draw_series(axes, run.series("cost/mean"), run.series("eval/cost"), palette.cost)
+    _title(axes, "cost of tools, per task", palette)
+    axes.set_ylim(bottom=0)
+    _finish_steps(axes, palette, share=False)
+
+
+def _draw_series(axes: Any, training: Series, validation: Series, colour: str) -> None:
+    steps, values = training
+    if steps:
+        axes.plot(steps, values, color=colour, alpha=0.28, linewidth=1.1, label="training", zorder=2)
+        if len(values) >= 20:
+            axes.plot(steps, _smooth(values), color=colour, alpha=0.55, linewidth=1.4, zorder=2)
+    if validation[0]:
+        axes.plot(
+            *validation,
+            color=colour,
+            linewidth=2.2,
+            marker="o",
+            markersize=6,
+            label="held-out tasks",
+            zorder=3,
+        )
+
+
+def _draw_kinds(axes: Any, run: RunFolder, palette: Palette) -> None:
+    rows = rows_by_kind(run.summary)[1:]
+    shown = sorted(rows, key=lambda row: -(row.n or 0))[:MOST_KINDS] if len(rows) > MOST_KINDS else rows
+    for index, row in enumerate(shown):
+        change = row.changes[0]
+        label = _plain(shorten(row.label.replace("_", " "), 36))
+        axes.text(0, index - 0.34, label, va="center", color=palette.ink, fontsize=9.5)
+        bars = (("before", change.before, palette.before, -0.1), ("after", change.after, palette.after, 0.18))
+        for side, value, colour, offset in bars:
+            if value is None:
+                continue
+            named = {"before": "before", "after": _after_word(run)}[side] if index == 0 else None
+            axes.barh(index + offset, value, 0.26, color=colour, label=named, zorder=2)
+            said = f"{100 * value:.0f}%"
+            axes.text(value + 0.015, index + offset, said, va="center", color=palette.ink, fontsize=8.5)
+    axes.set_ylim(max(3, len(shown)) - 0.5, -0.5)
+    axes.set_yticks([])
+    axes.grid(True, axis="x", color=palette.rule, linewidth=0.8)
+    axes.set_xlim(0, 1.14)
+    axes.set_xticks([0, 0.5, 1], ["0%", "50%", "100%"])
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="x", length=0)
+    of = f" ({len(shown)} of {len(rows)})" if len(shown) < len(rows) else ""
+    _title(axes, f"share correct by kind{of}", palette)
+    _legend(axes, palette)
+
+
+def _after_word(run: RunFolder) -> str:
+    return "after" if run.finished else f"step {(run.summary.get('after') or {}).get('step', '?')}"
+
+
+def _headline_text(run: RunFolder) -> str:
+    said = [
+        f"{change.name} {change.said_before} → {change.said_after}"
+        if change.after is not None
+        else f"{change.name} {change.said_before} before training"
+        for change in headline(run.summary)
+        if change.name != "tokens"
+    ]
+    return "     ".join(said) + ("" if run.finished else "     (run not finished)")
+
+
+def _words(name: str) -> str:
+    return {"correct": "share correct"}.get(name, name)
+
+
+def _plain(text: str) -> str:
+    """matplotlib reads a dollar sign as mathematics."""
+    return clean_text(text).replace("$", r"\$")
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """The mean of a window around each value, about a twelfth of the run wide."""
+    half = max(1, len(values) // 24)
+    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
+
+
+def _new_figure(palette: Palette, size_px: tuple[int, int]) -> Any:
+    # A bare Figure instead of pyplot: nothing global, no window, safe from any thread.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(size_px[0] / DPI, size_px[1] / DPI), dpi=DPI, facecolor=palette.paper)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _style(axes: Any, palette: Palette) -> None:
+    axes.set_facecolor(palette.paper)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(palette.rule)
+    axes.tick_params(colors=palette.muted, labelsize=9, length=3)
+    axes.grid(True, axis="y", color=palette.rule, linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def _title(axes: Any, text: str, palette: Palette) -> None:
+    axes.set_title(text, loc="left", color=palette.ink, fontsize=11, pad=26)
+
+
+def _finish_steps(axes: Any, palette: Palette, *, share: bool) -> None:
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.set_xlabel("training step", color=palette.muted, fontsize=9.5)
+    axes.margins(x=0.03)
+    if share:
+        axes.set_ylim(-0.02, 1.02)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    _legend(axes, palette)
+
+
+def _legend(axes: Any, palette: Palette) -> None:
+    """Between title and picture, where no line can be hidden by it."""
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(-0.02, 0.995),
+        ncols=3,
+        frameon=False,
+        fontsize=9,
+        labelcolor=palette.muted,
+        handlelength=1.4,
+        borderaxespad=0.2,
+        columnspacing=1.4,
+    )
+
+
+def _png(figure: Any) -> bytes:
+    buffer = BytesIO()
+    figure.savefig(buffer, format="png", dpi=DPI, facecolor=figure.get_facecolor())
+    return buffer.getvalue()

@@ -1,0 +1,245 @@
+"""The page of a run: one HTML file that needs nothing else: figures, curves and conversations to read."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolwise.trackers.console import Turn, clean_text, say_figure, say_time, shorten, turns_of, verdict
+from toolwise.view.comparison import headline, rows_by_kind
+from toolwise.view.curves import DARK, LIGHT, render_curves
+from toolwise.view.run_folder import RunFolder, open_run
+from toolwise.view.selection import (
+    TaskChange,
+    advantages_of,
+    changed_tasks,
+    largest_advantage,
+    telling_groups,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+LONGEST_TEXT = 4000
+"""Characters of one turn that the page shows."""
+MOST_STEPS = 24
+"""Rows of the training table: the first, the last and some between."""
+
+OUTCOMES = {
+    "learned": ("wrong → right", "good"),
+    "better": ("score rose", "good"),
+    "cheaper": ("right, now cheaper", "good"),
+    "lost": ("right → wrong", "bad"),
+    "worse": ("score fell", "bad"),
+    "still wrong": ("still wrong", "bad"),
+    "not repeated": ("before training", "same"),
+}
+COLUMNS = (
+    "score/mean",
+    "correct/mean",
+    "cost/mean",
+    "calls/mean",
+    "actor/loss",
+    "actor/grad_norm",
+    "actor/entropy",
+    "actor/clip_frac",
+    "frac_zero_std",
+    "tokens/sampled",
+    "tokens_per_s",
+    "time/rollout_s",
+    "time/update_s",
+    "time/step_s",
+)
+
+
+def write_report(run_dir: str | os.PathLike[str]) -> Path:
+    """Write report.html and report.png into the run's folder, finished or not; give the page's path."""
+    run = open_run(run_dir)
+    light, dark = render_curves(run, LIGHT), render_curves(run, DARK)
+    page = _render(run, light, dark)
+    _put(run.path / "report.png", light)
+    return _put(run.path / "report.html", page.encode("utf-8", "replace"))
+
+
+def before_after_table(summary: Mapping[str, Any]) -> Table:
+    """The same figures for a terminal: all tasks and each kind, before and after."""
+    from rich.table import Table
+    from rich.text import Text
+
+    rows = rows_by_kind(summary)
+    others = [c for c in headline(summary) if c.name not in {change.name for change in rows[0].changes}]
+    caption = "   ".join(f"{c.name} {c.said_before} → {c.said_after}" for c in others)
+    table = Table(caption=Text(caption) if caption else None, caption_justify="left")
+    table.add_column("tasks")
+    table.add_column("n", justify="right")
+    for change in rows[0].changes:
+        table.add_column(f"{change.name} before", justify="right")
+        table.add_column("after", justify="right")
+    colours = {"good": "green", "bad": "red", "same": ""}
+    for index, row in enumerate(rows):
+        cells = [Text(row.label), Text("–" if row.n is None else str(row.n))]
+        for change in row.changes:
+            cells += [Text(change.said_before), Text(change.said_after, style=colours[change.tone])]
+        table.add_row(*cells, style="bold" if index == 0 else "", end_section=index == 0)
+    return table
+
+
+def _render(run: RunFolder, light: bytes, dark: bytes) -> str:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent / "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("report.html.j2").render(
+        name=clean_text(run.name),
+        finished=run.finished,
+        after_label=_after_label(run),
+        facts=_facts(run),
+        headline=headline(run.summary),
+        rows=rows_by_kind(run.summary),
+        curves={"light": _data_uri(light), "dark": _data_uri(dark)},
+        tasks=[_task_view(change) for change in changed_tasks(run.rollouts_before, run.rollouts_after)],
+        groups=_group_views(run.latest_training),
+        config=clean_text(run.config_text) if run.config_text is not None else None,
+        table=_training_table(run),
+    )
+
+
+def _after_label(run: RunFolder) -> str:
+    if run.finished:
+        return "after"
+    step = (run.summary.get("after") or {}).get("step")
+    return "so far" if step is None else f"at step {step}"
+
+
+def _facts(run: RunFolder) -> list[str]:
+    summary = run.summary
+    facts = []
+    if summary.get("steps") is not None:
+        facts.append(f"{summary['steps']} training steps")
+    if isinstance(summary.get("seconds"), int | float):
+        facts.append(say_time(summary["seconds"]))
+    if isinstance(summary.get("peak_rss_mb"), int | float):
+        facts.append(f"{summary['peak_rss_mb']:,.0f} MB of memory at most")
+    if summary.get("seed") is not None:
+        facts.append(f"seed {summary['seed']}")
+    tasks = (summary.get("before") or {}).get("n")
+    if tasks:
+        facts.append(f"{tasks} held-out tasks")
+    return [clean_text(fact) for fact in facts]
+
+
+def _task_view(change: TaskChange) -> dict[str, Any]:
+    label, tone = OUTCOMES[change.outcome]
+    sides = [_rollout_view(change.before, "before")]
+    if change.after is not None:
+        sides.append(_rollout_view(change.after, "after"))
+    return {
+        "question": _question(change.before),
+        "kind": clean_text(change.before.get("kind")),
+        "truth": shorten(clean_text(change.before.get("ground_truth")), 300),
+        "outcome": label,
+        "tone": tone,
+        "sides": sides,
+    }
+
+
+def _group_views(rollouts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    groups = telling_groups(rollouts)
+    scale = largest_advantage(record for group in groups for record in group)
+    return [
+        {
+            "question": _question(group[0]),
+            "sides": [
+                _rollout_view(record, name, scale)
+                for record, name in zip(group, ("best", "worst"), strict=True)
+            ],
+        }
+        for group in groups
+    ]
+
+
+def _rollout_view(record: Mapping[str, Any], title: str, scale: float = 0.0) -> dict[str, Any]:
+    turns = turns_of(record.get("messages"))
+    shades = _shades(turns, advantages_of(record), scale)
+    right = verdict(record)
+    return {
+        "title": title,
+        "mark": {True: "✓", False: "✗", None: ""}[right],
+        "tone": {True: "good", False: "bad", None: "same"}[right],
+        "score": say_figure("score", record.get("score")),
+        "cost": f"{record['cost']:g}" if isinstance(record.get("cost"), int | float) else "–",
+        "stop": clean_text(record.get("stop_reason")),
+        "reason": shorten(clean_text(record.get("reason")), 400),
+        "turns": [
+            {"who": turn.who, "name": turn.name, "text": _cut(turn.text), "shade": shade}
+            for turn, shade in zip(turns, shades, strict=True)
+        ],
+    }
+
+
+def _shades(
+    turns: Sequence[Turn], advantages: Sequence[float | None], scale: float
+) -> list[dict[str, str] | None]:
+    """How strongly to colour each turn: its step's advantage against the largest on the page.
+
+    Steps are counted from the end: a prompt may bring assistant messages of its own.
+    """
+    acted = max((turn.action for turn in turns if turn.action is not None), default=-1) + 1
+    shades: list[dict[str, str] | None] = []
+    for turn in turns:
+        step = -1 if turn.action is None else turn.action - (acted - len(advantages))
+        advantage = advantages[step] if 0 <= step < len(advantages) else None
+        if scale <= 0 or advantage is None:
+            shades.append(None)
+        else:
+            tone = "good" if advantage >= 0 else "bad"
+            shades.append(
+                {"tone": tone, "strength": f"{abs(advantage) / scale:.2f}", "said": f"{advantage:+.2f}"}
+            )
+    return shades
+
+
+def _training_table(run: RunFolder) -> dict[str, Any]:
+    lines = [line for line in run.metrics if any(name in COLUMNS for name in line)]
+    extra = sorted({n for line in lines for n in line if n.startswith("reward/") and n.endswith("/mean")})
+    columns = [name for name in (*COLUMNS, *extra) if any(line.get(name) is not None for line in lines)]
+    if len(lines) > MOST_STEPS:
+        lines = [lines[round(i * (len(lines) - 1) / (MOST_STEPS - 1))] for i in range(MOST_STEPS)]
+    rows = [[str(line.get("step", "")), *(_cell(line.get(name)) for name in columns)] for line in lines]
+    return {"columns": ["step", *columns], "rows": rows}
+
+
+def _cell(value: Any) -> str:
+    if not isinstance(value, int | float):
+        return "–"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _question(record: Mapping[str, Any]) -> str:
+    asked = [turn.text for turn in turns_of(record.get("messages")) if turn.who == "user"]
+    return shorten(asked[0], 140) if asked else clean_text(record.get("task_id"))
+
+
+def _cut(text: str) -> str:
+    left_out = len(text) - LONGEST_TEXT
+    return text if left_out <= 0 else f"{text[:LONGEST_TEXT]}\n[… {left_out:,} characters more]"
+
+
+def _data_uri(png: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
+
+
+def _put(path: Path, data: bytes) -> Path:
+    """Whole or not at all: a page may be open in a browser while it is written anew."""
+    beside = path.with_name(path.name + ".tmp")
+    beside.write_bytes(data)
+    beside.replace(path)
+    return path

@@ -43,24 +43,15 @@ def same(a: Any, b: Any) -> bool:
     """Equal to the last bit, types included."""
     if isinstance(a, torch.Tensor):
         flat = [t.detach().contiguous().reshape(-1).view(torch.uint8).tolist() for t in (a, b)]
-        return (
-            isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and flat[0] == flat[1]
-        )
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape and flat[0] == flat[1]
     if isinstance(a, np.ndarray | np.generic):
-        return (
-            isinstance(b, type(a))
-            and a.dtype == b.dtype
-            and a.shape == b.shape
-            and a.tobytes() == b.tobytes()
-        )
+        return isinstance(b, type(a)) and a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     if type(a) is not type(b):
         return False
     if isinstance(a, float):
         return struct.pack(">d", a) == struct.pack(">d", b)
     if isinstance(a, dict):
-        return list(a) == list(b) and all(
-            same(a[k], b[k]) and type(k) is type(j) for k, j in zip(a, b, strict=True)
-        )
+        return list(a) == list(b) and all(same(a[k], b[k]) and type(k) is type(j) for k, j in zip(a, b, strict=True))
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     return bool(a == b)
@@ -109,9 +100,7 @@ def arrays(draw: st.DrawFn) -> np.ndarray[Any, Any]:
     return np.frombuffer(bytearray(raw), dtype).reshape(shape)
 
 
-TEXT = st.text(st.characters(exclude_categories=()), max_size=5) | st.sampled_from(
-    ["$tensor", "$", "\ud83d\ude00"]
-)
+TEXT = st.text(st.characters(exclude_categories=()), max_size=5) | st.sampled_from(["$tensor", "$", "\ud83d\ude00"])
 LEAVES = (
     st.none()
     | st.booleans()
@@ -221,9 +210,7 @@ def test_tensors_lie_in_a_file_that_any_reader_opens(tmp_path: Path) -> None:
         (b"bytes", r"part\.a\.0: a bytes"),
     ],
 )
-def test_what_cannot_be_saved_is_named_and_leaves_nothing_behind(
-    tmp_path: Path, value: Any, said: str
-) -> None:
+def test_what_cannot_be_saved_is_named_and_leaves_nothing_behind(tmp_path: Path, value: Any, said: str) -> None:
     with pytest.raises(TypeError, match=said):
         save(tmp_path, 1, {"part": {"a": [value]}})
     assert list(tmp_path.iterdir()) == []
@@ -460,9 +447,7 @@ class Disk:
         self.act()
         REAL_RENAME(source, target)
         self.renames.append((Path(source), Path(target)))
-        self.unsynced = [
-            Path(target) / p.relative_to(source) if p.is_relative_to(source) else p for p in self.unsynced
-        ]
+        self.unsynced = [Path(target) / p.relative_to(source) if p.is_relative_to(source) else p for p in self.unsynced]
 
     def open(self, path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         if "w" not in mode:
@@ -568,6 +553,4 @@ def test_importing_the_module_does_not_import_torch() -> None:
 
     code = "import sys, toolwise.checkpoint; sys.exit('torch' in sys.modules)"
     source = str(Path(checkpoint.__file__).parents[1])
-    assert (
-        subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": source}).returncode == 0
-    )
+    assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": source}).returncode == 0

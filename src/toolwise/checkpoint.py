@@ -1,5 +1,5 @@
-"""Checkpoints: all that must survive a crash, on disk whole or not at all. The training loop saves one now
-and then and resumes from the latest. Tensors are in safetensors files, the rest in JSON; nothing is pickled."""
+"""Checkpoints: all that must survive a crash, on disk whole or not at all. The training loop saves them
+and resumes from the latest. Tensors are in safetensors files, the rest in JSON; nothing is pickled."""
 
 from __future__ import annotations
 
@@ -58,9 +58,7 @@ class Registry:
         if missing or unexpected:
             said = [f"lacks {', '.join(sorted(missing))}"] if missing else []
             said += [f"has {', '.join(sorted(unexpected))}, unknown to this run"] if unexpected else []
-            raise CheckpointError(
-                f"the checkpoint {'; it '.join(said)}: resume with the settings it was made with"
-            )
+            raise CheckpointError(f"the checkpoint {'; it '.join(said)}: resume with the settings it was made with")
         for name, part in self._parts.items():
             part.load_state_dict(state[name])
 
@@ -303,13 +301,14 @@ class _Tensors:
             return {"$tensor": self._keep(flat, path), "dtype": dtype, "shape": list(value.shape)}
         if isinstance(value, np.ndarray | np.generic):
             array = np.array(value, order="C")
+            dtype = array.dtype.str
             if array.dtype.hasobject or array.dtype.kind == "V":
                 raise TypeError(f"{path}: an array of {array.dtype} cannot be saved")
             if not (array.dtype.isnative and array.dtype.name in _NATIVE):
                 array = np.frombuffer(bytearray(array.tobytes()), np.uint8)
             tag = "$array" if isinstance(value, np.ndarray) else "$scalar"
             name = self._keep(torch.from_numpy(array), path)
-            return {tag: name, "dtype": value.dtype.str, "shape": list(value.shape)}
+            return {tag: name, "dtype": dtype, "shape": list(value.shape)}
         return None
 
     def _keep(self, tensor: torch.Tensor, path: str) -> str:
@@ -386,5 +385,5 @@ def _unpack(tag: str, stored: torch.Tensor, dtype: str, shape: tuple[int, ...]) 
         return owned if owned.dtype == wanted else owned.view(wanted).reshape(shape)
     array = owned.numpy()
     if array.dtype != np.dtype(dtype):
-        array = np.frombuffer(bytearray(array.tobytes()), np.dtype(dtype)).reshape(shape)
+        array = np.frombuffer(bytearray(array.tobytes()), dtype).reshape(shape)
     return array if tag == "$array" else array[()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 from toolwise.messages import Message
 from toolwise.types import (
@@ -74,7 +74,7 @@ class SessionPolicy(AgentPolicy, Protocol):
 class AdvantageEstimator(Protocol):
     """Credit: from scores to an advantage for each sampled token."""
 
-    needs: frozenset[Literal["old_logprobs", "ref_logprobs", "values"]]
+    needs: ClassVar[frozenset[Literal["old_logprobs", "ref_logprobs", "values"]]]
     """What the learner must annotate first."""
 
     def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]: ...

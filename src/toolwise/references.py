@@ -1,10 +1,13 @@
-"""`module:name` and `path.py:name` -> the Python object: how configuration files name code."""
+"""`package.module:name` and `path/to/file.py:name` -> the Python object: how configuration files name code."""
 
 from __future__ import annotations
 
+import difflib
+import hashlib
 import importlib
 import importlib.util
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,11 +19,12 @@ def load_reference(reference: str, *, what: str) -> Any:
     """The object that `reference` names; `what` says in an error what was looked for."""
     place, colon, name = reference.rpartition(":")
     if not colon or not place or not name:
-        raise ConfigError(f"{what} {reference!r}: write it as package.module:name or path/to/file.py:name")
-    found: Any = load_module(place, what=what)
+        raise ConfigError(f"{what}: {reference!r} names nothing; write package.module:name or path/to/file.py:name")
+    module = load_module(place, what=what)
+    found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
-            raise ConfigError(f"{what} {reference!r}: {place} has no {name!r}")
+            raise ConfigError(f"{what}: {place} has no {name!r}{did_you_mean(name, vars(module))}")
         found = getattr(found, part)
     return found
 
@@ -28,23 +32,31 @@ def load_reference(reference: str, *, what: str) -> Any:
 def load_module(place: str, *, what: str) -> ModuleType:
     """A module by dotted name or by file."""
     try:
-        return _load_file(Path(place), what) if place.endswith(".py") else importlib.import_module(place)
+        return _load_file(place, what) if place.endswith(".py") else importlib.import_module(place)
     except ConfigError:
         raise
+    except ModuleNotFoundError as fault:
+        raise ConfigError(f"{what}: cannot import {place!r} ({fault}); or write path/to/file.py:name") from fault
     except Exception as fault:  # whatever other people's code raises on import is theirs to read, in one line
-        raise ConfigError(f"{what} {place!r} cannot be imported: {type(fault).__name__}: {fault}") from fault
+        raise ConfigError(f"{what}: importing {place!r} failed: {type(fault).__name__}: {fault}") from fault
 
 
-def _load_file(path: Path, what: str) -> ModuleType:
-    path = path.expanduser().resolve()
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _load_file(source: str, what: str) -> ModuleType:
+    path = Path(source).expanduser().resolve()
     if not path.is_file():
-        raise ConfigError(f"{what}: there is no file {path}")
-    name = f"toolwise_file_{abs(hash(str(path))):x}_{path.stem}"
+        raise ConfigError(f"{what}: there is no file {source!r}")
+    # Loaded once a path: two references into one file must see the same module state.
+    name = f"toolwise_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{what}: {source!r} cannot be loaded as Python")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

@@ -29,9 +29,7 @@ sizes = st.integers(1, 12).flatmap(lambda n: st.tuples(st.just(n), st.integers(1
 
 @settings(deadline=None)
 @given(size=sizes, seed=st.integers(0, 2**40), shuffle=st.booleans(), drop_last=st.booleans())
-def test_an_epoch_holds_each_task_once(
-    size: tuple[int, int], seed: int, shuffle: bool, drop_last: bool
-) -> None:
+def test_an_epoch_holds_each_task_once(size: tuple[int, int], seed: int, shuffle: bool, drop_last: bool) -> None:
     n, batch_size = size
     batches = Batches(make_tasks(n), batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last)
     for epoch in range(3):

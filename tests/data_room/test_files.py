@@ -35,9 +35,7 @@ from toolwise.errors import DataError
         ("deep.json", b"[" * 100_000, "not JSON"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named(
-    tmp_path: Path, name: str, content: bytes | None, problem: str
-) -> None:
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: bytes | None, problem: str) -> None:
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
@@ -84,9 +82,7 @@ def test_folders_on_the_way_are_made(tmp_path: Path) -> None:
 def test_rows_that_do_not_fit_parquet_leave_the_old_file_alone(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     write_rows([{"a": 1}], path)
-    with pytest.raises(
-        DataError, match=r"x\.parquet: these rows do not fit Parquet .* end the output in \.jsonl"
-    ):
+    with pytest.raises(DataError, match=r"x\.parquet: these rows do not fit Parquet .* end the output in \.jsonl"):
         write_rows([{"a": {}}], path)
     assert read_rows(path) == [{"a": 1}]
     assert [file.name for file in tmp_path.iterdir()] == ["x.parquet"]

@@ -88,9 +88,7 @@ def test_gold_calls_fit_their_kind_and_have_names_and_parameters(all_rows: list[
 
 
 def test_a_thought_that_names_a_tag_does_not_count(all_rows: list[Task]) -> None:
-    naming = [
-        task for task in all_rows if "<response>" in task.ground_truth and "<tool_call>" in task.ground_truth
-    ]
+    naming = [task for task in all_rows if "<response>" in task.ground_truth and "<tool_call>" in task.ground_truth]
     assert len(naming) == 5
     assert {gold_kind(task.ground_truth) for task in naming} == {"tool-only"}
 
@@ -99,9 +97,7 @@ def test_gold_with_both_and_with_neither() -> None:
     call = '<tool_call>\n{"name": "a", "parameters": {}}\n</tool_call>'
     assert gold_kind(f"<think> t </think>\n{call}\n<response> done </response>") == "both"
     assert gold_kind("<think> <tool_call> </think>") == "neither"
-    assert gold_calls(f"<think> t </think>\n{call}\n<response> done </response>") == [
-        {"name": "a", "parameters": {}}
-    ]
+    assert gold_calls(f"<think> t </think>\n{call}\n<response> done </response>") == [{"name": "a", "parameters": {}}]
 
 
 def test_converted_rows_have_the_published_layout(tmp_path: Path) -> None:

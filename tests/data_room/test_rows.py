@@ -192,9 +192,7 @@ def test_other_columns_and_criteria_are_arguments_of_the_reward(tmp_path: Path) 
 
 
 def test_what_stands_beside_the_ground_truth_is_an_argument_too(tmp_path: Path) -> None:
-    (task,) = load(
-        tmp_path, {"prompt": PROMPT, "reward_model": {"ground_truth": 1, "style": "rule", "unit": "m"}}
-    )
+    (task,) = load(tmp_path, {"prompt": PROMPT, "reward_model": {"ground_truth": 1, "style": "rule", "unit": "m"}})
     assert task.reward_kwargs == {"unit": "m"}
 
 
@@ -243,14 +241,8 @@ def test_ids_do_not_depend_on_the_limit(tmp_path: Path) -> None:
 
 
 @settings(deadline=None)
-@given(
-    indexes=st.lists(
-        st.one_of(st.none(), st.integers(0, 4), st.sampled_from(["row-1", "row-2", "x"])), min_size=1
-    )
-)
-def test_ids_are_unique_whatever_the_indexes(
-    tmp_path_factory: pytest.TempPathFactory, indexes: list[Any]
-) -> None:
+@given(indexes=st.lists(st.one_of(st.none(), st.integers(0, 4), st.sampled_from(["row-1", "row-2", "x"])), min_size=1))
+def test_ids_are_unique_whatever_the_indexes(tmp_path_factory: pytest.TempPathFactory, indexes: list[Any]) -> None:
     folder = tmp_path_factory.mktemp("ids")
     tasks = load(folder, *({"prompt": "a", "extra_info": {"index": index}} for index in indexes))
     assert len({task.task_id for task in tasks}) == len(indexes)
@@ -413,14 +405,8 @@ def test_dropping_nulls_leaves_no_null_under_a_key_and_nothing_else_changes(valu
 
 
 @settings(deadline=None)
-@given(
-    row=st.dictionaries(
-        st.sampled_from(sorted([*DOCUMENT_ROW, "tools", "prompt_ids", "task_id"])), json_values
-    )
-)
-def test_any_row_is_a_task_or_a_data_error(
-    tmp_path_factory: pytest.TempPathFactory, row: dict[str, Any]
-) -> None:
+@given(row=st.dictionaries(st.sampled_from(sorted([*DOCUMENT_ROW, "tools", "prompt_ids", "task_id"])), json_values))
+def test_any_row_is_a_task_or_a_data_error(tmp_path_factory: pytest.TempPathFactory, row: dict[str, Any]) -> None:
     path = tmp_path_factory.mktemp("any") / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
     try:

@@ -266,9 +266,7 @@ def test_agrees_with_python_on_random_trees(tree: Tree) -> None:
         assert evaluate(tree.text) == tree.value
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from(["+", "-", "*"]), st.integers(0, 99)), max_size=20), st.integers(0, 99)
-)
+@given(st.lists(st.tuples(st.sampled_from(["+", "-", "*"]), st.integers(0, 99)), max_size=20), st.integers(0, 99))
 @settings(deadline=None)
 def test_precedence_without_brackets_is_pythons(rest: list[tuple[str, int]], first: int) -> None:
     total, term, sign = 0, first, 1
@@ -281,9 +279,7 @@ def test_precedence_without_brackets_is_pythons(rest: list[tuple[str, int]], fir
     assert evaluate(expression) == total + sign * term
 
 
-@given(
-    st.one_of(st.text(max_size=60), st.text(alphabet="0123456789.,+-*/%^() epimaxsqrtround×−", max_size=60))
-)
+@given(st.one_of(st.text(max_size=60), st.text(alphabet="0123456789.,+-*/%^() epimaxsqrtround×−", max_size=60)))
 @settings(max_examples=400, deadline=None)
 def test_random_text_gives_a_number_or_a_calculator_error(text: str) -> None:
     began = time.perf_counter()

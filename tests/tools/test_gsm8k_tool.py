@@ -12,9 +12,7 @@ from toolwise.errors import ConfigError, DataError
 from toolwise.tools.gsm8k import Gsm8kTool, final_number
 
 
-def answers(
-    *given: Any, ground_truth: Any = "72", config: dict[str, Any] | None = None
-) -> tuple[list[Any], Any]:
+def answers(*given: Any, ground_truth: Any = "72", config: dict[str, Any] | None = None) -> tuple[list[Any], Any]:
     async def run() -> tuple[list[Any], Any]:
         tool = Gsm8kTool(config or {})
         instance = await tool.create(ground_truth=ground_truth)

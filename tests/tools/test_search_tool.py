@@ -104,9 +104,7 @@ def test_any_text_may_be_asked_of_any_documents(query: str, documents: list[str]
     assert first == NO_RESULTS or set(first) <= set("\n".join(documents))
 
 
-@given(
-    st.lists(st.sampled_from(FACTS), min_size=1, max_size=6), st.sampled_from(["paris", "the", "nile egypt"])
-)
+@given(st.lists(st.sampled_from(FACTS), min_size=1, max_size=6), st.sampled_from(["paris", "the", "nile egypt"]))
 @settings(deadline=None)
 def test_every_hit_holds_a_term_of_the_query(documents: list[str], query: str) -> None:
     found = ask(query, documents, k=10)

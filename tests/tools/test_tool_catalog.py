@@ -69,9 +69,7 @@ def test_every_builtin_is_known_by_its_own_name() -> None:
 
 
 def test_a_mapping_configures() -> None:
-    made = build_tools([{"name": "search", "price": 2, "family": "OTHER", "k": 3, "documents": ["x"]}])[
-        "search"
-    ]
+    made = build_tools([{"name": "search", "price": 2, "family": "OTHER", "k": 3, "documents": ["x"]}])["search"]
     assert (made.price, made.family, made.config["k"]) == (2.0, "OTHER", 3)
     assert "name" not in made.config
 

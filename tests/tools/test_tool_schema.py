@@ -92,9 +92,7 @@ def test_a_schema_changed_in_place_is_seen() -> None:
 
 
 def test_local_references_work() -> None:
-    local = schema(
-        {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "integer"}}}
-    )
+    local = schema({"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "integer"}}})
     assert validate_arguments(local, {"a": 1}) == []
     assert validate_arguments(local, {"a": "x"}) == ["argument 'a' must be an integer, got a string"]
 

@@ -36,9 +36,7 @@ class Screen(io.StringIO):
 
 
 def screen_console(width: int = 100) -> Console:
-    return Console(
-        file=Screen(), width=width, height=50, force_terminal=True, color_system="truecolor", _environ={}
-    )
+    return Console(file=Screen(), width=width, height=50, force_terminal=True, color_system="truecolor", _environ={})
 
 
 def text_on(console: Console) -> str:
@@ -302,9 +300,7 @@ def test_arguments_that_are_no_json_are_shown_as_they_were_written() -> None:
         ({"score": None}, None),
     ],
 )
-def test_the_verdict_is_the_metric_correct_else_a_clear_score(
-    said: dict[str, Any], expected: bool | None
-) -> None:
+def test_the_verdict_is_the_metric_correct_else_a_clear_score(said: dict[str, Any], expected: bool | None) -> None:
     assert verdict(said) is expected
 
 

@@ -57,9 +57,7 @@ def make_rollout(
 
 
 def _figures(progress: float) -> dict[str, Any]:
-    kinds = {
-        k: {"correct": b + (0.93 - b) * progress, "cost": 1.6 - progress, "n": 16} for k, b in KINDS.items()
-    }
+    kinds = {k: {"correct": b + (0.93 - b) * progress, "cost": 1.6 - progress, "n": 16} for k, b in KINDS.items()}
     mean = {f: sum(k[f] for k in kinds.values()) / len(kinds) for f in ("correct", "cost")}
     return {
         "score": mean["correct"] - 0.1 * mean["cost"],
@@ -130,9 +128,7 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
                 summary = {k: v | {"by_kind": {}} if isinstance(v, dict) else v for k, v in summary.items()}
             (run / "summary.json").write_text(json.dumps(summary | {"steps": steps, "seed": seed}), "utf-8")
         training = [
-            make_rollout(
-                f"train-{g}", "lookup", i % 2 == 0, group_id=f"g{g}", advantage=0.9 if i % 2 == 0 else -1.1
-            )
+            make_rollout(f"train-{g}", "lookup", i % 2 == 0, group_id=f"g{g}", advantage=0.9 if i % 2 == 0 else -1.1)
             for g in range(3)
             for i in range(4)
         ]

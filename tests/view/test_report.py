@@ -121,9 +121,7 @@ def test_text_from_models_is_escaped_wherever_it_stands(make_run: MakeRun) -> No
 def test_a_hostile_question_or_tool_result_is_escaped_too(make_run: MakeRun) -> None:
     run = make_run()
     path = run / "rollouts" / "eval-000060.jsonl"
-    path.write_text(
-        path.read_text().replace("Tarn", "<b onclick=x>Tarn</b>").replace("How high", "<i>How high</i>")
-    )
+    path.write_text(path.read_text().replace("Tarn", "<b onclick=x>Tarn</b>").replace("How high", "<i>How high</i>"))
     page = Page(write_report(run))
     assert not page.named("i")
     assert not any("onclick" in attributes for _, attributes in page.elements)
@@ -225,9 +223,7 @@ def test_the_terminal_table_has_all_tasks_and_each_kind(make_run: MakeRun) -> No
     assert "score 0.079 → 0.846" in text
 
 
-@pytest.mark.parametrize(
-    "summary", [{}, {"before": {"score": 0.5, "correct": None}}, {"before": None, "after": None}]
-)
+@pytest.mark.parametrize("summary", [{}, {"before": {"score": 0.5, "correct": None}}, {"before": None, "after": None}])
 def test_the_terminal_table_bears_what_is_missing(summary: dict[str, Any]) -> None:
     assert "all tasks" in shown(summary)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from toolwise.advantages.grpo import Grpo, compute_grpo_outcome_advantage
@@ -9,6 +10,6 @@ from toolwise.advantages.grpo import Grpo, compute_grpo_outcome_advantage
 if TYPE_CHECKING:
     from toolwise.protocols import AdvantageEstimator
 
-ESTIMATORS: dict[str, type[AdvantageEstimator]] = {"grpo": Grpo}
+ESTIMATORS: dict[str, Callable[..., AdvantageEstimator]] = {"grpo": Grpo}
 
 __all__ = ["ESTIMATORS", "Grpo", "compute_grpo_outcome_advantage"]

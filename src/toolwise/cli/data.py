@@ -21,9 +21,7 @@ class Dataset(StrEnum):
 @app.command()
 def prepare(
     name: Annotated[Dataset, typer.Argument(help="Which dataset SOURCE holds.")],
-    source: Annotated[
-        Path, typer.Argument(help="A file as published, or a folder with train and test files.")
-    ],
+    source: Annotated[Path, typer.Argument(help="A file as published, or a folder with train and test files.")],
     out: Annotated[
         Path | None,
         typer.Option(help="A .parquet or .jsonl file, or a folder. [default: data/NAME]", show_default=False),

@@ -93,12 +93,7 @@ class Batches(Iterator[list[Task]]):
                     f"tasks would change in mid-epoch; resume with {name} = {state.get(name)!r}"
                 )
         epoch, position = state.get("epoch"), state.get("position")
-        if (
-            type(epoch) is not int
-            or type(position) is not int
-            or epoch < 0
-            or not 0 <= position <= len(self._tasks)
-        ):
+        if type(epoch) is not int or type(position) is not int or epoch < 0 or not 0 <= position <= len(self._tasks):
             raise CheckpointError(
                 f"the saved place in the data (epoch {epoch!r}, position {position!r}) is none among "
                 f"{len(self._tasks)} tasks; the checkpoint is torn, resume from an older one"

@@ -42,22 +42,16 @@ def write_rows(rows: Sequence[Row], path: str | Path) -> None:
     path = Path(path)
     suffix = path.suffix.lower()
     if suffix not in WRITABLE:
-        raise DataError(
-            f"{path}: rows are written as {' or '.join(WRITABLE)}; give the output one of these endings"
-        )
+        raise DataError(f"{path}: rows are written as {' or '.join(WRITABLE)}; give the output one of these endings")
     part = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _write_parquet(rows, part) if suffix == ".parquet" else _write_jsonl(rows, part)
         os.replace(part, path)
     except UnicodeEncodeError as error:
-        raise DataError(
-            f"{path}: a row holds text that is not Unicode ({error.reason}); correct it"
-        ) from error
+        raise DataError(f"{path}: a row holds text that is not Unicode ({error.reason}); correct it") from error
     except OSError as error:
-        raise DataError(
-            f"{path}: cannot be written ({error.strerror or error}); give another output path"
-        ) from error
+        raise DataError(f"{path}: cannot be written ({error.strerror or error}); give another output path") from error
     finally:
         with suppress(OSError):
             part.unlink(missing_ok=True)
@@ -100,9 +94,7 @@ def _read_parquet(path: Path) -> Iterator[Row]:
                 yield from (drop_nulls(row) for row in batch.to_pylist(maps_as_pydicts="strict"))
     except (pa.ArrowException, KeyError, RecursionError) as error:
         reason = _one_line(error)
-        raise DataError(
-            f"{path}: not a Parquet file that can be read ({reason}); write the file again"
-        ) from error
+        raise DataError(f"{path}: not a Parquet file that can be read ({reason}); write the file again") from error
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
@@ -120,9 +112,7 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
                         f"{where}: not JSON ({_one_line(error)}); each line must be one JSON object"
                     ) from error
                 if not isinstance(value, dict):
-                    raise DataError(
-                        f"{where}: a {_kind(value)}, not a JSON object; each line must be one object"
-                    )
+                    raise DataError(f"{where}: a {_kind(value)}, not a JSON object; each line must be one object")
                 yield value
                 row += 1
         except UnicodeDecodeError as error:
@@ -141,9 +131,7 @@ def _read_json(path: Path) -> Iterator[Row]:
         raise DataError(f"{path}: holds a {_kind(value)}; a .json file must be one list of objects")
     for row, item in enumerate(value):
         if not isinstance(item, dict):
-            raise DataError(
-                f"{path}: row {row} (0-based): a {_kind(item)}, not an object; make every row an object"
-            )
+            raise DataError(f"{path}: row {row} (0-based): a {_kind(item)}, not an object; make every row an object")
         yield item
 
 
@@ -168,9 +156,7 @@ def _write_jsonl(rows: Sequence[Row], path: Path) -> None:
 
 
 def _not_utf8(path: Path, error: UnicodeDecodeError) -> NoReturn:
-    raise DataError(
-        f"{path}: not UTF-8 text ({error.reason}, byte {error.start}); save it as UTF-8"
-    ) from error
+    raise DataError(f"{path}: not UTF-8 text ({error.reason}, byte {error.start}); save it as UTF-8") from error
 
 
 def _kind(value: Any) -> str:

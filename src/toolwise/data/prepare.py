@@ -136,9 +136,7 @@ def _final_answer(path: Path, number: int, answer: str) -> str:
 def _rlla_row(path: Path, number: int, row: Row, split: str) -> Row:
     if "prompt" in row:
         return _normal_rlla_row(path, number, row, split)
-    instruction, question, output = (
-        _text(path, number, row, field) for field in ("instruction", "input", "output")
-    )
+    instruction, question, output = (_text(path, number, row, field) for field in ("instruction", "input", "output"))
     _check_tools(path, number, "instruction", instruction)
     return {
         "data_source": "rlla",
@@ -164,9 +162,7 @@ def _normal_rlla_row(path: Path, number: int, row: Row, split: str) -> Row:
             path, number, "prompt", f"has the roles {roles}; an RLLA row is one system and one user message"
         )
     if not isinstance(task.ground_truth, str):
-        raise row_error(
-            path, number, "reward_model.ground_truth", "missing or no string; give the gold answer's text"
-        )
+        raise row_error(path, number, "reward_model.ground_truth", "missing or no string; give the gold answer's text")
     instruction, question = (message.content or "" for message in task.prompt)
     _check_tools(path, number, "prompt[0].content", instruction)
     filled: dict[str, Any] = {

@@ -34,9 +34,7 @@ def parse_tools(system_text: str) -> list[ToolEntry]:
                 f"tool {name!r}: its Parameters line is not JSON ({error}); write one JSON object"
             ) from error
         if not isinstance(parameters, dict):
-            raise DataError(
-                f"tool {name!r}: its Parameters line is not a JSON object; write one object, {{}} for none"
-            )
+            raise DataError(f"tool {name!r}: its Parameters line is not a JSON object; write one object, {{}} for none")
         entries.append(ToolEntry(name.strip(), description.strip(), parameters))
     return entries
 
@@ -67,12 +65,8 @@ def gold_calls(ground_truth: str) -> list[dict[str, Any]]:
         try:
             call = json.loads(line)
         except (json.JSONDecodeError, RecursionError) as error:
-            raise DataError(
-                f"gold call {line.strip()[:80]!r} is not JSON ({error}); write one call a line"
-            ) from error
+            raise DataError(f"gold call {line.strip()[:80]!r} is not JSON ({error}); write one call a line") from error
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            raise DataError(
-                f'gold call {line.strip()[:80]!r} has no name; write {{"name": …, "parameters": …}}'
-            )
+            raise DataError(f'gold call {line.strip()[:80]!r} has no name; write {{"name": …, "parameters": …}}')
         calls.append(call)
     return calls

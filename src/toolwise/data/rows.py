@@ -126,9 +126,7 @@ class _RowReader:
         try:
             return json.loads(text)
         except (json.JSONDecodeError, RecursionError) as error:
-            raise self.error(
-                field, f"text that is not JSON ({error}); write JSON text or the value itself"
-            ) from error
+            raise self.error(field, f"text that is not JSON ({error}); write JSON text or the value itself") from error
 
     def prompt(self, *, required: bool) -> list[Message]:
         value = self.row.get("prompt")
@@ -155,13 +153,9 @@ class _RowReader:
             inner, problem = _first_fault(error)
             raise self.error(f"{field}.{inner}".rstrip("."), problem) from error
         except UnicodeEncodeError as error:
-            raise self.error(
-                f"{field}.content", f"not valid Unicode ({error.reason}); correct the text"
-            ) from error
+            raise self.error(f"{field}.content", f"not valid Unicode ({error.reason}); correct the text") from error
         if message.content is None and not message.tool_calls:
-            raise self.error(
-                f"{field}.content", "missing; only an assistant message with tool_calls may leave it out"
-            )
+            raise self.error(f"{field}.content", "missing; only an assistant message with tool_calls may leave it out")
         return message
 
     def ground_truth(self) -> Any:
@@ -182,9 +176,7 @@ class _RowReader:
                     near = difflib.get_close_matches(phase, TOOL_PHASES, n=1)
                     hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(TOOL_PHASES)}"
                     raise self.error(f"{field}.{tool}.{phase}", f"not a phase of a tool's life; {hint}")
-            out[tool] = {
-                name: self.object_of(item, f"{field}.{tool}.{name}") for name, item in phases.items()
-            }
+            out[tool] = {name: self.object_of(item, f"{field}.{tool}.{name}") for name, item in phases.items()}
         return out
 
     def tools(self, tools_kwargs: dict[str, dict[str, dict[str, Any]]]) -> list[str] | None:
@@ -195,9 +187,7 @@ class _RowReader:
         if isinstance(value, str):
             value = self.json_of(value, field)
         if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
-            raise self.error(
-                field, f'{value!r:.80} is not a list of tool names; write names such as ["calculator"]'
-            )
+            raise self.error(field, f'{value!r:.80} is not a list of tool names; write names such as ["calculator"]')
         if len(set(value)) != len(value):
             raise self.error(field, f"{value!r:.80} names a tool twice; name each once")
         return value
@@ -209,26 +199,20 @@ class _RowReader:
         if not needed:
             return None
         if not tools_kwargs:
-            raise self.error(
-                field, "true, but tools_kwargs names no tool; fill tools_kwargs, or give `tools`"
-            )
+            raise self.error(field, "true, but tools_kwargs names no tool; fill tools_kwargs, or give `tools`")
         return list(tools_kwargs)
 
     def reward_kwargs(self) -> dict[str, Any]:
         columns = {name: value for name, value in self.row.items() if name not in KNOWN_COLUMNS}
         criteria = self.object_of(self.row.get("evaluation_criteria"), "evaluation_criteria")
-        beside = {
-            name: value for name, value in self.reward_model.items() if name not in ("ground_truth", "style")
-        }
+        beside = {name: value for name, value in self.reward_model.items() if name not in ("ground_truth", "style")}
         out: dict[str, Any] = {}
         for prefix, given in (("", columns), ("evaluation_criteria.", criteria), ("reward_model.", beside)):
             for name, value in given.items():
                 if name in _GIVEN_TO_REWARDS:
                     raise self.error(prefix + name, f"rewards are given their own `{name}`; rename it")
                 if name in out:
-                    raise self.error(
-                        prefix + name, "the row has another value of this name; rename one of the two"
-                    )
+                    raise self.error(prefix + name, "the row has another value of this name; rename one of the two")
                 out[name] = value
         return out
 
@@ -237,15 +221,11 @@ class _RowReader:
         if pattern is None:
             return None
         if not isinstance(pattern, str):
-            raise self.error(
-                "termination_regex", f"a {type(pattern).__name__}; give a regular expression as a string"
-            )
+            raise self.error("termination_regex", f"a {type(pattern).__name__}; give a regular expression as a string")
         try:
             re.compile(pattern)
         except (re.error, OverflowError) as error:
-            raise self.error(
-                "termination_regex", f"not a regular expression ({error}); correct it"
-            ) from error
+            raise self.error("termination_regex", f"not a regular expression ({error}); correct it") from error
         return pattern
 
     def task_id(self, taken: Mapping[str, int]) -> str:

@@ -1,9 +1,9 @@
 """Questions about the small world, as rows in the same layout as any dataset. Four kinds:
 
-    known       the model knows it by heart: answer directly
-    lookup      only the task's documents tell: search
-    arithmetic  too large to do in the head: calculate
-    two_step    look something up, then calculate with it
+known       the model knows it by heart: answer directly
+lookup      only the task's documents tell: search
+arithmetic  too large to do in the head: calculate
+two_step    look something up, then calculate with it
 """
 
 from __future__ import annotations

@@ -27,9 +27,27 @@ Plan = tuple[str, float]
 #   detour     wastes a call on the wrong tool, then does the rest: settle, right or guess
 PLANS: dict[str, list[Plan]] = {
     "known": [("right", 0.40), ("guess", 0.10), ("settle", 0.38), ("detour right", 0.12)],
-    "lookup": [("guess", 0.56), ("settle", 0.26), ("misreport", 0.06), ("detour settle", 0.06), ("detour guess", 0.06)],
-    "arithmetic": [("guess", 0.38), ("settle", 0.40), ("misreport", 0.08), ("detour settle", 0.07), ("detour guess", 0.07)],
-    "two_step": [("half", 0.40), ("settle", 0.22), ("misreport", 0.06), ("guess", 0.22), ("detour guess", 0.10)],
+    "lookup": [
+        ("guess", 0.56),
+        ("settle", 0.26),
+        ("misreport", 0.06),
+        ("detour settle", 0.06),
+        ("detour guess", 0.06),
+    ],
+    "arithmetic": [
+        ("guess", 0.38),
+        ("settle", 0.40),
+        ("misreport", 0.08),
+        ("detour settle", 0.07),
+        ("detour guess", 0.07),
+    ],
+    "two_step": [
+        ("half", 0.40),
+        ("settle", 0.22),
+        ("misreport", 0.06),
+        ("guess", 0.22),
+        ("detour guess", 0.10),
+    ],
 }
 OFFERS: list[tuple[list[str], float]] = [
     (["calculator", "search"], 0.55),
@@ -84,18 +102,18 @@ def conversations(count: int, *, seed: int) -> list[dict[str, Any]]:
     return asyncio.run(make())
 
 
-_SCHEMAS = {
-    tool.name: tool.get_openai_tool_schema().model_dump() for tool in (CalculatorTool({}), SearchTool({}))
-}
+_SCHEMAS = {tool.name: tool.get_openai_tool_schema().model_dump() for tool in (CalculatorTool({}), SearchTool({}))}
 _PARAMETER = {"calculator": "expression", "search": "query"}
 
 
-async def _call(
-    messages: list[dict[str, Any]], tool: BaseTool, name: str, text: str, documents: list[str]
-) -> None:
+async def _call(messages: list[dict[str, Any]], tool: BaseTool, name: str, text: str, documents: list[str]) -> None:
     call_id = f"call_{sum(m['role'] == 'tool' for m in messages)}"
-    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": {_PARAMETER[name]: text}}}
-    kwargs = {"documents": documents} if name == "search" else {}
+    call = {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": name, "arguments": {_PARAMETER[name]: text}},
+    }
+    kwargs: dict[str, Any] = {"documents": documents} if name == "search" else {}
     instance = await tool.create(**kwargs)
     result, _, _ = await tool.execute(instance, {_PARAMETER[name]: text})
     await tool.release(instance)

@@ -10,9 +10,56 @@ import hashlib
 from dataclasses import dataclass
 from random import Random
 
-PLACES = """Alder Brenna Corvin Dalmar Elowen Farrow Gorrin Hadley Istra Jorvik Kelda Lorne Maren Norvale Orsa Pellin
-Quillon Ravenna Selby Torvald Ulmar Velora Wexley Yarrow Zennor Ashby Belmont Calder Dorwin Esker Fenwick Garrow Harlow
-Ilmar Juniper Kestrel Larkin Morrow Nettle Osprey Perrin Quarry Rowan Sorrel Tamin Umber Vesper Willow""".split()
+PLACES = [
+    "Alder",
+    "Brenna",
+    "Corvin",
+    "Dalmar",
+    "Elowen",
+    "Farrow",
+    "Gorrin",
+    "Hadley",
+    "Istra",
+    "Jorvik",
+    "Kelda",
+    "Lorne",
+    "Maren",
+    "Norvale",
+    "Orsa",
+    "Pellin",
+    "Quillon",
+    "Ravenna",
+    "Selby",
+    "Torvald",
+    "Ulmar",
+    "Velora",
+    "Wexley",
+    "Yarrow",
+    "Zennor",
+    "Ashby",
+    "Belmont",
+    "Calder",
+    "Dorwin",
+    "Esker",
+    "Fenwick",
+    "Garrow",
+    "Harlow",
+    "Ilmar",
+    "Juniper",
+    "Kestrel",
+    "Larkin",
+    "Morrow",
+    "Nettle",
+    "Osprey",
+    "Perrin",
+    "Quarry",
+    "Rowan",
+    "Sorrel",
+    "Tamin",
+    "Umber",
+    "Vesper",
+    "Willow",
+]
 THINGS = ["bridges", "towers", "mills", "wells"]
 SMALLEST, LARGEST = 12, 989
 

@@ -61,6 +61,7 @@ class Actor:
         self.version += 1
         if not rows:
             return {"actor/updates": 0.0}
+        gaps = self._logprob_gaps(rows)
         sums: dict[str, float] = {}
         updates = 0
         self.model.train()
@@ -70,7 +71,25 @@ class Actor:
             updates += 1
         self.model.eval()
         means = {f"actor/{name}": value / updates for name, value in sums.items()}
-        return means | {"actor/updates": float(updates), "actor/lr": self._rate()}
+        return means | gaps | {"actor/updates": float(updates), "actor/lr": self._rate()}
+
+    @torch.no_grad()
+    def _logprob_gaps(self, rows: Sequence[Row]) -> Metrics:
+        """The canary: do the policy and the learner agree on what the same weights give the same tokens?
+
+        Looked at before any weight moves, on one micro-batch of rows from all over the batch.
+        """
+        few = list(rows)[:: max(1, len(rows) // 16)]
+        gaps = [self._gap(part) for part in split_by_tokens(few, self.settings.micro_batch_tokens)]
+        count = sum(len(gap) for gap in gaps)
+        return {
+            "canary/logprob_gap_mean": sum(float(gap.sum()) for gap in gaps) / count,
+            "canary/logprob_gap_max": max(float(gap.max()) for gap in gaps),
+        }
+
+    def _gap(self, rows: Sequence[Row]) -> Tensor:
+        logprobs, _, old, _ = self.forward(rows)
+        return (logprobs - old).abs()
 
     def _mini_batches(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
         rng = Random(f"{self.settings.seed}/{self.version}")
@@ -85,12 +104,10 @@ class Actor:
     def _step(self, rows: Sequence[Row]) -> Metrics:
         """One optimiser step: gradients of all micro-batches, added up before the weights move."""
         tokens = sum(sum(row.sampled) for row in rows)
-        sums = {"loss": 0.0, "entropy": 0.0, "clip_frac": 0.0, "logprob_gap": 0.0, "kl": 0.0}
-        largest_gap = 0.0
+        sums = {"loss": 0.0, "entropy": 0.0, "clip_frac": 0.0, "kl": 0.0}
         for part in split_by_tokens(rows, self.settings.micro_batch_tokens):
-            loss, parts, gap = self._micro_batch(part, tokens)
+            loss, parts = self._micro_batch(part, tokens)
             loss.backward()  # type: ignore[no-untyped-call]
-            largest_gap = max(largest_gap, gap)
             for name, value in parts.items():
                 sums[name] += value
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm))
@@ -103,26 +120,23 @@ class Actor:
         self.optimizer.zero_grad(set_to_none=True)
         return sums | {
             "grad_norm": norm if math.isfinite(norm) else 0.0,
-            "logprob_gap_max": largest_gap,
             "skipped_updates": float(self.skipped_updates),
         }
 
-    def _micro_batch(self, rows: Sequence[Row], tokens: int) -> tuple[Tensor, Metrics, float]:
+    def _micro_batch(self, rows: Sequence[Row], tokens: int) -> tuple[Tensor, Metrics]:
         s = self.settings
         logprobs, entropy, old, advantages = self.forward(rows)
         losses, clipped = clipped_policy_loss(logprobs, old, advantages, clip_low=s.clip_low, clip_high=s.clip_high)
         loss = losses.sum() / tokens
         if s.entropy_coef:
             loss = loss - s.entropy_coef * entropy.sum() / tokens
-        gap = (logprobs - old).detach()
         parts = {
             "loss": float(losses.detach().sum()),
             "entropy": float(entropy.detach().sum()),
             "clip_frac": float(clipped.sum()),
-            "logprob_gap": float(gap.abs().sum()),
-            "kl": float(-gap.sum()),
+            "kl": float((old - logprobs.detach()).sum()),
         }
-        return loss, {name: value / tokens for name, value in parts.items()}, float(gap.abs().max())
+        return loss, {name: value / tokens for name, value in parts.items()}
 
     def forward(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Log-probs and entropies of the sampled tokens of `rows`, with their old log-probs and advantages, flat.
@@ -146,18 +160,14 @@ class Actor:
         return self.settings.lr * min(1.0, self.version / max(1, self.settings.warmup_steps))
 
     def state_dict(self) -> dict[str, Any]:
+        """Everything but the weights, which `save_model` writes in a form that others can read."""
         return {
             "version": self.version,
             "skipped_updates": self.skipped_updates,
-            "weights": dict(self.model.state_dict()),
             "optimizer": self.optimizer.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        try:
-            self.model.load_state_dict(state["weights"])
-        except RuntimeError as fault:
-            raise CheckpointError(f"the checkpoint is of another model: {str(fault).splitlines()[-1].strip()}") from fault
         self.optimizer.load_state_dict(state["optimizer"])
         self.version = state["version"]
         self.skipped_updates = state["skipped_updates"]
@@ -165,3 +175,12 @@ class Actor:
     def save_model(self, folder: Path) -> None:
         """The weights as a folder that plain `transformers` loads."""
         self.model.save_pretrained(folder)
+
+    def load_weights(self, folder: Path) -> None:
+        """Weights that `save_model` wrote, into the model the policy shares."""
+        saved = type(self.model).from_pretrained(folder, dtype=self.model.dtype)
+        try:
+            self.model.load_state_dict(saved.state_dict())
+        except RuntimeError as fault:
+            reason = str(fault).splitlines()[-1].strip()
+            raise CheckpointError(f"{folder} holds another model than the run's: {reason}") from fault

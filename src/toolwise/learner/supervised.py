@@ -1,12 +1,12 @@
 """Supervised learning on conversations: loss on what assistants wrote and on nothing else, rows packed end to end.
 
-    loss = − Σ log p(assistant token) / number of assistant tokens in the batch
+loss = − Σ log p(assistant token) / number of assistant tokens in the batch
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -128,17 +128,14 @@ def learning_rate(step: int, settings: SupervisedSettings) -> float:
     return settings.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def teach(
-    model: Any,
-    examples: Sequence[Example],
-    settings: SupervisedSettings,
-    *,
-    pad_id: int,
-    on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None,
-) -> None:
-    """Teach `model` in place."""
+def teach_steps(
+    model: Any, examples: Sequence[Example], settings: SupervisedSettings, *, pad_id: int
+) -> Iterator[dict[str, float]]:
+    """Teach `model` in place, giving each step's figures."""
     device = next(model.parameters()).device
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay, betas=(0.9, 0.98))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay, betas=(0.9, 0.98)
+    )
     model.train()
     source = batches(examples, settings)
     for step in range(settings.steps):
@@ -150,9 +147,9 @@ def teach(
         at = labels != -100
         logits = model.lm_head(hidden[at]).float()
         loss = cross_entropy(logits, labels[at])
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        on_step(step + 1, {"loss": loss.item(), "grad_norm": float(norm), "tokens": float(at.sum())})
+        yield {"loss": loss.item(), "grad_norm": float(norm), "tokens": float(at.sum())}
     model.eval()

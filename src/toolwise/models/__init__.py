@@ -26,7 +26,9 @@ def locate(path: str) -> str:
         _check_folder(folder)
         return str(folder)
     if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
-        raise ModelError(f"model.path: there is no folder {path!r}; give a folder, owner/name on a hub, or builtin:small")
+        raise ModelError(
+            f"model.path: there is no folder {path!r}; give a folder, owner/name on a hub, or builtin:small"
+        )
     return path
 
 
@@ -39,7 +41,9 @@ def _check_folder(folder: Path) -> None:
     except ValueError as fault:
         raise ModelError(f"{config} is not JSON ({fault}): the model folder is damaged") from fault
     if not [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]:
-        raise ModelError(f"{folder} has no *.safetensors: save the model with save_pretrained (pickled weights are refused)")
+        raise ModelError(
+            f"{folder} has no *.safetensors: save the model with save_pretrained (pickled weights are refused)"
+        )
     if not (folder / "tokenizer.json").is_file() and not (folder / "tokenizer_config.json").is_file():
         raise ModelError(f"{folder} has no tokenizer.json: save the tokenizer beside the model")
 

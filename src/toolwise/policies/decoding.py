@@ -56,13 +56,13 @@ def uniforms(seeds: np.ndarray[Any, Any], positions: np.ndarray[Any, Any]) -> np
     with np.errstate(over="ignore"):
         state = _mix(seeds.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15))
         state = _mix(state ^ (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0xD1342543DE82EF95))
-    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return np.asarray((state >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
 def _mix(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    return np.asarray(x ^ (x >> np.uint64(31)))
 
 
 def draw(logits: torch.Tensor, samplings: Sequence[Sampling], position: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,7 +82,12 @@ def draw(logits: torch.Tensor, samplings: Sequence[Sampling], position: int) -> 
 
 @torch.inference_mode()
 def generate_batch(
-    model: Any, prompts: Sequence[Sequence[int]], samplings: Sequence[Sampling], *, pad_id: int, policy_version: int
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    samplings: Sequence[Sampling],
+    *,
+    pad_id: int,
+    policy_version: int,
 ) -> list[Generation]:
     """Continue every prompt until its stop token or its length; rows that are done leave the batch."""
     cache, mask, logits = _prefill(model, prompts, pad_id)
@@ -123,7 +128,9 @@ def generate_batch(
     ]
 
 
-def _prefill(model: Any, prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[DynamicCache, torch.Tensor, torch.Tensor]:
+def _prefill(
+    model: Any, prompts: Sequence[Sequence[int]], pad_id: int
+) -> tuple[DynamicCache, torch.Tensor, torch.Tensor]:
     """Run each distinct prompt once, left-padded, and lay the result out for every request."""
     distinct = list(dict.fromkeys(tuple(p) for p in prompts))
     width = max(map(len, distinct))

@@ -22,7 +22,13 @@ class LocalPolicy:
     """`generate` over tokens; `session` for an episode over messages. `version` counts weight updates."""
 
     def __init__(
-        self, model: Any, chat: ChatTokenizer, sampling: Sampling, *, parser: str = "hermes", max_batch: int = 256
+        self,
+        model: Any,
+        chat: ChatTokenizer,
+        sampling: Sampling,
+        *,
+        parser: str = "hermes",
+        max_batch: int = 256,
     ) -> None:
         self.model = model
         self.chat = chat
@@ -58,7 +64,12 @@ class LocalPolicy:
             prompts, samplings, futures = zip(*batch, strict=True)
             try:
                 results = await asyncio.to_thread(
-                    generate_batch, self.model, prompts, samplings, pad_id=self.chat.pad_id, policy_version=self.version
+                    generate_batch,
+                    self.model,
+                    prompts,
+                    samplings,
+                    pad_id=self.chat.pad_id,
+                    policy_version=self.version,
                 )
             except Exception as fault:  # every requester hears of it; none waits for ever
                 for future in futures:

@@ -35,10 +35,12 @@ class RLDataAligner:
         raw_rollout_step_data_map: Mapping[str, Sequence[StepData]],
         rollout_ids_in_order: Sequence[str],
     ) -> Aligned:
-        one = isinstance(eval_results_from_sandbox, EvaluateResult)
-        results = [eval_results_from_sandbox] if one else list(eval_results_from_sandbox)
+        given = eval_results_from_sandbox
+        results = [given] if isinstance(given, EvaluateResult) else list(given)
         if len(results) != len(rollout_ids_in_order):
-            raise RewardError(f"{len(results)} results for {len(rollout_ids_in_order)} rollouts: they must match one to one")
+            raise RewardError(
+                f"{len(results)} results for {len(rollout_ids_in_order)} rollouts: they must match one to one"
+            )
         steps: dict[str, list[StepData]] = {}
         warnings: list[str] = []
         for rollout_id, result in zip(rollout_ids_in_order, results, strict=True):
@@ -60,7 +62,9 @@ def align_steps(steps: Sequence[StepData], outputs: Sequence[StepOutput]) -> tup
         key = str(output.step_index)
         counts[key] += 1
         rewards.setdefault(key, output.base_reward)
-    warnings = [f"duplicate step_index {key} ({count} times; the first counts)" for key, count in counts.items() if count > 1]
+    warnings = [
+        f"duplicate step_index {key} ({count} times; the first counts)" for key, count in counts.items() if count > 1
+    ]
     aligned = []
     for step in steps:
         key = str(step.step_info.get("assistant_turn_index", step.system_step_index))

@@ -1,7 +1,7 @@
 """`@reward_function`: people write Python over plain messages; this finds it, checks it, and reads what it returns.
 
-    pointwise   f(messages, ground_truth, **kwargs) -> EvaluateResult | float | dict
-    batch       f(rollouts_messages, ground_truths, **kwargs) -> list of the same
+pointwise   f(messages, ground_truth, **kwargs) -> EvaluateResult | float | dict
+batch       f(rollouts_messages, ground_truths, **kwargs) -> list of the same
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class Reward:
         reward = cls(function, name, mode, dict(kwargs or {}))
         parameters = inspect.signature(function).parameters
         if len([p for p in parameters.values() if p.kind is not p.VAR_KEYWORD]) < 2:
-            raise RewardError(f"reward {name}: it must take (messages, ground_truth) or (rollouts_messages, ground_truths)")
+            raise RewardError(
+                f"reward {name}: it must take (messages, ground_truth) or (rollouts_messages, ground_truths)"
+            )
         unknown = [key for key in reward.kwargs if key not in reward.accepts(reward.kwargs)]
         if unknown:
             raise RewardError(f"reward {name} takes no argument {unknown[0]!r}: add it to the function or take it out")

@@ -66,9 +66,7 @@ class ChatTokenizer:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
-    def _render(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, *, begin_reply: bool
-    ) -> str:
+    def _render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, *, begin_reply: bool) -> str:
         text: str = self.tokenizer.apply_chat_template(
             [self._plain(m) for m in messages],
             tools=list(tools) if tools else None,

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from toolwise.envs.tool_env import ToolEnv
 from toolwise.protocols import AgentPolicy
 from toolwise.rollout.worker import RLRolloutWorker
 from toolwise.tools.base import BaseTool
-from toolwise.envs.tool_env import ToolEnv
 from toolwise.types import Rollout, RouteDecision, StopReason
 
 

@@ -108,7 +108,8 @@ class RLRolloutWorker:
         self.messages.append(
             Message(role="assistant", content=action.get("content") or "", tool_calls=action.get("tool_calls"))
         )
-        reward, info = None, {"assistant_turn_index": len(self.steps)}
+        reward: float | None = None
+        info: dict[str, Any] = {"assistant_turn_index": len(self.steps)}
         if state_key is not None:
             info["state_key"] = state_key
         ending = self._ending_of(action, raw, logprobs)
@@ -149,14 +150,23 @@ class RLRolloutWorker:
             if self.stop_reason is not None and self.stop_reason is not StopReason.DEADLINE:
                 self.tool_rewards = await self.env.final_rewards()
         except Exception as fault:  # no reward to be had from a broken tool: say so and leave it out of the update
-            self.stop_reason, self.fault = StopReason.ENV_FAULT, f"calc_reward: {type(fault).__name__}: {fault}"
+            self.stop_reason, self.fault = (
+                StopReason.ENV_FAULT,
+                f"calc_reward: {type(fault).__name__}: {fault}",
+            )
         finally:
             try:
                 await self.env.close()
             except Exception as fault:  # the episode is over and whole; what could not be freed is still said
                 self.fault = self.fault or f"close: {type(fault).__name__}: {fault}"
                 log.warning("task %s: %s", self.task.task_id, self.fault)
-        log.info("task %s: %s after %d steps, cost %g", self.task.task_id, self.stop_reason, len(self.steps), self._cost)
+        log.info(
+            "task %s: %s after %d steps, cost %g",
+            self.task.task_id,
+            self.stop_reason,
+            len(self.steps),
+            self._cost,
+        )
 
     def stop(self, reason: StopReason, fault: str | None = None) -> None:
         self.stop_reason, self.fault = reason, fault
@@ -201,7 +211,9 @@ class RLRolloutWorker:
         if info.get("truncated"):
             return StopReason.ENV_TRUNCATED
         if env_done:
-            return StopReason.ANSWERED if action["type"] == "text" and self.env.structured_actions else StopReason.ENV_DONE
+            return (
+                StopReason.ANSWERED if action["type"] == "text" and self.env.structured_actions else StopReason.ENV_DONE
+            )
         if self._invalid_in_a_row >= self.max_invalid_in_a_row:
             return StopReason.REPEATED_INVALID
         return None

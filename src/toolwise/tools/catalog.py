@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
-import hashlib
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from pydantic import ValidationError
 
 from toolwise.errors import ConfigError, ToolwiseError
+from toolwise.references import did_you_mean, load_reference
 from toolwise.tools.base import BaseTool, OpenAIFunctionToolSchema
 from toolwise.tools.calculator import CalculatorTool
 from toolwise.tools.function import FunctionTool, as_tool, check_terms
@@ -79,13 +73,7 @@ def _resolve(entry: Any) -> Any:
     if ":" not in entry:
         hint = did_you_mean(entry, TOOLS) or f"; there are {', '.join(sorted(TOOLS))}, or module:attr"
         raise ConfigError(f"tools: there is no tool {entry!r}{hint}")
-    source, _, attribute = entry.rpartition(":")
-    module = _load_file(source) if source.endswith(".py") else _load_module(source)
-    try:
-        return getattr(module, attribute)
-    except AttributeError:
-        hint = did_you_mean(attribute, vars(module))
-        raise ConfigError(f"tools: {source} has no {attribute!r}{hint}") from None
+    return load_reference(entry, what="tools")
 
 
 def _adapt(target: Any, config: dict[str, Any], where: str) -> BaseTool:
@@ -129,40 +117,3 @@ def _check_keys(config: Mapping[str, Any], known: Iterable[str], where: str) -> 
         if key not in known:
             hint = did_you_mean(str(key), known) or f"; it has {', '.join(known)}"
             raise ConfigError(f"tools: {where} has no option {key!r}{hint}")
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def _load_module(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"tools: cannot import {name!r} ({error}); or write path/to/file.py:attr"
-        ) from error
-    except Exception as error:
-        raise ConfigError(f"tools: importing {name!r} failed: {type(error).__name__}: {error}") from error
-
-
-def _load_file(source: str) -> ModuleType:
-    path = Path(source).resolve()
-    if not path.is_file():
-        raise ConfigError(f"tools: there is no file {source!r}")
-    # Loaded once a path: two references into one file must see the same module state.
-    name = f"toolwise_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"tools: {source!r} cannot be loaded as Python")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise ConfigError(f"tools: running {source!r} failed: {type(error).__name__}: {error}") from error
-    return module

@@ -111,9 +111,7 @@ class FunctionTool(BaseTool, Generic[P, R]):
             raise ToolwiseError(f"tool {self.name} must return (text, reward) or (text, reward, info)")
         text, reward, info = (*value, {})[:3]
         if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
-            raise ToolwiseError(
-                f"tool {self.name} returned the reward {reward!r:.80}: return a number or None"
-            )
+            raise ToolwiseError(f"tool {self.name} returned the reward {reward!r:.80}: return a number or None")
         if not isinstance(info, Mapping):
             raise ToolwiseError(f"tool {self.name} returned the info {info!r:.80}: return a dictionary")
         return self._text(text), None if reward is None else float(reward), {"ok": True, **info}

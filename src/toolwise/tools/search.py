@@ -55,8 +55,7 @@ class DocumentIndex:
         try:
             # content='': the texts stay in Python, where they are already; SQLite holds the index alone.
             connection.execute(
-                "CREATE VIRTUAL TABLE documents "
-                "USING fts5(title, text, content='', tokenize='porter unicode61')"
+                "CREATE VIRTUAL TABLE documents USING fts5(title, text, content='', tokenize='porter unicode61')"
             )
         except sqlite3.OperationalError as error:
             connection.close()

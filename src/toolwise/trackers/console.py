@@ -263,9 +263,7 @@ class ConsoleTracker:
         row.add_column(no_wrap=True, overflow="crop")
         row.add_column(ratio=1)
         row.add_column(no_wrap=True)
-        bar = ProgressBar(
-            self._total, min(self._step, self._total), complete_style="cyan", finished_style="green"
-        )
+        bar = ProgressBar(self._total, min(self._step, self._total), complete_style="cyan", finished_style="green")
         row.add_row(Text(self._title, style="bold"), bar, Text(clock, style="dim"))
         return row
 
@@ -356,6 +354,4 @@ def _rollout_panel(record: Mapping[str, Any]) -> RenderableType:
     for label, text, style in _rollout_lines(record, 220):
         grid.add_row(Text(label, style="dim"), Text(text, style=style))
     colour = {True: "green", False: "red", None: "blue"}[verdict(record)]
-    return Panel(
-        grid, title=Text(_rollout_head(record), style=colour), title_align="left", border_style=colour
-    )
+    return Panel(grid, title=Text(_rollout_head(record), style=colour), title_align="left", border_style=colour)

@@ -22,9 +22,7 @@ class JsonlTracker:
         self._file = self.path.open("ab")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        line = {"step": int(step)} | {
-            name: _plain(value) for name, value in metrics.items() if name != "step"
-        }
+        line = {"step": int(step)} | {name: _plain(value) for name, value in metrics.items() if name != "step"}
         self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
         self._file.flush()
 

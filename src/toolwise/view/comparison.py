@@ -92,9 +92,7 @@ def _side(summary: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _kinds(side: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     kinds = side.get("by_kind")
-    return (
-        {str(k): v for k, v in kinds.items() if isinstance(v, Mapping)} if isinstance(kinds, Mapping) else {}
-    )
+    return {str(k): v for k, v in kinds.items() if isinstance(v, Mapping)} if isinstance(kinds, Mapping) else {}
 
 
 def _number(value: Any) -> float | None:

@@ -64,9 +64,7 @@ def draw_seeds(run_dirs: Sequence[str | os.PathLike[str]], out_png: str | os.Pat
     name = "correct" if any(run.series("eval/correct")[0] for run in runs) else "score"
     curves = [series for run in runs if (series := run.series(f"eval/{name}"))[0]]
     if not curves:
-        raise ToolwiseError(
-            f"no validation lines in {', '.join(map(str, run_dirs)) or 'no runs'}; nothing to draw"
-        )
+        raise ToolwiseError(f"no validation lines in {', '.join(map(str, run_dirs)) or 'no runs'}; nothing to draw")
     figure = _new_figure(LIGHT, (900, 560))
     axes = figure.add_axes((0.09, 0.12, 0.87, 0.76))
     _style(axes, LIGHT)
@@ -77,9 +75,7 @@ def draw_seeds(run_dirs: Sequence[str | os.PathLike[str]], out_png: str | os.Pat
     if len(curves) > 1 and shared:
         by_step = [dict(zip(*curve, strict=True)) for curve in curves]
         mean = [sum(values[step] for values in by_step) / len(by_step) for step in shared]
-        axes.plot(
-            shared, mean, color=LIGHT.after, linewidth=2.4, marker="o", markersize=5, label="mean", zorder=3
-        )
+        axes.plot(shared, mean, color=LIGHT.after, linewidth=2.4, marker="o", markersize=5, label="mean", zorder=3)
     _title(axes, f"{_words(name)}, held-out tasks", LIGHT)
     _finish_steps(axes, LIGHT, share=name == "correct")
     out = Path(out_png)

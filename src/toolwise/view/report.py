@@ -158,8 +158,7 @@ def _group_views(rollouts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         {
             "question": _question(group[0]),
             "sides": [
-                _rollout_view(record, name, scale)
-                for record, name in zip(group, ("best", "worst"), strict=True)
+                _rollout_view(record, name, scale) for record, name in zip(group, ("best", "worst"), strict=True)
             ],
         }
         for group in groups
@@ -185,9 +184,7 @@ def _rollout_view(record: Mapping[str, Any], title: str, scale: float = 0.0) -> 
     }
 
 
-def _shades(
-    turns: Sequence[Turn], advantages: Sequence[float | None], scale: float
-) -> list[dict[str, str] | None]:
+def _shades(turns: Sequence[Turn], advantages: Sequence[float | None], scale: float) -> list[dict[str, str] | None]:
     """How strongly to colour each turn: its step's advantage against the largest on the page.
 
     Steps are counted from the end: a prompt may bring assistant messages of its own.
@@ -201,9 +198,7 @@ def _shades(
             shades.append(None)
         else:
             tone = "good" if advantage >= 0 else "bad"
-            shades.append(
-                {"tone": tone, "strength": f"{abs(advantage) / scale:.2f}", "said": f"{advantage:+.2f}"}
-            )
+            shades.append({"tone": tone, "strength": f"{abs(advantage) / scale:.2f}", "said": f"{advantage:+.2f}"})
     return shades
 
 

@@ -46,9 +46,7 @@ class RunFolder:
         try:
             summary = json.loads(file.read_bytes())
         except ValueError as error:
-            raise CheckpointError(
-                f"{file}: not JSON ({error}); delete it to see the run without it"
-            ) from None
+            raise CheckpointError(f"{file}: not JSON ({error}); delete it to see the run without it") from None
         return summary if isinstance(summary, dict) else None
 
     @property
@@ -121,9 +119,7 @@ class RunFolder:
 def open_run(run_dir: str | os.PathLike[str]) -> RunFolder:
     path = Path(run_dir)
     if not path.is_dir():
-        raise CheckpointError(
-            f"{path}: no such run folder; give the folder that a run wrote its metrics.jsonl into"
-        )
+        raise CheckpointError(f"{path}: no such run folder; give the folder that a run wrote its metrics.jsonl into")
     return RunFolder(path)
 
 

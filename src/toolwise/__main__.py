@@ -1,0 +1,5 @@
+"""`python -m toolwise`"""
+
+from toolwise.cli import main
+
+main()

@@ -1,0 +1,137 @@
+"""The same from Python: `toolwise.train`, `toolwise.evaluate`, `toolwise.sft`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from toolwise.config import RunConfig, load_config
+from toolwise.errors import ConfigError
+from toolwise.settings import apply_overrides, build
+from toolwise.types import Task
+
+if TYPE_CHECKING:
+    from toolwise.rewards.function import Reward
+    from toolwise.training import RunResult
+
+T = TypeVar("T")
+Tasks = str | Path | Sequence[Task | Mapping[str, Any]]
+Config = RunConfig | Mapping[str, Any] | str | Path
+
+
+def train(
+    config: Config | None = None,
+    *,
+    model: str | Path | None = None,
+    tasks: Tasks | None = None,
+    val: Tasks | None = None,
+    tools: Sequence[Any] | None = None,
+    reward: str | Callable[..., Any] | Reward | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    overrides: Sequence[str] = (),
+) -> RunResult:
+    """Train, and give back where the run's folder is and its summary.
+
+    `config` is a file, a nested mapping or a `RunConfig`; what the other arguments give takes the place of what it says.
+    `tasks` and `val` are files, `Task`s, or rows such as {"prompt": "…", "ground_truth": "…"}; `tools` are plain typed
+    functions, tools, or names; `overrides` are strings such as "actor.lr=1e-5".
+    """
+    from toolwise.run import assemble
+    from toolwise.training import Training
+
+    found = read_config(config, overrides, model)
+    run = assemble(
+        found,
+        tasks=read_tasks(tasks, "tasks"),
+        validation_tasks=read_tasks(val, "val"),
+        tools=tools,
+        reward=reward,
+    )
+    training = Training(run, Path(out) if out is not None else new_folder(found.name), resume=resume)
+    return run_async(training.go())
+
+
+def evaluate(
+    model: str | Path,
+    tasks: Tasks,
+    *,
+    config: Config | None = None,
+    tools: Sequence[Any] | None = None,
+    reward: str | Callable[..., Any] | Reward | None = None,
+    overrides: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Score a model on tasks, one rollout each, and learn nothing. Gives the figures that a run's summary has."""
+    from toolwise.evaluation import validate
+    from toolwise.run import assemble
+    from toolwise.summary import summarize_validation
+
+    held_out = read_tasks(tasks, "tasks") or []
+    whole = ["data.batch_size=1"]
+    run = assemble(
+        read_config(config, [*overrides, *whole], model),
+        tasks=held_out,
+        validation_tasks=held_out,
+        tools=tools,
+        reward=reward,
+    )
+    return summarize_validation(run_async(validate(run)))
+
+
+def sft(
+    model: str | Path, data: str | Path | Sequence[Mapping[str, Any]], out: str | Path, **settings: Any
+) -> dict[str, float]:
+    """Teach a model on conversations (loss on assistant tokens only) and save it to `out`; gives the last figures.
+
+    `settings` are those of `toolwise.learner.supervised.SupervisedSettings`.
+    """
+    from toolwise.teaching import teach_model
+
+    return teach_model(str(model), data, Path(out), settings)
+
+
+def read_config(config: Config | None, overrides: Sequence[str] = (), model: str | Path | None = None) -> RunConfig:
+    more = [*overrides, *([f'model.path="{Path(model).as_posix()}"'] if model is not None else [])]
+    if isinstance(config, str | Path):
+        return load_config(config, more)
+    settings = (
+        config.model_dump(mode="json", exclude_none=True) if isinstance(config, RunConfig) else dict(config or {})
+    )
+    return build(RunConfig, apply_overrides(settings, more), source="config")
+
+
+def read_tasks(tasks: Tasks | None, what: str) -> list[Task] | None:
+    from toolwise.data import load_tasks
+    from toolwise.data.rows import read_task
+
+    if tasks is None:
+        return None
+    if isinstance(tasks, str | Path):
+        return load_tasks(tasks)
+    found: list[Task] = []
+    taken: dict[str, int] = {}
+    for number, row in enumerate(tasks):
+        task = row if isinstance(row, Task) else read_task(Path(what), number, dict(row), taken)
+        taken[task.task_id] = number
+        found.append(task)
+    if not found:
+        raise ConfigError(f"{what} is empty: give at least one task")
+    return found
+
+
+def new_folder(name: str) -> Path:
+    return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+
+
+def run_async(work: Coroutine[Any, Any, T]) -> T:
+    """Run to the end, also from a notebook, which has a loop running already."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, work).result()

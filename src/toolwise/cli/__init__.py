@@ -1,0 +1,77 @@
+"""The command line: one small module a command. Heavy imports wait until a command needs them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from toolwise.errors import ToolwiseError
+
+app = typer.Typer(
+    name="toolwise",
+    help="Train language-model agents to use tools well, within a budget.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from toolwise import __version__
+
+        typer.echo(f"toolwise {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks and debug logging.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    import logging
+
+    level = logging.DEBUG if debug else logging.WARNING
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
+    if debug:
+        for noisy in ("matplotlib", "httpx", "httpcore", "asyncio", "PIL", "urllib3", "filelock"):
+            logging.getLogger(noisy).setLevel(logging.INFO)
+
+
+def _register() -> None:
+    from toolwise.cli import data, demo, doctor, evaluate, sft, train
+
+    app.command("demo")(demo.demo)
+    app.command("train")(train.train)
+    app.command("eval")(evaluate.evaluate)
+    app.command("sft")(sft.sft)
+    app.command("doctor")(doctor.doctor)
+    app.add_typer(data.app, name="data")
+
+
+_register()
+
+
+def main() -> None:
+    """Faults that a person can put right are one line on standard error and exit status 2."""
+    # Threads that wait must sleep: on a shared machine spinning ones make everything many times slower.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        app()
+    except ToolwiseError as fault:
+        if "--debug" in sys.argv:
+            raise
+        print(f"toolwise: {' '.join(str(fault).split())}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("\ntoolwise: stopped; add --resume to go on from the last checkpoint", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our output has gone, as in `toolwise … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)

@@ -1,0 +1,28 @@
+"""The demo's reward, written as any user would write one: right or wrong, less a little for every call."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from toolwise.messages import Message
+from toolwise.rewards.function import reward_function
+from toolwise.types import EvaluateResult, MetricResult
+
+_ANSWER = re.compile(r"Answer:\s*(-?\d+)\s*$")
+
+
+@reward_function
+def small_world_reward(
+    messages: list[Message], ground_truth: Any, price_per_call: float = 0.05, **kwargs: Any
+) -> EvaluateResult:
+    """1 for the right final answer, 0 for any other, minus `price_per_call` for each tool call."""
+    found = _ANSWER.search(messages[-1].content or "")
+    correct = float(found is not None and found.group(1) == str(ground_truth))
+    calls = sum(len(m.tool_calls or ()) for m in messages)
+    said = found.group(1) if found else "nothing"
+    return EvaluateResult(
+        score=correct - price_per_call * calls,
+        reason=f"answered {said}, {ground_truth} is right; {calls} calls",
+        metrics={"correct": MetricResult(score=correct), "calls": MetricResult(score=float(calls))},
+    )

@@ -1,0 +1,108 @@
+"""The loop, on one page: data ─► route ─► roll out ─► reward + align ─► annotate ─► credit ─► update."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from toolwise.errors import RewardError
+from toolwise.protocols import Metrics
+from toolwise.rewards.align import align_rollout
+from toolwise.run import Run
+from toolwise.summary import mean, summarize
+from toolwise.types import CreditedRollout, Rollout, ScoredRollout
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one turn of the wheel produced."""
+
+    metrics: Metrics
+    scored: list[ScoredRollout]
+    credited: list[CreditedRollout]
+
+
+async def train_step(run: Run) -> Turn:
+    """One turn of the wheel: each line feeds the next."""
+    began = time.perf_counter()
+    scored, usable, counts = await collect(run)
+    rolled_out = time.perf_counter()
+    annotated = run.learner.annotate(usable)
+    credited = run.estimator(annotated)
+    metrics = run.learner.update(credited) | run.router.learn(scored)
+    run.policy.version = run.learner.version
+    run.progress.step += 1
+    ended = time.perf_counter()
+    figures = summarize(scored)
+    times = {
+        "time/rollout_s": rolled_out - began,
+        "time/update_s": ended - rolled_out,
+        "time/step_s": ended - began,
+        "time/tokens_per_s": figures.get("tokens/sampled", 0.0) / max(rolled_out - began, 1e-9),
+    }
+    return Turn(metrics | figures | counts | times, scored, credited)
+
+
+async def collect(run: Run) -> tuple[list[ScoredRollout], list[ScoredRollout], Metrics]:
+    """A step's rollouts: all of them, those to learn from, and what was left out and why."""
+    algorithm, batch_size = run.config.algorithm, run.config.data.batch_size
+    scored: list[ScoredRollout] = []
+    usable: list[ScoredRollout] = []
+    shares: list[float] = []
+    dropped = 0
+    refills = algorithm.max_refills if algorithm.zero_std_groups == "refill" else 0
+    for attempt in range(1 + refills):
+        tasks = next(run.batches)
+        step = run.progress.step
+        decisions = run.router.decide(tasks, run.config.rollout.n, step, label=f"step{'-more' * attempt}")
+        rollouts = await run.scheduler.roll_out(decisions, do_sample=run.config.rollout.do_sample)
+        batch = await score(run, rollouts)
+        kept, share, lost = select(batch, keep_zero_std=algorithm.zero_std_groups == "keep")
+        scored += batch
+        usable += kept
+        shares.append(share)
+        dropped += lost
+        if len({s.rollout.group_id for s in usable}) >= batch_size:
+            break
+    counts = {
+        "frac_zero_std": mean(shares),
+        "groups/dropped": float(dropped),
+        "groups/batches": float(len(shares)),
+    }
+    return scored, usable, counts
+
+
+async def score(run: Run, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
+    """Rewards for all, aligned to steps; the run stops only where too many could not be had."""
+    results = await run.executor.evaluate(run.reward, rollouts, step=run.progress.step)
+    faults = [(r, result.error) for r, result in zip(rollouts, results, strict=True) if result.error is not None]
+    if len(faults) > run.config.reward.max_error_rate * len(rollouts):
+        rollout, fault = faults[0]
+        raise RewardError(
+            f"reward {run.reward.name} failed on {len(faults)} of {len(rollouts)} rollouts, more than "
+            f"reward.max_error_rate allows; first on {rollout.rollout_id}: {fault.kind}: {fault.message}"
+        )
+    return [align_rollout(rollout, result) for rollout, result in zip(rollouts, results, strict=True)]
+
+
+def select(scored: Sequence[ScoredRollout], *, keep_zero_std: bool) -> tuple[list[ScoredRollout], float, int]:
+    """What to learn from: rollouts that count, in groups of two or more, whose rewards differ.
+
+    Gives also the share of groups whose rewards were all equal, and how many groups were left out.
+    """
+    groups: dict[str, list[ScoredRollout]] = defaultdict(list)
+    for s in scored:
+        groups[s.rollout.group_id].append(s)
+    kept: list[ScoredRollout] = []
+    equal = dropped = 0
+    for members in groups.values():
+        valid = [s for s in members if s.trainable]
+        same = len(valid) >= 2 and len({s.score for s in valid}) == 1
+        equal += same
+        if len(valid) < 2 or (same and not keep_zero_std):
+            dropped += 1
+        else:
+            kept += valid
+    return kept, equal / max(1, len(groups)), dropped

@@ -1,0 +1,88 @@
+"""Rollouts as they are kept: readable JSON lines, with tokens and log-probs beside them in safetensors."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from toolwise.types import CreditedRollout, ScoredRollout, StepData
+
+
+def record_of(scored: ScoredRollout, credited: CreditedRollout | None = None) -> dict[str, Any]:
+    """One rollout as one JSON object; advantages where the update used it."""
+    rollout, result = scored.rollout, scored.result
+    steps = credited.steps if credited is not None else scored.steps
+    return {
+        "rollout_id": rollout.rollout_id,
+        "group_id": rollout.group_id,
+        "task_id": rollout.task.task_id,
+        "kind": rollout.task.extra_info.get("kind"),
+        "route": rollout.route,
+        "messages": [m.to_openai() for m in rollout.messages],
+        "ground_truth": rollout.task.ground_truth,
+        "score": result.score,
+        "metrics": {name: metric.score for name, metric in result.metrics.items()},
+        "reason": result.reason,
+        "error": result.error.model_dump() if result.error else None,
+        "stop_reason": rollout.stop_reason.value,
+        "fault": rollout.fault,
+        "cost": rollout.usage.cost,
+        "calls": dict(rollout.usage.calls),
+        "failed_calls": dict(rollout.usage.failed_calls),
+        "trained_on": credited is not None,
+        "steps": [
+            {
+                "advantage": step.advantage,
+                "base_reward": step.base_reward,
+                "tokens": len(step.policy_logprobs["token_ids"]) if step.policy_logprobs else 0,
+            }
+            for step in steps
+        ],
+    }
+
+
+def write_records(
+    folder: Path, name: str, scored: Sequence[ScoredRollout], credited: Sequence[CreditedRollout]
+) -> None:
+    """`name`.jsonl and `name`.safetensors; each appears whole or not at all."""
+    by_id = {c.rollout.rollout_id: c for c in credited}
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_tokens(folder / f"{name}.safetensors", [(s.rollout.rollout_id, s.steps) for s in scored])
+    lines = (json.dumps(record_of(s, by_id.get(s.rollout.rollout_id)), ensure_ascii=False, default=str) for s in scored)
+    write_whole(folder / f"{name}.jsonl", "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace"))
+
+
+def _write_tokens(path: Path, rollouts: Iterable[tuple[str, Sequence[StepData]]]) -> None:
+    """Flat arrays over all steps; `steps` in the metadata names (rollout, step) in the order of the offsets."""
+    import numpy as np
+    from safetensors.numpy import save
+
+    names: list[tuple[str, int]] = []
+    arrays: Mapping[str, list[Any]] = {"prompt_ids": [], "token_ids": [], "logprobs": []}
+    for rollout_id, steps in rollouts:
+        for step in steps:
+            if step.policy_logprobs is not None:
+                names.append((rollout_id, step.system_step_index))
+                for key, parts in arrays.items():
+                    dtype = np.float32 if key == "logprobs" else np.int32
+                    parts.append(np.array(list(step.policy_logprobs[key]), dtype=dtype))
+    if not names:
+        return
+    tensors = {key: np.concatenate(parts) for key, parts in arrays.items()}
+    for key in ("prompt_ids", "token_ids"):
+        tensors[f"{key}.offsets"] = np.cumsum([0, *map(len, arrays[key])]).astype(np.int64)
+    write_whole(path, save(tensors, metadata={"steps": json.dumps(names)}))
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """A file that is there whole or not at all, whenever the process dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with aside.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)

@@ -1,0 +1,81 @@
+"""From scored rollouts to the figures that people watch."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from toolwise.protocols import Metrics
+from toolwise.types import ScoredRollout
+
+
+def summarize(scored: Sequence[ScoredRollout]) -> Metrics:
+    """One training step's rollouts."""
+    if not scored:
+        return {}
+    counted = [s for s in scored if s.result.counts]
+    metrics: Metrics = {
+        "rollouts": float(len(scored)),
+        "cost/mean": mean([s.rollout.usage.cost for s in scored]),
+        "calls/mean": mean([float(sum(s.rollout.usage.calls.values())) for s in scored]),
+        "calls/failed": mean([float(sum(s.rollout.usage.failed_calls.values())) for s in scored]),
+        "turns/mean": mean([float(len(s.steps)) for s in scored]),
+        "tokens/sampled": float(sum(s.rollout.usage.sampled_tokens for s in scored)),
+        "reward/error_rate": 1.0 - len(counted) / len(scored),
+    }
+    if counted:
+        scores = [s.score for s in counted]
+        centre = mean(scores)
+        metrics["score/mean"] = centre
+        metrics["score/std"] = mean([(x - centre) ** 2 for x in scores]) ** 0.5
+        metrics |= {f"reward/{name}/mean": value for name, value in reward_metrics(counted).items()}
+    for reason, count in Counter(s.rollout.stop_reason.value for s in scored).items():
+        metrics[f"stop/{reason}"] = count / len(scored)
+    for kind, count in Counter(s.result.error.kind for s in scored if s.result.error).items():
+        metrics[f"reward/errors/{kind}"] = float(count)
+    return metrics
+
+
+def summarize_validation(scored: Sequence[ScoredRollout]) -> dict[str, Any]:
+    """A validation's figures: overall, and for each kind of task where tasks say their kind."""
+    kinds: dict[str, list[ScoredRollout]] = defaultdict(list)
+    for s in scored:
+        kind = s.rollout.task.extra_info.get("kind")
+        if kind is not None:
+            kinds[str(kind)].append(s)
+    return _figures(scored) | {"by_kind": {kind: _figures(kinds[kind]) for kind in sorted(kinds)}}
+
+
+def validation_metrics(figures: Mapping[str, Any]) -> Metrics:
+    """The same, flat: eval/correct, eval/lookup/correct, …"""
+    flat = {f"eval/{name}": float(v) for name, v in figures.items() if isinstance(v, int | float)}
+    for kind, part in figures["by_kind"].items():
+        flat |= {f"eval/{kind}/{name}": float(v) for name, v in part.items()}
+    return flat
+
+
+def _figures(scored: Sequence[ScoredRollout]) -> dict[str, Any]:
+    counted = [s for s in scored if s.result.counts]
+    return {
+        "n": len(scored),
+        "score": mean([s.score for s in counted]),
+        **reward_metrics(counted),
+        "cost": mean([s.rollout.usage.cost for s in scored]),
+        "tokens": mean([float(s.rollout.usage.sampled_tokens) for s in scored]),
+        "errors": len(scored) - len(counted),
+    }
+
+
+def reward_metrics(counted: Sequence[ScoredRollout]) -> dict[str, float]:
+    """The mean of each metric that the reward reports."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for s in counted:
+        for name, metric in s.result.metrics.items():
+            if metric.is_score_valid:
+                values[name].append(metric.score)
+    return {name: mean(found) for name, found in sorted(values.items())}
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,71 @@
+"""Supervised learning from files: conversations in, a taught model's folder out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from toolwise.data.files import read_rows, row_error
+from toolwise.errors import ConfigError, DataError, ModelError
+from toolwise.messages import Message
+from toolwise.models import load_model
+
+
+def teach_model(
+    model_path: str, data: str | Path | Sequence[Mapping[str, Any]], out: Path, settings: dict[str, Any]
+) -> dict[str, float]:
+    """Teach the model at `model_path` on `data` and save it to `out`; gives the first and the last figures."""
+    from rich.progress import track
+
+    from toolwise.learner.supervised import SupervisedSettings, teach_steps, tokenize_conversation
+
+    show = settings.pop("progress", False)
+    known = {field.name for field in fields(SupervisedSettings)}
+    unknown = sorted(set(settings) - known)
+    if unknown:
+        raise ConfigError(f"sft has no setting {unknown[0]!r}; it has: {', '.join(sorted(known))}")
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"{out} is not empty: choose another folder for the taught model")
+    path = Path(data) if isinstance(data, str | Path) else Path("data")
+    rows = read_rows(path) if isinstance(data, str | Path) else [dict(row) for row in data]
+    conversations = [read_conversation(path, number, row) for number, row in enumerate(rows)]
+    taught = SupervisedSettings(**settings)
+    model, chat = load_model(model_path)
+    examples = []
+    for number, (messages, tools) in enumerate(conversations):
+        try:
+            examples.append(tokenize_conversation(chat, messages, tools))
+        except (DataError, ModelError) as fault:
+            raise row_error(path, number, "messages", str(fault)) from fault
+    steps = teach_steps(model, examples, taught, pad_id=chat.pad_id)
+    figures = list(track(steps, "teaching", total=taught.steps, disable=not show))
+    out.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(out)
+    chat.tokenizer.save_pretrained(out)
+    return {"first_loss": figures[0]["loss"], **figures[-1]}
+
+
+def read_conversation(
+    path: Path, number: int, row: Mapping[str, Any]
+) -> tuple[list[Message], list[dict[str, Any]] | None]:
+    """A row's messages (column `messages`, or `prompt` with `response`) and the tools it offers, if any."""
+    raw = row.get("messages")
+    if raw is None and "prompt" in row and "response" in row:
+        prompt = row["prompt"]
+        raw = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        raw = [*raw, {"role": "assistant", "content": row["response"]}]
+    if not isinstance(raw, list) or not raw:
+        raise row_error(path, number, "messages", "expected a list of {role, content}: one conversation a row")
+    messages = []
+    for place, message in enumerate(raw):
+        try:
+            messages.append(Message.model_validate(message))
+        except ValidationError as fault:
+            reason = fault.errors()[0]
+            raise row_error(path, number, f"messages[{place}]", str(reason["msg"])) from fault
+    tools = row.get("tools")
+    return messages, list(tools) if tools else None

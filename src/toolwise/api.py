@@ -37,7 +37,7 @@ def train(
 ) -> RunResult:
     """Train, and give back where the run's folder is and its summary.
 
-    `config` is a file, a nested mapping or a `RunConfig`; what the other arguments give takes the place of what it says.
+    `config` is a file, a nested mapping or a `RunConfig`; the other arguments take the place of what it says.
     `tasks` and `val` are files, `Task`s, or rows such as {"prompt": "…", "ground_truth": "…"}; `tools` are plain typed
     functions, tools, or names; `overrides` are strings such as "actor.lr=1e-5".
     """

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from toolwise.errors import RewardError
 from toolwise.protocols import Metrics
-from toolwise.rewards.align import align_rollout
+from toolwise.rewards.align import align_rollouts
 from toolwise.run import Run
 from toolwise.summary import mean, summarize
 from toolwise.types import CreditedRollout, Rollout, ScoredRollout
@@ -80,11 +80,12 @@ async def score(run: Run, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
     faults = [(r, result.error) for r, result in zip(rollouts, results, strict=True) if result.error is not None]
     if len(faults) > run.config.reward.max_error_rate * len(rollouts):
         rollout, fault = faults[0]
+        reason = " ".join(fault.message.split())
         raise RewardError(
             f"reward {run.reward.name} failed on {len(faults)} of {len(rollouts)} rollouts, more than "
-            f"reward.max_error_rate allows; first on {rollout.rollout_id}: {fault.kind}: {fault.message}"
+            f"reward.max_error_rate allows; first on {rollout.rollout_id}: {fault.kind}: {reason}"
         )
-    return [align_rollout(rollout, result) for rollout, result in zip(rollouts, results, strict=True)]
+    return align_rollouts(rollouts, results)
 
 
 def select(scored: Sequence[ScoredRollout], *, keep_zero_std: bool) -> tuple[list[ScoredRollout], float, int]:

@@ -46,7 +46,7 @@ def parse_arguments(text: str) -> dict[str, Any] | str:
     """The JSON object in `text`, or `text` itself where it is none (bad calls are kept, not lost)."""
     try:
         value = json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # ValueError: also a number of too many digits
         return text
     return value if isinstance(value, dict) else text
 

@@ -56,15 +56,16 @@ def validation_metrics(figures: Mapping[str, Any]) -> Metrics:
 
 
 def _figures(scored: Sequence[ScoredRollout]) -> dict[str, Any]:
+    """There is no score where nothing could be scored: a 0 would read as a bad model."""
     counted = [s for s in scored if s.result.counts]
-    return {
-        "n": len(scored),
-        "score": mean([s.score for s in counted]),
-        **reward_metrics(counted),
+    own = {
         "cost": mean([s.rollout.usage.cost for s in scored]),
         "tokens": mean([float(s.rollout.usage.sampled_tokens) for s in scored]),
         "errors": len(scored) - len(counted),
     }
+    first = {"n": len(scored)} | ({"score": mean([s.score for s in counted])} if counted else {})
+    taken = {"n", "score", "by_kind", *own}
+    return first | {name: v for name, v in reward_metrics(counted).items() if name not in taken} | own
 
 
 def reward_metrics(counted: Sequence[ScoredRollout]) -> dict[str, float]:

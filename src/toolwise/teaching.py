@@ -16,31 +16,40 @@ from toolwise.models import load_model
 
 
 def teach_model(
-    model_path: str, data: str | Path | Sequence[Mapping[str, Any]], out: Path, settings: dict[str, Any]
+    model_path: str, data: str | Path | Sequence[Mapping[str, Any]], out: Path, settings: Mapping[str, Any]
 ) -> dict[str, float]:
     """Teach the model at `model_path` on `data` and save it to `out`; gives the first and the last figures."""
     from rich.progress import track
 
     from toolwise.learner.supervised import SupervisedSettings, teach_steps, tokenize_conversation
 
-    show = settings.pop("progress", False)
+    show = bool(settings.get("progress", False))
+    given = {name: value for name, value in settings.items() if name != "progress"}
     known = {field.name for field in fields(SupervisedSettings)}
-    unknown = sorted(set(settings) - known)
+    unknown = sorted(set(given) - known)
     if unknown:
         raise ConfigError(f"sft has no setting {unknown[0]!r}; it has: {', '.join(sorted(known))}")
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out} is not empty: choose another folder for the taught model")
+    taught = SupervisedSettings(**given)
+    if taught.steps < 1 or taught.row_tokens < 2:
+        raise ConfigError(f"sft needs steps >= 1 and row_tokens >= 2, not {taught.steps} and {taught.row_tokens}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is not an empty folder: choose another one for the taught model")
     path = Path(data) if isinstance(data, str | Path) else Path("data")
     rows = read_rows(path) if isinstance(data, str | Path) else [dict(row) for row in data]
     conversations = [read_conversation(path, number, row) for number, row in enumerate(rows)]
-    taught = SupervisedSettings(**settings)
     model, chat = load_model(model_path)
     examples = []
     for number, (messages, tools) in enumerate(conversations):
         try:
-            examples.append(tokenize_conversation(chat, messages, tools))
+            example = tokenize_conversation(chat, messages, tools)
         except (DataError, ModelError) as fault:
             raise row_error(path, number, "messages", str(fault)) from fault
+        if not any(example.taught[: taught.row_tokens]):
+            problem = f"the assistant first speaks after row_tokens = {taught.row_tokens} tokens: raise it, or shorten"
+            raise row_error(path, number, "messages", problem)
+        examples.append(example)
+    if not examples:
+        raise DataError(f"{path}: there are no conversations to teach on")
     steps = teach_steps(model, examples, taught, pad_id=chat.pad_id)
     figures = list(track(steps, "teaching", total=taught.steps, disable=not show))
     out.mkdir(parents=True, exist_ok=True)
@@ -56,7 +65,7 @@ def read_conversation(
     raw = row.get("messages")
     if raw is None and "prompt" in row and "response" in row:
         prompt = row["prompt"]
-        raw = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        raw = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt or ())
         raw = [*raw, {"role": "assistant", "content": row["response"]}]
     if not isinstance(raw, list) or not raw:
         raise row_error(path, number, "messages", "expected a list of {role, content}: one conversation a row")
@@ -67,5 +76,9 @@ def read_conversation(
         except ValidationError as fault:
             reason = fault.errors()[0]
             raise row_error(path, number, f"messages[{place}]", str(reason["msg"])) from fault
+        if messages[-1].content is None and not messages[-1].tool_calls:
+            raise row_error(path, number, f"messages[{place}].content", "missing, and there are no tool_calls")
     tools = row.get("tools")
-    return messages, list(tools) if tools else None
+    if tools and (not isinstance(tools, list) or not all(isinstance(t, dict) and "function" in t for t in tools)):
+        raise row_error(path, number, "tools", "expected a list of tool schemas in OpenAI's form")
+    return messages, tools or None

@@ -8,14 +8,15 @@ Nothing is filled in later by somebody else: whoever holds a `ScoredRollout` kno
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, field_serializer, field_validator
 
-from toolwise.messages import Message, ToolCall, as_messages
+from toolwise.messages import Message, Prefix, ToolCall, as_messages
 
 if TYPE_CHECKING:
     import numpy as np
@@ -94,6 +95,13 @@ class StepData(BaseModel):
     base_reward: float | None = None
     advantage: float | None = None
     return_to_go: float | None = None
+
+    @field_serializer("observation_data", "policy_logprobs")
+    def _plain(self, value: Any) -> Any:
+        """Shared prefixes and packed arrays as plain lists, so that a step can be written as JSON."""
+        if isinstance(value, dict):
+            return {key: self._plain(item) for key, item in value.items()}
+        return list(value) if isinstance(value, Prefix | array) else value
 
 
 class StopReason(StrEnum):

@@ -86,7 +86,9 @@ def compute_grpo_outcome_advantage(
             f"shapes differ: rewards {tuple(token_level_rewards.shape)}, mask {tuple(response_mask.shape)}, "
             f"index {len(index)}"
         )
-    mask = response_mask.to(token_level_rewards.dtype)
+    # Whole-number rewards must not cut advantages down to whole numbers.
+    dtype = token_level_rewards.dtype if token_level_rewards.is_floating_point() else torch.float32
+    mask = response_mask.to(dtype)
     scores = torch.where(response_mask.bool(), token_level_rewards, 0.0).double().sum(-1)
     advantages = group_advantages(scores.tolist(), index, norm_by_std=norm_by_std)
     spread = torch.as_tensor(advantages, dtype=mask.dtype, device=mask.device)[:, None] * mask

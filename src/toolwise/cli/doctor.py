@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -11,6 +12,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,39 +20,27 @@ from typing import Annotated, Any
 
 import typer
 
-REQUIREMENTS = [
-    "torch>=2.11",
-    "transformers>=5.10",
-    "numpy>=2.0",
-    "safetensors>=0.5",
-    "pydantic>=2.10",
-    "typer>=0.15",
-    "rich>=13.9",
-    "pyarrow>=18",
-    "jinja2>=3.1",
-    "httpx>=0.27",
-    "jsonschema>=4.23",
-    "tomli-w>=1.1",
-    "matplotlib>=3.9",
-    'starlette>=0.41; extra == "serve"',
-    'uvicorn>=0.32; extra == "serve"',
-    'starlette>=0.41; extra == "view"',
-    'uvicorn>=0.32; extra == "view"',
-    'ray>=2.40; extra == "ray"',
-    'vllm>=0.20; extra == "vllm"',
-    'mcp>=2.0; extra == "mcp"',
-    'textworld-express>=1.1; extra == "worlds"',
-    'scienceworld>=1.2; extra == "worlds"',
-    'gymnasium>=1.0; extra == "worlds"',
-    'peft>=0.17; extra == "peft"',
-    'gguf>=0.10; extra == "gguf"',
-    'tensorboard>=2.18; extra == "tensorboard"',
-    'wandb>=0.19; extra == "wandb"',
-]
-"""For a checkout that was never installed, which has no metadata to ask; a test holds it to pyproject.toml."""
+CORE = (
+    "torch>=2.11 transformers>=5.10 numpy>=2.0 safetensors>=0.5 pydantic>=2.10 typer>=0.15 rich>=13.9 "
+    "pyarrow>=18 jinja2>=3.1 httpx>=0.27 jsonschema>=4.23 tomli-w>=1.1 matplotlib>=3.9"
+)
+EXTRAS = {
+    "serve": "starlette>=0.41 uvicorn>=0.32",
+    "view": "starlette>=0.41 uvicorn>=0.32",
+    "ray": "ray>=2.40",
+    "vllm": "vllm>=0.20",
+    "mcp": "mcp>=2.0",
+    "worlds": "textworld-express>=1.1 scienceworld>=1.2 gymnasium>=1.0",
+    "peft": "peft>=0.17",
+    "gguf": "gguf>=0.10",
+    "tensorboard": "tensorboard>=2.18",
+    "wandb": "wandb>=0.19",
+}
+"""For a checkout that was never installed, which has no metadata to ask; a test holds both to pyproject.toml."""
 
 _REQUIREMENT = re.compile(r"([A-Za-z0-9._-]+)(?:\[[^]]*\])?\s*([^;]*)(?:;(.*))?")
 _PROBE_TIMEOUT_S = 10
+_TORCH_TIMEOUT_S = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +62,12 @@ def doctor(
 ) -> None:
     """Show what is installed, what is missing and how to get it, and what this machine can do."""
     packages = inspect_packages()
-    machine, troubles = inspect_machine(packages)
-    troubles = [*missing_core(packages), *troubles]
+    machine, troubles = inspect_machine(), missing_core(packages)
+    if any(package.name == "torch" and package.installed for package in packages):
+        found, broken = inspect_torch()
+        machine |= found
+        troubles += broken
     if as_json:
-        import json
-
         typer.echo(json.dumps(_as_json(packages, machine, troubles), indent=2))
     else:
         _show(packages, machine, troubles)
@@ -86,19 +77,23 @@ def doctor(
 
 def inspect_packages(requirements: Sequence[str] | None = None) -> list[Package]:
     """What Toolwise's own metadata asks for, beside what is installed."""
-    if requirements is None:
-        try:
-            requirements = importlib.metadata.requires("toolwise") or REQUIREMENTS
-        except importlib.metadata.PackageNotFoundError:
-            requirements = REQUIREMENTS
     packages = []
-    for line in requirements:
+    for line in _requirements() if requirements is None else requirements:
         found = _REQUIREMENT.match(line)
         if not found:
             continue
         extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)", found[3] or "")
         packages.append(Package(found[1], found[2].strip(), extra[1] if extra else None, _version(found[1])))
     return packages
+
+
+def _requirements() -> list[str]:
+    try:
+        told = importlib.metadata.requires("toolwise")
+    except importlib.metadata.PackageNotFoundError:
+        told = None
+    extras = [f'{line}; extra == "{extra}"' for extra, lines in EXTRAS.items() for line in lines.split()]
+    return told or [*CORE.split(), *extras]
 
 
 def _version(package: str) -> str | None:
@@ -114,7 +109,7 @@ def _meets(installed: str, wanted: str) -> bool:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    numbers = [int(number) for number in re.findall(r"\d+", re.match(r"[0-9.]*", version)[0])]  # type: ignore[index]
+    numbers = [int(number) for number in re.findall(r"\d+", re.split(r"[^0-9.]", version)[0])]
     while numbers and numbers[-1] == 0:  # 2.0 is 2
         numbers.pop()
     return tuple(numbers)
@@ -128,19 +123,15 @@ def missing_core(packages: Sequence[Package]) -> list[str]:
     return [f"core packages: {names}: pip install {' '.join(repr(p.name + p.wanted) for p in lacking)}"]
 
 
-def inspect_machine(packages: Sequence[Package]) -> tuple[dict[str, Any], list[str]]:
-    """What this machine offers, by topic, and what is broken."""
-    torch_there = any(package.name == "torch" and package.installed for package in packages)
-    gpu, troubles = _gpu() if torch_there else ({"gpus": [], "cuda": None}, [])
-    machine = {
+def inspect_machine() -> dict[str, Any]:
+    """What this machine offers, by topic."""
+    return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpus": _usable_cpus(),
         "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
         "memory_gib": _memory_gib(),
         "free_disk_gib": round(shutil.disk_usage(Path.cwd()).free / 2**30, 1),
-        **gpu,
-        "cpu_bf16": _cpu_flag("amx_bf16", "avx512_bf16", "bf16"),
         "sqlite_fts5": _has_fts5(),
         "java": _first_line("java", "-version"),
         "bubblewrap": _bubblewrap(),
@@ -150,7 +141,6 @@ def inspect_machine(packages: Sequence[Package]) -> tuple[dict[str, Any], list[s
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
         "omp_wait_policy": os.environ.get("OMP_WAIT_POLICY"),
     }
-    return machine, troubles
 
 
 def _usable_cpus() -> float:
@@ -180,25 +170,38 @@ def _read(path: str) -> str:
         return ""
 
 
-def _cpu_flag(*names: str) -> bool:
-    flags = re.search(r"^(?:flags|Features)\s*:(.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
-    return bool(flags and set(names) & set(flags[1].split()))
+def inspect_torch() -> tuple[dict[str, Any], list[str]]:
+    """What torch finds here, and what is wrong with torch itself."""
+    code = "from toolwise.cli.doctor import probe_torch; probe_torch()"
+    path = os.pathsep.join(filter(None, sys.path))
+    done = _run(sys.executable, "-c", code, env={**os.environ, "PYTHONPATH": path}, timeout_s=_TORCH_TIMEOUT_S)
+    found: dict[str, Any] = {"cpu_float32_gflops": None, "cpu_bfloat16_gflops": None}
+    for line in done.stdout.splitlines() if done else []:
+        found |= json.loads(line)
+    if "gpus" in found:
+        return found, []
+    last = done.stderr.strip().splitlines()[-1:] if done else [f"no answer in {_TORCH_TIMEOUT_S} s"]
+    reason = " ".join(last)[:200] or "it ends the process"
+    return found, [f"torch does not load ({reason}): pip install --force-reinstall torch"]
 
 
-def _gpu() -> tuple[dict[str, Any], list[str]]:
-    try:
-        import torch
+def probe_torch() -> None:
+    """Runs in a process of its own: a processor that promises more than it keeps ends it with a signal."""
+    import torch
 
-        gpus = []
-        for index in range(torch.cuda.device_count()):
-            card = torch.cuda.get_device_properties(index)
-            gpus.append({"name": card.name, "memory_gib": round(card.total_memory / 2**30, 1)})
-        bf16 = torch.cuda.is_bf16_supported() if gpus else False
-        return {"gpus": gpus, "cuda": torch.version.cuda, "gpu_bf16": bf16}, []
-    except Exception as error:  # a broken install can fail in any way, and saying so is the point
-        reason = " ".join(str(error).split())[:200]
-        trouble = f"torch is installed but does not load ({reason}): pip install --force-reinstall torch"
-        return {"gpus": [], "cuda": None}, [trouble]
+    cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    gpus = [{"name": card.name, "memory_gib": round(card.total_memory / 2**30, 1)} for card in cards]
+    bf16 = torch.cuda.is_bf16_supported() if gpus else False
+    print(json.dumps({"gpus": gpus, "cuda": torch.version.cuda, "gpu_bf16": bf16}), flush=True)
+    size = 256
+    for name in ("float32", "bfloat16"):
+        square = torch.ones(size, size, dtype=getattr(torch, name))
+        seconds = []
+        for _ in range(4):
+            start = time.perf_counter()
+            square @ square
+            seconds.append(time.perf_counter() - start)
+        print(json.dumps({f"cpu_{name}_gflops": round(2 * size**3 / min(seconds) / 1e9, 1)}), flush=True)
 
 
 def _has_fts5() -> bool:
@@ -212,11 +215,12 @@ def _has_fts5() -> bool:
     return True
 
 
-def _run(*command: str) -> subprocess.CompletedProcess[str] | None:
+def _run(
+    *command: str, env: dict[str, str] | None = None, timeout_s: float = _PROBE_TIMEOUT_S
+) -> subprocess.CompletedProcess[str] | None:
+    nothing = subprocess.DEVNULL
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S, stdin=subprocess.DEVNULL
-        )
+        return subprocess.run(command, capture_output=True, text=True, stdin=nothing, env=env, timeout=timeout_s)
     except (OSError, subprocess.TimeoutExpired):
         return None
 
@@ -241,8 +245,7 @@ def _landlock_abi() -> int:
     if sys.platform != "linux":
         return 0
     create_ruleset, ask_version = 444, 1
-    version = ctypes.CDLL(None, use_errno=True).syscall(create_ruleset, None, ctypes.c_size_t(0), ask_version)
-    return max(0, version)
+    return max(0, int(ctypes.CDLL(None).syscall(create_ruleset, None, ctypes.c_size_t(0), ask_version)))
 
 
 def _extras(packages: Sequence[Package]) -> dict[str, list[Package]]:
@@ -278,6 +281,68 @@ def _as_json(packages: Sequence[Package], machine: dict[str, Any], troubles: lis
 
 def _show(packages: Sequence[Package], machine: dict[str, Any], troubles: list[str]) -> None:
     from rich.console import Console
+    from rich.table import Table
+
+    from toolwise import __version__
+
+    console = Console(markup=False, highlight=False)  # the brackets of toolwise[serve] are no markup
+    core = Table("package", "wanted", "installed", title=f"toolwise {__version__}: core", title_justify="left")
+    for package in packages:
+        if package.extra is None:
+            core.add_row(package.name, package.wanted, _state(package))
+    extras = Table("extra", "packages", title="extras", title_justify="left")
+    extras.add_column("get it", no_wrap=True)
+    for extra, members in _extras(packages).items():
+        whole = all(package.ok for package in members)
+        states = ", ".join(f"{package.name} {_state(package)}" for package in members)
+        extras.add_row(extra, states, "" if whole else f"pip install 'toolwise[{extra}]'")
+    here = Table("what", "here", title="this machine", title_justify="left")
+    for what, told in _machine_rows(machine):
+        here.add_row(what, told)
+    for table in (core, extras, here):
+        console.print(table)
+    for trouble in troubles:
+        console.print(trouble, style="bold red", soft_wrap=True)
+    if not troubles:
+        console.print("Everything needed is here.", style="green")
 
 
-    console = Console()
+def _state(package: Package) -> str:
+    if package.installed is None:
+        return "missing"
+    return package.installed if package.ok else f"{package.installed}, too old"
+
+
+def _machine_rows(machine: dict[str, Any]) -> list[tuple[str, str]]:
+    memory, load = machine["memory_gib"], machine["load_average"]
+    gpus = ", ".join(f"{gpu['name']} ({gpu['memory_gib']} GiB)" for gpu in machine.get("gpus", []))
+    sizes = ", ".join(f"{size} GiB {name.replace('_', ' ')}" for name, size in memory.items() if size is not None)
+    threads, waiting = machine["omp_num_threads"], machine["omp_wait_policy"]
+    return [
+        ("Python", f"{machine['python']} on {machine['system']}"),
+        ("processors", f"{machine['cpus']:g}" + (f", load average {load[0]:.1f}" if load else "")),
+        ("memory", sizes or "unknown"),
+        ("free disk", f"{machine['free_disk_gib']} GiB"),
+        ("GPU", f"{gpus}, CUDA {machine['cuda']}" if gpus else "none: train small models, in float32"),
+        ("bfloat16", _bf16(machine)),
+        ("SQLite FTS5", "yes" if machine["sqlite_fts5"] else "no: the search tool needs it"),
+        ("Java", machine["java"] or "none: TextWorld and ScienceWorld need it"),
+        ("bubblewrap", machine["bubblewrap"] or "none"),
+        ("Landlock", f"ABI {machine['landlock_abi']}" if machine["landlock_abi"] else "none"),
+        ("seccomp", "yes" if machine["seccomp"] else "none"),
+        ("terminal", "yes" if machine["terminal"] else "no: output goes to a file or a pipe"),
+        ("OpenMP", f"OMP_NUM_THREADS={threads or 'unset'}, OMP_WAIT_POLICY={waiting or 'unset'}"),
+    ]
+
+
+def _bf16(machine: dict[str, Any]) -> str:
+    """Whether bfloat16 is worth using, from what was measured."""
+    slow, fast = machine.get("cpu_bfloat16_gflops"), machine.get("cpu_float32_gflops")
+    if machine.get("gpu_bf16"):
+        return "yes, on the GPU"
+    if fast is None:
+        return "unknown without torch"
+    if slow is None:
+        return "ends the process on this CPU: use float32, or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16"
+    told = f"{slow} GFLOPS on the CPU, float32 {fast}"
+    return told if slow > fast else f"{told}: use float32"

@@ -66,5 +66,6 @@ def _show(figures: dict[str, Any], model: str) -> None:
     for column in ("tasks", *names):
         table.add_column(column, justify="left" if column == "tasks" else "right")
     for kind, part in parts.items():
-        table.add_row(kind, *(f"{part[n]:.3f}" if isinstance(part[n], float) else str(part[n]) for n in names))
+        found = [part.get(name, "") for name in names]
+        table.add_row(kind, *(f"{value:.3f}" if isinstance(value, float) else str(value) for value in found))
     Console().print(table)

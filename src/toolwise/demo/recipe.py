@@ -11,7 +11,7 @@ TRAIN_TASKS, HELD_OUT_TASKS = 2000, 240
 
 
 def demo_settings(out: Path, seed: int) -> dict[str, object]:
-    """Writes the tasks into the run's folder and gives the configuration that trains on them."""
+    """The configuration of a run in `out`, on tasks that `write_tasks` puts there."""
     return {
         "name": "demo",
         "seed": seed,
@@ -24,14 +24,15 @@ def demo_settings(out: Path, seed: int) -> dict[str, object]:
         "tools": ["calculator", "search"],
         "rollout": {"n": 8, "max_new_tokens": 48},
         "multi_turn": {"max_turns": 6},
-        "reward": {"function": "toolwise.demo.reward:small_world_reward"},
-        "actor": {"lr": 3e-4, "warmup_steps": 3, "entropy_coef": 0.003, "mini_batches": 2},
+        "reward": {"function": "toolwise.demo.reward:small_world_reward", "kwargs": {"price_per_call": 0.1}},
+        "actor": {"lr": 1e-4, "warmup_steps": 3, "mini_batches": 2},
         "validation": {"every": 10},
-        "trainer": {"total_steps": 50, "save_every": 10},
+        "trainer": {"total_steps": 40, "save_every": 5},
     }
 
 
 def write_tasks(config: RunConfig) -> None:
+    """The tasks that the configuration names, drawn by its seed."""
     assert config.data.train is not None
     assert config.data.val is not None
     write_rows(config.data.train, TRAIN_TASKS, seed=config.seed, split="train")

@@ -17,7 +17,8 @@ def small_world_reward(
     messages: list[Message], ground_truth: Any, price_per_call: float = 0.05, **kwargs: Any
 ) -> EvaluateResult:
     """1 for the right final answer, 0 for any other, minus `price_per_call` for each tool call."""
-    found = _ANSWER.search(messages[-1].content or "")
+    last = messages[-1]  # what a tool or the user wrote last is not the assistant's answer
+    found = _ANSWER.search(last.content or "") if last.role == "assistant" else None
     correct = float(found is not None and found.group(1) == str(ground_truth))
     calls = sum(len(m.tool_calls or ()) for m in messages)
     said = found.group(1) if found else "nothing"

@@ -67,8 +67,8 @@ def write_rows(path: Path, count: int, *, seed: int, split: str) -> Path:
     return path
 
 
-# Each maker gives the question, the answer, the facts it is about, and the calls that would settle it. The calls are for
-# the teacher alone (demo/teacher.py); neither the agent nor its reward sees them.
+# Each maker gives the question, the answer, the facts it is about, and the calls that would settle it. The calls are
+# for the teacher alone (demo/teacher.py); neither the agent nor its reward sees them.
 _Made = tuple[str, int, list[Fact], list[list[str]]]
 
 

@@ -26,28 +26,16 @@ Plan = tuple[str, float]
 #   half       makes the first call and answers what that gave
 #   detour     wastes a call on the wrong tool, then does the rest: settle, right or guess
 PLANS: dict[str, list[Plan]] = {
-    "known": [("right", 0.40), ("guess", 0.10), ("settle", 0.38), ("detour right", 0.12)],
-    "lookup": [
-        ("guess", 0.56),
-        ("settle", 0.26),
-        ("misreport", 0.06),
-        ("detour settle", 0.06),
-        ("detour guess", 0.06),
-    ],
+    "known": [("right", 0.74), ("guess", 0.04), ("settle", 0.14), ("detour right", 0.08)],
+    "lookup": [("guess", 0.60), ("settle", 0.24), ("misreport", 0.05), ("detour settle", 0.06), ("detour guess", 0.05)],
     "arithmetic": [
-        ("guess", 0.38),
-        ("settle", 0.40),
-        ("misreport", 0.08),
-        ("detour settle", 0.07),
-        ("detour guess", 0.07),
-    ],
-    "two_step": [
-        ("half", 0.40),
+        ("guess", 0.30),
         ("settle", 0.22),
         ("misreport", 0.06),
-        ("guess", 0.22),
-        ("detour guess", 0.10),
+        ("detour settle", 0.36),
+        ("detour guess", 0.06),
     ],
+    "two_step": [("half", 0.40), ("settle", 0.22), ("misreport", 0.06), ("guess", 0.22), ("detour guess", 0.10)],
 }
 OFFERS: list[tuple[list[str], float]] = [
     (["calculator", "search"], 0.55),

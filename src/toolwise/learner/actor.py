@@ -48,8 +48,11 @@ class Actor:
         self.pad_id = pad_id
         self.version = 0
         self.skipped_updates = 0
+        self._weights: list[Tensor] = list(model.parameters())
+        # Half precision swallows small steps: there the optimiser works on fp32 copies of the weights.
+        self._masters = [w if torch.finfo(w.dtype).bits >= 32 else w.detach().float() for w in self._weights]
         self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
+            self._masters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
         )
 
     def annotate(self, scored: Sequence[ScoredRollout]) -> list[AnnotatedRollout]:
@@ -57,21 +60,28 @@ class Actor:
         return [AnnotatedRollout(s) for s in scored]
 
     def update(self, credited: Sequence[CreditedRollout]) -> Metrics:
-        rows = build_rows(credited)
+        rows = [row for row in build_rows(credited) if any(row.sampled[1:])]
         self.version += 1
         if not rows:
             return {"actor/updates": 0.0}
         gaps = self._logprob_gaps(rows)
         sums: dict[str, float] = {}
         updates = 0
-        self.model.train()
+        # The model stays as the policy uses it: dropout would put the ratio off 1 before any weight has moved.
         for batch in self._mini_batches(rows):
             for name, value in self._step(batch).items():
                 sums[name] = sums.get(name, 0.0) + value
             updates += 1
-        self.model.eval()
         means = {f"actor/{name}": value / updates for name, value in sums.items()}
-        return means | gaps | {"actor/updates": float(updates), "actor/lr": self._rate()}
+        return (
+            means
+            | gaps
+            | {
+                "actor/updates": float(updates),
+                "actor/skipped_updates": float(self.skipped_updates),
+                "actor/lr": self._rate(),
+            }
+        )
 
     @torch.no_grad()
     def _logprob_gaps(self, rows: Sequence[Row]) -> Metrics:
@@ -103,25 +113,40 @@ class Actor:
 
     def _step(self, rows: Sequence[Row]) -> Metrics:
         """One optimiser step: gradients of all micro-batches, added up before the weights move."""
-        tokens = sum(sum(row.sampled) for row in rows)
+        tokens = sum(sum(row.sampled[1:]) for row in rows)
         sums = {"loss": 0.0, "entropy": 0.0, "clip_frac": 0.0, "kl": 0.0}
         for part in split_by_tokens(rows, self.settings.micro_batch_tokens):
             loss, parts = self._micro_batch(part, tokens)
             loss.backward()  # type: ignore[no-untyped-call]
+            self._hand_gradients_over()
             for name, value in parts.items():
                 sums[name] += value
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm))
+        norm = float(torch.nn.utils.clip_grad_norm_(self._masters, self.settings.max_grad_norm))
         if math.isfinite(norm):
             for group in self.optimizer.param_groups:
                 group["lr"] = self._rate()
             self.optimizer.step()
+            self._publish()
         else:
             self.skipped_updates += 1
         self.optimizer.zero_grad(set_to_none=True)
-        return sums | {
-            "grad_norm": norm if math.isfinite(norm) else 0.0,
-            "skipped_updates": float(self.skipped_updates),
-        }
+        return sums | {"grad_norm": norm}
+
+    def _hand_gradients_over(self) -> None:
+        """From half-precision weights to their fp32 copies, added up there; nothing to do for weights in fp32."""
+        for weight, master in self._copies():
+            if weight.grad is not None:
+                found = weight.grad.float()
+                master.grad = found if master.grad is None else master.grad + found
+                weight.grad = None
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        for weight, master in self._copies():
+            weight.copy_(master)
+
+    def _copies(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return ((w, m) for w, m in zip(self._weights, self._masters, strict=True) if w is not m)
 
     def _micro_batch(self, rows: Sequence[Row], tokens: int) -> tuple[Tensor, Metrics]:
         s = self.settings
@@ -148,12 +173,12 @@ class Actor:
         ids = torch.tensor([[*r.ids, *[self.pad_id] * (width - len(r))] for r in rows], device=device)
         mask = torch.tensor([[1] * len(r) + [0] * (width - len(r)) for r in rows], device=device)
         sampled = torch.tensor([[*r.sampled, *[False] * (width - len(r))] for r in rows], device=device)
-        hidden = self.model.model(input_ids=ids, attention_mask=mask).last_hidden_state[:, :-1]
+        hidden = self.model.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[:, :-1]
         at = sampled[:, 1:]
         logits = self.model.lm_head(hidden[at])
         logprobs, entropy = token_logprobs(logits, ids[:, 1:][at], self.settings.temperature)
-        old = [value for r in rows for value, here in zip(r.logprobs, r.sampled, strict=True) if here]
-        advantages = [value for r in rows for value, here in zip(r.advantages, r.sampled, strict=True) if here]
+        old = [value for r in rows for value, here in zip(r.logprobs[1:], r.sampled[1:], strict=True) if here]
+        advantages = [value for r in rows for value, here in zip(r.advantages[1:], r.sampled[1:], strict=True) if here]
         return logprobs, entropy, torch.tensor(old, device=device), torch.tensor(advantages, device=device)
 
     def _rate(self) -> float:
@@ -165,12 +190,15 @@ class Actor:
             "version": self.version,
             "skipped_updates": self.skipped_updates,
             "optimizer": self.optimizer.state_dict(),
+            "masters": [master for _, master in self._copies()],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
         self.version = state["version"]
         self.skipped_updates = state["skipped_updates"]
+        for (_, master), saved in zip(self._copies(), state.get("masters", ()), strict=True):
+            master.copy_(saved)
 
     def save_model(self, folder: Path) -> None:
         """The weights as a folder that plain `transformers` loads."""
@@ -184,3 +212,6 @@ class Actor:
         except RuntimeError as fault:
             reason = str(fault).splitlines()[-1].strip()
             raise CheckpointError(f"{folder} holds another model than the run's: {reason}") from fault
+        for weight, master in self._copies():
+            # A copy that rounds to its weight is the finer of the two, and was loaded with the state.
+            master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.detach().float()))

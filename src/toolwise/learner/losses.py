@@ -11,12 +11,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+MAX_LOG_RATIO = 20.0
+"""Beyond this a ratio is 5e8 and says nothing more; unbounded it overflows, and infinity times 0 is not a number."""
+
 
 def clipped_policy_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
     """Per-token losses, and where the clip was active."""
-    ratio = torch.exp(logprobs - old_logprobs)
+    ratio = torch.exp((logprobs - old_logprobs).clamp(max=MAX_LOG_RATIO))
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     plain, bounded = ratio * advantages, clipped * advantages
     return -torch.minimum(plain, bounded), bounded < plain

@@ -65,11 +65,14 @@ def tokenize_conversation(
 
 
 def pack(examples: Sequence[Example], row_tokens: int) -> Iterator[list[Example]]:
-    """Fill rows with whole conversations, in order; one too long for any row is cut at its end."""
+    """Fill rows with whole conversations, in order; one too long for any row is cut at its end, and left out where
+    nothing that is taught is left of it."""
     row: list[Example] = []
     used = 0
     for example in examples:
         kept = Example(example.ids[:row_tokens], example.taught[:row_tokens])
+        if not any(kept.taught[1:]):
+            continue
         if row and used + len(kept.ids) > row_tokens:
             yield row
             row, used = [], 0
@@ -94,6 +97,7 @@ def collate(rows: Sequence[Sequence[Example]], pad_id: int, device: Any = "cpu")
             token_ids = torch.tensor(example.ids)
             ids[r, at:end] = token_ids
             labels[r, at:end] = torch.where(torch.tensor(example.taught), token_ids, -100)
+            labels[r, at] = -100  # nothing of its own stands before it
             positions[r, at:end] = torch.arange(end - at)
             segments[r, at:end] = s
             at = end
@@ -112,7 +116,13 @@ def batches(examples: Sequence[Example], settings: SupervisedSettings) -> Iterat
     while True:
         order = list(examples)
         rng.shuffle(order)
-        for row in pack(order, settings.row_tokens):
+        rows = list(pack(order, settings.row_tokens))
+        if not rows:
+            raise DataError(
+                f"there is nothing to teach: no conversation has an assistant's token among its first "
+                f"{settings.row_tokens}; add conversations or raise row_tokens"
+            )
+        for row in rows:
             waiting.append(row)
             if len(waiting) == rows_per_batch:
                 yield waiting
@@ -143,13 +153,14 @@ def teach_steps(
         labels = batch.pop("labels")[:, 1:]
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, settings)
-        hidden = model.model(**batch).last_hidden_state[:, :-1]
+        hidden = model.model(**batch, use_cache=False).last_hidden_state[:, :-1]
         at = labels != -100
         logits = model.lm_head(hidden[at]).float()
         loss = cross_entropy(logits, labels[at])
         loss.backward()  # type: ignore[no-untyped-call]
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm)
-        optimizer.step()
+        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm))
+        if math.isfinite(norm):
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        yield {"loss": loss.item(), "grad_norm": float(norm), "tokens": float(at.sum())}
+        yield {"loss": loss.item(), "grad_norm": norm, "tokens": float(at.sum())}
     model.eval()

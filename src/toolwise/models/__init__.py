@@ -60,9 +60,15 @@ def load_model(path: str, *, device: str = "auto", dtype: str = "float32") -> tu
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         tokenizer = AutoTokenizer.from_pretrained(place)
-        model = AutoModelForCausalLM.from_pretrained(place, dtype=getattr(torch, dtype), use_safetensors=True)
+        model, told = AutoModelForCausalLM.from_pretrained(
+            place, dtype=getattr(torch, dtype), use_safetensors=True, output_loading_info=True
+        )
         model = model.to(device)
     except Exception as fault:  # transformers raises all sorts; the person needs the folder and the reason
         reason = str(fault).strip().splitlines()[0] if str(fault).strip() else type(fault).__name__
         raise ModelError(f"the model {path!r} cannot be loaded: {reason}") from fault
+    missing = sorted(told["missing_keys"])
+    if missing:  # transformers would make them up at random and go on
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelError(f"the model {path!r} lacks the weights {missing[0]}{more}: its folder is damaged")
     return model.eval(), ChatTokenizer(tokenizer)

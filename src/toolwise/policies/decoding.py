@@ -6,6 +6,7 @@ taken after temperature in fp32: what the learner must reproduce.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from typing import Any
@@ -14,11 +15,16 @@ import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from toolwise.errors import PolicyError
 from toolwise.protocols import Generation, Sampling
 
 
 class RoomyLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
-    """A cache layer with room to grow: a new token is written into place instead of copying all that came before."""
+    """A cache layer with room to grow: a new token is written into place instead of copying all that came before.
+
+    `_stores` hold the room, `keys` and `values` what is in use of it. Whoever selects, reorders or crops rows gives the
+    layer other `keys`: the stores are then stale, whatever their shape, and are filled anew from what the layer holds.
+    """
 
     room = 64
 
@@ -29,13 +35,15 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
             self._stores: list[torch.Tensor] = [self.keys, self.values]
+            self._in_use = self.keys
         held = self.keys.shape[2]
         length = held + key_states.shape[2]
-        if length > self._stores[0].shape[2] or self._stores[0].shape[0] != self.keys.shape[0]:
+        if length > self._stores[0].shape[2] or self.keys is not self._in_use:
             self._stores = [self._widened(held_states, length) for held_states in (self.keys, self.values)]
         for store, new in zip(self._stores, (key_states, value_states), strict=True):
             store[:, :, held:length] = new
         self.keys, self.values = (store[:, :, :length] for store in self._stores)
+        self._in_use = self.keys
         return self.keys, self.values
 
     def _widened(self, states: torch.Tensor, length: int) -> torch.Tensor:
@@ -102,6 +110,8 @@ def generate_batch(
         position += 1
         kept = []
         for row, (i, token, logprob) in enumerate(zip(active, tokens.tolist(), chosen.tolist(), strict=True)):
+            if math.isnan(logprob):
+                raise PolicyError("the model gives NaN: its weights are broken, go back to an earlier checkpoint")
             ids[i].append(token)
             logprobs[i].append(logprob)
             stopped[i] = token in samplings[i].stop_token_ids

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from toolwise.errors import ContextFullError, PolicyError
@@ -36,12 +38,16 @@ class LocalPolicy:
         self.parse = PARSERS[parser]
         self.max_batch = max_batch
         self.max_context = int(getattr(model.config, "max_position_embeddings", 0)) or 1 << 30
+        self.vocabulary = int(getattr(model.config, "vocab_size", 0)) or 1 << 30
         self.version = 0
         self.linger_s = 0.002
         self._waiting: list[_Waiting] = []
         self._serving: asyncio.Task[None] | None = None
+        # A thread of its own: tools that hang in the loop's shared ones must not keep the model from working.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="toolwise-generate")
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
+        self._check(token_ids, sampling)
         if len(token_ids) + sampling.max_new_tokens > self.max_context:
             raise ContextFullError(
                 f"a prompt of {len(token_ids)} tokens and {sampling.max_new_tokens} new ones do not fit the model's "
@@ -53,24 +59,36 @@ class LocalPolicy:
             self._serving = asyncio.create_task(self._serve())
         return await future
 
+    def _check(self, token_ids: Sequence[int], sampling: Sampling) -> None:
+        """Refuse alone what would bring down the whole batch it is in."""
+        if not token_ids:
+            raise PolicyError("a prompt of no tokens: give at least one message, or prompt_ids that are not empty")
+        if not 0 <= min(token_ids) <= max(token_ids) < self.vocabulary:
+            raise PolicyError(
+                f"prompt_ids name tokens outside the model's {self.vocabulary}: are they another model's?"
+            )
+        if sampling.max_new_tokens < 1 or not sampling.temperature > 0:
+            raise PolicyError("max_new_tokens must be at least 1 and temperature above 0 (do_sample=False is greedy)")
+
     async def _serve(self) -> None:
         """Take whoever waits, as one batch, until nobody does."""
         while True:
             await self._gather()
-            batch = [w for w in self._waiting[: self.max_batch] if not w[2].done()]
-            del self._waiting[: self.max_batch]
+            waiting = [w for w in self._waiting if not w[2].done()]
+            batch, self._waiting = waiting[: self.max_batch], waiting[self.max_batch :]
             if not batch:
                 return
             prompts, samplings, futures = zip(*batch, strict=True)
+            work = partial(
+                generate_batch,
+                self.model,
+                prompts,
+                samplings,
+                pad_id=self.chat.pad_id,
+                policy_version=self.version,
+            )
             try:
-                results = await asyncio.to_thread(
-                    generate_batch,
-                    self.model,
-                    prompts,
-                    samplings,
-                    pad_id=self.chat.pad_id,
-                    policy_version=self.version,
-                )
+                results = await asyncio.get_running_loop().run_in_executor(self._thread, work)
             except Exception as fault:  # every requester hears of it; none waits for ever
                 for future in futures:
                     if not future.done():

@@ -6,12 +6,15 @@ are the same. Inputs are never changed.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from toolwise.errors import RewardError
 from toolwise.types import EvaluateResult, Rollout, ScoredRollout, StepData, StepOutput
+
+log = logging.getLogger("toolwise.rewards")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,15 @@ def align_steps(steps: Sequence[StepData], outputs: Sequence[StepOutput]) -> tup
     return aligned, warnings
 
 
-def align_rollout(rollout: Rollout, result: EvaluateResult) -> ScoredRollout:
-    """One rollout with its reward, as the loop hands it on."""
-    steps, _ = align_steps(rollout.steps, result.step_outputs or ())
-    return ScoredRollout(rollout, result, tuple(steps))
+def align_rollouts(rollouts: Sequence[Rollout], results: Sequence[EvaluateResult]) -> list[ScoredRollout]:
+    """Rollouts with their rewards, as the loop hands them on; what did not fit is said in one line."""
+    ids = [rollout.rollout_id for rollout in rollouts]
+    raw = {rollout.rollout_id: rollout.steps for rollout in rollouts}
+    aligned = RLDataAligner().align_data_for_rl_processing(results, raw, ids)
+    if aligned.warnings:
+        more = f" (and {len(aligned.warnings) - 1} more)" if len(aligned.warnings) > 1 else ""
+        log.warning("step rewards that do not fit: %s%s", aligned.warnings[0], more)
+    return [
+        ScoredRollout(rollout, result, tuple(aligned.steps[rollout.rollout_id]))
+        for rollout, result in zip(rollouts, results, strict=True)
+    ]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
+from toolwise.messages import Message
 from toolwise.rewards.function import Reward, faulty, read_result, read_results
 from toolwise.types import EvaluateResult, Rollout
 
@@ -20,24 +22,30 @@ class InProcessExecutor:
         return [await self._evaluate_one(reward, rollout, step) for rollout in rollouts]
 
     async def _evaluate_one(self, reward: Reward, rollout: Rollout, step: int) -> EvaluateResult:
-        given = {"step": step, **rollout.task.reward_kwargs, **reward.kwargs}
         try:
-            value = reward.function(list(rollout.messages), rollout.task.ground_truth, **reward.accepts(given))
+            columns = deepcopy(rollout.task.reward_kwargs)
+            given = {"step": step, **columns, **reward.kwargs}
+            value = reward.function(*_copies(rollout), **reward.accepts(given))
             return read_result(await value if inspect.isawaitable(value) else value)
         except Exception as fault:  # other people's code: anything may come
             return _fault(fault)
 
     async def _evaluate_batch(self, reward: Reward, rollouts: Sequence[Rollout], step: int) -> list[EvaluateResult]:
         columns = {name for rollout in rollouts for name in rollout.task.reward_kwargs}
-        by_column = {name: [r.task.reward_kwargs.get(name) for r in rollouts] for name in sorted(columns)}
-        given: dict[str, Any] = {"step": step, **by_column, **reward.kwargs}
         try:
-            messages = [list(rollout.messages) for rollout in rollouts]
-            truths = [rollout.task.ground_truth for rollout in rollouts]
+            by_column = {name: [deepcopy(r.task.reward_kwargs.get(name)) for r in rollouts] for name in sorted(columns)}
+            given: dict[str, Any] = {"step": step, **by_column, **reward.kwargs}
+            copies = [_copies(rollout) for rollout in rollouts]
+            messages, truths = [m for m, _ in copies], [truth for _, truth in copies]
             value = reward.function(messages, truths, **reward.accepts(given))
             return read_results(await value if inspect.isawaitable(value) else value, len(rollouts))
         except Exception as fault:  # likewise
             return [_fault(fault)] * len(rollouts)
+
+
+def _copies(rollout: Rollout) -> tuple[list[Message], Any]:
+    """What a function may change as it likes: the rollouts of a group share one ground truth, and all are kept."""
+    return [message.model_copy(deep=True) for message in rollout.messages], deepcopy(rollout.task.ground_truth)
 
 
 def _fault(fault: Exception) -> EvaluateResult:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, Literal, TypeVar, overload
 
 from pydantic import ValidationError
@@ -37,8 +38,19 @@ def reward_function(function: F | None = None, *, mode: Mode | None = None) -> F
 
 
 def _mode_of(function: Callable[..., Any]) -> Mode:
-    parameters = list(inspect.signature(function).parameters)
-    return "batch" if parameters and parameters[0] == "rollouts_messages" else "pointwise"
+    parameters = _parameters(function)
+    return "batch" if parameters and parameters[0].name == "rollouts_messages" else "pointwise"
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except ValueError:  # some built-ins do not say what they take
+        raise RewardError(f"reward {_name_of(function)}: Python cannot tell what it takes; wrap it in a def") from None
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,49 +66,73 @@ class Reward:
     def of(cls, source: str | Callable[..., Any] | Reward, kwargs: Mapping[str, Any] | None = None) -> Reward:
         """From a reference, a function, or a reward; keyword arguments are checked against the signature now."""
         if isinstance(source, Reward):
-            return source
-        function = load_reference(source, what="reward") if isinstance(source, str) else source
-        if not callable(function):
-            raise ConfigError(f"reward {source!r} is a {type(function).__name__}, not a function")
-        name = source if isinstance(source, str) else getattr(function, "__name__", type(function).__name__)
-        mode: Mode = getattr(function, "__toolwise_reward_mode__", None) or _mode_of(function)
-        reward = cls(function, name, mode, dict(kwargs or {}))
-        parameters = inspect.signature(function).parameters
-        if len([p for p in parameters.values() if p.kind is not p.VAR_KEYWORD]) < 2:
-            raise RewardError(
-                f"reward {name}: it must take (messages, ground_truth) or (rollouts_messages, ground_truths)"
-            )
-        unknown = [key for key in reward.kwargs if key not in reward.accepts(reward.kwargs)]
-        if unknown:
-            raise RewardError(f"reward {name} takes no argument {unknown[0]!r}: add it to the function or take it out")
+            reward = replace(source, kwargs={**source.kwargs, **(kwargs or {})})
+        else:
+            function = load_reference(source, what="reward") if isinstance(source, str) else source
+            if not callable(function):
+                raise ConfigError(f"reward {source!r} is a {type(function).__name__}, not a function")
+            name = source if isinstance(source, str) else _name_of(function)
+            mode: Mode = getattr(function, "__toolwise_reward_mode__", None) or _mode_of(function)
+            reward = cls(function, name, mode, dict(kwargs or {}))
+        reward._check()
         return reward
 
+    def _check(self) -> None:
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        if [p.kind in positional for p in _parameters(self.function)[:2]] != [True, True]:
+            raise RewardError(
+                f"reward {self.name}: it must take (messages, ground_truth) or (rollouts_messages, ground_truths)"
+            )
+        unknown = [key for key in self.kwargs if key not in self.accepts(self.kwargs)]
+        if unknown:
+            raise RewardError(
+                f"reward {self.name} takes no argument {unknown[0]!r}: add it to the function or take it out"
+            )
+
     def accepts(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of `kwargs` that the function has a parameter for (all, where it takes **kwargs)."""
-        parameters = list(inspect.signature(self.function).parameters.values())[2:]
-        if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return dict(kwargs)
-        names = {p.name for p in parameters}
+        """Those of `kwargs` that the function has a parameter for beyond its first two (all, with **kwargs)."""
+        first, more = _parameters(self.function)[:2], _parameters(self.function)[2:]
+        if any(p.kind is p.VAR_KEYWORD for p in more):
+            return {key: value for key, value in kwargs.items() if key not in {p.name for p in first}}
+        names = {p.name for p in more if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         return {key: value for key, value in kwargs.items() if key in names}
 
 
 def read_result(value: Any) -> EvaluateResult:
     """What a reward function returned, as an `EvaluateResult`; nonsense becomes a typed fault, never a silent 0."""
     if isinstance(value, EvaluateResult):
-        return value
+        return _checked(value)
+    if value is None or isinstance(value, bool) or not isinstance(value, Real | dict):  # Real: numpy's numbers as well
+        return faulty("bad_type", f"a reward must return a number or an EvaluateResult, not {_shown(value)}")
     try:
-        if isinstance(value, bool) or value is None:
-            return faulty("bad_type", f"a reward must return a number or an EvaluateResult, not {value!r}")
-        if isinstance(value, int | float):
-            score = float(value)
-            if not math.isfinite(score):
-                return faulty("non_finite", f"the score is {score}")
-            return EvaluateResult(score=score)
-        if isinstance(value, dict):
-            return EvaluateResult.model_validate(value)
-    except (ValidationError, OverflowError) as fault:
-        return faulty("bad_type", str(fault).splitlines()[0])
-    return faulty("bad_type", f"a reward must return a number or an EvaluateResult, not a {type(value).__name__}")
+        given = value if isinstance(value, dict) else {"score": float(value)}
+        score = given.get("score")
+        if isinstance(score, Real) and not math.isfinite(score):
+            return faulty("non_finite", f"the score is {score}")
+        return _checked(EvaluateResult.model_validate(given))
+    except OverflowError:
+        return faulty("non_finite", "the score is too large for a float")
+    except ValidationError as fault:
+        reason = fault.errors()[0]
+        return faulty("bad_type", f"{'.'.join(map(str, reason['loc']))}: {reason['msg']}")
+
+
+def _checked(result: EvaluateResult) -> EvaluateResult:
+    """A result that claims to count must have numbers to count."""
+    if not result.is_score_valid or result.error is not None:
+        return result
+    if result.score is None:
+        return faulty("bad_type", "the result has no score: set one, or say is_score_valid=False")
+    if not math.isfinite(result.score):
+        return faulty("non_finite", f"the score is {result.score}")
+    for output in result.step_outputs or ():
+        if not math.isfinite(output.base_reward):
+            return faulty("non_finite", f"the base_reward of step {output.step_index} is {output.base_reward}")
+    return result
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if value is None or isinstance(value, bool) else f"a {type(value).__name__}"
 
 
 def faulty(kind: str, message: str, traceback: str = "") -> EvaluateResult:
@@ -107,8 +143,8 @@ def faulty(kind: str, message: str, traceback: str = "") -> EvaluateResult:
 
 def read_results(values: Any, count: int) -> list[EvaluateResult]:
     """What a batch function returned for `count` rollouts."""
-    if not isinstance(values, Sequence) or isinstance(values, str):
-        return [faulty("bad_type", f"a batch reward must return a list, not a {type(values).__name__}")] * count
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        return [faulty("bad_type", f"a batch reward must return a list, not {_shown(values)}")] * count
     if len(values) != count:
         return [faulty("wrong_length", f"a batch reward returned {len(values)} results for {count} rollouts")] * count
     return [read_result(value) for value in values]

@@ -12,7 +12,8 @@ from typing import Any
 from toolwise.errors import ModelError
 from toolwise.messages import Message
 
-_PROBE = [Message(role="user", content="question"), Message(role="assistant", content="reply")]
+_REPLY = "\u2042reply\u2042"
+_PROBE = [Message(role="user", content="question"), Message(role="assistant", content=_REPLY)]
 
 
 class ChatTokenizer:
@@ -28,6 +29,7 @@ class ChatTokenizer:
         self.end_text: str = tokenizer.eos_token
         self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.end_id
         self._special = sorted(tokenizer.all_special_tokens, key=len, reverse=True)
+        self._check()
 
     def start(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
         """A whole prompt, up to where the assistant begins to write."""
@@ -35,15 +37,33 @@ class ChatTokenizer:
 
     def follow(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
         """What comes after an assistant's end-of-turn token: `messages` and the beginning of the next reply."""
-        head = self._render(_PROBE, tools, begin_reply=False)
-        cut = head.rfind(self.end_text) + len(self.end_text)
-        whole = self._render([*_PROBE, *messages], tools, begin_reply=True)
-        if cut < len(self.end_text) or whole[:cut] != head[:cut]:
+        rest = self._after_reply(self._render([*_PROBE, *messages], tools, begin_reply=True))
+        # The end-of-turn token is encoded too and then left off: it may swallow the white space after it, and some
+        # tokenizers put a space before whatever comes first.
+        return self.encode(self.end_text + rest)[1:]
+
+    def _check(self) -> None:
+        """Find out now, and not in the middle of a rollout, that a template cannot hold a conversation."""
+        from jinja2 import TemplateError
+
+        if self.encode(self.end_text) != [self.end_id]:
+            raise ModelError(f"the tokenizer does not read its own eos token {self.end_text!r} as one token")
+        try:
+            text = self._render(_PROBE, None, begin_reply=False)
+        except TemplateError as fault:
+            raise ModelError(f"the chat template fails on a question and a reply: {fault}") from fault
+        self._after_reply(text)
+
+    def _after_reply(self, text: str) -> str:
+        """What a template writes after the probe's reply and the end-of-turn token that closes it."""
+        reply = text.partition(_REPLY)[2]
+        between, end, rest = reply.partition(self.end_text)
+        if not end or any(token in between for token in self._special):
             raise ModelError(
-                "the chat template does not end an assistant turn with the eos token, or rewrites earlier turns: "
-                "multi-turn rollouts need a template that only appends"
+                f"the chat template does not end an assistant turn with the eos token {self.end_text!r}: set eos_token "
+                "to the token that does, or use a template that ends turns with it"
             )
-        return self.encode(whole[cut:])
+        return rest
 
     def reply(self, message: Message, tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
         """An assistant's turn as the template writes it, its end-of-turn token included (for supervised learning)."""
@@ -77,19 +97,18 @@ class ChatTokenizer:
 
     def _plain(self, message: Message) -> dict[str, Any]:
         """The dictionary templates expect: arguments as objects, and no control tokens smuggled in as text."""
+        outside = message.role in ("user", "tool")
         content = message.content or ""
-        if message.role in ("user", "tool"):
-            content = self.defuse(content)
-        plain: dict[str, Any] = {"role": message.role, "content": content}
+        plain: dict[str, Any] = {"role": message.role, "content": self.defuse(content) if outside else content}
         if message.tool_calls:
             plain["tool_calls"] = [
                 {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
                 for c in message.tool_calls
             ]
         if message.tool_call_id is not None:
-            plain["tool_call_id"] = message.tool_call_id
+            plain["tool_call_id"] = self.defuse(message.tool_call_id)
         if message.name is not None:
-            plain["name"] = message.name
+            plain["name"] = self.defuse(message.name)
         return plain
 
     def defuse(self, text: str) -> str:

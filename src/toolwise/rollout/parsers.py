@@ -28,7 +28,8 @@ def _read_call(block: str, index: int) -> ToolCall:
     unreadable = ToolCall(id=f"call_{index}", name="", arguments=block)
     try:
         value: Any = json.loads(block)
-    except (json.JSONDecodeError, RecursionError):
+        json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):  # also numbers too long to read, and halves of characters
         return unreadable
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return unreadable

@@ -11,6 +11,7 @@ from toolwise.protocols import AgentPolicy
 from toolwise.rollout.worker import RLRolloutWorker
 from toolwise.tools.base import BaseTool
 from toolwise.types import Rollout, RouteDecision, StopReason
+from toolwise.waiting import all_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,8 @@ class RolloutScheduler:
             for offset in range(decision.n)
         ]
         if self.lock_step:
-            await self._in_step([worker for *_, worker in workers])
+            for first in range(0, len(workers), self.max_concurrent):
+                await self._in_step([worker for *_, worker in workers[first : first + self.max_concurrent]])
             rollouts = [_finished(*entry) for entry in workers]
             for rollout in rollouts:
                 on_done(rollout)
@@ -53,18 +55,23 @@ class RolloutScheduler:
             on_done(rollout)
             return rollout
 
-        return await asyncio.gather(*(run(*entry) for entry in workers))
+        tasks = [asyncio.create_task(run(*entry)) for entry in workers]
+        try:
+            return await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # each frees its tools before the fault goes on
+            raise
 
     async def _in_step(self, workers: Sequence[RLRolloutWorker]) -> None:
         try:
-            for worker in workers:
-                await worker.start()
+            await all_of(worker.start() for worker in workers)
             while active := [worker for worker in workers if not worker.done]:
-                await asyncio.gather(*(worker.decide() for worker in active))
-                await asyncio.gather(*(worker.act() for worker in active))
+                await all_of(worker.decide() for worker in active)
+                await all_of(worker.act() for worker in active)
         finally:
-            for worker in workers:
-                await worker.finish()
+            await all_of(worker.finish() for worker in workers)
 
     def _worker(self, decision: RouteDecision, offset: int, do_sample: bool) -> RLRolloutWorker:
         return RLRolloutWorker(

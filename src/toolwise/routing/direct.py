@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,17 +13,19 @@ from toolwise.types import RouteDecision, ScoredRollout, Task
 
 @dataclass(frozen=True, slots=True)
 class DirectRouter:
-    """Gives each prompt a group of its own, and a seed that depends on the run, the step and the place in the batch."""
+    """Gives each prompt a group of its own, and a seed that depends on the run, the step, the label and the place."""
 
     seed: int
 
     def decide(self, tasks: Sequence[Task], n: int, step: int, *, label: str = "step") -> list[RouteDecision]:
+        # A task that comes up again within a step, under another label, must not repeat its rollouts.
+        salt = 0 if label == "step" else zlib.crc32(label.encode()) << 24
         return [
             RouteDecision(
                 task=task,
                 group_id=f"{label}-{step}/{place}/{task.task_id}",
                 n=n,
-                seed=(self.seed * 1_000_003 + step) * 65_537 + place,
+                seed=((self.seed * 1_000_003 + step) * 65_537 + place) ^ salt,
                 prompt=task.prompt,
             )
             for place, task in enumerate(tasks)

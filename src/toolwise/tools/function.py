@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import json
@@ -17,6 +16,7 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from toolwise.errors import ToolwiseError
 from toolwise.tools.base import BaseTool, FunctionSchema, OpenAIFunctionToolSchema
+from toolwise.waiting import in_thread
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -81,7 +81,7 @@ class FunctionTool(BaseTool, Generic[P, R]):
         if inspect.iscoroutinefunction(function):
             value = await function(**arguments)
         else:
-            value = await asyncio.to_thread(function, **arguments)
+            value = await in_thread(functools.partial(function, **arguments))
             if inspect.isawaitable(value):
                 value = await value
         return self._result(value)

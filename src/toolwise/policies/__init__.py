@@ -1,0 +1,1 @@
+"""Whoever decides: a model in this process, or a script."""

@@ -1,0 +1,172 @@
+"""`toolwise doctor`: packages against requirements, probes of the machine, and the exit status."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner, Result
+
+from toolwise.cli import doctor
+
+app = typer.Typer()
+app.command()(doctor.doctor)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "120"})
+
+
+@pytest.fixture
+def requirements(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A list to fill; without torch in it the command is quick."""
+    lines: list[str] = []
+    monkeypatch.setattr(doctor, "_requirements", lambda: lines)
+    return lines
+
+
+def script(folder: Path, name: str, body: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+    (folder / name).chmod(0o755)
+
+
+def test_the_list_for_checkouts_is_what_pyproject_says() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extras = {extra: lines for extra, lines in project["optional-dependencies"].items() if extra != "dev"}
+    assert doctor.CORE.split() == project["dependencies"]
+    assert {extra: lines.split() for extra, lines in doctor.EXTRAS.items()} == extras
+
+
+def test_requirements_are_read_as_metadata_writes_them() -> None:
+    lines = [
+        "typer>=0.15",
+        "rich[jupyter]>=13.9",
+        'uvicorn>=0.32; extra == "serve"',
+        "gguf>=0.1; python_version > '3' and extra == 'gguf'",
+    ]
+    found = [(p.name, p.wanted, p.extra) for p in doctor.inspect_packages(lines)]
+    assert found == [
+        ("typer", ">=0.15", None),
+        ("rich", ">=13.9", None),
+        ("uvicorn", ">=0.32", "serve"),
+        ("gguf", ">=0.1", "gguf"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("installed", "wanted", "ok"),
+    [
+        ("2.11.0", ">=2.11", True),
+        ("2.13.0+cpu", ">=2.11", True),
+        ("2.9.1", ">=2.11", False),
+        ("18.0.0", ">=18", True),
+        ("2", ">=2.0", True),
+        ("5.0.0rc1", ">=5", True),
+        ("1.0", "", True),
+        (None, "", False),
+    ],
+)
+def test_versions_are_compared_as_numbers(installed: str | None, wanted: str, ok: bool) -> None:
+    assert doctor.Package("x", wanted, None, installed).ok is ok
+
+
+def test_all_is_well_with_the_core_there_and_an_extra_missing(requirements: list[str]) -> None:
+    requirements += ["typer>=0.1", 'surely-not-there>=1; extra == "serve"']
+    result = run()
+    assert result.exit_code == 0, result.output
+    assert "surely-not-there missing" in result.output
+    assert "pip install 'toolwise[serve]'" in result.output
+    assert "Everything needed is here." in result.output
+
+
+@pytest.mark.parametrize("arguments", [(), ("--json",)])
+def test_a_missing_or_old_core_package_is_status_1_and_the_command(
+    requirements: list[str], arguments: tuple[str, ...]
+) -> None:
+    requirements += ["surely-not-there>=3", "typer>=999", "rich>=1"]
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert "pip install 'surely-not-there>=3' 'typer>=999'" in result.output
+    assert "is too old" in result.output
+
+
+def test_json_has_it_all(requirements: list[str]) -> None:
+    requirements += ["typer>=0.1", 'surely-not-there>=1; extra == "serve"']
+    told = json.loads(run("--json").output)
+    assert told["ok"] is True
+    assert told["troubles"] == []
+    assert told["core"][0]["name"] == "typer"
+    assert told["extras"]["serve"]["ok"] is False
+    assert told["extras"]["serve"]["install"] == "pip install 'toolwise[serve]'"
+    machine = told["machine"]
+    assert machine["cpus"] > 0
+    assert machine["free_disk_gib"] > 0
+    assert machine["landlock_abi"] >= 0
+    assert machine["terminal"] is False
+    assert isinstance(machine["sqlite_fts5"], bool)
+
+
+def test_torch_is_asked_in_a_process_of_its_own() -> None:
+    found, troubles = doctor.inspect_torch()
+    assert troubles == []
+    assert isinstance(found["gpus"], list)
+    assert found["cpu_float32_gflops"] > 0
+    assert "cpu_bfloat16_gflops" in found
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("raise ImportError('libcudart.so is gone')", "libcudart.so is gone"),
+        ("import os; os.abort()", "it ends the process"),
+    ],
+)
+def test_a_torch_that_does_not_load_is_a_trouble(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, said: str
+) -> None:
+    (tmp_path / "torch.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    _, troubles = doctor.inspect_torch()
+    assert len(troubles) == 1
+    assert said in troubles[0]
+    assert "pip install --force-reinstall torch" in troubles[0]
+
+
+@pytest.mark.parametrize(
+    ("machine", "said"),
+    [
+        ({"gpu_bf16": True}, "yes, on the GPU"),
+        ({}, "unknown without torch"),
+        ({"cpu_float32_gflops": 50.0, "cpu_bfloat16_gflops": None}, "ends the process on this CPU: use float32"),
+        ({"cpu_float32_gflops": 147.0, "cpu_bfloat16_gflops": 0.3}, "float32 147.0: use float32"),
+        ({"cpu_float32_gflops": 50.0, "cpu_bfloat16_gflops": 99.0}, "99.0 GFLOPS on the CPU, float32 50.0"),
+    ],
+)
+def test_bfloat16_is_judged_by_what_was_measured(machine: dict[str, Any], said: str) -> None:
+    assert said in doctor._bf16(machine)
+
+
+def test_bubblewrap_is_tried_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor._bubblewrap() is None
+    script(tmp_path, "bwrap", 'if [ "$1" = --version ]; then echo bubblewrap 0.9.0; else exit 1; fi')
+    assert doctor._bubblewrap() == "bubblewrap 0.9.0, but it does not work here"
+    script(tmp_path, "bwrap", "echo bubblewrap 0.9.0")
+    assert doctor._bubblewrap() == "bubblewrap 0.9.0"
+
+
+def test_java_is_named_by_its_version_not_by_its_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert doctor._first_line("java", "-version") is None
+    script(tmp_path, "java", "echo 'Picked up _JAVA_OPTIONS: -Xmx600m' >&2; echo 'openjdk 17' >&2")
+    assert doctor._first_line("java", "-version") == "openjdk 17"
+
+
+@pytest.mark.parametrize(("quota", "most"), [("50000 100000\n", 0.5), ("max 100000\n", 10_000), ("", 10_000)])
+def test_processors_are_those_a_container_leaves(monkeypatch: pytest.MonkeyPatch, quota: str, most: float) -> None:
+    monkeypatch.setattr(doctor, "_read", lambda path: quota)
+    assert 0 < doctor._usable_cpus() <= most

@@ -1,0 +1,135 @@
+"""The clipped policy loss, token by token, and log-probs after temperature."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolwise.learner.losses import clipped_policy_loss, token_logprobs
+
+# ratio, advantage, loss, whether the clip is active, d loss / d log π: with ε_low = 0.2 and ε_high = 0.3.
+# The gradient is −A·ρ where the ratio counts and 0 where the clip does.
+TABLE = [
+    (1.0, 2.0, -2.0, False, -2.0),
+    (1.2, 2.0, -2.4, False, -2.4),
+    (1.5, 2.0, -2.6, True, 0.0),  # already more likely than 1.3 times: no further
+    (0.9, 2.0, -1.8, False, -1.8),
+    (0.5, 2.0, -1.0, False, -1.0),  # less likely but good: the plain term is the smaller one
+    (1.0, -2.0, 2.0, False, 2.0),
+    (1.2, -2.0, 2.4, False, 2.4),
+    (1.5, -2.0, 3.0, False, 3.0),  # more likely but bad: not clipped
+    (0.9, -2.0, 1.8, False, 1.8),
+    (0.5, -2.0, 1.6, True, 0.0),  # already less likely than 0.8 times: no further
+    (1.0, 0.0, 0.0, False, 0.0),
+    (1.5, 0.0, 0.0, False, 0.0),
+]
+
+
+@pytest.mark.parametrize(("ratio", "advantage", "loss", "clipped", "gradient"), TABLE)
+def test_hand_worked_table(ratio: float, advantage: float, loss: float, clipped: bool, gradient: float) -> None:
+    old = torch.tensor([-1.5])
+    logprobs = (old + math.log(ratio)).requires_grad_()
+    losses, active = clipped_policy_loss(logprobs, old, torch.tensor([advantage]), clip_low=0.2, clip_high=0.3)
+    losses.sum().backward()
+    assert losses.item() == pytest.approx(loss, abs=1e-6)
+    assert active.item() is clipped
+    assert logprobs.grad is not None
+    assert logprobs.grad.item() == pytest.approx(gradient, abs=1e-6)
+    if clipped:
+        assert logprobs.grad.item() == 0.0
+
+
+def test_the_clip_is_asymmetric() -> None:
+    def loss(ratio: float, advantage: float, low: float, high: float) -> float:
+        losses, _ = clipped_policy_loss(
+            torch.tensor([math.log(ratio)]),
+            torch.zeros(1),
+            torch.tensor([advantage]),
+            clip_low=low,
+            clip_high=high,
+        )
+        return losses.item()
+
+    assert loss(9.0, 1.0, 0.2, 0.28) == pytest.approx(-1.28)
+    assert loss(9.0, 1.0, 0.4, 0.28) == pytest.approx(-1.28)
+    assert loss(0.1, -1.0, 0.2, 0.28) == pytest.approx(0.8)
+    assert loss(0.1, -1.0, 0.4, 0.28) == pytest.approx(0.6)
+
+
+@given(
+    st.floats(-3, 3),
+    st.floats(-5, 5),
+    st.floats(0.01, 0.5),
+    st.floats(0.01, 0.5),
+)
+def test_the_loss_is_never_below_either_surrogate(gap: float, advantage: float, low: float, high: float) -> None:
+    gap_, a = torch.tensor([gap], dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64)
+    losses, active = clipped_policy_loss(gap_, torch.zeros(1, dtype=torch.float64), a, clip_low=low, clip_high=high)
+    ratio = math.exp(gap)
+    plain, bounded = ratio * advantage, min(max(ratio, 1 - low), 1 + high) * advantage
+    assert losses.item() == pytest.approx(-min(plain, bounded), abs=1e-9)
+    if active.item():
+        assert (advantage > 0 and ratio > 1 + high) or (advantage < 0 and ratio < 1 - low)
+
+
+def test_same_log_probs_give_minus_the_advantage_and_the_plain_policy_gradient() -> None:
+    logprobs = torch.tensor([-0.3, -7.0, -2.0], requires_grad=True)
+    advantages = torch.tensor([1.0, -2.0, 0.0])
+    losses, active = clipped_policy_loss(logprobs, logprobs.detach(), advantages, clip_low=0.2, clip_high=0.2)
+    losses.sum().backward()
+    assert torch.equal(losses.detach(), -advantages)
+    assert logprobs.grad is not None
+    assert torch.equal(logprobs.grad, -advantages)
+    assert not active.any()
+
+
+@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
+@pytest.mark.parametrize("gap", [-500.0, -100.0, 100.0, 500.0])
+def test_ratios_beyond_what_floats_hold_stay_finite(gap: float, advantage: float) -> None:
+    """exp(100) is infinite in fp32, and infinity times a zero gradient is not a number."""
+    logprobs = torch.tensor([gap], requires_grad=True)
+    losses, _ = clipped_policy_loss(logprobs, torch.zeros(1), torch.tensor([advantage]), clip_low=0.2, clip_high=0.2)
+    losses.sum().backward()
+    assert torch.isfinite(losses).all()
+    assert logprobs.grad is not None
+    assert torch.isfinite(logprobs.grad).all()
+
+
+def test_no_tokens_give_no_loss() -> None:
+    none = torch.zeros(0, requires_grad=True)
+    losses, active = clipped_policy_loss(none, torch.zeros(0), torch.zeros(0), clip_low=0.2, clip_high=0.2)
+    losses.sum().backward()
+    assert losses.sum().item() == 0.0
+    assert active.shape == (0,)
+
+
+def test_inputs_are_left_alone() -> None:
+    logprobs, old, advantages = torch.tensor([-1.0]), torch.tensor([-3.0]), torch.tensor([2.0])
+    clipped_policy_loss(logprobs, old, advantages, clip_low=0.2, clip_high=0.2)
+    assert (logprobs.item(), old.item(), advantages.item()) == (-1.0, -3.0, 2.0)
+
+
+def test_log_probs_after_temperature_by_hand() -> None:
+    # Logits 0 and 2·ln 3 at temperature 2 are 0 and ln 3: probabilities 1/4 and 3/4.
+    logits = torch.tensor([[0.0, 2 * math.log(3)], [0.0, 2 * math.log(3)]])
+    logprobs, entropy = token_logprobs(logits, torch.tensor([0, 1]), temperature=2.0)
+    assert logprobs.tolist() == pytest.approx([math.log(0.25), math.log(0.75)], rel=1e-6)
+    by_hand = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
+    assert entropy.tolist() == pytest.approx([by_hand, by_hand], rel=1e-6)
+
+
+def test_uniform_logits_have_the_entropy_of_a_fair_die() -> None:
+    _, entropy = token_logprobs(torch.zeros(1, 6), torch.tensor([3]), temperature=0.7)
+    assert entropy.item() == pytest.approx(math.log(6), rel=1e-6)
+
+
+def test_half_precision_logits_are_taken_up_in_full() -> None:
+    logits = torch.randn(4, 500, generator=torch.Generator().manual_seed(0)).bfloat16()
+    logprobs, entropy = token_logprobs(logits, torch.arange(4), temperature=1.0)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    expected = torch.log_softmax(logits.double(), -1)[torch.arange(4), torch.arange(4)]
+    torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,175 @@
+"""Rows of tokens: the exact-prefix rule, the mask, and the split into micro-batches."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolwise.learner.rows import Row, build_rows, split_by_tokens
+from toolwise.messages import Message, Prefix
+from toolwise.types import (
+    AnnotatedRollout,
+    CreditedRollout,
+    EvaluateResult,
+    Rollout,
+    ScoredRollout,
+    StepData,
+    StopReason,
+    Task,
+    Usage,
+)
+
+Turn = tuple[list[int], list[int]]
+"""What the model saw, and what it sampled."""
+
+
+def credited(turns: list[Turn | None], advantage: float = 1.0, name: str = "r") -> CreditedRollout:
+    """Log-probs are −0.1, −0.2, … over the sampled tokens; None is a step without tokens."""
+    steps, advantages, count = [], [], 0
+    for index, turn in enumerate(turns):
+        tokens: dict[str, Any] | None = None
+        if turn is not None:
+            logprobs = [-(count + i + 1) / 10 for i in range(len(turn[1]))]
+            count += len(turn[1])
+            tokens = {"prompt_ids": turn[0], "token_ids": turn[1], "logprobs": logprobs}
+        steps.append(
+            StepData(
+                system_step_index=index,
+                observation_data=None,
+                action_taken={"type": "text"},
+                resulting_messages_history=[],
+                policy_logprobs=tokens,
+            )
+        )
+        advantages.append(np.full(len(turn[1]) if turn else 0, advantage, dtype=np.float32))
+    task = Task(task_id="t", prompt=[Message(role="user", content="?")])
+    rollout = Rollout(name, "g", 0, 0, task, None, tuple(steps), task.prompt, StopReason.ANSWERED, Usage())
+    scored = ScoredRollout(rollout, EvaluateResult(score=1.0), tuple(steps))
+    return CreditedRollout(AnnotatedRollout(scored), tuple(steps), tuple(advantages))
+
+
+def row_of(length: int, name: str = "r") -> Row:
+    return Row(name, [1] * length, [True] * length, [0.0] * length, [0.0] * length)
+
+
+def test_one_turn_is_one_row_with_a_mask_on_what_was_sampled() -> None:
+    [row] = build_rows([credited([([1, 2, 3], [4, 5])], advantage=0.5)])
+    assert row.rollout_id == "r"
+    assert row.ids == [1, 2, 3, 4, 5]
+    assert row.sampled == [False, False, False, True, True]
+    assert row.logprobs == [0.0, 0.0, 0.0, -0.1, -0.2]
+    assert row.advantages == [0.0, 0.0, 0.0, 0.5, 0.5]
+    assert len(row) == 5
+
+
+def test_many_turns_that_extend_each_other_are_one_row() -> None:
+    [row] = build_rows([credited([([1, 2], [3]), ([1, 2, 3, 8, 9], [4, 5]), ([1, 2, 3, 8, 9, 4, 5, 7], [6])])])
+    assert row.ids == [1, 2, 3, 8, 9, 4, 5, 7, 6]
+    assert row.sampled == [False, False, True, False, False, True, True, False, True]
+    assert row.logprobs == [0, 0, -0.1, 0, 0, -0.2, -0.3, 0, -0.4]
+    assert row.advantages == [0, 0, 1, 0, 0, 1, 1, 0, 1]
+
+
+def test_a_changed_prompt_starts_a_new_row() -> None:
+    first, second = build_rows([credited([([1, 2], [3]), ([1, 9, 3, 8], [4])])])
+    assert (first.ids, second.ids) == ([1, 2, 3], [1, 9, 3, 8, 4])
+    assert second.sampled == [False, False, False, False, True]
+
+
+def test_a_rewritten_reply_starts_a_new_row() -> None:
+    """A template that drops a thought from an earlier turn: what was sampled is no longer what is seen."""
+    first, second = build_rows([credited([([1, 2], [3, 4]), ([1, 2, 4, 8], [5])])])
+    assert first.sampled == [False, False, True, True]
+    assert second.sampled == [False] * 4 + [True]
+
+
+def test_a_shorter_prompt_starts_a_new_row() -> None:
+    first, second = build_rows([credited([([1, 2], [3]), ([1, 2], [3])])])
+    assert first.ids == second.ids == [1, 2, 3]
+
+
+def test_after_a_fork_later_turns_extend_the_new_row() -> None:
+    rows = build_rows([credited([([1], [2]), ([5], [6]), ([5, 6, 7], [8])])])
+    assert [row.ids for row in rows] == [[1, 2], [5, 6, 7, 8]]
+
+
+def test_steps_without_tokens_are_passed_over() -> None:
+    [row] = build_rows([credited([None, ([1], [2]), None, ([1, 2, 3], [4]), None])])
+    assert row.ids == [1, 2, 3, 4]
+    assert row.logprobs == [0, -0.1, 0, -0.2]
+
+
+def test_a_rollout_without_any_tokens_has_no_rows() -> None:
+    assert build_rows([credited([None]), credited([])]) == []
+
+
+def test_rollouts_never_share_a_row() -> None:
+    rows = build_rows([credited([([1], [2])], name="a"), credited([([1, 2, 3], [4])], name="b")])
+    assert [(row.rollout_id, row.ids) for row in rows] == [("a", [1, 2]), ("b", [1, 2, 3, 4])]
+
+
+def test_the_compact_forms_that_policies_hand_over_are_taken() -> None:
+    buffer = array("i", [1, 2, 3, 4])
+    [row] = build_rows([credited([(Prefix(buffer, 2), array("i", [3]))])])  # type: ignore[arg-type,list-item]
+    assert row.ids == [1, 2, 3]
+    assert type(row.ids) is list
+
+
+def test_building_leaves_rollouts_alone() -> None:
+    given_ = credited([([1, 2], [3]), ([1, 2, 3, 8], [4])])
+    before = [step.model_dump() for step in given_.steps]
+    rows = build_rows([given_])
+    rows[0].ids.append(99)
+    rows[0].advantages[-1] = 99.0
+    assert [step.model_dump() for step in given_.steps] == before
+    assert [a.tolist() for a in given_.advantages] == [[1.0], [1.0]]
+
+
+@st.composite
+def episodes(draw: st.DrawFn) -> list[Turn]:
+    """Turns that extend each other, save where one begins anew."""
+    turns: list[Turn] = []
+    seen: list[int] = []
+    tokens = st.lists(st.integers(0, 3), min_size=1, max_size=4)
+    for _ in range(draw(st.integers(1, 5))):
+        seen = draw(tokens) if not seen or draw(st.integers(0, 3)) == 0 else seen + draw(tokens)
+        sampled = draw(tokens)
+        turns.append((seen, sampled))
+        seen = seen + sampled
+    return turns
+
+
+@given(episodes())
+def test_every_sampled_token_stands_in_exactly_one_row_after_exactly_what_was_seen(turns: list[Turn]) -> None:
+    rows = build_rows([credited(list(turns))])
+    places = [(row, at) for row in rows for at, sampled in enumerate(row.sampled) if sampled]
+    expected = [(seen + sampled[:i], token) for seen, sampled in turns for i, token in enumerate(sampled)]
+    assert [(row.ids[:at], row.ids[at]) for row, at in places] == expected
+    assert [row.logprobs[at] for row, at in places] == pytest.approx([-(i + 1) / 10 for i in range(len(expected))])
+    assert all(len(row.ids) == len(row.sampled) == len(row.logprobs) == len(row.advantages) for row in rows)
+    assert all(row.advantages[at] == 0.0 for row in rows for at, s in enumerate(row.sampled) if not s)
+
+
+@given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 100))
+def test_the_split_covers_each_row_once_within_the_budget(lengths: list[int], budget: int) -> None:
+    rows = [row_of(length, str(place)) for place, length in enumerate(lengths)]
+    parts = split_by_tokens(rows, budget)
+    assert sorted(row.rollout_id for part in parts for row in part) == sorted(row.rollout_id for row in rows)
+    for part in parts:
+        assert part
+        assert len(part) == 1 or len(part) * max(map(len, part)) <= budget
+
+
+def test_the_split_of_nothing_is_nothing() -> None:
+    assert split_by_tokens([], 10) == []
+
+
+def test_the_split_leaves_its_input_in_order() -> None:
+    rows = [row_of(1, "a"), row_of(9, "b"), row_of(3, "c")]
+    split_by_tokens(rows, 10)
+    assert [row.rollout_id for row in rows] == ["a", "b", "c"]

@@ -1,0 +1,366 @@
+"""The policy in this process: few batches for many requests, nobody left waiting, and tokens that only ever grow."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from toolwise.errors import ContextFullError, PolicyError
+from toolwise.messages import Message
+from toolwise.models import load_model
+from toolwise.policies.local import LocalPolicy
+from toolwise.protocols import AgentPolicy, Generation, Sampling, SessionPolicy, TokenGenerator
+
+torch.set_num_threads(1)
+T = TypeVar("T")
+QUESTION = [Message(role="user", content="What is 2 + 2?")]
+TOOLS = [{"type": "function", "function": {"name": "calculator", "description": "", "parameters": {"properties": {}}}}]
+
+
+@cache
+def loaded() -> tuple[Any, Any]:
+    return load_model("builtin:small", device="cpu")
+
+
+def local(max_new_tokens: int = 6, *, max_batch: int = 256, **sampling: Any) -> LocalPolicy:
+    model, chat = loaded()
+    return LocalPolicy(model, chat, Sampling(max_new_tokens=max_new_tokens, **sampling), max_batch=max_batch)
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    async def limited() -> T:
+        return await asyncio.wait_for(work, 20)
+
+    return asyncio.run(limited())
+
+
+def prompt(i: int = 0) -> list[int]:
+    ids: list[int] = loaded()[1].start([Message(role="user", content=f"What is {i} + 2?")])
+    return ids
+
+
+@contextmanager
+def watched(look: Any) -> Iterator[None]:
+    handle = loaded()[0].register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def prefills_seen() -> Iterator[list[int]]:
+    """How many rows each prompt pass had."""
+    rows: list[int] = []
+
+    def look(module: Any, args: Any, kwargs: Any) -> None:
+        if kwargs["input_ids"].shape[1] > 1:
+            rows.append(kwargs["input_ids"].shape[0])
+
+    with watched(look):
+        yield rows
+
+
+def test_it_is_every_kind_of_policy() -> None:
+    policy = local()
+    assert isinstance(policy, TokenGenerator)
+    assert isinstance(policy, AgentPolicy)
+    assert isinstance(policy, SessionPolicy)
+
+
+def test_requests_made_together_are_one_batch() -> None:
+    async def ask(policy: LocalPolicy) -> list[Generation]:
+        return await asyncio.gather(
+            *(policy.generate(prompt(i), Sampling(max_new_tokens=2, seed=i)) for i in range(40))
+        )
+
+    with prefills_seen() as rows:
+        results = run(ask(local()))
+    assert rows == [40]
+    assert all(len(r.token_ids) == 2 for r in results)
+
+
+def test_requests_that_come_while_others_do_are_gathered_too() -> None:
+    async def late(policy: LocalPolicy, i: int) -> Generation:
+        for _ in range(i % 7):
+            await asyncio.sleep(0)
+        return await policy.generate(prompt(i), Sampling(max_new_tokens=2))
+
+    async def ask(policy: LocalPolicy) -> None:
+        await asyncio.gather(*(late(policy, i) for i in range(40)))
+
+    with prefills_seen() as rows:
+        run(ask(local()))
+    assert len(rows) <= 2
+    assert sum(rows) == 40
+
+
+def test_no_batch_is_larger_than_allowed_and_everyone_is_served() -> None:
+    async def ask(policy: LocalPolicy) -> list[Generation]:
+        return await asyncio.gather(*(policy.generate(prompt(i), Sampling(max_new_tokens=1)) for i in range(40)))
+
+    with prefills_seen() as rows:
+        results = run(ask(local(max_batch=16)))
+    assert rows == [16, 16, 8]
+    assert len(results) == 40
+
+
+def test_everyone_gets_their_own_answer() -> None:
+    samplings = [Sampling(max_new_tokens=4, seed=i, temperature=3.0) for i in range(12)]
+
+    async def ask(policy: LocalPolicy) -> list[Generation]:
+        work = (policy.generate(prompt(i % 3), sampling) for i, sampling in enumerate(samplings))
+        return await asyncio.gather(*work)
+
+    async def one(policy: LocalPolicy, i: int) -> Generation:
+        return await policy.generate(prompt(i % 3), samplings[i])
+
+    together = run(ask(local()))
+    for i, result in enumerate(together):
+        assert list(run(one(local(), i)).token_ids) == list(result.token_ids)
+
+
+def test_a_failing_model_is_told_to_every_requester_and_the_policy_recovers() -> None:
+    policy = local()
+
+    def fail(module: Any, args: Any, kwargs: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    async def ask(n: int) -> list[Any]:
+        work = (policy.generate(prompt(i), Sampling(max_new_tokens=2)) for i in range(n))
+        return await asyncio.gather(*work, return_exceptions=True)
+
+    async def both() -> tuple[list[Any], list[Any]]:
+        with watched(fail):
+            failed = await ask(5)
+        return failed, await ask(3)
+
+    failed, well = run(both())
+    assert [str(f) for f in failed] == ["generation failed: RuntimeError: out of memory"] * 5
+    assert all(isinstance(f, PolicyError) for f in failed)
+    assert all(isinstance(w, Generation) for w in well)
+
+
+def test_one_who_leaves_does_not_hurt_those_who_wait() -> None:
+    async def ask(policy: LocalPolicy) -> list[Any]:
+        tasks = [asyncio.create_task(policy.generate(prompt(i), Sampling(max_new_tokens=2))) for i in range(5)]
+        await asyncio.sleep(0)
+        tasks[2].cancel()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    results = run(ask(local()))
+    assert isinstance(results[2], asyncio.CancelledError)
+    assert all(isinstance(r, Generation) for i, r in enumerate(results) if i != 2)
+
+
+def test_one_who_leaves_while_the_model_works_does_not_hurt_the_others() -> None:
+    working = threading.Event()
+
+    def look(module: Any, args: Any, kwargs: Any) -> None:
+        working.set()
+
+    async def ask(policy: LocalPolicy) -> list[Any]:
+        tasks = [asyncio.create_task(policy.generate(prompt(i), Sampling(max_new_tokens=30))) for i in range(3)]
+        await asyncio.to_thread(working.wait, 20)
+        tasks[0].cancel()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    with watched(look):
+        results = run(ask(local()))
+    assert isinstance(results[0], asyncio.CancelledError)
+    assert all(isinstance(r, Generation) for r in results[1:])
+
+
+def test_a_whole_batch_that_leaves_does_not_strand_those_behind_it() -> None:
+    async def ask(policy: LocalPolicy) -> list[Any]:
+        tasks = [asyncio.create_task(policy.generate(prompt(i), Sampling(max_new_tokens=1))) for i in range(5)]
+        await asyncio.sleep(0)
+        for task in tasks[:3]:
+            task.cancel()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    results = run(ask(local(max_batch=3)))
+    assert all(isinstance(r, Generation) for r in results[3:])
+
+
+def test_tools_that_hang_in_the_loops_threads_do_not_stop_the_model() -> None:
+    free = threading.Event()
+
+    async def ask(policy: LocalPolicy) -> Generation:
+        hung = [asyncio.create_task(asyncio.to_thread(free.wait, 20)) for _ in range(64)]
+        try:
+            await asyncio.sleep(0.05)
+            return await asyncio.wait_for(policy.generate(prompt(), Sampling(max_new_tokens=2)), 5)
+        finally:
+            free.set()
+            await asyncio.gather(*hung)
+
+    assert len(run(ask(local())).token_ids) == 2
+
+
+def test_one_policy_serves_one_event_loop_after_another() -> None:
+    policy = local()
+    for _ in range(2):
+        assert len(run(policy.generate(prompt(), Sampling(max_new_tokens=2))).token_ids) == 2
+
+
+@pytest.mark.parametrize(
+    ("ids", "sampling", "words"),
+    [
+        ([], Sampling(), "no tokens"),
+        ([1, 10**6], Sampling(), "outside the model's 2048"),
+        ([-1], Sampling(), "outside the model's 2048"),
+        ([1], Sampling(max_new_tokens=0), "max_new_tokens must be at least 1"),
+        ([1], Sampling(temperature=0.0), "temperature above 0"),
+    ],
+)
+def test_what_would_bring_down_a_batch_is_refused_alone(ids: Any, sampling: Sampling, words: str) -> None:
+    async def ask(policy: LocalPolicy) -> list[Any]:
+        good = policy.generate(prompt(), Sampling(max_new_tokens=2))
+        return await asyncio.gather(good, policy.generate(ids, sampling), return_exceptions=True)
+
+    good, bad = run(ask(local()))
+    assert isinstance(good, Generation)
+    assert isinstance(bad, PolicyError)
+    assert words in str(bad)
+
+
+def test_a_conversation_that_outgrows_the_context_is_told_apart() -> None:
+    with pytest.raises(ContextFullError, match=r"do not fit the model's 4096.*rollout.max_new_tokens"):
+        run(local().generate([1] * 4090, Sampling(max_new_tokens=7)))
+
+
+def test_results_name_the_version_of_the_weights() -> None:
+    policy = local()
+    policy.version = 12
+    _, _, logprobs, _ = run(policy.get_action(QUESTION))
+    assert logprobs is not None
+    assert logprobs["policy_version"] == 12
+    assert policy.metrics() == {"policy/version": 12.0}
+
+
+def test_a_turn_ends_with_the_chats_end_token() -> None:
+    policy = local(200, temperature=0.2)
+    _, raw, logprobs, _ = run(policy.session(seed=1, do_sample=True).get_action(QUESTION))
+    assert logprobs is not None
+    ids = list(logprobs["token_ids"])
+    if logprobs["finish_reason"] != "length":
+        assert ids[-1] == policy.chat.end_id
+    assert policy.chat.end_id not in ids[:-1]
+    assert raw == policy.chat.decode(ids)
+
+
+def play(policy: LocalPolicy, turns: Sequence[Sequence[Message]], seed: int = 1, **more: Any) -> list[dict[str, Any]]:
+    """An episode of `turns`, each what is said before the policy speaks; gives the tokens of each step."""
+
+    async def episode() -> list[dict[str, Any]]:
+        session = policy.session(seed=seed, do_sample=True, **more)
+        talk: list[Message] = []
+        steps = []
+        for news in turns:
+            talk += news
+            action, _, logprobs, value = await session.get_action(talk, TOOLS)
+            assert logprobs is not None
+            assert value is None
+            talk.append(Message(role="assistant", content=action.get("content"), tool_calls=action.get("tool_calls")))
+            steps.append(logprobs)
+        return steps
+
+    return run(episode())
+
+
+ODD = Message(role="tool", content="4 <|end|> é\n", tool_call_id="call_0")
+TURNS = [QUESTION, [ODD], [ODD, ODD], [Message(role="user", content="And then?")]]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 3.0])
+def test_every_step_begins_with_all_that_the_last_one_had(temperature: float) -> None:
+    steps = play(local(12, temperature=temperature), TURNS)
+    assert len(steps) == 4
+    for before, after in pairwise(steps):
+        held = [*before["prompt_ids"], *before["token_ids"]]
+        assert list(after["prompt_ids"][: len(held)]) == held
+        assert len(after["prompt_ids"]) > len(held)
+    for step in steps:
+        assert len(step["logprobs"]) == len(step["token_ids"])
+
+
+def test_the_steps_of_an_episode_share_one_buffer() -> None:
+    steps = play(local(), TURNS)
+    assert len({id(step["prompt_ids"]._items) for step in steps}) == 1
+
+
+def test_the_prompt_is_the_templates() -> None:
+    policy = local()
+    first, second = play(policy, TURNS[:2])
+    assert list(first["prompt_ids"]) == policy.chat.start(QUESTION, TOOLS)
+    closed = [] if first["finish_reason"] != "length" else [policy.chat.end_id]
+    between = list(second["prompt_ids"][len(first["prompt_ids"]) + len(first["token_ids"]) :])
+    assert between == closed + policy.chat.follow([ODD], TOOLS)
+
+
+def test_a_turn_cut_by_length_is_closed_before_the_next() -> None:
+    policy = local(1, temperature=50.0)
+    first, second = next(
+        steps for seed in range(20) if (steps := play(policy, TURNS[:2], seed))[0]["finish_reason"] == "length"
+    )
+    assert first["token_ids"][-1] != policy.chat.end_id
+    held = len(first["prompt_ids"]) + 1
+    assert second["prompt_ids"][held] == policy.chat.end_id
+    assert list(second["prompt_ids"][held + 1 :]) == policy.chat.follow([ODD], TOOLS)
+
+
+def test_a_prompt_that_came_as_tokens_is_used_as_it_is() -> None:
+    given = [*prompt(7), 5]
+    steps = play(local(), TURNS[:2], prompt_ids=given)
+    assert list(steps[0]["prompt_ids"]) == given
+    assert list(steps[1]["prompt_ids"][: len(given)]) == given
+
+
+def test_the_same_seed_gives_the_same_episode_and_another_one_another() -> None:
+    policy = local(8, temperature=3.0)
+    episodes = [[list(step["token_ids"]) for step in play(policy, TURNS, seed)] for seed in (1, 1, 2)]
+    assert episodes[0] == episodes[1] != episodes[2]
+
+
+def test_turns_of_an_episode_do_not_repeat_each_others_draws() -> None:
+    policy = local(8, temperature=1000.0)
+    steps = [list(step["token_ids"]) for step in play(policy, TURNS)]
+    assert len({tuple(ids) for ids in steps}) == len(steps)
+
+
+def test_a_greedy_session_ignores_its_seed() -> None:
+    async def first(seed: int) -> list[int]:
+        _, _, logprobs, _ = await local(8).session(seed=seed, do_sample=False).get_action(QUESTION)
+        assert logprobs is not None
+        return list(logprobs["token_ids"])
+
+    assert run(first(1)) == run(first(2))
+
+
+def test_a_reply_with_calls_says_so() -> None:
+    """The finish reason is the parser's word on a whole reply, and a call cut off by length is no call."""
+
+    class Saying(LocalPolicy):
+        said: Generation
+
+        async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
+            return self.said
+
+    model, chat = loaded()
+    policy = Saying(model, chat, Sampling())
+    ids = chat.encode('Hm. <tool_call>{"name": "calculator", "arguments": {"expression": "1"}}</tool_call>')
+    for finish, expected in (("stop", "tool_calls"), ("length", "length")):
+        policy.said = Generation(ids, [0.0] * len(ids), finish, 0)  # type: ignore[arg-type]
+        action, _, logprobs, _ = run(policy.get_action(QUESTION, TOOLS))
+        assert logprobs is not None
+        assert logprobs["finish_reason"] == expected
+        assert action["tool_calls"][0].name == "calculator"

@@ -1,0 +1,174 @@
+"""From what a reward says to what each step earned: the Nth time the assistant acted, from 0."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolwise.errors import RewardError
+from toolwise.messages import Message
+from toolwise.rewards import RLDataAligner
+from toolwise.rewards.align import align_rollouts, align_steps
+from toolwise.types import EvaluateResult, Rollout, StepData, StepOutput, StopReason, Task, Usage
+
+
+def steps(count: int, *, base_reward: float | None = None, first: int = 0) -> list[StepData]:
+    return [
+        StepData(
+            system_step_index=place,
+            observation_data=None,
+            action_taken={"type": "text"},
+            resulting_messages_history=[],
+            step_info={"assistant_turn_index": first + place},
+            base_reward=base_reward,
+        )
+        for place in range(count)
+    ]
+
+
+def outputs(**rewards: float) -> list[StepOutput]:
+    """outputs(s0=1.0, s2=0.5)"""
+    return [StepOutput(step_index=int(name[1:]), base_reward=reward) for name, reward in rewards.items()]
+
+
+def result(*given: StepOutput, score: float | None = 1.0) -> EvaluateResult:
+    return EvaluateResult(score=score, step_outputs=list(given))
+
+
+def rollout(name: str, count: int) -> Rollout:
+    task = Task(task_id="t", prompt=[Message(role="user", content="?")])
+    return Rollout(name, "g", 0, 0, task, None, tuple(steps(count)), task.prompt, StopReason.ANSWERED, Usage())
+
+
+def test_each_step_gets_its_reward() -> None:
+    aligned, warnings = align_steps(steps(3), outputs(s2=0.3, s0=0.1, s1=0.2))
+    assert [s.base_reward for s in aligned] == [0.1, 0.2, 0.3]
+    assert warnings == []
+
+
+def test_the_index_is_that_of_the_assistant_s_turns_not_of_the_steps() -> None:
+    aligned, warnings = align_steps(steps(2, first=4), outputs(s4=0.4, s5=0.5))
+    assert [s.base_reward for s in aligned] == [0.4, 0.5]
+    assert warnings == []
+
+
+def test_a_step_without_a_turn_index_goes_by_its_own() -> None:
+    plain = [s.model_copy(update={"step_info": {}}) for s in steps(2)]
+    aligned, _ = align_steps(plain, outputs(s1=0.5))
+    assert [s.base_reward for s in aligned] == [None, 0.5]
+
+
+def test_text_and_number_are_the_same_index() -> None:
+    aligned, warnings = align_steps(
+        steps(2), [StepOutput(step_index="1", base_reward=0.5), StepOutput(step_index=0, base_reward=0.25)]
+    )
+    assert [s.base_reward for s in aligned] == [0.25, 0.5]
+    assert warnings == []
+
+
+def test_duplicates_are_named_and_the_first_counts() -> None:
+    given_ = [StepOutput(step_index=index, base_reward=reward) for index, reward in [(0, 0.1), ("0", 0.9), (1, 0.2)]]
+    aligned, warnings = align_steps(steps(2), given_)
+    assert [s.base_reward for s in aligned] == [0.1, 0.2]
+    assert len(warnings) == 1
+    assert "duplicate step_index 0" in warnings[0]
+    assert "2 times" in warnings[0]
+
+
+def test_unmatched_are_named() -> None:
+    given_ = [*outputs(s0=0.1, s7=0.7), StepOutput(step_index="last", base_reward=0.9)]
+    aligned, warnings = align_steps(steps(1), given_)
+    assert [s.base_reward for s in aligned] == [0.1]
+    assert [w.split(":")[0] for w in warnings] == ["unmatched step_index 7", "unmatched step_index last"]
+
+
+def test_missing_are_named_and_keep_what_the_world_gave() -> None:
+    aligned, warnings = align_steps(steps(3, base_reward=0.5), outputs(s1=0.0))
+    assert [s.base_reward for s in aligned] == [0.5, 0.0, 0.5]
+    assert [w.split(":")[0] for w in warnings] == ["missing step_index 0", "missing step_index 2"]
+
+
+def test_a_reward_that_says_nothing_of_steps_is_no_cause_for_warning() -> None:
+    aligned, warnings = align_steps(steps(2, base_reward=0.5), [])
+    assert [s.base_reward for s in aligned] == [0.5, 0.5]
+    assert warnings == []
+
+
+def test_many_rollouts_are_aligned_by_id_and_scores_stay_in_order() -> None:
+    raw = {"a": steps(1), "b": steps(2), "c": steps(0)}
+    results = [result(*outputs(s0=0.1, s1=0.2), score=2.0), result(*outputs(s0=0.9), score=1.0), result(score=None)]
+    aligned = RLDataAligner().align_data_for_rl_processing(results, raw, ["b", "a", "c"])
+    assert {name: [s.base_reward for s in found] for name, found in aligned.steps.items()} == {
+        "b": [0.1, 0.2],
+        "a": [0.9],
+        "c": [],
+    }
+    assert aligned.final_scores == [2.0, 1.0, None]
+    assert aligned.warnings == []
+
+
+def test_one_result_alone_may_be_given_without_a_list() -> None:
+    aligned = RLDataAligner().align_data_for_rl_processing(result(*outputs(s0=0.4)), {"a": steps(1)}, ["a"])
+    assert aligned.steps["a"][0].base_reward == 0.4
+
+
+def test_warnings_name_the_rollout() -> None:
+    aligned = RLDataAligner().align_data_for_rl_processing([result(*outputs(s0=1, s3=1))], {"a": steps(1)}, ["a"])
+    assert aligned.warnings == ["a: unmatched step_index 3: the rollout has 1 steps"]
+
+
+@pytest.mark.parametrize("given_", [outputs(s0=1, s1=1, s3=1), outputs(s0=1), [*outputs(s0=1, s1=1), *outputs(s1=1)]])
+def test_strict_raises_where_it_would_warn(given_: list[StepOutput]) -> None:
+    with pytest.raises(RewardError, match="step_index"):
+        RLDataAligner(strict=True).align_data_for_rl_processing([result(*given_)], {"a": steps(2)}, ["a"])
+
+
+def test_strict_is_content_with_what_fits() -> None:
+    aligned = RLDataAligner(strict=True).align_data_for_rl_processing(
+        [result(*outputs(s0=1, s1=1))], {"a": steps(2)}, ["a"]
+    )
+    assert [s.base_reward for s in aligned.steps["a"]] == [1, 1]
+
+
+def test_results_and_rollouts_must_be_as_many() -> None:
+    with pytest.raises(RewardError, match="1 results for 2 rollouts"):
+        RLDataAligner().align_data_for_rl_processing([result()], {"a": [], "b": []}, ["a", "b"])
+
+
+def test_a_rollout_without_steps_on_record_is_named() -> None:
+    with pytest.raises(RewardError, match="no steps for rollout 'b'"):
+        RLDataAligner().align_data_for_rl_processing([result()], {"a": []}, ["b"])
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.floats(-1, 1)), max_size=8), st.integers(0, 5))
+def test_inputs_are_untouched_and_nothing_is_lost_silently(rewards: list[tuple[int, float]], count: int) -> None:
+    raw = steps(count, base_reward=9.0)
+    given_ = [StepOutput(step_index=index, base_reward=reward) for index, reward in rewards]
+    before: Any = [s.model_dump() for s in raw], [o.model_dump() for o in given_]
+    aligned, warnings = align_steps(raw, given_)
+    assert ([s.model_dump() for s in raw], [o.model_dump() for o in given_]) == before
+    said = {index for index, _ in rewards}
+    duplicates = sum(1 for index in said if sum(i == index for i, _ in rewards) > 1)
+    missing = sum(1 for index in range(count) if index not in said) if rewards else 0
+    unmatched = sum(1 for index in said if index >= count)
+    assert len(warnings) == duplicates + missing + unmatched
+    first = dict(reversed(rewards))
+    assert [s.base_reward for s in aligned] == [first.get(index, 9.0) for index in range(count)]
+
+
+def test_the_loop_hands_on_scored_rollouts_and_says_what_did_not_fit(caplog: pytest.LogCaptureFixture) -> None:
+    rollouts = [rollout("a", 2), rollout("b", 1)]
+    results = [result(*outputs(s0=0.1, s1=0.2)), result(*outputs(s0=0.3, s5=1, s6=1))]
+    with caplog.at_level(logging.WARNING, "toolwise.rewards"):
+        scored = align_rollouts(rollouts, results)
+    assert [s.rollout for s in scored] == rollouts
+    assert [s.result for s in scored] == results
+    assert [[step.base_reward for step in s.steps] for s in scored] == [[0.1, 0.2], [0.3]]
+    assert all(step.base_reward is None for r in rollouts for step in r.steps)
+    [said] = caplog.messages
+    assert "b: unmatched step_index 5" in said
+    assert "and 1 more" in said

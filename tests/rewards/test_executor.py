@@ -1,0 +1,167 @@
+"""Rewards in this process: every rollout gets a result, in order, whatever the function does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from toolwise.messages import Message, ToolCall
+from toolwise.rewards import Reward, reward_function
+from toolwise.rewards.executor import InProcessExecutor
+from toolwise.types import EvaluateResult, Rollout, StopReason, Task, Usage
+
+
+def rollout(said: str, truth: Any = "yes", **columns: Any) -> Rollout:
+    task = Task(task_id="t", prompt=[Message(role="user", content="?")], ground_truth=truth, reward_kwargs=columns)
+    messages = (*task.prompt, Message(role="assistant", content=said, tool_calls=[ToolCall(name="f")]))
+    return Rollout(said, "g", 0, 0, task, None, (), messages, StopReason.ANSWERED, Usage())
+
+
+def evaluate(
+    function: Callable[..., Any], rollouts: Sequence[Rollout], kwargs: dict[str, Any] | None = None, step: int = 0
+) -> list[EvaluateResult]:
+    return asyncio.run(InProcessExecutor().evaluate(Reward.of(function, kwargs), rollouts, step=step))
+
+
+def kinds(results: Sequence[EvaluateResult]) -> list[str | None]:
+    return [r.error.kind if r.error else None for r in results]
+
+
+def right(messages: list[Message], ground_truth: Any) -> float:
+    return float(messages[-1].content == ground_truth)
+
+
+def test_pointwise() -> None:
+    results = evaluate(right, [rollout("yes"), rollout("no"), rollout("no", truth="no")])
+    assert [r.score for r in results] == [1.0, 0.0, 1.0]
+
+
+def test_batch() -> None:
+    @reward_function
+    def longest(rollouts_messages: list[list[Message]], ground_truths: list[Any]) -> list[float]:
+        lengths = [len(m[-1].content or "") for m in rollouts_messages]
+        return [float(length == max(lengths)) for length in lengths]
+
+    assert [r.score for r in evaluate(longest, [rollout("a"), rollout("abc"), rollout("ab")])] == [0.0, 1.0, 0.0]
+
+
+def test_coroutines_are_awaited_in_both_modes() -> None:
+    async def one(messages: list[Message], ground_truth: Any) -> dict[str, Any]:
+        await asyncio.sleep(0)
+        return {"score": 0.5}
+
+    async def many(rollouts_messages: list[list[Message]], ground_truths: list[Any]) -> list[EvaluateResult]:
+        await asyncio.sleep(0)
+        return [EvaluateResult(score=float(i)) for i in range(len(rollouts_messages))]
+
+    assert [r.score for r in evaluate(one, [rollout("a")])] == [0.5]
+    assert [r.score for r in evaluate(many, [rollout("a"), rollout("b")])] == [0.0, 1.0]
+
+
+def test_an_exception_is_a_typed_result_and_the_others_are_still_scored() -> None:
+    def fragile(messages: list[Message], ground_truth: Any) -> float:
+        if messages[-1].content == "boom":
+            raise KeyError("no such thing")
+        return 1.0
+
+    results = evaluate(fragile, [rollout("a"), rollout("boom"), rollout("b")])
+    assert kinds(results) == [None, "exception", None]
+    fault = results[1].error
+    assert fault is not None
+    assert fault.message == "KeyError: 'no such thing'"
+    assert "fragile" in fault.traceback
+    assert not results[1].counts
+
+
+def test_an_exception_in_a_batch_is_a_typed_result_for_all() -> None:
+    def broken(rollouts_messages: Any, ground_truths: Any) -> list[float]:
+        raise RuntimeError("down")
+
+    assert kinds(evaluate(broken, [rollout("a"), rollout("b")])) == ["exception", "exception"]
+
+
+def test_an_exception_in_a_coroutine_is_typed_too() -> None:
+    async def broken(messages: Any, ground_truth: Any) -> float:
+        await asyncio.sleep(0)
+        raise RuntimeError("down")
+
+    assert kinds(evaluate(broken, [rollout("a")])) == ["exception"]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [(None, "bad_type"), (True, "bad_type"), ("1", "bad_type"), (float("nan"), "non_finite"), ({}, "bad_type")],
+)
+def test_nonsense_is_typed(value: Any, kind: str) -> None:
+    def nonsense(messages: Any, ground_truth: Any) -> Any:
+        return value
+
+    assert kinds(evaluate(nonsense, [rollout("a")])) == [kind]
+
+
+def test_a_batch_of_the_wrong_length_is_typed() -> None:
+    def short(rollouts_messages: Any, ground_truths: Any) -> list[float]:
+        return [1.0]
+
+    assert kinds(evaluate(short, [rollout("a"), rollout("b")])) == ["wrong_length", "wrong_length"]
+
+
+def test_a_missing_required_argument_is_the_function_s_exception() -> None:
+    def needy(messages: Any, ground_truth: Any, criteria: str) -> float:
+        return 1.0
+
+    results = evaluate(needy, [rollout("a", criteria="strict"), rollout("b")])
+    assert kinds(results) == [None, "exception"]
+    assert "criteria" in (results[1].reason or "")
+
+
+def test_arguments_come_from_the_configuration_the_task_and_the_step() -> None:
+    seen: list[dict[str, Any]] = []
+
+    def watch(messages: Any, ground_truth: Any, **kwargs: Any) -> float:
+        seen.append(kwargs)
+        return 1.0
+
+    evaluate(watch, [rollout("a", criteria="x"), rollout("b")], {"price": 0.1}, step=7)
+    assert seen == [{"step": 7, "criteria": "x", "price": 0.1}, {"step": 7, "price": 0.1}]
+
+
+def test_a_function_without_room_for_them_gets_none_of_them() -> None:
+    assert evaluate(right, [rollout("yes", criteria="x")], step=3)[0].score == 1.0
+
+
+def test_a_batch_gets_its_task_columns_as_lists_in_order() -> None:
+    seen: dict[str, Any] = {}
+
+    def watch(rollouts_messages: Any, ground_truths: list[Any], **kwargs: Any) -> list[float]:
+        seen.update(kwargs, truths=ground_truths)
+        return [0.0] * len(ground_truths)
+
+    evaluate(watch, [rollout("a", 1, level="low"), rollout("b", 2)], {"judge": "j"}, step=2)
+    assert seen == {"step": 2, "level": ["low", None], "judge": "j", "truths": [1, 2]}
+
+
+def test_whatever_a_function_does_to_its_arguments_the_rollouts_stay_as_they_were() -> None:
+    """The rollouts of a group share one ground truth: a function that eats it would starve the next rollout."""
+
+    def greedy(messages: list[Message], ground_truth: dict[str, int], notes: list[str]) -> float:
+        messages[-1].content = "changed"
+        (messages[-1].tool_calls or []).clear()
+        messages.clear()
+        notes.append("seen")
+        return float(ground_truth.pop("answer"))
+
+    first = rollout("a", {"answer": 3}, notes=[])
+    second = Rollout(*[getattr(first, name) for name in Rollout.__slots__])
+    assert [r.score for r in evaluate(greedy, [first, second])] == [3.0, 3.0]
+    assert first.messages[-1].content == "a"
+    assert first.messages[-1].tool_calls
+    assert first.task.ground_truth == {"answer": 3}
+    assert first.task.reward_kwargs == {"notes": []}
+
+
+def test_no_rollouts_no_results() -> None:
+    assert evaluate(right, []) == []

@@ -1,0 +1,270 @@
+"""`@reward_function`: how functions are found and checked, and how what they return is read."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from toolwise.errors import ConfigError, RewardError
+from toolwise.rewards import Reward, reward_function
+from toolwise.rewards.function import read_result, read_results
+from toolwise.types import EvaluateResult, EvaluationFault, MetricResult, StepOutput
+
+
+def plain(messages: Any, ground_truth: Any) -> float:
+    return 1.0
+
+
+def open_ended(messages: Any, ground_truth: Any, **kwargs: Any) -> float:
+    return 1.0
+
+
+def priced(messages: Any, ground_truth: Any, price: float = 0.1, *, floor: float = 0.0) -> float:
+    return 1.0
+
+
+# Finding and checking.
+
+
+def test_the_decorator_gives_the_function_back_and_reads_its_mode() -> None:
+    assert reward_function(plain) is plain
+
+    @reward_function
+    def many(rollouts_messages: Any, ground_truths: Any) -> list[float]:
+        return []
+
+    assert Reward.of(plain).mode == "pointwise"
+    assert Reward.of(many).mode == "batch"
+
+
+def test_the_mode_may_be_given() -> None:
+    @reward_function(mode="batch")
+    def judged(conversations: Any, truths: Any) -> list[float]:
+        return []
+
+    assert Reward.of(judged).mode == "batch"
+
+
+def test_an_unmarked_function_serves_as_well() -> None:
+    reward = Reward.of(plain)
+    assert (reward.name, reward.mode, dict(reward.kwargs)) == ("plain", "pointwise", {})
+    assert reward.function is plain
+
+
+def test_methods_and_callable_objects_serve() -> None:
+    class Judge:
+        def __call__(self, messages: Any, ground_truth: Any) -> float:
+            return 0.5
+
+        def judge(self, rollouts_messages: Any, ground_truths: Any) -> list[float]:
+            return []
+
+    assert Reward.of(Judge()).name == "Judge"
+    assert Reward.of(Judge().judge).mode == "batch"
+
+
+def test_a_reference_is_loaded_and_keeps_its_name(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def score(messages, ground_truth):\n    return 2.0\n", encoding="utf-8")
+    reward = Reward.of(f"{file}:score")
+    assert reward.name == f"{file}:score"
+    assert reward.function([], None) == 2.0
+    assert Reward.of("toolwise.demo.reward:small_world_reward").mode == "pointwise"
+
+
+def test_what_is_no_function_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "constant.py"
+    file.write_text("score = 3\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="is a int, not a function"):
+        Reward.of(f"{file}:score")
+
+
+def test_functions_that_cannot_be_called_with_two_values_are_refused() -> None:
+    def one(messages: Any) -> float:
+        return 0.0
+
+    def none() -> float:
+        return 0.0
+
+    def by_name(messages: Any, *, ground_truth: Any) -> float:
+        return 0.0
+
+    def one_and_more(messages: Any, **kwargs: Any) -> float:
+        return 0.0
+
+    for function in (one, none, by_name, one_and_more):
+        with pytest.raises(RewardError, match=r"must take \(messages, ground_truth\)") as caught:
+            Reward.of(function)
+        assert function.__name__ in str(caught.value)
+
+
+def test_a_function_that_does_not_say_what_it_takes_is_refused() -> None:
+    with pytest.raises(RewardError, match="cannot tell what it takes"):
+        Reward.of(max)
+
+
+def test_arguments_from_the_configuration_are_checked_against_the_signature_at_once() -> None:
+    assert Reward.of(priced, {"price": 0.2, "floor": 1.0}).kwargs == {"price": 0.2, "floor": 1.0}
+    assert Reward.of(open_ended, {"anything": 1}).kwargs == {"anything": 1}
+    with pytest.raises(RewardError, match="takes no argument 'prise'"):
+        Reward.of(priced, {"prise": 0.2})
+    with pytest.raises(RewardError, match="takes no argument 'price'"):
+        Reward.of(plain, {"price": 0.2})
+
+
+@pytest.mark.parametrize("name", ["messages", "ground_truth"])
+def test_the_two_values_of_a_reward_cannot_be_given_as_arguments(name: str) -> None:
+    for function in (plain, open_ended):
+        with pytest.raises(RewardError, match=f"takes no argument '{name}'"):
+            Reward.of(function, {name: 1})
+
+
+def test_a_finished_reward_takes_further_arguments_and_is_itself_left_alone() -> None:
+    reward = Reward.of(priced, {"price": 0.2})
+    assert Reward.of(reward) == reward
+    more = Reward.of(reward, {"floor": 0.5})
+    assert more.kwargs == {"price": 0.2, "floor": 0.5}
+    assert reward.kwargs == {"price": 0.2}
+    with pytest.raises(RewardError, match="takes no argument 'flor'"):
+        Reward.of(reward, {"flor": 0.5})
+
+
+def test_arguments_are_copied_from_the_caller() -> None:
+    kwargs = {"price": 0.2}
+    reward = Reward.of(priced, kwargs)
+    kwargs["price"] = 9.0
+    assert reward.kwargs == {"price": 0.2}
+
+
+def test_of_all_that_is_at_hand_a_function_gets_what_it_has_a_parameter_for() -> None:
+    given = {"price": 1, "step": 3, "criteria": "x"}
+    assert Reward.of(plain).accepts(given) == {}
+    assert Reward.of(priced).accepts(given) == {"price": 1}
+    assert Reward.of(open_ended).accepts(given) == given
+    assert Reward.of(open_ended).accepts({"ground_truth": 1, "step": 2}) == {"step": 2}
+
+
+# Reading what came back.
+
+
+@pytest.mark.parametrize("value", [1, 0.25, -3.5, np.float64(0.5), np.float32(0.5), np.int64(2), Fraction(1, 4)])
+def test_numbers_are_scores(value: Any) -> None:
+    result = read_result(value)
+    assert result.score == float(value)
+    assert type(result.score) is float
+    assert result.counts
+
+
+def test_zero_is_a_score_and_not_a_fault() -> None:
+    assert read_result(0).counts
+    assert read_result(0.0).score == 0.0
+
+
+def test_a_dictionary_is_a_result() -> None:
+    result = read_result(
+        {
+            "score": 0.5,
+            "reason": "half right",
+            "metrics": {"correct": {"score": 1.0}},
+            "step_outputs": [{"step_index": 0, "base_reward": 0.1}],
+        }
+    )
+    assert result.counts
+    assert result.metrics == {"correct": MetricResult(score=1.0)}
+    assert result.step_outputs == [StepOutput(step_index=0, base_reward=0.1)]
+
+
+def test_a_result_is_passed_on_as_it_is() -> None:
+    given = EvaluateResult(score=0.5, reason="so")
+    assert read_result(given) is given
+
+
+def test_an_author_may_say_that_there_is_no_score() -> None:
+    abstained = EvaluateResult(is_score_valid=False, reason="the judge was asleep")
+    assert read_result(abstained) is abstained
+    assert not abstained.counts
+    failed = EvaluateResult(error=EvaluationFault(kind="judge", message="asleep"))
+    assert read_result(failed) is failed
+
+
+@pytest.mark.parametrize("value", [None, True, False, "0.5", b"1", [1.0], (1.0,), object(), np.bool_(True), 1 + 2j])
+def test_what_is_no_number_is_a_fault_of_type(value: Any) -> None:
+    result = read_result(value)
+    assert result.error is not None
+    assert result.error.kind == "bad_type"
+    assert "must return a number" in result.error.message
+    assert result.score is None
+    assert not result.is_score_valid
+    assert not result.counts
+
+
+@pytest.mark.parametrize("value", [{}, {"scores": 1.0}, {"score": None}, EvaluateResult()])
+def test_a_result_without_a_score_is_a_fault_and_not_silently_left_out(value: Any) -> None:
+    result = read_result(value)
+    assert result.error is not None
+    assert result.error.kind == "bad_type"
+    assert "no score" in result.error.message
+
+
+@pytest.mark.parametrize("value", [{"score": "high"}, {"score": 1.0, "metrics": [1]}, {"score": [1.0]}])
+def test_a_dictionary_that_is_no_result_is_a_fault_that_names_the_field(value: dict[str, Any]) -> None:
+    result = read_result(value)
+    assert result.error is not None
+    assert result.error.kind == "bad_type"
+    assert result.error.message.startswith(("score:", "metrics:"))
+    assert "\n" not in result.error.message
+
+
+def spoilt(score: float) -> EvaluateResult:
+    result = EvaluateResult(score=1.0)
+    result.score = score
+    return result
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        math.nan,
+        math.inf,
+        -math.inf,
+        np.float32("nan"),
+        10**400,
+        {"score": math.nan},
+        {"score": -math.inf},
+        {"score": 10**400},
+        spoilt(math.nan),
+        spoilt(math.inf),
+        {"score": 1.0, "step_outputs": [{"step_index": 0, "base_reward": math.nan}]},
+    ],
+)
+def test_what_is_not_finite_is_a_fault_of_its_own(value: Any) -> None:
+    result = read_result(value)
+    assert result.error is not None
+    assert result.error.kind == "non_finite"
+    assert result.score is None
+    assert not result.counts
+
+
+def test_a_batch_gives_one_result_each_in_order() -> None:
+    results = read_results([1.0, None, {"score": 0.5}, EvaluateResult(score=2.0)], 4)
+    assert [r.score for r in results] == [1.0, None, 0.5, 2.0]
+    assert [r.error.kind if r.error else None for r in results] == [None, "bad_type", None, None]
+    assert [r.score for r in read_results((3, 4), 2)] == [3.0, 4.0]
+
+
+@pytest.mark.parametrize("values", [[], [1.0], [1.0, 2.0, 3.0]])
+def test_a_batch_of_the_wrong_length_is_a_fault_for_all(values: list[float]) -> None:
+    results = read_results(values, 2)
+    assert [r.error.kind for r in results if r.error] == ["wrong_length", "wrong_length"]
+    assert f"{len(values)} results for 2 rollouts" in (results[0].reason or "")
+
+
+@pytest.mark.parametrize("values", [None, 1.0, "ab", b"ab", {"score": 1.0}, iter([1.0, 2.0])])
+def test_a_batch_that_is_no_list_is_a_fault_for_all(values: Any) -> None:
+    results = read_results(values, 2)
+    assert [r.error.kind for r in results if r.error] == ["bad_type", "bad_type"]

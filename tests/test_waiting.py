@@ -1,0 +1,165 @@
+"""Waiting that ends: deadlines end the work, faults wait for the others, blocking work has a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import pytest
+
+from toolwise.waiting import all_of, end_within, in_thread
+
+T = TypeVar("T")
+LATE = TimeoutError("late")
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    async def limited() -> T:
+        return await asyncio.wait_for(work, 20)
+
+    return asyncio.run(limited())
+
+
+async def give(value: T, after_s: float = 0.0) -> T:
+    await asyncio.sleep(after_s)
+    return value
+
+
+async def fail(fault: BaseException, after_s: float = 0.0) -> None:
+    await asyncio.sleep(after_s)
+    raise fault
+
+
+def test_work_in_time_gives_its_result() -> None:
+    assert run(end_within(5, give(3), LATE)) == 3
+
+
+def test_work_out_of_time_is_ended_and_raises_what_the_caller_chose() -> None:
+    ended = []
+
+    async def long() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+
+    with pytest.raises(TimeoutError) as caught:
+        run(end_within(0.02, long(), LATE))
+    assert caught.value is LATE
+    assert ended == [True]
+
+
+@pytest.mark.parametrize("limit_s", [0, -1])
+def test_no_time_at_all_does_not_even_begin(limit_s: float) -> None:
+    begun = []
+
+    async def work() -> None:
+        begun.append(True)
+
+    with pytest.raises(TimeoutError, match="late"):
+        run(end_within(limit_s, work(), LATE))
+    assert begun == []
+
+
+def test_the_works_own_timeout_is_told_apart() -> None:
+    own = TimeoutError("mine")
+    with pytest.raises(TimeoutError) as caught:
+        run(end_within(5, fail(own), LATE))
+    assert caught.value is own
+
+
+def test_work_that_cancels_itself_does_not_cancel_whoever_waits() -> None:
+    with pytest.raises(RuntimeError, match="cancelled itself"):
+        run(end_within(5, fail(asyncio.CancelledError()), LATE))
+
+
+def test_cancelling_the_wait_ends_the_work_first() -> None:
+    ended = []
+
+    async def long() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.02)
+            ended.append(True)
+
+    async def cancel() -> None:
+        waiting = asyncio.create_task(end_within(60, long(), LATE))
+        await asyncio.sleep(0.02)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert ended == [True]
+
+    run(cancel())
+
+
+def test_all_results_come_in_order() -> None:
+    assert run(all_of(give(i, 0.02 - i / 100) for i in range(3))) == [0, 1, 2]
+
+
+def test_a_fault_waits_until_the_others_have_ended() -> None:
+    ended = []
+
+    async def long() -> None:
+        await asyncio.sleep(0.05)
+        ended.append(True)
+
+    with pytest.raises(ValueError, match="first"):
+        run(all_of([fail(ValueError("first")), long(), fail(ValueError("second"))]))
+    assert ended == [True]
+
+
+def test_cancelling_all_waits_until_all_have_ended() -> None:
+    ended = []
+
+    async def long(after_s: float) -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(after_s)
+            ended.append(after_s)
+
+    async def cancel() -> None:
+        waiting = asyncio.create_task(all_of(long(s) for s in (0.0, 0.02, 0.05)))
+        await asyncio.sleep(0.02)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert ended == [0.0, 0.02, 0.05]
+
+    run(cancel())
+
+
+def test_blocking_work_gives_its_result_or_its_fault() -> None:
+    assert run(in_thread(lambda: threading.current_thread().daemon)) is True
+    with pytest.raises(ZeroDivisionError):
+        run(in_thread(lambda: 1 // 0))
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        run(in_thread(lambda: next(iter(()))))
+
+
+def test_blocking_work_sees_the_callers_context() -> None:
+    who: ContextVar[str] = ContextVar("who")
+
+    async def ask() -> str:
+        who.set("me")
+        return await in_thread(who.get)
+
+    assert run(ask()) == "me"
+
+
+def test_blocking_work_that_ends_after_its_loop_troubles_no_one() -> None:
+    free, ended = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        free.wait(20)
+        ended.set()
+
+    with pytest.raises(TimeoutError, match="late"):
+        run(end_within(0.02, in_thread(hang), LATE))
+    free.set()
+    assert ended.wait(5)

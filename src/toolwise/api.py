@@ -41,10 +41,11 @@ def train(
     `tasks` and `val` are files, `Task`s, or rows such as {"prompt": "…", "ground_truth": "…"}; `tools` are plain typed
     functions, tools, or names; `overrides` are strings such as "actor.lr=1e-5".
     """
-    from toolwise.run import assemble
+    from toolwise.run import assemble, check_learnable
     from toolwise.training import Training
 
     found = read_config(config, overrides, model)
+    check_learnable(found)
     run = assemble(
         found,
         tasks=read_tasks(tasks, "tasks"),

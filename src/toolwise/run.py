@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from toolwise.advantages import Grpo
+from toolwise.advantages import ESTIMATORS
 from toolwise.checkpoint import Registry
 from toolwise.config import RunConfig
 from toolwise.data import Batches, load_tasks
@@ -112,6 +112,8 @@ def _with_model(
     from toolwise.policies.local import LocalPolicy
 
     model, chat = load_model(config.model.path, device=config.model.device, dtype=config.model.dtype)
+    if model.device.type == "cpu" and config.model.dtype == "bfloat16":
+        raise ConfigError("model.dtype is bfloat16 on a CPU: many cannot multiply it, some crash; use float32")
     rollout = config.rollout
     sampling = Sampling(
         temperature=rollout.temperature, max_new_tokens=rollout.max_new_tokens, do_sample=rollout.do_sample
@@ -136,7 +138,7 @@ def _with_model(
         executor=InProcessExecutor(),
         reward=reward,
         learner=Actor(model, actor_settings(config), pad_id=chat.pad_id),
-        estimator=Grpo(norm_by_std=config.algorithm.norm_adv_by_std),
+        estimator=ESTIMATORS[config.algorithm.adv_estimator](norm_by_std=config.algorithm.norm_adv_by_std),
         chat=chat,
     )
 
@@ -169,6 +171,17 @@ def settle_threads(config: RunConfig) -> None:
     if config.deterministic:
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(True)
+
+
+def check_learnable(config: RunConfig) -> None:
+    """Settings under which nothing could ever be learned."""
+    if config.rollout.n < 2:
+        raise ConfigError(
+            f"rollout.n is {config.rollout.n}: {config.algorithm.adv_estimator} compares the rollouts of one task with "
+            "each other; use 2 or more"
+        )
+    if not config.rollout.do_sample:
+        raise ConfigError("rollout.do_sample is false: rollouts of one task would all be the same; set it to true")
 
 
 def _reward_reference(config: RunConfig) -> str:

@@ -116,12 +116,12 @@ def test_calls_are_answered_in_their_order() -> None:
 
 def test_calls_of_one_turn_run_at_the_same_time() -> None:
     async def slow() -> None:
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.3)
 
     calls = [ToolCall(name="witness", arguments={"x": i}) for i in range(10)]
     began = time.monotonic()
     run(live(ToolEnv(a_task(), {"witness": Witness(execute=slow)}), *calls))
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < 2
 
 
 def test_the_rewards_of_a_turn_are_summed() -> None:
@@ -204,7 +204,7 @@ def test_a_tool_that_is_too_slow_is_ended_and_told() -> None:
     assert text == "error: witness took longer than 0.05 s"
     assert info["failed_calls"] == {"timeout": 1}
     assert ended == [True]
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 10
 
 
 def test_a_tool_that_does_not_heed_its_cancellation_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +227,7 @@ def test_a_tool_that_does_not_heed_its_cancellation_is_left_behind(monkeypatch: 
 
     began = time.monotonic()
     assert run(episode()) == "error: witness took longer than 0.05 s"
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
 
 
 def test_a_synchronous_function_too_is_not_waited_for() -> None:
@@ -250,8 +250,8 @@ def test_many_blocking_calls_do_not_wait_for_each_other() -> None:
         time.sleep(seconds)
         return "rested"
 
-    env = ToolEnv(a_task(), {"nap": nap}, tool_timeout_s=0.6)
-    calls = [ToolCall(name="nap", arguments={"seconds": 0.1})] * 100
+    env = ToolEnv(a_task(), {"nap": nap}, tool_timeout_s=3)
+    calls = [ToolCall(name="nap", arguments={"seconds": 0.3})] * 100
     messages, _, _, info = run(live(env, *calls))
     assert info["failed_calls"] == {}
     assert {m.content for m in messages} == {"rested"}
@@ -275,7 +275,7 @@ def test_blocking_calls_that_hang_keep_no_one_else_out() -> None:
 
     began = time.monotonic()
     assert run(episode()) == ["at last"]
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 10
     free.set()
 
 

@@ -420,7 +420,7 @@ def test_the_deadline_ends_an_episode_in_its_world(where: str) -> None:
     world = World(**{where: long}, final_rewards={"quest": 1.0})
     began = time.monotonic()
     worker = scripted(["look"] * 3, env=world, deadline_s=0.1)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
     assert worker.stop_reason is StopReason.DEADLINE
     assert worker.fault == "the episode took longer than 0.1 s"
     assert ended == [True]
@@ -459,7 +459,7 @@ def test_a_world_that_never_ends_is_not_waited_for(where: str) -> None:
     world = World(**{where: never})
     began = time.monotonic()
     scripted(["look"], steps=1, env=world, deadline_s=0.2)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 10
     world.assert_over()
 
 
@@ -593,12 +593,12 @@ def test_the_tasks_own_prompt_is_never_changed() -> None:
 def test_seconds_are_those_of_the_episode() -> None:
     async def late() -> RLRolloutWorker:
         worker = RLRolloutWorker(a_task(), ScriptedPolicy(["42"]), tools={})
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.5)
         await worker.run_episode()
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.5)
         return worker
 
-    assert run(late()).usage.seconds < 0.15
+    assert run(late()).usage.seconds < 0.4
 
 
 def test_tools_not_asked_for_by_the_task_are_not_there() -> None:

@@ -33,7 +33,7 @@ def test_groups_are_fresh_for_every_prompt_step_and_label() -> None:
     assert len(set(ids)) == len(ids) == 24
 
 
-def test_seeds_depend_on_the_run_the_step_and_the_place_alone() -> None:
+def test_seeds_do_not_depend_on_the_tasks_or_how_many() -> None:
     seeds = [
         decision.seed
         for run, step in product(range(5), range(50))
@@ -42,6 +42,13 @@ def test_seeds_depend_on_the_run_the_step_and_the_place_alone() -> None:
     assert len(set(seeds)) == len(seeds)
     again = DirectRouter(4).decide(TASKS[::-1], 7, 49)
     assert [decision.seed for decision in again] == seeds[-5:]
+
+
+def test_a_task_that_comes_up_again_in_a_step_draws_anew() -> None:
+    router = DirectRouter(2)
+    labels = ("step", "step-more", "step-more-more", "eval")
+    seeds = [d.seed for step in range(20) for label in labels for d in router.decide(TASKS, 2, step, label=label)]
+    assert len(set(seeds)) == len(seeds)
 
 
 def test_it_learns_nothing_and_keeps_nothing() -> None:

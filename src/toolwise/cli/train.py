@@ -36,9 +36,10 @@ def train(
         raise ConfigError("--resume needs --out DIR: the folder of the run to go on with")
     found = load_config(config, overrides or [])
     if dry_run:
-        from toolwise.run import assemble
+        from toolwise.run import assemble, check_learnable
         from toolwise.settings import to_toml
 
+        check_learnable(found)
         run = assemble(found)
         typer.echo(to_toml(found))
         typer.echo(

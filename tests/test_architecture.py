@@ -1,4 +1,4 @@
-"""The house stays one that people can live in: short files and functions, layers, and a guarded list of public names."""
+"""The house stays one to live in: short files and functions, layers, and a guarded list of public names."""
 
 from __future__ import annotations
 

@@ -42,10 +42,12 @@ def train(
     functions, tools, or names; `overrides` are strings such as "actor.lr=1e-5".
     """
     from toolwise.run import assemble, check_learnable
-    from toolwise.training import Training
+    from toolwise.training import Training, check_folder
 
     found = read_config(config, overrides, model)
+    folder = Path(out) if out is not None else new_folder(found.name)
     check_learnable(found)
+    check_folder(folder, found, resume=resume)
     run = assemble(
         found,
         tasks=read_tasks(tasks, "tasks"),
@@ -53,8 +55,7 @@ def train(
         tools=tools,
         reward=reward,
     )
-    training = Training(run, Path(out) if out is not None else new_folder(found.name), resume=resume)
-    return run_async(training.go())
+    return run_async(Training(run, folder, resume=resume).go())
 
 
 def evaluate(

@@ -6,15 +6,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import os
 import re
 import shutil
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 from pydantic import BaseModel, ValidationError
@@ -22,9 +20,7 @@ from safetensors import SafetensorError
 
 from toolwise.errors import CheckpointError
 from toolwise.protocols import Stateful
-
-if TYPE_CHECKING:
-    import torch
+from toolwise.serialization import Tensors, decode, encode
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -32,9 +28,6 @@ logger = logging.getLogger(__name__)
 
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _FOLDER = re.compile(r"step-(\d+)(?:\.(tmp|old)-.*)?")
-_NATIVE = {"bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"}
-_NATIVE |= {"float16", "bfloat16", "float32", "float64"}
-"""Kinds of number that every safetensors reader knows; any other is kept as its bytes."""
 
 
 class Registry:
@@ -152,8 +145,8 @@ def _write_part(folder: Path, name: str, state: Any) -> None:
     from safetensors.torch import save_file
 
     _check_name(name)
-    tensors = _Tensors()
-    text = json.dumps(_encode(state, name, tensors), allow_nan=False)
+    tensors = Tensors()
+    text = json.dumps(encode(state, name, tensors), allow_nan=False)
     (folder / f"{name}.json").write_text(text, encoding="ascii")
     if tensors.by_name:
         save_file(tensors.by_name, folder / f"{name}.safetensors")
@@ -274,116 +267,7 @@ def _read_part(folder: Path, name: str) -> Any:
     try:
         text = file.read_text(encoding="ascii")
         packed = folder / f"{name}.safetensors"
-        return _decode(json.loads(text), load_file(packed) if packed.exists() else {})
+        return decode(json.loads(text), load_file(packed) if packed.exists() else {})
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise CheckpointError(f"{file} cannot be restored ({reason}): take an earlier checkpoint") from error
-
-
-class _Tensors:
-    """The tensors of one part on their way into its safetensors file."""
-
-    def __init__(self) -> None:
-        self.by_name: dict[str, torch.Tensor] = {}
-        self._storages: set[int] = set()
-
-    def add(self, value: Any, path: str) -> dict[str, Any] | None:
-        """What stands for `value` in the JSON; None where it is neither a tensor nor an array."""
-        import numpy as np
-        import torch
-
-        if isinstance(value, torch.Tensor):
-            if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-                raise TypeError(f"{path}: only dense tensors that hold data can be saved")
-            dense = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            dtype = str(value.dtype).removeprefix("torch.")
-            flat = dense if dtype in _NATIVE else dense.reshape(-1).view(torch.uint8)
-            return {"$tensor": self._keep(flat, path), "dtype": dtype, "shape": list(value.shape)}
-        if isinstance(value, np.ndarray | np.generic):
-            array = np.array(value, order="C")
-            dtype = array.dtype.str
-            if array.dtype.hasobject or array.dtype.kind == "V":
-                raise TypeError(f"{path}: an array of {array.dtype} cannot be saved")
-            if not (array.dtype.isnative and array.dtype.name in _NATIVE):
-                array = np.frombuffer(bytearray(array.tobytes()), np.uint8)
-            tag = "$array" if isinstance(value, np.ndarray) else "$scalar"
-            name = self._keep(torch.from_numpy(array), path)
-            return {tag: name, "dtype": dtype, "shape": list(value.shape)}
-        return None
-
-    def _keep(self, tensor: torch.Tensor, path: str) -> str:
-        name = path.encode("utf-8", "replace").decode()
-        while name in self.by_name:
-            name += "'"
-        storage = tensor.untyped_storage().data_ptr()
-        shared = storage in self._storages  # which safetensors refuses
-        self.by_name[name] = tensor.clone() if shared else tensor
-        self._storages.add(storage)
-        return name
-
-
-def _encode(value: Any, path: str, tensors: _Tensors) -> Any:
-    """`value` as JSON. What JSON cannot say is a table whose first key begins with `$`."""
-    if value is None or isinstance(value, bool):
-        return value
-    if reference := tensors.add(value, path):  # before the numbers: a numpy float is a float as well
-        return reference
-    if isinstance(value, int):  # in hex, where Python does not limit the number of digits
-        return value if abs(value) < 2**63 else {"$int": hex(value)}
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
-    if isinstance(value, str):
-        return value if _plain(value) else {"$text": [ord(letter) for letter in value]}
-    if isinstance(value, list | tuple):
-        items = [_encode(item, f"{path}.{i}", tensors) for i, item in enumerate(value)]
-        return items if isinstance(value, list) else {"$tuple": items}
-    if isinstance(value, dict):
-        for key in value:
-            if not isinstance(key, str | int) or isinstance(key, bool):
-                raise TypeError(f"{path}: a key must be a str or an int, got {key!r}")
-        items = [[key, _encode(item, f"{path}.{key}", tensors)] for key, item in value.items()]
-        if all(isinstance(key, str) and _plain(key) and not key.startswith("$") for key in value):
-            return dict(items)
-        return {"$dict": [[_encode(key, path, tensors), item] for key, item in items]}
-    raise TypeError(f"{path}: a {type(value).__name__} cannot be saved, only plain values and tensors")
-
-
-def _plain(text: str) -> bool:
-    """False where `text` has half of a surrogate pair: JSON would join two of them into one letter."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in text)
-
-
-def _decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    if isinstance(value, list):
-        return [_decode(item, tensors) for item in value]
-    if not isinstance(value, dict):
-        return value
-    tag = next(iter(value), "")
-    match tag:
-        case "$tensor" | "$array" | "$scalar":
-            return _unpack(tag, tensors[value[tag]], value["dtype"], tuple(value["shape"]))
-        case "$int":
-            return int(value[tag], 16)
-        case "$float":
-            return struct.unpack(">d", bytes.fromhex(value[tag]))[0]
-        case "$text":
-            return "".join(map(chr, value[tag]))
-        case "$tuple":
-            return tuple(_decode(value[tag], tensors))
-        case "$dict":
-            return {_decode(key, tensors): _decode(item, tensors) for key, item in value[tag]}
-    return {key: _decode(item, tensors) for key, item in value.items()}
-
-
-def _unpack(tag: str, stored: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> Any:
-    import numpy as np
-    import torch
-
-    owned = stored.clone()  # what was loaded is a view into the file, which is pruned sooner or later
-    if tag == "$tensor":
-        wanted = getattr(torch, dtype)
-        return owned if owned.dtype == wanted else owned.view(wanted).reshape(shape)
-    array = owned.numpy()
-    if array.dtype != np.dtype(dtype):
-        array = np.frombuffer(bytearray(array.tobytes()), dtype).reshape(shape)
-    return array if tag == "$array" else array[()]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -126,24 +127,39 @@ class RunConfig(Section):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """A run from a TOML or YAML file and `a.b=c` overrides. Paths in the file are relative to the file."""
-    settings = apply_overrides(read_settings(path), overrides)
-    config = build(RunConfig, settings, source=str(path))
-    return relative_to(config, Path(path).resolve().parent)
+    """A run from a TOML or YAML file and `a.b=c` overrides.
+
+    Paths in the file are relative to the file, those of the overrides to the working directory.
+    """
+    settings = place_paths(read_settings(path), Path(path).resolve().parent)
+    return build(RunConfig, apply_overrides(settings, overrides), source=str(path))
 
 
-def relative_to(config: RunConfig, folder: Path) -> RunConfig:
-    """Data paths and file references taken from where the configuration lies."""
+def place_paths(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """`settings` with data files, the model's folder and references to Python files taken from `folder`.
 
-    def place(path: Path | None) -> Path | None:
-        return None if path is None else folder / path.expanduser()
+    What is no path, or of a wrong type, is left for `build` to judge.
+    """
+    placed = copy.deepcopy(dict(settings))
+    data, model, reward, tools = (placed.get(name, {}) for name in ("data", "model", "reward", "tools"))
+    if isinstance(data, dict):
+        for which in ("train", "val"):
+            if isinstance(data.get(which), str | Path) and str(data[which]):
+                data[which] = str(folder / Path(data[which]).expanduser())
+    if isinstance(model, dict) and isinstance(model.get("path"), str) and model["path"]:
+        found = folder / Path(model["path"]).expanduser()
+        if found.is_dir():  # anything else may be a hub's name
+            model["path"] = str(found)
+    if isinstance(reward, dict) and "function" in reward:
+        reward["function"] = _place_reference(reward["function"], folder)
+    for number, tool in enumerate(tools) if isinstance(tools, list) else ():
+        if not isinstance(tool, dict):
+            tools[number] = _place_reference(tool, folder)
+        elif "name" in tool:
+            tool["name"] = _place_reference(tool["name"], folder)
+    return placed
 
-    data = config.data.model_copy(update={"train": place(config.data.train), "val": place(config.data.val)})
-    reward = config.reward
-    file, colon, name = reward.function.rpartition(":")
-    if colon and file.endswith(".py"):
-        reward = reward.model_copy(update={"function": f"{folder / Path(file).expanduser()}:{name}"})
-    model = config.model
-    if (folder / model.path).is_dir():
-        model = model.model_copy(update={"path": str(folder / model.path)})
-    return config.model_copy(update={"data": data, "reward": reward, "model": model})
+
+def _place_reference(reference: Any, folder: Path) -> Any:
+    file, colon, name = reference.rpartition(":") if isinstance(reference, str) else ("", "", "")
+    return f"{folder / Path(file).expanduser()}:{name}" if colon and file.endswith(".py") else reference

@@ -87,7 +87,6 @@ def assemble(
 
     Everything that can be wrong with the input is found here, before any work is done.
     """
-    settle_threads(config)
     found_tools = build_tools([*config.tools, *(tools or ())])
     found_reward = Reward.of(reward if reward is not None else _reward_reference(config), config.reward.kwargs)
     train = tasks if tasks is not None else _load(config, "train", config.data.limit)
@@ -107,6 +106,7 @@ def assemble(
 def _with_model(
     config: RunConfig, batches: Batches, held_out: Sequence[Task], tools: dict[str, BaseTool], reward: Reward
 ) -> Run:
+    settle_threads(config)  # not before now: a fault in the input is told without waiting for torch
     from toolwise.learner.actor import Actor
     from toolwise.models import load_model
     from toolwise.policies.local import LocalPolicy
@@ -166,6 +166,7 @@ def actor_settings(config: RunConfig) -> Any:
 def settle_threads(config: RunConfig) -> None:
     """On a shared machine idle threads must sleep, not spin; a deterministic run has one."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a GPU computes the same twice only with this
     import torch
 
     if config.deterministic:

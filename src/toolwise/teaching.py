@@ -75,7 +75,8 @@ def read_conversation(
             messages.append(Message.model_validate(message))
         except ValidationError as fault:
             reason = fault.errors()[0]
-            raise row_error(path, number, f"messages[{place}]", str(reason["msg"])) from fault
+            field = ".".join(map(str, (f"messages[{place}]", *reason["loc"])))
+            raise row_error(path, number, field, f"{reason['msg']}, got {reason['input']!r:.60}; correct it") from fault
         if messages[-1].content is None and not messages[-1].tool_calls:
             raise row_error(path, number, f"messages[{place}].content", "missing, and there are no tool_calls")
     tools = row.get("tools")

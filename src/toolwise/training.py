@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+import logging
 import re
 import resource
+import shutil
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from toolwise import __version__, checkpoint
-from toolwise.config import RunConfig
+from toolwise.config import RunConfig, load_config, place_paths
 from toolwise.errors import CheckpointError, ConfigError
 from toolwise.evaluation import validate
 from toolwise.loop import Turn, train_step
 from toolwise.records import record_of, write_records, write_whole
 from toolwise.run import Run
-from toolwise.settings import build, read_settings, to_toml
+from toolwise.settings import to_toml
 from toolwise.summary import summarize_validation, validation_metrics
 from toolwise.trackers.console import ConsoleTracker
 from toolwise.trackers.jsonl import JsonlTracker, truncate_after
+
+log = logging.getLogger("toolwise.training")
 
 MAY_CHANGE_ON_RESUME = ("trainer", "validation", "name", "deterministic")
 
@@ -45,7 +50,7 @@ class Training:
         self.run = run
         self.out = out
         self.interrupted = False
-        self._open_folder(resume)
+        self._saved_step = self._open_folder(resume)
         self.metrics = JsonlTracker(out / "metrics.jsonl")
         self.console: ConsoleTracker | None = None
         if run.config.trainer.console:
@@ -62,11 +67,12 @@ class Training:
                 while run.progress.step < total and not self.interrupted:
                     self._note(await train_step(run))
                     step = run.progress.step
-                    last = step == total
-                    if last or (run.config.validation.every and step % run.config.validation.every == 0):
-                        await self._validate()
-                    if last or self.interrupted or step % run.config.trainer.save_every == 0:
+                    if step == total or (run.config.validation.every and step % run.config.validation.every == 0):
+                        run.progress.last = await self._validate()
+                    if step % run.config.trainer.save_every == 0:
                         self._save()
+                if self._saved_step != run.progress.step:
+                    self._save()
         finally:
             self.metrics.close()
             if self.console is not None:
@@ -88,7 +94,6 @@ class Training:
         step = self.run.progress.step
         scored = await validate(self.run)
         figures = summarize_validation(scored)
-        self.run.progress.last = figures
         metrics = validation_metrics(figures)
         self.metrics.log(step, metrics)
         write_records(self.out / "rollouts", f"eval-{step:06d}", scored, [])
@@ -106,6 +111,7 @@ class Training:
             extra_files={"model": self._save_model},
             keep_last=self.run.config.trainer.keep_checkpoints,
         )
+        self._saved_step = progress.step
 
     def _save_model(self, folder: Path) -> None:
         self.run.learner.save_model(folder)
@@ -116,10 +122,10 @@ class Training:
         summary = {
             "name": run.config.name,
             "before": run.progress.before,
-            "after": run.progress.last if run.progress.step else None,
+            "after": run.progress.last,
             "steps": run.progress.step,
             "total_steps": run.config.trainer.total_steps,
-            "interrupted": self.interrupted,
+            "interrupted": self.interrupted and run.progress.step < run.config.trainer.total_steps,
             "seed": run.config.seed,
             "seconds": round(time.monotonic() - self._began, 3),
             "peak_rss_mb": peak_rss_mb(),
@@ -132,16 +138,17 @@ class Training:
         write_report(self.out)
         return summary
 
-    def _open_folder(self, resume: bool) -> None:
-        """A fresh folder, or an old one brought back to its last whole checkpoint: what came after it is undone."""
-        config_file = self.out / "config.toml"
-        if config_file.exists() and not resume:
-            raise ConfigError(f"{self.out} already holds a run: add --resume to go on with it, or choose another --out")
-        self.out.mkdir(parents=True, exist_ok=True)
-        found = None
-        if config_file.exists():
-            check_same_run(self.run.config, config_file)
-            found = checkpoint.latest(self.out / "checkpoints")
+    def _open_folder(self, resume: bool) -> int:
+        """A fresh folder, or an old one brought back to its last whole checkpoint: what came after it is undone.
+
+        Gives the checkpoint's step, -1 where there is none.
+        """
+        check_folder(self.out, self.run.config, resume=resume)
+        try:
+            self.out.mkdir(parents=True, exist_ok=True)
+        except OSError as fault:
+            raise ConfigError(f"{self.out} cannot be made ({fault.strerror}): choose another --out") from fault
+        found = find_checkpoint(self.out / "checkpoints")
         if found is not None:
             self.run.registry().load_state_dict(found.state())
             self.run.learner.load_weights(found.path / "model")
@@ -150,40 +157,55 @@ class Training:
         truncate_after(self.out / "metrics.jsonl", step)
         forget_rollouts_after(self.out / "rollouts", step)
         (self.out / "summary.json").unlink(missing_ok=True)
-        write_whole(config_file, to_toml(self.run.config).encode())
+        sweep(self.out)
+        write_whole(self.out / "config.toml", to_toml(portable(self.run.config, self.out)).encode())
+        return step
 
     @contextmanager
     def _stop_on_signal(self) -> Iterator[None]:
-        """The first Ctrl-C (or SIGTERM) lets the step end and saves; a second one stops at once."""
+        """The first Ctrl-C (or SIGTERM) lets the step end and saves; a second one stops at once.
 
-        def stop(name: str) -> None:
+        Plain handlers and not the event loop's, which would hear of nothing until an update is over.
+        """
+
+        def stop(number: int, frame: FrameType | None) -> None:
             if self.interrupted:
                 raise KeyboardInterrupt
             self.interrupted = True
-            print(f"\n{name}: finishing this step and saving; once more to stop at once", file=sys.stderr)
+            name = signal.Signals(number).name
+            print(f"\n{name}: finishing this step and saving; once more to stop at once", file=sys.stderr, flush=True)
 
-        loop = asyncio.get_running_loop()
-        caught = []
-        for number in (signal.SIGINT, signal.SIGTERM):
-            try:
-                loop.add_signal_handler(number, stop, number.name)
-                caught.append(number)
-            except (ValueError, RuntimeError, NotImplementedError):
-                continue  # not the main thread, or no such signals here: the host decides
+        if threading.current_thread() is not threading.main_thread():
+            yield  # signals belong to the host
+            return
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
-            for number in caught:
-                loop.remove_signal_handler(number)
+            for number, handler in before.items():
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+def check_folder(out: Path, config: RunConfig, *, resume: bool) -> None:
+    """Whether a run under `config` may begin, or go on, in `out`. Nothing is changed."""
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"{out} is a file: choose a folder for --out")
+    config_file = out / "config.toml"
+    if config_file.exists():
+        if not resume:
+            raise ConfigError(f"{out} already holds a run: add --resume to go on with it, or choose another --out")
+        check_same_run(config, config_file)
+    elif checkpoint.latest(out / "checkpoints", warnings_out=[]) is not None:
+        raise CheckpointError(f"{out} has checkpoints and no config.toml to tell whose: choose another --out")
 
 
 def check_same_run(config: RunConfig, config_file: Path) -> None:
     """Resuming under another configuration would mix two runs in one folder."""
     try:
-        before = build(RunConfig, read_settings(config_file), source=str(config_file)).model_dump(mode="json")
+        before = _comparable(load_config(config_file))
     except ConfigError as fault:
-        raise CheckpointError(f"cannot resume: {fault}") from fault
-    now = config.model_dump(mode="json")
+        raise CheckpointError(f"cannot resume: {fault}; put the file right, or choose another --out") from fault
+    now = _comparable(config)
     for section, value in now.items():
         if section not in MAY_CHANGE_ON_RESUME and before[section] != value:
             where = section
@@ -194,11 +216,50 @@ def check_same_run(config: RunConfig, config_file: Path) -> None:
             )
 
 
+def find_checkpoint(folder: Path) -> checkpoint.Checkpoint | None:
+    """The last whole one. Damaged ones are passed over, but never all of them: that would begin the run anew."""
+    damaged: list[str] = []
+    found = checkpoint.latest(folder, warnings_out=damaged)
+    if found is None and damaged:
+        raise CheckpointError(f"cannot resume, all checkpoints are damaged: {damaged[0]}; or remove {folder}")
+    for warning in damaged:
+        log.warning("%s", warning)
+    return found
+
+
+def _comparable(config: RunConfig) -> dict[str, Any]:
+    """Paths as what they lead to, from wherever and by whatever links the run was started."""
+    settings = place_paths(config.model_dump(mode="json"), Path.cwd())
+    for which in ("train", "val"):
+        if settings["data"][which] is not None:
+            settings["data"][which] = str(Path(settings["data"][which]).resolve())
+    return settings
+
+
+def portable(config: RunConfig, out: Path) -> RunConfig:
+    """As config.toml says it: what lies in the run's folder relative to that, so that the folder can be moved."""
+    settings = place_paths(config.model_dump(), Path.cwd())
+    for which in ("train", "val"):
+        path = Path(settings["data"][which] or "/").resolve()
+        if path.is_relative_to(out.resolve()):
+            settings["data"][which] = str(path.relative_to(out.resolve()))
+    return RunConfig.model_validate(settings)
+
+
 def forget_rollouts_after(folder: Path, step: int) -> None:
-    for path in folder.glob("*") if folder.is_dir() else ():
+    for path in folder.iterdir() if folder.is_dir() else ():
         found = re.fullmatch(r"(?:step|eval)-(\d{6,})\.(?:jsonl|safetensors)", path.name)
-        if found is None or int(found.group(1)) > step:
+        if found is not None and int(found.group(1)) > step:
             path.unlink()
+
+
+def sweep(out: Path) -> None:
+    """Remove what a killed run was in the middle of writing."""
+    beside = (".config.toml.*.tmp", ".summary.json.*.tmp", "metrics.jsonl.tmp", "report.*.tmp", "rollouts/.*.tmp")
+    for path in [path for pattern in beside for path in out.glob(pattern)]:
+        path.unlink()
+    for path in out.glob("checkpoints/step-*.tmp-*"):
+        shutil.rmtree(path)
 
 
 def peak_rss_mb() -> float:

@@ -95,7 +95,7 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
                         "cost/mean": at["cost"] + draw.gauss(0, 0.06),
                         "calls/mean": at["cost"],
                         "tokens/sampled": 2048.0,
-                        "tokens_per_s": 900 + draw.gauss(0, 40),
+                        "time/tokens_per_s": 900 + draw.gauss(0, 40),
                         "actor/loss": draw.gauss(0, 0.02),
                         "actor/grad_norm": 0.4 + draw.random(),
                         "actor/entropy": 0.9 - 0.6 * progress,

@@ -69,9 +69,9 @@ def main() -> None:
             raise
         print(f"toolwise: {' '.join(str(fault).split())}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("\ntoolwise: stopped; add --resume to go on from the last checkpoint", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:  # the reader of our output has gone, as in `toolwise … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+    except OSError as fault:
+        if "--debug" in sys.argv or fault.strerror is None:
+            raise
+        where = f"{fault.filename}: " if fault.filename else ""
+        print(f"toolwise: {where}{fault.strerror}; check path, permissions and free space", file=sys.stderr)
+        sys.exit(2)

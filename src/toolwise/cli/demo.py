@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from toolwise.cli.train import Overrides, finish
+from toolwise.cli.train import Overrides, go
 
 
 def demo(
@@ -19,13 +19,15 @@ def demo(
     overrides: Overrides = None,
 ) -> None:
     """Train a small agent that ships with the project, live, and show what it learned."""
-    from toolwise.api import new_folder, read_config, train
+    from toolwise.api import new_folder, read_config
     from toolwise.demo.recipe import demo_settings, write_tasks
     from toolwise.errors import ConfigError
+    from toolwise.training import check_folder
 
     if resume and out is None:
         raise ConfigError("--resume needs --out DIR: the folder of the demo to go on with")
     folder = out if out is not None else new_folder("demo")
     config = read_config(demo_settings(folder, seed), overrides or [])
-    write_tasks(config)
-    finish(train(config, out=folder, resume=resume))
+    check_folder(folder, config, resume=resume)
+    write_tasks(read_config(demo_settings(folder, config.seed)))  # not to where --set points: those files are not ours
+    go(config, folder, resume)

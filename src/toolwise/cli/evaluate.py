@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    source: Annotated[Path, typer.Argument(help="A run's folder, or a configuration file.", show_default=False)],
+    source: Annotated[Path, typer.Argument(help="A run, a checkpoint of one, or a configuration.", show_default=False)],
     model: Annotated[str | None, typer.Option(help="Another model than the run's latest checkpoint.")] = None,
     data: Annotated[Path | None, typer.Option(help="Other tasks than data.val.")] = None,
     overrides: Overrides = None,
@@ -23,12 +23,14 @@ def evaluate(
 ) -> None:
     """Roll out and score, one rollout a task, and learn nothing."""
     from toolwise.api import evaluate as evaluate_model
+    from toolwise.data import load_tasks
     from toolwise.errors import ConfigError
 
     config, found = _resolve(source, model, overrides or [])
-    tasks = data or config.data.val
-    if tasks is None:
+    file = data or config.data.val
+    if file is None:
         raise ConfigError(f"{source} names no data.val: add --data FILE")
+    tasks = load_tasks(file, limit=config.data.val_limit if data is None else None)
     figures = evaluate_model(found, tasks, config=config)
     if as_json:
         typer.echo(json.dumps(figures, indent=2))
@@ -37,7 +39,7 @@ def evaluate(
 
 
 def _resolve(source: Path, model: str | None, overrides: list[str]) -> tuple[RunConfig, str]:
-    """A folder's configuration with its latest checkpoint, or a file's configuration with its model."""
+    """A run's configuration with its latest or a named checkpoint, or a file's configuration with its model."""
     from toolwise import checkpoint
     from toolwise.config import load_config
     from toolwise.errors import CheckpointError
@@ -45,12 +47,17 @@ def _resolve(source: Path, model: str | None, overrides: list[str]) -> tuple[Run
     if not source.is_dir():
         config = load_config(source, overrides)
         return config, model or config.model.path
-    if not (source / "config.toml").is_file():
-        raise CheckpointError(f"{source} has no config.toml: it is no run's folder")
-    config = load_config(source / "config.toml", overrides)
+    named = (source / checkpoint.MANIFEST).is_file()
+    run = source.resolve().parent.parent if named else source
+    if not (run / "config.toml").is_file():
+        raise CheckpointError(f"{run} has no config.toml: it is no run's folder; name one, or a configuration file")
+    config = load_config(run / "config.toml", overrides)
     if model is not None:
         return config, model
-    found = checkpoint.latest(source / "checkpoints")
+    damaged: list[str] = []
+    found = checkpoint.load(source) if named else checkpoint.latest(run / "checkpoints", warnings_out=damaged)
+    if damaged:  # figures of an older one would pass for those of the run
+        raise CheckpointError(f"{damaged[0].removeprefix('passed over: ')}: toolwise eval RUN/checkpoints/step-…")
     if found is None:
         raise CheckpointError(f"{source} has no whole checkpoint yet: add --model to name a model")
     return config, str(found.path / "model")

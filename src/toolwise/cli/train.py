@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from toolwise.config import RunConfig
     from toolwise.training import RunResult
 
 Overrides = Annotated[
@@ -36,20 +38,41 @@ def train(
         raise ConfigError("--resume needs --out DIR: the folder of the run to go on with")
     found = load_config(config, overrides or [])
     if dry_run:
-        from toolwise.run import assemble, check_learnable
-        from toolwise.settings import to_toml
+        check(found, out, resume)
+    else:
+        from toolwise.api import new_folder
 
-        check_learnable(found)
-        run = assemble(found)
-        typer.echo(to_toml(found))
-        typer.echo(
-            f"# {run.batches.batches_per_epoch} batches an epoch, {len(run.validation_tasks)} held-out tasks, "
-            f"tools: {', '.join(run.scheduler.tools) or 'none'}; everything checks out"
-        )
-        return
-    from toolwise.api import train as train_run
+        go(found, out or new_folder(found.name), resume)
 
-    finish(train_run(found, out=out, resume=resume))
+
+def check(config: RunConfig, out: Path | None, resume: bool) -> None:
+    """Everything that a run would check, and the configuration as it would be used."""
+    from toolwise.run import assemble, check_learnable
+    from toolwise.settings import to_toml
+    from toolwise.training import check_folder
+
+    check_learnable(config)
+    if out is not None:
+        check_folder(out, config, resume=resume)
+    run = assemble(config)
+    typer.echo(to_toml(config))
+    typer.echo(
+        f"# {run.batches.batches_per_epoch} batches an epoch, {len(run.validation_tasks)} held-out tasks, "
+        f"tools: {', '.join(run.scheduler.tools) or 'none'}; everything checks out"
+    )
+
+
+def go(config: RunConfig, out: Path, resume: bool) -> None:
+    """Train and show what came of it; whoever stops a run is told how to go on."""
+    from toolwise.api import train
+
+    try:
+        result = train(config, out=out, resume=resume)
+    except KeyboardInterrupt:
+        sys.stdout.flush()
+        print(f"toolwise: stopped at once; go on from the last checkpoint with --resume --out {out}", file=sys.stderr)
+        os._exit(130)  # an ordinary exit would wait for the model to finish what it is generating
+    finish(result)
 
 
 def finish(result: RunResult) -> None:
@@ -65,9 +88,8 @@ def finish(result: RunResult) -> None:
     console.print(
         f"{summary['steps']} steps in {summary['seconds']:.0f} s, peak memory {summary['peak_rss_mb']:.0f} MB"
     )
-    for name in ("report.html", "report.png"):
-        console.print(f"  {result.out / name}", soft_wrap=True, highlight=False)
-    console.print(f"run folder: {result.out}", soft_wrap=True, highlight=False)
+    for line in (f"  {result.out / 'report.html'}", f"  {result.out / 'report.png'}", f"run folder: {result.out}"):
+        typer.echo(line)
     if summary["interrupted"]:
-        console.print(f"stopped after step {summary['steps']}; go on with --resume --out {result.out}", soft_wrap=True)
+        typer.echo(f"stopped after step {summary['steps']}; go on with --resume --out {result.out}")
         sys.exit(130)

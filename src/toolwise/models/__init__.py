@@ -33,6 +33,8 @@ def locate(path: str) -> str:
 
 
 def _check_folder(folder: Path) -> None:
+    from safetensors import SafetensorError, safe_open
+
     config = folder / "config.json"
     if not config.is_file():
         raise ModelError(f"{folder} has no config.json: it is no model folder in Hugging Face's form")
@@ -44,6 +46,12 @@ def _check_folder(folder: Path) -> None:
         raise ModelError(
             f"{folder} has no *.safetensors: save the model with save_pretrained (pickled weights are refused)"
         )
+    for weights in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(weights, framework="np"):
+                continue
+        except (SafetensorError, OSError) as fault:
+            raise ModelError(f"{weights} cannot be loaded ({fault}): it is damaged, copy the model again") from fault
     if not (folder / "tokenizer.json").is_file() and not (folder / "tokenizer_config.json").is_file():
         raise ModelError(f"{folder} has no tokenizer.json: save the tokenizer beside the model")
 

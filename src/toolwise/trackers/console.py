@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -17,86 +15,21 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from toolwise.trackers.conversation import clean_text, shorten, turns_of, verdict
+
 FIGURES: tuple[tuple[str, tuple[str, ...], str | None], ...] = (
     ("score", ("score/mean",), "eval/score"),
     ("correct", ("correct/mean", "reward/correct/mean"), "eval/correct"),
     ("cost", ("cost/mean",), "eval/cost"),
     ("entropy", ("actor/entropy",), None),
-    ("tokens/s", ("tokens_per_s",), None),
+    ("tokens/s", ("time/tokens_per_s",), None),
 )
 """The figures worth watching: name, where a training line has it, where a validation line has it."""
 
 DWELL_S = 4.0
 """How long a rollout stays on the live display at least: long enough to be read."""
 
-_CONTROLS = [*range(9), *range(11, 32), *range(127, 160)]
-_DIRECTIONS = [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]
-_UNPRINTABLE = dict.fromkeys(_CONTROLS + _DIRECTIONS, "\ufffd") | {ord("\r"): "\n"}
 _STYLES = {"user": "bold", "call": "cyan", "result": "dim", "assistant": "", "system": "dim"}
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One thing said or done in a conversation; an assistant message with two calls makes three."""
-
-    who: Literal["system", "user", "assistant", "call", "result"]
-    text: str
-    name: str = ""
-    """The tool, for a call or a result."""
-    action: int | None = None
-    """For what the assistant did: the how-manieth assistant message it is part of, from 0."""
-
-
-def clean_text(value: object) -> str:
-    """Text that any UTF-8 output takes: no lone surrogates, no control or direction-changing characters."""
-    text = "" if value is None else str(value)
-    return text.replace("\r\n", "\n").encode("utf-8", "replace").decode("utf-8").translate(_UNPRINTABLE)
-
-
-def shorten(text: str, limit: int) -> str:
-    """One line of at most `limit` characters: the beginning and the end, where it is longer."""
-    text = " ".join(text.split())
-    if len(text) <= limit:
-        return text
-    tail = (limit - 3) // 3
-    return f"{text[: limit - 3 - tail]} … {text[len(text) - tail :]}"
-
-
-def turns_of(messages: Sequence[Any] | None) -> list[Turn]:
-    """A conversation in the OpenAI form as turns to show; what is malformed is shown as it is."""
-    turns: list[Turn] = []
-    tools: dict[str, str] = {}
-    action = -1
-    for message in messages or ():
-        if not isinstance(message, Mapping):
-            continue
-        role, text = message.get("role"), clean_text(_content(message.get("content")))
-        if role == "tool":
-            name = message.get("name") or tools.get(str(message.get("tool_call_id")), "")
-            turns.append(Turn("result", text, clean_text(name)))
-        elif role == "assistant":
-            action += 1
-            if text.strip():
-                turns.append(Turn("assistant", text, action=action))
-            for call in message.get("tool_calls") or ():
-                name, shown = _call(call)
-                tools[str(call.get("id")) if isinstance(call, Mapping) else ""] = name
-                turns.append(Turn("call", shown, name, action))
-        else:
-            turns.append(Turn("user" if role == "user" else "system", text))
-    return turns
-
-
-def verdict(record: Mapping[str, Any]) -> bool | None:
-    """Whether a rollout got it right: its `correct` metric, else a score of 1 or more (0 or less: not)."""
-    metrics = record.get("metrics")
-    correct = metrics.get("correct") if isinstance(metrics, Mapping) else None
-    if isinstance(correct, int | float):
-        return correct >= 0.5
-    score = record.get("score")
-    if not isinstance(score, int | float) or 0 < score < 1:
-        return None
-    return score >= 1
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
@@ -303,28 +236,6 @@ def _first(metrics: Mapping[str, Any], names: Sequence[str]) -> float | None:
         if value is not None and math.isfinite(value):
             return float(value)
     return None
-
-
-def _content(content: Any) -> str:
-    if isinstance(content, list):
-        return "".join(str(p.get("text", "")) if isinstance(p, Mapping) else str(p) for p in content)
-    return "" if content is None else str(content)
-
-
-def _call(call: Any) -> tuple[str, str]:
-    """The tool's name, and the call as one would write it."""
-    function = call.get("function", call) if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping):
-        return "", clean_text(call)
-    name, arguments = clean_text(function.get("name")), function.get("arguments")
-    try:
-        given = json.loads(arguments) if isinstance(arguments, str) else arguments
-        if isinstance(given, Mapping):
-            pairs = (f"{k}={json.dumps(v, ensure_ascii=False, default=str)}" for k, v in given.items())
-            return name, f"{name}({clean_text(', '.join(pairs))})"
-    except (ValueError, RecursionError):
-        pass
-    return name, f"{name}({clean_text(arguments)})"
 
 
 def _rollout_head(record: Mapping[str, Any]) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from toolwise.trackers.console import clean_text, say_figure
+from toolwise.trackers.console import say_figure
+from toolwise.trackers.conversation import clean_text
 
 JUDGED = frozenset({"correct", "score"})
 """Figures of which more is better. Cost and tokens are spent for something: less is not good by itself."""

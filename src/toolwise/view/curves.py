@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from toolwise.errors import ToolwiseError
-from toolwise.trackers.console import clean_text, shorten
+from toolwise.trackers.conversation import clean_text, shorten
 from toolwise.view.comparison import headline, rows_by_kind
 from toolwise.view.run_folder import RunFolder, Series, open_run
 

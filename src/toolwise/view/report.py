@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolwise.trackers.console import Turn, clean_text, say_figure, say_time, shorten, turns_of, verdict
+from toolwise.trackers.console import say_figure, say_time
+from toolwise.trackers.conversation import Turn, clean_text, shorten, turns_of, verdict
 from toolwise.view.comparison import headline, rows_by_kind
 from toolwise.view.curves import DARK, LIGHT, render_curves
 from toolwise.view.run_folder import RunFolder, open_run
@@ -48,7 +49,7 @@ COLUMNS = (
     "actor/clip_frac",
     "frac_zero_std",
     "tokens/sampled",
-    "tokens_per_s",
+    "time/tokens_per_s",
     "time/rollout_s",
     "time/update_s",
     "time/step_s",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal
 
-from toolwise.trackers.console import verdict
+from toolwise.trackers.conversation import verdict
 
 Record = Mapping[str, Any]
 Outcome = Literal[

@@ -15,15 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from toolwise.trackers import console as console_module
-from toolwise.trackers.console import (
-    ConsoleTracker,
-    clean_text,
-    say_time,
-    shorten,
-    sparkline,
-    turns_of,
-    verdict,
-)
+from toolwise.trackers.console import ConsoleTracker, say_time, sparkline
 
 NASTY = "[/] [bold]x[/bold] \ud800 \x1b[31mred\x1b[0m \x07 \r\n \u202e {} %s 🙂"
 
@@ -65,7 +57,7 @@ def plain_tracker(**options: Any) -> tuple[ConsoleTracker, io.StringIO]:
 
 def test_a_pipe_gets_one_plain_line_a_step() -> None:
     tracker, out = plain_tracker(every_s=0)
-    tracker.log(1, {"score/mean": 0.25, "correct/mean": 0.5, "cost/mean": 1.0, "tokens_per_s": 1234.4})
+    tracker.log(1, {"score/mean": 0.25, "correct/mean": 0.5, "cost/mean": 1.0, "time/tokens_per_s": 1234.4})
     tracker.log(2, {"score/mean": 0.5})
     tracker.close()
     first, second = out.getvalue().splitlines()
@@ -271,48 +263,6 @@ def test_no_text_whatever_raises(messages: list[Any], score: float | None, kind:
         tracker.close()
     text_on(console).encode("utf-8")
     out.getvalue().encode("utf-8")
-
-
-def test_turns_name_the_tool_of_a_result_and_count_actions() -> None:
-    turns = turns_of(record()["messages"])
-    assert [(t.who, t.name, t.action) for t in turns] == [
-        ("system", "", None),
-        ("user", "", None),
-        ("call", "lookup", 0),
-        ("result", "lookup", None),
-        ("assistant", "", 1),
-    ]
-
-
-def test_arguments_that_are_no_json_are_shown_as_they_were_written() -> None:
-    call = {"id": "c", "function": {"name": "add", "arguments": "{oops"}}
-    assert turns_of([{"role": "assistant", "tool_calls": [call]}])[0].text == "add({oops)"
-
-
-@pytest.mark.parametrize(
-    ("said", "expected"),
-    [
-        ({"metrics": {"correct": 1}, "score": -1.0}, True),
-        ({"metrics": {"correct": 0.0}, "score": 3.0}, False),
-        ({"metrics": {}, "score": 1.0}, True),
-        ({"metrics": None, "score": 0.0}, False),
-        ({"metrics": {}, "score": 0.4}, None),
-        ({"score": None}, None),
-    ],
-)
-def test_the_verdict_is_the_metric_correct_else_a_clear_score(said: dict[str, Any], expected: bool | None) -> None:
-    assert verdict(said) is expected
-
-
-@given(st.text(), st.integers(12, 60))
-def test_shortened_text_fits(text: str, limit: int) -> None:
-    assert len(shorten(text, limit)) <= limit
-
-
-@given(st.text(st.characters(exclude_categories=())))
-def test_clean_text_can_be_written(text: str) -> None:
-    assert "\x1b" not in clean_text(text)
-    clean_text(text).encode("utf-8")
 
 
 def test_a_sparkline_goes_from_low_to_high_and_stays_in_its_width() -> None:

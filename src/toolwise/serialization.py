@@ -1,0 +1,125 @@
+"""State as JSON and tensors, to the last bit: how a checkpoint's parts are written. Nothing is pickled."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+_NATIVE = {"bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"}
+_NATIVE |= {"float16", "bfloat16", "float32", "float64"}
+"""Kinds of number that every safetensors reader knows; any other is kept as its bytes."""
+
+
+class Tensors:
+    """The tensors of one part on their way into its safetensors file."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, torch.Tensor] = {}
+        self._storages: set[int] = set()
+
+    def add(self, value: Any, path: str) -> dict[str, Any] | None:
+        """What stands for `value` in the JSON; None where it is neither a tensor nor an array."""
+        import numpy as np
+        import torch
+
+        if isinstance(value, torch.Tensor):
+            if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+                raise TypeError(f"{path}: only dense tensors that hold data can be saved")
+            dense = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            dtype = str(value.dtype).removeprefix("torch.")
+            flat = dense if dtype in _NATIVE else dense.reshape(-1).view(torch.uint8)
+            return {"$tensor": self._keep(flat, path), "dtype": dtype, "shape": list(value.shape)}
+        if isinstance(value, np.ndarray | np.generic):
+            array = np.array(value, order="C")
+            dtype = array.dtype.str
+            if array.dtype.hasobject or array.dtype.kind == "V":
+                raise TypeError(f"{path}: an array of {array.dtype} cannot be saved")
+            if not (array.dtype.isnative and array.dtype.name in _NATIVE):
+                array = np.frombuffer(bytearray(array.tobytes()), np.uint8)
+            tag = "$array" if isinstance(value, np.ndarray) else "$scalar"
+            name = self._keep(torch.from_numpy(array), path)
+            return {tag: name, "dtype": dtype, "shape": list(value.shape)}
+        return None
+
+    def _keep(self, tensor: torch.Tensor, path: str) -> str:
+        name = path.encode("utf-8", "replace").decode()
+        while name in self.by_name:
+            name += "'"
+        storage = tensor.untyped_storage().data_ptr()
+        shared = storage in self._storages  # which safetensors refuses
+        self.by_name[name] = tensor.clone() if shared else tensor
+        self._storages.add(storage)
+        return name
+
+
+def encode(value: Any, path: str, tensors: Tensors) -> Any:
+    """`value` as JSON. What JSON cannot say is a table whose first key begins with `$`."""
+    if value is None or isinstance(value, bool):
+        return value
+    if reference := tensors.add(value, path):  # before the numbers: a numpy float is a float as well
+        return reference
+    if isinstance(value, int):  # in hex, where Python does not limit the number of digits
+        return value if abs(value) < 2**63 else {"$int": hex(value)}
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+    if isinstance(value, str):
+        return value if _plain(value) else {"$text": [ord(letter) for letter in value]}
+    if isinstance(value, list | tuple):
+        items = [encode(item, f"{path}.{i}", tensors) for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str | int) or isinstance(key, bool):
+                raise TypeError(f"{path}: a key must be a str or an int, got {key!r}")
+        items = [[key, encode(item, f"{path}.{key}", tensors)] for key, item in value.items()]
+        if all(isinstance(key, str) and _plain(key) and not key.startswith("$") for key in value):
+            return dict(items)
+        return {"$dict": [[encode(key, path, tensors), item] for key, item in items]}
+    raise TypeError(f"{path}: a {type(value).__name__} cannot be saved, only plain values and tensors")
+
+
+def _plain(text: str) -> bool:
+    """False where `text` has half of a surrogate pair: JSON would join two of them into one letter."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """What `encode` was given."""
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value), "")
+    match tag:
+        case "$tensor" | "$array" | "$scalar":
+            return _unpack(tag, tensors[value[tag]], value["dtype"], tuple(value["shape"]))
+        case "$int":
+            return int(value[tag], 16)
+        case "$float":
+            return struct.unpack(">d", bytes.fromhex(value[tag]))[0]
+        case "$text":
+            return "".join(map(chr, value[tag]))
+        case "$tuple":
+            return tuple(decode(value[tag], tensors))
+        case "$dict":
+            return {decode(key, tensors): decode(item, tensors) for key, item in value[tag]}
+    return {key: decode(item, tensors) for key, item in value.items()}
+
+
+def _unpack(tag: str, stored: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> Any:
+    import numpy as np
+    import torch
+
+    owned = stored.clone()  # what was loaded is a view into the file, which is pruned sooner or later
+    if tag == "$tensor":
+        wanted = getattr(torch, dtype)
+        return owned if owned.dtype == wanted else owned.view(wanted).reshape(shape)
+    array = owned.numpy()
+    if array.dtype != np.dtype(dtype):
+        array = np.frombuffer(bytearray(array.tobytes()), dtype).reshape(shape)
+    return array if tag == "$array" else array[()]

@@ -1,0 +1,98 @@
+"""A stored rollout as something to read: turns, a verdict, and text that any screen takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+_CONTROLS = [*range(9), *range(11, 32), *range(127, 160)]
+_DIRECTIONS = [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+_UNPRINTABLE = dict.fromkeys(_CONTROLS + _DIRECTIONS, "\ufffd") | {ord("\r"): "\n"}
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One thing said or done in a conversation; an assistant message with two calls makes three."""
+
+    who: Literal["system", "user", "assistant", "call", "result"]
+    text: str
+    name: str = ""
+    """The tool, for a call or a result."""
+    action: int | None = None
+    """For what the assistant did: the how-manieth assistant message it is part of, from 0."""
+
+
+def clean_text(value: object) -> str:
+    """Text that any UTF-8 output takes: no lone surrogates, no control or direction-changing characters."""
+    text = "" if value is None else str(value)
+    return text.replace("\r\n", "\n").encode("utf-8", "replace").decode("utf-8").translate(_UNPRINTABLE)
+
+
+def shorten(text: str, limit: int) -> str:
+    """One line of at most `limit` characters: the beginning and the end, where it is longer."""
+    text = " ".join(text.split())
+    if len(text) <= limit:
+        return text
+    tail = (limit - 3) // 3
+    return f"{text[: limit - 3 - tail]} … {text[len(text) - tail :]}"
+
+
+def turns_of(messages: Sequence[Any] | None) -> list[Turn]:
+    """A conversation in the OpenAI form as turns to show; what is malformed is shown as it is."""
+    turns: list[Turn] = []
+    tools: dict[str, str] = {}
+    action = -1
+    for message in messages or ():
+        if not isinstance(message, Mapping):
+            continue
+        role, text = message.get("role"), clean_text(_content(message.get("content")))
+        if role == "tool":
+            name = message.get("name") or tools.get(str(message.get("tool_call_id")), "")
+            turns.append(Turn("result", text, clean_text(name)))
+        elif role == "assistant":
+            action += 1
+            if text.strip():
+                turns.append(Turn("assistant", text, action=action))
+            for call in message.get("tool_calls") or ():
+                name, shown = _call(call)
+                tools[str(call.get("id")) if isinstance(call, Mapping) else ""] = name
+                turns.append(Turn("call", shown, name, action))
+        else:
+            turns.append(Turn("user" if role == "user" else "system", text))
+    return turns
+
+
+def verdict(record: Mapping[str, Any]) -> bool | None:
+    """Whether a rollout got it right: its `correct` metric, else a score of 1 or more (0 or less: not)."""
+    metrics = record.get("metrics")
+    correct = metrics.get("correct") if isinstance(metrics, Mapping) else None
+    if isinstance(correct, int | float):
+        return correct >= 0.5
+    score = record.get("score")
+    if not isinstance(score, int | float) or 0 < score < 1:
+        return None
+    return score >= 1
+
+
+def _content(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(str(p.get("text", "")) if isinstance(p, Mapping) else str(p) for p in content)
+    return "" if content is None else str(content)
+
+
+def _call(call: Any) -> tuple[str, str]:
+    """The tool's name, and the call as one would write it."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return "", clean_text(call)
+    name, arguments = clean_text(function.get("name")), function.get("arguments")
+    try:
+        given = json.loads(arguments) if isinstance(arguments, str) else arguments
+        if isinstance(given, Mapping):
+            pairs = (f"{k}={json.dumps(v, ensure_ascii=False, default=str)}" for k, v in given.items())
+            return name, f"{name}({clean_text(', '.join(pairs))})"
+    except (ValueError, RecursionError):
+        pass
+    return name, f"{name}({clean_text(arguments)})"

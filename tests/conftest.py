@@ -1,0 +1,95 @@
+"""Shared by all tests: the command line in this process, tiny configurations, and one tiny run."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import tomli_w
+
+TINY: dict[str, Any] = {
+    "name": "tiny",
+    "deterministic": True,
+    "model": {"path": "builtin:small", "device": "cpu"},
+    "data": {"train": "train.jsonl", "val": "heldout.jsonl", "batch_size": 2},
+    "tools": ["calculator", "search"],
+    "rollout": {"n": 2, "max_new_tokens": 32},
+    "multi_turn": {"max_turns": 3},
+    "reward": {"function": "toolwise.demo.reward:small_world_reward"},
+    "actor": {"lr": 1e-4},
+    "trainer": {"total_steps": 2, "save_every": 1},
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended."""
+
+    status: int
+    out: str
+    err: str
+
+
+Cli = Callable[..., Outcome]
+MakeConfig = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def cli() -> Cli:
+    """`cli("train", path, …)`: what the real command line does with these arguments, without the wait for torch."""
+
+    def run(*arguments: object) -> Outcome:
+        from toolwise.cli import main
+
+        out, err, status = io.StringIO(), io.StringIO(), 0
+        # Without pytest's own handlers: what is logged belongs on stderr, where each line counts.
+        with patch.object(logging.getLogger(), "handlers", []), redirect_stdout(out), redirect_stderr(err):
+            with patch.object(sys, "argv", ["toolwise", *map(str, arguments)]):
+                try:
+                    main()
+                except SystemExit as end:
+                    status = end.code if isinstance(end.code, int) else int(end.code is not None)
+                except Exception:
+                    traceback.print_exc()
+                    status = 1
+        return Outcome(status, out.getvalue(), err.getvalue())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def make_config() -> MakeConfig:
+    """`make_config(folder, {"rollout": {"n": 1}})`: a tiny run's configuration and its tasks, in `folder`."""
+
+    def make(folder: Path, changes: Mapping[str, Any] | None = None) -> Path:
+        from toolwise.demo.tasks import write_rows
+
+        write_rows(folder / "train.jsonl", 8, seed=0, split="train")
+        write_rows(folder / "heldout.jsonl", 4, seed=0, split="heldout")
+        settings = dict(TINY)
+        for name, value in (changes or {}).items():
+            settings[name] = {**settings[name], **value} if isinstance(value, dict) else value
+        path = folder / "run.toml"
+        path.write_text(tomli_w.dumps(settings), encoding="utf-8")
+        return path
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory, cli: Cli, make_config: MakeConfig) -> Path:
+    """The folder of a run of two steps; its configuration is run.toml beside it. Copy it to change it."""
+    folder = tmp_path_factory.mktemp("tiny")
+    ended = cli("train", make_config(folder), "--out", folder / "run")
+    assert ended.status == 0, ended.err
+    (folder / "stdout.txt").write_text(ended.out, encoding="utf-8")
+    return folder / "run"

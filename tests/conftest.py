@@ -7,7 +7,7 @@ import logging
 import sys
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,16 +51,19 @@ def cli() -> Cli:
         from toolwise.cli import main
 
         out, err, status = io.StringIO(), io.StringIO(), 0
-        # Without pytest's own handlers: what is logged belongs on stderr, where each line counts.
-        with patch.object(logging.getLogger(), "handlers", []), redirect_stdout(out), redirect_stderr(err):
-            with patch.object(sys, "argv", ["toolwise", *map(str, arguments)]):
-                try:
-                    main()
-                except SystemExit as end:
-                    status = end.code if isinstance(end.code, int) else int(end.code is not None)
-                except Exception:
-                    traceback.print_exc()
-                    status = 1
+        with ExitStack() as stack:
+            # Without pytest's own handlers: what is logged belongs on stderr, where each line counts.
+            stack.enter_context(patch.object(logging.getLogger(), "handlers", []))
+            stack.enter_context(patch.object(sys, "argv", ["toolwise", *map(str, arguments)]))
+            stack.enter_context(redirect_stdout(out))
+            stack.enter_context(redirect_stderr(err))
+            try:
+                main()
+            except SystemExit as end:
+                status = end.code if isinstance(end.code, int) else int(end.code is not None)
+            except Exception:
+                traceback.print_exc()
+                status = 1
         return Outcome(status, out.getvalue(), err.getvalue())
 
     return run
@@ -77,7 +80,7 @@ def make_config() -> MakeConfig:
         write_rows(folder / "heldout.jsonl", 4, seed=0, split="heldout")
         settings = dict(TINY)
         for name, value in (changes or {}).items():
-            settings[name] = {**settings[name], **value} if isinstance(value, dict) else value
+            settings[name] = {**settings.get(name, {}), **value} if isinstance(value, dict) else value
         path = folder / "run.toml"
         path.write_text(tomli_w.dumps(settings), encoding="utf-8")
         return path

@@ -62,40 +62,40 @@ def __dir__() -> list[str]:
     return __all__
 
 
-if TYPE_CHECKING:  # so that type checkers and editors see what __getattr__ gives
-    from toolwise.api import evaluate, sft, train
-    from toolwise.config import RunConfig, load_config
-    from toolwise.envs.base import BaseEnv
-    from toolwise.errors import ToolwiseError
-    from toolwise.messages import Message, ToolCall
+if TYPE_CHECKING:  # so that type checkers and editors see what __getattr__ gives; `as` makes it ours to give
+    from toolwise.api import evaluate as evaluate, sft as sft, train as train  # noqa: I001
+    from toolwise.config import RunConfig as RunConfig, load_config as load_config
+    from toolwise.envs.base import BaseEnv as BaseEnv
+    from toolwise.errors import ToolwiseError as ToolwiseError
+    from toolwise.messages import Message as Message, ToolCall as ToolCall
     from toolwise.protocols import (
-        AdvantageEstimator,
-        AgentPolicy,
-        Executor,
-        Generation,
-        Sampling,
-        Stateful,
-        TokenGenerator,
-        Tracker,
+        AdvantageEstimator as AdvantageEstimator,
+        AgentPolicy as AgentPolicy,
+        Executor as Executor,
+        Generation as Generation,
+        Sampling as Sampling,
+        Stateful as Stateful,
+        TokenGenerator as TokenGenerator,
+        Tracker as Tracker,
     )
-    from toolwise.rewards.function import reward_function
-    from toolwise.rollout.worker import RLRolloutWorker
-    from toolwise.tools.base import BaseTool, OpenAIFunctionToolSchema
-    from toolwise.tools.function import tool
+    from toolwise.rewards.function import reward_function as reward_function
+    from toolwise.rollout.worker import RLRolloutWorker as RLRolloutWorker
+    from toolwise.tools.base import BaseTool as BaseTool, OpenAIFunctionToolSchema as OpenAIFunctionToolSchema
+    from toolwise.tools.function import tool as tool
     from toolwise.types import (
-        Action,
-        AnnotatedRollout,
-        CreditedRollout,
-        EvaluateResult,
-        EvaluationFault,
-        MetricResult,
-        Rollout,
-        RouteDecision,
-        ScoredRollout,
-        StepData,
-        StepOutput,
-        StopReason,
-        Task,
-        TokenLogprobs,
-        Usage,
+        Action as Action,
+        AnnotatedRollout as AnnotatedRollout,
+        CreditedRollout as CreditedRollout,
+        EvaluateResult as EvaluateResult,
+        EvaluationFault as EvaluationFault,
+        MetricResult as MetricResult,
+        Rollout as Rollout,
+        RouteDecision as RouteDecision,
+        ScoredRollout as ScoredRollout,
+        StepData as StepData,
+        StepOutput as StepOutput,
+        StopReason as StopReason,
+        Task as Task,
+        TokenLogprobs as TokenLogprobs,
+        Usage as Usage,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -97,7 +98,8 @@ def sft(
 
 
 def read_config(config: Config | None, overrides: Sequence[str] = (), model: str | Path | None = None) -> RunConfig:
-    more = [*overrides, *([f'model.path="{Path(model).as_posix()}"'] if model is not None else [])]
+    quoted = json.dumps(str(model), ensure_ascii=False)  # as TOML quotes too
+    more = [*overrides, *([f"model.path={quoted}"] if model is not None else [])]
     if isinstance(config, str | Path):
         return load_config(config, more)
     settings = (

@@ -106,9 +106,11 @@ def assemble(
 def _with_model(
     config: RunConfig, batches: Batches, held_out: Sequence[Task], tools: dict[str, BaseTool], reward: Reward
 ) -> Run:
+    from toolwise.models import load_model, locate
+
+    locate(config.model.path)
     settle_threads(config)  # not before now: a fault in the input is told without waiting for torch
     from toolwise.learner.actor import Actor
-    from toolwise.models import load_model
     from toolwise.policies.local import LocalPolicy
 
     model, chat = load_model(config.model.path, device=config.model.device, dtype=config.model.dtype)

@@ -238,11 +238,11 @@ def _comparable(config: RunConfig) -> dict[str, Any]:
 
 def portable(config: RunConfig, out: Path) -> RunConfig:
     """As config.toml says it: what lies in the run's folder relative to that, so that the folder can be moved."""
-    settings = place_paths(config.model_dump(), Path.cwd())
+    settings, folder = place_paths(config.model_dump(), Path.cwd()), out.resolve()
     for which in ("train", "val"):
-        path = Path(settings["data"][which] or "/").resolve()
-        if path.is_relative_to(out.resolve()):
-            settings["data"][which] = str(path.relative_to(out.resolve()))
+        path = settings["data"][which]
+        if path is not None and Path(path).resolve().is_relative_to(folder):
+            settings["data"][which] = str(Path(path).resolve().relative_to(folder))
     return RunConfig.model_validate(settings)
 
 

@@ -296,7 +296,7 @@ def resume_of_another_run(desk: Desk) -> list[object]:
 
 @case("cannot resume", "config.toml is not valid TOML", "put the file right")
 def resume_with_a_damaged_configuration(desk: Desk) -> list[object]:
-    damage(desk.run() / "config.toml")
+    damage(desk.run() / "config.toml", at=0)
     return desk.again("--resume")
 
 
@@ -315,7 +315,7 @@ def resume_when_all_is_damaged(desk: Desk) -> list[object]:
 
 @case("metrics.jsonl, line 1", "not a JSON object", "remove that line")
 def resume_with_damaged_metrics(desk: Desk) -> list[object]:
-    damage(desk.run() / "metrics.jsonl")
+    damage(desk.run() / "metrics.jsonl", at=0)
     return desk.again("--resume")
 
 
@@ -380,10 +380,10 @@ def preparing_with_the_wrong_option(desk: Desk) -> list[object]:
     return ["data", "prepare", "rlla", desk.file("rows.jsonl", "{}\n"), "--oracle-tool"]
 
 
-def damage(file: Path) -> None:
-    """Another byte in the middle of a file, of the same size."""
+def damage(file: Path, at: int = -1) -> None:
+    """One byte of a file is another one; its size stays."""
     data = bytearray(file.read_bytes())
-    data[min(len(data) // 2, 30)] ^= 0x40
+    data[at] ^= 0x40
     file.write_bytes(data)
 
 
@@ -432,6 +432,13 @@ def test_what_the_system_refuses_is_one_line_too(desk: Desk, cli: Callable[..., 
     arguments = desk.train()
     ended = cli(*arguments[:-1], "/proc/nowhere/run")
     check(ended.status, ended.out, ended.err, ["/proc/nowhere/run", "cannot be made", "another --out"])
+
+
+def test_what_fails_on_the_way_is_one_line_too(desk: Desk, cli: Callable[..., Any]) -> None:
+    arguments = desk.train()
+    desk.file("out/rollouts", "not a folder")
+    ended = cli(*arguments)
+    check(ended.status, ended.out, ended.err, [str(desk.folder / "out" / "rollouts"), "File exists", "check path"])
 
 
 def test_a_wrong_option_is_told_with_its_usage(cli: Callable[..., Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -165,3 +166,34 @@ def test_whatever_a_function_does_to_its_arguments_the_rollouts_stay_as_they_wer
 
 def test_no_rollouts_no_results() -> None:
     assert evaluate(right, []) == []
+
+
+def in_group(said: str, group: str) -> Rollout:
+    return replace(rollout(said, truth=group), rollout_id=f"{group}/{said}", group_id=group)
+
+
+def test_groupwise_sees_the_rollouts_of_one_task_and_no_others() -> None:
+    seen = []
+
+    @reward_function
+    def rank(group_messages: list[list[Message]], ground_truth: Any) -> list[float]:
+        said = [m[-1].content or "" for m in group_messages]
+        seen.append((ground_truth, said))
+        return [float(sorted(said).index(text)) for text in said]
+
+    results = evaluate(rank, [in_group("b", "x"), in_group("q", "y"), in_group("a", "x"), in_group("r", "y")])
+    assert [r.score for r in results] == [1.0, 0.0, 0.0, 1.0]
+    assert seen == [("x", ["b", "a"]), ("y", ["q", "r"])]
+
+
+def test_a_groupwise_call_that_fails_takes_only_its_own_group_with_it() -> None:
+    @reward_function(mode="group")
+    def picky(messages: list[list[Message]], ground_truth: Any) -> list[float]:
+        if ground_truth == "x":
+            raise RuntimeError("not this one")
+        return [1.0] * (1 if ground_truth == "z" else len(messages))
+
+    rollouts = [in_group("b", "x"), in_group("q", "y"), in_group("a", "x"), in_group("c", "z"), in_group("d", "z")]
+    results = evaluate(picky, rollouts)
+    assert kinds(results) == ["exception", None, "exception", "wrong_length", "wrong_length"]
+    assert results[1].score == 1.0

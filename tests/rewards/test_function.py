@@ -268,3 +268,24 @@ def test_a_batch_of_the_wrong_length_is_a_fault_for_all(values: list[float]) -> 
 def test_a_batch_that_is_no_list_is_a_fault_for_all(values: Any) -> None:
     results = read_results(values, 2)
     assert [r.error.kind for r in results if r.error] == ["bad_type", "bad_type"]
+
+
+def test_a_file_with_one_marked_function_needs_no_name(tmp_path: Path) -> None:
+    file = tmp_path / "only.py"
+    file.write_text(
+        "from toolwise import reward_function\n\n\ndef plain(messages, ground_truth):\n    return 0\n\n\n"
+        "@reward_function\ndef marked(messages, ground_truth):\n    return 1\n"
+    )
+    assert Reward.of(str(file)).function(None, None) == 1
+
+
+@pytest.mark.parametrize(("marks", "said"), [(0, "it has none"), (2, "it has first, second: say which")])
+def test_a_file_with_none_or_several_marked_functions_must_say_which(tmp_path: Path, marks: int, said: str) -> None:
+    file = tmp_path / f"with_{marks}.py"
+    mark = "@reward_function\n" if marks else ""
+    body = "(messages, ground_truth):\n    return 1\n\n\n"
+    file.write_text(
+        f"from toolwise import reward_function\n\n\n{mark}def first{body}{mark}def second{body}",
+    )
+    with pytest.raises(ConfigError, match=said):
+        Reward.of(str(file))

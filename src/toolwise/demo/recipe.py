@@ -26,7 +26,7 @@ def demo_settings(out: Path, seed: int) -> dict[str, object]:
         "multi_turn": {"max_turns": 6},
         "reward": {"function": "toolwise.demo.reward:small_world_reward", "kwargs": {"price_per_call": 0.1}},
         "actor": {"lr": 1e-4, "warmup_steps": 3, "mini_batches": 2, "micro_batch_tokens": 4096},
-        "validation": {"every": 10},
+        "validation": {"every": 4},
         "trainer": {"total_steps": 40, "save_every": 5},
     }
 

@@ -19,6 +19,8 @@ class InProcessExecutor:
     async def evaluate(self, reward: Reward, rollouts: Sequence[Rollout], *, step: int) -> list[EvaluateResult]:
         if reward.mode == "batch":
             return await self._evaluate_batch(reward, rollouts, step)
+        if reward.mode == "group":
+            return await self._evaluate_groups(reward, rollouts, step)
         return [await self._evaluate_one(reward, rollout, step) for rollout in rollouts]
 
     async def _evaluate_one(self, reward: Reward, rollout: Rollout, step: int) -> EvaluateResult:
@@ -41,6 +43,27 @@ class InProcessExecutor:
             return read_results(await value if inspect.isawaitable(value) else value, len(rollouts))
         except Exception as fault:  # likewise
             return [_fault(fault)] * len(rollouts)
+
+    async def _evaluate_groups(self, reward: Reward, rollouts: Sequence[Rollout], step: int) -> list[EvaluateResult]:
+        """A call for each task's rollouts; one that fails takes its own group with it and no other."""
+        groups: dict[str, list[int]] = {}
+        for place, rollout in enumerate(rollouts):
+            groups.setdefault(rollout.group_id, []).append(place)
+        results: dict[int, EvaluateResult] = {}
+        for places in groups.values():
+            members = [rollouts[place] for place in places]
+            results.update(zip(places, await self._evaluate_group(reward, members, step), strict=True))
+        return [results[place] for place in range(len(rollouts))]
+
+    async def _evaluate_group(self, reward: Reward, members: Sequence[Rollout], step: int) -> list[EvaluateResult]:
+        task = members[0].task
+        try:
+            given = {"step": step, **deepcopy(task.reward_kwargs), **reward.kwargs}
+            messages = [_copies(member)[0] for member in members]
+            value = reward.function(messages, deepcopy(task.ground_truth), **reward.accepts(given))
+            return read_results(await value if inspect.isawaitable(value) else value, len(members))
+        except Exception as fault:  # likewise
+            return [_fault(fault)] * len(members)
 
 
 def _copies(rollout: Rollout) -> tuple[list[Message], Any]:

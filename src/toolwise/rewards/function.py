@@ -2,6 +2,7 @@
 
 pointwise   f(messages, ground_truth, **kwargs) -> EvaluateResult | float | dict
 batch       f(rollouts_messages, ground_truths, **kwargs) -> list of the same
+group       f(group_messages, ground_truth, **kwargs) -> list of the same: all rollouts of one task
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from typing import Any, Literal, TypeVar, overload
 from pydantic import ValidationError
 
 from toolwise.errors import ConfigError, RewardError
-from toolwise.references import load_reference
+from toolwise.references import load_module, load_reference
 from toolwise.types import EvaluateResult, EvaluationFault
 
-Mode = Literal["pointwise", "batch"]
+Mode = Literal["pointwise", "batch", "group"]
+_MODES: dict[str, Mode] = {"rollouts_messages": "batch", "group_messages": "group"}
+"""What the name of a function's first parameter says."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -39,7 +42,8 @@ def reward_function(function: F | None = None, *, mode: Mode | None = None) -> F
 
 def _mode_of(function: Callable[..., Any]) -> Mode:
     parameters = _parameters(function)
-    return "batch" if parameters and parameters[0].name == "rollouts_messages" else "pointwise"
+    first = parameters[0].name if parameters else ""
+    return _MODES.get(first, "pointwise")
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -68,7 +72,7 @@ class Reward:
         if isinstance(source, Reward):
             reward = replace(source, kwargs={**source.kwargs, **(kwargs or {})})
         else:
-            function = load_reference(source, what="reward") if isinstance(source, str) else source
+            function = find_reward(source) if isinstance(source, str) else source
             if not callable(function):
                 raise ConfigError(f"reward {source!r} is a {type(function).__name__}, not a function")
             name = source if isinstance(source, str) else _name_of(function)
@@ -81,7 +85,8 @@ class Reward:
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         if [p.kind in positional for p in _parameters(self.function)[:2]] != [True, True]:
             raise RewardError(
-                f"reward {self.name}: it must take (messages, ground_truth) or (rollouts_messages, ground_truths)"
+                f"reward {self.name}: it must take (messages, ground_truth), (rollouts_messages, ground_truths) or "
+                "(group_messages, ground_truth)"
             )
         unknown = [key for key in self.kwargs if key not in self.accepts(self.kwargs)]
         if unknown:
@@ -96,6 +101,22 @@ class Reward:
             return {key: value for key, value in kwargs.items() if key not in {p.name for p in first}}
         names = {p.name for p in more if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         return {key: value for key, value in kwargs.items() if key in names}
+
+
+def find_reward(reference: str) -> Any:
+    """`module:function`, `path.py:function`, or a module or file with exactly one decorated function."""
+    if ":" in reference:
+        return load_reference(reference, what="reward")
+    module = load_module(reference, what="reward")
+    found = {
+        name: value
+        for name, value in vars(module).items()
+        if hasattr(value, "__toolwise_reward_mode__") and getattr(value, "__module__", None) == module.__name__
+    }
+    if len(found) != 1:
+        there = f"it has {', '.join(sorted(found))}: say which, as {reference}:NAME" if found else "it has none"
+        raise ConfigError(f"reward: {reference} must have exactly one function marked @reward_function; {there}")
+    return next(iter(found.values()))
 
 
 def read_result(value: Any) -> EvaluateResult:

@@ -1,0 +1,48 @@
+"""Run the demo with several seeds, one after the other, and draw their curves: what docs/results.md shows.
+
+python scripts/five_seeds.py --out runs/seeds --picture docs/images/seeds.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from toolwise.view.curves import draw_seeds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--picture", type=Path, required=True)
+    args = parser.parse_args()
+    folders = [args.out / f"seed-{seed}" for seed in range(args.seeds)]
+    print("| seed | correct before | after | rise | cost before | after | seconds | peak memory | load |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for seed, folder in enumerate(folders):
+        command = [sys.executable, "-m", "toolwise", "demo", "--seed", str(seed), "--out", str(folder)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        summary = json.loads((folder / "summary.json").read_text())
+        before, after = summary["before"], summary["after"]
+        cells = [
+            str(seed),
+            f"{before['correct']:.3f}",
+            f"{after['correct']:.3f}",
+            f"{after['correct'] - before['correct']:+.3f}",
+            f"{before['cost']:.2f}",
+            f"{after['cost']:.2f}",
+            f"{summary['seconds']:.0f}",
+            f"{summary['peak_rss_mb']:.0f} MB",
+            f"{os.getloadavg()[0]:.1f}",
+        ]
+        print(f"| {' | '.join(cells)} |", flush=True)
+    draw_seeds(folders, args.picture)
+
+
+if __name__ == "__main__":
+    main()

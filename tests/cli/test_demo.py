@@ -1,0 +1,74 @@
+"""`toolwise demo`: a run of its own making, in a folder that can be moved, and no file of anybody else's touched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Cli = Callable[..., Any]
+SMALL = [
+    *("--set", "data.batch_size=2", "--set", "rollout.n=2", "--set", "data.val_limit=4"),
+    *("--set", "trainer.total_steps=1", "--set", "rollout.max_new_tokens=24", "--set", "multi_turn.max_turns=2"),
+]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory, cli: Cli) -> Path:
+    """A demo started from its own folder by a relative path."""
+    folder = tmp_path_factory.mktemp("demo")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        ended = cli("demo", "--out", "first", *SMALL)
+        assert ended.status == 0, ended.err
+        assert "correct before" in ended.out
+    return folder / "first"
+
+
+def test_a_run_folder_comes_of_it(demo: Path) -> None:
+    assert {"tasks", "config.toml", "metrics.jsonl", "rollouts", "checkpoints", "summary.json", "report.html"} <= {
+        path.name for path in demo.iterdir()
+    }
+    summary = json.loads((demo / "summary.json").read_bytes())
+    assert summary["name"] == "demo"
+    assert (summary["before"]["n"], summary["after"]["n"]) == (4, 4)
+
+
+def test_the_folder_can_be_moved_and_still_be_evaluated_and_resumed(
+    demo: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = tmp_path / "moved"
+    demo.rename(moved)
+    try:
+        monkeypatch.chdir(tmp_path)
+        ended = cli("eval", "moved", "--json")
+        assert ended.status == 0, ended.err
+        assert json.loads(ended.out) == json.loads((moved / "summary.json").read_bytes())["after"]
+        ended = cli("demo", "--out", "moved", "--resume", *SMALL, "--set", "trainer.total_steps=2")
+        assert ended.status == 0, ended.err
+        assert json.loads((moved / "summary.json").read_bytes())["steps"] == 2
+    finally:
+        moved.rename(demo)
+
+
+def test_another_seed_has_other_tasks_and_is_another_run(demo: Path, cli: Cli) -> None:
+    before = (demo / "tasks" / "train.jsonl").read_bytes()
+    ended = cli("demo", "--out", demo, "--resume", "--seed", 5, *SMALL)
+    assert ended.status == 2
+    assert "seed is not what the run began with" in ended.err
+    assert (demo / "tasks" / "train.jsonl").read_bytes() == before
+
+
+def test_files_of_the_user_are_read_and_never_written(
+    tmp_path: Path, cli: Cli, make_config: Callable[..., Path]
+) -> None:
+    make_config(tmp_path)
+    mine = {name: (tmp_path / name).read_bytes() for name in ("train.jsonl", "heldout.jsonl")}
+    given = ["--set", f"data.train={tmp_path / 'train.jsonl'}", "--set", f"data.val={tmp_path / 'heldout.jsonl'}"]
+    ended = cli("demo", "--out", tmp_path / "run", *SMALL, *given, "--set", "model.path=builtin:none")
+    assert ended.status == 2
+    assert "no built-in model 'none'" in ended.err
+    assert {name: (tmp_path / name).read_bytes() for name in mine} == mine

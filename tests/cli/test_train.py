@@ -1,0 +1,188 @@
+"""`toolwise train`: what a run leaves in its folder, and what a dry run does not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+FILES = ["eval-000000", "eval-000002", "step-000001", "step-000002"]
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_everything_is_in_the_folder(tiny_run: Path) -> None:
+    assert sorted(path.name for path in tiny_run.iterdir()) == [
+        "checkpoints",
+        "config.toml",
+        "metrics.jsonl",
+        "report.html",
+        "report.png",
+        "rollouts",
+        "summary.json",
+    ]
+    endings = ("jsonl", "safetensors")
+    assert {path.name for path in (tiny_run / "rollouts").iterdir()} == {f"{f}.{end}" for f in FILES for end in endings}
+    assert (tiny_run / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert "tiny" in (tiny_run / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_configuration_in_the_folder_makes_the_same_run(tiny_run: Path) -> None:
+    from toolwise.config import load_config
+
+    assert load_config(tiny_run / "config.toml") == load_config(tiny_run.parent / "run.toml")
+
+
+def test_the_metrics_are_one_line_a_step_and_one_a_validation(tiny_run: Path) -> None:
+    lines = read_lines(tiny_run / "metrics.jsonl")
+    assert [(line["step"], "eval/score" in line) for line in lines] == [(0, True), (1, False), (2, False), (2, True)]
+    for line in lines[1:3]:
+        assert line["rollouts"] == 4
+        assert line["time/step_s"] >= line["time/rollout_s"] > 0
+    assert lines[0]["eval/n"] == lines[3]["eval/n"] == 4
+
+
+def test_the_summary_says_what_came_of_it(tiny_run: Path) -> None:
+    summary = json.loads((tiny_run / "summary.json").read_bytes())
+    lines = read_lines(tiny_run / "metrics.jsonl")
+    for when, line in (("before", lines[0]), ("after", lines[3])):
+        assert summary[when]["n"] == 4
+        assert summary[when]["score"] == line["eval/score"]
+        assert sum(part["n"] for part in summary[when]["by_kind"].values()) == 4
+    assert (summary["steps"], summary["total_steps"], summary["interrupted"]) == (2, 2, False)
+    assert summary["seconds"] > 0
+    assert summary["peak_rss_mb"] > 50
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_tokens_and_log_probs_line_up_with_the_rollouts(tiny_run: Path, name: str) -> None:
+    records = read_lines(tiny_run / "rollouts" / f"{name}.jsonl")
+    assert len({record["rollout_id"] for record in records}) == len(records) == 4
+    with safe_open(tiny_run / "rollouts" / f"{name}.safetensors", framework="np") as file:
+        told = [tuple(entry) for entry in json.loads(file.metadata()["steps"])]
+        arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    expected = [(record["rollout_id"], i) for record in records for i in range(len(record["steps"]))]
+    assert told == expected
+    sampled, prompts = arrays["token_ids.offsets"], arrays["prompt_ids.offsets"]
+    counts = [step["tokens"] for record in records for step in record["steps"]]
+    assert np.diff(sampled).tolist() == counts
+    assert sampled[-1] == len(arrays["token_ids"]) == len(arrays["logprobs"])
+    assert prompts[-1] == len(arrays["prompt_ids"])
+    assert np.isfinite(arrays["logprobs"]).all()
+    assert (arrays["logprobs"] <= 0).all()
+
+
+def test_each_turn_s_prompt_is_all_that_came_before_it(tiny_run: Path) -> None:
+    with safe_open(tiny_run / "rollouts" / "step-000001.safetensors", framework="np") as file:
+        told = json.loads(file.metadata()["steps"])
+        arrays = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    spans = {key: list(pairwise(arrays[f"{key}.offsets"])) for key in ("prompt_ids", "token_ids")}
+    followed = 0
+    for here, (rollout_id, index) in enumerate(told):
+        if index:
+            before = np.concatenate([arrays[key][slice(*spans[key][here - 1])] for key in ("prompt_ids", "token_ids")])
+            prompt = arrays["prompt_ids"][slice(*spans["prompt_ids"][here])]
+            assert told[here - 1] == [rollout_id, index - 1]
+            assert prompt[: len(before)].tolist() == before.tolist()
+            followed += 1
+    assert followed
+
+
+def test_the_tokens_are_what_was_said(tiny_run: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_run / "checkpoints" / "step-000002" / "model")
+    records = {record["rollout_id"]: record for record in read_lines(tiny_run / "rollouts" / "eval-000002.jsonl")}
+    with safe_open(tiny_run / "rollouts" / "eval-000002.safetensors", framework="np") as file:
+        last = {rollout_id: place for place, (rollout_id, _) in enumerate(json.loads(file.metadata()["steps"]))}
+        ids, offsets = file.get_tensor("token_ids"), file.get_tensor("token_ids.offsets")
+    answered = [name for name, record in records.items() if record["stop_reason"] == "answered"]
+    assert answered
+    for name in answered:
+        tokens = ids[offsets[last[name]] : offsets[last[name] + 1]].tolist()
+        said = tokenizer.decode(tokens, skip_special_tokens=True)
+        assert said.strip() == records[name]["messages"][-1]["content"].strip()
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_checkpoints_are_models_that_plain_transformers_loads(tiny_run: Path, step: int) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from toolwise.models import BUILTIN
+
+    folder = tiny_run / "checkpoints" / f"step-{step:06d}" / "model"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    asked = tokenizer.apply_chat_template([{"role": "user", "content": "What is 2 + 3?"}], return_tensors="pt")
+    assert torch.isfinite(model(asked["input_ids"]).logits).all()
+    first = AutoModelForCausalLM.from_pretrained(BUILTIN / "small")
+    assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), first.parameters(), strict=True))
+
+
+def test_what_came_of_it_is_shown(tiny_run: Path) -> None:
+    shown = (tiny_run.parent / "stdout.txt").read_text(encoding="utf-8")
+    assert "correct before" in shown
+    assert "2 steps in" in shown
+    assert str(tiny_run / "report.html") in shown
+    assert f"run folder: {tiny_run}" in shown
+
+
+def test_a_dry_run_checks_everything_and_trains_nothing(
+    tmp_path: Path, cli: Callable[..., Any], make_config: Callable[..., Path]
+) -> None:
+    import tomllib
+
+    from toolwise.config import RunConfig, load_config
+
+    config = make_config(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    ended = cli("train", config, "--dry-run", "--out", tmp_path / "run", "--set", "rollout.n=3")
+    assert (ended.status, ended.err) == (0, "")
+    assert sorted(tmp_path.rglob("*")) == before
+    told, last = ended.out.strip().rsplit("\n", 1)
+    assert RunConfig.model_validate(tomllib.loads(told)) == load_config(config, ["rollout.n=3"])
+    assert last == "# 4 batches an epoch, 4 held-out tasks, tools: calculator, search; everything checks out"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model": {"path": "builtin:large"}}, "no built-in model"),
+        ({"rollout": {"n": 1}}, "rollout.n is 1"),
+        ({"data": {"val": "gone.jsonl"}}, "gone.jsonl"),
+    ],
+)
+def test_a_dry_run_finds_what_a_run_would(
+    tmp_path: Path, cli: Callable[..., Any], make_config: Callable[..., Path], changes: dict[str, Any], said: str
+) -> None:
+    ended = cli("train", make_config(tmp_path, changes), "--dry-run")
+    assert ended.status == 2
+    assert said in ended.err
+
+
+def test_a_dry_run_looks_at_the_folder_too(tiny_run: Path, cli: Callable[..., Any]) -> None:
+    ended = cli("train", tiny_run.parent / "run.toml", "--dry-run", "--out", tiny_run)
+    assert ended.status == 2
+    assert "already holds a run" in ended.err
+    assert cli("train", tiny_run.parent / "run.toml", "--dry-run", "--out", tiny_run, "--resume").status == 0
+
+
+def test_the_folder_has_a_name_of_its_own_where_none_is_given(
+    tmp_path: Path, cli: Callable[..., Any], make_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    changes = {"trainer": {"total_steps": 1, "console": False}, "validation": {"before": False}}
+    ended = cli("train", make_config(tmp_path, changes), "--set", "data.val_limit=1")
+    assert ended.status == 0, ended.err
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("tiny-2")
+    assert f"run folder: runs/{folder.name}" in ended.out
+    assert json.loads((folder / "summary.json").read_bytes())["before"] is None

@@ -1,0 +1,163 @@
+"""The same from Python: no files but the run's own, and from inside a running event loop as well."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import toolwise
+from toolwise.api import new_folder, read_config, read_tasks, run_async
+from toolwise.errors import ConfigError, DataError
+
+ROWS = [{"prompt": f"What is {a} * {b}?", "ground_truth": str(a * b)} for a, b in ((123, 45), (67, 89), (31, 271))]
+SMALL = {
+    "deterministic": True,
+    "model": {"device": "cpu"},
+    "data": {"batch_size": 2},
+    "rollout": {"n": 2, "max_new_tokens": 32},
+    "multi_turn": {"max_turns": 2},
+    "actor": {"lr": 1e-4},
+    "trainer": {"total_steps": 1, "console": False},
+}
+asked: list[str] = []
+
+
+def calculator(expression: str) -> str:
+    """Calculates.
+
+    Args:
+        expression: Such as 12 * 3.
+    """
+    asked.append(expression)
+    return "5535"
+
+
+def right(messages: list[Any], ground_truth: Any) -> float:
+    return float(str(ground_truth) in (messages[-1].content or ""))
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    out = tmp_path_factory.mktemp("api") / "run"
+    return toolwise.train(
+        SMALL, model="builtin:small", tasks=ROWS, val=ROWS[:1], tools=[calculator], reward=right, out=out
+    )
+
+
+def test_a_run_comes_of_plain_functions_and_dictionaries(result: Any) -> None:
+    assert result.summary["steps"] == 1
+    assert result.summary["before"]["n"] == 1
+    assert (result.out / "report.html").is_file()
+    records = (result.out / "rollouts" / "step-000001.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(records) == 4
+    assert {json.loads(line)["task_id"].split("/")[0] for line in records} == {"tasks"}
+
+
+def test_the_function_is_a_tool_that_the_model_calls(result: Any) -> None:
+    assert asked
+    assert any("*" in expression for expression in asked)
+
+
+def test_from_inside_a_running_loop(tmp_path: Path) -> None:
+    async def notebook() -> Any:
+        return toolwise.train(SMALL, tasks=ROWS[:2], reward=right, out=tmp_path / "run")
+
+    found = asyncio.run(notebook())
+    assert found.summary["steps"] == 1
+    assert found.summary["before"] is None
+
+
+def test_a_model_is_evaluated_on_rows(result: Any) -> None:
+    config = {key: value for key, value in SMALL.items() if key != "trainer"}
+    model = result.out / "checkpoints" / "step-000001" / "model"
+    figures = toolwise.evaluate(model, ROWS[:1], config=config, tools=[calculator], reward=right)
+    assert figures == result.summary["after"]
+
+
+def test_a_model_is_taught_on_rows(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]}]
+    figures = toolwise.sft("builtin:small", rows, tmp_path / "taught", steps=3, lr=1e-3, row_tokens=64)
+    assert figures["loss"] < figures["first_loss"]
+    assert (tmp_path / "taught" / "model.safetensors").is_file()
+
+
+def test_a_run_can_be_gone_on_with_and_only_by_its_own_settings(result: Any) -> None:
+    given: dict[str, Any] = {"tasks": ROWS, "val": ROWS[:1], "tools": [calculator], "reward": right, "out": result.out}
+    with pytest.raises(ConfigError, match="already holds a run"):
+        toolwise.train(SMALL, **given)
+    with pytest.raises(ConfigError, match=r"rollout\.n is not what the run began with"):
+        toolwise.train(SMALL, **given, resume=True, overrides=["rollout.n=3"])
+    with pytest.raises(toolwise.ToolwiseError, match="other data"):
+        toolwise.train(SMALL, **{**given, "tasks": ROWS[:2]}, resume=True)
+    again = toolwise.train(SMALL, **given, resume=True, overrides=["trainer.total_steps=2"])
+    assert again.summary["steps"] == 2
+
+
+def test_a_reward_that_fails_stops_the_run_with_its_reason(tmp_path: Path) -> None:
+    def broken(messages: list[Any], ground_truth: Any) -> float:
+        raise KeyError("gold")
+
+    with pytest.raises(toolwise.ToolwiseError, match="reward broken failed on 4 of 4 rollouts") as caught:
+        toolwise.train(SMALL, tasks=ROWS, reward=broken, out=tmp_path / "run")
+    assert "KeyError: 'gold'" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "error", "said"),
+    [
+        ([], ConfigError, "tasks is empty"),
+        ([{"question": "1?"}], DataError, "tasks: row 0"),
+        ([{"prompt": "1?", "task_id": "a"}, {"prompt": "2?", "task_id": "a"}], DataError, "row 0's already"),
+        ("nowhere.jsonl", DataError, "nowhere.jsonl"),
+    ],
+)
+def test_rows_are_checked_as_those_of_files_are(tasks: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        read_tasks(tasks, "tasks")
+
+
+def test_tasks_and_rows_may_be_mixed() -> None:
+    task = toolwise.Task(task_id="mine", prompt=[toolwise.Message(role="user", content="1?")])
+    found = read_tasks([task, {"prompt": "2?"}], "tasks") or []
+    assert [t.task_id for t in found] == ["mine", "tasks/row-1"]
+    assert read_tasks(None, "val") is None
+
+
+def test_a_configuration_may_be_a_file_a_mapping_an_object_or_nothing(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("seed = 4\n", encoding="utf-8")
+    for given in (tmp_path / "run.toml", str(tmp_path / "run.toml"), {"seed": 4}, toolwise.RunConfig(seed=4)):
+        assert (
+            read_config(given, ["actor.lr=0.5"]).model_dump()
+            == toolwise.RunConfig.model_validate({"seed": 4, "actor": {"lr": 0.5}}).model_dump()
+        )
+    assert read_config(None) == toolwise.RunConfig()
+
+
+@pytest.mark.parametrize("name", ["builtin:small", "/models/my model", 'a"b', "10"])
+def test_a_model_given_beside_takes_the_configuration_s_place(name: str) -> None:
+    assert read_config({"model": {"path": "other"}}, (), name).model.path == name
+
+
+def test_folders_are_named_after_the_run_and_the_time() -> None:
+    assert new_folder("demo").parent == Path("runs")
+    assert new_folder("demo").name.startswith("demo-2")
+
+
+async def fail() -> None:
+    raise ValueError("inside")
+
+
+async def fail_within() -> None:
+    run_async(fail())
+
+
+def test_what_is_raised_inside_comes_out_with_or_without_a_loop() -> None:
+    with pytest.raises(ValueError, match="inside"):
+        run_async(fail())
+    with pytest.raises(ValueError, match="inside"):
+        asyncio.run(fail_within())

@@ -1,0 +1,115 @@
+"""`deterministic = true`: the same run again, in one go or in pieces, gives the same figures to the last digit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+JUDGE = """
+import os, time
+from toolwise.demo.reward import small_world_reward
+
+marker = os.environ.pop("MARKER", None)
+calls = 0
+
+def judge(messages, ground_truth, step=0):
+    global calls
+    calls += step == 2
+    if marker and step == 2 and calls == 5:
+        open(marker, "w").close()
+        time.sleep(2)
+    return small_world_reward(messages, ground_truth)
+"""
+"""A reward that says when the third step has come, after the four tasks of a validation, and waits there."""
+
+STEPS = 4
+Cli = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory, make_config: Callable[..., Path]) -> Path:
+    folder = tmp_path_factory.mktemp("determinism")
+    (folder / "judge.py").write_text(JUDGE, encoding="utf-8")
+    changes = {
+        "reward": {"function": "judge.py:judge"},
+        "actor": {"lr": 1e-3, "mini_batches": 2, "warmup_steps": 3, "weight_decay": 0.01},
+        "validation": {"every": 2},
+        "trainer": {"total_steps": STEPS, "save_every": 2, "console": False},
+    }
+    return make_config(folder, changes)
+
+
+@pytest.fixture(scope="module")
+def straight(config: Path, cli: Cli) -> Path:
+    return train(cli, config, config.parent / "straight")
+
+
+def train(cli: Cli, config: Path, out: Path, *more: str) -> Path:
+    ended = cli("train", config, "--out", out, *more)
+    assert ended.status == 0, ended.err
+    return out
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [{name: value for name, value in line.items() if not name.startswith("time/")} for line in lines]
+
+
+def assert_same(run: Path, straight: Path) -> None:
+    assert metrics(run) == metrics(straight)
+    rollouts = {path.name: path.read_bytes() for path in (straight / "rollouts").iterdir()}
+    assert {path.name: path.read_bytes() for path in (run / "rollouts").iterdir()} == rollouts
+    last = Path("checkpoints") / f"step-{STEPS:06d}"
+    for name in ("model/model.safetensors", "actor.safetensors", "actor.json", "batches.json"):
+        assert (run / last / name).read_bytes() == (straight / last / name).read_bytes(), name
+    for when in ("before", "after"):
+        assert summary(run)[when] == summary(straight)[when]
+
+
+def summary(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "summary.json").read_bytes())
+    return found
+
+
+def test_something_is_learned_in_each_step(straight: Path) -> None:
+    """Else the other tests would compare nothing with nothing."""
+    updates = [line["actor/updates"] for line in metrics(straight) if "actor/updates" in line]
+    assert len(updates) == STEPS
+    assert sum(updates) >= 2
+    assert [line["step"] for line in metrics(straight)] == [0, 1, 2, 2, 3, 4, 4]
+
+
+def test_the_same_run_twice(straight: Path, config: Path, cli: Cli) -> None:
+    assert_same(train(cli, config, config.parent / "twice"), straight)
+
+
+def test_a_run_that_ended_earlier_and_goes_on(straight: Path, config: Path, cli: Cli) -> None:
+    out = config.parent / "pieces"
+    train(cli, config, out, "--set", "trainer.total_steps=2")
+    assert_same(train(cli, config, out, "--resume"), straight)
+
+
+def test_a_run_that_is_interrupted_by_ctrl_c_and_goes_on(straight: Path, config: Path, cli: Cli) -> None:
+    out, marker = config.parent / "interrupted", config.parent / "third-step"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MARKER": str(marker)}
+    command = [sys.executable, "-m", "toolwise", "train", str(config), "--out", str(out)]
+    child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not marker.exists():
+        assert child.poll() is None, child.communicate()
+        time.sleep(0.01)
+    child.send_signal(signal.SIGINT)
+    told, err = child.communicate(timeout=120)
+    assert child.returncode == 130, err
+    assert "SIGINT: finishing this step and saving" in err
+    assert f"stopped after step 3; go on with --resume --out {out}" in told
+    assert summary(out)["interrupted"] is True
+    assert_same(train(cli, config, out, "--resume"), straight)

@@ -51,7 +51,7 @@ def test_everything_the_configuration_says_arrives_where_it_works() -> None:
     assert (run.scheduler.deadline_s, run.scheduler.tool_timeout_s) == (8, 2.5)
     assert list(run.scheduler.tools) == ["calculator", "search"]
     assert run.scheduler.tools["search"].price == 0.5
-    assert run.reward.kwargs == {"price": 0.1}
+    assert run.rewards.parts[0].reward.kwargs == {"price": 0.1}
     assert run.estimator == Grpo(norm_by_std=False)
     assert (run.learner.settings.lr, run.learner.settings.mini_batches) == (1e-4, 2)
     assert run.router.seed == 7
@@ -119,7 +119,7 @@ def test_tools_given_in_python_join_those_of_the_file() -> None:
 def test_a_finished_reward_gets_the_configuration_s_arguments() -> None:
     given = config(reward={"kwargs": {"price": 0.3}})
     run = assemble(given, tasks=TASKS, validation_tasks=[], reward=Reward.of(judge))
-    assert run.reward.kwargs == {"price": 0.3}
+    assert run.rewards.parts[0].reward.kwargs == {"price": 0.3}
 
 
 def test_files_are_read_within_their_limits(tmp_path: Path) -> None:
@@ -206,3 +206,20 @@ def test_progress_is_plain_data() -> None:
     copy = Progress()
     copy.load_state_dict(json.loads(json.dumps(progress.state_dict())))
     assert copy == progress
+
+
+def parts(*weights: float, **settings: Any) -> RunConfig:
+    function = "toolwise.demo.reward:small_world_reward"
+    return config(reward={"parts": [{"function": function, "weight": w} for w in weights], **settings})
+
+
+def test_several_rewards_are_read_with_their_weights() -> None:
+    run = assemble(parts(1.0, -0.5, combine="normalize"), tasks=TASKS, validation_tasks=[])
+    assert [part.weight for part in run.rewards.parts] == [1.0, -0.5]
+    assert run.rewards.how == "normalize"
+
+
+def test_a_function_beside_parts_is_refused() -> None:
+    both = parts(1.0, function="toolwise.demo.reward:small_world_reward")
+    with pytest.raises(ConfigError, match="both given"):
+        assemble(both, tasks=TASKS, validation_tasks=[])

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 
 from toolwise.messages import Message
-from toolwise.summary import mean, reward_metrics, summarize, summarize_validation, validation_metrics
+from toolwise.summary import mean, reported, summarize, summarize_validation, validation_metrics
 from toolwise.types import (
     EvaluateResult,
     EvaluationFault,
@@ -71,6 +71,7 @@ def test_a_step_s_figures() -> None:
         "score/mean": 0.5,
         "score/std": pytest.approx((0.5 / 3) ** 0.5),
         "reward/correct/mean": pytest.approx(2 / 3),
+        "reward/correct/std": pytest.approx((2 / 9) ** 0.5),
         "stop/answered": 0.5,
         "stop/max_tokens": 0.5,
         "reward/errors/exception": 1.0,
@@ -145,7 +146,7 @@ def test_metrics_are_averaged_over_those_that_have_them_and_are_valid() -> None:
     one = scored(1.0, correct=1.0, style=0.2)
     two = scored(1.0, correct=0.0)
     two.result.metrics["style"] = MetricResult(score=99.0, is_score_valid=False)
-    assert reward_metrics([one, two]) == {"correct": 0.5, "style": 0.2}
+    assert reported([one, two]) == {"correct": [1.0, 0.0], "style": [0.2]}
 
 
 def test_the_mean() -> None:

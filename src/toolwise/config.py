@@ -45,7 +45,8 @@ class RolloutConfig(Section):
     temperature: PositiveFloat = 1.0
     max_new_tokens: PositiveInt = 256
     """Tokens a turn at most."""
-    tool_parser: Literal["hermes"] = "hermes"
+    tool_parser: Literal["hermes", "none"] = "hermes"
+    """How calls are read from what the model writes; "none" leaves text as it is (RLLA: nothing executes)."""
     max_batch: PositiveInt = 256
     """Requests that generate together at most."""
     max_concurrent: PositiveInt = 1024
@@ -60,10 +61,20 @@ class MultiTurnConfig(Section):
     tool_timeout_s: PositiveFloat = 30.0
 
 
+class RewardPart(Section):
+    function: str
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    weight: float = 1.0
+
+
 class RewardConfig(Section):
     function: str = ""
-    """package.module:function or path/to/file.py:function"""
+    """package.module:function, path/to/file.py:function, or a module or file with one function marked as a reward"""
     kwargs: dict[str, Any] = Field(default_factory=dict)
+    parts: list[RewardPart] = Field(default_factory=list)
+    """Several rewards in place of `function`: [[reward.parts]] tables of function, weight and kwargs."""
+    combine: Literal["sum", "normalize"] = "sum"
+    """Add the parts by weight as they are, or each normalised within its group first."""
     max_error_rate: float = Field(default=0.2, ge=0.0, le=1.0)
     """The run stops when more than this share of a step's rollouts could not be scored."""
 
@@ -152,6 +163,10 @@ def place_paths(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             model["path"] = str(found)
     if isinstance(reward, dict) and "function" in reward:
         reward["function"] = _place_reference(reward["function"], folder)
+    parts = reward.get("parts") if isinstance(reward, dict) else None
+    for part in parts if isinstance(parts, list) else ():
+        if isinstance(part, dict) and "function" in part:
+            part["function"] = _place_reference(part["function"], folder)
     for number, tool in enumerate(tools) if isinstance(tools, list) else ():
         if not isinstance(tool, dict):
             tools[number] = _place_reference(tool, folder)
@@ -161,5 +176,7 @@ def place_paths(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _place_reference(reference: Any, folder: Path) -> Any:
-    file, colon, name = reference.rpartition(":") if isinstance(reference, str) else ("", "", "")
-    return f"{folder / Path(file).expanduser()}:{name}" if colon and file.endswith(".py") else reference
+    if not isinstance(reference, str):
+        return reference
+    file, colon, name = (reference, "", "") if reference.endswith(".py") else reference.rpartition(":")
+    return f"{folder / Path(file).expanduser()}{colon}{name}" if file.endswith(".py") else reference

@@ -76,13 +76,13 @@ async def collect(run: Run) -> tuple[list[ScoredRollout], list[ScoredRollout], M
 
 async def score(run: Run, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
     """Rewards for all, aligned to steps; the run stops only where too many could not be had."""
-    results = await run.executor.evaluate(run.reward, rollouts, step=run.progress.step)
+    results = await run.rewards.evaluate(run.executor, rollouts, step=run.progress.step)
     faults = [(r, result.error) for r, result in zip(rollouts, results, strict=True) if result.error is not None]
     if len(faults) > run.config.reward.max_error_rate * len(rollouts):
         rollout, fault = faults[0]
         reason = " ".join(fault.message.split())
         raise RewardError(
-            f"reward {run.reward.name} failed on {len(faults)} of {len(rollouts)} rollouts, more than "
+            f"reward {run.rewards.name} failed on {len(faults)} of {len(rollouts)} rollouts, more than "
             f"reward.max_error_rate allows; first on {rollout.rollout_id}: {fault.kind}: {reason}"
         )
     return align_rollouts(rollouts, results)

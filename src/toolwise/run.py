@@ -14,6 +14,7 @@ from toolwise.config import RunConfig
 from toolwise.data import Batches, load_tasks
 from toolwise.errors import ConfigError
 from toolwise.protocols import AdvantageEstimator, Executor, Sampling
+from toolwise.rewards.combine import Rewards, Weighted
 from toolwise.rewards.executor import InProcessExecutor
 from toolwise.rewards.function import Reward
 from toolwise.rollout.scheduler import RolloutScheduler
@@ -59,7 +60,7 @@ class Run:
     scheduler: RolloutScheduler
     policy: LocalPolicy
     executor: Executor
-    reward: Reward
+    rewards: Rewards
     learner: Actor
     estimator: AdvantageEstimator
     chat: ChatTokenizer
@@ -88,7 +89,7 @@ def assemble(
     Everything that can be wrong with the input is found here, before any work is done.
     """
     found_tools = build_tools([*config.tools, *(tools or ())])
-    found_reward = Reward.of(reward if reward is not None else _reward_reference(config), config.reward.kwargs)
+    rewards = _rewards(config, reward)
     train = tasks if tasks is not None else _load(config, "train", config.data.limit)
     held_out = validation_tasks if validation_tasks is not None else _load(config, "val", config.data.val_limit)
     for task in (*train, *held_out):
@@ -100,11 +101,11 @@ def assemble(
         shuffle=config.data.shuffle,
         drop_last=config.data.drop_last,
     )
-    return _with_model(config, batches, held_out, found_tools, found_reward)
+    return _with_model(config, batches, held_out, found_tools, rewards)
 
 
 def _with_model(
-    config: RunConfig, batches: Batches, held_out: Sequence[Task], tools: dict[str, BaseTool], reward: Reward
+    config: RunConfig, batches: Batches, held_out: Sequence[Task], tools: dict[str, BaseTool], rewards: Rewards
 ) -> Run:
     from toolwise.models import load_model, locate
 
@@ -138,7 +139,7 @@ def _with_model(
         scheduler=scheduler,
         policy=policy,
         executor=InProcessExecutor(),
-        reward=reward,
+        rewards=rewards,
         learner=Actor(model, actor_settings(config), pad_id=chat.pad_id),
         estimator=ESTIMATORS[config.algorithm.adv_estimator](norm_by_std=config.algorithm.norm_adv_by_std),
         chat=chat,
@@ -187,10 +188,18 @@ def check_learnable(config: RunConfig) -> None:
         raise ConfigError("rollout.do_sample is false: rollouts of one task would all be the same; set it to true")
 
 
-def _reward_reference(config: RunConfig) -> str:
-    if not config.reward.function:
+def _rewards(config: RunConfig, given: str | Callable[..., Any] | Reward | None) -> Rewards:
+    """The reward given in Python, or the parts, or the one function that the configuration names."""
+    named = config.reward
+    if given is None and named.parts:
+        if named.function:
+            raise ConfigError("reward.function and reward.parts are both given: make the function one of the parts")
+        parts = tuple(Weighted(Reward.of(part.function, part.kwargs), part.weight) for part in named.parts)
+        return Rewards(parts, named.combine)
+    if given is None and not named.function:
         raise ConfigError("reward.function is missing: name one as package.module:function or path/to/file.py:function")
-    return config.reward.function
+    found = Reward.of(given if given is not None else named.function, named.kwargs)
+    return Rewards((Weighted(found),), named.combine)
 
 
 def _load(config: RunConfig, which: str, limit: int | None) -> list[Task]:

@@ -26,10 +26,9 @@ def summarize(scored: Sequence[ScoredRollout]) -> Metrics:
     }
     if counted:
         scores = [s.score for s in counted]
-        centre = mean(scores)
-        metrics["score/mean"] = centre
-        metrics["score/std"] = mean([(x - centre) ** 2 for x in scores]) ** 0.5
-        metrics |= {f"reward/{name}/mean": value for name, value in reward_metrics(counted).items()}
+        metrics |= {"score/mean": mean(scores), "score/std": std(scores)}
+        for name, values in reported(counted).items():
+            metrics |= {f"reward/{name}/mean": mean(values), f"reward/{name}/std": std(values)}
     for reason, count in Counter(s.rollout.stop_reason.value for s in scored).items():
         metrics[f"stop/{reason}"] = count / len(scored)
     for kind, count in Counter(s.result.error.kind for s in scored if s.result.error).items():
@@ -65,18 +64,23 @@ def _figures(scored: Sequence[ScoredRollout]) -> dict[str, Any]:
     }
     first = {"n": len(scored)} | ({"score": mean([s.score for s in counted])} if counted else {})
     taken = {"n", "score", "by_kind", *own}
-    return first | {name: v for name, v in reward_metrics(counted).items() if name not in taken} | own
+    return first | {name: mean(v) for name, v in reported(counted).items() if name not in taken} | own
 
 
-def reward_metrics(counted: Sequence[ScoredRollout]) -> dict[str, float]:
-    """The mean of each metric that the reward reports."""
+def reported(counted: Sequence[ScoredRollout]) -> dict[str, list[float]]:
+    """The values of each metric that the reward reports."""
     values: dict[str, list[float]] = defaultdict(list)
     for s in counted:
         for name, metric in s.result.metrics.items():
             if metric.is_score_valid:
                 values[name].append(metric.score)
-    return {name: mean(found) for name, found in sorted(values.items())}
+    return dict(sorted(values.items()))
 
 
 def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
+
+
+def std(values: Sequence[float]) -> float:
+    centre = mean(values)
+    return mean([(x - centre) ** 2 for x in values]) ** 0.5

@@ -415,3 +415,10 @@ def test_any_row_is_a_task_or_a_data_error(tmp_path_factory: pytest.TempPathFact
         assert "\n" not in str(error)  # noqa: PT017
     else:
         assert task.prompt or task.prompt_ids
+
+
+def test_a_column_that_would_hide_the_training_step_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "hi", "step": 3}\n')
+    with pytest.raises(DataError, match="step"):
+        load_tasks(file)

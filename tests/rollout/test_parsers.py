@@ -178,3 +178,8 @@ def test_a_tool_action_names_its_first_call_and_has_them_all() -> None:
 
 def test_parsers_are_chosen_by_name() -> None:
     assert PARSERS["hermes"] is parse_hermes
+
+
+def test_without_a_parser_text_is_left_as_it_is() -> None:
+    text = '<think>so</think>\n<tool_call>\n{"name": "f", "parameters": {}}\n</tool_call>'
+    assert PARSERS["none"](text) == (text, [])

@@ -59,7 +59,7 @@ def gold_calls(ground_truth: str) -> list[dict[str, Any]]:
     """The calls of the gold answer: one JSON object a line inside its last tool block."""
     blocks = _TOOL_BLOCK.findall(after_thought(ground_truth))
     calls = []
-    for line in blocks[-1].splitlines() if blocks else []:
+    for line in blocks[-1].split("\n") if blocks else []:
         if not line.strip():
             continue
         try:

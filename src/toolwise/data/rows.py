@@ -41,7 +41,9 @@ KNOWN_COLUMNS = frozenset(
 """Every other column is a keyword argument of the reward."""
 
 TOOL_PHASES = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
-_GIVEN_TO_REWARDS = frozenset({"messages", "ground_truth", "rollouts_messages", "ground_truths"})
+_GIVEN_TO_REWARDS = frozenset(
+    {"messages", "ground_truth", "rollouts_messages", "ground_truths", "group_messages", "step"}
+)
 _LIFTED = frozenset({"tools", "tools_kwargs", "interaction_kwargs", "need_tools_kwargs"})
 
 

@@ -39,7 +39,12 @@ def _read_call(block: str, index: int) -> ToolCall:
     return ToolCall(id=f"call_{index}", name=value["name"], arguments=arguments)
 
 
-PARSERS: dict[str, Callable[[str], Parsed]] = {"hermes": parse_hermes}
+def parse_none(text: str) -> Parsed:
+    """Text is text: for tasks whose calls are only ever read by the reward, such as RLLA's."""
+    return text, []
+
+
+PARSERS: dict[str, Callable[[str], Parsed]] = {"hermes": parse_hermes, "none": parse_none}
 
 
 def to_action(content: str, calls: list[ToolCall]) -> dict[str, Any]:

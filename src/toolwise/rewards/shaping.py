@@ -1,0 +1,95 @@
+"""Rewards for how an answer looks: its length and its tags. Small weights beside a reward for being right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+from toolwise.errors import ConfigError
+from toolwise.messages import Message
+from toolwise.rewards.function import reward_function
+from toolwise.rewards.transcript import last_said, replies_to_user, split_thought
+from toolwise.types import EvaluateResult, MetricResult
+
+Part = Literal["all", "thought", "answer"]
+
+
+def length_shape(count: float, low: float = 0, high: float | None = None, slack: float = 0) -> float:
+    """1 from `low` to `high`; below it rises from 0 in a line, above it falls to 0 over `slack` (at once without).
+
+    Minus 1 it is the soft penalty on overlong answers of DAPO (arXiv 2503.14476).
+    """
+    if count < low:
+        return count / low
+    if high is None or count <= high:
+        return 1.0
+    return max(0.0, 1 - (count - high) / slack) if slack > 0 else 0.0
+
+
+@reward_function
+def length_reward(
+    messages: list[Message],
+    ground_truth: Any,
+    low_words: float = 0,
+    high_words: float | None = None,
+    slack_words: float = 0,
+    part: Part = "all",
+) -> EvaluateResult:
+    """`length_shape` of the words that the assistant wrote since the user last spoke.
+
+    `part`: all of them, those of its thoughts, or those of its answers.
+    """
+    if part not in get_args(Part):
+        raise ConfigError(f"length: part is {part!r}; give one of {', '.join(get_args(Part))}")
+    if low_words < 0 or slack_words < 0 or (high_words is not None and high_words < low_words):
+        raise ConfigError(
+            f"length: low_words {low_words}, high_words {high_words} and slack_words {slack_words} make no range; "
+            "give 0 <= low_words <= high_words and a slack of 0 or more"
+        )
+    words = sum(len(_part(message.content or "", part).split()) for message in replies_to_user(messages))
+    return EvaluateResult(
+        score=length_shape(words, low_words, high_words, slack_words),
+        reason=f"{words} words",
+        metrics={"words": MetricResult(score=words)},
+    )
+
+
+def _part(text: str, part: Part) -> str:
+    if part == "all":
+        return text
+    thought, answer = split_thought(text)
+    return thought if part == "thought" else answer
+
+
+def tags_in_place(text: str, tags: Sequence[str]) -> int:
+    """How many of `tags`, from the first on, stand in `text` as one pair each, in order, with only space between.
+
+    A thought may name any tag; no other block may name one of `tags`. All count only if nothing follows them.
+    """
+    marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
+    rest, count = text.strip(), 0
+    for tag in tags:
+        inner, closed, after = rest.removeprefix(f"<{tag}>").partition(f"</{tag}>")
+        if not rest.startswith(f"<{tag}>") or not closed or (tag != "think" and any(mark in inner for mark in marks)):
+            break
+        rest, count = after.strip(), count + 1
+    return count - 1 if count == len(tags) and rest else count
+
+
+@reward_function
+def format_reward(
+    messages: list[Message], ground_truth: Any, tags: Sequence[str] = ("think", "answer"), partial: bool = False
+) -> EvaluateResult:
+    """1 where the assistant's last message is exactly `<think>…</think><answer>…</answer>` (or other `tags`).
+
+    `partial` gives the share of tags that are in place, from the first on.
+    """
+    if isinstance(tags, str) or not tags or not all(isinstance(tag, str) and tag for tag in tags):
+        raise ConfigError(f'format: tags is {tags!r:.80}; give a list of names, such as ["think", "answer"]')
+    count = tags_in_place(last_said(messages), tags)
+    share = count / len(tags)
+    return EvaluateResult(
+        score=share if partial else float(share == 1.0),
+        reason="well formed" if count == len(tags) else f"<{tags[count]}> is not in place",
+        metrics={"tags_in_place": MetricResult(score=share)},
+    )

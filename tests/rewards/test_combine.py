@@ -1,0 +1,115 @@
+"""Several rewards into one: by weight, or each normalised in its group first."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from toolwise.messages import Message
+from toolwise.rewards.combine import Rewards, Weighted, combine, normalized
+from toolwise.rewards.executor import InProcessExecutor
+from toolwise.rewards.function import Reward, faulty
+from toolwise.types import EvaluateResult, MetricResult, Rollout, StepOutput, StopReason, Task, Usage
+
+
+def part(name: str, weight: float = 1.0) -> Weighted:
+    def function(messages: Any, ground_truth: Any) -> float:
+        return 0.0
+
+    return Weighted(Reward(function, name, "pointwise"), weight)
+
+
+def results(*scores: float) -> list[EvaluateResult]:
+    return [EvaluateResult(score=score) for score in scores]
+
+
+def test_scores_add_up_by_weight() -> None:
+    combined = combine([(part("a", 2.0), results(1, 0)), (part("b", -0.5), results(4, 2))], ["g", "g"], "sum")
+    assert [r.score for r in combined] == [0.0, -1.0]
+
+
+def test_step_rewards_add_up_by_weight_and_step() -> None:
+    one = EvaluateResult(score=0, step_outputs=[StepOutput(step_index=0, base_reward=1.0)])
+    two = EvaluateResult(
+        score=0, step_outputs=[StepOutput(step_index=0, base_reward=4.0), StepOutput(step_index=1, base_reward=2.0)]
+    )
+    (combined,) = combine([(part("a"), [one]), (part("b", 0.5), [two])], ["g"], "sum")
+    assert {o.step_index: o.base_reward for o in combined.step_outputs or ()} == {0: 3.0, 1: 1.0}
+
+
+def test_every_part_is_a_metric_and_names_that_clash_are_kept_apart() -> None:
+    one = EvaluateResult(score=0.5, metrics={"correct": MetricResult(score=1.0)})
+    two = EvaluateResult(score=0.25, metrics={"correct": MetricResult(score=0.0)})
+    (combined,) = combine([(part("a"), [one]), (part("b"), [two])], ["g"], "sum")
+    assert {name: m.score for name, m in combined.metrics.items()} == {
+        "correct": 1.0,
+        "b/correct": 0.0,
+        "a": 0.5,
+        "b": 0.25,
+    }
+
+
+def test_a_part_that_failed_makes_the_whole_fail_and_is_named() -> None:
+    combined = combine(
+        [(part("a"), results(1, 1)), (part("b"), [faulty("timeout", "too slow"), *results(2)])], ["g", "g"], "sum"
+    )
+    assert combined[0].error is not None
+    assert (combined[0].error.kind, combined[0].error.message) == ("timeout", "b: too slow")
+    assert combined[0].score is None
+    assert combined[1].score == 3.0
+
+
+def test_a_part_that_is_not_valid_is_no_zero() -> None:
+    invalid = EvaluateResult(score=0.0, is_score_valid=False, reason="cannot tell")
+    (combined,) = combine([(part("a"), results(1)), (part("b"), [invalid])], ["g"], "sum")
+    assert not combined.counts
+
+
+def test_normalising_is_within_the_group() -> None:
+    """By hand: 1, 2, 3 have mean 2 and sample std 1; 10, 10 are equal; 0, 100 have mean 50, std 70.71."""
+    got = normalized([1, 10, 2, 10, 3, 0, 100], ["a", "b", "a", "b", "a", "c", "c"])
+    assert got == pytest.approx([-1, 0, 0, 0, 1, -(0.5**0.5), 0.5**0.5], abs=1e-5)
+    assert got[1] == got[3] == 0.0
+
+
+def test_normalised_rewards_weigh_alike_whatever_their_range() -> None:
+    large, small = results(0, 1000), results(1, 0)
+    combined = combine([(part("large"), large), (part("small"), small)], ["g", "g"], "normalize")
+    assert [r.score for r in combined] == pytest.approx([0.0, 0.0], abs=1e-5)
+
+
+def test_what_did_not_count_is_left_out_of_the_groups_statistics() -> None:
+    assert normalized([1, None, 3], ["g"] * 3) == pytest.approx([-(0.5**0.5), None, 0.5**0.5], abs=1e-5)
+
+
+def rollouts(*said: str) -> list[Rollout]:
+    task = Task(task_id="t", prompt=[Message(role="user", content="?")], ground_truth="yes")
+    return [
+        Rollout(
+            text, "g", 0, i, task, None, (), (Message(role="assistant", content=text),), StopReason.ANSWERED, Usage()
+        )
+        for i, text in enumerate(said)
+    ]
+
+
+def right(messages: list[Message], ground_truth: Any) -> float:
+    return float(messages[-1].content == ground_truth)
+
+
+def length(messages: list[Message], ground_truth: Any) -> float:
+    return float(len(messages[-1].content or ""))
+
+
+def test_a_single_reward_is_passed_on_as_it_is() -> None:
+    alone = Rewards((Weighted(Reward.of(right)),))
+    results = asyncio.run(alone.evaluate(InProcessExecutor(), rollouts("yes", "no"), step=0))
+    assert [(r.score, r.metrics) for r in results] == [(1.0, {}), (0.0, {})]
+
+
+def test_several_rewards_run_and_combine() -> None:
+    both = Rewards((Weighted(Reward.of(right)), Weighted(Reward.of(length), -0.1)))
+    results = asyncio.run(both.evaluate(InProcessExecutor(), rollouts("yes", "no"), step=0))
+    assert [r.score for r in results] == pytest.approx([0.7, -0.2])
+    assert both.name == "right + length"

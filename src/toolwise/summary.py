@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -83,4 +84,4 @@ def mean(values: Sequence[float]) -> float:
 
 def std(values: Sequence[float]) -> float:
     centre = mean(values)
-    return mean([(x - centre) ** 2 for x in values]) ** 0.5
+    return math.sqrt(mean([(x - centre) ** 2 for x in values]))

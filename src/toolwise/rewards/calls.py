@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from toolwise.errors import ConfigError
 from toolwise.messages import Message, ToolCall, as_messages
+from toolwise.parameters import compile_parameters
 from toolwise.rewards.call_syntax import ExpectedCall, expected_calls, parse_python_calls
 from toolwise.rewards.function import reward_function
 from toolwise.rewards.transcript import answer_of, calls_of, replies_to_user
 from toolwise.types import EvaluateResult, MetricResult
-
-if TYPE_CHECKING:
-    from jsonschema import Draft202012Validator
-
-_OTHER_PROPERTIES = {"patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
 
 
 @reward_function
@@ -68,29 +63,14 @@ def find_problem(call: ToolCall, schemas: Mapping[str, str]) -> str | None:
     from referencing.exceptions import Unresolvable
 
     try:
-        error = next(iter(_compile(call.name, schemas[call.name]).iter_errors(call.arguments)), None)
+        error = next(iter(compile_parameters(call.name, schemas[call.name]).iter_errors(call.arguments)), None)
+    except ConfigError as fault:
+        raise ConfigError(f"tool_schemas: {fault}") from fault
     except Unresolvable as fault:
         raise ConfigError(f"tool_schemas: {call.name!r} has a $ref that leads nowhere: {fault}") from fault
     except RecursionError:
         return f"{call.name}: its arguments are nested too deeply"
     return None if error is None else f"{call.name}: {' '.join(error.message.split())[:200]}"
-
-
-@lru_cache(maxsize=1024)
-def _compile(tool: str, parameters: str) -> Draft202012Validator:
-    from jsonschema import Draft202012Validator, SchemaError
-    from referencing import Registry
-
-    schema = json.loads(parameters)
-    try:
-        Draft202012Validator.check_schema(schema)
-    except SchemaError as error:
-        raise ConfigError(f"tool_schemas: the parameters of {tool!r} are no JSON schema: {error.message}") from error
-    # As the tools themselves see it: an argument that a tool lacks is a mistake.
-    if isinstance(schema, dict) and schema.get("properties") and not schema.keys() & _OTHER_PROPERTIES:
-        schema.setdefault("additionalProperties", False)
-    # An empty registry: a $ref must never fetch something from the network.
-    return Draft202012Validator(schema, registry=Registry())
 
 
 @reward_function

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from toolwise.errors import ToolwiseError
+from toolwise.parameters import compile_parameters
 from toolwise.tools.base import OpenAIFunctionToolSchema
 
 if TYPE_CHECKING:
-    from jsonschema import Draft202012Validator, ValidationError
+    from jsonschema import ValidationError
 
 MAX_PROBLEMS = 10
 MAX_PROBLEM_LENGTH = 200
@@ -25,7 +25,6 @@ _JSON_NAMES: dict[type, str] = {
     dict: "an object",
     type(None): "null",
 }
-_MORE_PROPERTIES = {"patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
 _TYPE_NAMES = {name.split()[-1]: name for name in _JSON_NAMES.values()}
 
 
@@ -33,7 +32,7 @@ def validate_arguments(schema: OpenAIFunctionToolSchema, arguments: Any) -> list
     """What is wrong with `arguments`, one line a problem, in a fixed order; empty where they fit."""
     if not isinstance(arguments, dict):
         return ["the arguments must be a JSON object"]
-    validator = _compile(schema.function.name, json.dumps(schema.function.parameters, sort_keys=True))
+    validator = compile_parameters(schema.function.name, json.dumps(schema.function.parameters, sort_keys=True))
     from referencing.exceptions import Unresolvable
 
     try:
@@ -45,25 +44,6 @@ def validate_arguments(schema: OpenAIFunctionToolSchema, arguments: Any) -> list
         return ["the arguments are nested too deeply"]
     problems = [problem for error in errors for problem in _problems(error)]
     return [_one_line(problem) for problem in problems[:MAX_PROBLEMS]]
-
-
-# Keyed by the schema's text, not by its identity: tasks that bring equal schemas share one validator, and a
-# schema that was changed in place gets another.
-@lru_cache(maxsize=1024)
-def _compile(tool: str, parameters: str) -> Draft202012Validator:
-    from jsonschema import Draft202012Validator, SchemaError
-    from referencing import Registry
-
-    schema = json.loads(parameters)
-    try:
-        Draft202012Validator.check_schema(schema)
-    except SchemaError as error:
-        raise ToolwiseError(f"tool {tool}: its parameters are no JSON schema: {error.message}") from error
-    # JSON schema lets unnamed properties pass; in a call, an argument that a tool lacks is a mistake.
-    if schema.get("properties") and not schema.keys() & _MORE_PROPERTIES:
-        schema.setdefault("additionalProperties", False)
-    # An empty registry: a $ref must never make us fetch something from the network.
-    return Draft202012Validator(schema, registry=Registry())
 
 
 def _problems(error: ValidationError) -> Iterable[str]:

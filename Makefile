@@ -21,14 +21,14 @@ test-long: $(READY)  ## The long tests: five seeds, ten kills
 	$(BIN)/python -m pytest -m long
 
 check: $(READY)  ## Style, types, layers
-	$(BIN)/ruff check src tests scripts examples
-	$(BIN)/ruff format --check src tests scripts examples
+	$(BIN)/ruff check src tests scripts examples benchmarks
+	$(BIN)/ruff format --check src tests scripts examples benchmarks
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 format: $(READY)  ## Put the style right
-	$(BIN)/ruff check --fix src tests scripts examples
-	$(BIN)/ruff format src tests scripts examples
+	$(BIN)/ruff check --fix src tests scripts examples benchmarks
+	$(BIN)/ruff format src tests scripts examples benchmarks
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

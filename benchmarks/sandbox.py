@@ -1,0 +1,90 @@
+"""How much a sandbox costs: prints ratios, and the figures that they come from. `python benchmarks/sandbox.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from toolwise.messages import Message
+from toolwise.rewards.function import read_results
+from toolwise.sandbox import Sandbox
+
+REWARD = """
+def pointwise(messages, ground_truth):
+    return float(str(ground_truth) in (messages[-1].content or ""))
+
+def batch(rollouts_messages, ground_truths):
+    return [float(str(t) in (m[-1].content or "")) for m, t in zip(rollouts_messages, ground_truths)]
+"""
+ROLLOUTS, TURNS, LETTERS = 64, 8, 1_150
+
+
+def conversation(number: int) -> list[dict[str, Any]]:
+    text = f"{number} " + "lorem ipsum " * (LETTERS // 12)
+    return [{"role": ("user", "assistant")[turn % 2], "content": text} for turn in range(TURNS)]
+
+
+def best_of(work: Callable[[], object], times: int = 7) -> float:
+    taken = []
+    for _ in range(times):
+        began = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - began)
+    return min(taken)
+
+
+def in_process(batch: Callable[..., Any], rollouts: list[Any], truths: list[Any]) -> None:
+    """The same function called here, with the JSON that any border would need, both ways."""
+    given, answers = json.loads(json.dumps([rollouts, truths]))
+    results = read_results(batch([[Message.model_validate(m) for m in r] for r in given], answers), len(answers))
+    json.loads(json.dumps([result.model_dump_json() for result in results]))
+
+
+def memory_and_descriptors() -> tuple[int, int]:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") // 1024, len(os.listdir("/proc/self/fd"))
+
+
+def fresh_subprocess(path: Path) -> None:
+    program = f"import runpy; print(runpy.run_path({str(path)!r})['pointwise'].__name__)"
+    subprocess.run([sys.executable, "-c", f"import toolwise.types; {program}"], check=True, capture_output=True)
+
+
+def main(calls: int) -> None:
+    with tempfile.TemporaryDirectory() as folder, Sandbox(timeout_s=30) as sandbox:
+        path = Path(folder) / "reward.py"
+        path.write_text(REWARD)
+        names = runpy.run_path(str(path))
+        rollouts, truths = [conversation(i) for i in range(ROLLOUTS)], list(range(ROLLOUTS))
+        size = len(json.dumps(rollouts))
+        here = best_of(lambda: in_process(names["batch"], rollouts, truths))
+        there = best_of(lambda: sandbox.evaluate_batch(f"{path}:batch", rollouts, truths))
+        print(f"batch of {ROLLOUTS} ({size / 1e6:.2f} MB): {there * 1e3:.1f} ms, {there / here:.2f} x in-process")
+
+        short = [{"role": "assistant", "content": "4"}]
+        one = f"{path}:pointwise"
+        together = best_of(lambda: sandbox.evaluate_batch(one, [short] * 4000, [4] * 4000), 3) / 4000
+        single = best_of(lambda: [sandbox.evaluate(one, short, 4) for _ in range(500)], 3) / 500
+        fresh = best_of(lambda: fresh_subprocess(path), 3)
+        print(
+            f"pointwise, sent together: {1 / together:,.0f} calls/s, {fresh / together:,.0f} x a fresh subprocess each"
+        )
+        print(f"pointwise, one at a time: {1 / single:,.0f} calls/s, {fresh / single:,.0f} x a fresh subprocess each")
+
+        before = memory_and_descriptors()
+        for _ in range(calls // 1000):
+            sandbox.evaluate_batch(one, [short] * 1000, [4] * 1000)
+        after = memory_and_descriptors()
+        print(f"after {calls:,} calls: {after[0] - before[0]:+,} KiB resident, {after[1] - before[1]:+} descriptors")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 20_000)

@@ -1,0 +1,26 @@
+"""Where other people's code runs: worker processes that can do no harm. Between the rewards and whoever calls them.
+
+The names are imported on use: a worker, which lives in this package too, needs few of them and must come up fast.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from toolwise.sandbox.executor import SandboxExecutor
+    from toolwise.sandbox.faults import KINDS, SandboxError
+    from toolwise.sandbox.sandbox import Sandbox
+
+_HOME_OF = {"KINDS": "faults", "Sandbox": "sandbox", "SandboxError": "faults", "SandboxExecutor": "executor"}
+
+__all__ = ["KINDS", "Sandbox", "SandboxError", "SandboxExecutor"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'toolwise.sandbox' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"toolwise.sandbox.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value

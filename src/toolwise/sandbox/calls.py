@@ -1,0 +1,88 @@
+"""Many calls over few workers: sent together, told apart when something dies, so that only the culprit is blamed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from toolwise.sandbox.faults import WorkerFault
+from toolwise.sandbox.pool import Pool
+from toolwise.sandbox.targets import Target
+
+TOGETHER = 32
+"""Pointwise calls that are sent to a worker at once."""
+
+Plain = dict[str, Any]
+
+
+def run_batch(pool: Pool, target: Target, batch: Plain, timeout_s: float) -> list[Any] | None:
+    """One call of a batch or group function; None where the function turns out to be pointwise.
+
+    Whatever goes wrong with it goes wrong for the whole batch.
+    """
+    count = len(batch["calls"])
+    with pool.worker(target) as worker:
+        if worker.mode == "pointwise":
+            return None
+        (answers,) = worker.call({"batch": batch}, 1, timeout_s, time.monotonic() + timeout_s)
+        if len(answers) != count:
+            raise WorkerFault("wrong_length", f"the worker sent {len(answers)} results for {count} rollouts")
+        return answers
+
+
+def run_pointwise(
+    pool: Pool, target: Target, calls: Sequence[Plain], timeout_s: float, threads: Callable[[], ThreadPoolExecutor]
+) -> list[Any]:
+    """One answer a call, in order. Each call has `timeout_s`, and those sent together the sum of it."""
+    parts = [calls[start : start + TOGETHER] for start in range(0, len(calls), TOGETHER)]
+    if 1 < len(calls) < TOGETHER * pool.workers:
+        each = -(-len(calls) // pool.workers)
+        parts = [calls[start : start + each] for start in range(0, len(calls), each)]
+    if len(parts) == 1:
+        return run_together(pool, target, calls, timeout_s)
+    waiting = list(enumerate(parts))[::-1]
+    done: dict[int, list[Any]] = {}
+
+    def work() -> None:
+        while waiting:
+            try:
+                number, part = waiting.pop()
+            except IndexError:
+                return
+            done[number] = run_together(pool, target, part, timeout_s)
+
+    helpers = [threads().submit(work) for _ in range(min(pool.workers, len(parts)) - 1)]
+    work()
+    for helper in helpers:
+        if not helper.cancel():  # one that has not begun has nothing left to do
+            helper.result()
+    return [answer for number in range(len(parts)) for answer in done[number]]
+
+
+def run_together(pool: Pool, target: Target, calls: Sequence[Plain], timeout_s: float) -> list[Any]:
+    """Calls in one frame; after a death, the rest one by one in fresh workers."""
+    until = time.monotonic() + timeout_s * len(calls)
+    answers: list[Any] = []
+    alone = len(calls) == 1
+    while len(answers) < len(calls):
+        begun = len(answers)
+        part = calls[begun : begun + 1] if alone else calls[begun:]
+        try:
+            with pool.worker(target) as worker:
+                if begun == 0:
+                    until = time.monotonic() + timeout_s * len(calls)
+                for got in worker.call({"calls": part}, len(part), timeout_s, until):
+                    if len(got) != 1:
+                        raise WorkerFault("wrong_length", f"the worker sent {len(got)} results for one rollout")
+                    answers += got
+        except WorkerFault as fault:
+            told = {"fault": {"kind": fault.kind, "message": fault.message, "traceback": fault.traceback}}
+            if fault.loading:
+                return answers + [told] * (len(calls) - len(answers))
+            suspect_is_alone = len(part) == 1 or fault.kind == "timeout"
+            if suspect_is_alone or time.monotonic() >= until:
+                answers.append(told)
+            alone = True
+    return answers

@@ -1,0 +1,149 @@
+"""What runs in a worker process: waits for a plan, hardens itself, loads one user's function, answers calls.
+
+Started by `worker.py` as `python -I -S -c …` in a session, a folder and an environment of its own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import json
+import os
+import signal
+import sys
+from typing import Any, NoReturn
+
+from pydantic_core import to_json
+
+from toolwise.sandbox import frames
+from toolwise.sandbox.hardening import Got, Plan, harden
+from toolwise.sandbox.harness import Harness, Plain, plain_fault, preload_package
+from toolwise.sandbox.kernel import die_with_parent
+from toolwise.sandbox.taint import Snapshot
+
+# Kept here, and compiled where there is a choice, so that whatever a function patches later does not reach them.
+_getpid, _exit, _write = os.getpid, os._exit, frames.write_all
+_encode, _framed, _read, _header = to_json, frames.framed, frames.read_exactly, frames.HEADER
+_decode = json.JSONDecoder().raw_decode
+_memory_fault = {"kind": "memory", "message": "it asked for more memory than memory_mb allows"}
+
+
+def main(start: dict[str, Any]) -> NoReturn:
+    """`start`: the channel, the descriptor whose other end the trainer holds, and the trainer's process id."""
+    _live_with_parent(start["life"], start["parent"])
+    os.set_inheritable(start["life"], False)
+    os.set_inheritable(start["channel"], False)
+    sys.argv = [""]
+    sys.path[:] = [place for place in sys.path if place in start["keep"]]
+    worker = _Worker(start["channel"])
+    try:
+        worker.serve()
+    except BaseException:  # the channel is gone or this process is beyond repair: the trainer sees it end
+        _exit(1)
+    _exit(0)
+
+
+def _live_with_parent(life: int, parent: int) -> None:
+    """The kernel ends this process with the trainer, even while a loop in C holds the interpreter."""
+    if sys.platform != "linux":
+        return
+    die_with_parent(parent)
+    # A pipe that nobody writes to signals its reader once: when the last writer is gone.
+    fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(life, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def _allowed(plan: Plan, got: Got) -> tuple[str, ...]:
+    """What this worker does not refuse: a failure there is none of the sandbox's doing, and must not be told so."""
+    files = () if "landlock" in got.layers else ("files",)
+    calls = () if "seccomp" in got.layers else ("calls", "network", "subprocess")
+    return (*plan.permissions, *files, *calls)
+
+
+def _is_grave(answer: Plain) -> bool:
+    """Whether the calls behind this one need a fresh worker. One that raised, or returned nonsense, does not stop them:
+    the worker is as it was, and ends after them."""
+    return "fault" in answer and answer["fault"]["kind"] not in ("exception", "bad_type", "non_finite", "wrong_length")
+
+
+class _Worker:
+    def __init__(self, channel: int) -> None:
+        self._channel, self._pid = channel, _getpid()
+        self._snapshot: Snapshot | None = None
+
+    def _send(self, message: Plain) -> None:
+        if _getpid() != self._pid:  # a child of the user's, back from a fork where it has no business
+            _exit(0)
+        _write(self._channel, _framed(_encode(message)))
+
+    def _receive(self) -> Any:
+        head = _read(self._channel, _header.size)
+        if len(head) < _header.size:
+            _exit(0)
+        payload = _read(self._channel, _header.unpack(head)[0])
+        return _decode(payload.decode("ascii"))[0]
+
+    def serve(self) -> None:
+        self._send({"ready": True})
+        order = self._receive()
+        plan = Plan.from_json(order["plan"])
+        sys.path += order["path"]
+        got = harden(plan)
+        self._send({"layers": got.layers, "missing": got.missing})
+        if order.get("probe"):
+            from toolwise.sandbox.probes import try_everything
+
+            self._send({"probed": try_everything(plan)})
+            return
+        harness = self._load(order, _allowed(plan, got))
+        while harness is not None:
+            self._answer(harness, self._receive())
+
+    def _load(self, order: Plain, allowed: tuple[str, ...]) -> Harness | None:
+        try:
+            if order.get("top"):
+                preload_package(order["top"])
+            harness = Harness.load(order["reference"], allowed)
+        except BaseException as fault:  # other people's code: anything may come
+            self._send(plain_fault(fault, allowed, loading=True))
+            return None
+        self._snapshot = Snapshot()
+        self._send({"mode": harness.reward.mode, "name": harness.reward.name})
+        return harness
+
+    def _answer(self, harness: Harness, request: Plain) -> None:
+        largest = request["largest"]
+        if harness.reward.mode != "pointwise" and "batch" in request:
+            answers = harness.many(request["batch"])
+            self._finish(request, answers, 0, last=True, largest=largest)
+            return
+        calls = request["calls"]
+        for position, call in enumerate(calls):
+            answers = [harness.one(call)]
+            last = position == len(calls) - 1
+            if not self._finish(request, answers, position, last=last, largest=largest):
+                return
+
+    def _finish(self, request: Plain, answers: list[Plain], position: int, *, last: bool, largest: int) -> bool:
+        """Sends what a call gave. False where the worker is no longer as it was: the rest goes to a fresh one."""
+        assert self._snapshot is not None
+        try:
+            self._snapshot.tidy()
+            tainted = self._snapshot.changed() or any(_is_grave(answer) for answer in answers)
+            message = {"id": request["id"], "at": position, "answers": answers, "tainted": tainted}
+            payload = _encode(message)
+        except MemoryError:
+            gc.collect()
+            tainted = True
+            payload = _encode(
+                {"id": request["id"], "at": position, "answers": [{"fault": _memory_fault}], "tainted": True}
+            )
+        if len(payload) > largest:
+            fault = {"kind": "too_big", "message": f"the result has {len(payload):,} bytes; the limit is {largest:,}"}
+            many = [{"fault": fault}] * len(answers)
+            payload = _encode({"id": request["id"], "at": position, "answers": many, "tainted": tainted})
+        if _getpid() != self._pid:
+            _exit(0)
+        _write(self._channel, _framed(payload))
+        return not tainted

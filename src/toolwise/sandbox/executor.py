@@ -1,0 +1,63 @@
+"""Scores rollouts for the loop in a sandbox: the seat of `InProcessExecutor`, with the same arguments for functions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from toolwise.rewards.function import Reward
+from toolwise.sandbox.answers import pack
+from toolwise.sandbox.sandbox import Sandbox
+from toolwise.sandbox.targets import reference_of
+from toolwise.types import EvaluateResult, Rollout
+
+
+class SandboxExecutor:
+    """A `protocols.Executor` over a sandbox."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self.sandbox = sandbox
+
+    async def evaluate(self, reward: Reward, rollouts: Sequence[Rollout], *, step: int) -> list[EvaluateResult]:
+        reference = _reference(reward)
+        given: dict[str, Any] = {"step": step}
+        calls = [
+            pack(r.messages, r.task.ground_truth, {**given, **r.task.reward_kwargs, **reward.kwargs}) for r in rollouts
+        ]
+        if reward.mode == "group":
+            return await self._evaluate_groups(reference, rollouts, calls)
+        batch: dict[str, Any] | None = None
+        if reward.mode == "batch":
+            columns = sorted({name for r in rollouts for name in r.task.reward_kwargs})
+            by_column = {name: [r.task.reward_kwargs.get(name) for r in rollouts] for name in columns}
+            batch = {**given, **by_column, **reward.kwargs}
+        return await self._run(reference, calls, batch)
+
+    async def _evaluate_groups(
+        self, reference: str, rollouts: Sequence[Rollout], calls: Sequence[dict[str, Any]]
+    ) -> list[EvaluateResult]:
+        """A call for each task's rollouts, all under way at once; one that fails takes no other group with it."""
+        groups: dict[str, list[int]] = {}
+        for place, rollout in enumerate(rollouts):
+            groups.setdefault(rollout.group_id, []).append(place)
+        done = await asyncio.gather(
+            *(
+                self._run(reference, [calls[p] for p in places], calls[places[0]]["kwargs"])
+                for places in groups.values()
+            )
+        )
+        results: dict[int, EvaluateResult] = {}
+        for places, answers in zip(groups.values(), done, strict=True):
+            results.update(zip(places, answers, strict=True))
+        return [results[place] for place in range(len(rollouts))]
+
+    async def _run(
+        self, reference: str, calls: list[dict[str, Any]], batch: dict[str, Any] | None
+    ) -> list[EvaluateResult]:
+        return await self.sandbox.run_in_thread(lambda: self.sandbox.run_calls(reference, calls, batch, lenient=True))
+
+
+def _reference(reward: Reward) -> str:
+    """A reward that came by reference is loaded by it again; one that came as a function is found by its file."""
+    return reward.name if ":" in reward.name else reference_of(reward.function)

@@ -1,0 +1,169 @@
+"""Around the user's function, inside the worker: loads it, calls it, and says in plain data what came of it.
+
+It keeps its own references to whatever it calls, so that a patched `json` or `time` does not reach it. It cannot keep a
+function from forging its own score: whatever leaves here is read again, as a stranger's word, by the trainer.
+"""
+
+from __future__ import annotations
+
+import errno
+import inspect
+import sys
+import traceback as tracebacks
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toolwise.errors import ConfigError
+from toolwise.messages import Message
+from toolwise.rewards.function import Reward, read_result, read_results, reward_function
+from toolwise.sandbox.denials import explain
+from toolwise.sandbox.faults import LONGEST_MESSAGE, LONGEST_TRACEBACK, printable
+from toolwise.types import EvaluateResult
+
+Plain = dict[str, Any]
+_dump: Callable[..., str] = EvaluateResult.model_dump_json
+_format = tracebacks.format_exception
+_message = Message.model_validate
+_SHOWN_FRAMES = 8
+
+
+@dataclass(slots=True)
+class Harness:
+    """One user's function, loaded."""
+
+    reward: Reward
+    allowed: tuple[str, ...] = ()
+    """What the sandbox does not refuse; see denials.py."""
+
+    @classmethod
+    def load(cls, reference: str, allowed: tuple[str, ...] = ()) -> Harness:
+        return cls(Reward.of(reference), allowed)
+
+    def one(self, call: Plain) -> Plain:
+        """A pointwise call; a function of many rollouts gets a list of one."""
+        if self.reward.mode != "pointwise":
+            return self.many({"calls": [call], "kwargs": call.get("kwargs") or {}, "lenient": call.get("lenient")})[0]
+        try:
+            messages = [_message(m) for m in call["messages"]]
+            value = self._value(messages, call["ground_truth"], call.get("kwargs") or {}, bool(call.get("lenient")))
+        except BaseException as fault:  # other people's code: anything may come, exits included
+            return plain_fault(fault, self.allowed)
+        return _read(value, 1)[0]
+
+    def many(self, batch: Plain) -> list[Plain]:
+        """A call of a batch or of a task's group: one answer a rollout, all of them the fault where there is one."""
+        calls = batch["calls"]
+        try:
+            messages = [[_message(m) for m in call["messages"]] for call in calls]
+            truths = [call["ground_truth"] for call in calls]
+            truth = truths if self.reward.mode == "batch" else truths[0]  # the rollouts of a task share theirs
+            value = self._value(messages, truth, batch.get("kwargs") or {}, bool(batch.get("lenient")))
+        except BaseException as fault:  # likewise
+            return [plain_fault(fault, self.allowed)] * len(calls)
+        return _read(value, len(calls), batch=True)
+
+    def _value(self, messages: Any, truth: Any, kwargs: Plain, lenient: bool) -> Any:
+        given = self.reward.accepts(kwargs) if lenient else kwargs
+        value = self.reward.function(messages, truth, **given)
+        if not inspect.isawaitable(value):
+            return value
+        import asyncio  # here, since most functions do without it and a worker should come up fast
+
+        return asyncio.run(_awaited(value))
+
+
+def _read(value: Any, count: int, batch: bool = False) -> list[Plain]:
+    """What a function returned, as data; an object that raises when it is looked at is of a bad type."""
+    try:
+        return [plain_result(result) for result in (read_results(value, count) if batch else [read_result(value)])]
+    except MemoryError as fault:
+        return [plain_fault(fault, ())] * count
+    except BaseException as fault:
+        said = printable(f"what it returned cannot be read: {say(fault)}", LONGEST_MESSAGE)
+        return [{"fault": {"kind": "bad_type", "message": said}}] * count
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def plain_result(result: EvaluateResult) -> Plain:
+    """As data; subclasses that lie about themselves are asked through the class they claim to be."""
+    try:
+        return {"result": _dump(result)}
+    except Exception as fault:
+        return {"fault": {"kind": "bad_type", "message": printable(f"the result is no JSON: {say(fault)}", 500)}}
+
+
+def say(fault: BaseException) -> str:
+    """One line about an exception whose own words may raise."""
+    try:
+        return f"{type(fault).__name__}: {fault}"
+    except BaseException:
+        return f"{type(fault).__name__} (its text cannot be had)"
+
+
+def kind_of(fault: BaseException, allowed: tuple[str, ...]) -> str:
+    if isinstance(fault, MemoryError) or (isinstance(fault, OSError) and fault.errno == errno.ENOMEM):
+        return "memory"
+    if isinstance(fault, SystemExit):
+        return "died"
+    if isinstance(fault, OSError) and fault.errno == errno.EFBIG:
+        return "too_big"
+    return "denied" if explain(fault, allowed) else "exception"
+
+
+def plain_fault(fault: BaseException, allowed: tuple[str, ...], loading: bool = False) -> Plain:
+    if loading and isinstance(fault, ConfigError) and isinstance(fault.__cause__, MemoryError):
+        fault = fault.__cause__
+    kind, message = kind_of(fault, allowed), say(fault)
+    if kind == "memory":
+        fault.__traceback__ = None  # lets go of whatever filled the memory
+        return {"fault": {"kind": kind, "message": "it asked for more memory than memory_mb allows"}}
+    if kind == "died":
+        message = f"it called sys.exit ({message})"
+    if kind == "denied":
+        message = f"{message}; {explain(fault, allowed)}"
+    if kind == "exception" and loading:
+        kind = "import"
+    told = printable(_trace(fault, loading), LONGEST_TRACEBACK)
+    return {"fault": {"kind": kind, "message": printable(message, LONGEST_MESSAGE), "traceback": told}}
+
+
+def _trace(fault: BaseException, loading: bool) -> str:
+    try:
+        if loading and isinstance(fault, ConfigError) and fault.__cause__ is not None:
+            fault = fault.__cause__
+        return "".join(_format(fault, limit=-_SHOWN_FRAMES))
+    except BaseException:
+        return f"{type(fault).__name__} (its traceback cannot be had)\n"
+
+
+def preload_package(top: Plain) -> None:
+    """Makes the package of a dotted reference known by its own folder: the folders beside it stay unread."""
+    import importlib.machinery
+    import importlib.util
+
+    name, origin, places = top["name"], top.get("origin"), top.get("places")
+    if name in sys.modules:
+        return
+    if origin is not None:
+        spec = importlib.util.spec_from_file_location(name, Path(origin), submodule_search_locations=places)
+    else:
+        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = places
+    if spec is None:
+        return
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        if spec.loader is not None:
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+
+
+__all__ = ["Harness", "plain_fault", "plain_result", "preload_package", "reward_function"]

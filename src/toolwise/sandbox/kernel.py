@@ -1,0 +1,59 @@
+"""The few calls of the kernel that Python has no name for, through ctypes. Used by a worker on itself."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import os
+import signal
+
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_GET_NO_NEW_PRIVS = 1, 38, 39
+CAPABILITY_VERSION_3 = 0x20080522
+
+
+@functools.cache
+def libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def raise_errno(what: str) -> None:
+    number = ctypes.get_errno()
+    raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def call_prctl(option: int, argument: int) -> None:
+    if libc().prctl(option, ctypes.c_ulong(argument), 0, 0, 0) != 0:
+        raise_errno(f"prctl({option})")
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """SIGKILL when the thread that started us ends."""
+    call_prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it ended before we asked
+        os._exit(1)
+
+
+def gain_no_privileges() -> None:
+    call_prctl(PR_SET_NO_NEW_PRIVS, 1)
+
+
+def drop_capabilities() -> None:
+    """Root without root's powers: what is left is what the owner of root's files may do."""
+    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
+    nothing = (ctypes.c_uint32 * 6)()
+    if libc().capset(ctypes.byref(header), ctypes.byref(nothing)) != 0 and ctypes.get_errno() != errno.ENOSYS:
+        raise_errno("capset")
+
+
+def capabilities() -> int:
+    """The capabilities in effect, as bits."""
+    header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
+    sets = (ctypes.c_uint32 * 6)()
+    if libc().capget(ctypes.byref(header), ctypes.byref(sets)) != 0:
+        raise_errno("capget")
+    return int(sets[0]) | int(sets[3]) << 32
+
+
+def gains_no_privileges() -> bool:
+    return int(libc().prctl(PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0)) == 1

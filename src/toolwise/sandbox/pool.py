@@ -1,0 +1,202 @@
+"""The workers of one sandbox: warm ones by function, one spare that is already up, and none left over."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from toolwise.sandbox.faults import SandboxError, WorkerFault
+from toolwise.sandbox.hardening import Plan
+from toolwise.sandbox.processes import Process, remove_folder, start_process
+from toolwise.sandbox.targets import Target, readable_folders, within
+from toolwise.sandbox.worker import Worker
+
+PREFIX = "toolwise-sandbox-"
+YOUNG_S = 3600.0
+
+
+class Pool:
+    """Hands out a worker to one caller at a time."""
+
+    def __init__(self, plan: Plan, *, workers: int, max_calls: int, timeout_s: float, require: bool) -> None:
+        self._plan, self._max_calls, self._timeout_s, self._require = plan, max_calls, timeout_s, require
+        self.workers = workers
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._slots = threading.BoundedSemaphore(self.workers)
+        self._lock = threading.Lock()
+        self._idle: OrderedDict[str, list[Worker]] = OrderedDict()
+        self._busy: set[Worker] = set()
+        self._spare: Process | None = None
+        self._root: Path | None = None
+        self._held: int | None = None
+        self._count = 0
+        self._closed = False
+        self.pid = os.getpid()
+
+    @contextmanager
+    def worker(self, target: Target) -> Iterator[Worker]:
+        """A worker that has loaded `target`. Whoever leaves with an exception, or not clean, ends it."""
+        with self._slots:
+            worker = self._warm(target) or self._fresh(target)
+            try:
+                yield worker
+            except BaseException:
+                worker.clean = False
+                raise
+            finally:
+                self._put_back(target, worker)
+
+    def _warm(self, target: Target) -> Worker | None:
+        with self._lock:
+            idle = self._idle.get(target.reference)
+            if not idle:
+                return None
+            worker = idle.pop()
+            self._busy.add(worker)
+            return worker
+
+    def _fresh(self, target: Target) -> Worker:
+        with self._lock:
+            if self._closed:
+                raise SandboxError("this sandbox is closed")
+            process, self._spare = self._spare or self._process(), None
+        worker = Worker(process, self._plan_for(target, process))
+        with self._lock:
+            self._busy.add(worker)
+        try:
+            worker.seal(target, self._more_path())
+            if worker.missing and self._require:
+                raise SandboxError(f"a worker got no {', '.join(worker.missing)}, which the sandbox requires")
+            worker.load(self._timeout_s)
+        except BaseException as fault:
+            if isinstance(fault, WorkerFault):
+                fault.loading = True
+            self._end(worker)
+            raise
+        finally:
+            self._have_spare()
+        return worker
+
+    def _have_spare(self) -> None:
+        """The next worker comes up while this one works."""
+        with self._lock:
+            if self._spare is None and not self._closed:
+                with suppress(SandboxError, RuntimeError):
+                    self._spare = self._process()
+
+    def _plan_for(self, target: Target, process: Process) -> Plan:
+        read = (*readable_folders(), *target.read, *self._plan.read)
+        settings = {**self._plan.to_json(), "read": read, "scratch": str(process.scratch)}
+        return Plan(**settings)
+
+    def _more_path(self) -> list[str]:
+        return [place for place in sys.path if place and within(place, self._plan.read)]
+
+    def _process(self) -> Process:
+        if self._root is None:
+            self._root, self._held = make_root()
+        self._count += 1
+        scratch = self._root / str(self._count)
+        scratch.mkdir(mode=0o700)
+        return start_process(scratch)
+
+    def _put_back(self, target: Target, worker: Worker) -> None:
+        if not worker.clean or worker.calls >= self._max_calls or self._closed:
+            self._end(worker)
+            return
+        worker.loaded_by = 0.0
+        surplus: list[Worker] = []
+        with self._lock:
+            self._busy.discard(worker)
+            self._idle.setdefault(target.reference, []).append(worker)
+            self._idle.move_to_end(target.reference)
+            while sum(map(len, self._idle.values())) > self.workers:
+                oldest = next(key for key, idle in self._idle.items() if idle)
+                surplus.append(self._idle[oldest].pop(0))
+        for old in surplus:
+            self._end(old)
+
+    def _end(self, worker: Worker) -> None:
+        with self._lock:
+            self._busy.discard(worker)
+        worker.end()
+
+    def pids(self) -> list[int]:
+        """The processes that are up now."""
+        with self._lock:
+            up = [*self._busy, *(worker for idle in self._idle.values() for worker in idle)]
+            spare = [self._spare.pid] if self._spare is not None else []
+            return [worker.process.pid for worker in up] + spare
+
+    def close(self) -> None:
+        """Ends every worker, also one in the middle of a call: its caller is told that it died."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            idle = [worker for workers in self._idle.values() for worker in workers]
+            spare, self._spare = self._spare, None
+            self._idle.clear()
+            busy = list(self._busy)
+        for worker in busy:  # its caller's thread removes what is left of it
+            with suppress(OSError):
+                if worker.process.popen.returncode is None:
+                    os.killpg(worker.process.pid, 9)
+        for worker in idle:
+            worker.end()
+        if spare is not None:
+            spare.end(sweep=False)
+        end = time.monotonic() + 2.0
+        while self._busy and time.monotonic() < end:
+            time.sleep(0.005)
+        if self._root is not None:
+            remove_folder(self._root)
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
+
+    def abandon(self) -> None:
+        """In the child of a fork: the workers are the parent's. Lets go of them and starts with none."""
+        idle = [worker for workers in self._idle.values() for worker in workers]
+        for process in [worker.process for worker in [*idle, *self._busy]] + ([self._spare] if self._spare else []):
+            process.forget()
+        if self._held is not None:
+            os.close(self._held)
+        closed = self._closed
+        self._start_over()
+        self._closed = closed
+
+
+def make_root() -> tuple[Path, int]:
+    """A folder for scratch folders, with a lock held as long as we live; those of the dead are removed on the way."""
+    sweep_roots()
+    root = Path(tempfile.mkdtemp(prefix=PREFIX)).resolve()
+    return root, _lock(root)
+
+
+def _lock(root: Path) -> int:
+    held = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return held
+
+
+def sweep_roots() -> None:
+    for root in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            if root.is_symlink() or root.stat().st_uid != os.getuid():
+                continue
+            if not (root / ".lock").exists() and time.time() - root.stat().st_mtime < YOUNG_S:
+                continue  # its owner may be between making it and locking it
+            held = _lock(root)
+            remove_folder(root)
+            os.close(held)

@@ -1,0 +1,80 @@
+"""What a sandbox was asked for and what this machine gives, found by using it, told in one line."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from toolwise.sandbox.faults import SandboxError, WorkerFault
+from toolwise.sandbox.hardening import HOW_TO_GET, LAYERS, Plan, Tier
+from toolwise.sandbox.pool import make_root
+from toolwise.sandbox.processes import remove_folder, start_process
+from toolwise.sandbox.targets import Target, readable_folders
+from toolwise.sandbox.worker import Worker
+
+_cache: dict[tuple[Tier, tuple[str, ...]], Report] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Layers got and missing, each with how or why."""
+
+    asked: Tier
+    got: Tier
+    layers: Mapping[str, str] = field(default_factory=dict)
+    missing: Mapping[str, str] = field(default_factory=dict)
+    permissions: tuple[str, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        return not self.missing
+
+    def __str__(self) -> str:
+        if self.asked == "off":
+            return "sandbox: off, as asked: user code runs in this process and can do all that you can"
+        got = ", ".join(f"{name} ({how})" for name, how in self.layers.items()) or "a process of its own"
+        allowed = f"; allowed: {', '.join(self.permissions)}" if self.permissions else ""
+        if self.complete:
+            return f"sandbox: asked {self.asked}, got {self.got}: {got}{allowed}; missing: nothing"
+        gaps = "; ".join(f"{name} ({why}; it needs {HOW_TO_GET[name]})" for name, why in self.missing.items())
+        return f"sandbox: asked {self.asked}, got {self.got}: {got}{allowed}; missing: {gaps}"
+
+
+def probe(tier: Tier, permissions: tuple[str, ...] = ()) -> Report:
+    """Asks a throwaway worker to harden itself and then to break out. Once a process for each tier."""
+    if tier == "off":
+        return Report("off", "off")
+    if tier not in LAYERS:
+        raise SandboxError(f"there is no sandbox tier {tier!r} yet: use 'standard' (Linux), 'basic' or 'off'")
+    key = (tier, permissions)
+    if key not in _cache:
+        _cache[key] = _probe(tier, permissions)
+    return _cache[key]
+
+
+def _probe(tier: Tier, permissions: tuple[str, ...]) -> Report:
+    layers = LAYERS[tier] if platform.system() == "Linux" else LAYERS["basic"]
+    missing = {layer: f"this is {platform.system()}" for layer in LAYERS[tier] if layer not in layers}
+    root, held = make_root()
+    try:
+        scratch = root / "1"
+        scratch.mkdir()
+        process = start_process(scratch)
+        plan = Plan(layers, str(scratch), tuple(readable_folders()), memory_mb=256, permissions=permissions)
+        worker = Worker(process, plan)
+        try:
+            worker.seal(Target("", ()), probe=True)
+            said = worker.probe()
+        except WorkerFault as fault:
+            raise SandboxError(f"the sandbox cannot be probed: {fault}{fault.traceback}") from None
+        finally:
+            worker.end()
+    finally:
+        remove_folder(root)
+        os.close(held)
+    through = {layer: str(why) for layer, why in said.items() if why and layer in worker.layers}
+    missing |= worker.missing | through
+    got = {layer: how for layer, how in worker.layers.items() if layer not in through}
+    return Report(tier, tier if not missing else "basic", got, missing, permissions)

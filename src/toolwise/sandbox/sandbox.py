@@ -1,0 +1,234 @@
+"""`Sandbox`: calls people's reward functions in worker processes, so that none of them can harm or end a run."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import json
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from toolwise.sandbox.answers import pack, read_answer
+from toolwise.sandbox.calls import run_batch, run_pointwise
+from toolwise.sandbox.denials import EVERYTHING
+from toolwise.sandbox.faults import SandboxError, WorkerFault
+from toolwise.sandbox.frames import encode
+from toolwise.sandbox.hardening import LAYERS, Plan, Tier
+from toolwise.sandbox.harness import Harness, Plain, plain_fault
+from toolwise.sandbox.pool import Pool
+from toolwise.sandbox.report import Report, probe
+from toolwise.sandbox.targets import Target, reference_of, resolve
+from toolwise.types import EvaluateResult
+
+log = logging.getLogger("toolwise.sandbox")
+PERMISSIONS = ("network", "subprocess")
+LONGEST_CPU_S = 24 * 3600
+T = TypeVar("T")
+_alive: weakref.WeakSet[Sandbox] = weakref.WeakSet()
+
+
+class Sandbox:
+    """Where other people's code runs. One sandbox a run; safe to use from several threads.
+
+    `timeout_s` is the time of one call of the user's function, its import included; `memory_mb` is what it may take
+    beyond what its worker has anyway; `read` adds files and folders that it may read.
+    """
+
+    def __init__(
+        self,
+        tier: Tier = "standard",
+        *,
+        timeout_s: float = 30.0,
+        memory_mb: int = 1024,
+        read: Iterable[str | Path] = (),
+        require: bool = False,
+        permissions: Iterable[str] = (),
+        max_calls: int = 10_000,
+        workers: int | None = None,
+        file_mb: int = 64,
+        score_range: tuple[float, float] | None = None,
+    ) -> None:
+        self.tier, self.timeout_s, self.require, self.score_range = tier, timeout_s, require, score_range
+        self.permissions = tuple(sorted(set(permissions)))
+        unknown = [name for name in self.permissions if name not in PERMISSIONS]
+        if unknown:
+            raise SandboxError(f"there is no permission {unknown[0]!r}: there are {' and '.join(PERMISSIONS)}")
+        if tier != "off" and tier not in LAYERS:
+            raise SandboxError(f"there is no sandbox tier {tier!r} yet: use 'standard' (Linux), 'basic' or 'off'")
+        if timeout_s <= 0 or memory_mb <= 0 or max_calls <= 0:
+            raise SandboxError("a sandbox's timeout_s, memory_mb and max_calls must be more than 0")
+        self._workers = workers or max(1, min(8, os.cpu_count() or 1))
+        cpu_s = int(min(LONGEST_CPU_S, timeout_s * max_calls + 60))
+        readable = tuple(str(Path(place).expanduser().resolve()) for place in read)
+        layers = LAYERS.get(tier, ())
+        plan = Plan(layers, "", readable, memory_mb, file_mb, cpu_s, self.permissions)
+        self._pool = Pool(plan, workers=self._workers, max_calls=max_calls, timeout_s=timeout_s, require=require)
+        self._threads: ThreadPoolExecutor | None = None
+        self._targets: dict[tuple[str, str], Target] = {}
+        self._pointwise: set[str] = set()
+        self._loaded: dict[str, Harness] = {}
+        self._lock = threading.Lock()
+        self._say_what_there_is()
+        _alive.add(self)
+
+    def _say_what_there_is(self) -> None:
+        report = self.report()
+        if self.tier == "off" or not report.complete:
+            log.warning("%s", report)
+        if self.require and not report.complete:
+            raise SandboxError(f"{report} (require=True)")
+
+    def report(self) -> Report:
+        """What was asked and what was got, layer by layer."""
+        return probe(self.tier, self.permissions)
+
+    def describe(self) -> str:
+        """The same in one line."""
+        return str(self.report())
+
+    def evaluate(
+        self, ref: str | Callable[..., Any], messages: Sequence[Any], ground_truth: Any, **kwargs: Any
+    ) -> EvaluateResult:
+        """What the function `ref` says of one rollout."""
+        return self.run_calls(ref, [pack(messages, ground_truth, kwargs)])[0]
+
+    def evaluate_batch(
+        self,
+        ref: str | Callable[..., Any],
+        rollouts_messages: Sequence[Sequence[Any]],
+        ground_truths: Sequence[Any],
+        **kwargs: Any,
+    ) -> list[EvaluateResult]:
+        """What it says of many: in one call where it is a batch function, else one by one over all workers."""
+        if len(rollouts_messages) != len(ground_truths):
+            raise SandboxError(f"{len(rollouts_messages)} rollouts and {len(ground_truths)} ground truths: not as many")
+        calls = [pack(m, t, kwargs) for m, t in zip(rollouts_messages, ground_truths, strict=True)]
+        return self.run_calls(ref, calls, batch_kwargs=kwargs)
+
+    async def aevaluate(
+        self, ref: str | Callable[..., Any], messages: Sequence[Any], ground_truth: Any, **kwargs: Any
+    ) -> EvaluateResult:
+        return await self.run_in_thread(lambda: self.evaluate(ref, messages, ground_truth, **kwargs))
+
+    async def aevaluate_batch(
+        self,
+        ref: str | Callable[..., Any],
+        rollouts_messages: Sequence[Sequence[Any]],
+        ground_truths: Sequence[Any],
+        **kwargs: Any,
+    ) -> list[EvaluateResult]:
+        return await self.run_in_thread(lambda: self.evaluate_batch(ref, rollouts_messages, ground_truths, **kwargs))
+
+    async def run_in_thread(self, work: Callable[[], T]) -> T:
+        """`work`, which blocks, without blocking the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor(), work)
+
+    def run_calls(
+        self,
+        ref: str | Callable[..., Any],
+        calls: Sequence[Plain],
+        batch_kwargs: Plain | None = None,
+        *,
+        lenient: bool = False,
+    ) -> list[EvaluateResult]:
+        """One result a call, in order, whatever happens. `lenient` leaves out arguments the function does not take.
+
+        With `batch_kwargs` a batch function gets all calls at once, with these instead of their own.
+        """
+        if not calls:
+            return []
+        reference = ref if isinstance(ref, str) else reference_of(ref)
+        calls = [{**call, "lenient": True} for call in calls] if lenient else list(calls)
+        batch = {"calls": calls, "kwargs": batch_kwargs or {}, "lenient": lenient} if batch_kwargs is not None else None
+        try:
+            answers = self._here(reference, calls, batch) if self.tier == "off" else self._away(reference, calls, batch)
+        except WorkerFault as fault:
+            return [fault.result() for _ in calls]
+        return [read_answer(answer, self.score_range) for answer in answers]
+
+    def _away(self, reference: str, calls: list[Plain], batch: Plain | None) -> list[Any]:
+        target = self._target(reference)
+        if batch is not None and target.reference not in self._pointwise:
+            answers = run_batch(self._pool, target, batch, self.timeout_s)
+            if answers is not None:
+                return answers
+            self._pointwise.add(target.reference)  # asked of a worker once: only it loads the function
+        return run_pointwise(self._pool, target, calls, self.timeout_s, self._executor)
+
+    def _target(self, reference: str) -> Target:
+        """Looked for once in each folder: a run does not follow files that move under it."""
+        key = (reference, os.getcwd())
+        if key not in self._targets:
+            self._targets[key] = resolve(reference)
+        return self._targets[key]
+
+    def _here(self, reference: str, calls: list[Plain], batch: Plain | None) -> list[Any]:
+        """In this process, as the tier `off` asks; through JSON all the same, so that nothing is shared."""
+        try:
+            calls, batch = json.loads(encode([calls, batch]))
+        except (TypeError, ValueError, RecursionError) as fault:
+            raise WorkerFault("bad_type", f"its arguments cannot be sent as JSON: {fault}") from None
+        try:
+            if reference not in self._loaded:
+                self._loaded[reference] = Harness.load(reference, EVERYTHING)
+        except Exception as fault:
+            return [plain_fault(fault, EVERYTHING, loading=True)] * len(calls)
+        harness = self._loaded[reference]
+        if batch is not None and harness.reward.mode != "pointwise":
+            return harness.many(batch)
+        return [harness.one(call) for call in calls]
+
+    def _executor(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(2 * self._workers, thread_name_prefix="toolwise-sandbox")
+            return self._threads
+
+    def pids(self) -> list[int]:
+        """The worker processes that are up."""
+        return self._pool.pids()
+
+    def close(self) -> None:
+        """Ends all workers. Calls under way come back as died."""
+        if self._pool.pid == os.getpid():
+            self._pool.close()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
+
+    def _after_fork(self) -> None:
+        self._lock, self._threads = threading.Lock(), None
+        self._pool.abandon()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        with suppress(Exception):
+            self.close()
+
+
+def _close_all() -> None:
+    for sandbox in list(_alive):
+        sandbox.close()
+
+
+def _forget_all() -> None:
+    for sandbox in list(_alive):
+        sandbox._after_fork()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_forget_all)

@@ -1,0 +1,101 @@
+"""A reward's reference, looked at from the trainer without loading it: which files a worker must see, and no others."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import toolwise
+from toolwise.errors import RewardError
+from toolwise.sandbox.faults import WorkerFault
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One function, as a worker is told of it."""
+
+    reference: str
+    read: tuple[str, ...]
+    top: dict[str, Any] | None = None
+    """The package of a dotted reference: name, origin, places."""
+
+
+def resolve(reference: str) -> Target:
+    """Raises a `WorkerFault` of kind import where there is nothing to load."""
+    place, colon, name = reference.rpartition(":")
+    if not colon or reference.endswith(".py"):
+        place, name = reference, ""
+    suffix = f":{name}" if name else ""
+    if place.endswith(".py"):
+        path = Path(place).expanduser().resolve()
+        if not path.is_file():
+            raise WorkerFault("import", f"reward: there is no file {place!r}")
+        return Target(f"{path}{suffix}", (str(path),))
+    return _dotted(place, suffix)
+
+
+def _dotted(place: str, suffix: str) -> Target:
+    top = place.partition(".")[0]
+    try:
+        spec = importlib.util.find_spec(top) if top else None
+    except (ImportError, ValueError) as fault:
+        raise WorkerFault("import", f"reward: cannot find {place!r}: {fault}") from None
+    if spec is None:
+        raise WorkerFault("import", f"reward: there is no module {top!r}; or write path/to/file.py:name")
+    places = [str(Path(p).resolve()) for p in spec.submodule_search_locations or ()]
+    origin = str(Path(spec.origin).resolve()) if spec.has_location and spec.origin else None
+    if origin is None and not places:
+        return Target(f"{place}{suffix}", ())
+    known = {"name": top, "origin": origin, "places": places or None}
+    return Target(f"{place}{suffix}", tuple(places) or (str(origin),), known)
+
+
+def reference_of(function: Callable[..., Any]) -> str:
+    """How a worker finds a function object again."""
+    name = str(getattr(function, "__qualname__", ""))
+    try:
+        source = inspect.getsourcefile(inspect.unwrap(function))
+    except TypeError:
+        source = None
+    if not name or "<" in name or source is None or not Path(source).is_file():
+        what = "a lambda" if "<lambda>" in name else name or type(function).__name__
+        raise RewardError(f"reward {what}: a sandbox loads a reward from its file; write it as a def at the top of one")
+    module = getattr(function, "__module__", "") or ""
+    spec = getattr(sys.modules.get(module), "__spec__", None)
+    if spec is not None and not module.startswith("toolwise_file_") and module != "__main__":
+        return f"{module}:{name}"
+    return f"{Path(source).resolve()}:{name}"
+
+
+def library_folders() -> list[str]:
+    """Where the interpreter and the packages installed for it lie; what else is on sys.path is not a worker's."""
+    paths = sysconfig.get_paths()
+    known = [paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")] + site.getsitepackages()
+    if site.ENABLE_USER_SITE:
+        known.append(site.getusersitepackages())
+    roots = [Path(p).resolve() for p in (*known, f"{sys.base_prefix}/lib")]
+    found = [p for p in sys.path if p and any(Path(p).resolve().is_relative_to(root) for root in roots)]
+    return list(dict.fromkeys(found))
+
+
+def own_folder() -> Path:
+    """The folder of this package."""
+    return Path(str(toolwise.__file__)).resolve().parent
+
+
+def readable_folders() -> list[str]:
+    """What every worker may read: packages, the libraries that they are linked with, and this package."""
+    linked = [place for place in os.environ.get("LD_LIBRARY_PATH", "").split(":") if place]
+    return [*library_folders(), f"{sys.base_prefix}/lib", *linked, str(own_folder())]
+
+
+def within(path: str, folders: Sequence[str]) -> bool:
+    return any(Path(path).resolve().is_relative_to(Path(folder).resolve()) for folder in folders)

@@ -1,0 +1,622 @@
+"""What hostile or clumsy reward code does, one case each, and what must come of it. Run by test_abuse.py, and as a
+program by a user without privileges: `python abuse_cases.py FOLDER [all]` prints one line of JSON a case."""
+# ruff: noqa: E501 (a case is a line of hostile code)
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S, GRACE_S = 0.6, 0.5
+SECRET = "correct-horse-battery-staple"
+MESSAGES = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+HEAD = """
+import asyncio, builtins, ctypes, errno, fcntl, gc, itertools, json, math, mmap, os, re, resource, signal, socket
+import struct, subprocess, sys, threading, time
+from toolwise.types import EvaluateResult, MetricResult, StepOutput
+
+def system(number, *arguments):
+    libc = ctypes.CDLL(None, use_errno=True)
+    answer = libc.syscall(number, *arguments)
+    if answer < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return answer
+
+def channel():
+    for fd in range(3, 64):
+        try:
+            if os.fstat(fd).st_mode & 0o170000 == 0o140000:
+                return fd
+        except OSError:
+            pass
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """`body` is the body of f(messages, truth); `module` stands before it. `kind` is one or several, "ok" for none."""
+
+    name: str
+    kind: str
+    body: str = "return 1.0"
+    module: str = ""
+    score: float | None = None
+    replaced: bool | None = None
+    """Whether the worker must not serve again."""
+
+    def source(self) -> str:
+        return f"{HEAD}\n{textwrap.dedent(self.module)}\ndef f(messages, truth):\n" + textwrap.indent(
+            textwrap.dedent(self.body).strip("\n"), "    "
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a case."""
+
+    kind: str
+    message: str
+    score: float | None
+    seconds: float
+    replaced: bool
+    left_behind: list[str]
+    next_score: float | None
+    """What a harmless call right after it gave."""
+
+
+LOOPS = [
+    Case("loop_in_python", "timeout", "while True: pass"),
+    Case("loop_in_c", "timeout", "re.match('(a+)+$', 'a' * 60 + 'b')"),
+    Case("loop_in_c_without_signals", "timeout", "return sum(itertools.repeat(0))"),
+    Case("huge_power", "timeout", "return 3 ** (10 ** 9)"),
+    Case("loop_on_import", "timeout", module="while True: pass"),
+    Case(
+        "loop_in_del", "timeout", "return R(1.0)", "class R(float):\n    def __del__(self):\n        while True: pass"
+    ),
+    Case(
+        "loop_in_del_of_a_cycle",
+        "timeout",
+        "c = C(); c.me = c; del c; return 1.0",
+        "class C:\n    def __del__(self):\n        while True: pass",
+    ),
+    Case(
+        "loop_in_repr_of_exception",
+        "timeout",
+        "raise E()",
+        "class E(Exception):\n    def __str__(self):\n        while 1: pass",
+    ),
+    Case("ignored_sigterm", "timeout", "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: pass"),
+    Case(
+        "swallows_everything",
+        "timeout",
+        "while True:\n    try:\n        while True: time.sleep(1)\n    except BaseException: pass",
+    ),
+    Case("sleeps", "timeout", "time.sleep(3600)"),
+    Case("deadlock", "timeout", "l = threading.Lock(); l.acquire(); l.acquire()"),
+    Case("waits_for_stdin", "ok", "return 0.0 if sys.stdin is None or sys.stdin.read() == '' else 1.0", score=0.0),
+    Case("blocked_signals_loop", "timeout", "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 64))\nwhile True: pass"),
+]
+BOMBS = [
+    Case("fork_bomb", "denied", "for _ in range(20): os.fork()\nreturn 1.0"),
+    Case(
+        "thread_bomb", "exception memory timeout", "while True: threading.Thread(target=time.sleep, args=(60,)).start()"
+    ),
+    Case("memory_in_one_piece", "memory", "x = bytearray(10 ** 9); return 1.0"),
+    Case("memory_bit_by_bit", "memory", "x = []\nwhile True: x.append(bytearray(10 ** 6))"),
+    Case("memory_of_strings", "memory", "return 'a' * 10 ** 10"),
+    Case("memory_in_lists", "memory", "x = [0]\nwhile True: x = x + x"),
+    Case("memory_shared", "memory", "m = mmap.mmap(-1, 1 << 30); return 1.0"),
+    Case("memory_on_import", "memory", module="x = bytearray(10 ** 9)"),
+    Case("memory_within_limit", "ok", "x = bytearray(40_000_000); return 1.0", score=1.0),
+    Case("one_huge_file", "too_big", "with open('x', 'wb') as f:\n    for _ in range(1000): f.write(bytes(10 ** 6))"),
+    Case(
+        "many_large_files",
+        "too_big timeout",
+        "for i in itertools.count():\n    with open(f'x{i}', 'wb') as f: f.write(os.urandom(10 ** 6))",
+    ),
+    Case(
+        "many_files_and_words",
+        "too_big timeout",
+        "for i in itertools.count():\n    print('x' * 9999)\n    with open(f'x{i}', 'wb') as f: f.write(bytes(10 ** 6))",
+    ),
+    Case("many_files", "too_big timeout", "for i in itertools.count(): open(f'x{i}', 'w').close()"),
+    Case("deep_folders", "ok exception timeout", "for i in range(3000): os.mkdir('d'); os.chdir('d')\nreturn 1.0"),
+    Case("closed_folders", "ok denied", "os.mkdir('d', 0); return 1.0"),
+    Case("stdout_without_end", "timeout", "while True: print('x' * 10000)"),
+    Case("stdout_much", "ok", "for _ in range(2000): print('x' * 10000)\nreturn 1.0", score=1.0),
+    Case("stderr_raw", "ok", "os.write(2, b'x' * 300_000); return 1.0", score=1.0),
+    Case("result_too_big", "too_big", "return EvaluateResult(score=1.0, reason='x' * 20_000_000)"),
+    Case("exception_too_big", "exception", "raise ValueError('x' * 20_000_000)"),
+    Case("descriptors", "exception", "x = []\nwhile True: x.append(open('/dev/null'))"),
+    Case("deep_recursion", "exception", "def g(): g()\ng()"),
+    Case("deep_recursion_without_limit", "died memory timeout", "sys.setrecursionlimit(10 ** 9)\ndef g(): g()\ng()"),
+    Case(
+        "deep_result",
+        "bad_type exception too_big",
+        "d = {}\nfor _ in range(50_000): d = {'a': d}\n"
+        "return EvaluateResult(score=1.0, step_outputs=[StepOutput(step_index=0, base_reward=1.0, metrics=d)])",
+    ),
+    Case(
+        "many_steps",
+        "ok",
+        "return EvaluateResult(score=1.0, step_outputs=[StepOutput(step_index=i, base_reward=0.0) for i in range(1000)])",
+    ),
+]
+FILES = [
+    Case("write_in_tmp", "denied", "open(truth['folder'] + '/new', 'w').write('x'); return 1.0"),
+    Case("write_own_file", "denied", "open(__file__, 'a').write('x'); return 1.0"),
+    Case("truncate_own_file", "denied", "os.truncate(__file__, 0); return 1.0"),
+    Case("remove_a_secret", "denied", "os.unlink(truth['secret']); return 1.0"),
+    Case("rename_a_secret", "denied", "os.rename(truth['secret'], 'mine'); return 1.0"),
+    Case("make_a_folder", "denied", "os.mkdir(truth['folder'] + '/new'); return 1.0"),
+    Case("chmod_a_secret", "denied", "os.chmod(truth['secret'], 0o777); return 1.0"),
+    Case("chown_a_secret", "denied", "os.chown(truth['secret'], os.getuid(), -1); return 1.0"),
+    Case("touch_a_secret", "denied", "os.utime(truth['secret']); return 1.0"),
+    Case("attribute_of_a_secret", "denied", "os.setxattr(truth['secret'], 'user.x', b'x'); return 1.0"),
+    Case("hard_link", "denied exception", "os.link(truth['secret'], 'mine'); return open('mine').read() and 1.0"),
+    Case("symbolic_link", "denied", "os.symlink(truth['secret'], 'mine'); return open('mine').read() and 1.0"),
+    Case("secret_beside_the_reward", "denied", "return open(truth['secret']).read() and 1.0"),
+    Case("list_beside_the_reward", "denied", "return len(os.listdir(truth['folder']))"),
+    Case("import_beside_the_reward", "exception", "import neighbour; return 1.0"),
+    Case(
+        "folder_by_descriptor",
+        "denied",
+        "d = os.open('/etc', os.O_PATH); return os.open('passwd', os.O_RDONLY, dir_fd=d)",
+    ),
+    Case("folder_by_going_there", "denied", "os.chdir('/etc'); return open('passwd').read() and 1.0"),
+    Case("environment", "ok", "return float(truth['word'] in str(os.environ))", score=0.0),
+    Case(
+        "environment_in_c",
+        "ok",
+        "g = ctypes.CDLL(None).getenv; g.restype = ctypes.c_char_p; return float(g(b'TOOLWISE_TEST_SECRET') is not None)",
+        score=0.0,
+    ),
+    Case("proc_own_environment", "denied", "return open('/proc/self/environ').read() and 1.0"),
+    Case("proc_of_the_parent", "denied", "return open(f'/proc/{os.getppid()}/environ').read() and 1.0"),
+    Case("proc_command_line", "denied", "return open(f'/proc/{os.getppid()}/cmdline').read() and 1.0"),
+    Case("memory_of_the_parent", "denied", "return open(f'/proc/{os.getppid()}/mem', 'rb').read(1) and 1.0"),
+    Case("descriptors_of_the_parent", "denied", "return len(os.listdir(f'/proc/{os.getppid()}/fd'))"),
+    Case("own_memory", "denied", "open('/proc/self/mem', 'r+b'); return 1.0"),
+    Case("passwords", "denied", "return open('/etc/shadow').read() and 1.0"),
+    Case("users", "denied", "return open('/etc/passwd').read() and 1.0"),
+    Case("dev_shm", "denied", "open('/dev/shm/toolwise-test', 'w').write('x'); return 1.0"),
+    Case(
+        "shared_memory",
+        "denied",
+        "from multiprocessing import shared_memory\nshared_memory.SharedMemory('toolwise-test', True, 10); return 1.0",
+    ),
+    Case("terminal", "denied exception", "open('/dev/tty', 'w').write('x'); return 1.0"),
+    Case("out_of_its_folder", "denied", "os.chdir('/tmp'); open('toolwise-test', 'w').write('x'); return 1.0"),
+    Case("remove_own_folder", "denied exception", "os.rmdir(os.getcwd()); return 1.0"),
+    Case("other_workers_folders", "denied", "return len(os.listdir(os.path.dirname(os.getcwd())))"),
+    Case(
+        "left_descriptors",
+        "ok",
+        "return float(sum(1 for fd in range(3, 64) if _open(fd)))",
+        "def _open(fd):\n    try: os.fstat(fd); return fd not in (channel(),)\n    except OSError: return False",
+        score=1.0,
+    ),
+    Case("shadowed_modules", "ok", "import json as j\nreturn float('neighbour' in (j.__file__ or ''))", score=0.0),
+    Case(
+        "shadow_in_its_folder",
+        "ok",
+        "open('this_is_new.py', 'w').write('x = 1')\ntry:\n    import this_is_new\nexcept ImportError: return 0.0\nreturn 1.0",
+        score=0.0,
+    ),
+    Case("memory_file", "denied", "os.memfd_create('x'); return 1.0"),
+    Case("device", "denied", "os.mknod('x', 0o60600, os.makedev(7, 0)); return 1.0"),
+]
+NETWORK = [
+    Case("tcp", "denied", "socket.create_connection(('127.0.0.1', truth['tcp'])); return 1.0"),
+    Case("tcp6", "denied", "socket.socket(socket.AF_INET6); return 1.0"),
+    Case(
+        "udp",
+        "denied",
+        "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', truth['tcp'])); return 1.0",
+    ),
+    Case("unix_socket", "denied", "socket.socket(socket.AF_UNIX).connect(truth['unix']); return 1.0"),
+    Case("abstract_socket", "denied", "socket.socket(socket.AF_UNIX).connect('\\0' + truth['abstract']); return 1.0"),
+    Case("datagram_pair", "denied", "socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM); return 1.0"),
+    Case("netlink", "denied", "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW); return 1.0"),
+    Case("dns", "denied", "socket.getaddrinfo('example.com', 80); return 1.0"),
+    Case(
+        "url",
+        "denied",
+        "import urllib.request\nurllib.request.urlopen(f'http://127.0.0.1:{truth[\"tcp\"]}/', timeout=0.3); return 1.0",
+    ),
+    Case("io_uring", "denied", "system(425, 4, None); return 1.0"),
+    Case(
+        "asyncio_works",
+        "ok",
+        "async def g(): await asyncio.sleep(0.01); return 1.0\nreturn asyncio.run(g())",
+        score=1.0,
+    ),
+]
+PROCESSES = [
+    Case("exit_at_once", "died", "os._exit(0)"),
+    Case("exit_politely", "died", "sys.exit(0)"),
+    Case("exit_on_import", "died", module="sys.exit(0)"),
+    Case("exit_at_once_on_import", "died", module="import os; os._exit(0)"),
+    Case("abort", "died", "os.abort()"),
+    Case("segmentation_fault", "died", "ctypes.string_at(0)"),
+    Case("kills_itself", "died", "os.kill(os.getpid(), signal.SIGKILL); time.sleep(1)"),
+    Case("raises_a_signal", "died", "signal.raise_signal(signal.SIGTERM); time.sleep(1)"),
+    Case("signals_the_parent", "denied", "os.kill(os.getppid(), signal.SIGURG); return 1.0"),
+    Case("signals_everyone", "denied", "os.kill(-1, 0); return 1.0"),
+    Case("signals_its_group", "denied", "os.killpg(0, 0); return 1.0"),
+    Case(
+        "signal_through_a_descriptor",
+        "denied",
+        "r, w = os.pipe(); fcntl.fcntl(r, fcntl.F_SETOWN, os.getppid()); return 1.0",
+    ),
+    Case("lease", "denied", "fcntl.fcntl(os.open(__file__, os.O_RDONLY), 1024, fcntl.F_RDLCK); return 1.0"),
+    Case("signal_through_a_pidfd", "denied", "os.pidfd_open(os.getppid()); return 1.0"),
+    Case(
+        "ptrace", "denied", "system({'x86_64': 101}.get(os.uname().machine, 117), 16, os.getppid(), 0, 0); return 1.0"
+    ),
+    Case(
+        "reads_the_parents_memory",
+        "denied",
+        "system({'x86_64': 310}.get(os.uname().machine, 270), os.getppid(), None, 0, None, 0, 0); return 1.0",
+    ),
+    Case("subprocess", "denied", "subprocess.run(['/bin/true']); return 1.0"),
+    Case("shell", "ok", "return float(os.system('true') == 0)", score=0.0),
+    Case("exec", "denied", "os.execv('/bin/true', ['true'])"),
+    Case("spawn", "denied", "os.posix_spawn('/bin/true', ['true'], {}); return 1.0"),
+    Case(
+        "double_forked_daemon",
+        "denied",
+        "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0: time.sleep(60)\n    os._exit(0)\nreturn 1.0",
+    ),
+    Case(
+        "multiprocessing",
+        "denied",
+        "import multiprocessing as m\nm.get_context('fork').Process(target=print).start(); return 1.0",
+    ),
+    Case("new_session", "denied", "os.setsid(); return 1.0"),
+    Case("priority", "denied", "os.setpriority(os.PRIO_PROCESS, 0, 5); return 1.0"),
+    Case("affinity", "denied", "os.sched_setaffinity(0, {0}); return 1.0"),
+    Case("affinity_of_the_parent", "denied", "os.sched_setaffinity(os.getppid(), {0}); return 1.0"),
+    Case("scheduler", "denied", "os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0)); return 1.0"),
+    Case("clock", "denied", "time.clock_settime(time.CLOCK_REALTIME, -1.0); return 1.0"),
+    Case("identity", "denied", "os.setuid(os.getuid()); return 1.0"),
+    Case("chroot", "denied", "os.chroot('.'); return 1.0"),
+    Case("namespace", "denied", "system({'x86_64': 272}.get(os.uname().machine, 97), 0x10000000); return 1.0"),
+    Case(
+        "mount", "denied", "system({'x86_64': 165}.get(os.uname().machine, 40), None, None, None, 0, None); return 1.0"
+    ),
+    Case("bpf", "denied", "system({'x86_64': 321}.get(os.uname().machine, 280), 0, None, 0); return 1.0"),
+    Case(
+        "calls_of_another_processor",
+        "denied died",
+        """
+        if os.uname().machine != 'x86_64': raise PermissionError(errno.EPERM, 'no such calls here')
+        code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+        code.write(bytes.fromhex('b814000000cd80c3'))  # mov eax, 20; int 0x80; ret
+        return ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))()
+        """,
+    ),
+    Case(
+        "calls_of_x32",
+        "denied",
+        "if os.uname().machine != 'x86_64': raise PermissionError(errno.EPERM, 'no')\nreturn system(0x40000000 + 39)",
+    ),
+    Case("more_memory_by_decree", "denied exception", "resource.setrlimit(resource.RLIMIT_AS, (-1, -1)); return 1.0"),
+    Case("limits_of_the_parent", "denied", "resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE); return 1.0"),
+    Case(
+        "survives_the_trainer",
+        "denied",
+        "if ctypes.CDLL(None, use_errno=True).prctl(1, 0, 0, 0, 0): raise OSError(ctypes.get_errno(), 'prctl')\nreturn 1.0",
+    ),
+]
+LEFTOVERS = [
+    Case("late_timer", "ok", "threading.Timer(0.2, os._exit, (1,)).start(); return 1.0", score=1.0, replaced=True),
+    Case(
+        "thread_left_behind",
+        "ok",
+        "threading.Thread(target=time.sleep, args=(60,), daemon=True).start(); return 1.0",
+        score=1.0,
+        replaced=True,
+    ),
+    Case(
+        "thread_in_c_left_behind",
+        "ok",
+        "import _thread; _thread.start_new_thread(time.sleep, (60,)); time.sleep(0.02); return 1.0",
+        score=1.0,
+        replaced=True,
+    ),
+    Case(
+        "thread_that_ended",
+        "ok",
+        "t = threading.Thread(target=time.sleep, args=(0.01,)); t.start(); t.join(); return 1.0",
+        score=1.0,
+        replaced=False,
+    ),
+    Case("late_alarm", "ok", "signal.setitimer(signal.ITIMER_REAL, 0.1); return 1.0", score=1.0, replaced=False),
+    Case(
+        "late_handler",
+        "ok",
+        "signal.signal(signal.SIGALRM, lambda *a: os._exit(1)); signal.setitimer(signal.ITIMER_REAL, 0.1); return 1.0",
+        score=1.0,
+        replaced=True,
+    ),
+    Case("at_exit", "ok", "import atexit; atexit.register(time.sleep, 60); return 1.0", score=1.0),
+    Case("patched_math", "ok", "math.sqrt = lambda x: 0.0; return 1.0", score=1.0, replaced=True),
+    Case(
+        "patched_builtins",
+        "ok exception bad_type died timeout",
+        "builtins.len = lambda x: 0; builtins.isinstance = lambda *a: True; return 1.0",
+        replaced=True,
+    ),
+    Case(
+        "patched_json", "ok", "json.dumps = json.loads = lambda *a, **k: 'forged'; return 1.0", score=1.0, replaced=True
+    ),
+    Case(
+        "patched_json_encoder",
+        "ok",
+        "json.JSONEncoder.encode = lambda *a: 'forged'; return 1.0",
+        score=1.0,
+        replaced=True,
+    ),
+    Case("patched_message", "ok", "type(messages[0]).to_openai = None; return 1.0", score=1.0, replaced=True),
+    Case(
+        "patched_harness",
+        "ok bad_type exception died",
+        "import toolwise.sandbox.harness as h\nh.read_result = lambda v: 1/0; return 1.0",
+        replaced=True,
+    ),
+    Case(
+        "patched_write",
+        "ok",
+        "os.write = None; os.read = None; os.getpid = lambda: 1; return 1.0",
+        score=1.0,
+        replaced=True,
+    ),
+    Case("patched_time", "ok", "time.monotonic = time.time = lambda: 0.0; return 1.0", score=1.0, replaced=True),
+    Case("changed_environment", "ok", "os.environ['X'] = '1'; return 1.0", score=1.0, replaced=True),
+    Case("changed_folder", "ok", "os.mkdir('d'); os.chdir('d'); return 1.0", score=1.0, replaced=True),
+    Case("changed_stdout", "ok", "sys.stdout = None; return 1.0", score=1.0, replaced=True),
+    Case("traced", "ok", "sys.settrace(lambda *a: None); return 1.0", score=1.0, replaced=True),
+    Case(
+        "files_left_behind",
+        "ok",
+        "n = len(os.listdir('.')); open('x', 'w').close(); return float(n)",
+        score=0.0,
+        replaced=False,
+    ),
+    Case("forged_header", "too_big", "os.write(channel(), struct.pack('!I', 2 ** 32 - 1)); time.sleep(60)"),
+    Case("forged_garbage", "bad_type", "os.write(channel(), struct.pack('!I', 4) + b'\\xff{[('); time.sleep(60)"),
+    Case("forged_list", "bad_type", "os.write(channel(), struct.pack('!I', 2) + b'[]'); time.sleep(60)"),
+    Case(
+        "forged_answer",
+        "bad_type",
+        'p = b\'{"id": "1", "at": 0, "answers": [{"result": "{\\\\"score\\\\": 9}"}]}\'\nos.write(channel(), struct.pack(\'!I\', len(p)) + p); time.sleep(60)',
+    ),
+    Case(
+        "deep_forged_frame",
+        "bad_type",
+        "p = b'[' * 100000\nos.write(channel(), struct.pack('!I', len(p)) + p); time.sleep(60)",
+    ),
+    Case("torn_frame", "died", "os.write(channel(), struct.pack('!I', 1000) + b'{'); os._exit(0)"),
+    Case("torn_frame_and_silence", "timeout", "os.write(channel(), b'\\0'); time.sleep(60)"),
+    Case("closes_everything", "died", "os.closerange(3, 64); return 1.0"),
+    Case("reads_the_channel", "timeout", "os.read(channel(), 100)"),
+]
+RESULTS = [
+    Case("nan", "non_finite", "return float('nan')"),
+    Case("infinity", "non_finite", "return float('-inf')"),
+    Case("too_large", "non_finite", "return 10 ** 400"),
+    Case("nan_in_a_dict", "non_finite", "return {'score': float('nan')}"),
+    Case(
+        "nan_in_a_step",
+        "non_finite",
+        "return EvaluateResult(score=1.0, step_outputs=[StepOutput(step_index=0, base_reward=float('nan'))])",
+    ),
+    Case("none", "bad_type", "return None"),
+    Case("boolean", "bad_type", "return True"),
+    Case("text", "bad_type", "return '1.0'"),
+    Case("complex", "bad_type", "return 1j"),
+    Case("function", "bad_type", "return lambda: 1"),
+    Case("module", "bad_type", "return os"),
+    Case("bytes", "bad_type", "return b'1'"),
+    Case("no_score", "bad_type", "return EvaluateResult()"),
+    Case("wrong_keys", "bad_type", "return {'score': 'high'}"),
+    Case(
+        "cyclic",
+        "bad_type exception",
+        "d = {}; d['d'] = d\nreturn EvaluateResult(score=1.0, step_outputs=[StepOutput(step_index=0, base_reward=1.0, metrics=d)])",
+    ),
+    Case(
+        "object_in_metrics",
+        "bad_type",
+        "return EvaluateResult(score=1.0, step_outputs=[StepOutput(step_index=0, base_reward=1.0, metrics={'o': object()})])",
+    ),
+    Case(
+        "lying_float",
+        "non_finite",
+        "return L(0.5)",
+        "class L(float):\n    def __float__(self): return float('nan')\n    def __eq__(self, o): return True",
+    ),
+    Case(
+        "lying_class",
+        "bad_type exception",
+        "return L()",
+        "class L:\n    @property\n    def __class__(self): return EvaluateResult",
+    ),
+    Case(
+        "lying_result",
+        "ok",
+        "return L(score=0.5)",
+        "class L(EvaluateResult):\n    def model_dump_json(self, *a, **k): return '{\"score\": 99}'",
+        score=0.5,
+    ),
+    Case(
+        "result_forced",
+        "non_finite bad_type",
+        "r = EvaluateResult(score=1.0); r.__dict__['score'] = float('nan'); return r",
+    ),
+    Case("result_of_text", "bad_type", "r = EvaluateResult(score=1.0); r.__dict__['score'] = 'x'; return r"),
+    Case(
+        "own_error",
+        "exception",
+        "from toolwise.types import EvaluationFault\nreturn EvaluateResult(score=1.0, error=EvaluationFault(kind='mine', message='m'))",
+    ),
+    Case("plain_exception", "exception", "return 1 / 0"),
+    Case(
+        "unprintable_exception",
+        "exception",
+        "raise E()",
+        "class E(Exception):\n    def __str__(self): raise ValueError\n    __repr__ = __str__",
+    ),
+    Case("surrogate_exception", "exception", "raise ValueError('\\ud800 \\udfff')"),
+    Case("surrogate_reason", "bad_type exception ok", "return {'score': 1.0, 'reason': '\\ud800'}"),
+    Case("base_exception", "exception", "raise BaseException('x')"),
+    Case("keyboard_interrupt", "exception", "raise KeyboardInterrupt"),
+    Case("generator_exit", "exception", "raise GeneratorExit"),
+    Case("exception_group", "exception", "raise ExceptionGroup('g', [ValueError('a')] * 3)"),
+    Case("cyclic_exception", "exception", "e = ValueError(); e.__cause__ = e; raise e"),
+    Case("import_error", "import", module="import no_such_module_at_all"),
+    Case("syntax_error", "import", module="def ("),
+    Case("error_on_import", "import", module="1 / 0"),
+    Case("denied_on_import", "denied", module="open('/etc/passwd')"),
+]
+CASES = [*LOOPS, *BOMBS, *FILES, *NETWORK, *PROCESSES, *LEFTOVERS, *RESULTS]
+WHERE_PRIVILEGES_MATTER = [*FILES, *NETWORK, *PROCESSES]
+BY_NAME = {case.name: case for case in CASES}
+
+
+class Ground:
+    """The world that the cases attack: secrets beside the reward, servers that must hear nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        from toolwise.sandbox import Sandbox
+
+        self.folder = folder
+        os.environ["TOOLWISE_TEST_SECRET"] = SECRET
+        (folder / "secret.txt").write_text(SECRET)
+        (folder / "neighbour.py").write_text("x = 1")
+        (folder / "json.py").write_text("raise RuntimeError('neighbour')")
+        (folder / "harmless.py").write_text("def f(messages, truth):\n    return 0.25\n")
+        self.tcp = socket.create_server(("127.0.0.1", 0))
+        self.unix = socket.socket(socket.AF_UNIX)
+        self.unix.bind(str(folder / "s"))
+        self.abstract = socket.socket(socket.AF_UNIX)
+        self.abstract.bind(f"\0toolwise-test-{os.getpid()}")
+        for server in (self.unix, self.abstract):
+            server.listen()
+        self.truth = {
+            "folder": str(folder),
+            "secret": str(folder / "secret.txt"),
+            "word": SECRET,
+            "tcp": self.tcp.getsockname()[1],
+            "unix": str(folder / "s"),
+            "abstract": f"toolwise-test-{os.getpid()}",
+        }
+        self.sandbox = Sandbox(timeout_s=TIMEOUT_S, memory_mb=128, file_mb=32, workers=2)
+        self.before = self.state()
+
+    def state(self) -> Any:
+        return sorted(
+            (p.name, p.stat().st_mode, p.read_text())
+            for p in self.folder.iterdir()
+            if p.is_file() and "case" not in p.name
+        )
+
+    def visitors(self) -> list[str]:
+        servers = {"tcp": self.tcp, "unix": self.unix, "abstract": self.abstract}
+        heard = select.select(list(servers.values()), [], [], 0)[0]
+        return [f"a visitor at {name}" for name, server in servers.items() if server in heard]
+
+    def close(self) -> None:
+        self.sandbox.close()
+        for server in (self.tcp, self.unix, self.abstract):
+            server.close()
+
+    def wait_for_spare(self) -> None:
+        """So that what is timed is the call and not the start of an interpreter."""
+        spare = self.sandbox._pool._spare
+        if spare is not None:
+            select.select([spare.channel], [], [], 20)
+
+    def run(self, case: Case) -> Outcome:
+        """Once; or twice, where the first time was slow: this machine may have had other things to do."""
+        outcome = self._run(case)
+        return outcome if outcome.seconds <= TIMEOUT_S + GRACE_S else self._run(case)
+
+    def _run(self, case: Case) -> Outcome:
+        path = self.folder / f"case_{case.name}.py"
+        path.write_text(case.source(), encoding="utf-8")
+        self.wait_for_spare()
+        threads = threading.active_count()
+        began = time.monotonic()
+        result = self.sandbox.evaluate(f"{path}:f", MESSAGES, self.truth)
+        seconds = time.monotonic() - began
+        kept = bool(self.sandbox._pool._idle.get(f"{path.resolve()}:f"))
+        left = self.left_behind() + self.visitors()
+        if self.state() != self.before:
+            left.append("changed files")
+        if threading.active_count() > threads:
+            left.append("threads in the parent")
+        next_score = self.sandbox.evaluate(f"{self.folder / 'harmless.py'}:f", MESSAGES, None).score
+        fault = result.error
+        return Outcome(
+            fault.kind if fault else "ok",
+            fault.message if fault else "",
+            result.score,
+            seconds,
+            not kept,
+            left,
+            next_score,
+        )
+
+    def left_behind(self) -> list[str]:
+        """Processes of our sandbox that it does not know of, and folders of workers that are gone."""
+        pool = self.sandbox._pool
+        root, known = str(pool._root), set(self.sandbox.pids())
+        left = [f"process {pid}" for pid in processes_with(f"HOME={root}/") if pid not in known]
+        if len(list(Path(root).iterdir())) > len(known) + 1:
+            left.append("folders")
+        return left
+
+
+def processes_with(word: str) -> list[int]:
+    """Processes whose environment holds `word`."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            try:
+                if word.encode() in Path(f"/proc/{name}/environ").read_bytes():
+                    found.append(int(name))
+            except OSError:
+                continue
+    return found
+
+
+@contextmanager
+def ground_in(folder: Path) -> Iterator[Ground]:
+    ground = Ground(folder)
+    try:
+        yield ground
+    finally:
+        ground.close()
+
+
+def main() -> None:
+    with ground_in(Path(sys.argv[1])) as ground:
+        for case in CASES if sys.argv[2:] == ["all"] else WHERE_PRIVILEGES_MATTER:
+            print(json.dumps({"name": case.name, "outcome": asdict(ground.run(case)), "uid": os.getuid()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""The abuse suite: every case as whoever runs the tests, and again as a user without privileges where that is root."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+NOBODY = 65534
+
+
+def _load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+cases = _load("abuse_cases")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="the standard tier is Linux's")
+
+
+@pytest.fixture(scope="module")
+def ground() -> Iterator[Any]:
+    with tempfile.TemporaryDirectory(prefix="toolwise-abuse-") as folder, cases.ground_in(Path(folder)) as ground:
+        if not ground.sandbox.report().complete:
+            pytest.skip(ground.sandbox.describe())
+        yield ground
+
+
+def _check(case: Any, outcome: Any) -> None:
+    assert outcome["kind"] in case.kind.split(), outcome
+    assert outcome["left_behind"] == [], outcome
+    assert outcome["next_score"] == 0.25, outcome
+    assert outcome["seconds"] <= cases.TIMEOUT_S + cases.GRACE_S, outcome
+    if case.score is not None:
+        assert outcome["score"] == case.score, outcome
+    if case.replaced is not None:
+        assert outcome["replaced"] == case.replaced, outcome
+    if outcome["kind"] != "ok":
+        assert outcome["score"] is None, outcome
+        assert outcome["message"], outcome
+
+
+@linux
+@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
+def test_the_parent_survives(case: Any, ground: Any) -> None:
+    _check(case, cases.asdict(ground.run(case)))
+
+
+def _readable_copy(folder: Path) -> dict[str, str]:
+    """Toolwise and the little it needs, where anybody may read them, and a Python that anybody may run."""
+    import pydantic
+
+    packages = Path(pydantic.__file__).parent.parent
+    names = ("pydantic", "pydantic_core", "typing_extensions.py", "annotated_types", "typing_inspection")
+    for name in names:
+        source = packages / name
+        if source.is_dir():
+            shutil.copytree(source, folder / "lib" / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            (folder / "lib").mkdir(exist_ok=True)
+            shutil.copy(source, folder / "lib" / name)
+    own = HERE.parent.parent / "src" / "toolwise"
+    shutil.copytree(own, folder / "src" / "toolwise", ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
+    shutil.copy(HERE / "abuse_cases.py", folder)
+    (folder / "run.py").write_text(
+        "import site, sys\n"
+        f"site.getsitepackages = lambda: [{str(folder / 'lib')!r}]\n"
+        f"sys.path[:0] = [{str(folder / 'lib')!r}, {str(folder / 'src')!r}, {str(folder)!r}]\n"
+        "import abuse_cases\nabuse_cases.main()\n"
+    )
+    for path in [folder, *folder.rglob("*")]:
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    return {"PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def _python_for_anybody() -> str | None:
+    """A Python of this version that a user without privileges can run."""
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    for program in (sys.executable, f"/usr/bin/{version}", f"/usr/local/bin/{version}"):
+        command = [program, "-c", "import ctypes"]
+        with suppress(OSError):
+            if subprocess.run(command, user=NOBODY, group=NOBODY, check=False, cwd="/", env={}).returncode == 0:
+                return program
+    return None
+
+
+def _run_as_nobody(*arguments: str) -> dict[str, Any]:
+    """The outcomes of cases that a user without privileges runs."""
+    if sys.platform != "linux" or os.getuid() != 0:
+        pytest.skip("only root can become another user; the cases above ran as an unprivileged one")
+    python = _python_for_anybody()
+    if python is None:
+        pytest.skip("there is no Python that another user may run")
+    with tempfile.TemporaryDirectory(prefix="toolwise-nobody-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        environment = _readable_copy(folder)
+        ground = folder / "ground"
+        ground.mkdir()
+        os.chown(ground, NOBODY, NOBODY)
+        done = subprocess.run(
+            [python, str(folder / "run.py"), str(ground), *arguments],
+            user=NOBODY,
+            group=NOBODY,
+            extra_groups=[],
+            env=environment,
+            cwd=ground,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=400,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        lines = [json.loads(line) for line in done.stdout.splitlines()]
+        assert {line["uid"] for line in lines} == {NOBODY}
+        return {line["name"]: line["outcome"] for line in lines}
+
+
+@pytest.fixture(scope="module")
+def unprivileged() -> dict[str, Any]:
+    return _run_as_nobody()
+
+
+@linux
+@pytest.mark.parametrize("case", cases.WHERE_PRIVILEGES_MATTER, ids=lambda case: case.name)
+def test_the_parent_survives_without_privileges(case: Any, unprivileged: dict[str, Any]) -> None:
+    _check(case, unprivileged[case.name])
+
+
+@linux
+@pytest.mark.long
+def test_the_parent_survives_everything_without_privileges() -> None:
+    outcomes = _run_as_nobody("all")
+    assert set(outcomes) == set(cases.BY_NAME)
+    for name, outcome in outcomes.items():
+        _check(cases.BY_NAME[name], outcome)
+
+
+def test_there_are_enough_cases() -> None:
+    assert len(cases.CASES) >= 60
+    assert len(cases.BY_NAME) == len(cases.CASES)

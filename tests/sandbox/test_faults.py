@@ -1,0 +1,31 @@
+"""Faults on their way from a worker: their words are kept, their lies are not."""
+
+from __future__ import annotations
+
+import pytest
+
+from toolwise.sandbox.faults import KINDS, WorkerFault, printable, read_fault
+
+
+@pytest.mark.parametrize("value", [None, 1, [], {}, {"kind": "mine"}, {"kind": None}, {"kind": ["timeout"]}])
+def test_a_fault_that_is_none_is_a_bad_type(value: object) -> None:
+    assert read_fault(value).kind == "bad_type"
+
+
+def test_a_fault_keeps_its_words() -> None:
+    fault = read_fault({"kind": "denied", "message": "no", "traceback": "there"})
+    assert (fault.kind, fault.message, fault.traceback) == ("denied", "no", "there")
+    assert read_fault({"kind": "died", "message": 5}).message == "no message"
+
+
+def test_words_are_cut_and_made_printable() -> None:
+    assert printable("\ud800", 10) == "\\ud800"
+    assert len(printable("x" * 1000, 100)) < 110
+    assert printable(None, 10) == ""
+
+
+def test_a_fault_is_an_invalid_result() -> None:
+    result = WorkerFault("timeout", "late").result()
+    assert not result.counts
+    assert result.error is not None
+    assert result.error.kind in KINDS

@@ -1,0 +1,60 @@
+"""Frames: whole ones are read, however they arrive; anything else is a fault with a name."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolwise.sandbox import frames
+from toolwise.sandbox.faults import WorkerFault
+
+VALUES = st.dictionaries(
+    st.text(max_size=5), st.none() | st.booleans() | st.integers() | st.text(max_size=20), max_size=4
+)
+
+
+@given(st.lists(VALUES, min_size=1, max_size=4), st.lists(st.integers(1, 30), max_size=40))
+def test_frames_survive_any_cutting(values: list[dict[str, object]], cuts: list[int]) -> None:
+    data = b"".join(frames.framed(frames.encode(value)) for value in values)
+    incoming, got = frames.Incoming(10_000), []
+    for cut in [*cuts, len(data)]:
+        incoming.feed(data[:cut])
+        data = data[cut:]
+        while (message := incoming.next()) is not None:
+            got.append(message)
+    assert got == values
+    assert not incoming.torn
+
+
+@pytest.mark.parametrize(("payload", "kind"), [(b"[]", "bad_type"), (b"\xff", "bad_type"), (b"[" * 99_999, "bad_type")])
+def test_what_is_no_message_is_a_fault(payload: bytes, kind: str) -> None:
+    incoming = frames.Incoming(1 << 20)
+    incoming.feed(frames.framed(payload))
+    with pytest.raises(WorkerFault) as caught:
+        incoming.next()
+    assert caught.value.kind == kind
+
+
+def test_a_frame_that_promises_too_much_is_refused_at_once() -> None:
+    incoming = frames.Incoming(100)
+    incoming.feed(frames.HEADER.pack(101))
+    with pytest.raises(WorkerFault, match="limit is 100") as caught:
+        incoming.next()
+    assert caught.value.kind == "too_big"
+
+
+def test_surrogates_and_odd_numbers_survive() -> None:
+    incoming = frames.Incoming(1000)
+    incoming.feed(frames.framed(frames.encode({"a": "\ud800", "b": float("inf")})))
+    assert incoming.next() == {"a": "\ud800", "b": float("inf")}
+
+
+def test_reading_ends_with_the_other_side() -> None:
+    read, write = os.pipe()
+    frames.write_all(write, b"abc")
+    os.close(write)
+    assert frames.read_exactly(read, 10) == b"abc"
+    os.close(read)

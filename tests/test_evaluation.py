@@ -83,9 +83,10 @@ def test_no_held_out_tasks_no_rollouts() -> None:
     assert asyncio.run(validate(tiny_run(held_out=0))) == []
 
 
-def test_a_reward_that_fails_too_often_stops_validation_too() -> None:
-    def broken(messages: Any, ground_truth: Any) -> float:
-        raise RuntimeError("down")
+def broken(messages: Any, ground_truth: Any) -> float:
+    raise RuntimeError("down")
 
+
+def test_a_reward_that_fails_too_often_stops_validation_too() -> None:
     with pytest.raises(RewardError, match="broken failed on 5 of 5 rollouts"):
         asyncio.run(validate(tiny_run(broken)))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+import toolwise
 from toolwise.checkpoint import latest, save
 
 
@@ -205,3 +208,48 @@ def test_what_cannot_be_saved_is_named_and_leaves_nothing_behind(tmp_path: Path,
     with pytest.raises(TypeError, match=said):
         save(tmp_path, 1, {"part": {"a": [value]}})
     assert list(tmp_path.iterdir()) == []
+
+
+PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "multiprocessing"}
+LOADERS = {("torch", "load"), ("torch", "save"), ("torch", "package"), ("np", "load"), ("numpy", "load")}
+
+
+def pickling(source: str) -> Iterator[str]:
+    """What in a module's source pickles or unpickles, or could be told to."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                yield from (name.name for name in names if name.name.partition(".")[0] in PICKLES)
+            case ast.ImportFrom(module=str(module), names=names):
+                if module.partition(".")[0] in PICKLES:
+                    yield module
+                yield from (f"{module}.{name.name}" for name in names if (module, name.name) in LOADERS)
+            case ast.Attribute(value=ast.Name(id=owner), attr=attr) if (owner, attr) in LOADERS:
+                yield f"{owner}.{attr}"
+            case ast.keyword(arg="allow_pickle"):
+                yield "allow_pickle"
+
+
+def test_nothing_is_pickled_anywhere() -> None:
+    sources = sorted(Path(toolwise.__file__).parent.rglob("*.py"))
+    assert len(sources) > 100
+    found = {str(path): [*pickling(path.read_text(encoding="utf-8"))] for path in sources}
+    assert {path: what for path, what in found.items() if what} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "import os, pickle as p",
+        "from pickle import loads",
+        "import torch; torch.load('x')",
+        "from torch import save",
+        "import numpy as np; np.load('x')",
+        "read('x', allow_pickle=True)",
+        "from multiprocessing.connection import Client",
+    ],
+)
+def test_the_search_finds_what_it_looks_for(line: str) -> None:
+    assert [*pickling(line)] != []
+    assert [*pickling("import json, torch; torch.ones(2); json.load(open('x'))")] == []

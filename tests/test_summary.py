@@ -68,6 +68,7 @@ def test_a_step_s_figures() -> None:
         "turns/mean": 1.75,
         "tokens/sampled": 16.0,
         "reward/error_rate": 0.25,
+        "reward/misaligned": 0.0,
         "score/mean": 0.5,
         "score/std": pytest.approx((0.5 / 3) ** 0.5),
         "reward/correct/mean": pytest.approx(2 / 3),
@@ -75,6 +76,9 @@ def test_a_step_s_figures() -> None:
         "stop/answered": 0.5,
         "stop/max_tokens": 0.5,
         "reward/errors/exception": 1.0,
+        "tokens/clean": 0.0,
+        "tokens/realigned": 0.0,
+        "tokens/forked": 0.0,
     }
     assert all(type(value) is float for value in metrics.values())
 

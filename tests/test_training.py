@@ -37,7 +37,8 @@ def judge(messages, ground_truth, step=0):
 
 def make_signalled(folder: Path, make_config: MakeConfig, **trainer: Any) -> Path:
     (folder / "judge.py").write_text(JUDGE, encoding="utf-8")
-    return make_config(folder, {"reward": {"function": "judge.py:judge"}, "trainer": trainer})
+    here = {"function": "judge.py:judge", "sandbox": {"tier": "off"}}  # a worker could not send us a signal
+    return make_config(folder, {"reward": here, "trainer": trainer})
 
 
 def summary_of(run: Path) -> dict[str, Any]:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
+import signal
+import subprocess
+import sys
+import textwrap
 import threading
+import time
 from collections.abc import Coroutine
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import pytest
 
-from toolwise.waiting import all_of, end_within, in_thread
+from toolwise import waiting
+from toolwise.waiting import abandoned, all_of, end_within, in_thread, in_virtual_time
 
 T = TypeVar("T")
 LATE = TimeoutError("late")
@@ -87,11 +95,11 @@ def test_cancelling_the_wait_ends_the_work_first() -> None:
             ended.append(True)
 
     async def cancel() -> None:
-        waiting = asyncio.create_task(end_within(60, long(), LATE))
+        wait = asyncio.create_task(end_within(60, long(), LATE))
         await asyncio.sleep(0.02)
-        waiting.cancel()
+        wait.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await waiting
+            await wait
         assert ended == [True]
 
     run(cancel())
@@ -124,11 +132,11 @@ def test_cancelling_all_waits_until_all_have_ended() -> None:
             ended.append(after_s)
 
     async def cancel() -> None:
-        waiting = asyncio.create_task(all_of(long(s) for s in (0.0, 0.02, 0.05)))
+        wait = asyncio.create_task(all_of(long(s) for s in (0.0, 0.02, 0.05)))
         await asyncio.sleep(0.02)
-        waiting.cancel()
+        wait.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await waiting
+            await wait
         assert ended == [0.0, 0.02, 0.05]
 
     run(cancel())
@@ -163,3 +171,118 @@ def test_blocking_work_that_ends_after_its_loop_troubles_no_one() -> None:
         run(end_within(0.02, in_thread(hang), LATE))
     free.set()
     assert ended.wait(5)
+
+
+def test_a_thread_that_nobody_waits_for_is_counted_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    free = threading.Event()
+    with pytest.raises(TimeoutError, match="late"):
+        run(end_within(0.02, in_thread(lambda: free.wait(20), name="tool of this test"), LATE))
+    free.set()
+    assert abandoned()["tool of this test"] == 1
+    assert "tool of this test cannot be stopped in its thread and is left behind" in caplog.text
+    assert run(in_thread(lambda: 3, name="tool in time")) == 3
+    assert "tool in time" not in abandoned()
+
+
+async def stubborn() -> None:
+    while True:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+
+
+def test_a_task_that_does_not_heed_its_cancellation_is_counted_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "GRACE_S", 0.02)
+    before = abandoned().get("stubborn", 0)
+
+    async def late() -> None:
+        with pytest.raises(TimeoutError, match="late"):
+            await end_within(0.02, stubborn(), LATE)
+
+    waiting.run(late())
+    assert abandoned()["stubborn"] == before + 2  # at its deadline, and at the end of the loop
+
+
+def test_a_loop_ends_though_a_task_does_not(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(waiting, "GRACE_S", 0.05)
+
+    async def begin() -> str:
+        begun.append(asyncio.create_task(stubborn()))
+        await asyncio.sleep(0)
+        return "done"
+
+    begun: list[asyncio.Task[None]] = []
+    began = time.monotonic()
+    assert waiting.run(begin()) == "done"
+    assert time.monotonic() - began < 10
+    assert "stubborn does not heed its cancellation and is left behind" in caplog.text
+    gc.collect()
+    assert "destroyed but it is pending" not in caplog.text
+
+
+def test_at_the_end_of_a_loop_tasks_put_themselves_away() -> None:
+    ended = []
+
+    async def long() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.02)
+            ended.append(True)
+
+    async def begin() -> None:
+        begun.append(asyncio.create_task(long()))
+        await asyncio.sleep(0)
+
+    begun: list[asyncio.Task[None]] = []
+    waiting.run(begin())
+    assert ended == [True]
+
+
+def test_a_fault_comes_out_of_the_loop_as_it_is() -> None:
+    with pytest.raises(ZeroDivisionError):
+        waiting.run(fail(ZeroDivisionError()))
+    with pytest.raises(asyncio.CancelledError):
+        waiting.run(fail(asyncio.CancelledError()))
+
+
+def test_a_program_ends_though_a_thread_and_a_task_hang() -> None:
+    program = """
+        import asyncio, contextlib, time
+        from toolwise import waiting
+        waiting.GRACE_S = 0.1
+        async def stubborn():
+            while True:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(60)
+        async def main():
+            tasks = [asyncio.create_task(stubborn()), asyncio.create_task(asyncio.to_thread(time.sleep, 1000))]
+            await asyncio.wait(tasks, timeout=0.05)
+            print(await asyncio.to_thread(sum, [1, 2]))
+        waiting.run(main())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "3\n"
+    assert done.stderr == "stubborn does not heed its cancellation and is left behind (1 so far)\n"
+
+
+def test_an_interrupt_ends_the_loop() -> None:
+    async def interrupted() -> None:
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        waiting.run(interrupted())
+
+
+def test_a_loop_with_a_clock_of_its_own_says_so() -> None:
+    async def ask() -> bool:
+        return in_virtual_time()
+
+    class Virtual(asyncio.SelectorEventLoop):
+        virtual_time = True
+
+    assert asyncio.run(ask()) is False
+    with asyncio.Runner(loop_factory=Virtual) as runner:
+        assert runner.run(ask()) is True

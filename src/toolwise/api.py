@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from toolwise import waiting
 from toolwise.config import RunConfig, load_config
-from toolwise.errors import ConfigError
+from toolwise.errors import ConfigError, ToolwiseError
+from toolwise.references import in_worker
 from toolwise.settings import apply_overrides, build
 from toolwise.types import Task
 
 if TYPE_CHECKING:
-    from toolwise.rewards.function import Reward
+    from toolwise.scoring import Source
     from toolwise.training import RunResult
 
 T = TypeVar("T")
@@ -31,7 +33,7 @@ def train(
     tasks: Tasks | None = None,
     val: Tasks | None = None,
     tools: Sequence[Any] | None = None,
-    reward: str | Callable[..., Any] | Reward | None = None,
+    reward: Source | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     overrides: Sequence[str] = (),
@@ -42,6 +44,7 @@ def train(
     `tasks` and `val` are files, `Task`s, or rows such as {"prompt": "…", "ground_truth": "…"}; `tools` are plain typed
     functions, tools, or names; `overrides` are strings such as "actor.lr=1e-5".
     """
+    _not_in_worker("train")
     from toolwise.run import assemble, check_learnable
     from toolwise.training import Training, check_folder
 
@@ -65,10 +68,11 @@ def evaluate(
     *,
     config: Config | None = None,
     tools: Sequence[Any] | None = None,
-    reward: str | Callable[..., Any] | Reward | None = None,
+    reward: Source | None = None,
     overrides: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Score a model on tasks, one rollout each, and learn nothing. Gives the figures that a run's summary has."""
+    _not_in_worker("evaluate")
     from toolwise.evaluation import validate
     from toolwise.run import assemble
     from toolwise.summary import summarize_validation
@@ -82,7 +86,10 @@ def evaluate(
         tools=tools,
         reward=reward,
     )
-    return summarize_validation(run_async(validate(run)))
+    try:
+        return summarize_validation(run_async(validate(run)), run.config.multi_turn.held_out_tools)
+    finally:
+        run.close()
 
 
 def sft(
@@ -92,9 +99,19 @@ def sft(
 
     `settings` are those of `toolwise.learner.supervised.SupervisedSettings`.
     """
+    _not_in_worker("sft")
     from toolwise.teaching import teach_model
 
     return teach_model(str(model), data, Path(out), settings)
+
+
+def _not_in_worker(name: str) -> None:
+    """A worker loads the file of a reward or a tool again: what the file starts, it would start once more."""
+    if in_worker():
+        raise ToolwiseError(
+            f"toolwise.{name} was called while a worker process loaded this file for one of its functions: put the "
+            'call under `if __name__ == "__main__":`'
+        )
 
 
 def read_config(config: Config | None, overrides: Sequence[str] = (), model: str | Path | None = None) -> RunConfig:
@@ -136,6 +153,6 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work)
+        return waiting.run(work)
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, work).result()
+        return pool.submit(waiting.run, work).result()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
+from toolwise.placing import place_paths
 from toolwise.settings import apply_overrides, build, read_settings
 
 
@@ -45,13 +45,24 @@ class RolloutConfig(Section):
     temperature: PositiveFloat = 1.0
     max_new_tokens: PositiveInt = 256
     """Tokens a turn at most."""
-    tool_parser: Literal["hermes", "none"] = "hermes"
-    """How calls are read from what the model writes; "none" leaves text as it is (RLLA: nothing executes)."""
+    tool_parser: Literal["auto", "hermes", "qwen", "llama3", "mistral", "rlla", "action", "openai", "none"] = "hermes"
+    """How calls are read from what the model writes. "auto" goes by the chat template, else by each text; "openai"
+    leaves it to the server; "none" leaves text as it is (RLLA: nothing executes)."""
+    on_template_change: Literal["append", "fork"] = "append"
+    """Where a template would write earlier turns otherwise (drop thoughts): go on after what was sampled, one row a
+    rollout; or begin a new row as the template has it."""
     max_batch: PositiveInt = 256
     """Requests that generate together at most."""
     max_concurrent: PositiveInt = 1024
+    """Episodes at once at most."""
+    max_concurrent_requests: PositiveInt | None = None
+    """Of them, how many may wait for the model; as many as there are, where it is not given."""
+    max_concurrent_envs: PositiveInt | None = None
+    """Of them, how many may be in their world's `reset` or `step`."""
     deadline_s: PositiveFloat = 600.0
-    """Wall-clock time an episode may take, tools and all."""
+    """Wall-clock time an episode may take, tools, waiting and all."""
+    max_episode_tokens: PositiveInt | None = None
+    """Tokens sampled over a whole episode at most."""
 
 
 class MultiTurnConfig(Section):
@@ -59,6 +70,27 @@ class MultiTurnConfig(Section):
     """False: one reply a rollout, and no tools."""
     max_turns: PositiveInt = 10
     tool_timeout_s: PositiveFloat = 30.0
+    max_concurrent_calls: PositiveInt | None = None
+    """Calls of one tool at once at most; a tool's own `max_concurrent` comes first."""
+    max_result_chars: PositiveInt = 4000
+    """What a tool says is cut after so many characters, and says how many are missing."""
+    max_invalid_in_a_row: PositiveInt = 3
+    """An episode ends after so many invalid actions in a row."""
+    held_out_tools: list[str] = Field(default_factory=list)
+    """Tools that training never offers; validation does, and reports the tasks that name one of them apart."""
+
+
+class EnvConfig(Section):
+    """The world of an episode: docs/environments.md."""
+
+    name: str = "tools"
+    """"tools", "gsm8k", "gymnasium:ID", or a class as package.module:Class or path/to/file.py:Class"""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Its options; a task's own, in `extra_info.env_kwargs`, come over them."""
+    interaction: str = ""
+    """Who answers when the agent speaks: nobody, "scripted", or a class or function by reference."""
+    interaction_kwargs: dict[str, Any] = Field(default_factory=dict)
+    max_user_turns: PositiveInt = 10
 
 
 class RewardPart(Section):
@@ -67,40 +99,157 @@ class RewardPart(Section):
     weight: float = 1.0
 
 
+class SandboxConfig(Section):
+    """Where reward functions run: docs/security.md."""
+
+    tier: Literal["off", "basic", "standard", "namespaced"] = "standard"
+    """"off" runs them in the trainer's own process, where they can do all that you can."""
+    timeout_s: PositiveFloat = 30.0
+    """Of one call of a function, its import included."""
+    memory_mb: PositiveInt = 1024
+    """What a function may take beyond what its worker has anyway."""
+    read: list[Path] = Field(default_factory=list)
+    """Files and folders that functions may read besides their own file and the installed packages."""
+    permissions: list[Literal["network", "subprocess"]] = Field(default_factory=list)
+    require: bool = False
+    """Refuse to run where this machine gives less than the tier asks for."""
+    workers: PositiveInt | None = None
+    """Worker processes at most; as many as there are cores, up to 8, where it is not given."""
+    trusted: list[str] = Field(default_factory=lambda: ["toolwise.rewards.judge"])
+    """Modules whose rewards run in the trainer's own process: the judge, which asks a server and keeps a cache."""
+
+
 class RewardConfig(Section):
     function: str = ""
-    """package.module:function, path/to/file.py:function, or a module or file with one function marked as a reward"""
+    """package.module:function, path/to/file.py:function, or a module or file with one function marked as a reward;
+    "env" and "tools" are what an episode's steps and its tools' calc_reward earned"""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     parts: list[RewardPart] = Field(default_factory=list)
     """Several rewards in place of `function`: [[reward.parts]] tables of function, weight and kwargs."""
     combine: Literal["sum", "normalize"] = "sum"
     """Add the parts by weight as they are, or each normalised within its group first."""
+    sandbox: SandboxConfig = SandboxConfig()
     max_error_rate: float = Field(default=0.2, ge=0.0, le=1.0)
     """The run stops when more than this share of a step's rollouts could not be scored."""
 
 
 class AlgorithmConfig(Section):
-    adv_estimator: Literal["grpo"] = "grpo"
+    adv_estimator: Literal["grpo", "rloo", "gigpo", "hgpo", "gae", "reinforce_plus_plus"] = "grpo"
+    """How credit is given: one file each in advantages/, formula on top. What follows belongs to some of them."""
     norm_adv_by_std: bool = True
+    gamma: float | None = Field(default=None, ge=0.0, le=1.0)
+    """Discount of later rewards; the estimator's own where it is not given (gigpo, hgpo 0.95, others 1)."""
+    lam: float = Field(default=0.95, ge=0.0, le=1.0)
+    """gae: how far beyond the next value to look."""
+    gae_per: Literal["token", "turn"] = "token"
+    whiten: bool = True
+    """gae: advantages of the batch to mean 0 and deviation 1."""
+    bootstrap_truncated: bool = False
+    """gae: an episode that was cut short goes on by the critic's word."""
+    omega: float = Field(default=0.5, ge=0.0, le=1.0)
+    """gigpo, convex: omega of the episode's advantage, the rest of the step's."""
+    combine: Literal["convex", "additive"] = "convex"
+    step_advantage_w: float = 1.0
+    """gigpo, additive: the weight of the step's advantage."""
+    normalization: Literal["mean_std_norm", "mean_norm"] = "mean_std_norm"
+    terminal_score: Literal["auto", "always", "never"] = "auto"
+    """Whether the score is a reward of the last step; "auto": in groups where a step has no reward of its own."""
+    default_step_reward: float = 0.0
+    invalid_action_penalty: float = Field(default=0.0, ge=0.0)
+    state_anchor: str = "auto"
+    """gigpo: what makes two steps the same: state_key, last_observation, last_messages, or a function by reference."""
+    anchor_messages: PositiveInt = 3
+    anchor_similarity: float = Field(default=1.0, gt=0.0, le=1.0)
+    anchor_history: int = Field(default=2, ge=0)
+    """hgpo: anchors nested by so many earlier steps."""
+    depth_alpha: float = 1.0
     zero_std_groups: Literal["drop", "keep", "refill"] = "drop"
     """Groups whose rewards are all equal teach nothing: leave them out, keep them, or roll out more tasks instead."""
+    mask_truncated: bool = False
+    """Learn nothing from rollouts that were cut short (steps, tokens, the world's own limit)."""
     max_refills: PositiveInt = 3
     """With "refill": further batches of tasks a step at most."""
+    kl: Literal["none", "reward", "loss"] = "none"
+    """Hold the policy near the model that the run began with: each token costs its distance, or adds it to the loss."""
+    kl_coef: float = Field(default=0.001, ge=0.0)
+    """The price of a nat; where it is adapted, what it begins with."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k2"
+    """Of a KL in the loss: k2 has the right gradient, k3 a biased one, k1 none at all and is refused. In the reward it
+    is always k1, which is right there."""
+    kl_target: PositiveFloat | None = None
+    """Adapt kl_coef until the policy stands so many nats a token from where it began."""
+    kl_horizon: PositiveInt = 1000
+    """How slowly: five times so many rollouts change kl_coef by a factor of e at most."""
+
+
+class LoraConfig(Section):
+    """Adapters in place of the whole model: pip install 'toolwise[peft]'."""
+
+    rank: int = Field(default=0, ge=0)
+    """0: no adapters, the whole model learns."""
+    alpha: PositiveFloat = 32.0
+    target_modules: list[str] = Field(default_factory=list)
+    """Names of layers; none: all linear ones but the head."""
 
 
 class ActorConfig(Section):
     lr: PositiveFloat = 1e-6
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
+    schedule_steps: PositiveInt | None = None
+    """When a falling rate has fallen; the end of the run where it is not given."""
+    min_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
+    """What is left of the rate then."""
     weight_decay: float = Field(default=0.0, ge=0.0)
     max_grad_norm: PositiveFloat = 1.0
+    spike_factor: float = Field(default=20.0, ge=0.0)
+    """Skip a step whose gradient is more than max_grad_norm and so many times the running median; 0: never."""
     clip_ratio_low: PositiveFloat = 0.2
     clip_ratio_high: PositiveFloat = 0.2
+    dual_clip: float = Field(default=3.0, ge=0.0)
+    """A bad token that has become likelier counts so many times its advantage at most; 0: without bound."""
     entropy_coef: float = Field(default=0.0, ge=0.0)
     ppo_epochs: PositiveInt = 1
     mini_batches: PositiveInt = 1
     """Optimiser steps an epoch."""
+    loss_aggregation: Literal["token", "step", "rollout", "constant"] = "token"
+    """What weighs the same: each token, each decision, each rollout; "constant" divides all by loss_length."""
+    loss_length: PositiveInt | None = None
+    """Tokens that a rollout is divided by under "constant" (Dr. GRPO): as many as it may have."""
+    old_logprobs: Literal["rollout", "recompute"] = "rollout"
+    """What ratios are taken against: the log-probs that tokens were drawn with, or the learner's own of the same
+    weights, with what is between the two as a bounded weight."""
+    importance_cap: PositiveFloat = 2.0
+    """The bound of that weight."""
     micro_batch_tokens: PositiveInt = 16_384
     """Tokens in memory at a time; changes speed and memory, never the result."""
+    share_prefixes: bool = True
+    """Compute what rows have in common once."""
+    logit_chunk_tokens: PositiveInt = 1024
+    """Tokens whose logits exist at a time."""
+    activation_checkpointing: bool = False
+    """Compute layers again in the backward pass instead of keeping what they gave."""
+    canary: Literal["stop", "warn", "off"] = "stop"
+    """When policy and learner disagree on the log-probs of the same tokens under the same weights."""
+    lora: LoraConfig = LoraConfig()
+
+
+class CriticConfig(Section):
+    """Who foresees returns, for an estimator that needs values (gae)."""
+
+    path: str = ""
+    """A model with the same tokens, a smaller one for example; a copy of the policy's where it is not given."""
+    lr: PositiveFloat = 1e-5
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(default=0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    max_grad_norm: PositiveFloat = 1.0
+    value_clip: float = Field(default=0.2, ge=0.0)
+    """How far a value may move in one update before it stops counting; 0: without bound."""
+    epochs: PositiveInt = 1
+    mini_batches: PositiveInt = 1
+    """Optimiser steps an epoch."""
 
 
 class ValidationConfig(Section):
@@ -114,6 +263,10 @@ class TrainerConfig(Section):
     total_steps: PositiveInt = 100
     save_every: PositiveInt = 10
     keep_checkpoints: PositiveInt = 2
+    keep_best: bool = True
+    """Keep the checkpoint of the best validation as well, and save one whenever a validation is the best so far."""
+    best_metric: str = "score"
+    """The figure of a validation that this goes by: "correct", "lookup/score", …; "-cost": the lowest is the best."""
     console: bool = True
 
 
@@ -128,11 +281,13 @@ class RunConfig(Section):
     data: DataConfig = DataConfig()
     tools: list[str | dict[str, Any]] = Field(default_factory=list)
     """Built-in names, references, or tables {name = …, price = …, …}."""
+    env: EnvConfig = EnvConfig()
     rollout: RolloutConfig = RolloutConfig()
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     actor: ActorConfig = ActorConfig()
+    critic: CriticConfig = CriticConfig()
     validation: ValidationConfig = ValidationConfig()
     trainer: TrainerConfig = TrainerConfig()
 
@@ -144,39 +299,3 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     settings = place_paths(read_settings(path), Path(path).resolve().parent)
     return build(RunConfig, apply_overrides(settings, overrides), source=str(path))
-
-
-def place_paths(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """`settings` with data files, the model's folder and references to Python files taken from `folder`.
-
-    What is no path, or of a wrong type, is left for `build` to judge.
-    """
-    placed = copy.deepcopy(dict(settings))
-    data, model, reward, tools = (placed.get(name, {}) for name in ("data", "model", "reward", "tools"))
-    if isinstance(data, dict):
-        for which in ("train", "val"):
-            if isinstance(data.get(which), str | Path) and str(data[which]):
-                data[which] = str(folder / Path(data[which]).expanduser())
-    if isinstance(model, dict) and isinstance(model.get("path"), str) and model["path"]:
-        found = folder / Path(model["path"]).expanduser()
-        if found.is_dir():  # anything else may be a hub's name
-            model["path"] = str(found)
-    if isinstance(reward, dict) and "function" in reward:
-        reward["function"] = _place_reference(reward["function"], folder)
-    parts = reward.get("parts") if isinstance(reward, dict) else None
-    for part in parts if isinstance(parts, list) else ():
-        if isinstance(part, dict) and "function" in part:
-            part["function"] = _place_reference(part["function"], folder)
-    for number, tool in enumerate(tools) if isinstance(tools, list) else ():
-        if not isinstance(tool, dict):
-            tools[number] = _place_reference(tool, folder)
-        elif "name" in tool:
-            tool["name"] = _place_reference(tool["name"], folder)
-    return placed
-
-
-def _place_reference(reference: Any, folder: Path) -> Any:
-    if not isinstance(reference, str):
-        return reference
-    file, colon, name = (reference, "", "") if reference.endswith(".py") else reference.rpartition(":")
-    return f"{folder / Path(file).expanduser()}{colon}{name}" if file.endswith(".py") else reference

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from toolwise.advantages import credit, equal_scores_teach, least_group
 from toolwise.errors import RewardError
 from toolwise.protocols import Metrics
 from toolwise.rewards.align import align_rollouts
+from toolwise.rollout.watchdog import Watchdog
 from toolwise.run import Run
 from toolwise.summary import mean, summarize
-from toolwise.types import CreditedRollout, Rollout, ScoredRollout
+from toolwise.tools import isolation
+from toolwise.types import CreditedRollout, Rollout, RouteDecision, ScoredRollout
+from toolwise.waiting import abandoned
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +31,15 @@ class Turn:
 
 async def train_step(run: Run) -> Turn:
     """One turn of the wheel: each line feeds the next."""
-    began = time.perf_counter()
-    scored, usable, counts = await collect(run)
+    began, left_before = time.perf_counter(), _left_behind()
+    with Watchdog() as watchdog:
+        scored, usable, counts = await collect(run)
     rolled_out = time.perf_counter()
     annotated = run.learner.annotate(usable)
-    credited = run.estimator(annotated)
-    metrics = run.learner.update(credited) | run.router.learn(scored)
+    credited, credit_metrics = credit(run.estimator, annotated)
+    metrics = run.learner.update(credited) | run.router.learn(scored) | credit_metrics
     run.policy.version = run.learner.version
+    run.queue.advance()
     run.progress.step += 1
     ended = time.perf_counter()
     figures = summarize(scored)
@@ -42,7 +49,17 @@ async def train_step(run: Run) -> Turn:
         "time/step_s": ended - began,
         "time/tokens_per_s": figures.get("tokens/sampled", 0.0) / max(rolled_out - began, 1e-9),
     }
-    return Turn(metrics | figures | counts | times, scored, credited)
+    left = {name: count - left_before[name] for name, count in _left_behind().items()}
+    times |= {"time/blocks": float(watchdog.blocks), "time/blocked_s": watchdog.blocked_s}
+    return Turn(metrics | figures | counts | left | times, scored, credited)
+
+
+def _left_behind() -> Metrics:
+    """What did not end when it was told to, since this process began."""
+    return {
+        "tools/abandoned": float(sum(abandoned().values())),
+        "tools/workers_killed": float(isolation.shared().killed),
+    }
 
 
 async def collect(run: Run) -> tuple[list[ScoredRollout], list[ScoredRollout], Metrics]:
@@ -57,9 +74,16 @@ async def collect(run: Run) -> tuple[list[ScoredRollout], list[ScoredRollout], M
         tasks = next(run.batches)
         step = run.progress.step
         decisions = run.router.decide(tasks, run.config.rollout.n, step, label=f"step{'-more' * attempt}")
-        rollouts = await run.scheduler.roll_out(decisions, do_sample=run.config.rollout.do_sample)
+        if attempt:
+            run.queue.give_back(len(decisions))
+        rollouts = await roll_out(run, decisions)
         batch = await score(run, rollouts)
-        kept, share, lost = select(batch, keep_zero_std=algorithm.zero_std_groups == "keep")
+        kept, share, lost = select(
+            batch,
+            keep_zero_std=algorithm.zero_std_groups == "keep" or equal_scores_teach(run.estimator),
+            mask_truncated=algorithm.mask_truncated,
+            least=least_group(run.estimator),
+        )
         scored += batch
         usable += kept
         shares.append(share)
@@ -74,22 +98,47 @@ async def collect(run: Run) -> tuple[list[ScoredRollout], list[ScoredRollout], M
     return scored, usable, counts
 
 
+async def roll_out(run: Run, decisions: Sequence[RouteDecision]) -> list[Rollout]:
+    """Rollouts through the queue, a group at a time, in the order of their admission."""
+
+    async def produce() -> None:
+        try:
+            tickets = [await run.queue.admit() for _ in decisions]
+            async for group in run.scheduler.groups(decisions, do_sample=run.config.rollout.do_sample):
+                run.queue.put(tickets[group[0].batch_data_id], group)
+        except Exception as fault:
+            run.queue.fail(fault)
+
+    producer = asyncio.create_task(produce())
+    try:
+        deliveries = await run.queue.take(len(decisions))
+    finally:
+        producer.cancel()  # done, unless somebody ended the waiting
+        await asyncio.wait({producer})
+    return [rollout for delivery in deliveries for rollout in delivery.group]
+
+
 async def score(run: Run, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
     """Rewards for all, aligned to steps; the run stops only where too many could not be had."""
-    results = await run.rewards.evaluate(run.executor, rollouts, step=run.progress.step)
+    results = await run.scoring.evaluate(rollouts, step=run.progress.step)
     faults = [(r, result.error) for r, result in zip(rollouts, results, strict=True) if result.error is not None]
     if len(faults) > run.config.reward.max_error_rate * len(rollouts):
         rollout, fault = faults[0]
         reason = " ".join(fault.message.split())
-        raise RewardError(
-            f"reward {run.rewards.name} failed on {len(faults)} of {len(rollouts)} rollouts, more than "
+        error = RewardError(
+            f"reward {run.scoring.rewards.name} failed on {len(faults)} of {len(rollouts)} rollouts, more than "
             f"reward.max_error_rate allows; first on {rollout.rollout_id}: {fault.kind}: {reason}"
         )
+        if fault.traceback:
+            error.add_note(fault.traceback.rstrip())
+        raise error
     return align_rollouts(rollouts, results)
 
 
-def select(scored: Sequence[ScoredRollout], *, keep_zero_std: bool) -> tuple[list[ScoredRollout], float, int]:
-    """What to learn from: rollouts that count, in groups of two or more, whose rewards differ.
+def select(
+    scored: Sequence[ScoredRollout], *, keep_zero_std: bool, mask_truncated: bool = False, least: int = 2
+) -> tuple[list[ScoredRollout], float, int]:
+    """What to learn from: rollouts that count, in groups of `least` or more, whose rewards differ.
 
     Gives also the share of groups whose rewards were all equal, and how many groups were left out.
     """
@@ -99,10 +148,11 @@ def select(scored: Sequence[ScoredRollout], *, keep_zero_std: bool) -> tuple[lis
     kept: list[ScoredRollout] = []
     equal = dropped = 0
     for members in groups.values():
-        valid = [s for s in members if s.trainable]
+        cut = [s for s in members if mask_truncated and s.rollout.stop_reason.truncated]
+        valid = [s for s in members if s.trainable and s not in cut]
         same = len(valid) >= 2 and len({s.score for s in valid}) == 1
         equal += same
-        if len(valid) < 2 or (same and not keep_zero_std):
+        if len(valid) < least or (same and not keep_zero_std):
             dropped += 1
         else:
             kept += valid

@@ -62,6 +62,31 @@ class Message(BaseModel):
     tool_call_id: str | None = None
     name: str | None = None
 
+    @classmethod
+    def trusted(
+        cls,
+        role: Role,
+        content: str | None,
+        *,
+        tool_calls: list[ToolCall] | None = None,
+        tool_call_id: str | None = None,
+        name: str | None = None,
+    ) -> Message:
+        """Of parts that are known to be right: unchecked, in a fraction of the time and the memory."""
+        made = cls.__new__(cls)
+        fields = {
+            "role": role,
+            "content": content,
+            "tool_calls": tool_calls,
+            "tool_call_id": tool_call_id,
+            "name": name,
+        }
+        object.__setattr__(made, "__dict__", fields)
+        object.__setattr__(made, "__pydantic_fields_set__", _MESSAGE_FIELDS)
+        object.__setattr__(made, "__pydantic_extra__", None)
+        object.__setattr__(made, "__pydantic_private__", None)
+        return made
+
     @model_validator(mode="before")
     @classmethod
     def _join_parts(cls, value: Any) -> Any:
@@ -83,6 +108,10 @@ class Message(BaseModel):
         if self.name is not None:
             out["name"] = self.name
         return out
+
+
+_MESSAGE_FIELDS = set(Message.model_fields)
+"""One set for all messages that are made unchecked; a copy gets its own."""
 
 
 class Prefix(Sequence[T], Generic[T]):

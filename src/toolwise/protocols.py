@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from toolwise.messages import Message
 from toolwise.types import (
@@ -71,13 +71,25 @@ class SessionPolicy(AgentPolicy, Protocol):
     def session(self, *, seed: int, do_sample: bool, prompt_ids: Sequence[int] | None = None) -> AgentPolicy: ...
 
 
+Annotation = Literal["old_logprobs", "ref_logprobs", "values"]
+
+
 class AdvantageEstimator(Protocol):
     """Credit: from scores to an advantage for each sampled token."""
 
-    needs: ClassVar[frozenset[Literal["old_logprobs", "ref_logprobs", "values"]]]
-    """What the learner must annotate first."""
+    @property
+    def needs(self) -> frozenset[Annotation]:
+        """What the learner must annotate first."""
+        ...
 
     def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]: ...
+
+
+@runtime_checkable
+class MeasuredEstimator(AdvantageEstimator, Protocol):
+    """An estimator that has something to report beside its credit."""
+
+    def credit(self, rollouts: Sequence[AnnotatedRollout]) -> tuple[list[CreditedRollout], Metrics]: ...
 
 
 class Executor(Protocol):

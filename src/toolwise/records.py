@@ -23,12 +23,15 @@ def record_of(scored: ScoredRollout, credited: CreditedRollout | None = None) ->
         "route": rollout.route,
         "messages": [m.to_openai() for m in rollout.messages],
         "ground_truth": rollout.task.ground_truth,
+        "reward_kwargs": rollout.task.reward_kwargs,
         "score": result.score,
         "metrics": {name: metric.score for name, metric in result.metrics.items()},
         "reason": result.reason,
         "error": result.error.model_dump() if result.error else None,
+        "warnings": list(scored.warnings),
         "stop_reason": rollout.stop_reason.value,
         "fault": rollout.fault,
+        "infrastructure_fault": rollout.infrastructure_fault,
         "cost": rollout.usage.cost,
         "calls": dict(rollout.usage.calls),
         "failed_calls": dict(rollout.usage.failed_calls),
@@ -37,7 +40,7 @@ def record_of(scored: ScoredRollout, credited: CreditedRollout | None = None) ->
             {
                 "advantage": step.advantage,
                 "base_reward": step.base_reward,
-                "tokens": len(step.policy_logprobs["token_ids"]) if step.policy_logprobs else 0,
+                "tokens": len((step.policy_logprobs or {}).get("token_ids", ())),
             }
             for step in steps
         ],
@@ -64,7 +67,7 @@ def _write_tokens(path: Path, rollouts: Iterable[tuple[str, Sequence[StepData]]]
     arrays: Mapping[str, list[Any]] = {"prompt_ids": [], "token_ids": [], "logprobs": []}
     for rollout_id, steps in rollouts:
         for step in steps:
-            if step.policy_logprobs is not None:
+            if step.policy_logprobs is not None and "token_ids" in step.policy_logprobs:
                 names.append((rollout_id, step.system_step_index))
                 for key, parts in arrays.items():
                     dtype = np.float32 if key == "logprobs" else np.int32

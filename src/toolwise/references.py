@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,6 +14,14 @@ from types import ModuleType
 from typing import Any
 
 from toolwise.errors import ConfigError
+
+WORKER = "TOOLWISE_WORKER"
+"""Set in the environment of worker processes, which load other people's files again."""
+
+
+def in_worker() -> bool:
+    """Whether this process only loads functions for another: whatever starts work by being imported must not."""
+    return os.environ.get(WORKER) == "1"
 
 
 def load_reference(reference: str, *, what: str) -> Any:

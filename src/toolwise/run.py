@@ -5,23 +5,27 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from toolwise.advantages import ESTIMATORS
-from toolwise.checkpoint import Registry
+from toolwise.advantages import build_estimator, least_group
+from toolwise.checkpoint import Randomness, Registry
 from toolwise.config import RunConfig
 from toolwise.data import Batches, load_tasks
+from toolwise.envs.base import BaseEnv
+from toolwise.envs.catalog import build_env_factory
 from toolwise.errors import ConfigError
-from toolwise.protocols import AdvantageEstimator, Executor, Sampling
-from toolwise.rewards.combine import Rewards, Weighted
-from toolwise.rewards.executor import InProcessExecutor
-from toolwise.rewards.function import Reward
+from toolwise.limits import Gate, Limits
+from toolwise.protocols import AdvantageEstimator, AgentPolicy, Sampling
+from toolwise.rollout.queue import RolloutQueue
 from toolwise.rollout.scheduler import RolloutScheduler
 from toolwise.routing.direct import DirectRouter
+from toolwise.scoring import Scoring, Source, build_scoring
+from toolwise.tools import isolation
 from toolwise.tools.base import BaseTool
 from toolwise.tools.catalog import build_tools
-from toolwise.types import Task
+from toolwise.types import Rollout, RouteDecision, Task
 
 if TYPE_CHECKING:
     from toolwise.learner.actor import Actor
@@ -40,13 +44,15 @@ class Progress:
     before: dict[str, Any] | None = None
     last: dict[str, Any] | None = None
     """The latest validation."""
+    best: float | None = None
+    """`trainer.best_metric` of the best one, more being better."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step, "seconds": self.seconds, "before": self.before, "last": self.last}
+        return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.seconds = state["step"], state["seconds"]
-        self.before, self.last = state["before"], state["last"]
+        self.before, self.last, self.best = state["before"], state["last"], state["best"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +65,17 @@ class Run:
     router: DirectRouter
     scheduler: RolloutScheduler
     policy: LocalPolicy
-    executor: Executor
-    rewards: Rewards
+    scoring: Scoring
     learner: Actor
     estimator: AdvantageEstimator
     chat: ChatTokenizer
+    queue: RolloutQueue[list[Rollout]]
     progress: Progress = field(default_factory=Progress)
+
+    def close(self) -> None:
+        """Ends the worker processes of rewards and tools."""
+        self.scoring.close()
+        isolation.close()
 
     def registry(self) -> Registry:
         """Everything that must survive a crash, registered in this one place."""
@@ -73,6 +84,8 @@ class Run:
         registry.register("batches", self.batches)
         registry.register("router", self.router)
         registry.register("progress", self.progress)
+        registry.register("queue", self.queue)
+        registry.register("randomness", Randomness())
         return registry
 
 
@@ -82,87 +95,151 @@ def assemble(
     tasks: Sequence[Task] | None = None,
     validation_tasks: Sequence[Task] | None = None,
     tools: Sequence[Any] | None = None,
-    reward: str | Callable[..., Any] | Reward | None = None,
+    reward: Source | None = None,
 ) -> Run:
     """A run from its configuration; what is given in Python takes the place of what the file names.
 
     Everything that can be wrong with the input is found here, before any work is done.
     """
     found_tools = build_tools([*config.tools, *(tools or ())])
-    rewards = _rewards(config, reward)
-    train = tasks if tasks is not None else _load(config, "train", config.data.limit)
-    held_out = validation_tasks if validation_tasks is not None else _load(config, "val", config.data.val_limit)
-    for task in (*train, *held_out):
-        _check_tools(task, found_tools)
-    batches = Batches(
-        train,
-        config.data.batch_size,
-        seed=config.seed,
-        shuffle=config.data.shuffle,
-        drop_last=config.data.drop_last,
-    )
-    return _with_model(config, batches, held_out, found_tools, rewards)
+    scoring = build_scoring(config.reward, reward)
+    try:
+        train = tasks if tasks is not None else load_split(config, "train", config.data.limit)
+        held_out = (
+            validation_tasks if validation_tasks is not None else load_split(config, "val", config.data.val_limit)
+        )
+        for task in (*train, *held_out):
+            check_tools(task, found_tools)
+        scoring.check([*train, *held_out])
+        batches = Batches(
+            without_tools(train, found_tools, config.multi_turn.held_out_tools),
+            config.data.batch_size,
+            seed=config.seed,
+            shuffle=config.data.shuffle,
+            drop_last=config.data.drop_last,
+        )
+        return _with_model(config, batches, held_out, found_tools, scoring)
+    except BaseException:
+        scoring.close()
+        raise
 
 
 def _with_model(
-    config: RunConfig, batches: Batches, held_out: Sequence[Task], tools: dict[str, BaseTool], rewards: Rewards
+    config: RunConfig, batches: Batches, held_out: Sequence[Task], tools: dict[str, BaseTool], scoring: Scoring
 ) -> Run:
-    from toolwise.models import load_model, locate
+    policy = local_policy(config, config.model.path)
+    from toolwise.learner.building import build_learner
 
-    locate(config.model.path)
-    settle_threads(config)  # not before now: a fault in the input is told without waiting for torch
-    from toolwise.learner.actor import Actor
-    from toolwise.policies.local import LocalPolicy
-
-    model, chat = load_model(config.model.path, device=config.model.device, dtype=config.model.dtype)
-    if model.device.type == "cpu" and config.model.dtype == "bfloat16":
-        raise ConfigError("model.dtype is bfloat16 on a CPU: many cannot multiply it, some crash; use float32")
-    rollout = config.rollout
-    sampling = Sampling(
-        temperature=rollout.temperature, max_new_tokens=rollout.max_new_tokens, do_sample=rollout.do_sample
-    )
-    policy = LocalPolicy(model, chat, sampling, parser=rollout.tool_parser, max_batch=rollout.max_batch)
-    scheduler = RolloutScheduler(
-        policy,
-        tools if config.multi_turn.enable else {},
-        max_episode_steps=config.multi_turn.max_turns if config.multi_turn.enable else 1,
-        max_concurrent=rollout.max_concurrent,
-        deadline_s=rollout.deadline_s,
-        tool_timeout_s=config.multi_turn.tool_timeout_s,
-        lock_step=config.deterministic,
+    learner, estimator = build_learner(
+        config,
+        policy.model,
+        estimator_of(config),
+        load_critic=partial(_critic_model, config),
+        policy_fingerprint=getattr(policy, "fingerprint", None),
     )
     return Run(
         config=config,
         batches=batches,
         validation_tasks=held_out,
         router=DirectRouter(config.seed),
-        scheduler=scheduler,
+        scheduler=build_scheduler(config, policy, tools),
         policy=policy,
-        executor=InProcessExecutor(),
-        rewards=rewards,
-        learner=Actor(model, actor_settings(config), pad_id=chat.pad_id),
-        estimator=ESTIMATORS[config.algorithm.adv_estimator](norm_by_std=config.algorithm.norm_adv_by_std),
-        chat=chat,
+        scoring=scoring,
+        learner=learner,
+        estimator=estimator,
+        chat=policy.chat,
+        queue=RolloutQueue(per_update=config.data.batch_size),
     )
 
 
-def actor_settings(config: RunConfig) -> Any:
-    from toolwise.learner.actor import ActorSettings
+def _critic_model(config: RunConfig, path: str) -> Any:
+    from toolwise.models import load_model
 
-    actor = config.actor
-    return ActorSettings(
-        lr=actor.lr,
-        warmup_steps=actor.warmup_steps,
-        weight_decay=actor.weight_decay,
-        max_grad_norm=actor.max_grad_norm,
-        clip_low=actor.clip_ratio_low,
-        clip_high=actor.clip_ratio_high,
-        entropy_coef=actor.entropy_coef,
-        ppo_epochs=actor.ppo_epochs,
-        mini_batches=actor.mini_batches,
-        micro_batch_tokens=actor.micro_batch_tokens,
-        temperature=config.rollout.temperature,
-        seed=config.seed,
+    return load_model(path, device=config.model.device, dtype=config.model.dtype)[0]
+
+
+def local_policy(config: RunConfig, path: str) -> LocalPolicy:
+    """The model at `path` in this process, on the device and in the precision that the configuration says."""
+    from toolwise.models import load_model, locate
+
+    locate(path)
+    settle_threads(config)  # not before now: a fault in the input is told without waiting for torch
+    from toolwise.policies.local import LocalPolicy
+
+    model, chat = load_model(path, device=config.model.device, dtype=config.model.dtype)
+    if model.device.type == "cpu" and config.model.dtype == "bfloat16":
+        raise ConfigError("model.dtype is bfloat16 on a CPU: many cannot multiply it, some crash; use float32")
+    rollout = config.rollout
+    return LocalPolicy(
+        model,
+        chat,
+        sampling_of(config),
+        parser=rollout.tool_parser,
+        max_batch=rollout.max_batch,
+        on_change=rollout.on_template_change,
+    )
+
+
+def sampling_of(config: RunConfig) -> Sampling:
+    rollout = config.rollout
+    return Sampling(temperature=rollout.temperature, max_new_tokens=rollout.max_new_tokens, do_sample=rollout.do_sample)
+
+
+def build_scheduler(config: RunConfig, policy: AgentPolicy, tools: dict[str, BaseTool]) -> RolloutScheduler:
+    """Rollouts as the configuration wants them, with any policy."""
+    rollout, turns, limits = config.rollout, config.multi_turn, _limits(config, tools)
+    return RolloutScheduler(
+        policy,
+        tools if turns.enable else {},
+        max_episode_steps=turns.max_turns if turns.enable else 1,
+        max_concurrent=rollout.max_concurrent,
+        deadline_s=rollout.deadline_s,
+        tool_timeout_s=turns.tool_timeout_s,
+        max_tokens=rollout.max_episode_tokens,
+        max_invalid_in_a_row=turns.max_invalid_in_a_row,
+        max_result_chars=turns.max_result_chars,
+        limits=limits,
+        make_env=_env_maker(config, tools, limits),
+        lock_step=config.deterministic,
+    )
+
+
+def _env_maker(
+    config: RunConfig, tools: dict[str, BaseTool], limits: Limits
+) -> Callable[[RouteDecision], BaseEnv] | None:
+    """None where the tools are the world, which the scheduler makes by itself."""
+    env, turns = config.env, config.multi_turn
+    if env.name == "tools" and not env.interaction:
+        return None
+    make = build_env_factory(
+        env.name,
+        env.kwargs,
+        tools=tools,
+        interaction=env.interaction or None,
+        interaction_kwargs=env.interaction_kwargs,
+        max_user_turns=env.max_user_turns,
+        defaults={
+            "tool_timeout_s": turns.tool_timeout_s,
+            "max_result_chars": turns.max_result_chars,
+            "gates": limits.tools,
+        },
+    )
+
+    def make_env(decision: RouteDecision) -> BaseEnv:
+        routed = (
+            decision.task.model_copy(update={"tools": list(decision.tools)}) if decision.tools is not None else None
+        )
+        return make(routed or decision.task)
+
+    return make_env
+
+
+def _limits(config: RunConfig, tools: dict[str, BaseTool]) -> Limits:
+    own = {name: tool.max_concurrent or config.multi_turn.max_concurrent_calls for name, tool in tools.items()}
+    return Limits(
+        model=Gate(config.rollout.max_concurrent_requests),
+        env=Gate(config.rollout.max_concurrent_envs),
+        tools={name: Gate(limit) for name, limit in own.items() if limit is not None},
     )
 
 
@@ -177,9 +254,15 @@ def settle_threads(config: RunConfig) -> None:
         torch.use_deterministic_algorithms(True)
 
 
+def estimator_of(config: RunConfig) -> AdvantageEstimator:
+    algorithm = config.algorithm
+    settings = {**algorithm.model_dump(), "norm_by_std": algorithm.norm_adv_by_std, "per": algorithm.gae_per}
+    return build_estimator(algorithm.adv_estimator, **settings)
+
+
 def check_learnable(config: RunConfig) -> None:
     """Settings under which nothing could ever be learned."""
-    if config.rollout.n < 2:
+    if config.rollout.n < least_group(estimator_of(config)):
         raise ConfigError(
             f"rollout.n is {config.rollout.n}: {config.algorithm.adv_estimator} compares the rollouts of one task with "
             "each other; use 2 or more"
@@ -188,21 +271,7 @@ def check_learnable(config: RunConfig) -> None:
         raise ConfigError("rollout.do_sample is false: rollouts of one task would all be the same; set it to true")
 
 
-def _rewards(config: RunConfig, given: str | Callable[..., Any] | Reward | None) -> Rewards:
-    """The reward given in Python, or the parts, or the one function that the configuration names."""
-    named = config.reward
-    if given is None and named.parts:
-        if named.function:
-            raise ConfigError("reward.function and reward.parts are both given: make the function one of the parts")
-        parts = tuple(Weighted(Reward.of(part.function, part.kwargs), part.weight) for part in named.parts)
-        return Rewards(parts, named.combine)
-    if given is None and not named.function:
-        raise ConfigError("reward.function is missing: name one as package.module:function or path/to/file.py:function")
-    found = Reward.of(given if given is not None else named.function, named.kwargs)
-    return Rewards((Weighted(found),), named.combine)
-
-
-def _load(config: RunConfig, which: str, limit: int | None) -> list[Task]:
+def load_split(config: RunConfig, which: str, limit: int | None) -> list[Task]:
     path = getattr(config.data, which)
     if path is None:
         if which == "val":
@@ -211,7 +280,22 @@ def _load(config: RunConfig, which: str, limit: int | None) -> list[Task]:
     return load_tasks(path, limit=limit)
 
 
-def _check_tools(task: Task, tools: dict[str, BaseTool]) -> None:
+def without_tools(tasks: Sequence[Task], tools: dict[str, BaseTool], held_out: Sequence[str]) -> Sequence[Task]:
+    """Tasks to train on: none that names a held-out tool, none that is offered one."""
+    for name in held_out:
+        if name not in tools:
+            known = ", ".join(tools) or "none"
+            raise ConfigError(f"multi_turn.held_out_tools names {name!r}, and the run has: {known}")
+    if not held_out:
+        return tasks
+    offered = [name for name in tools if name not in held_out]
+    kept = [task for task in tasks if set(held_out).isdisjoint(task.tools or ())]
+    if len(kept) < len(tasks):
+        log.warning("%d of %d training tasks name a held-out tool and are left out", len(tasks) - len(kept), len(tasks))
+    return [task if task.tools is not None else task.model_copy(update={"tools": offered}) for task in kept]
+
+
+def check_tools(task: Task, tools: dict[str, BaseTool]) -> None:
     for name in task.tools or ():
         if name not in tools:
             known = ", ".join(tools) or "none"

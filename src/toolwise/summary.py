@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from toolwise.protocols import Metrics
@@ -24,6 +24,7 @@ def summarize(scored: Sequence[ScoredRollout]) -> Metrics:
         "turns/mean": mean([float(len(s.steps)) for s in scored]),
         "tokens/sampled": float(sum(s.rollout.usage.sampled_tokens for s in scored)),
         "reward/error_rate": 1.0 - len(counted) / len(scored),
+        "reward/misaligned": float(sum(bool(s.warnings) for s in scored)),
     }
     if counted:
         scores = [s.score for s in counted]
@@ -32,15 +33,23 @@ def summarize(scored: Sequence[ScoredRollout]) -> Metrics:
             metrics |= {f"reward/{name}/mean": mean(values), f"reward/{name}/std": std(values)}
     for reason, count in Counter(s.rollout.stop_reason.value for s in scored).items():
         metrics[f"stop/{reason}"] = count / len(scored)
+    turns = Counter((step.policy_logprobs or {}).get("alignment") for s in scored for step in s.steps)
+    metrics |= {f"tokens/{how}": float(turns[how]) for how in ("clean", "realigned", "forked")}
     for kind, count in Counter(s.result.error.kind for s in scored if s.result.error).items():
         metrics[f"reward/errors/{kind}"] = float(count)
     return metrics
 
 
-def summarize_validation(scored: Sequence[ScoredRollout]) -> dict[str, Any]:
-    """A validation's figures: overall, and for each kind of task where tasks say their kind."""
+def summarize_validation(scored: Sequence[ScoredRollout], held_out_tools: Collection[str] = ()) -> dict[str, Any]:
+    """A validation's figures: overall, and for each kind of task where tasks say their kind.
+
+    With `held_out_tools`, tasks that name one of them are a kind of their own, beside all others.
+    """
     kinds: dict[str, list[ScoredRollout]] = defaultdict(list)
     for s in scored:
+        if held_out_tools:
+            unseen = not set(held_out_tools).isdisjoint(s.rollout.task.tools or ())
+            kinds["unseen tools" if unseen else "seen tools"].append(s)
         kind = s.rollout.task.extra_info.get("kind")
         if kind is not None:
             kinds[str(kind)].append(s)

@@ -19,10 +19,11 @@ from types import FrameType
 from typing import Any
 
 from toolwise import __version__, checkpoint
-from toolwise.config import RunConfig, load_config, place_paths
+from toolwise.config import RunConfig, load_config
 from toolwise.errors import CheckpointError, ConfigError
 from toolwise.evaluation import validate
 from toolwise.loop import Turn, train_step
+from toolwise.placing import place_paths
 from toolwise.records import record_of, write_records, write_whole
 from toolwise.run import Run
 from toolwise.settings import to_toml
@@ -50,7 +51,13 @@ class Training:
         self.run = run
         self.out = out
         self.interrupted = False
-        self._saved_step = self._open_folder(resume)
+        self._figures: dict[str, float] = {}
+        self._lock = checkpoint.FolderLock(out)
+        try:
+            self._saved_step = self._open_folder(resume)
+        except BaseException:
+            self._lock.release()
+            raise
         self.metrics = JsonlTracker(out / "metrics.jsonl")
         self.console: ConsoleTracker | None = None
         if run.config.trainer.console:
@@ -58,6 +65,13 @@ class Training:
         self._began = time.monotonic() - run.progress.seconds
 
     async def go(self) -> RunResult:
+        try:
+            await self._train()
+            return RunResult(self.out, self._summarize())
+        finally:
+            self._lock.release()
+
+    async def _train(self) -> None:
         run, total = self.run, self.run.config.trainer.total_steps
         try:
             with self._stop_on_signal():
@@ -66,18 +80,19 @@ class Training:
                     self._save()
                 while run.progress.step < total and not self.interrupted:
                     self._note(await train_step(run))
-                    step = run.progress.step
+                    self._figures = {}
+                    step, best = run.progress.step, run.progress.best
                     if step == total or (run.config.validation.every and step % run.config.validation.every == 0):
                         run.progress.last = await self._validate()
-                    if step % run.config.trainer.save_every == 0:
+                    if step % run.config.trainer.save_every == 0 or run.progress.best != best:
                         self._save()
                 if self._saved_step != run.progress.step:
                     self._save()
         finally:
+            run.close()
             self.metrics.close()
             if self.console is not None:
                 self.console.close()
-        return RunResult(self.out, self._summarize())
 
     def _note(self, turn: Turn) -> None:
         step = self.run.progress.step
@@ -93,23 +108,49 @@ class Training:
             return None
         step = self.run.progress.step
         scored = await validate(self.run)
-        figures = summarize_validation(scored)
+        figures = summarize_validation(scored, self.run.config.multi_turn.held_out_tools)
         metrics = validation_metrics(figures)
         self.metrics.log(step, metrics)
         write_records(self.out / "rollouts", f"eval-{step:06d}", scored, [])
         if self.console is not None:
             self.console.log(step, metrics)
+        self._figures = {name.removeprefix("eval/"): value for name, value in metrics.items()}
+        self._compare_with_the_best()
         return figures
 
+    def _compare_with_the_best(self) -> None:
+        trainer, progress = self.run.config.trainer, self.run.progress
+        name = trainer.best_metric.removeprefix("-")
+        if not trainer.keep_best:
+            return
+        if name not in self._figures:
+            known = ", ".join(sorted(self._figures))
+            log.warning("trainer.best_metric is %r, and the validation reports: %s", name, known)
+            return
+        value = self._figures[name] * (-1 if trainer.best_metric.startswith("-") else 1)
+        if progress.best is None or value > progress.best:
+            progress.best = value
+
     def _save(self) -> None:
-        progress = self.run.progress
+        progress, trainer = self.run.progress, self.run.config.trainer
         progress.seconds = time.monotonic() - self._began
+        self.metrics.sync()  # what a checkpoint vouches for outlasts a power cut as well
+        for folder in (self.out, self.out / "rollouts"):
+            if folder.exists():
+                checkpoint.sync(folder)
         checkpoint.save(
             self.out / "checkpoints",
             progress.step,
             self.run.registry().state_dict(),
             extra_files={"model": self._save_model},
-            keep_last=self.run.config.trainer.keep_checkpoints,
+            facts={
+                "policy_version": self.run.learner.version,
+                "config_sha256": config_digest(self.run.config, self.out),
+                "toolwise": __version__,
+            },
+            figures=self._figures,
+            keep_last=trainer.keep_checkpoints,
+            keep_best=trainer.best_metric if trainer.keep_best else "",
         )
         self._saved_step = progress.step
 
@@ -131,6 +172,7 @@ class Training:
             "peak_rss_mb": peak_rss_mb(),
             "model": run.config.model.path,
             "version": __version__,
+            "sandbox": run.scoring.describe(),
         }
         write_whole(self.out / "summary.json", json.dumps(summary, indent=2).encode())
         from toolwise.view.report import write_report
@@ -145,11 +187,15 @@ class Training:
         """
         check_folder(self.out, self.run.config, resume=resume)
         try:
-            self.out.mkdir(parents=True, exist_ok=True)
+            checkpoint.make_folder(self.out)
         except OSError as fault:
             raise ConfigError(f"{self.out} cannot be made ({fault.strerror}): choose another --out") from fault
+        self._lock.acquire()
+        check_folder(self.out, self.run.config, resume=resume)  # again: somebody may have been here in between
         found = find_checkpoint(self.out / "checkpoints")
         if found is not None:
+            if found.facts.get("config_sha256") != config_digest(self.run.config, self.out):
+                log.warning("%s was saved under other settings than config.toml has now", found.path)
             self.run.registry().load_state_dict(found.state())
             self.run.learner.load_weights(found.path / "model")
             self.run.policy.version = self.run.learner.version
@@ -233,6 +279,7 @@ def _comparable(config: RunConfig) -> dict[str, Any]:
     for which in ("train", "val"):
         if settings["data"][which] is not None:
             settings["data"][which] = str(Path(settings["data"][which]).resolve())
+    del settings["reward"]["sandbox"]  # where a reward runs does not change what it says
     return settings
 
 
@@ -244,6 +291,16 @@ def portable(config: RunConfig, out: Path) -> RunConfig:
         if path is not None and Path(path).resolve().is_relative_to(folder):
             settings["data"][which] = str(Path(path).resolve().relative_to(folder))
     return RunConfig.model_validate(settings)
+
+
+def config_digest(config: RunConfig, out: Path) -> str:
+    """Of what a run must not change on its way. What stands at its default counts as not said: a new setting of a
+    newer version changes nothing."""
+    settings = portable(config, out).model_dump(mode="json", exclude_defaults=True)
+    for name in MAY_CHANGE_ON_RESUME:
+        settings.pop(name, None)
+    settings.get("reward", {}).pop("sandbox", None)
+    return checkpoint.digest(settings)
 
 
 def forget_rollouts_after(folder: Path, step: int) -> None:

@@ -64,6 +64,8 @@ class TokenLogprobs(TypedDict):
     prompt_ids: Sequence[int]
     finish_reason: Literal["stop", "length", "tool_calls"]
     policy_version: int
+    alignment: NotRequired[Literal["first", "clean", "realigned", "forked"]]
+    """How this turn's prompt continues the last one: rollout/tokens.py."""
 
 
 class Action(TypedDict):
@@ -96,12 +98,26 @@ class StepData(BaseModel):
     advantage: float | None = None
     return_to_go: float | None = None
 
+    @classmethod
+    def trusted(cls, **fields: Any) -> StepData:
+        """From every field, unchecked: what `model_construct` does, at a quarter of its time and less memory."""
+        made = cls.__new__(cls)
+        object.__setattr__(made, "__dict__", fields)
+        object.__setattr__(made, "__pydantic_fields_set__", _STEP_FIELDS)
+        object.__setattr__(made, "__pydantic_extra__", None)
+        object.__setattr__(made, "__pydantic_private__", None)
+        return made
+
     @field_serializer("observation_data", "policy_logprobs")
     def _plain(self, value: Any) -> Any:
         """Shared prefixes and packed arrays as plain lists, so that a step can be written as JSON."""
         if isinstance(value, dict):
             return {key: self._plain(item) for key, item in value.items()}
         return list(value) if isinstance(value, Prefix | array) else value
+
+
+_STEP_FIELDS = set(StepData.model_fields)
+"""One set for all steps that are made unchecked; a copy gets its own."""
 
 
 class StopReason(StrEnum):
@@ -118,6 +134,8 @@ class StopReason(StrEnum):
     DEADLINE = "deadline"
     POLICY_FAULT = "policy_fault"
     ENV_FAULT = "env_fault"
+    CRITICAL_ERROR = "critical_error"
+    """The world says that what the agent did cannot be put right: the agent's own doing, and learned from."""
 
     @property
     def trainable(self) -> bool:
@@ -158,7 +176,7 @@ class Usage:
     calls: Mapping[str, int] = field(default_factory=dict)
     """tool name -> calls made, failed ones included"""
     failed_calls: Mapping[str, int] = field(default_factory=dict)
-    """kind of failure (unknown_tool, bad_json, bad_arguments, exception, timeout) -> count"""
+    """kind of failure (unknown_tool, bad_json, bad_arguments, exception, timeout, tool_error, server_down) -> count"""
     cost: float = 0.0
     """The sum of the prices of the calls made."""
     prompt_tokens: int = 0
@@ -184,6 +202,13 @@ class Rollout:
     """tool name -> what its calc_reward gave"""
     fault: str | None = None
     """What went wrong, where `stop_reason` says that something did."""
+    infrastructure_fault: bool = False
+    """Something behind a tool failed on the way (a server down, a worker dead), and the episode went on."""
+
+    @property
+    def trainable(self) -> bool:
+        """Whether what happened was the policy's doing; if not, it is kept and scored but not learned from."""
+        return self.stop_reason.trainable and not self.infrastructure_fault
 
 
 class StepOutput(BaseModel):
@@ -241,6 +266,8 @@ class ScoredRollout:
     rollout: Rollout
     result: EvaluateResult
     steps: tuple[StepData, ...]
+    warnings: tuple[str, ...] = ()
+    """Step rewards that fit no step, by name: "unmatched step_index 7: …"."""
 
     @property
     def score(self) -> float:
@@ -253,7 +280,7 @@ class ScoredRollout:
     def trainable(self) -> bool:
         return (
             self.result.counts
-            and self.rollout.stop_reason.trainable
+            and self.rollout.trainable
             and any(step.policy_logprobs is not None for step in self.steps)
         )
 

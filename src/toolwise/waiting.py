@@ -6,7 +6,9 @@ import asyncio
 import contextvars
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar, cast
 
@@ -15,6 +17,26 @@ T = TypeVar("T")
 
 GRACE_S = 1.0
 """How long cancelled work may take to put itself away before it is abandoned."""
+
+_abandoned: Counter[str] = Counter()
+_left: list[asyncio.Task[Any]] = []
+"""Abandoned tasks of loops that are closed: kept, since a coroutine that is collected is thrown into once more."""
+
+
+def abandoned() -> dict[str, int]:
+    """What did not heed its end and was left behind since this process began: how often, by name."""
+    return dict(_abandoned)
+
+
+def _abandon(name: str, why: str) -> None:
+    _abandoned[name] += 1
+    log.warning("%s %s and is left behind (%d so far)", name, why, _abandoned[name])
+
+
+def in_virtual_time() -> bool:
+    """Whether the running loop makes its own time (it says so by `virtual_time = True`): neither a thread nor a process
+    could keep step with it."""
+    return bool(getattr(asyncio.get_running_loop(), "virtual_time", False))
 
 
 async def end_within(limit_s: float, work: Coroutine[Any, Any, T], late: Exception) -> T:
@@ -25,32 +47,68 @@ async def end_within(limit_s: float, work: Coroutine[Any, Any, T], late: Excepti
     if limit_s <= 0:
         work.close()
         raise late
-    task = asyncio.create_task(work)
+    loop = asyncio.get_running_loop()
+    guarded = _without_exits(work)
+    # The name under which it is told of, should it stay behind.
+    cast("Any", guarded).__qualname__ = getattr(work, "__qualname__", str(work))
+    task, woken = loop.create_task(guarded), loop.create_future()
+
+    def wake(ended: asyncio.Task[T] | None = None) -> None:  # `asyncio.wait` does the same for many, at twice the cost
+        if not woken.done():
+            woken.set_result(None)
+
+    task.add_done_callback(wake)
+    timer = loop.call_later(limit_s, wake)
     try:
-        await asyncio.wait({task}, timeout=limit_s)
+        await woken
         if not task.done():
             raise late
         if task.cancelled():  # by itself: this must not pass for a cancellation of whoever waits
             raise RuntimeError("it cancelled itself")
         return task.result()
     finally:
+        timer.cancel()
         if not task.done():
             await _put_away(task, work)
+        elif not task.cancelled():
+            task.exception()  # heard, though whoever waits may have been cancelled in the same instant
+
+
+async def _without_exits(work: Coroutine[Any, Any, T]) -> T:
+    """A `sys.exit()` in a task would end the loop, and the run with it."""
+    try:
+        return await work
+    except SystemExit as fault:
+        raise RuntimeError(f"it called sys.exit({fault.code!r})") from None
 
 
 async def _put_away(task: asyncio.Task[Any], work: Coroutine[Any, Any, Any]) -> None:
+    """Cancels, and waits: to the end of the grace, though whoever waits be cancelled meanwhile, so that nothing is left
+    at work that is not counted."""
+    loop = asyncio.get_running_loop()
     task.cancel()
     task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # whatever it says now is too late
-    await asyncio.wait({task}, timeout=GRACE_S)
-    if not task.done():
-        log.warning("%s does not heed its cancellation and is left behind", getattr(work, "__qualname__", work))
+    until = loop.time() + GRACE_S
+    cancelled = False
+    while not task.done() and (left_s := until - loop.time()) > 0:
+        try:
+            await asyncio.wait({task}, timeout=left_s)
+        except asyncio.CancelledError:
+            cancelled = True
+    if task.done():
+        work.close()  # for the case that it was never begun: it would complain of that
+    else:
+        _abandon(getattr(work, "__qualname__", str(work)), "does not heed its cancellation")
+    if cancelled:
+        raise asyncio.CancelledError
 
 
-async def in_thread(work: Callable[[], T]) -> T:
+async def in_thread(work: Callable[[], T], *, name: str = "blocking work") -> T:
     """What blocking `work` gives, from a thread of its own.
 
     The loop's shared threads are few: there, calls that hang keep out all others, and calls that queue are late before
-    they begin. A thread nobody waits for any more is left behind; it holds up neither the loop nor the way out.
+    they begin. A thread nobody waits for any more is left behind and counted under `name`; it holds up neither the loop
+    nor the way out.
     """
     loop = asyncio.get_running_loop()
     given: asyncio.Future[T] = loop.create_future()
@@ -76,15 +134,73 @@ async def in_thread(work: Callable[[], T]) -> T:
             loop.call_soon_threadsafe(settle, result, fault)
 
     context = contextvars.copy_context()
-    threading.Thread(target=run, name="toolwise-work", daemon=True).start()
-    return await given
+    thread = threading.Thread(target=run, name="toolwise-work", daemon=True)
+    thread.start()
+    try:
+        return await given
+    except asyncio.CancelledError:
+        if given.cancelled() and thread.is_alive():
+            _abandon(name, "cannot be stopped in its thread")
+        raise
 
 
 async def all_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """All results in order. A fault, or a cancellation, is raised only after every piece of work has come to its end:
     a plain `gather` would leave the others running."""
-    results = await asyncio.gather(*works, return_exceptions=True)
+    begun = list(works)
+    if len(begun) == 1:  # the most usual case, at no cost
+        return [await begun[0]]
+    results = await asyncio.gather(*begun, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
             raise result
     return cast("list[T]", results)
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """As `asyncio.run`, but it ends: a task that does not heed its cancellation is left behind after `GRACE_S`, and a
+    thread that somebody's `asyncio.to_thread` hangs in is not waited for."""
+
+    async def whole() -> T:
+        asyncio.get_running_loop().set_default_executor(_Threads())
+        try:
+            return await work
+        finally:
+            await _put_all_away()
+
+    with asyncio.Runner() as runner:
+        return runner.run(whole())
+
+
+async def _put_all_away() -> None:
+    """Ends all other tasks of the loop, or takes them off its books."""
+    loop, me = asyncio.get_running_loop(), asyncio.current_task()
+    if tasks := asyncio.all_tasks() - {me}:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks, timeout=GRACE_S)
+    closing = loop.create_task(loop.shutdown_asyncgens())
+    await asyncio.wait({closing}, timeout=GRACE_S)
+    for task in asyncio.all_tasks() - {me}:
+        _abandon(getattr(task.get_coro(), "__qualname__", repr(task)), "does not heed its cancellation")
+        asyncio.tasks._unregister_task(task)  # documented under Extending asyncio
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+        _left.append(task)
+
+
+class _Threads(ThreadPoolExecutor):
+    """A daemon thread a call: those of the standard library are few, and waited for at the end of the program."""
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        future: Future[T] = Future()
+
+        def call() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as fault:
+                future.set_exception(fault)
+
+        threading.Thread(target=call, name="toolwise-work", daemon=True).start()
+        return future

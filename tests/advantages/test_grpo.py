@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolwise.advantages import ESTIMATORS, Grpo, compute_grpo_outcome_advantage
+from toolwise.advantages import ESTIMATORS, Grpo, Rloo, compute_grpo_outcome_advantage
 from toolwise.advantages.grpo import EPSILON, group_advantages
 from toolwise.messages import Message
 from toolwise.types import AnnotatedRollout, EvaluateResult, Rollout, ScoredRollout, StepData, StopReason, Task, Usage
@@ -39,7 +39,7 @@ def annotated(score: float, group: str, lengths: tuple[int | None, ...] = (2,)) 
     return AnnotatedRollout(ScoredRollout(rollout, EvaluateResult(score=score), steps))
 
 
-def test_hand_worked_table() -> None:
+def test_a_hand_worked_table() -> None:
     # Group a: 1, 0, 0, 1 has mean 1/2 and sample variance (4 · 1/4) / 3 = 1/3.
     # Group b: 3, 5, 10 has mean 6; deviations −3, −1, 4; sample variance 26 / 2 = 13.
     scores = [1.0, 3.0, 0.0, 5.0, 0.0, 10.0, 1.0]
@@ -253,3 +253,41 @@ def test_tensor_form_agrees_with_the_estimator(rows: list[tuple[float, int]]) ->
     advantages, _ = compute_grpo_outcome_advantage(rewards, torch.ones(len(rows), 2), groups)
     credited = Grpo()([annotated(s, str(g)) for s, g in rows])
     assert advantages[:, 0].tolist() == pytest.approx([float(c.advantages[0][0]) for c in credited], abs=1e-6)
+
+
+# Leaving one out.
+
+
+def test_leave_one_out_hand_worked() -> None:
+    # 3, 5, 10 against the means of the others: 7.5, 6.5, 4.
+    assert group_advantages([3, 5, 10], "ggg", leave_one_out=True).tolist() == pytest.approx([-4.5, -1.5, 6])
+    assert Rloo()([annotated(s, "g") for s in (3.0, 5.0, 10.0)])[2].steps[0].advantage == pytest.approx(6)
+    rewards = torch.tensor([[3.0], [5.0], [10.0]])
+    advantages, _ = compute_grpo_outcome_advantage(rewards, torch.ones(3, 1), "ggg", leave_one_out=True)
+    assert advantages.flatten().tolist() == pytest.approx([-4.5, -1.5, 6])
+
+
+@given(LABELLED)
+def test_leave_one_out_is_each_score_against_the_mean_of_the_others(rows: list[tuple[float, int]]) -> None:
+    scores, groups = [s for s, _ in rows], [g for _, g in rows]
+    found = group_advantages(scores, groups, leave_one_out=True)
+    for i, (score, group) in enumerate(rows):
+        others = [s for j, (s, g) in enumerate(rows) if g == group and j != i]
+        expected = score - sum(others) / len(others) if others else 0.0
+        assert found[i] == pytest.approx(expected, abs=1e-9)
+
+
+def test_leave_one_out_of_equal_rewards_or_of_one_is_exactly_zero() -> None:
+    assert group_advantages([0.1] * 7 + [4.0], ["g"] * 7 + ["h"], leave_one_out=True).tolist() == [0.0] * 8
+
+
+def test_a_score_that_is_no_number_is_named() -> None:
+    with pytest.raises(ValueError, match="score 1 is not a finite number"):
+        group_advantages([1.0, math.nan], "gg")
+
+
+def test_groups_named_by_a_tensor_go_by_value() -> None:
+    rewards, mask = torch.tensor([[1.0], [0.0], [5.0]]), torch.ones(3, 1)
+    named, _ = compute_grpo_outcome_advantage(rewards, mask, ["a", "a", "b"])
+    numbered, _ = compute_grpo_outcome_advantage(rewards, mask, torch.tensor([4, 4, 6]))
+    assert torch.equal(named, numbered)

@@ -186,7 +186,7 @@ def missing_reward(desk: Desk) -> list[object]:
     return desk.train({"reward": {"function": ""}})
 
 
-@case("reward", "cannot import 'nowhere.rewards'", "write path/to/file.py:name")
+@case("reward", "there is no module 'nowhere'", "write path/to/file.py:name")
 def reward_in_no_module(desk: Desk) -> list[object]:
     return desk.train({"reward": {"function": "nowhere.rewards:judge"}})
 

@@ -16,7 +16,7 @@ from toolwise.messages import Message
 from toolwise.tools.base import BaseTool
 from toolwise.tools.calculator import CalculatorTool
 from toolwise.tools.schema import validate_arguments
-from toolwise.tools.search import SearchTool
+from toolwise.tools.search.tool import SearchTool
 
 BOTH = ["calculator", "search"]
 TALKS = conversations(300, seed=0)

@@ -33,3 +33,7 @@ def test_defaults_are_a_text_world_without_tools_state_or_last_rewards() -> None
     assert env.state_key is None
     assert asyncio.run(env.final_rewards()) == {}
     assert asyncio.run(env.close()) is None  # type: ignore[func-returns-value]
+    env.set_seed(3)
+    assert env.phase_of("anything") == "tool"
+    assert env.gold_actions() is None
+    assert list(env.example_actions()) == []

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from learner_cases import LR, PAD, credit, drawn, gradients, same, sample, tiny_model, weights
+from transformers import LlamaForCausalLM
 
 from toolwise import checkpoint
 from toolwise.advantages import Grpo
 from toolwise.checkpoint import Registry
 from toolwise.demo.tasks import make_rows
-from toolwise.errors import CheckpointError
+from toolwise.errors import CheckpointError, ConfigError, ToolwiseError
 from toolwise.learner.actor import Actor, ActorSettings
-from toolwise.learner.rows import Row, build_rows
-from toolwise.messages import Message
+from toolwise.learner.rows import build_rows
 from toolwise.models import load_model
 from toolwise.policies.decoding import generate_batch
 from toolwise.policies.local import LocalPolicy
@@ -35,108 +35,17 @@ from toolwise.types import (
     AnnotatedRollout,
     CreditedRollout,
     EvaluateResult,
-    Rollout,
     ScoredRollout,
-    StepData,
-    StopReason,
     Task,
-    Usage,
 )
 
 torch.set_num_threads(1)
-PAD = 0
-LR = ActorSettings(lr=1e-2)
-
-
-def tiny_model(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        **{
-            "vocab_size": 48,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 128,
-            "initializer_range": 0.2,
-            "pad_token_id": PAD,
-            "eos_token_id": 1,
-        }
-        | changes
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-def credit(turns: Sequence[tuple[Sequence[int], Sequence[int], Sequence[float]]], advantage: float) -> CreditedRollout:
-    """A rollout of (seen, sampled, log-probs) turns."""
-    steps = tuple(
-        StepData(
-            system_step_index=index,
-            observation_data=None,
-            action_taken={"type": "text"},
-            resulting_messages_history=[],
-            policy_logprobs={"prompt_ids": list(seen), "token_ids": list(ids), "logprobs": list(logprobs)},
-        )
-        for index, (seen, ids, logprobs) in enumerate(turns)
-    )
-    task = Task(task_id="t", prompt=[Message(role="user", content="?")])
-    rollout = Rollout("r", "g", 0, 0, task, None, steps, task.prompt, StopReason.ANSWERED, Usage())
-    advantages = tuple(np.full(len(ids), advantage, dtype=np.float32) for _, ids, _ in turns)
-    return CreditedRollout(
-        AnnotatedRollout(ScoredRollout(rollout, EvaluateResult(score=0.0), steps)), steps, advantages
-    )
-
-
-def sample(
-    model: Any, advantages: Sequence[float], *, seed: int = 0, temperature: float = 1.0
-) -> list[CreditedRollout]:
-    """Two-turn episodes of different lengths, drawn from `model`, with tokens from outside between the turns."""
-    rng = np.random.default_rng(seed)
-    found = []
-    for place, advantage in enumerate(advantages):
-        seen = rng.integers(2, 48, 3 + 5 * (place % 4)).tolist()
-        turns = []
-        for turn in range(2):
-            sampling = Sampling(temperature, max_new_tokens=2 + place % 3, seed=100 * seed + 10 * place + turn)
-            [out] = generate_batch(model, [seen], [sampling], pad_id=PAD, policy_version=0)
-            turns.append((seen, list(out.token_ids), list(out.logprobs)))
-            seen = [*seen, *out.token_ids, *rng.integers(2, 48, 4).tolist()]
-        found.append(credit(turns, advantage))
-    return found
-
-
-def weights(model: Any) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in model.parameters()]
-
-
-def same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
-
-
-def gradients(actor: Actor, credited: Sequence[CreditedRollout]) -> tuple[torch.Tensor, float]:
-    """The whole gradient that one update accumulates, before clipping, and its loss."""
-    found: dict[int, torch.Tensor] = {}
-
-    def keep(place: int) -> Any:
-        return lambda p: found.__setitem__(place, p.grad.detach().clone())
-
-    hooks = [p.register_post_accumulate_grad_hook(keep(i)) for i, p in enumerate(actor.model.parameters())]
-    metrics = actor.update(credited)
-    for hook in hooks:
-        hook.remove()
-    return torch.cat([found[i].flatten() for i in sorted(found)]), metrics["actor/loss"]
-
-
-def forward(actor: Actor, credited: Sequence[CreditedRollout]) -> torch.Tensor:
-    with torch.no_grad():
-        return actor.forward(build_rows(credited))[0]
 
 
 # The same weights give the same log-probs, here and where tokens are drawn.
 
 
-def real_rollouts(temperature: float) -> tuple[Any, int, list[CreditedRollout]]:
+def real_rollouts(temperature: float) -> tuple[Any, list[CreditedRollout]]:
     """Episodes with real tools, by the policy that training uses, over the model that ships."""
     model, chat = load_model("builtin:small", device="cpu")
     policy = LocalPolicy(model, chat, Sampling(temperature, max_new_tokens=24))
@@ -152,23 +61,21 @@ def real_rollouts(temperature: float) -> tuple[Any, int, list[CreditedRollout]]:
     ]
     rollouts = asyncio.run(scheduler.roll_out(DirectRouter(0).decide(tasks, 2, 0)))
     scored = [ScoredRollout(r, EvaluateResult(score=float(i % 2)), r.steps) for i, r in enumerate(rollouts)]
-    return model, chat.pad_id, Grpo()([AnnotatedRollout(s) for s in scored])
+    return model, Grpo()([AnnotatedRollout(s) for s in scored])
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.5])
 def test_ratio_is_one_for_the_same_weights_at_any_temperature(temperature: float) -> None:
-    model, pad, credited = real_rollouts(temperature)
+    model, credited = real_rollouts(temperature)
     rows = build_rows(credited)
     assert any(len(c.steps) > 1 for c in credited)
     assert len(rows) == len(credited)  # every multi-turn rollout is one row
-    actor = Actor(model, ActorSettings(temperature=temperature), pad_id=pad)
-    with torch.no_grad():
-        logprobs, _, old, _ = actor.forward(rows)
+    actor = Actor(model, ActorSettings(temperature=temperature))
+    logprobs, old = actor.logprobs(credited), drawn(credited)
     assert len(logprobs) == sum(r.rollout.usage.sampled_tokens for r in credited) > 100
     assert (logprobs - old).abs().max() < 1e-4
     assert torch.exp(logprobs - old) == pytest.approx(torch.ones(len(old)), abs=1e-4)
-    with torch.no_grad():
-        elsewhere = Actor(model, ActorSettings(temperature=1.0), pad_id=pad).forward(rows)[0]
+    elsewhere = Actor(model, ActorSettings(temperature=1.0)).logprobs(credited)
     assert (elsewhere - old).abs().max() > 0.1
     metrics = actor.update(credited)
     assert metrics["canary/logprob_gap_max"] < 1e-4
@@ -177,30 +84,13 @@ def test_ratio_is_one_for_the_same_weights_at_any_temperature(temperature: float
     assert metrics["actor/kl"] == pytest.approx(0.0, abs=1e-4)
 
 
-def test_the_canary_sings_when_policy_and_learner_disagree() -> None:
-    credited = sample(tiny_model(), [1.0, -1.0])
-    metrics = Actor(tiny_model(seed=1), ActorSettings(), pad_id=PAD).update(credited)
-    assert metrics["canary/logprob_gap_mean"] > 0.1
-
-
-def test_padding_does_not_change_log_probs() -> None:
+def test_what_else_is_in_the_batch_does_not_change_log_probs() -> None:
     model = tiny_model()
-    actor = Actor(model, ActorSettings(), pad_id=PAD)
+    actor = Actor(model, ActorSettings())
     credited = sample(model, [1.0] * 4)
-    together = forward(actor, credited)
-    apart = torch.cat([forward(actor, [c]) for c in credited])
+    together = actor.logprobs(credited)
+    apart = torch.cat([actor.logprobs([c]) for c in credited])
     torch.testing.assert_close(together, apart, rtol=0, atol=1e-5)
-    long = Row("r", [5] * 100, [False] * 99 + [True], [0.0] * 100, [0.0] * 100)
-    with torch.no_grad():
-        padded = actor.forward([*build_rows(credited), long])[0][:-1]
-    torch.testing.assert_close(padded, apart, rtol=0, atol=1e-5)
-
-
-def test_log_probs_do_not_depend_on_which_token_pads() -> None:
-    model = tiny_model()
-    credited = sample(model, [1.0] * 3)
-    zero, other = (forward(Actor(model, ActorSettings(), pad_id=pad), credited) for pad in (PAD, 7))
-    assert torch.equal(zero, other)
 
 
 def test_forward_agrees_with_a_plain_pass_through_the_whole_model() -> None:
@@ -210,31 +100,66 @@ def test_forward_agrees_with_a_plain_pass_through_the_whole_model() -> None:
     logits = model(torch.tensor([row.ids])).logits[0].detach()
     plain = torch.log_softmax(logits / 0.5, -1)
     expected = [plain[at - 1, row.ids[at]].item() for at in range(1, len(row)) if row.sampled[at]]
-    actor = Actor(model, ActorSettings(temperature=0.5), pad_id=PAD)
-    assert forward(actor, [credited]).tolist() == pytest.approx(expected, abs=1e-5)
+    actor = Actor(model, ActorSettings(temperature=0.5))
+    assert actor.logprobs([credited]).tolist() == pytest.approx(expected, abs=1e-5)
 
 
 # What an update depends on, and what it does not.
 
 
-@pytest.mark.parametrize("entropy_coef", [0.0, 0.01])
+@pytest.mark.parametrize("aggregation", ["token", "step", "rollout", "constant"])
 @pytest.mark.parametrize("micro_batch_tokens", [1, 60, 100_000])
+@pytest.mark.parametrize("share_prefixes", [False, True])
 def test_loss_and_gradient_do_not_depend_on_the_split_into_micro_batches(
-    micro_batch_tokens: int, entropy_coef: float
+    micro_batch_tokens: int, aggregation: Any, share_prefixes: bool
 ) -> None:
     model = tiny_model()
-    credited = sample(model, [1.0, -0.5, 2.0, -1.5, 0.3, -0.2], temperature=1.2)
-    settings = ActorSettings(temperature=1.2, entropy_coef=entropy_coef)
+    credited = sample(model, [1.0, -0.5, 2.0, -1.5, 0.3, -0.2], temperature=1.2, groups_of=3)
+    settings = replace(
+        LR,
+        temperature=1.2,
+        entropy_coef=0.01,
+        loss_aggregation=aggregation,
+        loss_length=16,
+        max_grad_norm=1e9,
+        share_prefixes=share_prefixes,
+    )
 
     def run(tokens: int) -> tuple[torch.Tensor, float]:
-        return gradients(
-            Actor(copy.deepcopy(model), replace(settings, micro_batch_tokens=tokens), pad_id=PAD), credited
-        )
+        return gradients(Actor(copy.deepcopy(model), replace(settings, micro_batch_tokens=tokens)), credited)
 
     expected, expected_loss = run(200)
     gradient, loss = run(micro_batch_tokens)
-    assert float((gradient - expected).norm() / expected.norm()) < 1e-6
-    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    assert float((gradient - expected).norm() / expected.norm()) < 1e-5
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+
+
+def test_shared_prefixes_give_the_flat_form_s_loss_and_gradient_with_fewer_tokens() -> None:
+    model = tiny_model()
+    credited = sample(model, [1.0, -0.5, 2.0, -1.5, 0.3, -0.2, 0.7, 0.1], groups_of=4)
+    shared, flat = (Actor(copy.deepcopy(model), replace(LR, share_prefixes=share)) for share in (True, False))
+    expected, expected_loss = gradients(flat, credited)
+    gradient, loss = gradients(shared, credited)
+    assert float((gradient - expected).norm() / expected.norm()) < 1e-5
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    fresh = [Actor(copy.deepcopy(model), replace(LR, share_prefixes=share)) for share in (True, False)]
+    computed = [actor.update(credited)["actor/computed_tokens"] for actor in fresh]
+    assert computed[0] < computed[1]
+
+
+def test_activation_checkpointing_changes_nothing_but_memory() -> None:
+    model = tiny_model(attention_dropout=0.5)
+    credited = sample(model, [1.0, -0.5, 2.0])
+    plain, again = (Actor(copy.deepcopy(model), replace(LR, activation_checkpointing=c)) for c in (False, True))
+    expected, _ = gradients(plain, credited)
+    gradient, _ = gradients(again, credited)
+    torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-7)
+    greedy = Sampling(do_sample=False, max_new_tokens=8)
+    said = [
+        list(generate_batch(actor.model, [[5, 6, 7]], [greedy], pad_id=PAD, policy_version=0)[0].token_ids)
+        for actor in (plain, again)
+    ]
+    assert said[0] == said[1]  # generation under it still has its cache
 
 
 def test_the_loss_is_the_mean_over_sampled_tokens() -> None:
@@ -242,21 +167,21 @@ def test_the_loss_is_the_mean_over_sampled_tokens() -> None:
     credited = sample(model, [1.0, -0.5])
     counts = [sum(len(a) for a in c.advantages) for c in credited]
     expected = -(counts[0] * 1.0 + counts[1] * -0.5) / sum(counts)
-    assert gradients(Actor(model, LR, pad_id=PAD), credited)[1] == pytest.approx(expected, rel=1e-5)
+    assert gradients(Actor(model, LR), credited)[1] == pytest.approx(expected, rel=1e-5)
 
 
 def test_rows_without_sampled_tokens_change_nothing() -> None:
     credited = sample(tiny_model(), [1.0, -1.0, 0.5, 0.2])
     masked = credit([([5, 6, 7], [], [])], 3.0)
     settings = replace(LR, mini_batches=2, micro_batch_tokens=40)
-    plain, with_masked = (Actor(tiny_model(), settings, pad_id=PAD) for _ in range(2))
+    plain, with_masked = (Actor(tiny_model(), settings) for _ in range(2))
     metrics = plain.update(credited)
     assert with_masked.update([masked, *credited, masked]) == metrics
     assert same(weights(plain.model), weights(with_masked.model))
 
 
 def test_fully_masked_rows_alone_give_finite_figures_and_move_nothing() -> None:
-    actor = Actor(tiny_model(), replace(LR, weight_decay=0.0), pad_id=PAD)
+    actor = Actor(tiny_model(), replace(LR, weight_decay=0.0))
     before = weights(actor.model)
     metrics = actor.update([credit([([5, 6, 7], [], [])], 3.0)])
     assert all(math.isfinite(value) for value in metrics.values())
@@ -264,31 +189,14 @@ def test_fully_masked_rows_alone_give_finite_figures_and_move_nothing() -> None:
     assert same(weights(actor.model), before)
 
 
-def test_a_masked_row_in_a_batch_has_no_gradient() -> None:
-    model = tiny_model()
-    rows = build_rows(sample(model, [1.0, 1.0]))
-    rows[1] = replace(rows[1], sampled=[False] * len(rows[1]))
-    actor = Actor(model, ActorSettings(), pad_id=PAD)
-    logprobs, entropy, old, advantages = actor.forward(rows)
-    assert len(logprobs) == len(entropy) == len(old) == len(advantages) == sum(rows[0].sampled)
-    embedded = model.get_input_embeddings().weight
-    logprobs.sum().backward()
-    assert embedded.grad is not None
-    only_in_masked = sorted(set(rows[1].ids) - set(rows[0].ids))
-    assert only_in_masked
-    assert torch.isfinite(embedded.grad).all()
-    # Tied or not, an input token of the masked row alone moves no input embedding.
-    assert embedded.grad[only_in_masked].abs().max() == 0.0
-
-
 def test_nothing_to_learn_from_is_still_a_version() -> None:
-    actor = Actor(tiny_model(), LR, pad_id=PAD)
+    actor = Actor(tiny_model(), LR)
     assert actor.update([]) == {"actor/updates": 0.0}
     assert actor.version == 1
 
 
 def test_zero_advantages_move_nothing() -> None:
-    actor = Actor(tiny_model(), LR, pad_id=PAD)
+    actor = Actor(tiny_model(), LR)
     before = weights(actor.model)
     metrics = actor.update(sample(actor.model, [0.0, 0.0]))
     assert same(weights(actor.model), before)
@@ -302,11 +210,115 @@ def test_an_update_leaves_the_rollouts_alone() -> None:
         [step.model_dump() for c in credited for step in c.steps],
         [a.tolist() for c in credited for a in c.advantages],
     )
-    Actor(model, replace(LR, mini_batches=2), pad_id=PAD).update(credited)
+    Actor(model, replace(LR, mini_batches=2)).update(credited)
     assert (
         [s.model_dump() for c in credited for s in c.steps],
         [a.tolist() for c in credited for a in c.advantages],
     ) == before
+
+
+def test_a_masked_row_has_no_gradient_even_where_it_is_not_a_number() -> None:
+    """NaN times 0 is NaN: what is masked must not be computed with, not be multiplied away."""
+    model = tiny_model()
+    credited = sample(model, [1.0, -1.0])
+    masked = credit([([5, 6, 7], [], [])], float("nan"))
+    expected, expected_loss = gradients(Actor(copy.deepcopy(model), LR), credited)
+    gradient, loss = gradients(Actor(copy.deepcopy(model), LR), [masked, *credited])
+    assert torch.equal(gradient, expected)
+    assert loss == expected_loss
+
+
+# One importance correction, never two.
+
+
+def off_policy(shift: float, *, seed: int = 0) -> tuple[Any, list[CreditedRollout]]:
+    """Rollouts whose log-probs stand `shift` from the learner's: they were drawn elsewhere."""
+    model = tiny_model()
+    found = []
+    for c in sample(model, [1.0, -0.5, 0.7], seed=seed):
+        steps = [
+            (s.policy_logprobs["prompt_ids"], s.policy_logprobs["token_ids"],
+             [value + shift for value in s.policy_logprobs["logprobs"]])
+            for s in c.steps if s.policy_logprobs
+        ]  # fmt: skip
+        found.append(credit(steps, float(c.advantages[0][0]), name=c.rollout.rollout_id))
+    return model, found
+
+
+WIDE = replace(LR, clip_low=0.99, clip_high=99.0, dual_clip=None, max_grad_norm=1e9)
+
+
+@pytest.mark.parametrize("shift", [-0.3, 0.2])
+def test_the_correction_counts_once_whichever_way_it_is_made(shift: float) -> None:
+    """π/π_rollout, or (π/π_old)·(π_old/π_rollout): the same number, since π_old is π in the first step."""
+    model, credited = off_policy(shift)
+    plain, _ = gradients(Actor(copy.deepcopy(model), replace(WIDE, old_logprobs="rollout")), credited)
+    again, _ = gradients(Actor(copy.deepcopy(model), replace(WIDE, old_logprobs="recompute")), credited)
+    torch.testing.assert_close(again, plain, rtol=1e-4, atol=1e-6)
+    on_policy, _ = gradients(Actor(copy.deepcopy(model), WIDE), off_policy(0.0)[1])
+    torch.testing.assert_close(plain, on_policy * math.exp(-shift), rtol=1e-4, atol=1e-6)
+
+
+def test_the_weight_is_capped_and_told() -> None:
+    model, credited = off_policy(-3.0)
+    capped = replace(WIDE, old_logprobs="recompute", importance_cap=1.5)
+    gradient, _ = gradients(Actor(copy.deepcopy(model), capped), credited)
+    on_policy, _ = gradients(Actor(copy.deepcopy(model), WIDE), off_policy(0.0)[1])
+    torch.testing.assert_close(gradient, 1.5 * on_policy, rtol=1e-4, atol=1e-6)
+    metrics = Actor(copy.deepcopy(model), capped).update(credited)
+    assert metrics["actor/importance_weight"] == pytest.approx(1.5)
+    assert metrics["actor/clip_frac"] == 0.0
+
+
+def test_old_log_probs_taken_before_the_first_step_serve_all_steps() -> None:
+    """Annotated, then two epochs: the second step's ratio is against the weights before the first."""
+    model, credited = off_policy(0.0)
+    settings = replace(LR, lr=0.05, ppo_epochs=2, old_logprobs="recompute")
+    actor = Actor(copy.deepcopy(model), settings)
+    annotated = actor.annotate([c.annotated.scored for c in credited])
+    assert all(a.old_logprobs is not None for a in annotated)
+    with_old = [replace(c, annotated=a) for c, a in zip(credited, annotated, strict=True)]
+    metrics = actor.update(with_old)
+    rollout = Actor(copy.deepcopy(model), replace(settings, old_logprobs="rollout"))
+    assert metrics["actor/kl"] == pytest.approx(rollout.update(credited)["actor/kl"], rel=1e-3)
+    assert abs(metrics["actor/kl"]) > 1e-4
+
+
+def test_without_annotation_several_steps_have_nothing_to_compare_with() -> None:
+    model, credited = off_policy(0.0)
+    with pytest.raises(ToolwiseError, match="annotate them before"):
+        Actor(model, replace(LR, ppo_epochs=2, old_logprobs="recompute")).update(credited)
+
+
+# Annotation: only what is asked for.
+
+
+def test_nothing_is_annotated_that_nobody_asked_for() -> None:
+    model = tiny_model()
+    scored = [c.annotated.scored for c in sample(model, [1.0, -1.0])]
+    [first, _] = Actor(model, LR).annotate(scored)
+    assert (first.old_logprobs, first.ref_logprobs, first.values) == (None, None, None)
+    one_step = Actor(model, replace(LR, old_logprobs="recompute"))
+    assert one_step.annotate(scored)[0].old_logprobs is None  # the step's own log-probs will do
+
+
+def test_annotations_stand_step_by_step_beside_what_was_sampled() -> None:
+    model = tiny_model()
+    credited = sample(model, [1.0, -1.0, 0.5])
+    actor = Actor(model, LR, needs=frozenset({"old_logprobs", "ref_logprobs"}))
+    annotated = actor.annotate([c.annotated.scored for c in credited])
+    for c, a in zip(credited, annotated, strict=True):
+        assert a.old_logprobs is not None
+        assert a.ref_logprobs is not None
+        for step, old, ref in zip(c.steps, a.old_logprobs, a.ref_logprobs, strict=True):
+            assert old.dtype == np.float32
+            assert old.tolist() == pytest.approx((step.policy_logprobs or {})["logprobs"], abs=1e-5)
+            assert ref.tolist() == pytest.approx(old.tolist(), abs=1e-6)
+
+
+def test_an_estimator_that_needs_values_needs_a_critic() -> None:
+    with pytest.raises(ConfigError, match="no critic"):
+        Actor(tiny_model(), LR, needs=frozenset({"values"}))
 
 
 # Learning.
@@ -315,11 +327,11 @@ def test_an_update_leaves_the_rollouts_alone() -> None:
 def test_an_update_makes_good_tokens_likelier_and_bad_ones_less_likely() -> None:
     model = tiny_model()
     good, bad = sample(model, [1.0, -1.0], seed=3)
-    actor = Actor(model, replace(LR, lr=3e-3), pad_id=PAD)
-    before = forward(actor, [good]).sum(), forward(actor, [bad]).sum()
+    actor = Actor(model, replace(LR, lr=3e-3))
+    before = actor.logprobs([good]).sum(), actor.logprobs([bad]).sum()
     metrics = actor.update([good, bad])
-    assert forward(actor, [good]).sum() > before[0]
-    assert forward(actor, [bad]).sum() < before[1]
+    assert actor.logprobs([good]).sum() > before[0]
+    assert actor.logprobs([bad]).sum() < before[1]
     assert metrics["actor/updates"] == 1.0
     assert actor.version == 1
 
@@ -333,11 +345,11 @@ def test_tokens_from_outside_are_never_learned() -> None:
              for s in whole.steps if s.policy_logprobs]  # fmt: skip
     seen, ids, _ = turns[1]
     other = [*seen[:-4], *[(token + 1) % 48 for token in seen[-4:]]]
-    actor = Actor(copy.deepcopy(model), ActorSettings(), pad_id=PAD)
-    drawn = forward(actor, [credit([turns[0], (other, ids, [0.0] * len(ids))], 1.0)])[len(turns[0][1]) :]
+    actor = Actor(copy.deepcopy(model), ActorSettings())
+    drawn = actor.logprobs([credit([turns[0], (other, ids, [0.0] * len(ids))], 1.0)])[len(turns[0][1]) :]
     changed = credit([turns[0], (other, ids, drawn.tolist())], 1.0)
     changed = replace(changed, advantages=first.advantages)
-    left, right = (gradients(Actor(copy.deepcopy(model), LR, pad_id=PAD), [c])[0] for c in (first, changed))
+    left, right = (gradients(Actor(copy.deepcopy(model), LR), [c])[0] for c in (first, changed))
     assert float((left - right).norm() / left.norm()) < 1e-5
 
 
@@ -345,10 +357,9 @@ def test_the_entropy_bonus_raises_entropy() -> None:
     def entropy_after(coefficient: float) -> float:
         model = tiny_model()
         credited = sample(model, [0.0] * 4)
-        actor = Actor(model, ActorSettings(lr=3e-3, entropy_coef=coefficient), pad_id=PAD)
+        actor = Actor(model, ActorSettings(lr=3e-3, entropy_coef=coefficient, canary="off"))
         actor.update(credited)
-        with torch.no_grad():
-            return float(actor.forward(build_rows(credited))[1].mean())
+        return actor.update(credited)["actor/entropy"]
 
     assert entropy_after(0.1) > entropy_after(0.0) + 0.01
 
@@ -368,7 +379,7 @@ def test_ratios_outside_the_clip_are_counted_and_stop_pushing() -> None:
         for c in credited
     ]  # fmt: skip
     before = weights(model)
-    metrics = Actor(model, LR, pad_id=PAD).update(stale)
+    metrics = Actor(model, LR).update(stale)
     assert metrics["actor/clip_frac"] == pytest.approx(1.0)
     assert metrics["actor/kl"] == pytest.approx(-1.0, abs=1e-4)
     assert same(weights(model), before)
@@ -376,51 +387,22 @@ def test_ratios_outside_the_clip_are_counted_and_stop_pushing() -> None:
 
 @pytest.mark.parametrize(("epochs", "mini_batches", "updates"), [(1, 1, 1), (1, 3, 3), (2, 2, 4), (1, 99, 4)])
 def test_optimiser_steps_a_batch(epochs: int, mini_batches: int, updates: int) -> None:
-    actor = Actor(tiny_model(), replace(LR, ppo_epochs=epochs, mini_batches=mini_batches), pad_id=PAD)
+    actor = Actor(tiny_model(), replace(LR, ppo_epochs=epochs, mini_batches=mini_batches))
     metrics = actor.update(sample(actor.model, [1.0, -1.0, 0.5, -0.5]))
     assert metrics["actor/updates"] == updates
     assert actor.version == 1
 
 
-def test_each_epoch_goes_through_every_row_once_and_each_in_an_order_of_its_own() -> None:
-    def orders(seed: int) -> list[list[tuple[int, ...]]]:
-        """The rows of each optimiser step, over two updates of two epochs."""
-        actor = Actor(tiny_model(), ActorSettings(lr=1e-9, ppo_epochs=2, mini_batches=4, seed=seed), pad_id=PAD)
-        credited = sample(actor.model, [1.0] * 8)
-        seen: list[list[tuple[int, ...]]] = []
-        forward_rows = actor.forward
-
-        def watch(rows: Sequence[Row]) -> Any:
-            if torch.is_grad_enabled():  # the canary's look does not count
-                seen.append(sorted(tuple(row.ids) for row in rows))
-            return forward_rows(rows)
-
-        actor.forward = watch  # type: ignore[method-assign]
-        for _ in range(2):
-            actor.update(credited)
-        return seen
-
-    seen = orders(seed=0)
-    epochs = [seen[at : at + 4] for at in range(0, 16, 4)]
-    everything = sorted(row for step in epochs[0] for row in step)
-    assert len(set(everything)) == 8
-    assert all(sorted(row for step in epoch for row in step) == everything for epoch in epochs)
-    assert all(len(step) == 2 for epoch in epochs for step in epoch)
-    assert len({str(epoch) for epoch in epochs}) == 4
-    assert orders(seed=0) == seen
-    assert orders(seed=1) != seen
-
-
 def test_the_rate_warms_up_over_updates() -> None:
-    actor = Actor(tiny_model(), ActorSettings(lr=0.008, warmup_steps=4, mini_batches=2), pad_id=PAD)
+    actor = Actor(tiny_model(), replace(LR, lr=0.008, warmup_steps=4, mini_batches=2))
     credited = sample(actor.model, [1.0, -1.0])
     rates = [actor.update(credited)["actor/lr"] for _ in range(6)]
     assert rates == pytest.approx([0.002, 0.004, 0.006, 0.008, 0.008, 0.008])
-    assert actor.optimizer.param_groups[0]["lr"] == pytest.approx(0.008)
+    assert actor.optimizer.adamw.param_groups[0]["lr"] == pytest.approx(0.008)
 
 
 def test_dropout_does_not_put_the_ratio_off_one() -> None:
-    actor = Actor(tiny_model(attention_dropout=0.5), ActorSettings(lr=1e-9), pad_id=PAD)
+    actor = Actor(tiny_model(attention_dropout=0.5), ActorSettings(lr=1e-9))
     metrics = actor.update(sample(actor.model, [1.0, -1.0]))
     assert metrics["actor/clip_frac"] == 0.0
     assert metrics["actor/kl"] == pytest.approx(0.0, abs=1e-5)
@@ -435,7 +417,7 @@ def poison(credited: CreditedRollout) -> CreditedRollout:
 
 
 def test_a_gradient_that_is_not_a_number_is_skipped_and_counted() -> None:
-    actor = Actor(tiny_model(), LR, pad_id=PAD)
+    actor = Actor(tiny_model(), LR)
     good, bad = sample(actor.model, [1.0, -1.0])
     before = weights(actor.model)
     metrics = actor.update([good, poison(bad)])
@@ -443,13 +425,13 @@ def test_a_gradient_that_is_not_a_number_is_skipped_and_counted() -> None:
     assert actor.skipped_updates == 1
     assert metrics["actor/skipped_updates"] == 1.0
     assert not math.isfinite(metrics["actor/grad_norm"])
-    assert not actor.optimizer.state  # nothing was averaged in
+    assert not actor.optimizer.adamw.state  # nothing was averaged in
     assert all(p.grad is None for p in actor.model.parameters())
 
 
 def test_after_a_skipped_update_learning_goes_on_as_if_it_had_not_been() -> None:
     credited = sample(tiny_model(), [1.0, -1.0])
-    clean, shaken = (Actor(tiny_model(), LR, pad_id=PAD) for _ in range(2))
+    clean, shaken = (Actor(tiny_model(), LR) for _ in range(2))
     shaken.update([poison(c) for c in credited])
     assert shaken.update(credited)["actor/skipped_updates"] == 1.0
     clean.update(credited)
@@ -457,7 +439,7 @@ def test_after_a_skipped_update_learning_goes_on_as_if_it_had_not_been() -> None
 
 
 def test_one_bad_mini_batch_costs_one_update_only() -> None:
-    actor = Actor(tiny_model(), replace(LR, mini_batches=2), pad_id=PAD)
+    actor = Actor(tiny_model(), replace(LR, mini_batches=2))
     good, bad = sample(actor.model, [1.0, -1.0])
     before = weights(actor.model)
     metrics = actor.update([good, poison(bad)])
@@ -468,15 +450,38 @@ def test_one_bad_mini_batch_costs_one_update_only() -> None:
     assert all(torch.isfinite(w).all() for w in after)
 
 
+def test_what_was_skipped_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    actor = Actor(tiny_model(), LR)
+    good, bad = sample(actor.model, [1.0, -1.0])
+    actor.update([good, poison(bad)])
+    assert "skipped: the gradient's norm is nan; rollouts r1" in caplog.text
+    assert "r0" not in caplog.text
+
+
+def test_a_spike_is_skipped_counted_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    actor = Actor(tiny_model(), replace(LR, lr=1e-9, spike_factor=20.0))
+    calm = sample(actor.model, [1.0, -1.0, 0.5])
+    for _ in range(20):
+        assert actor.update(calm)["actor/skipped_spikes"] == 0.0
+    before = weights(actor.model)
+    wild = [replace(calm[0], advantages=tuple(a * 1000 for a in calm[0].advantages)), *calm[1:]]
+    metrics = actor.update(wild)
+    assert metrics["actor/skipped_spikes"] == metrics["actor/skipped_updates"] == 1.0
+    assert metrics["actor/update_norm"] == 0.0
+    assert same(weights(actor.model), before)
+    assert "times the usual" in caplog.text
+    assert "rollouts r0" in caplog.text
+
+
 def test_gradients_are_clipped_to_their_norm() -> None:
     """The figure is the norm before clipping; a far tighter clip gives the same direction."""
     model = tiny_model()
     credited = sample(model, [5.0, -5.0])
-    loose, tight = (Actor(copy.deepcopy(model), ActorSettings(max_grad_norm=norm), pad_id=PAD) for norm in (1e9, 1e-3))
+    loose, tight = (Actor(copy.deepcopy(model), ActorSettings(max_grad_norm=norm)) for norm in (1e9, 1e-3))
     gradient, _ = gradients(loose, credited)
     assert tight.update(credited)["actor/grad_norm"] == pytest.approx(float(gradient.norm()), rel=1e-5)
     assert float(gradient.norm()) > 1e-3
-    averages = [torch.cat([s["exp_avg"].flatten() for s in a.optimizer.state.values()]) for a in (loose, tight)]
+    averages = [torch.cat([s["exp_avg"].flatten() for s in a.optimizer.adamw.state.values()]) for a in (loose, tight)]
     assert float(averages[1].norm()) == pytest.approx(0.1 * 1e-3, rel=1e-3)
     cosine = torch.nn.functional.cosine_similarity(averages[0], averages[1], dim=0)
     assert float(cosine) == pytest.approx(1.0, abs=1e-5)
@@ -499,7 +504,7 @@ def test_half_precision_weights_do_not_swallow_small_updates() -> None:
     model = tiny_model().bfloat16()
     credited = sample(model, [1.0, -1.0, 0.5])
     before = weights(model)
-    actor = Actor(model, ActorSettings(lr=1e-5), pad_id=PAD)
+    actor = Actor(model, ActorSettings(lr=1e-5, canary="off"))
     for _ in range(40):
         actor.update(credited)
     # Between 2^-4 and 2^-3 bf16 numbers lie 4.9e-4 apart: one step of 1e-5 is rounded away, 40 of them are not.
@@ -513,7 +518,7 @@ def test_half_precision_weights_do_not_swallow_small_updates() -> None:
 @pytest.mark.usefixtures("plain_kernels")
 def test_half_precision_continues_bit_identically(tmp_path: Path) -> None:
     def fresh() -> Actor:
-        return Actor(tiny_model().bfloat16(), ActorSettings(lr=1e-5), pad_id=PAD)
+        return Actor(tiny_model().bfloat16(), ActorSettings(lr=1e-5, canary="off"))
 
     credited = sample(fresh().model, [1.0, -1.0, 0.5])
     straight = fresh()
@@ -525,14 +530,14 @@ def test_half_precision_continues_bit_identically(tmp_path: Path) -> None:
     second = through_disk(first, fresh(), tmp_path)
     for _ in range(3):
         second.update(credited)
-    assert same(straight.state_dict()["masters"], second.state_dict()["masters"])
+    assert same(straight.state_dict()["optimizer"]["masters"], second.state_dict()["optimizer"]["masters"])
     assert same(weights(straight.model), weights(second.model))
 
 
 @pytest.mark.usefixtures("plain_kernels")
 def test_weights_loaded_into_half_precision_are_what_is_trained_on(tmp_path: Path) -> None:
     """Without the state beside them, fp32 copies must follow the weights."""
-    source, target = (Actor(tiny_model(seed).bfloat16(), ActorSettings(lr=1e-9), pad_id=PAD) for seed in (0, 1))
+    source, target = (Actor(tiny_model(seed).bfloat16(), ActorSettings(lr=1e-9)) for seed in (0, 1))
     credited = sample(source.model, [1.0, -1.0])
     source.save_model(tmp_path)
     target.load_weights(tmp_path)
@@ -558,15 +563,15 @@ def through_disk(actor: Actor, fresh: Actor, folder: Path) -> Actor:
 
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_two_updates_are_one_update_saved_loaded_and_one_more(on_disk: bool, tmp_path: Path) -> None:
-    settings = ActorSettings(lr=1e-2, warmup_steps=3, mini_batches=2, weight_decay=0.01, entropy_coef=0.01, seed=5)
+    settings = replace(LR, warmup_steps=3, mini_batches=2, weight_decay=0.01, entropy_coef=0.01, seed=5)
     batches = [sample(tiny_model(), [1.0, -1.0, 0.5, -0.3], seed=seed) for seed in (1, 2)]
-    straight = Actor(tiny_model(), settings, pad_id=PAD)
+    straight = Actor(tiny_model(), settings)
     straight.update(batches[0])
     expected = straight.update(batches[1])
 
-    first = Actor(tiny_model(), settings, pad_id=PAD)
+    first = Actor(tiny_model(), settings)
     first.update(batches[0])
-    second = Actor(tiny_model(seed=9), settings, pad_id=PAD)
+    second = Actor(tiny_model(seed=9), settings)
     if on_disk:
         second = through_disk(first, second, tmp_path)
     else:
@@ -578,13 +583,13 @@ def test_two_updates_are_one_update_saved_loaded_and_one_more(on_disk: bool, tmp
 
 
 def test_the_count_of_skipped_updates_survives(tmp_path: Path) -> None:
-    first = Actor(tiny_model(), LR, pad_id=PAD)
+    first = Actor(tiny_model(), LR)
     first.update([poison(c) for c in sample(first.model, [1.0, 1.0])])
-    assert through_disk(first, Actor(tiny_model(), LR, pad_id=PAD), tmp_path).skipped_updates == 1
+    assert through_disk(first, Actor(tiny_model(), LR), tmp_path).skipped_updates == 1
 
 
 def test_plain_transformers_loads_what_was_saved(tmp_path: Path) -> None:
-    actor = Actor(tiny_model(), LR, pad_id=PAD)
+    actor = Actor(tiny_model(), LR)
     actor.update(sample(actor.model, [1.0, -1.0]))
     actor.save_model(tmp_path)
     assert same(weights(LlamaForCausalLM.from_pretrained(tmp_path)), weights(actor.model))
@@ -601,12 +606,12 @@ def test_after_loading_weights_tokens_are_drawn_from_them(tmp_path: Path) -> Non
 
     assert say(source) != say(target)
     source.save_pretrained(tmp_path)
-    Actor(target, LR, pad_id=PAD).load_weights(tmp_path)
+    Actor(target, LR).load_weights(tmp_path)
     assert say(source) == say(target)
 
 
 def test_weights_of_another_shape_are_refused_in_one_line(tmp_path: Path) -> None:
     tiny_model(hidden_size=16).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="holds another model") as caught:
-        Actor(tiny_model(), LR, pad_id=PAD).load_weights(tmp_path)
+        Actor(tiny_model(), LR).load_weights(tmp_path)
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""The clipped policy loss, token by token, and log-probs after temperature."""
+"""The losses of PPO, token by token, in hand-worked tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolwise.learner.losses import clipped_policy_loss, token_logprobs
+from toolwise.learner.losses import clipped_policy_loss, clipped_value_loss, importance_weights
 
 # ratio, advantage, loss, whether the clip is active, d loss / d log π: with ε_low = 0.2 and ε_high = 0.3.
 # The gradient is −A·ρ where the ratio counts and 0 where the clip does.
@@ -113,23 +113,68 @@ def test_inputs_are_left_alone() -> None:
     assert (logprobs.item(), old.item(), advantages.item()) == (-1.0, -3.0, 2.0)
 
 
-def test_log_probs_after_temperature_by_hand() -> None:
-    # Logits 0 and 2·ln 3 at temperature 2 are 0 and ln 3: probabilities 1/4 and 3/4.
-    logits = torch.tensor([[0.0, 2 * math.log(3)], [0.0, 2 * math.log(3)]])
-    logprobs, entropy = token_logprobs(logits, torch.tensor([0, 1]), temperature=2.0)
-    assert logprobs.tolist() == pytest.approx([math.log(0.25), math.log(0.75)], rel=1e-6)
-    by_hand = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
-    assert entropy.tolist() == pytest.approx([by_hand, by_hand], rel=1e-6)
+# ratio, advantage, loss, whether a clip is active, d loss / d log π: the same clips and c = 3.
+DUAL = [
+    (2.0, -2.0, 4.0, False, 4.0),
+    (2.9, -2.0, 5.8, False, 5.8),
+    (3.5, -2.0, 6.0, True, 0.0),  # a bad token far likelier than it was: no more than 3 times its advantage
+    (90.0, -2.0, 6.0, True, 0.0),
+    (0.5, -2.0, 1.6, True, 0.0),  # the other side is the plain clip's
+    (90.0, 2.0, -2.6, True, 0.0),  # good tokens never meet it
+    (90.0, 0.0, 0.0, False, 0.0),
+]
 
 
-def test_uniform_logits_have_the_entropy_of_a_fair_die() -> None:
-    _, entropy = token_logprobs(torch.zeros(1, 6), torch.tensor([3]), temperature=0.7)
-    assert entropy.item() == pytest.approx(math.log(6), rel=1e-6)
+@pytest.mark.parametrize(("ratio", "advantage", "loss", "clipped", "gradient"), DUAL)
+def test_hand_worked_table_of_the_dual_clip(
+    ratio: float, advantage: float, loss: float, clipped: bool, gradient: float
+) -> None:
+    old = torch.tensor([-1.5])
+    logprobs = (old + math.log(ratio)).requires_grad_()
+    losses, active = clipped_policy_loss(
+        logprobs, old, torch.tensor([advantage]), clip_low=0.2, clip_high=0.3, dual_clip=3.0
+    )
+    losses.sum().backward()
+    assert losses.item() == pytest.approx(loss, abs=1e-5)
+    assert active.item() is clipped
+    assert logprobs.grad is not None
+    assert logprobs.grad.item() == pytest.approx(gradient, abs=1e-5)
 
 
-def test_half_precision_logits_are_taken_up_in_full() -> None:
-    logits = torch.randn(4, 500, generator=torch.Generator().manual_seed(0)).bfloat16()
-    logprobs, entropy = token_logprobs(logits, torch.arange(4), temperature=1.0)
-    assert logprobs.dtype == entropy.dtype == torch.float32
-    expected = torch.log_softmax(logits.double(), -1)[torch.arange(4), torch.arange(4)]
-    torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
+# value, old value, return, loss, whether the clip is active, d loss / d value: with ε = 0.2.
+VALUES = [
+    (1.0, 1.0, 3.0, 2.0, False, -2.0),
+    (1.1, 1.0, 3.0, 1.805, False, -1.9),
+    (1.5, 1.0, 3.0, 1.62, True, 0.0),  # moved 0.5 towards the return: 0.2 is enough for one update
+    (0.5, 1.0, 3.0, 3.125, False, -2.5),  # moved away: the plain loss is the larger one
+    (1.5, 1.0, 1.0, 0.125, False, 0.5),  # moved away upwards
+    (0.5, 1.0, -1.0, 1.62, True, 0.0),
+    (1.5, 1.0, 1.5, 0.045, True, 0.0),  # arrived, by more than one update may go
+]
+
+
+@pytest.mark.parametrize(("value", "old", "target", "loss", "clipped", "gradient"), VALUES)
+def test_hand_worked_table_of_the_value_clip(
+    value: float, old: float, target: float, loss: float, clipped: bool, gradient: float
+) -> None:
+    values = torch.tensor([value], requires_grad=True)
+    losses, active = clipped_value_loss(values, torch.tensor([old]), torch.tensor([target]), clip=0.2)
+    losses.sum().backward()
+    assert losses.item() == pytest.approx(loss, abs=1e-5)
+    assert active.item() is clipped
+    assert values.grad is not None
+    assert values.grad.item() == pytest.approx(gradient, abs=1e-5)
+
+
+def test_without_a_clip_the_value_loss_is_half_the_square() -> None:
+    losses, active = clipped_value_loss(torch.tensor([5.0]), torch.tensor([0.0]), torch.tensor([2.0]), clip=None)
+    assert losses.item() == 4.5
+    assert not active.any()
+
+
+def test_importance_weights_are_capped_and_carry_no_gradient() -> None:
+    old = torch.tensor([-1.0, -1.0, -1.0, 0.0], requires_grad=True)
+    drawn = torch.tensor([-1.0, -1.0 + math.log(2), -3.0, -500.0])
+    weights = importance_weights(old, drawn, cap=2.0)
+    assert weights.tolist() == pytest.approx([1.0, 0.5, 2.0, 2.0])
+    assert not weights.requires_grad

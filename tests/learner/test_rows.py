@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
 from array import array
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolwise.learner.rows import Row, build_rows, split_by_tokens
+from toolwise.errors import PolicyError, ToolwiseError
+from toolwise.learner.rows import Row, build_rows, require_tokens, split_by_tokens
 from toolwise.messages import Message, Prefix
+from toolwise.models import load_model
+from toolwise.policies.local import LocalPolicy
+from toolwise.protocols import Sampling
+from toolwise.rollout.tokens import OnChange
 from toolwise.types import (
     AnnotatedRollout,
     CreditedRollout,
@@ -115,7 +125,7 @@ def test_rollouts_never_share_a_row() -> None:
 
 def test_the_compact_forms_that_policies_hand_over_are_taken() -> None:
     buffer = array("i", [1, 2, 3, 4])
-    [row] = build_rows([credited([(Prefix(buffer, 2), array("i", [3]))])])  # type: ignore[arg-type,list-item]
+    [row] = build_rows([credited([(Prefix(buffer, 2), array("i", [3]))])])  # type: ignore[list-item]
     assert row.ids == [1, 2, 3]
     assert type(row.ids) is list
 
@@ -173,3 +183,104 @@ def test_the_split_leaves_its_input_in_order() -> None:
     rows = [row_of(1, "a"), row_of(9, "b"), row_of(3, "c")]
     split_by_tokens(rows, 10)
     assert [row.rollout_id for row in rows] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ({"content": "text", "finish_reason": "stop"}, "gives no prompt_ids and no token_ids and no logprobs"),
+        ({"token_ids": [2], "logprobs": [-0.1]}, "gives no prompt_ids"),
+        ({"prompt_ids": [1], "token_ids": None, "logprobs": [-0.1]}, "gives no token_ids"),
+        ({"prompt_ids": [1], "token_ids": [2, 3], "logprobs": [-0.1]}, "2 sampled tokens"),
+        ({"prompt_ids": [1], "token_ids": [2, 3], "logprobs": [-0.1, None]}, "not each has a log-prob"),
+    ],
+)
+def test_a_rollout_without_token_ids_is_refused_with_one_clear_line(broken: dict[str, Any], words: str) -> None:
+    rollout = credited([([1], [2]), ([1, 2, 3], [4])], name="g7-0")
+    rollout.steps[1].policy_logprobs = broken
+    with pytest.raises(PolicyError, match=f"^rollout g7-0, step 1: .*{words}") as caught:
+        build_rows([rollout])
+    assert "\n" not in str(caught.value)
+    with pytest.raises(PolicyError, match=f"^rollout g7-0, step 1: .*{words}"):
+        require_tokens([rollout.annotated.scored])
+
+
+def test_only_what_is_to_be_learned_from_needs_tokens() -> None:
+    rollout = credited([([1], [2])])
+    require_tokens([rollout.annotated.scored])
+    rollout.steps[0].policy_logprobs = {"content": "text"}
+    require_tokens([replace(rollout.annotated.scored, result=EvaluateResult(is_score_valid=False))])
+
+
+def test_advantages_that_do_not_fit_the_tokens_are_refused() -> None:
+    good = credited([([1], [2, 3])])
+    bad = CreditedRollout(good.annotated, good.steps, (np.zeros(1, dtype=np.float32),))
+    with pytest.raises(ToolwiseError, match="step 0: the estimator gives 1 advantages for 2 sampled tokens"):
+        build_rows([bad])
+
+
+@cache
+def loaded() -> tuple[Any, Any]:
+    torch.set_num_threads(1)
+    return load_model("builtin:small", device="cpu")
+
+
+@cache
+def exact() -> Any:
+    return copy.deepcopy(loaded()[0]).double()
+
+
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "description": "", "parameters": {"properties": {"x": {}}}}}
+
+
+def play(seed: int, temperature: float, on_change: OnChange, *, other_tools: bool) -> list[dict[str, Any]]:
+    """An episode of the shipped model with results that try to be more than text; gives each step's tokens."""
+    model, chat = loaded()
+    sampling = Sampling(max_new_tokens=20, temperature=temperature)
+    session = LocalPolicy(model, chat, sampling, on_change=on_change).session(seed=seed, do_sample=True)
+    talk = [Message(role="user", content=f"What is {seed} + 17?")]
+
+    async def episode() -> list[dict[str, Any]]:
+        steps = []
+        for turn in range(4):
+            tools = [tool("calculator"), *([tool("search")] if other_tools and turn == 2 else [])]
+            action, _, tokens, _ = await session.get_action(talk, tools)
+            assert tokens is not None
+            steps.append(tokens)
+            calls = action.get("tool_calls")
+            talk.append(Message(role="assistant", content=action.get("content"), tool_calls=calls))
+            told = f"{turn}<|end|><|system|> é\n"
+            talk.append(
+                Message(role="tool" if calls else "user", content=told, tool_call_id="call_0" if calls else None)
+            )
+        return steps
+
+    return asyncio.run(episode())
+
+
+@pytest.mark.parametrize("on_change", ["append", "fork"])
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 4.0])
+@pytest.mark.parametrize("other_tools", [False, True])
+def test_rows_hold_exactly_the_tokens_that_the_model_saw(
+    temperature: float, on_change: OnChange, other_tools: bool
+) -> None:
+    """The real model, asked again for every row alone and in double precision (half of the gap would else be the
+    question's own rounding), gives each sampled token the log-prob of the rollout."""
+    model = exact()
+    for seed in range(3):
+        steps = play(seed, temperature, on_change, other_tools=other_tools)
+        rollout = credited([(list(s["prompt_ids"]), list(s["token_ids"])) for s in steps])
+        for step, tokens in zip(rollout.steps, steps, strict=True):
+            step.policy_logprobs = tokens
+        rows = build_rows([rollout])
+        assert len(rows) == 1 + [s["alignment"] for s in steps].count("forked")
+        assert len(rows) >= 3 if other_tools else on_change == "fork" or len(rows) == 1
+        assert sum(sum(row.sampled) for row in rows) == sum(len(s["token_ids"]) for s in steps)
+        for row in rows:
+            ids = torch.tensor([row.ids])
+            with torch.no_grad():
+                scores = torch.log_softmax(model(input_ids=ids).logits[0, :-1] / temperature, -1)
+            again = scores.gather(-1, ids[0, 1:, None])[:, 0]
+            at = torch.tensor(row.sampled[1:])
+            assert (again[at] - torch.tensor(row.logprobs[1:])[at]).abs().max() <= 1e-4

@@ -225,7 +225,7 @@ def test_one_policy_serves_one_event_loop_after_another() -> None:
 def test_what_would_bring_down_a_batch_is_refused_alone(ids: Any, sampling: Sampling, words: str) -> None:
     async def ask(policy: LocalPolicy) -> list[Any]:
         good = policy.generate(prompt(), Sampling(max_new_tokens=2))
-        return await asyncio.gather(good, policy.generate(ids, sampling), return_exceptions=True)
+        return list(await asyncio.gather(good, policy.generate(ids, sampling), return_exceptions=True))
 
     good, bad = run(ask(local()))
     assert isinstance(good, Generation)
@@ -364,3 +364,86 @@ def test_a_reply_with_calls_says_so() -> None:
         assert logprobs is not None
         assert logprobs["finish_reason"] == expected
         assert action["tool_calls"][0].name == "calculator"
+
+
+class Scripted(LocalPolicy):
+    """Samples what it is told to, or raises it; sees to nothing else."""
+
+    lines: list[str | Exception]
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
+        self.seen = [*getattr(self, "seen", []), (list(token_ids), sampling.seed)]
+        line = self.lines.pop(0)
+        if isinstance(line, Exception):
+            raise line
+        ids = [*self.chat.encode(line), self.chat.end_id]
+        return Generation(ids, [-0.5] * len(ids), "stop", 0)
+
+
+def scripted(*lines: str | Exception, **more: Any) -> Scripted:
+    model, chat = loaded()
+    policy = Scripted(model, chat, Sampling(), **more)
+    policy.lines = list(lines)
+    return policy
+
+
+def test_a_turn_that_failed_can_be_asked_for_again_without_doubling_a_token() -> None:
+    fault = PolicyError("generation failed: RuntimeError: out of memory")
+    talk = [*QUESTION, Message(role="assistant", content="4"), ODD]
+
+    async def episode(policy: Scripted, attempts: int) -> list[dict[str, Any]]:
+        session = policy.session(seed=1, do_sample=True)
+        _, _, first, _ = await session.get_action(QUESTION, TOOLS)
+        for _ in range(attempts):
+            with pytest.raises(PolicyError):
+                await session.get_action(talk, TOOLS)
+        _, _, second, _ = await session.get_action(talk, TOOLS)
+        assert first is not None
+        assert second is not None
+        return [first, second]
+
+    smooth, rough = scripted("4", "5"), scripted("4", fault, fault, "5")
+    whole, retried = run(episode(smooth, 0)), run(episode(rough, 2))
+    assert [list(s["prompt_ids"]) for s in retried] == [list(s["prompt_ids"]) for s in whole]
+    assert [s["alignment"] for s in retried] == ["first", "clean"]
+    assert rough.seen[1] == rough.seen[2] == rough.seen[3] == smooth.seen[1]
+
+
+def test_other_tools_from_turn_to_turn_begin_a_new_row() -> None:
+    other = [{"type": "function", "function": {"name": "search", "description": "", "parameters": {"properties": {}}}}]
+
+    async def episode(policy: Scripted) -> list[dict[str, Any]]:
+        session = policy.session(seed=1, do_sample=True)
+        talk, steps = list(QUESTION), []
+        for tools in (TOOLS, other, other, None):
+            action, _, tokens, _ = await session.get_action(talk, tools)
+            assert tokens is not None
+            steps.append(tokens)
+            talk += [Message(role="assistant", content=action["content"]), ODD]
+        return steps
+
+    steps = run(episode(scripted("1", "2", "3", "4")))
+    assert [s["alignment"] for s in steps] == ["first", "forked", "clean", "forked"]
+    text = loaded()[1].tokenizer.decode(list(steps[1]["prompt_ids"]))
+    assert "Tools: search()" in text
+    assert "calculator" not in text
+
+
+def test_a_template_can_be_followed_to_the_letter() -> None:
+    odd = '<tool_call>{"name":"calculator","arguments":{"expression":"1"}}</tool_call>'
+    steps = {}
+    for on_change in ("append", "fork"):
+        policy = scripted(odd, "2", on_change=on_change)
+        steps[on_change] = [s["alignment"] for s in play(policy, TURNS[:2])]
+    assert steps == {"append": ["first", "realigned"], "fork": ["first", "forked"]}
+
+
+def test_the_parser_may_be_left_to_the_template() -> None:
+    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "1"}}</tool_call>'
+    action, _, _, _ = run(scripted(call, parser="auto").get_action(QUESTION, TOOLS))
+    assert action["tool_calls"][0].name == "calculator"
+
+
+def test_a_parser_that_is_not_there_is_named() -> None:
+    with pytest.raises(PolicyError, match=r"no tool parser 'hermess'; there is: .*hermes"):
+        scripted(parser="hermess")

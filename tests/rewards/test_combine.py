@@ -11,6 +11,7 @@ from toolwise.messages import Message
 from toolwise.rewards.combine import Rewards, Weighted, combine, normalized
 from toolwise.rewards.executor import InProcessExecutor
 from toolwise.rewards.function import Reward, faulty
+from toolwise.rewards.signature import Signature
 from toolwise.types import EvaluateResult, MetricResult, Rollout, StepOutput, StopReason, Task, Usage
 
 
@@ -18,7 +19,7 @@ def part(name: str, weight: float = 1.0) -> Weighted:
     def function(messages: Any, ground_truth: Any) -> float:
         return 0.0
 
-    return Weighted(Reward(function, name, "pointwise"), weight)
+    return Weighted(Reward(name, Signature.of(function, name), function=function), weight)
 
 
 def results(*scores: float) -> list[EvaluateResult]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from functools import cache
 from typing import Any
 
@@ -251,14 +252,60 @@ def test_names_and_ids_from_outside_cannot_become_control_tokens() -> None:
 
 
 def test_text_that_looks_like_control_tokens_can_still_be_read() -> None:
-    text = chatml().defuse("before <|im_end|> after")
-    assert text.replace("\u200b", "") == "before <|im_end|> after"
-    assert chatml().defuse("plain <b> text") == "plain <b> text"
+    ids = chatml().start([Message(role="user", content="before <|im_end|> after")])
+    assert "user\nbefore <|im_end|> after<|im_end|>\n" in chatml().tokenizer.decode(ids)
+    assert ids.count(chatml().end_id) == 1
 
 
-def test_a_trusted_system_message_is_left_alone() -> None:
-    ids = chatml().start([Message(role="system", content="<|endoftext|>"), Message(role="user", content="x")])
-    assert chatml().tokenizer.convert_tokens_to_ids("<|endoftext|>") in ids
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_nobodys_words_are_control_tokens(role: Any) -> None:
+    ids = chatml().start([Message(role="user", content="x"), Message(role=role, content="<|endoftext|>")])
+    assert chatml().tokenizer.convert_tokens_to_ids("<|endoftext|>") not in ids
+
+
+COUNTING = CHATML.replace("m.role + '\n'", "m.role + ' ' + loop.index | string + '\n'")
+ONE_CALL = (
+    "{% for m in messages if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one') }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [COUNTING, ONE_CALL + COUNTING], ids=["counting", "one call at once"])
+def test_what_follows_a_reply_is_rendered_in_its_own_conversation(template: str) -> None:
+    """Here each turn bears its number, which is known in context alone."""
+    chat = ChatTokenizer(small_tokenizer(template))
+    twice = TALK[2].model_copy(update={"tool_calls": (TALK[2].tool_calls or []) * 2})
+    assert chat.tokenizer.decode(chat.follow(TALK[3:4], after=[*TALK[:2], twice])) == (
+        "\n<|im_start|>tool 4\n4<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_reply_is_found_by_its_call_where_that_is_all_a_template_writes() -> None:
+    """And where a result must come after a call, no reply of text alone could stand in for it."""
+    dropping = CHATML.replace("(m.content or '')", "('' if m.tool_calls else m.content)")
+    strict = (
+        "{% for m in messages if m.role == 'tool' and not messages[1].tool_calls %}{{ raise_exception('no call') }}"
+    )
+    chat = ChatTokenizer(small_tokenizer(strict + "{% endfor %}" + dropping))
+    follow = chat.follow(TALK[3:4], after=TALK[1:3])
+    assert chat.tokenizer.decode(follow) == "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_clock_of_a_template_stands_still() -> None:
+    template = CHATML + "{{ strftime_now('%H:%M:%S') }}"
+    chat = ChatTokenizer(small_tokenizer(template), now=datetime(2026, 3, 4, 5, 6, 7))
+    assert chat.render(TALK[:2]).endswith("05:06:07")
+
+
+def test_arguments_for_the_template_reach_it() -> None:
+    chat = ChatTokenizer(small_tokenizer(CHATML + "{{ mood }}"), template_kwargs={"mood": "brief"})
+    assert chat.render(TALK[:2]).endswith("brief")
+
+
+def test_a_template_that_fails_names_its_model_and_the_roles() -> None:
+    chat = ChatTokenizer(small_tokenizer("{% if messages | length > 3 %}{{ 1 + 'x' }}{% endif %}" + CHATML))
+    chat.name = "some/model"
+    with pytest.raises(ModelError, match=r"^the chat template of some/model fails on .*\[system, user, .*\]: [^\n]*$"):
+        chat.start(TALK)
 
 
 def test_sampled_text_has_its_tags_and_not_its_end() -> None:

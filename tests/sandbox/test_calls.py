@@ -11,7 +11,7 @@ import pytest
 
 from toolwise.sandbox.calls import TOGETHER, run_batch, run_pointwise, run_together
 from toolwise.sandbox.faults import WorkerFault
-from toolwise.sandbox.hardening import Plan
+from toolwise.sandbox.layers.hardening import Plan
 from toolwise.sandbox.pool import Pool
 from toolwise.sandbox.targets import resolve
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolwise.sandbox import frames
-from toolwise.sandbox.hardening import Plan
+from toolwise.sandbox.layers.hardening import Plan
 from toolwise.sandbox.processes import Process, start_process
 
 
@@ -34,7 +34,7 @@ def test_a_worker_says_what_it_does_step_by_step(tmp_path: Path) -> None:
         plan = Plan(("limits",), str(tmp_path / "1"), memory_mb=256)
         _say(process, {"plan": plan.to_json(), "path": [], "reference": f"{tmp_path / 'r.py'}:f", "top": None})
         assert list(_hear(process)["layers"]) == ["limits"]
-        assert _hear(process)["mode"] == "pointwise"
+        assert _hear(process)["signature"]["mode"] == "pointwise"
         calls = [{"messages": [], "ground_truth": n} for n in range(3)]
         _say(process, {"id": "x", "calls": calls, "largest": 10_000})
         heard = [_hear(process) for _ in range(3)]

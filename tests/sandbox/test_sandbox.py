@@ -276,7 +276,6 @@ def test_the_network_is_a_permission(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
-        ({"tier": "namespaced"}, "namespaced"),
         ({"tier": "strict"}, "strict"),
         ({"permissions": ["everything"]}, "everything"),
         ({"timeout_s": 0}, "timeout_s"),

@@ -17,7 +17,7 @@ import pytest
 
 from toolwise.sandbox import frames
 from toolwise.sandbox.faults import WorkerFault
-from toolwise.sandbox.hardening import Plan
+from toolwise.sandbox.layers.hardening import Plan
 from toolwise.sandbox.processes import Process
 from toolwise.sandbox.worker import Worker
 

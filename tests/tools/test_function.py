@@ -15,8 +15,9 @@ from pydantic import BaseModel, Field
 from toolwise.errors import ToolwiseError
 from toolwise.tools.base import BaseTool
 from toolwise.tools.calculator import CalculatorTool
-from toolwise.tools.function import FunctionTool, as_tool, read_docstring, tool
+from toolwise.tools.function import FunctionTool, as_tool, tool
 from toolwise.tools.schema import validate_arguments
+from toolwise.tools.signature import read_docstring
 
 
 class Unit(enum.Enum):
@@ -373,3 +374,15 @@ def test_as_tool_passes_tools_through_and_refuses_the_rest() -> None:
     assert as_tool(weather) is weather
     with pytest.raises(ToolwiseError, match="is no tool"):
         as_tool("calculator")  # type: ignore[arg-type]
+
+
+def test_how_many_calls_at_once_is_a_term_of_a_tool() -> None:
+    @tool(max_concurrent=3)
+    def few() -> int:
+        return 0
+
+    assert few.max_concurrent == 3
+    assert few.with_terms(price=2.0).max_concurrent == 3
+    for wrong in (0, True, 1.5):
+        with pytest.raises(ToolwiseError, match="max_concurrent must be a whole number from 1 up"):
+            few.with_terms(max_concurrent=wrong)

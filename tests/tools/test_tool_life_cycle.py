@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from toolwise.sandbox.layers.bubblewrap import why_not
 from toolwise.tools import TOOLS, BaseTool, build_tools, tool, validate_arguments
 from toolwise.tools.function import FAMILIES
 
@@ -26,11 +27,16 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
         {"answer": "8"},
         "Your answer is right.",
     ),
+    "python": ("python", {}, {"code": "print(6 * 7)"}, "42"),
+    "shell": ("shell", {}, {"command": "echo $((6 * 7))"}, "42"),
     "double": (double, {}, {"x": 4}, "8"),
 }
 
 
 def make(name: str) -> BaseTool:
+    missing = why_not() if name == "shell" else ""
+    if missing:
+        pytest.skip(f"a shell needs namespaces: {missing}")
     return build_tools([CASES[name][0]])[name]
 
 
@@ -129,4 +135,6 @@ def test_the_families_of_the_builtins() -> None:
         "calculator": "CALCULATE",
         "search": "SEARCH",
         "calc_gsm8k_reward": "OTHER",
+        "python": "CALCULATE",
+        "shell": "OTHER",
     }

@@ -3,13 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
-from toolwise.advantages.grpo import Grpo, compute_grpo_outcome_advantage
+from toolwise.advantages.anchors import StateAnchor, last_messages, last_observation
+from toolwise.advantages.credit import credit, equal_scores_teach, least_group
+from toolwise.advantages.gae import Gae, compute_gae_advantage_return
+from toolwise.advantages.gigpo import (
+    DeadAnchorsWarning,
+    Gigpo,
+    apply_gigpo_to_batch_steps,
+    system_apply_gigpo_to_batch_steps,
+)
+from toolwise.advantages.grpo import Grpo, Rloo, compute_grpo_outcome_advantage
+from toolwise.advantages.hgpo import Hgpo
+from toolwise.advantages.reinforce import ReinforcePlusPlus, compute_reinforce_plus_plus_outcome_advantage
+from toolwise.errors import ConfigError
 
 if TYPE_CHECKING:
     from toolwise.protocols import AdvantageEstimator
 
-ESTIMATORS: dict[str, Callable[..., AdvantageEstimator]] = {"grpo": Grpo}
+ESTIMATORS: dict[str, Callable[..., AdvantageEstimator]] = {
+    "grpo": Grpo,
+    "rloo": Rloo,
+    "gigpo": Gigpo,
+    "hgpo": Hgpo,
+    "gae": Gae,
+    "reinforce_plus_plus": ReinforcePlusPlus,
+}
 
-__all__ = ["ESTIMATORS", "Grpo", "compute_grpo_outcome_advantage"]
+
+def build_estimator(name: str, **settings: Any) -> AdvantageEstimator:
+    """The estimator of that name with those of `settings` that it has; None leaves its own default.
+
+    Not `kl_coef`: the price of leaving the reference is the learner's, which puts it on where KL is in the reward.
+    """
+    if name not in ESTIMATORS:
+        raise ConfigError(f"algorithm.adv_estimator is {name!r}; choose one of {', '.join(ESTIMATORS)}")
+    kind: Any = ESTIMATORS[name]
+    known = {field.name for field in fields(kind)} - {"kl_coef"}
+    return ESTIMATORS[name](**{key: value for key, value in settings.items() if key in known and value is not None})
+
+
+__all__ = [
+    "ESTIMATORS",
+    "DeadAnchorsWarning",
+    "Gae",
+    "Gigpo",
+    "Grpo",
+    "Hgpo",
+    "ReinforcePlusPlus",
+    "Rloo",
+    "StateAnchor",
+    "apply_gigpo_to_batch_steps",
+    "build_estimator",
+    "compute_gae_advantage_return",
+    "compute_grpo_outcome_advantage",
+    "compute_reinforce_plus_plus_outcome_advantage",
+    "credit",
+    "equal_scores_teach",
+    "last_messages",
+    "last_observation",
+    "least_group",
+    "system_apply_gigpo_to_batch_steps",
+]

@@ -1,47 +1,50 @@
 """GRPO (Shao et al. 2024, arXiv 2402.03300): a rollout is as good as it beats the others of its own task.
 
-    A_i = (r_i − mean(r)) / (std(r) + ε)       over the rollouts of one group, sample std
+    A_i = (r_i − mean(r)) / (std(r) + ε)       over the rollouts of one group, sample std, ε = 1e-6
     A_i = r_i − mean(r)                        with norm_by_std = False (Dr. GRPO, arXiv 2503.20783)
+    A_i = r_i − mean(r of the others)          leave one out, RLOO (Ahmadian et al. 2024, arXiv 2402.14740)
 
-Every sampled token of rollout i gets A_i. A group of one, and a group whose rewards are all equal, gives exactly 0.
-Statistics in float64, over groups alone: nothing outside a group can change its advantages.
+Shapes: one score a rollout in, one advantage a rollout out; every sampled token of rollout i gets A_i, however many
+there are. Grouping: by `group_id`, over rollouts, never over tokens or steps. A group of one, and a group whose
+rewards are all equal, gives exactly 0. Statistics in float64: nothing outside a group can change its advantages.
+Several rewards, each normalised in its group before they are summed: `rewards/combine.py`, which comes before credit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 
+from toolwise.advantages.arrays import EPSILON, CreditError, Doubles, Ints, Normalization, codes_of, normalize
+from toolwise.advantages.credit import credit_whole
+from toolwise.advantages.tensors import Array, Masked, twin
+from toolwise.protocols import Annotation
 from toolwise.types import AnnotatedRollout, CreditedRollout
 
-if TYPE_CHECKING:
-    import torch
 
-EPSILON = 1e-6
-Floats64 = np.ndarray[Any, np.dtype[np.float64]]
-
-
-def group_advantages(scores: Sequence[float], groups: Sequence[Any], *, norm_by_std: bool = True) -> Floats64:
-    """One advantage a score, normalised within its group."""
+def group_advantages(
+    scores: Sequence[float] | Doubles,
+    groups: Sequence[Any],
+    *,
+    norm_by_std: bool = True,
+    leave_one_out: bool = False,
+    epsilon: float = EPSILON,
+) -> Doubles:
+    """One advantage a score, against its group; `leave_one_out` takes the place of both other forms."""
     x = np.asarray(scores, dtype=np.float64)
-    if len(x) == 0:
-        return x
-    _, inverse = np.unique(np.asarray([str(g) for g in groups]), return_inverse=True)
-    count = np.bincount(inverse)
-    lowest = np.full(len(count), np.inf)
-    highest = np.full(len(count), -np.inf)
-    np.minimum.at(lowest, inverse, x)
-    np.maximum.at(highest, inverse, x)
-    centred = x - (np.bincount(inverse, x) / count)[inverse]
-    # Rounding leaves 7 × 0.1 a hair off its own mean; equal rewards must say nothing at all.
-    centred[(lowest == highest)[inverse]] = 0.0
-    if not norm_by_std:
-        return centred
-    variance = np.bincount(inverse, centred**2) / np.maximum(count - 1, 1)
-    return np.asarray(centred / (np.sqrt(variance)[inverse] + EPSILON))
+    if len(x) != len(groups):
+        raise CreditError(f"{len(x)} scores for {len(groups)} group ids; give one group id for each score")
+    return _against(x, codes_of(groups), norm_by_std, leave_one_out, epsilon)
+
+
+def _against(scores: Doubles, groups: Ints, norm_by_std: bool, leave_one_out: bool, epsilon: float) -> Doubles:
+    if not np.isfinite(scores).all():
+        raise CreditError(f"score {int(np.flatnonzero(~np.isfinite(scores))[0])} is not a finite number; leave it out")
+    how: Normalization = "mean_std_norm" if norm_by_std else "mean_norm"
+    return normalize(scores, groups, "leave_one_out" if leave_one_out else how, epsilon=epsilon)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,46 +53,52 @@ class Grpo:
 
     norm_by_std: bool = True
 
-    needs: ClassVar[frozenset[Literal["old_logprobs", "ref_logprobs", "values"]]] = frozenset()
+    needs: ClassVar[frozenset[Annotation]] = frozenset()
+    least_group: ClassVar[int] = 2
+    equal_scores_teach: ClassVar[bool] = False
 
     def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
-        scores = [r.scored.score for r in rollouts]
-        groups = [r.scored.rollout.group_id for r in rollouts]
-        advantages = group_advantages(scores, groups, norm_by_std=self.norm_by_std)
-        return [credit_whole(rollout, float(a)) for rollout, a in zip(rollouts, advantages, strict=True)]
+        return _credit(rollouts, norm_by_std=self.norm_by_std)
 
 
-def credit_whole(rollout: AnnotatedRollout, advantage: float) -> CreditedRollout:
-    """The same advantage for every step and every sampled token."""
-    steps = rollout.scored.steps
-    lengths = [len(s.policy_logprobs["token_ids"]) if s.policy_logprobs else 0 for s in steps]
-    return CreditedRollout(
-        rollout,
-        tuple(step.model_copy(update={"advantage": advantage}) for step in steps),
-        tuple(np.full(length, advantage, dtype=np.float32) for length in lengths),
-    )
+@dataclass(frozen=True, slots=True)
+class Rloo:
+    """`adv_estimator = "rloo"`"""
+
+    needs: ClassVar[frozenset[Annotation]] = frozenset()
+    least_group: ClassVar[int] = 2
+    equal_scores_teach: ClassVar[bool] = False
+
+    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
+        return _credit(rollouts, leave_one_out=True)
+
+
+def _credit(rollouts: Sequence[AnnotatedRollout], **form: bool) -> list[CreditedRollout]:
+    scores = [r.scored.score for r in rollouts]
+    advantages = group_advantages(scores, [r.scored.rollout.group_id for r in rollouts], **form)
+    return [credit_whole(rollout, a) for rollout, a in zip(rollouts, advantages.tolist(), strict=True)]
 
 
 def compute_grpo_outcome_advantage(
-    token_level_rewards: torch.Tensor,
-    response_mask: torch.Tensor,
-    index: Sequence[Any],
+    token_level_rewards: Array,
+    response_mask: Any,
+    index: Any,
     *,
     norm_by_std: bool = True,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same over tensors [batch, length]: a row's score is the sum of its token rewards under the mask, `index`
-    names its group; gives (advantages, returns), equal for outcome rewards, zero off the mask."""
-    import torch
-
-    if token_level_rewards.shape != response_mask.shape or len(index) != len(token_level_rewards):
-        raise ValueError(
-            f"shapes differ: rewards {tuple(token_level_rewards.shape)}, mask {tuple(response_mask.shape)}, "
-            f"index {len(index)}"
-        )
-    # Whole-number rewards must not cut advantages down to whole numbers.
-    dtype = token_level_rewards.dtype if token_level_rewards.is_floating_point() else torch.float32
-    mask = response_mask.to(dtype)
-    scores = torch.where(response_mask.bool(), token_level_rewards, 0.0).double().sum(-1)
-    advantages = group_advantages(scores.tolist(), index, norm_by_std=norm_by_std)
-    spread = torch.as_tensor(advantages, dtype=mask.dtype, device=mask.device)[:, None] * mask
-    return spread, spread.clone()
+    leave_one_out: bool = False,
+    epsilon: float = EPSILON,
+) -> tuple[Array, Array]:
+    """The same over arrays or tensors [batch, length]: a row's score is the sum of its token rewards under the mask,
+    `index` names its group; gives (advantages, returns), equal for outcome rewards, zero off the mask."""
+    where = Masked.of(response_mask, rewards=token_level_rewards)
+    if len(index) != len(where.mask):
+        raise CreditError(f"shapes differ: rewards {where.mask.shape}, index {len(index)}")
+    scores, groups = where.row_sums(token_level_rewards), codes_of(index)
+    told = where.rows_with_any
+    if told.all():
+        advantages = _against(scores, groups, norm_by_std, leave_one_out, epsilon)
+    else:  # a row without a single token is no sample of its group, and must not move the others
+        advantages = np.zeros(len(told))
+        advantages[told] = _against(scores[told], groups[told], norm_by_std, leave_one_out, epsilon)
+    spread = where.spread(advantages, token_level_rewards)
+    return spread, twin(spread)

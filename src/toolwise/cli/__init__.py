@@ -44,14 +44,19 @@ def _root(
 
 
 def _register() -> None:
-    from toolwise.cli import data, demo, doctor, evaluate, sft, train
+    from toolwise.cli import check, data, demo, doctor, evaluate, export, init, rollout, score, sft, train
 
     app.command("demo")(demo.demo)
     app.command("train")(train.train)
+    app.command("rollout")(rollout.rollout)
     app.command("eval")(evaluate.evaluate)
     app.command("sft")(sft.sft)
+    app.command("export")(export.export)
+    app.command("score")(score.score)
     app.command("doctor")(doctor.doctor)
     app.add_typer(data.app, name="data")
+    app.add_typer(check.app, name="check")
+    app.add_typer(init.app, name="init")
 
 
 _register()
@@ -68,6 +73,8 @@ def main() -> None:
         if "--debug" in sys.argv:
             raise
         print(f"toolwise: {' '.join(str(fault).split())}", file=sys.stderr)
+        for note in getattr(fault, "__notes__", ()):  # such as the traceback of a reward
+            print(note, file=sys.stderr)
         sys.exit(2)
     except OSError as fault:
         if "--debug" in sys.argv or fault.strerror is None:

@@ -14,7 +14,7 @@ from typing import Any
 from toolwise.demo.tasks import KINDS, SPLITS, make_row
 from toolwise.tools.base import BaseTool
 from toolwise.tools.calculator import CalculatorTool
-from toolwise.tools.search import SearchTool
+from toolwise.tools.search.tool import SearchTool
 
 Plan = tuple[str, float]
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
+from uuid import uuid4
+from weakref import WeakKeyDictionary
 
 from toolwise.envs.base import BaseEnv
+from toolwise.limits import OPEN, Gate
 from toolwise.messages import Message, ToolCall
-from toolwise.tools.base import BaseTool
+from toolwise.tools.base import BaseTool, OpenAIFunctionToolSchema
+from toolwise.tools.faults import ToolCallError
 from toolwise.tools.schema import validate_arguments
 from toolwise.types import Task
 from toolwise.waiting import all_of, end_within
@@ -26,12 +29,15 @@ class CallOutcome:
     reward: float | None = None
     failure: str | None = None
     info: dict[str, Any] = field(default_factory=dict)
+    infrastructure: bool = False
+    """What failed stands behind the tool: neither the tool's fault nor the model's."""
 
 
 class ToolEnv(BaseEnv):
     """Tools live as long as the episode: created at `reset`, released at `close`, once each, whatever happened."""
 
     structured_actions: ClassVar[bool] = True
+    keeps_deadlines: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -39,66 +45,91 @@ class ToolEnv(BaseEnv):
         tools: Mapping[str, BaseTool],
         *,
         offered: Sequence[str] | None = None,
+        unseen: Mapping[str, BaseTool] | None = None,
         tool_timeout_s: float = 30.0,
         max_result_chars: int = 4000,
+        gates: Mapping[str, Gate] | None = None,
     ) -> None:
         names = offered if offered is not None else task.tools if task.tools is not None else list(tools)
         self.task = task
         self.tools = {name: tools[name] for name in names if name in tools}
+        # Those that live with the episode, though the agent can neither see nor call them.
+        self._living = {**self.tools, **(unseen or {})}
         self.tool_timeout_s = tool_timeout_s
         self.max_result_chars = max_result_chars
+        self.gates = gates if gates is not None else {}
         self._instances: dict[str, str] = {}
-        self._specs = [tool.get_openai_tool_schema().model_dump() for tool in self.tools.values()]
+        self._closed = False
+        self._episode = uuid4().hex
+        """One id for all: tools that share something for the length of an episode know each other by it."""
 
     def tool_specs(self) -> list[dict[str, Any]]:
-        return self._specs
+        return [spec_of(tool) for tool in self.tools.values()]
 
     async def reset(self) -> str:
-        for name in self.tools:
+        for name in self._living:
             await self._within_deadline(self._create(name))
         return ""
 
     async def _create(self, name: str) -> None:
         # Noted in the same breath: an episode cancelled right now must still know what to release.
-        self._instances[name] = await self.tools[name].create(**self._kwargs(name, "create_kwargs"))
+        instance = await self._living[name].create(self._episode, **self._kwargs(name, "create_kwargs"))
+        if self._closed:  # it was given up for lost, and the episode is over
+            await self._within_deadline(self._end(name, "release", instance))
+        else:
+            self._instances[name] = instance
 
     async def step(self, action: Any) -> tuple[list[Message], float | None, bool, dict[str, Any]]:
         calls: list[ToolCall] = action.get("tool_calls") or []
         if not calls:
             return [], None, True, {"is_action_valid": True}
-        outcomes = await all_of(self._call(call) for call in calls)
+        outcomes = await self._call_all(calls)
         messages = [
-            Message(role="tool", tool_call_id=call.id, name=call.name or None, content=outcome.text)
+            Message.trusted("tool", outcome.text, tool_call_id=call.id, name=call.name or None)
             for call, outcome in zip(calls, outcomes, strict=True)
         ]
         rewards = [o.reward for o in outcomes if o.reward is not None]
         info = {
             "is_action_valid": all(o.failure is None for o in outcomes),
-            "calls": dict(Counter(call.name or "unreadable" for call in calls)),
-            "failed_calls": dict(Counter(o.failure for o in outcomes if o.failure)),
+            "calls": counted(call.name or "unreadable" for call in calls),
+            "failed_calls": counted(o.failure for o in outcomes if o.failure),
             "tool_info": [o.info for o in outcomes],
             "cost": sum(self.tools[call.name].price for call in calls if call.name in self.tools),
         }
+        down = [o.text for o in outcomes if o.infrastructure]
+        if down:
+            info["infrastructure_fault"] = down[0]
         return messages, sum(rewards) if rewards else None, False, info
 
     async def final_rewards(self) -> dict[str, float]:
         """Asks every tool that was created, even if one of them fails; the first fault is raised after."""
-        given = await all_of(
-            self._within_deadline(self._end(name, "calc_reward", instance))
+        asked = {
+            name: instance
             for name, instance in self._instances.items()
+            if type(self._living[name]).calc_reward is not BaseTool.calc_reward
+        }
+        given = await all_of(
+            self._within_deadline(self._end(name, "calc_reward", instance)) for name, instance in asked.items()
         )
-        rewards = zip(self._instances, map(as_reward, given), strict=True)
+        rewards = zip(asked, map(as_reward, given), strict=True)
         return {name: reward for name, reward in rewards if reward is not None}
 
     async def close(self) -> None:
         """Release every tool that was created, even if one of them fails to go; the first fault is raised after."""
+        self._closed = True
         instances, self._instances = self._instances, {}
         await all_of(
             self._within_deadline(self._end(name, "release", instance)) for name, instance in instances.items()
         )
 
     async def _end(self, name: str, verb: Literal["calc_reward", "release"], instance: str) -> Any:
-        return await getattr(self.tools[name], verb)(instance, **self._kwargs(name, f"{verb}_kwargs"))
+        return await getattr(self._living[name], verb)(instance, **self._kwargs(name, f"{verb}_kwargs"))
+
+    async def _call_all(self, calls: Sequence[ToolCall]) -> list[CallOutcome]:
+        """The calls of one turn, together."""
+        if len(calls) == 1:
+            return [await self._call(calls[0])]
+        return await all_of(self._call(call) for call in calls)
 
     async def _call(self, call: ToolCall) -> CallOutcome:
         tool = self.tools.get(call.name)
@@ -114,10 +145,15 @@ class ToolEnv(BaseEnv):
         kwargs = self._kwargs(call.name, "execute_kwargs")
         late = TimeoutError(f"took longer than {self.tool_timeout_s:g} s")
         try:
-            work = tool.execute(self._instances[call.name], call.arguments, **kwargs)
-            text, reward, info = await end_within(self.tool_timeout_s, work, late)
-            return CallOutcome(self._shorten(text), as_reward(reward), info=info)
+            async with self.gates.get(call.name, OPEN):
+                work = tool.execute(self._instances[call.name], call.arguments, **kwargs)
+                text, reward, info = await end_within(self.tool_timeout_s, work, late)
+            failure = "tool_error" if info.get("ok") is False else None
+            return CallOutcome(self._shorten(text), as_reward(reward), failure, info)
         except Exception as fault:  # a tool's fault is the model's to read and ours to count
+            if isinstance(fault, ToolCallError):
+                text = self._shorten(f"error: {fault}")
+                return CallOutcome(text, failure=fault.failure, infrastructure=fault.infrastructure)
             if fault is late:
                 return CallOutcome(f"error: {call.name} {late}", failure="timeout")
             text = f"error: {call.name} failed: {type(fault).__name__}: {fault}"
@@ -134,6 +170,31 @@ class ToolEnv(BaseEnv):
         if len(text) <= self.max_result_chars:
             return text
         return f"{text[: self.max_result_chars]}… ({len(text) - self.max_result_chars} more characters)"
+
+
+_specs: WeakKeyDictionary[BaseTool, tuple[OpenAIFunctionToolSchema, dict[str, Any]]] = WeakKeyDictionary()
+
+
+def spec_of(tool: BaseTool) -> dict[str, Any]:
+    """A tool in OpenAI's form; one dictionary for all rollouts, made anew where the tool has another schema."""
+    schema = tool.get_openai_tool_schema()
+    known = _specs.get(tool)
+    if known is None or known[0] is not schema:
+        known = _specs[tool] = (schema, schema.model_dump())
+    return known[1]
+
+
+def counted(names: Iterable[str]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for name in names:
+        counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+def add_counts(counts: dict[str, int], more: Mapping[str, int]) -> None:
+    """What `Counter.update` does; a turn has none or one, and is worth the difference."""
+    for name, count in more.items():
+        counts[name] = counts.get(name, 0) + count
 
 
 def as_reward(value: Any) -> float | None:

@@ -1,217 +1,293 @@
-"""The actor: owns the weights, and takes PPO steps on credited rollouts."""
+"""The actor: owns the weights, annotates scored rollouts with what only it knows, and learns from credited ones."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from toolwise.errors import CheckpointError
-from toolwise.learner.losses import clipped_policy_loss, token_logprobs
-from toolwise.learner.rows import Row, build_rows, split_by_tokens
-from toolwise.protocols import Metrics
+from toolwise.errors import CheckpointError, ConfigError, ToolwiseError
+from toolwise.learner import ranks
+from toolwise.learner.aggregation import token_weights
+from toolwise.learner.batch import Batch, build_batch, uncredited
+from toolwise.learner.canary import Canary, Evidence
+from toolwise.learner.critic import Critic
+from toolwise.learner.forward import hidden_states, token_logprobs
+from toolwise.learner.kl import KlCoefficient, check_kl_loss, k3
+from toolwise.learner.lora import Adapters
+from toolwise.learner.mini_batches import mini_batches
+from toolwise.learner.optimizer import Optimizer
+from toolwise.learner.packing import Packed
+from toolwise.learner.reference import reference_of
+from toolwise.learner.rows import require_tokens
+from toolwise.learner.settings import ActorSettings
+from toolwise.learner.terms import Sums, policy_terms
+from toolwise.protocols import Annotation, Metrics
 from toolwise.types import AnnotatedRollout, CreditedRollout, ScoredRollout
+
+__all__ = ["Actor", "ActorSettings"]
+
+PROBED_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class ActorSettings:
-    """How to update."""
+class Gathered:
+    """What one optimiser step has computed beside its gradients."""
 
-    lr: float = 1e-6
-    warmup_steps: int = 0
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    entropy_coef: float = 0.0
-    ppo_epochs: int = 1
-    mini_batches: int = 1
-    """Optimiser steps an epoch."""
-    micro_batch_tokens: int = 16_384
-    temperature: float = 1.0
-    seed: int = 0
+    figures: Metrics
+    logprobs: Tensor
+    """Of all tokens of the batch; not a number for those of other steps."""
+    pull: Tensor
+    """What each rollout has in the loss."""
 
 
 class Actor:
     """Shares its model with the local policy: what an update changes, the next token is drawn from."""
 
-    def __init__(self, model: Any, settings: ActorSettings, *, pad_id: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        settings: ActorSettings,
+        *,
+        needs: frozenset[Annotation] = frozenset(),
+        critic: Critic | None = None,
+        policy_fingerprint: Callable[[], str | None] | None = None,
+    ) -> None:
+        if settings.kl == "loss":
+            check_kl_loss(settings.kl_estimator)
         self.model = model
         self.settings = settings
-        self.pad_id = pad_id
+        self.critic = critic
         self.version = 0
-        self.skipped_updates = 0
-        self._weights: list[Tensor] = list(model.parameters())
-        # Half precision swallows small steps: there the optimiser works on fp32 copies of the weights.
-        self._masters = [w if torch.finfo(w.dtype).bits >= 32 else w.detach().float() for w in self._weights]
-        self.optimizer = torch.optim.AdamW(
-            self._masters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
-        )
+        self.adapters = None if settings.lora is None else Adapters(model, settings.lora)
+        self.optimizer = Optimizer(model.parameters(), settings)
+        self.kl = KlCoefficient(settings.kl_coef, settings.kl_target, settings.kl_horizon)
+        self.canary = Canary(settings.canary, policy_fingerprint=policy_fingerprint)
+        self.wanted = needs | _own_needs(settings, critic)
+        self.reference = reference_of(model, self.adapters) if "ref_logprobs" in self.wanted else None
+        if "values" in self.wanted and critic is None:
+            raise ConfigError("the estimator needs values and the learner has no critic: give it one")
+        if settings.activation_checkpointing:
+            _checkpoint_activations(model)
+
+    @property
+    def skipped_updates(self) -> int:
+        return self.optimizer.guard.skipped
+
+    @property
+    def device(self) -> torch.device:
+        found: torch.device = next(self.model.parameters()).device
+        return found
 
     def annotate(self, scored: Sequence[ScoredRollout]) -> list[AnnotatedRollout]:
-        """GRPO needs nothing that only the learner knows; the rollout's own log-probs are the old ones."""
-        return [AnnotatedRollout(s) for s in scored]
+        """Steps J, K and L of document 4: only what the estimator or the settings ask for is computed."""
+        require_tokens(scored)
+        if not self.wanted or not scored:
+            return [AnnotatedRollout(s) for s in scored]
+        batch, steps = build_batch(uncredited(scored), self.device), [s.steps for s in scored]
+        columns: dict[str, list[Any]] = {}
+        if "old_logprobs" in self.wanted:
+            columns["old_logprobs"] = batch.per_step(self._logprobs(self.model, batch), steps)
+        if self.reference is not None:
+            with self.reference.model() as model:
+                columns["ref_logprobs"] = batch.per_step(self._logprobs(model, batch), steps)
+        if self.critic is not None:
+            columns["values"] = batch.per_step(self.critic.values(batch), steps)
+        return [
+            AnnotatedRollout(s, **{name: found[number] for name, found in columns.items()})
+            for number, s in enumerate(scored)
+        ]
 
     def update(self, credited: Sequence[CreditedRollout]) -> Metrics:
-        rows = [row for row in build_rows(credited) if any(row.sampled[1:])]
-        self.version += 1
-        if not rows:
+        """Steps M1, M2 and N: the critic, the actor, the figures."""
+        batch = build_batch(credited, self.device)
+        at_version, self.version = self.version, self.version + 1
+        [tokens] = ranks.totals([float(len(batch.learnable()))], self.device)
+        if not tokens:
             return {"actor/updates": 0.0}
-        gaps = self._logprob_gaps(rows)
+        self._check(batch)
+        self.canary.check_weights(self.model)
+        metrics = {} if self.critic is None else self.critic.update(batch, self.version)
         sums: dict[str, float] = {}
         updates = 0
+        s = self.settings
         # The model stays as the policy uses it: dropout would put the ratio off 1 before any weight has moved.
-        for batch in self._mini_batches(rows):
-            for name, value in self._step(batch).items():
+        for rows in mini_batches(batch, count=s.mini_batches, epochs=s.ppo_epochs, seed=f"{s.seed}/{self.version}"):
+            step = self._gradients(batch, rows)
+            if not updates:
+                metrics |= self._sing(batch, rows, step.logprobs, at_version)
+            norms = self.optimizer.step(self.version, partial(suspects, batch, rows, step.pull))
+            for name, value in (step.figures | norms).items():
                 sums[name] = sums.get(name, 0.0) + value
             updates += 1
-        means = {f"actor/{name}": value / updates for name, value in sums.items()}
-        return (
-            means
-            | gaps
-            | {
-                "actor/updates": float(updates),
-                "actor/skipped_updates": float(self.skipped_updates),
-                "actor/lr": self._rate(),
-            }
-        )
+        means = {name: value / updates for name, value in sums.items()}
+        return metrics | self._report(batch, means, updates)
 
-    @torch.no_grad()
-    def _logprob_gaps(self, rows: Sequence[Row]) -> Metrics:
-        """The canary: do the policy and the learner agree on what the same weights give the same tokens?
-
-        Looked at before any weight moves, on one micro-batch of rows from all over the batch.
-        """
-        few = list(rows)[:: max(1, len(rows) // 16)]
-        gaps = [self._gap(part) for part in split_by_tokens(few, self.settings.micro_batch_tokens)]
-        count = sum(len(gap) for gap in gaps)
-        return {
-            "canary/logprob_gap_mean": sum(float(gap.sum()) for gap in gaps) / count,
-            "canary/logprob_gap_max": max(float(gap.max()) for gap in gaps),
+    def _report(self, batch: Batch, means: Metrics, updates: int) -> Metrics:
+        guard = self.optimizer.guard
+        metrics = {f"actor/{name}": value for name, value in means.items()} | {
+            "actor/updates": float(updates),
+            "actor/skipped_updates": float(guard.skipped),
+            "actor/skipped_spikes": float(guard.spikes),
+            "actor/lr": self.optimizer.rate(self.version),
         }
+        if self.reference is not None:
+            metrics |= self._measure(batch)
+        return metrics
 
-    def _gap(self, rows: Sequence[Row]) -> Tensor:
-        logprobs, _, old, _ = self.forward(rows)
-        return (logprobs - old).abs()
+    def _measure(self, batch: Batch) -> Metrics:
+        """How far the policy that drew these tokens stood from the reference, and β for the next of them."""
+        assert batch.ref_logprobs is not None
+        tokens = batch.tokens_of(batch.learnable())
+        old = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
+        distance = k3(old[tokens], batch.ref_logprobs[tokens]).double().sum()
+        total, count, rollouts = ranks.totals([float(distance), float(len(tokens)), len(batch.names)], self.device)
+        metrics = {"kl/reference": total / count, "kl/coef": self.kl.value}
+        self.kl.learn(total / count, int(rollouts))
+        return metrics
 
-    def _mini_batches(self, rows: Sequence[Row]) -> Iterator[list[Row]]:
-        rng = Random(f"{self.settings.seed}/{self.version}")
-        count = min(self.settings.mini_batches, len(rows))
-        for _ in range(self.settings.ppo_epochs):
-            order = list(rows)
-            if count > 1:
-                rng.shuffle(order)
-            for part in range(count):
-                yield order[part::count]
-
-    def _step(self, rows: Sequence[Row]) -> Metrics:
-        """One optimiser step: gradients of all micro-batches, added up before the weights move."""
-        tokens = sum(sum(row.sampled[1:]) for row in rows)
-        sums = {"loss": 0.0, "entropy": 0.0, "clip_frac": 0.0, "kl": 0.0}
-        for part in split_by_tokens(rows, self.settings.micro_batch_tokens):
-            loss, parts = self._micro_batch(part, tokens)
-            loss.backward()  # type: ignore[no-untyped-call]
-            self._hand_gradients_over()
-            for name, value in parts.items():
-                sums[name] += value
-        norm = float(torch.nn.utils.clip_grad_norm_(self._masters, self.settings.max_grad_norm))
-        if math.isfinite(norm):
-            for group in self.optimizer.param_groups:
-                group["lr"] = self._rate()
-            self.optimizer.step()
-            self._publish()
-        else:
-            self.skipped_updates += 1
-        self.optimizer.zero_grad(set_to_none=True)
-        return sums | {"grad_norm": norm}
-
-    def _hand_gradients_over(self) -> None:
-        """From half-precision weights to their fp32 copies, added up there; nothing to do for weights in fp32."""
-        for weight, master in self._copies():
-            if weight.grad is not None:
-                found = weight.grad.float()
-                master.grad = found if master.grad is None else master.grad + found
-                weight.grad = None
-
-    @torch.no_grad()
-    def _publish(self) -> None:
-        for weight, master in self._copies():
-            weight.copy_(master)
-
-    def _copies(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return ((w, m) for w, m in zip(self._weights, self._masters, strict=True) if w is not m)
-
-    def _micro_batch(self, rows: Sequence[Row], tokens: int) -> tuple[Tensor, Metrics]:
+    def _gradients(self, batch: Batch, rows: list[int]) -> Gathered:
+        """Of one optimiser step: those of all micro-batches, added up."""
         s = self.settings
-        logprobs, entropy, old, advantages = self.forward(rows)
-        losses, clipped = clipped_policy_loss(logprobs, old, advantages, clip_low=s.clip_low, clip_high=s.clip_high)
-        loss = losses.sum() / tokens
-        if s.entropy_coef:
-            loss = loss - s.entropy_coef * entropy.sum() / tokens
-        parts = {
-            "loss": float(losses.detach().sum()),
-            "entropy": float(entropy.detach().sum()),
-            "clip_frac": float(clipped.sum()),
-            "kl": float((old - logprobs.detach()).sum()),
-        }
-        return loss, {name: value / tokens for name, value in parts.items()}
+        tokens = batch.tokens_of(rows)
+        weights = torch.zeros(len(batch), device=self.device)
+        weights[tokens] = token_weights(
+            s.loss_aggregation, batch.step[tokens], batch.rollout[tokens], length=s.loss_length
+        )
+        logprobs = torch.full((len(batch),), torch.nan, device=self.device)
+        pull = torch.zeros(len(batch.names), device=self.device)
+        sums = Sums(self.device)
+        for packed, places in batch.packed(rows, s.cut):
+            found, entropy = self._forward(self.model, packed)
+            terms = policy_terms(s, self.kl.value, batch, places, found, entropy)
+            weight = weights[places]
+            (terms.total * weight).sum().backward()  # type: ignore[no-untyped-call]
+            self.optimizer.collect()
+            logprobs[places] = found.detach()
+            pull.index_add_(0, batch.rollout[places], terms.total.detach().abs() * weight)
+            sums.add(terms, weight, packed.T)
+        return Gathered(sums.means(s, len(tokens)), logprobs, pull)
 
-    def forward(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Log-probs and entropies of the sampled tokens of `rows`, with their old log-probs and advantages, flat.
+    def _forward(self, model: Any, packed: Packed, temperature: float | None = None) -> tuple[Tensor, Tensor]:
+        s = self.settings
+        hidden = hidden_states(model, packed)
+        return token_logprobs(model, hidden, packed, temperature or s.temperature, chunk_tokens=s.logit_chunk_tokens)
 
-        Logits are computed for sampled tokens only.
-        """
-        device = next(self.model.parameters()).device
-        width = max(map(len, rows))
-        ids = torch.tensor([[*r.ids, *[self.pad_id] * (width - len(r))] for r in rows], device=device)
-        mask = torch.tensor([[1] * len(r) + [0] * (width - len(r)) for r in rows], device=device)
-        sampled = torch.tensor([[*r.sampled, *[False] * (width - len(r))] for r in rows], device=device)
-        hidden = self.model.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state[:, :-1]
-        at = sampled[:, 1:]
-        logits = self.model.lm_head(hidden[at])
-        logprobs, entropy = token_logprobs(logits, ids[:, 1:][at], self.settings.temperature)
-        old = [value for r in rows for value, here in zip(r.logprobs[1:], r.sampled[1:], strict=True) if here]
-        advantages = [value for r in rows for value, here in zip(r.advantages[1:], r.sampled[1:], strict=True) if here]
-        return logprobs, entropy, torch.tensor(old, device=device), torch.tensor(advantages, device=device)
+    def logprobs(self, rollouts: Sequence[CreditedRollout]) -> Tensor:
+        """Of all sampled tokens, step after step, under the weights of now."""
+        return self._logprobs(self.model, build_batch(rollouts, self.device))
 
-    def _rate(self) -> float:
-        return self.settings.lr * min(1.0, self.version / max(1, self.settings.warmup_steps))
+    @torch.no_grad()
+    def _logprobs(
+        self, model: Any, batch: Batch, rows: Sequence[int] | None = None, temperature: float | None = None
+    ) -> Tensor:
+        found = torch.zeros(len(batch), device=self.device)
+        for packed, places in batch.packed(batch.learnable() if rows is None else rows, self.settings.cut):
+            found[places] = self._forward(model, packed, temperature)[0]
+        return found
+
+    def _sing(self, batch: Batch, rows: list[int], logprobs: Tensor, version: int) -> Metrics:
+        """The canary, on what the first optimiser step has computed anyway; no weight has moved yet."""
+        tokens = batch.tokens_of(rows)
+        few = rows[:: max(1, len(rows) // PROBED_ROWS)]
+        some = batch.tokens_of(few)
+
+        def probe(temperature: float) -> float:
+            found = self._logprobs(self.model, batch, few, temperature)
+            return float((found - batch.rollout_logprobs)[some].abs().mean())
+
+        evidence = Evidence(
+            gaps=(logprobs - batch.rollout_logprobs)[tokens],
+            rows=batch.row[tokens],
+            versions=batch.version[tokens],
+            version=version,
+            temperature=self.settings.temperature,
+            probe=probe,
+        )
+        try:
+            return self.canary.check_logprobs(evidence, self.model.dtype)
+        except ToolwiseError:
+            self.optimizer.forget()
+            raise
+
+    def _check(self, batch: Batch) -> None:
+        s = self.settings
+        if s.old_logprobs == "recompute" and batch.old_logprobs is None and not s.one_step:
+            raise ToolwiseError("these rollouts have no old log-probs: annotate them before they are credited")
+        if self.reference is not None and batch.ref_logprobs is None:
+            raise ToolwiseError("these rollouts have no reference log-probs: annotate them before they are credited")
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the weights, which `save_model` writes in a form that others can read."""
-        return {
+        state: dict[str, Any] = {
             "version": self.version,
-            "skipped_updates": self.skipped_updates,
             "optimizer": self.optimizer.state_dict(),
-            "masters": [master for _, master in self._copies()],
+            "kl": self.kl.state_dict(),
         }
+        if self.critic is not None:
+            state["critic"] = self.critic.state_dict()
+        if self.adapters is not None:
+            state["adapters"] = self.adapters.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, part in (("critic", self.critic), ("adapters", self.adapters)):
+            if (part is None) != (name not in state):
+                has = "has none" if part is not None else "has one"
+                raise CheckpointError(f"the run and the checkpoint differ in `{name}` (the checkpoint {has})")
+            if part is not None:
+                part.load_state_dict(state[name])
         self.optimizer.load_state_dict(state["optimizer"])
+        self.kl.load_state_dict(state["kl"])
         self.version = state["version"]
-        self.skipped_updates = state["skipped_updates"]
-        for (_, master), saved in zip(self._copies(), state.get("masters", ()), strict=True):
-            master.copy_(saved)
 
     def save_model(self, folder: Path) -> None:
-        """The weights as a folder that plain `transformers` loads."""
-        self.model.save_pretrained(folder)
+        """The weights as a folder that plain `transformers` loads; adapters are merged in."""
+        if self.adapters is None:
+            self.model.save_pretrained(folder)
+        else:
+            self.adapters.save_merged(folder)
 
     def load_weights(self, folder: Path) -> None:
         """Weights that `save_model` wrote, into the model the policy shares."""
+        if self.adapters is not None:
+            return  # the model beneath never changes, and the adapters came with the state
         saved = type(self.model).from_pretrained(folder, dtype=self.model.dtype)
         try:
             self.model.load_state_dict(saved.state_dict())
         except RuntimeError as fault:
             reason = str(fault).splitlines()[-1].strip()
             raise CheckpointError(f"{folder} holds another model than the run's: {reason}") from fault
-        for weight, master in self._copies():
-            # A copy that rounds to its weight is the finer of the two, and was loaded with the state.
-            master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.detach().float()))
+        self.optimizer.adopt_weights()
+
+
+def suspects(batch: Batch, rows: Sequence[int], pull: Tensor) -> list[str]:
+    """Rollouts of a step, those that pull hardest first; what is not a number pulls hardest of all."""
+    here = sorted({batch.rollout_of_row[row] for row in rows})
+    pulls = dict(zip(here, torch.nan_to_num(pull[here], nan=torch.inf).tolist(), strict=True))
+    wild = [number for number in here if pulls[number] == torch.inf]
+    return [batch.names[number] for number in wild or sorted(here, key=pulls.__getitem__, reverse=True)[:3]]
+
+
+def _own_needs(settings: ActorSettings, critic: Critic | None) -> frozenset[Annotation]:
+    wanted: set[Annotation] = set()
+    if settings.old_logprobs == "recompute" and not settings.one_step:
+        wanted.add("old_logprobs")
+    if settings.kl != "none":
+        wanted.add("ref_logprobs")
+    if critic is not None:
+        wanted.add("values")
+    return frozenset(wanted)
+
+
+def _checkpoint_activations(model: Any) -> None:
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise ConfigError(
+            f"actor.activation_checkpointing: {type(model).__name__} cannot compute its layers again; turn it off"
+        )
+    model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from toolwise.errors import ContextFullError, PolicyError
-from toolwise.messages import Message, Prefix
+from toolwise.messages import Message
 from toolwise.policies.decoding import generate_batch
 from toolwise.protocols import Generation, Metrics, Sampling
 from toolwise.rollout.chat import ChatTokenizer
-from toolwise.rollout.parsers import PARSERS, to_action
+from toolwise.rollout.parsers import PARSERS, Parsed, sniff, to_action
+from toolwise.rollout.tokens import OnChange, TokenBuffer
 
 _Waiting = tuple[Sequence[int], Sampling, "asyncio.Future[Generation]"]
 
@@ -31,11 +31,13 @@ class LocalPolicy:
         *,
         parser: str = "hermes",
         max_batch: int = 256,
+        on_change: OnChange = "append",
     ) -> None:
         self.model = model
         self.chat = chat
         self.sampling = replace(sampling, stop_token_ids=sampling.stop_token_ids or (chat.end_id,))
-        self.parse = PARSERS[parser]
+        self.parse = _parser(parser, chat)
+        self.on_change = on_change
         self.max_batch = max_batch
         self.max_context = int(getattr(model.config, "max_position_embeddings", 0)) or 1 << 30
         self.vocabulary = int(getattr(model.config, "vocab_size", 0)) or 1 << 30
@@ -120,28 +122,35 @@ class LocalPolicy:
         return {"policy/version": float(self.version)}
 
 
+def _parser(name: str, chat: ChatTokenizer) -> Callable[[str], Parsed]:
+    """How to read what the model writes; `auto` asks its chat template."""
+    if name == "auto":
+        name = sniff(chat.tokenizer.chat_template, chat.controls.texts)
+    if name not in PARSERS:
+        raise PolicyError(f"there is no tool parser {name!r}; there is: {', '.join(sorted(PARSERS))}")
+    return PARSERS[name]
+
+
 class LocalSession:
-    """One episode's tokens: an append-only buffer in which every turn extends the last exactly."""
+    """One episode: what the policy sampled, kept as it was sampled. A turn that failed can be asked for again."""
 
     def __init__(self, policy: LocalPolicy, sampling: Sampling, prompt_ids: Sequence[int] | None) -> None:
         self.policy = policy
         self.sampling = sampling
-        self.tokens = array("i", prompt_ids or ())
-        self._given_prompt = prompt_ids is not None
-        self._seen = 0
+        self.tokens = TokenBuffer(policy.chat, prompt_ids=prompt_ids, on_change=policy.on_change)
         self._turn = 0
 
     async def get_action(
         self, observation: Sequence[Message], available_tools_specs: Sequence[dict[str, Any]] | None = None
     ) -> tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]:
-        self._take_in(observation, available_tools_specs)
-        prompt = Prefix(self.tokens)
+        prompt = self.tokens.prompt(observation, available_tools_specs)
         # A seed of its own for each turn: positions begin anew with each generation.
         sampling = replace(self.sampling, seed=(self.sampling.seed * 1_000_003 + self._turn) & 0x7FFF_FFFF_FFFF_FFFF)
         result = await self.policy.generate(prompt, sampling)
-        self.tokens.extend(result.token_ids)
+        stops = sampling.stop_token_ids
+        alignment = self.tokens.add(result.token_ids, closed=bool(result.token_ids) and result.token_ids[-1] in stops)
         self._turn += 1
-        text = self.policy.chat.decode(result.token_ids)
+        text = self.policy.chat.decode(result.token_ids, stops)
         content, calls = self.policy.parse(text)
         logprobs = {
             "token_ids": result.token_ids,
@@ -149,18 +158,6 @@ class LocalSession:
             "prompt_ids": prompt,
             "finish_reason": "tool_calls" if calls and result.finish_reason == "stop" else result.finish_reason,
             "policy_version": result.policy_version,
+            "alignment": alignment,
         }
         return to_action(content, calls), text, logprobs, None
-
-    def _take_in(self, observation: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> None:
-        """Append what was said since this policy last spoke."""
-        chat = self.policy.chat
-        if self._turn == 0:
-            if not self._given_prompt:
-                self.tokens.extend(chat.start(observation, tools))
-        else:
-            if self.tokens[-1] != chat.end_id:
-                self.tokens.append(chat.end_id)  # cut off by length: close the turn, unsampled
-            news = observation[self._seen :]
-            self.tokens.extend(chat.follow([m for m in news if m.role != "assistant"], tools))
-        self._seen = len(observation)

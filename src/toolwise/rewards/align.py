@@ -10,11 +10,28 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from toolwise.errors import RewardError
 from toolwise.types import EvaluateResult, Rollout, ScoredRollout, StepData, StepOutput
 
 log = logging.getLogger("toolwise.rewards")
+
+
+class Misfit(str):
+    """A step reward that fits no step, or a step without one: a line to read, and its parts to count."""
+
+    name: Literal["unmatched", "duplicate", "missing"]
+    step_index: str
+    rollout_id: str
+
+    @classmethod
+    def of(
+        cls, name: Literal["unmatched", "duplicate", "missing"], index: str, told: str, rollout_id: str = ""
+    ) -> Misfit:
+        made = cls(f"{f'{rollout_id}: ' if rollout_id else ''}{name} step_index {index}{told}")
+        made.name, made.step_index, made.rollout_id = name, index, rollout_id
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +40,10 @@ class Aligned:
 
     steps: dict[str, list[StepData]]
     final_scores: list[float | None]
-    warnings: list[str] = field(default_factory=list)
+    warnings: list[Misfit] = field(default_factory=list)
+
+    def warnings_of(self, rollout_id: str) -> tuple[Misfit, ...]:
+        return tuple(warning for warning in self.warnings if warning.rollout_id == rollout_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +65,21 @@ class RLDataAligner:
                 f"{len(results)} results for {len(rollout_ids_in_order)} rollouts: they must match one to one"
             )
         steps: dict[str, list[StepData]] = {}
-        warnings: list[str] = []
+        warnings: list[Misfit] = []
         for rollout_id, result in zip(rollout_ids_in_order, results, strict=True):
             if rollout_id not in raw_rollout_step_data_map:
                 raise RewardError(f"there are no steps for rollout {rollout_id!r}")
             raw = raw_rollout_step_data_map[rollout_id]
-            steps[rollout_id], found = align_steps(raw, result.step_outputs or ())
-            warnings += [f"{rollout_id}: {warning}" for warning in found]
+            steps[rollout_id], found = align_steps(raw, result.step_outputs or (), rollout_id)
+            warnings += found
         if warnings and self.strict:
             raise RewardError("; ".join(warnings))
         return Aligned(steps, [result.score for result in results], warnings)
 
 
-def align_steps(steps: Sequence[StepData], outputs: Sequence[StepOutput]) -> tuple[list[StepData], list[str]]:
+def align_steps(
+    steps: Sequence[StepData], outputs: Sequence[StepOutput], rollout_id: str = ""
+) -> tuple[list[StepData], list[Misfit]]:
     """Copies of `steps` with their base rewards, and what did not fit."""
     rewards: dict[str, float] = {}
     counts: Counter[str] = Counter()
@@ -66,7 +88,9 @@ def align_steps(steps: Sequence[StepData], outputs: Sequence[StepOutput]) -> tup
         counts[key] += 1
         rewards.setdefault(key, output.base_reward)
     warnings = [
-        f"duplicate step_index {key} ({count} times; the first counts)" for key, count in counts.items() if count > 1
+        Misfit.of("duplicate", key, f" ({count} times; the first counts)", rollout_id)
+        for key, count in counts.items()
+        if count > 1
     ]
     aligned = []
     for step in steps:
@@ -75,9 +99,10 @@ def align_steps(steps: Sequence[StepData], outputs: Sequence[StepOutput]) -> tup
             aligned.append(step.model_copy(update={"base_reward": rewards.pop(key)}))
         else:
             if outputs:
-                warnings.append(f"missing step_index {key}: that step keeps base_reward {step.base_reward}")
+                kept = f": that step keeps base_reward {step.base_reward}"
+                warnings.append(Misfit.of("missing", key, kept, rollout_id))
             aligned.append(step)
-    warnings += [f"unmatched step_index {key}: the rollout has {len(steps)} steps" for key in rewards]
+    warnings += [Misfit.of("unmatched", key, f": the rollout has {len(steps)} steps", rollout_id) for key in rewards]
     return aligned, warnings
 
 
@@ -90,6 +115,8 @@ def align_rollouts(rollouts: Sequence[Rollout], results: Sequence[EvaluateResult
         more = f" (and {len(aligned.warnings) - 1} more)" if len(aligned.warnings) > 1 else ""
         log.warning("step rewards that do not fit: %s%s", aligned.warnings[0], more)
     return [
-        ScoredRollout(rollout, result, tuple(aligned.steps[rollout.rollout_id]))
+        ScoredRollout(
+            rollout, result, tuple(aligned.steps[rollout.rollout_id]), aligned.warnings_of(rollout.rollout_id)
+        )
         for rollout, result in zip(rollouts, results, strict=True)
     ]

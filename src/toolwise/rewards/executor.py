@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import traceback
 from collections.abc import Sequence
@@ -21,13 +22,13 @@ class InProcessExecutor:
             return await self._evaluate_batch(reward, rollouts, step)
         if reward.mode == "group":
             return await self._evaluate_groups(reward, rollouts, step)
-        return [await self._evaluate_one(reward, rollout, step) for rollout in rollouts]
+        return list(await asyncio.gather(*(self._evaluate_one(reward, rollout, step) for rollout in rollouts)))
 
     async def _evaluate_one(self, reward: Reward, rollout: Rollout, step: int) -> EvaluateResult:
         try:
             columns = deepcopy(rollout.task.reward_kwargs)
             given = {"step": step, **columns, **reward.kwargs}
-            value = reward.function(*_copies(rollout), **reward.accepts(given))
+            value = reward(*_copies(rollout), **given)
             return read_result(await value if inspect.isawaitable(value) else value)
         except Exception as fault:  # other people's code: anything may come
             return _fault(fault)
@@ -39,7 +40,7 @@ class InProcessExecutor:
             given: dict[str, Any] = {"step": step, **by_column, **reward.kwargs}
             copies = [_copies(rollout) for rollout in rollouts]
             messages, truths = [m for m, _ in copies], [truth for _, truth in copies]
-            value = reward.function(messages, truths, **reward.accepts(given))
+            value = reward(messages, truths, **given)
             return read_results(await value if inspect.isawaitable(value) else value, len(rollouts))
         except Exception as fault:  # likewise
             return [_fault(fault)] * len(rollouts)
@@ -60,7 +61,7 @@ class InProcessExecutor:
         try:
             given = {"step": step, **deepcopy(task.reward_kwargs), **reward.kwargs}
             messages = [_copies(member)[0] for member in members]
-            value = reward.function(messages, deepcopy(task.ground_truth), **reward.accepts(given))
+            value = reward(messages, deepcopy(task.ground_truth), **given)
             return read_results(await value if inspect.isawaitable(value) else value, len(members))
         except Exception as fault:  # likewise
             return [_fault(fault)] * len(members)

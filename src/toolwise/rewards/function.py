@@ -7,22 +7,19 @@ group       f(group_messages, ground_truth, **kwargs) -> list of the same: all r
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 from pydantic import ValidationError
 
 from toolwise.errors import ConfigError, RewardError
 from toolwise.references import load_module, load_reference
+from toolwise.rewards.signature import Mode, Signature, mode_of
 from toolwise.types import EvaluateResult, EvaluationFault
 
-Mode = Literal["pointwise", "batch", "group"]
-_MODES: dict[str, Mode] = {"rollouts_messages": "batch", "group_messages": "group"}
-"""What the name of a function's first parameter says."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -34,23 +31,10 @@ def reward_function(function: F | None = None, *, mode: Mode | None = None) -> F
     """Marks a function as a reward. The mode is read from its first parameter unless it is given."""
 
     def mark(f: F) -> F:
-        f.__toolwise_reward_mode__ = mode or _mode_of(f)  # type: ignore[attr-defined]
+        f.__toolwise_reward_mode__ = mode or mode_of(f, _name_of(f))  # type: ignore[attr-defined]
         return f
 
     return mark(function) if function is not None else mark
-
-
-def _mode_of(function: Callable[..., Any]) -> Mode:
-    parameters = _parameters(function)
-    first = parameters[0].name if parameters else ""
-    return _MODES.get(first, "pointwise")
-
-
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except ValueError:  # some built-ins do not say what they take
-        raise RewardError(f"reward {_name_of(function)}: Python cannot tell what it takes; wrap it in a def") from None
 
 
 def _name_of(function: Callable[..., Any]) -> str:
@@ -59,48 +43,47 @@ def _name_of(function: Callable[..., Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A reward function, ready to be called."""
+    """A reward as a run knows it: its name, what it takes, and what the configuration gives it.
 
-    function: Callable[..., Any]
+    The function itself is here only where it was loaded into this process; else a worker finds it by `reference`.
+    """
+
     name: str
-    mode: Mode
+    signature: Signature
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    function: Callable[..., Any] | None = None
+    reference: str | None = None
 
-    @classmethod
-    def of(cls, source: str | Callable[..., Any] | Reward, kwargs: Mapping[str, Any] | None = None) -> Reward:
-        """From a reference, a function, or a reward; keyword arguments are checked against the signature now."""
-        if isinstance(source, Reward):
-            reward = replace(source, kwargs={**source.kwargs, **(kwargs or {})})
-        else:
-            function = find_reward(source) if isinstance(source, str) else source
-            if not callable(function):
-                raise ConfigError(f"reward {source!r} is a {type(function).__name__}, not a function")
-            name = source if isinstance(source, str) else _name_of(function)
-            mode: Mode = getattr(function, "__toolwise_reward_mode__", None) or _mode_of(function)
-            reward = cls(function, name, mode, dict(kwargs or {}))
-        reward._check()
-        return reward
-
-    def _check(self) -> None:
-        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        if [p.kind in positional for p in _parameters(self.function)[:2]] != [True, True]:
-            raise RewardError(
-                f"reward {self.name}: it must take (messages, ground_truth), (rollouts_messages, ground_truths) or "
-                "(group_messages, ground_truth)"
-            )
-        unknown = [key for key in self.kwargs if key not in self.accepts(self.kwargs)]
+    def __post_init__(self) -> None:
+        unknown = [key for key in self.kwargs if key not in self.signature.accepts(self.kwargs)]
         if unknown:
             raise RewardError(
                 f"reward {self.name} takes no argument {unknown[0]!r}: add it to the function or take it out"
             )
 
+    @classmethod
+    def of(cls, source: str | Callable[..., Any] | Reward, kwargs: Mapping[str, Any] | None = None) -> Reward:
+        """From a reference, a function, or a reward, loaded here; arguments are checked against the signature now."""
+        if isinstance(source, Reward):
+            return replace(source, kwargs={**source.kwargs, **(kwargs or {})})
+        function = find_reward(source) if isinstance(source, str) else source
+        if not callable(function):
+            raise ConfigError(f"reward {source!r} is a {type(function).__name__}, not a function")
+        name, reference = (source, source) if isinstance(source, str) else (_name_of(function), None)
+        return cls(name, Signature.of(function, name), dict(kwargs or {}), function, reference)
+
+    @property
+    def mode(self) -> Mode:
+        return self.signature.mode
+
     def accepts(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of `kwargs` that the function has a parameter for beyond its first two (all, with **kwargs)."""
-        first, more = _parameters(self.function)[:2], _parameters(self.function)[2:]
-        if any(p.kind is p.VAR_KEYWORD for p in more):
-            return {key: value for key, value in kwargs.items() if key not in {p.name for p in first}}
-        names = {p.name for p in more if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        return {key: value for key, value in kwargs.items() if key in names}
+        return self.signature.accepts(kwargs)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """The function's own word, with those of `kwargs` that it takes."""
+        if self.function is None:
+            raise RewardError(f"reward {self.name} is not loaded in this process: evaluate it in a sandbox")
+        return self.function(*args, **self.accepts(kwargs))
 
 
 def find_reward(reference: str) -> Any:

@@ -1,1 +1,39 @@
-"""Episodes: a policy and a world, turn by turn."""
+"""Episodes: a policy and a world, turn by turn. Names are imported on use."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from toolwise.rollout.queue import RolloutQueue
+    from toolwise.rollout.request import AsyncRolloutRequest, RequestState
+    from toolwise.rollout.scheduler import RolloutScheduler
+    from toolwise.rollout.steps import load_steps, save_steps
+    from toolwise.rollout.worker import RLRolloutWorker
+
+_HOME_OF = {
+    "AsyncRolloutRequest": "request",
+    "RLRolloutWorker": "worker",
+    "RequestState": "request",
+    "RolloutQueue": "queue",
+    "RolloutScheduler": "scheduler",
+    "load_steps": "steps",
+    "save_steps": "steps",
+}
+
+__all__ = [
+    "AsyncRolloutRequest",
+    "RLRolloutWorker",
+    "RequestState",
+    "RolloutQueue",
+    "RolloutScheduler",
+    "load_steps",
+    "save_steps",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'toolwise.rollout' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"toolwise.rollout.{_HOME_OF[name]}"), name)

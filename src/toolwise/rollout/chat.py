@@ -1,119 +1,209 @@
-"""From messages to tokens, once each: a conversation only ever grows, and nothing sampled is tokenised again.
+"""From messages to tokens: what a chat template writes, in context, with control tokens that only it can write.
 
-`ChatTokenizer.start` renders a prompt; `follow` renders what stands between one assistant turn and the next, in
-context, so that the newline a template puts after its end-of-turn token is not lost and no earlier turn is rewritten.
+`render` and `encode` give the template's word on a whole conversation; `follow` what stands between one assistant turn
+and the next, so that the newline a template puts after its end-of-turn token is not lost. `TokenBuffer` (tokens.py)
+puts them together, turn by turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from toolwise.errors import ModelError
-from toolwise.messages import Message
+from toolwise.messages import Message, ToolCall
+from toolwise.rollout.controls import ControlTokens
 
-_REPLY = "\u2042reply\u2042"
+Tools = Sequence[dict[str, Any]] | None
+
+# Drawn anew for each process: nobody who writes a message can know it, and it never becomes a token.
+_REPLY = f"reply{secrets.token_hex(16)}"
 _PROBE = [Message(role="user", content="question"), Message(role="assistant", content=_REPLY)]
+_CALLING = [
+    _PROBE[0],
+    Message(role="assistant", content="", tool_calls=[ToolCall(id="call_0", name="tool", arguments={"x": 1})]),
+    Message(role="tool", content="result", tool_call_id="call_0", name="tool"),
+]
+_CLOCK = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 
 
 class ChatTokenizer:
-    """A tokenizer with its chat template. `end_id` ends an assistant turn."""
+    """A tokenizer with its chat template. `end_id` ends an assistant turn.
 
-    def __init__(self, tokenizer: Any) -> None:
+    `template_kwargs` are handed to the template (`enable_thinking`, `date_string`, …). A template that looks at the
+    clock sees the time at which this object was made (`now`): a prompt must not change at midnight.
+    """
+
+    def __init__(
+        self, tokenizer: Any, *, template_kwargs: Mapping[str, Any] | None = None, now: datetime | None = None
+    ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise ModelError("the tokenizer has no chat template: add chat_template.jinja to the model's folder")
         if tokenizer.eos_token_id is None:
             raise ModelError("the tokenizer names no eos_token: set it to the token that ends an assistant turn")
         self.tokenizer = tokenizer
+        self.name: str = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
+        self.template_kwargs = dict(template_kwargs or {})
+        self.controls = ControlTokens(tokenizer)
         self.end_id: int = tokenizer.eos_token_id
         self.end_text: str = tokenizer.eos_token
         self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.end_id
-        self._special = sorted(tokenizer.all_special_tokens, key=len, reverse=True)
+        self._now = now or datetime.now()
+        self._templates: dict[str, str] = {}
+        self._nine_letter_ids = False
         self._check()
 
-    def start(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
+    def start(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
         """A whole prompt, up to where the assistant begins to write."""
-        return self.encode(self._render(messages, tools, begin_reply=True))
+        return self.encode(self.render(messages, tools))
 
-    def follow(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
-        """What comes after an assistant's end-of-turn token: `messages` and the beginning of the next reply."""
-        rest = self._after_reply(self._render([*_PROBE, *messages], tools, begin_reply=True))
-        # The end-of-turn token is encoded too and then left off: it may swallow the white space after it, and some
-        # tokenizers put a space before whatever comes first.
-        return self.encode(self.end_text + rest)[1:]
+    def follow(self, messages: Sequence[Message], tools: Tools = None, *, after: Sequence[Message] = ()) -> list[int]:
+        """What comes after an assistant's end-of-turn token: `messages` and the beginning of the next reply.
 
-    def _check(self) -> None:
-        """Find out now, and not in the middle of a rollout, that a template cannot hold a conversation."""
-        from jinja2 import TemplateError
+        `after` is the conversation up to and with that assistant's turn. What the turn itself says does not matter.
+        """
+        refused: ModelError | None = None
+        for context in self._contexts(after):
+            try:
+                rest = self._after_reply(self.render([*context, *messages], tools))
+            except ModelError as fault:
+                refused = refused or fault
+            else:
+                # The end-of-turn token is encoded too and then left off: it may swallow the white space after it, and
+                # some tokenizers put a space before whatever comes first.
+                return self.encode(self.end_text + rest)[1:]
+        assert refused is not None
+        raise refused
 
-        if self.encode(self.end_text) != [self.end_id]:
-            raise ModelError(f"the tokenizer does not read its own eos token {self.end_text!r} as one token")
-        try:
-            text = self._render(_PROBE, None, begin_reply=False)
-        except TemplateError as fault:
-            raise ModelError(f"the chat template fails on a question and a reply: {fault}") from fault
-        self._after_reply(text)
-
-    def _after_reply(self, text: str) -> str:
-        """What a template writes after the probe's reply and the end-of-turn token that closes it."""
-        reply = text.partition(_REPLY)[2]
-        between, end, rest = reply.partition(self.end_text)
-        if not end or any(token in between for token in self._special):
-            raise ModelError(
-                f"the chat template does not end an assistant turn with the eos token {self.end_text!r}: set eos_token "
-                "to the token that does, or use a template that ends turns with it"
-            )
-        return rest
-
-    def reply(self, message: Message, tools: Sequence[dict[str, Any]] | None = None) -> list[int]:
+    def reply(self, message: Message, tools: Tools = None) -> list[int]:
         """An assistant's turn as the template writes it, its end-of-turn token included (for supervised learning)."""
-        before = self._render(_PROBE[:1], tools, begin_reply=True)
-        whole = self._render([_PROBE[0], message], tools, begin_reply=False)
+        before = self.render(_PROBE[:1], tools)
+        whole = self.render([_PROBE[0], message], tools, begin_reply=False)
         cut = whole.rfind(self.end_text) + len(self.end_text)
         if not whole.startswith(before) or cut < len(before):
             raise ModelError("the chat template does not put an assistant turn between its opening and the eos token")
         return self.encode(whole[len(before) : cut])
 
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return ids
+    def render(self, messages: Sequence[Message], tools: Tools = None, *, begin_reply: bool = True) -> str:
+        """What the template writes, with the marks of `ControlTokens`: for `encode`, and for comparing."""
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                [self._plain(m) for m in messages],
+                tools=self.controls.guard_all(list(tools)) if tools else None,
+                chat_template=self._template(tools),
+                add_generation_prompt=begin_reply,
+                tokenize=False,
+                **self.template_kwargs,
+            )
+        except Exception as fault:  # a template is a program, and can fail in any way that one can
+            words = " ".join(str(fault).split()) or type(fault).__name__
+            roles = ", ".join(m.role for m in messages)
+            raise ModelError(
+                f"the chat template of {self.name} fails on a conversation of [{roles}]: {words}"
+            ) from fault
+        return text
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of sampled tokens, tags kept, without the end-of-turn token."""
+    def encode(self, text: str) -> list[int]:
+        return self.controls.encode(text, self.end_text)
+
+    def decode(self, token_ids: Sequence[int], stop_ids: Sequence[int] = ()) -> str:
+        """The text of sampled tokens, tags kept, without the token that ended the turn."""
         ids = list(token_ids)
-        if ids and ids[-1] == self.end_id:
+        if ids and (ids[-1] == self.end_id or ids[-1] in stop_ids):
             ids.pop()
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None, *, begin_reply: bool) -> str:
-        text: str = self.tokenizer.apply_chat_template(
-            [self._plain(m) for m in messages],
-            tools=list(tools) if tools else None,
-            add_generation_prompt=begin_reply,
-            tokenize=False,
-        )
-        return text
+    def tail(self, text: str) -> str:
+        """Rendered text from its last control token on: what is encoded there does not depend on what was before."""
+        return text[max(0, *(text.rfind(control) for control in (self.end_text, *self._around))) :]
+
+    def _check(self) -> None:
+        """Find out now, and not in the middle of a rollout, that a template cannot hold a conversation."""
+        if self.encode(self.end_text) != [self.end_id]:
+            raise ModelError(f"the tokenizer does not read its own eos token {self.end_text!r} as one token")
+        self._around = self.controls.texts
+        text = self.render(_PROBE, begin_reply=False)
+        self._after_reply(text)
+        # From here on a reply may hold control tokens of its own, around its calls, but none that begins another turn.
+        self._around = tuple(c for c in self.controls.texts if c in text and c != self.end_text)
+        if not self._renders(_CALLING):
+            self._nine_letter_ids = True
+            self._nine_letter_ids = self._renders(_CALLING)
+
+    def _renders(self, messages: Sequence[Message]) -> bool:
+        try:
+            self.render(messages)
+        except ModelError:
+            return False
+        return True
+
+    def _contexts(self, after: Sequence[Message]) -> Iterator[list[Message]]:
+        """Conversations that end in a reply that can be found again, the likest to `after` first.
+
+        Templates leave a reply's text out beside its calls, or refuse calls that a model did make (two at once,
+        arguments that are no object). Neither may end an episode: what follows the reply is all that is wanted.
+        """
+        if after:
+            before, reply = list(after[:-1]) or _PROBE[:1], after[-1]
+            yield [*before, _findable(reply)]
+            if reply.tool_calls:
+                yield [*before, _PROBE[1]]
+                yield [_CALLING[0], _findable(_CALLING[1])]
+        yield _PROBE
+
+    def _after_reply(self, text: str) -> str:
+        """What a template writes after the probe's reply and the end-of-turn token that closes it."""
+        _, found, after = text.rpartition(_REPLY)
+        between, end, rest = after.partition(self.end_text)
+        if not found or not end or any(token in between for token in self._around):
+            raise ModelError(
+                f"the chat template of {self.name} does not end an assistant turn with the eos token "
+                f"{self.end_text!r}: set eos_token to the token that does, or use a template that ends turns with it"
+            )
+        return rest
+
+    def _template(self, tools: Tools) -> str:
+        """The template in use, with the clock stopped."""
+        source: str = self.tokenizer.get_chat_template(tools=list(tools) if tools else None)
+        if source not in self._templates:
+            self._templates[source] = _CLOCK.sub(lambda m: f'"{self._now.strftime(m.group(2))}"', source)
+        return self._templates[source]
 
     def _plain(self, message: Message) -> dict[str, Any]:
-        """The dictionary templates expect: arguments as objects, and no control tokens smuggled in as text."""
-        outside = message.role in ("user", "tool")
-        content = message.content or ""
-        plain: dict[str, Any] = {"role": message.role, "content": self.defuse(content) if outside else content}
+        """The dictionary templates expect: arguments as objects, and nothing in it that could be a control token."""
+        guard = self.controls.guard
+        plain: dict[str, Any] = {
+            "role": message.role,
+            "content": guard(message.content or "", tags=message.role == "tool"),
+        }
         if message.tool_calls:
             plain["tool_calls"] = [
-                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                {
+                    "id": self._call_id(c.id),
+                    "type": "function",
+                    "function": {"name": guard(c.name), "arguments": self.controls.guard_all(c.arguments)},
+                }
                 for c in message.tool_calls
             ]
         if message.tool_call_id is not None:
-            plain["tool_call_id"] = self.defuse(message.tool_call_id)
+            plain["tool_call_id"] = self._call_id(message.tool_call_id)
         if message.name is not None:
-            plain["name"] = self.defuse(message.name)
+            plain["name"] = guard(message.name)
         return plain
 
-    def defuse(self, text: str) -> str:
-        """Control tokens inside text from outside are broken up, so that they stay text."""
-        for token in self._special:
-            if token in text:
-                text = text.replace(token, f"{token[0]}\u200b{token[1:]}")
-        return text
+    def _call_id(self, call_id: str) -> str:
+        """Mistral's templates want nine letters and digits; others take whatever there is."""
+        if self._nine_letter_ids:
+            return "".join(c for c in call_id if c.isascii() and c.isalnum())[-9:].rjust(9, "0")
+        return self.controls.guard(call_id)
+
+
+def _findable(reply: Message) -> Message:
+    """The reply with a known word as its text and as its last call's name, one of which every template writes."""
+    calls = list(reply.tool_calls or ())
+    calls[-1:] = [call.model_copy(update={"name": _REPLY}) for call in calls[-1:]]
+    return reply.model_copy(update={"content": _REPLY, "tool_calls": calls or None})

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import gc
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
+from toolwise.envs.base import BaseEnv
 from toolwise.envs.tool_env import ToolEnv
+from toolwise.limits import Gate, Limits
 from toolwise.protocols import AgentPolicy
-from toolwise.rollout.worker import RLRolloutWorker
+from toolwise.rollout.request import AsyncRolloutRequest
+from toolwise.rollout.worker import termination_of
 from toolwise.tools.base import BaseTool
-from toolwise.types import Rollout, RouteDecision, StopReason
+from toolwise.types import Rollout, RouteDecision
 from toolwise.waiting import all_of
+
+Watch = Callable[[AsyncRolloutRequest], None]
+_YOUNG_OBJECTS = 50_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +34,16 @@ class RolloutScheduler:
     max_concurrent: int = 1024
     deadline_s: float = 600.0
     tool_timeout_s: float = 30.0
+    max_tokens: int | None = None
+    """Sampled tokens of one episode."""
+    max_invalid_in_a_row: int = 3
+    max_result_chars: int = 4000
+    limits: Limits = field(default_factory=Limits)
+    make_env: Callable[[RouteDecision], BaseEnv] | None = None
+    """The world of an episode; without it the tools are the world."""
     lock_step: bool = False
+    on_state: Watch | None = None
+    """Told of every change of every request's state."""
 
     async def roll_out(
         self,
@@ -34,70 +52,155 @@ class RolloutScheduler:
         do_sample: bool = True,
         on_done: Callable[[Rollout], None] = lambda rollout: None,
     ) -> list[Rollout]:
-        workers = [
-            (decision, batch_data_id, offset, self._worker(decision, offset, do_sample))
+        """All rollouts, in order."""
+        groups = [group async for group in self.groups(decisions, do_sample=do_sample, on_done=on_done)]
+        return sorted(
+            (rollout for group in groups for rollout in group), key=lambda r: (r.batch_data_id, r.rollout_offset)
+        )
+
+    async def groups(
+        self,
+        decisions: Sequence[RouteDecision],
+        *,
+        do_sample: bool = True,
+        on_done: Callable[[Rollout], None] = lambda rollout: None,
+    ) -> AsyncIterator[list[Rollout]]:
+        """The rollouts of each decision, as groups become complete. Whoever stops listening ends the rest."""
+        requests = self.requests(decisions, do_sample=do_sample)
+        if self.lock_step:
+            for rollouts in await self._all_in_step(requests, len(decisions)):
+                for rollout in rollouts:
+                    on_done(rollout)
+                yield rollouts
+            return
+        gate = Gate(self.max_concurrent)
+        whole: asyncio.Queue[list[Rollout] | BaseException] = asyncio.Queue()
+        missing = {place: decision.n for place, decision in enumerate(decisions)}
+        done: dict[int, list[Rollout]] = {place: [] for place in missing}
+        for n in missing.values():
+            if n == 0:  # nobody will ever complete it
+                whole.put_nowait([])
+
+        async def run(request: AsyncRolloutRequest) -> None:
+            async with gate:
+                await request.run()
+            rollout = request.finished()
+            on_done(rollout)
+            group = done[request.batch_data_id]
+            group.append(rollout)
+            if len(group) == missing[request.batch_data_id]:
+                whole.put_nowait(sorted(done.pop(request.batch_data_id), key=lambda r: r.rollout_offset))
+
+        def tell(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and task.exception() is not None:
+                whole.put_nowait(task.exception() or RuntimeError())
+
+        tasks = [asyncio.create_task(run(request)) for request in requests]
+        for task in tasks:
+            task.add_done_callback(tell)
+        try:
+            with fewer_collections():
+                for _ in missing:
+                    found = await whole.get()
+                    if isinstance(found, BaseException):
+                        raise found
+                    yield found
+        finally:
+            for task in tasks:
+                task.cancel()
+            await _ended(tasks)  # each frees its tools before the fault, or the cancellation, goes on
+
+    def requests(self, decisions: Sequence[RouteDecision], *, do_sample: bool = True) -> list[AsyncRolloutRequest]:
+        """`n` requests a decision, ready to run; all of one decision see the same world."""
+        return [
+            self._request(decision, batch_data_id, offset, do_sample)
             for batch_data_id, decision in enumerate(decisions)
             for offset in range(decision.n)
         ]
-        if self.lock_step:
-            for first in range(0, len(workers), self.max_concurrent):
-                await self._in_step([worker for *_, worker in workers[first : first + self.max_concurrent]])
-            rollouts = [_finished(*entry) for entry in workers]
-            for rollout in rollouts:
-                on_done(rollout)
-            return rollouts
-        gate = asyncio.Semaphore(self.max_concurrent)
 
-        async def run(decision: RouteDecision, batch_data_id: int, offset: int, worker: RLRolloutWorker) -> Rollout:
-            async with gate:
-                await worker.run_episode()
-            rollout = _finished(decision, batch_data_id, offset, worker)
-            on_done(rollout)
-            return rollout
-
-        tasks = [asyncio.create_task(run(*entry)) for entry in workers]
+    async def _all_in_step(self, requests: Sequence[AsyncRolloutRequest], groups: int) -> list[list[Rollout]]:
+        """Ended once where somebody cancels, and then waited for: a second cancellation must not reach its work."""
+        work = asyncio.create_task(self._in_step(requests, groups))
         try:
-            return await asyncio.gather(*tasks)
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)  # each frees its tools before the fault goes on
-            raise
-
-    async def _in_step(self, workers: Sequence[RLRolloutWorker]) -> None:
-        try:
-            await all_of(worker.start() for worker in workers)
-            while active := [worker for worker in workers if not worker.done]:
-                await all_of(worker.decide() for worker in active)
-                await all_of(worker.act() for worker in active)
+            await asyncio.wait({work})
         finally:
-            await all_of(worker.finish() for worker in workers)
+            work.cancel()
+            await _ended([work])
+        return work.result()
 
-    def _worker(self, decision: RouteDecision, offset: int, do_sample: bool) -> RLRolloutWorker:
-        return RLRolloutWorker(
-            decision.task,
+    async def _in_step(self, requests: Sequence[AsyncRolloutRequest], groups: int) -> list[list[Rollout]]:
+        for first in range(0, len(requests), self.max_concurrent):
+            part = requests[first : first + self.max_concurrent]
+            try:
+                await all_of(request.start() for request in part)
+                while active := [request for request in part if not request.done]:
+                    await all_of(request.decide() for request in active)
+                    await all_of(request.act() for request in active)
+            finally:
+                await _ended([asyncio.create_task(request.finish()) for request in part])
+        rollouts: list[list[Rollout]] = [[] for _ in range(groups)]
+        for request in requests:
+            rollouts[request.batch_data_id].append(request.finished())
+        return rollouts
+
+    def _request(
+        self, decision: RouteDecision, batch_data_id: int, offset: int, do_sample: bool
+    ) -> AsyncRolloutRequest:
+        task = decision.task
+        return AsyncRolloutRequest(
+            task,
             self.policy,
-            self.max_episode_steps,
-            env=ToolEnv(decision.task, self.tools, offered=decision.tools, tool_timeout_s=self.tool_timeout_s),
+            self.make_env(decision) if self.make_env is not None else self._tool_env(decision),
+            batch_data_id=batch_data_id,
+            rollout_offset=offset,
+            group_id=decision.group_id,
+            route=decision.route,
             prompt=decision.prompt,
             seed=decision.seed * 4099 + offset,
+            env_seed=decision.seed,
             do_sample=do_sample,
             deadline_s=self.deadline_s,
+            termination=termination_of(
+                task,
+                self.max_episode_steps,
+                max_tokens=self.max_tokens,
+                max_invalid_in_a_row=self.max_invalid_in_a_row,
+            ),
+            limits=self.limits,
+            on_state=self.on_state,
+        )
+
+    def _tool_env(self, decision: RouteDecision) -> ToolEnv:
+        return ToolEnv(
+            decision.task,
+            self.tools,
+            offered=decision.tools,
+            tool_timeout_s=self.tool_timeout_s,
+            max_result_chars=self.max_result_chars,
+            gates=self.limits.tools,
         )
 
 
-def _finished(decision: RouteDecision, batch_data_id: int, offset: int, worker: RLRolloutWorker) -> Rollout:
-    return Rollout(
-        rollout_id=f"{decision.group_id}/{offset}",
-        group_id=decision.group_id,
-        batch_data_id=batch_data_id,
-        rollout_offset=offset,
-        task=decision.task,
-        route=decision.route,
-        steps=tuple(worker.steps),
-        messages=tuple(worker.messages),
-        stop_reason=worker.stop_reason or StopReason.POLICY_FAULT,
-        usage=worker.usage,
-        tool_rewards=worker.tool_rewards,
-        fault=worker.fault,
-    )
+@contextmanager
+def fewer_collections() -> Iterator[None]:
+    """Thousands of episodes keep what they make: looking through all of it for garbage every 700 objects, as Python
+    does by default, takes as long as the work itself."""
+    before = gc.get_threshold()
+    if 0 < before[0] < _YOUNG_OBJECTS:  # neither switched off nor set higher, by us or by somebody who knows better
+        gc.set_threshold(_YOUNG_OBJECTS, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    """Waits for all to end, however often somebody cancels the waiting."""
+    cancelled = False
+    while pending := [task for task in tasks if not task.done()]:
+        try:
+            await asyncio.wait(pending)
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError

@@ -9,13 +9,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from toolwise.sandbox.executor import SandboxExecutor
+    from toolwise.sandbox.executor import RewardExecutor, SandboxExecutor
     from toolwise.sandbox.faults import KINDS, SandboxError
+    from toolwise.sandbox.programs.run import ProgramResult
+    from toolwise.sandbox.programs.sandbox import ProgramSandbox
     from toolwise.sandbox.sandbox import Sandbox
 
-_HOME_OF = {"KINDS": "faults", "Sandbox": "sandbox", "SandboxError": "faults", "SandboxExecutor": "executor"}
+_HOME_OF = {
+    "KINDS": "faults",
+    "ProgramResult": "programs.run",
+    "ProgramSandbox": "programs.sandbox",
+    "RewardExecutor": "executor",
+    "Sandbox": "sandbox",
+    "SandboxError": "faults",
+    "SandboxExecutor": "executor",
+}
 
-__all__ = ["KINDS", "Sandbox", "SandboxError", "SandboxExecutor"]
+__all__ = ["KINDS", "ProgramResult", "ProgramSandbox", "RewardExecutor", "Sandbox", "SandboxError", "SandboxExecutor"]
 
 
 def __getattr__(name: str) -> Any:

@@ -24,7 +24,7 @@ def run_batch(pool: Pool, target: Target, batch: Plain, timeout_s: float) -> lis
     """
     count = len(batch["calls"])
     with pool.worker(target) as worker:
-        if worker.mode == "pointwise":
+        if worker.signature is None or worker.signature.mode == "pointwise":
             return None
         (answers,) = worker.call({"batch": batch}, 1, timeout_s, time.monotonic() + timeout_s)
         if len(answers) != count:

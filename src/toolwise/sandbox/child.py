@@ -5,20 +5,18 @@ Started by `worker.py` as `python -I -S -c …` in a session, a folder and an en
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import json
 import os
-import signal
 import sys
 from typing import Any, NoReturn
 
 from pydantic_core import to_json
 
 from toolwise.sandbox import frames
-from toolwise.sandbox.hardening import Got, Plan, harden
 from toolwise.sandbox.harness import Harness, Plain, plain_fault, preload_package
-from toolwise.sandbox.kernel import die_with_parent
+from toolwise.sandbox.layers.hardening import Got, Plan, harden
+from toolwise.sandbox.layers.lifeline import live_with_parent
 from toolwise.sandbox.taint import Snapshot
 
 # Kept here, and compiled where there is a choice, so that whatever a function patches later does not reach them.
@@ -29,8 +27,8 @@ _memory_fault = {"kind": "memory", "message": "it asked for more memory than mem
 
 
 def main(start: dict[str, Any]) -> NoReturn:
-    """`start`: the channel, the descriptor whose other end the trainer holds, and the trainer's process id."""
-    _live_with_parent(start["life"], start["parent"])
+    """`start`: the channel, the descriptor whose other end the trainer holds, and the parent's process id."""
+    live_with_parent(start["life"], start["parent"])
     os.set_inheritable(start["life"], False)
     os.set_inheritable(start["channel"], False)
     sys.argv = [""]
@@ -41,17 +39,6 @@ def main(start: dict[str, Any]) -> NoReturn:
     except BaseException:  # the channel is gone or this process is beyond repair: the trainer sees it end
         _exit(1)
     _exit(0)
-
-
-def _live_with_parent(life: int, parent: int) -> None:
-    """The kernel ends this process with the trainer, even while a loop in C holds the interpreter."""
-    if sys.platform != "linux":
-        return
-    die_with_parent(parent)
-    # A pipe that nobody writes to signals its reader once: when the last writer is gone.
-    fcntl.fcntl(life, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(life, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _allowed(plan: Plan, got: Got) -> tuple[str, ...]:
@@ -92,7 +79,7 @@ class _Worker:
         got = harden(plan)
         self._send({"layers": got.layers, "missing": got.missing})
         if order.get("probe"):
-            from toolwise.sandbox.probes import try_everything
+            from toolwise.sandbox.layers.probes import try_everything
 
             self._send({"probed": try_everything(plan)})
             return
@@ -109,7 +96,7 @@ class _Worker:
             self._send(plain_fault(fault, allowed, loading=True))
             return None
         self._snapshot = Snapshot()
-        self._send({"mode": harness.reward.mode, "name": harness.reward.name})
+        self._send({"signature": harness.reward.signature.to_json()})
         return harness
 
     def _answer(self, harness: Harness, request: Plain) -> None:

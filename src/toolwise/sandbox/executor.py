@@ -6,11 +6,28 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from toolwise.rewards.earned import EARNED, score_earned
+from toolwise.rewards.executor import InProcessExecutor
 from toolwise.rewards.function import Reward
 from toolwise.sandbox.answers import pack
 from toolwise.sandbox.sandbox import Sandbox
 from toolwise.sandbox.targets import reference_of
 from toolwise.types import EvaluateResult, Rollout
+
+
+class RewardExecutor:
+    """Rewards that were loaded into this process run here, all others in the sandbox; what the episode itself earned
+    is looked up."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self.sandbox = sandbox
+        self._here, self._away = InProcessExecutor(), SandboxExecutor(sandbox)
+
+    async def evaluate(self, reward: Reward, rollouts: Sequence[Rollout], *, step: int) -> list[EvaluateResult]:
+        if reward.reference in EARNED:
+            return score_earned(reward.reference, rollouts)
+        executor = self._away if reward.function is None else self._here
+        return await executor.evaluate(reward, rollouts, step=step)
 
 
 class SandboxExecutor:
@@ -60,4 +77,7 @@ class SandboxExecutor:
 
 def _reference(reward: Reward) -> str:
     """A reward that came by reference is loaded by it again; one that came as a function is found by its file."""
-    return reward.name if ":" in reward.name else reference_of(reward.function)
+    if reward.reference is not None:
+        return reward.reference
+    assert reward.function is not None  # a reward has one or the other
+    return reference_of(reward.function)

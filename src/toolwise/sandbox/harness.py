@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolwise.errors import ConfigError
+from toolwise.errors import ConfigError, ToolwiseError
 from toolwise.messages import Message
 from toolwise.rewards.function import Reward, read_result, read_results, reward_function
-from toolwise.sandbox.denials import explain
 from toolwise.sandbox.faults import LONGEST_MESSAGE, LONGEST_TRACEBACK, printable
+from toolwise.sandbox.layers.denials import explain
 from toolwise.types import EvaluateResult
 
 Plain = dict[str, Any]
@@ -66,6 +66,7 @@ class Harness:
 
     def _value(self, messages: Any, truth: Any, kwargs: Plain, lenient: bool) -> Any:
         given = self.reward.accepts(kwargs) if lenient else kwargs
+        assert self.reward.function is not None  # it was loaded here
         value = self.reward.function(messages, truth, **given)
         if not inspect.isawaitable(value):
             return value
@@ -118,7 +119,8 @@ def kind_of(fault: BaseException, allowed: tuple[str, ...]) -> str:
 def plain_fault(fault: BaseException, allowed: tuple[str, ...], loading: bool = False) -> Plain:
     if loading and isinstance(fault, ConfigError) and isinstance(fault.__cause__, MemoryError):
         fault = fault.__cause__
-    kind, message = kind_of(fault, allowed), say(fault)
+    kind = kind_of(fault, allowed)
+    message = str(fault) if loading and isinstance(fault, ToolwiseError) else say(fault)
     if kind == "memory":
         fault.__traceback__ = None  # lets go of whatever filled the memory
         return {"fault": {"kind": kind, "message": "it asked for more memory than memory_mb allows"}}

@@ -11,10 +11,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from toolwise.sandbox.faults import SandboxError, WorkerFault
-from toolwise.sandbox.hardening import Plan
+from toolwise.sandbox.layers.bubblewrap import View, outside_of, worker_view
+from toolwise.sandbox.layers.hardening import Plan
 from toolwise.sandbox.processes import Process, remove_folder, start_process
 from toolwise.sandbox.targets import Target, readable_folders, within
 from toolwise.sandbox.worker import Worker
@@ -69,7 +71,13 @@ class Pool:
         with self._lock:
             if self._closed:
                 raise SandboxError("this sandbox is closed")
-            process, self._spare = self._spare or self._process(), None
+            process, self._spare = self._spare, None
+        if process is not None and not self._fits(process, target):
+            process.end(sweep=False)
+            process = None
+        if process is None:
+            with self._lock:
+                process = self._process(target)
         worker = Worker(process, self._plan_for(target, process))
         with self._lock:
             self._busy.add(worker)
@@ -84,31 +92,43 @@ class Pool:
             self._end(worker)
             raise
         finally:
-            self._have_spare()
+            self._have_spare(target)
         return worker
 
-    def _have_spare(self) -> None:
+    def _fits(self, process: Process, target: Target) -> bool:
+        """Whether a process that is up already can serve `target`: in namespaces it sees one function's files only."""
+        if process.view is None:
+            return True
+        wanted = self._view(target, process.scratch)
+        return wanted is not None and wanted.read == process.view.read
+
+    def _have_spare(self, target: Target) -> None:
         """The next worker comes up while this one works."""
         with self._lock:
             if self._spare is None and not self._closed:
                 with suppress(SandboxError, RuntimeError):
-                    self._spare = self._process()
+                    self._spare = self._process(target)
 
     def _plan_for(self, target: Target, process: Process) -> Plan:
-        read = (*readable_folders(), *target.read, *self._plan.read)
-        settings = {**self._plan.to_json(), "read": read, "scratch": str(process.scratch)}
-        return Plan(**settings)
+        outside = outside_of(process.view)
+        return replace(self._plan, read=self._readable(target), scratch=str(process.scratch), outside=outside)
+
+    def _readable(self, target: Target) -> tuple[str, ...]:
+        return (*readable_folders(), *target.read, *self._plan.read)
+
+    def _view(self, target: Target, scratch: Path) -> View | None:
+        return worker_view(self._plan.layers, self._readable(target), str(scratch), self._plan.permissions)
 
     def _more_path(self) -> list[str]:
         return [place for place in sys.path if place and within(place, self._plan.read)]
 
-    def _process(self) -> Process:
+    def _process(self, target: Target) -> Process:
         if self._root is None:
             self._root, self._held = make_root()
         self._count += 1
         scratch = self._root / str(self._count)
         scratch.mkdir(mode=0o700)
-        return start_process(scratch)
+        return start_process(scratch, self._view(target, scratch))
 
     def _put_back(self, target: Target, worker: Worker) -> None:
         if not worker.clean or worker.calls >= self._max_calls or self._closed:

@@ -12,12 +12,16 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TypeVar
 
+from toolwise.references import WORKER
 from toolwise.sandbox.faults import SandboxError
+from toolwise.sandbox.layers.bubblewrap import INIT, Monitor, View, command
 from toolwise.sandbox.targets import library_folders, own_folder
 
 _BOOT = (
@@ -39,18 +43,22 @@ _QUIET = {
     "PYDANTIC_DISABLE_PLUGINS": "__all__",
 }
 _SWEEPS = 40
+Running = subprocess.Popen[bytes] | Monitor
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class Process:
     """A worker as the operating system sees it."""
 
-    popen: subprocess.Popen[bytes]
+    popen: Running
     channel: socket.socket
     output: int
     life: int
     scratch: Path
     mark: str
+    view: View | None = None
+    """What it sees, where it is in namespaces of its own."""
     owner: int = field(default_factory=os.getpid)
 
     @property
@@ -59,54 +67,97 @@ class Process:
 
     def threads(self) -> int | None:
         """How many threads it has, from the kernel and not from itself; None where the kernel does not say."""
+        pid = self.popen.first() if isinstance(self.popen, Monitor) else self.pid
         try:
-            return len(os.listdir(f"/proc/{self.pid}/task"))
+            return len(os.listdir(f"/proc/{pid}/task"))
         except OSError:
             return None
 
     def forget(self) -> None:
         """Lets go of the descriptors without touching the process: it is another's."""
         self.channel.close()
+        if isinstance(self.popen, Monitor):
+            self.popen.forget()
         for descriptor in (self.output, self.life):
             with suppress(OSError):
                 os.close(descriptor)
 
     def end(self, *, sweep: bool) -> int:
         """Kills it and what it started; removes its folder. Returns how it ended."""
-        if self.popen.returncode is None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-        if sweep:  # before it is waited for: until then its number, and so its session's, is nobody else's
-            sweep_leftovers(self.pid, self.mark)
-        code = self.popen.wait()
+        code = end_tree(self.popen, self.mark, sweep=sweep)
         self.forget()
         remove_folder(self.scratch)
         return code
 
 
+def end_tree(popen: Running, mark: str, *, sweep: bool) -> int:
+    """Kills a process and what it started, and waits until they are gone. Returns how it ended."""
+    if popen.returncode is None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(popen.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(popen.pid, signal.SIGKILL)
+    if isinstance(popen, Monitor):
+        popen.kill()
+    elif sweep:  # before it is waited for: until then its number, and so its session's, is nobody else's
+        sweep_leftovers(popen.pid, mark)
+    return popen.wait()
+
+
 class _Spawner:
-    """One thread that starts every worker: the kernel ends a worker with the thread that started it."""
+    """One thread that starts every process: the kernel ends a process with the thread that started it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._pid = 0
 
-    def start(self, scratch: Path) -> Process:
+    def run(self, start: Callable[[], T]) -> T:
         if self._pid != os.getpid():  # first use, or after a fork, where neither the thread nor the lock survived
             self._lock, self._pid, self._pool = threading.Lock(), os.getpid(), None
         with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix="toolwise-sandbox-start")
-            started = self._pool.submit(_start, scratch)
+            started = self._pool.submit(start)
         return started.result()
 
 
-def _start(scratch: Path) -> Process:
-    if not sys.executable:
-        raise SandboxError("this Python does not know its own program (sys.executable is empty): no sandbox")
+_spawner = _Spawner()
+
+
+def start_process(scratch: Path, view: View | None = None) -> Process:
+    """A worker, in namespaces of its own where there is a `view`."""
+    return _spawner.run(lambda: _start(scratch, view))
+
+
+def launch(
+    words: list[str], environment: Mapping[str, str], folder: Path, *, view: View | None, **popen: Any
+) -> Running:
+    """Starts a program, from the one thread that starts all; `pass_fds` and the like are Popen's."""
+    return _spawner.run(lambda: _launch(words, environment, folder, view, **popen))
+
+
+def _launch(words: list[str], environment: Mapping[str, str], folder: Path, view: View | None, **popen: Any) -> Running:
+    settings: dict[str, Any] = {"env": environment, "cwd": folder, "start_new_session": True, **popen}
+    if view is None:
+        return subprocess.Popen(words, **settings)
+    info, theirs = os.pipe()
+    settings["pass_fds"] = (*settings.get("pass_fds", ()), theirs)
+    try:
+        started = subprocess.Popen([*command(view, theirs), *words], **settings)
+    except BaseException:
+        os.close(info)
+        raise
+    finally:
+        os.close(theirs)
+    try:
+        return Monitor(started, info)
+    finally:
+        os.close(info)
+
+
+def _start(scratch: Path, view: View | None) -> Process:
+    require_interpreter()
     mark = secrets.token_hex(16)
     ours, theirs = socket.socketpair()
     life_read, life_write = os.pipe()
@@ -115,19 +166,19 @@ def _start(scratch: Path) -> Process:
     start = {
         "channel": theirs.fileno(),
         "life": life_read,
-        "parent": os.getpid(),
+        "parent": os.getpid() if view is None else INIT,
         "path": [*keep, str(own_folder().parent)],
         "keep": keep,
     }
     try:
-        popen = subprocess.Popen(
+        popen = _launch(
             [sys.executable, "-I", "-S", "-B", "-c", _BOOT, json.dumps(start)],
+            _environment(scratch, mark),
+            scratch,
+            view,
             stdin=subprocess.DEVNULL,
             stdout=output_write,
             stderr=output_write,
-            cwd=scratch,
-            env=_environment(scratch, mark),
-            start_new_session=True,
             pass_fds=(theirs.fileno(), life_read),
         )
     except OSError as fault:
@@ -141,16 +192,23 @@ def _start(scratch: Path) -> Process:
         os.close(output_write)
     ours.setblocking(False)
     os.set_blocking(output_read, False)
-    return Process(popen, ours, output_read, life_write, scratch, mark)
+    return Process(popen, ours, output_read, life_write, scratch, mark, view)
+
+
+def program_environment(home: str, temporary: str, mark: str) -> dict[str, str]:
+    """A worker's environment for a program, with the same order of sets and the like in every run of it."""
+    return {**_environment(Path(home), mark), "TMPDIR": temporary, "PYTHONHASHSEED": "0"}
+
+
+def require_interpreter() -> None:
+    if not sys.executable:
+        raise SandboxError("this Python does not know its own program (sys.executable is empty): no sandbox")
 
 
 def _environment(scratch: Path, mark: str) -> dict[str, str]:
     passed = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
     home = {"HOME": str(scratch), "TMPDIR": str(scratch), "LANG": "C.UTF-8", "PATH": "/usr/local/bin:/usr/bin:/bin"}
-    return {**passed, **home, **_QUIET, _MARK: mark}
-
-
-start_process = _Spawner().start
+    return {**passed, **home, **_QUIET, WORKER: "1", _MARK: mark}
 
 
 def sweep_leftovers(session: int, mark: str) -> None:
@@ -158,12 +216,17 @@ def sweep_leftovers(session: int, mark: str) -> None:
     if sys.platform != "linux":
         return
     for _ in range(_SWEEPS):
-        found = [pid for pid in _processes() if _belongs(pid, session, mark)]
+        found = members_of(session, mark)
         if not found:
             return
         for pid in found:
             _kill_checked(pid, session, mark)
         time.sleep(0.005)
+
+
+def members_of(session: int, mark: str) -> list[int]:
+    """The living processes of a session, and those that carry its mark."""
+    return [pid for pid in _processes() if _belongs(pid, session, mark)]
 
 
 def _processes() -> list[int]:

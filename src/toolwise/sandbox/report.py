@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from toolwise.sandbox.faults import SandboxError, WorkerFault
-from toolwise.sandbox.hardening import HOW_TO_GET, LAYERS, Plan, Tier
+from toolwise.sandbox.layers.bubblewrap import outside_of, why_not, worker_view
+from toolwise.sandbox.layers.hardening import HOW_TO_GET, LAYERS, Plan, Tier
 from toolwise.sandbox.pool import make_root
 from toolwise.sandbox.processes import remove_folder, start_process
 from toolwise.sandbox.targets import Target, readable_folders
@@ -47,7 +48,7 @@ def probe(tier: Tier, permissions: tuple[str, ...] = ()) -> Report:
     if tier == "off":
         return Report("off", "off")
     if tier not in LAYERS:
-        raise SandboxError(f"there is no sandbox tier {tier!r} yet: use 'standard' (Linux), 'basic' or 'off'")
+        raise SandboxError(f"there is no sandbox tier {tier!r}: use 'standard', 'namespaced', 'basic' or 'off'")
     key = (tier, permissions)
     if key not in _cache:
         _cache[key] = _probe(tier, permissions)
@@ -57,12 +58,15 @@ def probe(tier: Tier, permissions: tuple[str, ...] = ()) -> Report:
 def _probe(tier: Tier, permissions: tuple[str, ...]) -> Report:
     layers = LAYERS[tier] if platform.system() == "Linux" else LAYERS["basic"]
     missing = {layer: f"this is {platform.system()}" for layer in LAYERS[tier] if layer not in layers}
+    without = why_not("network" in permissions) if "namespaces" in layers else ""
     root, held = make_root()
     try:
         scratch = root / "1"
         scratch.mkdir()
-        process = start_process(scratch)
-        plan = Plan(layers, str(scratch), tuple(readable_folders()), memory_mb=256, permissions=permissions)
+        read = tuple(readable_folders())
+        process = start_process(scratch, worker_view(layers, read, str(scratch), permissions))
+        outside = outside_of(process.view)
+        plan = Plan(layers, str(scratch), read, memory_mb=256, permissions=permissions, outside=outside)
         worker = Worker(process, plan)
         try:
             worker.seal(Target("", ()), probe=True)
@@ -75,6 +79,12 @@ def _probe(tier: Tier, permissions: tuple[str, ...]) -> Report:
         remove_folder(root)
         os.close(held)
     through = {layer: str(why) for layer, why in said.items() if why and layer in worker.layers}
-    missing |= worker.missing | through
+    missing |= worker.missing | through | ({"namespaces": without} if without else {})
     got = {layer: how for layer, how in worker.layers.items() if layer not in through}
-    return Report(tier, tier if not missing else "basic", got, missing, permissions)
+    return Report(tier, _best(got), got, missing, permissions)
+
+
+def _best(got: Collection[str]) -> Tier:
+    """The highest tier all of whose layers are there."""
+    tiers: tuple[Tier, ...] = ("namespaced", "standard")
+    return next((tier for tier in tiers if set(LAYERS[tier]) <= set(got)), "basic")

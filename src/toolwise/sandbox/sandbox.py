@@ -16,13 +16,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from toolwise.errors import RewardError
+from toolwise.rewards.signature import Signature
 from toolwise.sandbox.answers import pack, read_answer
 from toolwise.sandbox.calls import run_batch, run_pointwise
-from toolwise.sandbox.denials import EVERYTHING
 from toolwise.sandbox.faults import SandboxError, WorkerFault
 from toolwise.sandbox.frames import encode
-from toolwise.sandbox.hardening import LAYERS, Plan, Tier
 from toolwise.sandbox.harness import Harness, Plain, plain_fault
+from toolwise.sandbox.layers.denials import EVERYTHING
+from toolwise.sandbox.layers.hardening import LAYERS, Plan, Tier
 from toolwise.sandbox.pool import Pool
 from toolwise.sandbox.report import Report, probe
 from toolwise.sandbox.targets import Target, reference_of, resolve
@@ -62,7 +64,7 @@ class Sandbox:
         if unknown:
             raise SandboxError(f"there is no permission {unknown[0]!r}: there are {' and '.join(PERMISSIONS)}")
         if tier != "off" and tier not in LAYERS:
-            raise SandboxError(f"there is no sandbox tier {tier!r} yet: use 'standard' (Linux), 'basic' or 'off'")
+            raise SandboxError(f"there is no sandbox tier {tier!r}: use 'standard', 'namespaced', 'basic' or 'off'")
         if timeout_s <= 0 or memory_mb <= 0 or max_calls <= 0:
             raise SandboxError("a sandbox's timeout_s, memory_mb and max_calls must be more than 0")
         self._workers = workers or max(1, min(8, os.cpu_count() or 1))
@@ -130,6 +132,20 @@ class Sandbox:
     async def run_in_thread(self, work: Callable[[], T]) -> T:
         """`work`, which blocks, without blocking the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._executor(), work)
+
+    def signature_of(self, ref: str | Callable[..., Any]) -> Signature:
+        """What a function takes, from the worker that loaded it; a `RewardError` where it cannot be loaded."""
+        reference = ref if isinstance(ref, str) else reference_of(ref)
+        if self.tier == "off":
+            return Harness.load(reference).reward.signature
+        try:
+            with self._pool.worker(self._target(reference)) as worker:
+                assert worker.signature is not None  # a worker that is handed out has loaded its function
+                return worker.signature
+        except WorkerFault as fault:
+            said = fault.message if fault.message.startswith("reward") else f"reward {reference}: {fault.message}"
+            kind = "" if fault.kind == "import" else f" ({fault.kind}, in the sandbox)"
+            raise RewardError(" ".join(f"{said}{kind}".split())) from None
 
     def run_calls(
         self,

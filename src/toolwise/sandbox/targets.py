@@ -69,10 +69,17 @@ def reference_of(function: Callable[..., Any]) -> str:
         what = "a lambda" if "<lambda>" in name else name or type(function).__name__
         raise RewardError(f"reward {what}: a sandbox loads a reward from its file; write it as a def at the top of one")
     module = getattr(function, "__module__", "") or ""
-    spec = getattr(sys.modules.get(module), "__spec__", None)
-    if spec is not None and not module.startswith("toolwise_file_") and module != "__main__":
-        return f"{module}:{name}"
-    return f"{Path(source).resolve()}:{name}"
+    found = Path(source).resolve()
+    return f"{module}:{name}" if _is_importable(module, found) else f"{found}:{name}"
+
+
+def _is_importable(module: str, source: Path) -> bool:
+    """Whether a fresh interpreter finds `module` by its name: one may be known here by other ways."""
+    if not module or module == "__main__":
+        return False
+    place = module.replace(".", "/")
+    ways = [Path(folder, way) for folder in sys.path if folder for way in (f"{place}.py", f"{place}/__init__.py")]
+    return any(way.resolve() == source for way in ways)
 
 
 def library_folders() -> list[str]:

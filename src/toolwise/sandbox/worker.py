@@ -11,11 +11,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
+from toolwise.rewards.signature import Signature
 from toolwise.sandbox import frames
 from toolwise.sandbox.faults import SandboxError, WorkerFault, printable, read_fault
-from toolwise.sandbox.hardening import MEBIBYTE, Plan
+from toolwise.sandbox.layers.hardening import MEBIBYTE, Plan
 from toolwise.sandbox.processes import Process, remove_folder
 from toolwise.sandbox.targets import Target
+from toolwise.sandbox.usage import overfilled
 
 START_S = 60.0
 """How long an interpreter may take to come up on a busy machine; the user's code has not begun by then."""
@@ -23,7 +25,6 @@ LARGEST_RESULT = 8 * MEBIBYTE
 OUTPUT_KEPT = 16 * 1024
 LOOK_S = 0.1
 """How often a long call's folder is looked at."""
-MOST_FILES = 10_000
 GONE_S = 0.2
 
 _numbers = itertools.count(1)
@@ -35,7 +36,8 @@ class Worker:
     def __init__(self, process: Process, plan: Plan) -> None:
         self.process, self.plan = process, plan
         self.calls = 0
-        self.mode = "pointwise"
+        self.signature: Signature | None = None
+        """What its function takes, once it is loaded."""
         self.layers: dict[str, str] = {}
         self.missing: dict[str, str] = {}
         self.clean = True
@@ -75,9 +77,10 @@ class Worker:
         if "fault" in said:
             fault = read_fault(said["fault"])
             raise WorkerFault(fault.kind, fault.message, fault.traceback + self._printed())
-        if said.get("mode") not in ("pointwise", "batch", "group"):
-            raise WorkerFault("bad_type", "the worker sent something else than what it was asked for")
-        self.mode = said["mode"]
+        try:
+            self.signature = Signature.from_json(said.get("signature"))
+        except ValueError:
+            raise WorkerFault("bad_type", "the worker sent something else than what it was asked for") from None
 
     def probe(self) -> dict[str, Any]:
         return dict(self._next(time.monotonic() + START_S, "be probed").get("probed") or {})
@@ -183,24 +186,9 @@ class Worker:
             self._dropped += max(len(data) - max(room, 0), 0)
 
     def _look_at_folder(self) -> None:
-        size, files = 0, 0
-        limit = self.plan.file_mb * MEBIBYTE
-        waiting = [str(self.process.scratch)]
-        while waiting and files <= MOST_FILES and size <= limit:
-            with suppress(OSError), os.scandir(waiting.pop()) as entries:
-                for entry in entries:
-                    files += 1
-                    if entry.is_dir(follow_symlinks=False):
-                        waiting.append(entry.path)
-                    else:
-                        with suppress(OSError):
-                            size += entry.stat(follow_symlinks=False).st_blocks * 512
-                    if files > MOST_FILES or size > limit:
-                        break
-        if files > MOST_FILES or size > limit:
-            raise WorkerFault(
-                "too_big", f"it filled its folder: more than {self.plan.file_mb} MB or {MOST_FILES} files"
-            )
+        too_much = overfilled([self.process.scratch], self.plan.file_mb)
+        if too_much:
+            raise WorkerFault("too_big", too_much)
 
     def _death(self) -> WorkerFault:
         """Why the channel is closed."""

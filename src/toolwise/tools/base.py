@@ -31,12 +31,18 @@ class BaseTool(ABC):
 
     family: str = "OTHER"
     price: float = 1.0
+    max_concurrent: int | None = None
+    """Calls at once at most, over all rollouts; as many as come, where it is None."""
+    isolate: bool | None = False
+    """True: each rollout's object of this class lives in a process of its own, which can be killed at a deadline."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema) -> None:
         self.config = config
         self.tool_schema = tool_schema
         self.family = config.get("family", self.family)
         self.price = float(config.get("price", self.price))
+        self.isolate = config.get("isolate", self.isolate)
+        self.max_concurrent = config.get("max_concurrent", self.max_concurrent)
 
     @property
     def name(self) -> str:

@@ -14,7 +14,11 @@ from toolwise.tools.base import BaseTool, OpenAIFunctionToolSchema
 from toolwise.tools.calculator import CalculatorTool
 from toolwise.tools.function import FunctionTool, as_tool, check_terms
 from toolwise.tools.gsm8k import Gsm8kTool
-from toolwise.tools.search import SearchTool
+from toolwise.tools.isolation.tool import isolated
+from toolwise.tools.mcp.tools import mcp_tools
+from toolwise.tools.python import PythonTool
+from toolwise.tools.search.tool import SearchTool
+from toolwise.tools.shell import ShellTool
 
 Entry = str | BaseTool | Callable[..., Any] | Mapping[str, Any]
 
@@ -22,8 +26,12 @@ TOOLS: dict[str, Callable[[dict[str, Any]], BaseTool]] = {
     "calculator": CalculatorTool,
     "search": SearchTool,
     "calc_gsm8k_reward": Gsm8kTool,
+    "python": PythonTool,
+    "shell": ShellTool,
 }
-_TERMS = frozenset({"family", "price"})
+GROUPS: dict[str, Callable[[dict[str, Any]], list[BaseTool]]] = {"mcp": mcp_tools}
+"""Names that stand for several tools."""
+_TERMS = frozenset({"family", "price", "isolate", "max_concurrent"})
 
 
 def build_tools(entries: Sequence[Entry]) -> dict[str, BaseTool]:
@@ -33,15 +41,14 @@ def build_tools(entries: Sequence[Entry]) -> dict[str, BaseTool]:
     typed function, or a mapping with one of these as its `name` and the tool's configuration beside it.
     """
     tools: dict[str, BaseTool] = {}
-    for entry in entries:
-        made = _build(entry)
+    for made in (isolated(tool) for entry in entries for tool in _build(entry)):
         if made.name in tools:
             raise ConfigError(f"tools: {made.name!r} is there twice; remove one, or rename it in its schema")
         tools[made.name] = made
     return tools
 
 
-def _build(entry: Entry) -> BaseTool:
+def _build(entry: Entry) -> list[BaseTool]:
     if not isinstance(entry, Mapping):
         entry = {"name": entry}
     if "name" not in entry:
@@ -52,12 +59,14 @@ def _build(entry: Entry) -> BaseTool:
         check_terms(config, f"tools: {where}")
     except ToolwiseError as error:
         raise ConfigError(str(error)) from None
+    if isinstance(entry["name"], str) and where in GROUPS:
+        return GROUPS[where](config)
     target = _resolve(entry["name"])
     if inspect.isclass(target) and issubclass(target, BaseTool):
-        return _construct(target, config, where)
+        return [_construct(target, config, where)]
     if isinstance(entry["name"], str) and where in TOOLS:
-        return TOOLS[where](config)
-    return _adapt(target, config, where)
+        return [TOOLS[where](config)]
+    return [_adapt(target, config, where)]
 
 
 def _label(entry: Any) -> str:
@@ -71,7 +80,8 @@ def _resolve(entry: Any) -> Any:
     if entry in TOOLS:
         return TOOLS[entry]
     if ":" not in entry:
-        hint = did_you_mean(entry, TOOLS) or f"; there are {', '.join(sorted(TOOLS))}, or module:attr"
+        known = sorted((*TOOLS, *GROUPS))
+        hint = did_you_mean(entry, known) or f"; there are {', '.join(known)}, or module:attr"
         raise ConfigError(f"tools: there is no tool {entry!r}{hint}")
     return load_reference(entry, what="tools")
 

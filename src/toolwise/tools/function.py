@@ -5,28 +5,31 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import logging
 import re
-import typing
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 
-from pydantic import TypeAdapter, ValidationError
-from pydantic.errors import PydanticUserError
+from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from toolwise.errors import ToolwiseError
-from toolwise.tools.base import BaseTool, FunctionSchema, OpenAIFunctionToolSchema
-from toolwise.waiting import in_thread
+from toolwise.references import in_worker
+from toolwise.tools import isolation
+from toolwise.tools.base import BaseTool
+from toolwise.tools.isolation.places import Target
+from toolwise.tools.isolation.workers import LoadFault
+from toolwise.tools.signature import describe, make_adapter, read_annotations, returns_reward
+from toolwise.waiting import in_thread, in_virtual_time
 
+log = logging.getLogger("toolwise.tools")
 P = ParamSpec("P")
 R = TypeVar("R")
 
 FAMILIES = ("SEARCH", "CALCULATE", "OTHER")
 
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_SECTION = re.compile(r"(?i)(args|arguments|parameters|returns?|yields?|raises|examples?|notes?)\s*:\s*$")
-_ARGS_ENTRY = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
-_FIELD_ENTRY = re.compile(r":(\w+)([^:]*):\s*(.*)")
 
 
 class FunctionTool(BaseTool, Generic[P, R]):
@@ -35,6 +38,11 @@ class FunctionTool(BaseTool, Generic[P, R]):
     What the function returns is what the model reads: a string as it is, anything else as JSON. One that is
     annotated `-> tuple` (or `tuple[str, …]` of two or three) returns (text, reward) or (text, reward, info).
     A task's `execute_kwargs` are not passed on: the function sees the model's arguments and nothing else.
+
+    A function that is not async runs in a worker process, which is killed when a call is late; its module is loaded
+    there anew, and what it keeps in globals lives there. `isolate=False` runs it in a thread of the trainer instead,
+    where a call that hangs can only be left behind; so does a function that no other process can find.
+    `isolate=True` insists on a process, and runs an async function in one too.
     """
 
     def __init__(
@@ -45,26 +53,30 @@ class FunctionTool(BaseTool, Generic[P, R]):
         description: str | None = None,
         family: str | None = None,
         price: float | None = None,
+        isolate: bool | None = None,
+        max_concurrent: int | None = None,
     ) -> None:
         self.function = function
         name = name if name is not None else getattr(function, "__name__", type(function).__name__)
         if not _TOOL_NAME.fullmatch(name):
             raise ToolwiseError(f"tool {name!r}: use 1 to 64 letters, digits, _ or - as @tool(name=…)")
-        given = {"family": family, "price": price}
+        given = {"family": family, "price": price, "max_concurrent": max_concurrent}
         config = {key: value for key, value in given.items() if value is not None}
-        check_terms(config, f"tool {name}")
-        annotations = _annotations(function, name)
-        self._adapters = {key: _adapter(annotation, name, key) for key, annotation in annotations.items()}
-        self._returns_reward = _returns_reward(function)
-        super().__init__(config, _tool_schema(function, name, description, self._adapters))
+        check_terms({**config, "isolate": isolate}, f"tool {name}")
+        annotations = read_annotations(function, name)
+        self._adapters = {key: make_adapter(annotation, name, key) for key, annotation in annotations.items()}
+        self._returns_reward = returns_reward(function)
+        super().__init__(config, describe(function, name, description, self._adapters))
         functools.update_wrapper(self, function)
+        self.isolate = isolate
+        self._target = self._find_target()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.function(*args, **kwargs)
 
     def with_terms(self, **terms: Any) -> FunctionTool[P, R]:
         """The same function under another description, family or price."""
-        mine = {"description": self.tool_schema.function.description, **self.config}
+        mine = {"description": self.tool_schema.function.description, "isolate": self.isolate, **self.config}
         return FunctionTool(self.function, name=self.name, **{**mine, **terms})
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> str:
@@ -73,6 +85,12 @@ class FunctionTool(BaseTool, Generic[P, R]):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[str, float | None, dict[str, Any]]:
+        if self._target is not None and not in_virtual_time() and self._is_found(self._target):
+            try:
+                return await isolation.run(self._target, parameters)
+            except LoadFault as fault:
+                if self._target is not None:  # the first of those that waited together says it
+                    self._stay_here(str(fault))
         try:
             arguments = self._read(parameters)
         except ValueError as error:
@@ -80,11 +98,54 @@ class FunctionTool(BaseTool, Generic[P, R]):
         function = cast("Callable[..., Any]", self.function)
         if inspect.iscoroutinefunction(function):
             value = await function(**arguments)
+        elif in_virtual_time():
+            value = function(**arguments)
         else:
-            value = await in_thread(functools.partial(function, **arguments))
-            if inspect.isawaitable(value):
-                value = await value
+            value = await in_thread(functools.partial(function, **arguments), name=f"tool {self.name}")
+        if inspect.isawaitable(value):
+            value = await value
         return self._result(value)
+
+    def call_here(
+        self, parameters: Mapping[str, Any], wait: Callable[[Awaitable[Any]], Any]
+    ) -> tuple[str, float | None, dict[str, Any]]:
+        """One call in this very thread, as a worker process makes it; `wait` ends what is awaitable."""
+        try:
+            arguments = self._read(parameters)
+        except ValueError as error:
+            return f"error: {error}", None, {"ok": False}
+        value: Any = cast("Callable[..., Any]", self.function)(**arguments)
+        return self._result(wait(value) if inspect.isawaitable(value) else value)
+
+    def _find_target(self) -> Target | None:
+        """How a worker process finds the function; None where it runs in this one."""
+        here = self.isolate is False or (self.isolate is None and inspect.iscoroutinefunction(self.function))
+        if here or in_worker():
+            return None
+        try:
+            return Target.of(self.function)
+        except ToolwiseError as fault:
+            self._stay_here(str(fault))
+            return None
+
+    def _is_found(self, target: Target) -> bool:
+        """Whether the name still leads to this function: only now, as a decorator runs before its name is bound."""
+        module = sys.modules.get(self.function.__module__)
+        try:
+            found = target.find(module) if module is not None else None
+        except AttributeError:
+            found = None
+        if found is self or found is self.function or getattr(found, "function", None) is self.function:
+            return True
+        self._stay_here(f"{target.name} in {target.place} is another function")
+        return False
+
+    def _stay_here(self, reason: str) -> None:
+        """Without a process of its own, where that is allowed."""
+        if self.isolate:
+            raise ToolwiseError(f"tool {self.name}: isolate=True runs it in a worker process, but {reason}")
+        log.warning("tool %s runs in a thread, where a call that hangs can only be left behind: %s", self.name, reason)
+        self._target = None
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         return None
@@ -134,6 +195,8 @@ def tool(
     family: str | None = None,
     price: float | None = None,
     description: str | None = None,
+    isolate: bool | None = None,
+    max_concurrent: int | None = None,
 ) -> Callable[[Callable[P, R]], FunctionTool[P, R]]: ...
 def tool(
     function: Callable[..., Any] | None = None,
@@ -143,11 +206,18 @@ def tool(
     family: str | None = None,
     price: float | None = None,
     description: str | None = None,
+    isolate: bool | None = None,
+    max_concurrent: int | None = None,
 ) -> Any:
-    """Makes a tool of a typed function: `@tool`, or with its terms `@tool(family="SEARCH", price=0.5)`."""
+    """Makes a tool of a typed function: `@tool`, or with its terms `@tool(family="SEARCH", price=0.5)`.
+
+    `isolate` says where it runs: in a worker process (True), in this one (False), or as `FunctionTool` says (None);
+    `max_concurrent` how many calls may run at once over all rollouts.
+    """
 
     def make(target: Callable[..., Any]) -> FunctionTool[..., Any]:
-        return FunctionTool(target, name=name, description=description, family=family, price=price)
+        terms: dict[str, Any] = {"family": family, "price": price, "isolate": isolate, "max_concurrent": max_concurrent}
+        return FunctionTool(target, name=name, description=description, **terms)
 
     return make if function is None else make(function)
 
@@ -162,124 +232,14 @@ def as_tool(obj: BaseTool | Callable[..., Any]) -> BaseTool:
 
 
 def check_terms(config: Mapping[str, Any], where: str) -> None:
-    """Refuses a family or a price that the router and the budget could not go by."""
+    """Refuses terms that the router, the budget and the scheduler could not go by."""
     family, price = config.get("family", "OTHER"), config.get("price", 0.0)
     if family not in FAMILIES:
         raise ToolwiseError(f"{where}: family must be one of {', '.join(FAMILIES)}, got {family!r}")
     if isinstance(price, bool) or not isinstance(price, int | float) or not 0 <= price < float("inf"):
         raise ToolwiseError(f"{where}: price must be a number from 0 up, got {price!r}")
-
-
-def _annotations(function: Callable[..., Any], name: str) -> dict[str, Any]:
-    """parameter -> its type, in order; refuses what a model could not fill in by name."""
-    try:
-        hints = typing.get_type_hints(function, include_extras=True)
-    except (NameError, TypeError) as error:
-        raise ToolwiseError(f"tool {name}: its annotations cannot be read: {error}") from error
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            raise ToolwiseError(
-                f"tool {name}: parameter {parameter} cannot be given by name; list the arguments one by one"
-            )
-        if parameter.name not in hints:
-            raise ToolwiseError(f"tool {name}: parameter {parameter.name!r} needs a type annotation")
-    return {key: hints[key] for key in inspect.signature(function).parameters}
-
-
-def _adapter(annotation: Any, name: str, parameter: str) -> TypeAdapter[Any]:
-    try:
-        adapter = TypeAdapter[Any](annotation)
-        adapter.json_schema()
-    except PydanticUserError as error:
-        raise ToolwiseError(
-            f"tool {name}: parameter {parameter!r} has a type without a JSON schema: {annotation!r}"
-        ) from error
-    return adapter
-
-
-def _returns_reward(function: Callable[..., Any]) -> bool:
-    annotation = typing.get_type_hints(function).get("return")
-    members = typing.get_args(annotation)
-    if annotation is tuple or annotation is typing.Tuple:  # noqa: UP006
-        return True
-    return typing.get_origin(annotation) is tuple and members[:1] == (str,) and len(members) in (2, 3)
-
-
-def _tool_schema(
-    function: Callable[..., Any], name: str, description: str | None, adapters: Mapping[str, TypeAdapter[Any]]
-) -> OpenAIFunctionToolSchema:
-    text, notes = read_docstring(inspect.getdoc(function) or "")
-    properties: dict[str, Any] = {}
-    required: list[str] = []
-    for key, parameter in inspect.signature(function).parameters.items():
-        schema = _tidy(adapters[key].json_schema(), f"tool {name}: parameter {key!r}")
-        if key in notes:
-            schema["description"] = notes[key]
-        if parameter.default is parameter.empty:
-            required.append(key)
-        elif parameter.default is not None:
-            schema["default"] = to_jsonable_python(parameter.default, fallback=str)
-        properties[key] = schema
-    parameters = {"type": "object", "properties": properties, "required": required}
-    return OpenAIFunctionToolSchema(
-        function=FunctionSchema(
-            name=name, description=text if description is None else description, parameters=parameters
-        )
-    )
-
-
-def _tidy(schema: dict[str, Any], where: str) -> dict[str, Any]:
-    """`schema` with its `$defs` written out and without titles: models read it, and pay by the token."""
-    definitions = schema.pop("$defs", {})
-
-    def walk(node: Any, inside: tuple[str, ...]) -> Any:
-        if isinstance(node, list):
-            return [walk(item, inside) for item in node]
-        if not isinstance(node, dict):
-            return node
-        if "$ref" in node:
-            target = node["$ref"].rpartition("/")[2]
-            if target in inside:
-                raise ToolwiseError(f"{where} has a type that refers to itself ({target})")
-            beside = {key: value for key, value in node.items() if key != "$ref"}
-            return walk({**definitions[target], **beside}, (*inside, target))
-        tidied = {}
-        for key, value in node.items():
-            if key == "properties":
-                tidied[key] = {name: walk(item, inside) for name, item in value.items()}
-            elif key in ("enum", "const", "default", "examples"):
-                tidied[key] = value
-            elif key != "title":
-                tidied[key] = walk(value, inside)
-        return tidied
-
-    return cast("dict[str, Any]", walk(schema, ()))
-
-
-def read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """What a docstring says of the function, and of each parameter (Google's `Args:` or `:param x:`)."""
-    description: list[str] = []
-    notes: dict[str, list[str]] = {}
-    section = ""
-    note: list[str] | None = None
-    entry_indent = 0
-    for line in inspect.cleandoc(text).splitlines():
-        indent, stripped = len(line) - len(line.lstrip()), line.strip()
-        if indent == 0 and (heading := _SECTION.match(stripped)):
-            section, note, entry_indent = heading[1].lower(), None, 0
-        elif field := _FIELD_ENTRY.match(stripped) if stripped.startswith(":") else None:
-            section, note = "fields", None
-            if field[1] in ("param", "parameter", "arg", "argument") and (words := field[2].split()):
-                note = notes.setdefault(words[-1], [field[3]])
-        elif section == "":
-            description.append(stripped)
-        elif section in ("args", "arguments", "parameters"):
-            entry_indent = entry_indent or indent
-            if indent <= entry_indent and (entry := _ARGS_ENTRY.match(stripped)):
-                note = notes.setdefault(entry[1], [entry[2]])
-            elif note is not None:
-                note.append(stripped)
-        elif section == "fields" and note is not None and stripped:
-            note.append(stripped)
-    joined = {key: " ".join(part for part in parts if part) for key, parts in notes.items()}
-    return "\n".join(description).strip(), {key: note for key, note in joined.items() if note}
+    at_once = config.get("max_concurrent")
+    if at_once is not None and (isinstance(at_once, bool) or not isinstance(at_once, int) or at_once < 1):
+        raise ToolwiseError(f"{where}: max_concurrent must be a whole number from 1 up, got {at_once!r}")
+    if config.get("isolate") not in (None, True, False):
+        raise ToolwiseError(f"{where}: isolate must be true or false, got {config['isolate']!r}")

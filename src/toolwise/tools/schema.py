@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from toolwise.errors import ToolwiseError
 from toolwise.parameters import compile_parameters
-from toolwise.tools.base import OpenAIFunctionToolSchema
+from toolwise.tools.base import FunctionSchema, OpenAIFunctionToolSchema
 
 if TYPE_CHECKING:
     from jsonschema import ValidationError
@@ -32,7 +33,7 @@ def validate_arguments(schema: OpenAIFunctionToolSchema, arguments: Any) -> list
     """What is wrong with `arguments`, one line a problem, in a fixed order; empty where they fit."""
     if not isinstance(arguments, dict):
         return ["the arguments must be a JSON object"]
-    validator = compile_parameters(schema.function.name, json.dumps(schema.function.parameters, sort_keys=True))
+    validator = _validator_of(schema.function)
     from referencing.exceptions import Unresolvable
 
     try:
@@ -44,6 +45,23 @@ def validate_arguments(schema: OpenAIFunctionToolSchema, arguments: Any) -> list
         return ["the arguments are nested too deeply"]
     problems = [problem for error in errors for problem in _problems(error)]
     return [_one_line(problem) for problem in problems[:MAX_PROBLEMS]]
+
+
+_known: dict[int, tuple[dict[str, Any], dict[str, Any], Any]] = {}
+"""The id of a tool's parameters -> they, a copy of how they were, their validator."""
+_MOST_KNOWN = 1024
+
+
+def _validator_of(function: FunctionSchema) -> Any:
+    """`compile_parameters` without writing the schema as text at every call; a schema changed in place is seen."""
+    parameters = function.parameters
+    known = _known.get(id(parameters))
+    if known is None or known[0] is not parameters or known[1] != parameters:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        validator = compile_parameters(function.name, json.dumps(parameters, sort_keys=True))
+        known = _known[id(parameters)] = (parameters, deepcopy(parameters), validator)
+    return known[2]
 
 
 def _problems(error: ValidationError) -> Iterable[str]:

@@ -238,6 +238,11 @@ def _first(metrics: Mapping[str, Any], names: Sequence[str]) -> float | None:
     return None
 
 
+def show_record(console: Console, record: Mapping[str, Any]) -> None:
+    """One rollout, as a line of rollouts/*.jsonl has it, on any console."""
+    console.print(_rollout_panel(record))
+
+
 def _rollout_head(record: Mapping[str, Any]) -> str:
     mark = {True: "✓ ", False: "✗ ", None: ""}[verdict(record)]
     parts = [f"{mark}score {say_figure('score', record.get('score'))}"]

@@ -26,6 +26,10 @@ class JsonlTracker:
         self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
         self._file.flush()
 
+    def sync(self) -> None:
+        """Bring every line to the disk."""
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         self._file.close()
 

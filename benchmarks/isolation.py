@@ -1,0 +1,102 @@
+"""What a process of its own costs a tool: calls a second, and what a kill takes. `python benchmarks/isolation.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from toolwise.references import load_reference
+from toolwise.tools.function import FunctionTool
+from toolwise.tools.isolation.places import Target
+from toolwise.tools.isolation.pool import Pool
+from toolwise.waiting import run
+
+TOOLS = """
+import time
+def add(a: int, b: int) -> int:
+    return a + b
+def nap(seconds: float) -> str:
+    time.sleep(seconds)
+    return "rested"
+"""
+CALLS = 2_000
+
+
+async def rate(call: Callable[[], Awaitable[object]], at_once: int, calls: int) -> float:
+    """Calls a second with `at_once` callers."""
+
+    async def caller() -> None:
+        for _ in range(calls // at_once):
+            await call()
+
+    began = time.perf_counter()
+    await asyncio.gather(*(caller() for _ in range(at_once)))
+    return calls // at_once * at_once / (time.perf_counter() - began)
+
+
+async def main(path: Path) -> None:
+    add, nap = (load_reference(f"{path}:{name}", what="tool") for name in ("add", "nap"))
+    arguments = {"a": 1, "b": 2}
+    target, sleeps = Target.of(add), Target.of(nap)
+    thread = FunctionTool(add, isolate=False)
+    print(f"load {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores; {CALLS:,} calls of a function that adds")
+    print(f"in threads, 8 at once:      {await rate(lambda: thread.execute('i', arguments), 8, CALLS):>8,.0f} calls/s")
+    for workers in (1, 2, 4, 8):
+        await throughput(workers, target, sleeps)
+    await kills(sleeps)
+
+
+async def throughput(workers: int, target: Target, sleeps: Target) -> None:
+    pool = Pool(limit=workers)
+    began = time.perf_counter()
+    await asyncio.gather(*(pool.run(sleeps, {"seconds": 0.01}) for _ in range(workers)))
+    up_s = time.perf_counter() - began
+    busy = await rate(lambda: pool.run(target, {"a": 1, "b": 2}), workers, CALLS)
+    naps = await rate(lambda: pool.run(sleeps, {"seconds": 0.02}), workers, 20 * workers)
+    memory_mb = statistics.mean(map(own_memory_mb, pool.pids()))
+    pool.close()
+    print(f"in {workers} worker process{'es' * (workers > 1):<2}:     {busy:>8,.0f} calls/s", end="; ")
+    print(f"naps of 20 ms: {naps:,.0f} calls/s of {50 * workers}; all up in {up_s:.2f} s, {memory_mb:.0f} MB each")
+
+
+def own_memory_mb(pid: int) -> float:
+    """What a process does not share with others."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("Private")) / 1024
+
+
+async def kills(target: Target) -> None:
+    """A call that hangs is cancelled: until its caller goes on, until its process is gone, until the next is warm."""
+    pool = Pool(limit=1)
+    await pool.run(target, {"seconds": 0.0})
+    freed, gone, warm = [], [], []
+    for _ in range(10):
+        [pid] = pool.pids()
+        hanging = asyncio.create_task(pool.run(target, {"seconds": 1000.0}))
+        await asyncio.sleep(0.02)
+        began = time.perf_counter()
+        hanging.cancel()
+        await asyncio.wait({hanging})
+        freed.append(time.perf_counter() - began)
+        while pid in pool.pids():  # noqa: ASYNC110
+            await asyncio.sleep(0.0005)
+        gone.append(time.perf_counter() - began)
+        await pool.run(target, {"seconds": 0.0})
+        warm.append(time.perf_counter() - began)
+    pool.close()
+    words = ("its caller goes on after", "its process is gone after", "the next has answered after")
+    for word, taken in zip(words, (freed, gone, warm), strict=True):
+        print(f"a call is killed: {word} {statistics.median(taken) * 1e3:.1f} ms (worst {max(taken) * 1e3:.1f} ms)")
+    print(f"load {os.getloadavg()[0]:.2f}")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tools.py"
+        path.write_text(TOOLS)
+        run(main(path))

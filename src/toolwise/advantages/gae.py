@@ -1,0 +1,160 @@
+"""GAE (Schulman et al. 2016, arXiv 1506.02438): what came was how much better than a critic foresaw.
+
+    δ_t = r_t + γ · V_{t+1} − V_t          A_t = δ_t + γλ · A_{t+1}          return_t = A_t + V_t
+
+Per token (`per = "token"`): t runs over the sampled tokens of a rollout, as if nothing lay between them. A tool's
+tokens are no time steps: they are not discounted over, carry no value and earn nothing, so that inserting them changes
+no reward, no return and no advantage. V_t is the critic's value before token t.
+Per turn (`per = "turn"`): t runs over the steps; V_t is the step's first value, and one is enough. All sampled
+tokens of a step get its advantage and its return.
+
+What a step earns (`step_rewards.py`) comes with its last sampled token; of a step without any, with the last one before
+it. With `kl_coef` each token also earns −kl_coef · (log π_old − log π_ref), the estimator k1.
+The end: after the last token V is 0. For a rollout that was cut short that is a choice: being cut counts as an end,
+which is right where the score has judged it. `bootstrap_truncated` takes the last value known as what was to come.
+`whiten` brings advantages to mean 0 and variance 1 over all sampled tokens of the batch (turns, per turn); returns
+never. Shapes: over arrays [batch, length], below; over rollouts one array a step, an entry a sampled token. Grouping:
+none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
+
+import numpy as np
+
+from toolwise.advantages.arrays import (
+    CreditError,
+    Doubles,
+    Ints,
+    check_choice,
+    check_fraction,
+    discounted_sums,
+    whiten,
+)
+from toolwise.advantages.credit import credit_tokens
+from toolwise.advantages.step_rewards import TerminalScore
+from toolwise.advantages.tensors import Array, Masked, as_numpy
+from toolwise.advantages.token_rewards import Tokens, tokens_of
+from toolwise.protocols import Annotation
+from toolwise.types import AnnotatedRollout, CreditedRollout
+
+
+def gae(
+    rewards: Doubles, values: Doubles, lengths: Ints, gamma: float, lam: float, bootstrap: Doubles | None = None
+) -> tuple[Doubles, Doubles]:
+    """Advantages and returns over stretches that lie end to end; `bootstrap` has the value after each one's end."""
+    check_fraction("gamma", gamma)
+    check_fraction("lam", lam)
+    if len(rewards) == 0:
+        return np.zeros(0), np.zeros(0)
+    following = np.append(values[1:], 0.0)
+    some = lengths > 0
+    following[np.cumsum(lengths)[some] - 1] = 0.0 if bootstrap is None else bootstrap[some]
+    advantages = discounted_sums(rewards + gamma * following - values, lengths, gamma * lam)
+    return advantages, advantages + values
+
+
+def compute_gae_advantage_return(
+    token_level_rewards: Array,
+    values: Any,
+    response_mask: Any,
+    gamma: float,
+    lam: float,
+    *,
+    whitened: bool = True,
+    bootstrap: Any = None,
+) -> tuple[Array, Array]:
+    """Over arrays or tensors [batch, length]: (advantages, returns), both zero off the mask. `bootstrap` [batch] holds
+    the value after a row's last token, where its episode was cut and not ended."""
+    where = Masked.of(response_mask, rewards=token_level_rewards, values=values)
+    after = None if bootstrap is None else as_numpy(bootstrap).astype(np.float64)
+    found, returns = gae(where.take(token_level_rewards), where.take(values), where.lengths, gamma, lam, after)
+    advantages = whiten(found) if whitened else found
+    return where.put(advantages, token_level_rewards), where.put(returns, token_level_rewards)
+
+
+@dataclass(frozen=True, slots=True)
+class Gae:
+    """`adv_estimator = "gae"`"""
+
+    gamma: float = 1.0
+    lam: float = 0.95
+    per: Literal["token", "turn"] = "token"
+    whiten: bool = True
+    bootstrap_truncated: bool = False
+    kl_coef: float = 0.0
+    terminal_score: TerminalScore = "auto"
+    default_step_reward: float = 0.0
+    invalid_action_penalty: float = 0.0
+
+    least_group: ClassVar[int] = 1
+    equal_scores_teach: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_fraction("gamma", self.gamma)
+        check_fraction("lam", self.lam)
+        check_choice("per", self.per, ("token", "turn"))
+        check_choice("terminal_score", self.terminal_score, get_args(TerminalScore))
+
+    @property
+    def needs(self) -> frozenset[Annotation]:
+        return frozenset({"values", "ref_logprobs"} if self.kl_coef else {"values"})
+
+    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
+        tokens = tokens_of(
+            rollouts,
+            kl_coef=self.kl_coef,
+            terminal_score=self.terminal_score,
+            default_step_reward=self.default_step_reward,
+            invalid_action_penalty=self.invalid_action_penalty,
+        )
+        cut = np.array([self.bootstrap_truncated and r.scored.rollout.stop_reason.truncated for r in rollouts])
+        advantages, returns = (self._by_turn if self.per == "turn" else self._by_token)(rollouts, tokens, cut)
+        return credit_tokens(rollouts, tokens.counts, advantages, returns)
+
+    def _by_token(self, rollouts: Sequence[AnnotatedRollout], tokens: Tokens, cut: Any) -> tuple[Doubles, Doubles]:
+        values = _values(rollouts, tokens, whole=True)
+        lengths = tokens.per_rollout
+        advantages, returns = gae(tokens.rewards, values, lengths, self.gamma, self.lam, _last(values, lengths) * cut)
+        return (whiten(advantages) if self.whiten else advantages), returns
+
+    def _by_turn(self, rollouts: Sequence[AnnotatedRollout], tokens: Tokens, cut: Any) -> tuple[Doubles, Doubles]:
+        values = _values(rollouts, tokens, whole=False)
+        spoken = tokens.counts > 0
+        lengths = np.bincount(tokens.rollout_of_step[spoken], minlength=len(rollouts)).astype(np.intp)
+        # A turn earns what its tokens earn.
+        of_token = np.repeat(np.arange(len(spoken)), tokens.counts)
+        earned = np.bincount(of_token, tokens.rewards, len(spoken)).astype(np.float64)
+        advantages, returns = gae(earned[spoken], values, lengths, self.gamma, self.lam, _last(values, lengths) * cut)
+        if self.whiten:
+            advantages = whiten(advantages)
+        return np.repeat(advantages, tokens.counts[spoken]), np.repeat(returns, tokens.counts[spoken])
+
+
+def _last(values: Doubles, lengths: Ints) -> Doubles:
+    """The last value of each stretch; 0 for an empty one."""
+    last = np.zeros(len(lengths))
+    some = lengths > 0
+    last[some] = values[np.cumsum(lengths)[some] - 1]
+    return last
+
+
+def _values(rollouts: Sequence[AnnotatedRollout], tokens: Tokens, *, whole: bool) -> Doubles:
+    """A value for each sampled token, or (not `whole`) for each step that has any."""
+    parts: list[Any] = []
+    counts = iter(tokens.counts.tolist())
+    for rollout in rollouts:
+        name, steps = rollout.scored.rollout.rollout_id, rollout.scored.steps
+        if rollout.values is None or len(rollout.values) != len(steps):
+            raise CreditError(f"rollout {name} has no values for its {len(steps)} steps; gae needs a critic")
+        for step, found in zip(steps, rollout.values, strict=True):
+            count = next(counts)
+            if len(found) < min(count, 1) or (whole and len(found) != count):
+                raise CreditError(
+                    f"rollout {name}, step {step.system_step_index}: {len(found)} values for {count} sampled tokens"
+                )
+            parts.append(found if whole else found[: min(count, 1)])
+    return np.concatenate(parts).astype(np.float64) if parts else np.zeros(0)

@@ -1,0 +1,258 @@
+"""GiGPO (Feng et al. 2025, arXiv 2505.10978): a step is as good as it beats what others did in the same state.
+
+    G_t   = r_t + γ · G_{t+1}                          within a rollout; its `return_to_go`
+    A_E   = normalised score                           over the rollouts of one group (task)
+    A_S   = normalised G                               over all steps of the group in one anchor state, within and
+                                                       across rollouts
+    A     = ω · A_E + (1 − ω) · A_S                    combine = "convex"
+    A     = A_E + w · A_S                              combine = "additive", the paper's; w is step_advantage_w
+
+Normalised: mean_std_norm (x − mean) / (std + 1e-6) with the sample std, or mean_norm x − mean. Alone in its state or
+group, or all values equal: exactly 0. Statistics in float64.
+
+Shapes: one score and one group id a rollout; one reward and one anchor a step; one advantage and one return a step,
+and all sampled tokens of a step get its advantage. Grouping: A_E by group id, A_S by (group id, anchor): nothing is
+ever compared across tasks. What a state is: `anchors.py`. What a step earned, and where the final score goes:
+`step_rewards.py`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, get_args
+
+import numpy as np
+
+from toolwise.advantages.anchors import StateAnchor, StateHash, as_anchor
+from toolwise.advantages.arrays import (
+    Doubles,
+    Ints,
+    check_choice,
+    check_fraction,
+    discounted_sums,
+    narrow,
+    normalize,
+    pairs,
+)
+from toolwise.advantages.credit import credit_steps, with_credit
+from toolwise.advantages.step_rewards import Episodes, TerminalScore, episodes_of, episodes_of_rollouts
+from toolwise.protocols import Annotation, Metrics
+from toolwise.types import AnnotatedRollout, CreditedRollout, StepData
+
+Combine = Literal["convex", "additive"]
+StepNormalization = Literal["mean_std_norm", "mean_norm"]
+Compare = Callable[[Doubles, Ints, Ints, StepNormalization], Doubles]
+"""From returns, states and lengths to A_S."""
+DEAD = 0.9
+BLOCK = 32_768
+"""Steps worked on at a time."""
+
+
+class DeadAnchorsWarning(UserWarning):
+    """Step-level credit that says nothing, because hardly any two steps share a state."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCredit:
+    """What came out, one entry a step but for `episode`, which has one a rollout."""
+
+    advantages: Doubles
+    returns: Doubles
+    episode: Doubles
+    step: Doubles
+    anchors: Ints
+    """Which (group, state) each step was in: equal numbers, not each in use."""
+
+    def metrics(self) -> Metrics:
+        if len(self.anchors) == 0:
+            return {}
+        sizes = np.bincount(self.anchors)
+        sizes = sizes[sizes > 0]
+        return {
+            "gigpo/n_anchor_groups": float(len(sizes)),
+            "gigpo/mean_anchor_size": float(sizes.mean()),
+            "gigpo/frac_singleton": float((sizes == 1).mean()),
+            "gigpo/frac_steps_alone": float((sizes == 1).sum() / len(self.anchors)),
+            "gigpo/mean_abs_episode_advantage": float(np.abs(self.episode).mean()),
+            "gigpo/mean_abs_step_advantage": float(np.abs(self.step).mean()),
+        }
+
+
+def same_state(returns: Doubles, states: Ints, lengths: Ints, how: StepNormalization) -> Doubles:
+    """A_S: each return against those of the same state."""
+    return normalize(returns, states, how)
+
+
+def check_settings(omega: float, gamma: float, combine: str, normalization: str) -> None:
+    check_fraction("gamma", gamma)
+    check_fraction("omega", omega)
+    check_choice("combine", combine, get_args(Combine))
+    check_choice("normalization", normalization, get_args(StepNormalization))
+
+
+def gigpo_advantages(
+    episodes: Episodes,
+    anchors: Ints,
+    *,
+    omega: float = 0.5,
+    gamma: float = 0.95,
+    combine: Combine = "convex",
+    step_advantage_w: float = 1.0,
+    normalization: StepNormalization = "mean_std_norm",
+    compare: Compare = same_state,
+) -> StepCredit:
+    """The array core, linear in the number of steps. `anchors` has one number a step, any; `compare` makes A_S."""
+    check_settings(omega, gamma, combine, normalization)
+    by_episode, by_step = (omega, 1.0 - omega) if combine == "convex" else (1.0, step_advantage_w)
+    parts: list[StepCredit] = []
+    known = 0
+    for part, its_anchors in in_blocks(episodes, anchors):
+        of_step = part.of_step
+        states, count = pairs(part.groups[of_step], its_anchors)
+        returns = discounted_sums(part.rewards, part.lengths, gamma)
+        episode = normalize(part.scores, narrow(part.groups)[0], normalization)
+        step = compare(returns, states, part.lengths, normalization)
+        total = by_episode * episode[of_step] + by_step * step
+        parts.append(StepCredit(total, returns, episode, step, states + known))
+        known += count
+    return StepCredit(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(StepCredit)))
+
+
+def in_blocks(episodes: Episodes, anchors: Ints) -> Iterator[tuple[Episodes, Ints]]:
+    """Whole groups a few thousand steps at a time: what fits a processor's cache is done in half the time.
+
+    Where the rollouts of a group do not stand together, all at once; the numbers are the same to the last bit.
+    """
+    turns = np.diff(episodes.groups)
+    ends = np.cumsum(episodes.lengths)
+    if len(anchors) <= BLOCK or bool((turns < 0).any()):
+        yield episodes, anchors
+        return
+    borders = np.append(np.flatnonzero(turns) + 1, len(ends))
+    blocks = ends[borders - 1] // BLOCK
+    first = step = 0
+    for stop in borders[np.append(np.flatnonzero(np.diff(blocks)), len(borders) - 1)].tolist():
+        end = int(ends[stop - 1])
+        whole, inside = slice(first, stop), slice(step, end)
+        yield (
+            Episodes(episodes.scores[whole], episodes.groups[whole], episodes.lengths[whole], episodes.rewards[inside]),
+            anchors[inside],
+        )
+        first, step = stop, end
+
+
+def apply_gigpo_to_batch_steps(
+    batch_of_step_data_lists: Sequence[Sequence[StepData]],
+    final_scores_for_rollouts: Sequence[float],
+    omega: float,
+    gamma: float,
+    state_hashing_function: StateHash | StateAnchor | str | None,
+    default_step_reward: float = 0.0,
+    *,
+    group_ids: Sequence[Any],
+    combine: Combine = "convex",
+    step_advantage_w: float = 1.0,
+    normalization: StepNormalization = "mean_std_norm",
+    terminal_score: TerminalScore = "auto",
+    invalid_action_penalty: float = 0.0,
+) -> list[list[StepData]]:
+    """Copies of the steps with `advantage` and `return_to_go` set.
+
+    `state_hashing_function` gets `step.observation_data`; None anchors on the environment's `state_key`, else on the
+    last observation. `group_ids` says which rollouts are of one task.
+    """
+    episodes = episodes_of(
+        batch_of_step_data_lists,
+        final_scores_for_rollouts,
+        group_ids,
+        terminal_score=terminal_score,
+        default_step_reward=default_step_reward,
+        invalid_action_penalty=invalid_action_penalty,
+    )
+    steps = [step for rollout in batch_of_step_data_lists for step in rollout]
+    credit = gigpo_advantages(
+        episodes,
+        as_anchor(state_hashing_function).codes(steps, episodes.groups[episodes.of_step]),
+        omega=omega,
+        gamma=gamma,
+        combine=combine,
+        step_advantage_w=step_advantage_w,
+        normalization=normalization,
+    )
+    warn_if_dead(credit.metrics())
+    credited = iter(map(with_credit, steps, credit.advantages.tolist(), credit.returns.tolist()))
+    return [[next(credited) for _ in rollout] for rollout in batch_of_step_data_lists]
+
+
+system_apply_gigpo_to_batch_steps = apply_gigpo_to_batch_steps
+
+
+@dataclass(frozen=True, slots=True)
+class Gigpo:
+    """`adv_estimator = "gigpo"`"""
+
+    gamma: float = 0.95
+    omega: float = 0.5
+    combine: Combine = "convex"
+    step_advantage_w: float = 1.0
+    normalization: StepNormalization = "mean_std_norm"
+    terminal_score: TerminalScore = "auto"
+    default_step_reward: float = 0.0
+    invalid_action_penalty: float = 0.0
+    state_anchor: str | StateHash = "auto"
+    anchor_messages: int = 3
+    anchor_similarity: float = 1.0
+
+    needs: ClassVar[frozenset[Annotation]] = frozenset()
+    least_group: ClassVar[int] = 2
+    equal_scores_teach: ClassVar[bool] = True
+    """Rollouts that all reach the goal may still differ in how soon."""
+
+    def __post_init__(self) -> None:
+        check_settings(self.omega, self.gamma, self.combine, self.normalization)
+        check_choice("terminal_score", self.terminal_score, get_args(TerminalScore))
+        self._anchor().check()
+
+    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
+        return self.credit(rollouts)[0]
+
+    def credit(self, rollouts: Sequence[AnnotatedRollout]) -> tuple[list[CreditedRollout], Metrics]:
+        episodes = episodes_of_rollouts(
+            rollouts,
+            terminal_score=self.terminal_score,
+            default_step_reward=self.default_step_reward,
+            invalid_action_penalty=self.invalid_action_penalty,
+        )
+        steps = [step for r in rollouts for step in r.scored.steps]
+        found = gigpo_advantages(
+            episodes,
+            self._anchor().codes(steps, episodes.groups[episodes.of_step]),
+            omega=self.omega,
+            gamma=self.gamma,
+            combine=self.combine,
+            step_advantage_w=self.step_advantage_w,
+            normalization=self.normalization,
+            compare=self._compare,
+        )
+        metrics = found.metrics()
+        warn_if_dead(metrics)
+        return credit_steps(rollouts, found.advantages, found.returns), metrics
+
+    def _anchor(self) -> StateAnchor:
+        return StateAnchor(self.state_anchor, self.anchor_messages, self.anchor_similarity)
+
+    def _compare(self, returns: Doubles, states: Ints, lengths: Ints, how: StepNormalization) -> Doubles:
+        return same_state(returns, states, lengths, how)
+
+
+def warn_if_dead(metrics: Metrics) -> None:
+    """Python shows a warning of one wording from one place once; the figures are in the metrics of every step."""
+    if metrics.get("gigpo/frac_singleton", 0.0) > DEAD:
+        warnings.warn(
+            "more than 90 % of the anchor states were met once only, so step-level credit is 0 nearly everywhere and "
+            "GiGPO is GRPO: the state hash tells too much apart (the whole history?); see gigpo/frac_steps_alone",
+            DeadAnchorsWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,67 @@
+"""REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): no critic and no groups; the whole batch is the baseline.
+
+    G_t = r_t + γ · G_{t+1}                    over the sampled tokens of a rollout, γ = 1
+    A_t = (G_t − mean(G)) / √(var(G) + 1e-8)   over all sampled tokens of the batch, sample variance
+
+r_t is what the token earned (`token_rewards.py`): the step's reward with its last token, and with `kl_coef` the price
+of leaving the reference with each. A tool's tokens are no time steps. A batch of equal returns gives exactly 0.
+Shapes: over arrays [batch, length], below; over rollouts one array a step, an entry a sampled token. Grouping: none, so
+a longer rollout weighs more in the statistics, and tasks of unlike difficulty are compared with each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, get_args
+
+from toolwise.advantages.arrays import check_choice, check_fraction, discounted_sums, whiten
+from toolwise.advantages.credit import credit_tokens
+from toolwise.advantages.step_rewards import TerminalScore
+from toolwise.advantages.tensors import Array, Masked
+from toolwise.advantages.token_rewards import tokens_of
+from toolwise.protocols import Annotation
+from toolwise.types import AnnotatedRollout, CreditedRollout
+
+
+def compute_reinforce_plus_plus_outcome_advantage(
+    token_level_rewards: Array, response_mask: Any, gamma: float = 1.0
+) -> tuple[Array, Array]:
+    """Over arrays or tensors [batch, length]: (advantages, returns), both zero off the mask."""
+    check_fraction("gamma", gamma)
+    where = Masked.of(response_mask, rewards=token_level_rewards)
+    returns = discounted_sums(where.take(token_level_rewards), where.lengths, gamma)
+    return where.put(whiten(returns), token_level_rewards), where.put(returns, token_level_rewards)
+
+
+@dataclass(frozen=True, slots=True)
+class ReinforcePlusPlus:
+    """`adv_estimator = "reinforce_plus_plus"`"""
+
+    gamma: float = 1.0
+    kl_coef: float = 0.0
+    terminal_score: TerminalScore = "auto"
+    default_step_reward: float = 0.0
+    invalid_action_penalty: float = 0.0
+
+    least_group: ClassVar[int] = 1
+    equal_scores_teach: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_fraction("gamma", self.gamma)
+        check_choice("terminal_score", self.terminal_score, get_args(TerminalScore))
+
+    @property
+    def needs(self) -> frozenset[Annotation]:
+        return frozenset({"ref_logprobs"}) if self.kl_coef else frozenset()
+
+    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
+        tokens = tokens_of(
+            rollouts,
+            kl_coef=self.kl_coef,
+            terminal_score=self.terminal_score,
+            default_step_reward=self.default_step_reward,
+            invalid_action_penalty=self.invalid_action_penalty,
+        )
+        returns = discounted_sums(tokens.rewards, tokens.per_rollout, self.gamma)
+        return credit_tokens(rollouts, tokens.counts, whiten(returns), returns)

@@ -1,0 +1,99 @@
+"""Reading checkpoints: the latest, the best, or one by its path, and never a damaged one without a word."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from toolwise.checkpoint.files import newest_first
+from toolwise.checkpoint.manifest import Manifest, read_manifest, verify
+from toolwise.errors import CheckpointError
+from toolwise.serialization import decode
+
+log = logging.getLogger("toolwise.checkpoint")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A whole checkpoint on disk; nothing but its manifest has been read into memory."""
+
+    path: Path
+    step: int
+    parts: tuple[str, ...]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, path: Path, manifest: Manifest) -> Checkpoint:
+        return cls(path, manifest.step, tuple(manifest.parts), manifest.facts, manifest.figures)
+
+    def state(self) -> dict[str, Any]:
+        """What was given to `save`, tensors on the CPU and independent of the files."""
+        return {name: self.part(name) for name in self.parts}
+
+    def part(self, name: str) -> Any:
+        """One part of it; the files of the others stay closed."""
+        from safetensors.torch import load_file
+
+        file = self.path / f"{name}.json"
+        try:
+            text = file.read_text(encoding="ascii")
+            packed = self.path / f"{name}.safetensors"
+            return decode(json.loads(text), load_file(packed) if packed.exists() else {})
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise CheckpointError(f"{file} cannot be restored ({reason}): take an earlier checkpoint") from error
+
+
+def load(path: str | os.PathLike[str]) -> Checkpoint:
+    """The checkpoint at `path`, every byte of it checked against the manifest."""
+    path = Path(path)
+    return Checkpoint.of(path, verify(path, hashes=True))
+
+
+def latest(folder: str | os.PathLike[str], *, warnings_out: list[str] | None = None) -> Checkpoint | None:
+    """The newest whole checkpoint in `folder`; one torn or tampered with is passed over with a warning."""
+    return _first_whole(newest_first(Path(folder)), warnings_out)
+
+
+def best(folder: str | os.PathLike[str], figure: str, *, warnings_out: list[str] | None = None) -> Checkpoint | None:
+    """The whole checkpoint in `folder` whose validation had the highest `figure`, or the lowest where it is "-name"."""
+    found = []
+    for path in newest_first(Path(folder)):
+        try:
+            found.append((path, read_manifest(path)))
+        except CheckpointError as error:
+            _pass_over(error, warnings_out)
+    return _first_whole((path for path, _ in best_first(found, figure)), warnings_out)
+
+
+def best_first(found: Iterable[tuple[Path, Manifest]], figure: str) -> list[tuple[Path, Manifest]]:
+    """Those that have the figure. The earlier of two equals comes first: it took less training."""
+    name, sign = figure.removeprefix("-"), 1 if figure.startswith("-") else -1
+    ranked = [
+        (sign * manifest.figures[name], manifest.step, path, manifest)
+        for path, manifest in found
+        if name in manifest.figures
+    ]
+    return [(path, manifest) for _, _, path, manifest in sorted(ranked, key=lambda entry: entry[:2])]
+
+
+def _first_whole(paths: Iterable[Path], warnings_out: list[str] | None) -> Checkpoint | None:
+    for path in paths:
+        try:
+            return load(path)
+        except CheckpointError as error:
+            _pass_over(error, warnings_out)
+    return None
+
+
+def _pass_over(error: CheckpointError, warnings_out: list[str] | None) -> None:
+    if warnings_out is None:
+        log.warning("passed over: %s", error)
+    else:
+        warnings_out.append(f"passed over: {error}")

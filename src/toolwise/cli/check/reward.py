@@ -1,0 +1,86 @@
+"""`toolwise check reward`: a reward in its sandbox over stored rollouts, with what is wrong with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from toolwise.cli.reward_options import Allow, Kwargs, Memory, Read, Tier, Timeout, changed_sandbox, read_kwargs
+
+if TYPE_CHECKING:
+    from toolwise.authoring.checking import RewardCheck
+    from toolwise.authoring.findings import Finding
+
+MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]look[/]", "wrong": "[red]wrong[/]"}
+
+
+def check_reward(
+    reference: Annotated[str, typer.Argument(metavar="REF", help="path.py:function or module:function.")],
+    rollouts: Annotated[
+        Path, typer.Option(help="A run, a file of its rollouts, or rows with `messages`.", show_default=False)
+    ],
+    kwargs: Kwargs = None,
+    step: Annotated[int | None, typer.Option(min=0, help="Only the rollouts of one step.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Rollouts to look at, at most.")] = 512,
+    gold: Annotated[
+        bool, typer.Option("--gold/--no-gold", help="Whether gold answers must score best; not so for mere shaping.")
+    ] = True,
+    gold_form: Annotated[
+        str | None, typer.Option(help="How to say a bare ground truth, such as 'Answer: {}'.", show_default=False)
+    ] = None,
+    tier: Tier = None,
+    timeout_s: Timeout = None,
+    memory_mb: Memory = None,
+    read: Read = None,
+    allow: Allow = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Run a reward in the sandbox over stored rollouts: results, determinism, speed, spread, steps and gold answers."""
+    import json
+
+    from toolwise.authoring.checking import check_reward as check
+    from toolwise.authoring.stored import read_stored
+    from toolwise.config import RewardConfig, SandboxConfig
+    from toolwise.errors import ConfigError
+
+    if gold_form is not None and "{}" not in gold_form:
+        raise ConfigError(f"--gold-form {gold_form!r}: put {{}} where the ground truth goes, as in 'Answer: {{}}'")
+    sandbox = changed_sandbox(SandboxConfig(), tier, timeout_s, memory_mb, read, allow)
+    config = RewardConfig(function=reference, kwargs=read_kwargs(kwargs), sandbox=sandbox)
+    found = check(config, read_stored(rollouts, step=step, limit=limit), gold=gold, gold_form=gold_form)
+    if as_json:
+        typer.echo(json.dumps(found.to_json(), ensure_ascii=False, indent=2))
+    else:
+        _show(found)
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+def _show(check: RewardCheck) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title=f"{escape(check.reward)} ({check.mode}) on {check.rollouts} rollouts of {check.tasks} tasks")
+    for column in ("", "", "what was seen"):
+        table.add_column(column)
+    for finding in check.findings:
+        table.add_row(finding.name, MARKS[finding.verdict], escape(finding.says))
+    console.print(table)
+    for finding in check.findings:
+        _show_details(finding)
+    typer.echo(check.sandbox)
+    wrong = [finding.name for finding in check.findings if finding.verdict == "wrong"]
+    typer.echo(f"wrong: {', '.join(wrong)}" if wrong else "nothing is wrong with it")
+
+
+def _show_details(finding: Finding) -> None:
+    """As plain text: a traceback is for reading and copying, not for wrapping."""
+    if finding.details:
+        typer.echo(f"\n{finding.name}:")
+        for detail in finding.details:
+            typer.echo("\n".join(f"  {line}" for line in detail.splitlines()))
+        typer.echo("")

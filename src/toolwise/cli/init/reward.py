@@ -1,0 +1,28 @@
+"""`toolwise init reward`: a reward to begin with, and a few rollouts to try it on."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class Mode(StrEnum):
+    POINTWISE = "pointwise"
+    BATCH = "batch"
+    GROUP = "group"
+
+
+def init_reward(
+    name: Annotated[str, typer.Argument(help="The function's name, and the file's.")] = "my_reward",
+    mode: Annotated[Mode, typer.Option(help="One rollout a call, all of a step, or all of a task.")] = Mode.POINTWISE,
+    folder: Annotated[Path, typer.Option(help="Where to write.", show_default=False)] = Path(),
+) -> None:
+    """Write a reward that works, with comments, beside a small sample of rollouts that it passes its check on."""
+    from toolwise.authoring.starting import start_reward
+
+    code, rollouts = start_reward(folder, name, mode.value)
+    typer.echo(f"wrote {code} and {rollouts}; look at it with:")
+    typer.echo(f"  toolwise check reward {code} --rollouts {rollouts}")

@@ -1,0 +1,49 @@
+"""Options that `check reward` and `score` share: arguments of the function, and the sandbox that it runs in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from toolwise.config import SandboxConfig
+
+Kwargs = Annotated[
+    list[str] | None,
+    typer.Option("--kwargs", metavar="NAME=VALUE", help="An argument of the function; may be given again."),
+]
+Tier = Annotated[str | None, typer.Option("--tier", help="The sandbox: standard, basic or off.", show_default=False)]
+Timeout = Annotated[float | None, typer.Option("--timeout-s", help="Of one call, in seconds.", show_default=False)]
+Memory = Annotated[int | None, typer.Option("--memory-mb", help="What it may take.", show_default=False)]
+Read = Annotated[list[Path] | None, typer.Option("--read", help="A file or folder that it may read.")]
+Allow = Annotated[list[str] | None, typer.Option("--allow", help="A permission: network or subprocess.")]
+
+
+def read_kwargs(given: list[str] | None) -> dict[str, Any]:
+    """`NAME=VALUE` as a configuration's `reward.kwargs` would have them."""
+    from toolwise.errors import ConfigError
+    from toolwise.settings import apply_overrides
+
+    for one in given or ():
+        if not one.partition("=")[1] or not one.partition("=")[0].strip():
+            raise ConfigError(f"--kwargs {one!r}: write it as name=value")
+    return apply_overrides({}, given or [])
+
+
+def changed_sandbox(
+    sandbox: SandboxConfig,
+    tier: str | None,
+    timeout_s: float | None,
+    memory_mb: int | None,
+    read: list[Path] | None,
+    allow: list[str] | None,
+) -> SandboxConfig:
+    """`sandbox` with what was said on the command line."""
+    from toolwise.config import SandboxConfig
+    from toolwise.settings import build
+
+    said = {"tier": tier, "timeout_s": timeout_s, "memory_mb": memory_mb, "read": read, "permissions": allow}
+    settings = sandbox.model_dump() | {name: value for name, value in said.items() if value}
+    return build(SandboxConfig, settings, source="the sandbox's options")

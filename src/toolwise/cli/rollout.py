@@ -1,0 +1,181 @@
+"""`toolwise rollout`: a configuration's tasks rolled out, shown as they happen and written down; nothing is learned."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from toolwise.cli.train import Overrides
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.status import Status
+
+    from toolwise.config import RunConfig
+    from toolwise.protocols import AgentPolicy
+    from toolwise.rollout.request import AsyncRolloutRequest
+    from toolwise.types import Rollout, ScoredRollout, Task
+
+
+class PolicyKind(StrEnum):
+    LOCAL = "local"
+    OPENAI = "openai"
+    SCRIPTED = "scripted"
+
+
+def rollout(
+    config: Annotated[Path, typer.Argument(help="A TOML or YAML file.", show_default=False)],
+    count: Annotated[int, typer.Option("-n", "--tasks", min=1, help="So many tasks, from the beginning.")] = 16,
+    each: Annotated[int, typer.Option(min=1, help="Rollouts of each task.")] = 1,
+    policy: Annotated[PolicyKind, typer.Option(help="Who decides.")] = PolicyKind.LOCAL,
+    base_url: Annotated[str, typer.Option(help="An OpenAI-compatible server, up to and including /v1.")] = "",
+    model: Annotated[str, typer.Option(help="The model: a folder, or the server's name for it.")] = "",
+    api_key_env: Annotated[str, typer.Option(help="The environment variable that holds the server's key.")] = "",
+    script: Annotated[Path | None, typer.Option(help="JSON list of replies, for --policy scripted.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Tasks. [default: data.val, or data.train]")] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder to write to. [default: runs/rollouts-TIME]")] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Take the likeliest token each time.")] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Roll out a configuration's tasks, show the rollouts as they happen, and write them down."""
+    from toolwise.api import new_folder
+    from toolwise.config import load_config
+    from toolwise.records import write_records
+
+    found = load_config(config, overrides or [])
+    tasks = _tasks(found, data)[:count]
+    deciding = _policy(found, policy, model, base_url, api_key_env, script)
+    folder = out or new_folder("rollouts")
+    scored = _roll_out(found, deciding, tasks, each, do_sample=found.rollout.do_sample and not greedy)
+    write_records(folder, "rollouts", scored, [])
+    _summarize(scored)
+    typer.echo(f"written: {folder / 'rollouts.jsonl'}")
+
+
+def _tasks(config: RunConfig, data: Path | None) -> list[Task]:
+    from toolwise.data import load_tasks
+    from toolwise.errors import ConfigError
+
+    file = data or config.data.val or config.data.train
+    if file is None:
+        raise ConfigError("the configuration names neither data.val nor data.train: add --data FILE")
+    return load_tasks(file)
+
+
+def _policy(
+    config: RunConfig, kind: PolicyKind, model: str, base_url: str, api_key_env: str, script: Path | None
+) -> AgentPolicy:
+    from toolwise.errors import ConfigError
+    from toolwise.run import local_policy, sampling_of
+
+    if kind is PolicyKind.LOCAL:
+        return local_policy(config, model or config.model.path)
+    if kind is PolicyKind.OPENAI:
+        from toolwise.policies import OpenAIAgentPolicy
+
+        if not base_url or not model:
+            raise ConfigError("--policy openai needs --base-url URL and --model NAME")
+        key = os.environ.get(api_key_env) if api_key_env else None
+        if api_key_env and not key:
+            raise ConfigError(f"there is no key in the environment's {api_key_env}: set it, or leave --api-key-env out")
+        return OpenAIAgentPolicy(base_url, model, api_key=key, sampling=sampling_of(config))
+    from toolwise.policies.scripted import ScriptedPolicy
+
+    if script is None:
+        raise ConfigError("--policy scripted needs --script FILE: a JSON list of replies, one a turn")
+    try:
+        lines = json.loads(script.read_text(encoding="utf-8"))
+    except ValueError as fault:
+        raise ConfigError(f"{script} is no JSON: {fault}") from None
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        raise ConfigError(f"{script} must be a JSON list of strings, one reply a turn")
+    return ScriptedPolicy(lines, parser=config.rollout.tool_parser)
+
+
+def _roll_out(
+    config: RunConfig, policy: AgentPolicy, tasks: list[Task], each: int, *, do_sample: bool
+) -> list[ScoredRollout]:
+    from dataclasses import replace
+
+    from rich.console import Console
+
+    from toolwise import waiting
+    from toolwise.routing.direct import DirectRouter
+    from toolwise.run import build_scheduler, check_tools
+    from toolwise.scoring import build_scoring
+    from toolwise.tools.catalog import build_tools
+
+    tools = build_tools(config.tools)
+    for task in tasks:
+        check_tools(task, tools)
+    scoring = build_scoring(config.reward) if config.reward.function or config.reward.parts else None
+    console = Console()
+
+    async def work() -> list[ScoredRollout]:
+        with console.status("") as status:
+            watch = _Watch(console, status, len(tasks) * each)
+            scheduler = replace(build_scheduler(config, policy, tools), on_state=watch.state)
+            decisions = DirectRouter(config.seed).decide(tasks, each, 0, label="rollout")
+            rollouts = await scheduler.roll_out(decisions, do_sample=do_sample, on_done=watch.done)
+        return await _scored(scoring, rollouts)
+
+    try:
+        if scoring is not None:
+            scoring.check(tasks)
+        return waiting.run(work())
+    finally:
+        if scoring is not None:
+            scoring.close()
+
+
+async def _scored(scoring: Any, rollouts: list[Rollout]) -> list[ScoredRollout]:
+    from toolwise.rewards.align import align_rollouts
+    from toolwise.types import EvaluateResult
+
+    if scoring is None:
+        return align_rollouts(rollouts, [EvaluateResult(is_score_valid=False, reason="no reward") for _ in rollouts])
+    return align_rollouts(rollouts, await scoring.evaluate(rollouts, step=0))
+
+
+class _Watch:
+    """Where all requests stand, in one line, and each rollout as it ends."""
+
+    def __init__(self, console: Console, status: Status, total: int) -> None:
+        self.console, self.status, self.total = console, status, total
+        self.states: dict[str, str] = {}
+
+    def state(self, request: AsyncRolloutRequest) -> None:
+        self.states[request.rollout_id] = request.state.value
+        counts = Counter(self.states.values())
+        told = " · ".join(f"{name.replace('_', ' ')} {count}" for name, count in sorted(counts.items()))
+        self.status.update(f"{len(self.states)} of {self.total} begun: {told}")
+
+    def done(self, rollout: Rollout) -> None:
+        from toolwise.records import record_of
+        from toolwise.trackers.console import show_record
+        from toolwise.types import EvaluateResult, ScoredRollout
+
+        pending = EvaluateResult(is_score_valid=False, reason="not scored yet")
+        show_record(self.console, record_of(ScoredRollout(rollout, pending, rollout.steps)))
+
+
+def _summarize(scored: list[ScoredRollout]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from toolwise.summary import summarize
+
+    figures = summarize(scored)
+    table = Table("figure", "value")
+    for name in sorted(figures):
+        table.add_row(name, f"{figures[name]:.4g}")
+    Console().print(table)
+    faults = [s.rollout.fault for s in scored if s.rollout.fault]
+    if faults:
+        typer.echo(f"{len(faults)} of {len(scored)} rollouts met a fault; the first: {faults[0]}")

@@ -1,0 +1,81 @@
+"""Worlds that block: their calls run off the event loop, and one that never comes back is left behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+from toolwise.waiting import in_thread, in_virtual_time
+
+T = TypeVar("T")
+
+
+class BlockingCalls:
+    """The calls of one object that blocks, such as a game or a database handle. Deadlines are the caller's.
+
+    A call whose caller is gone (it was late, or the episode was cancelled) cannot be ended. Its object is then in a
+    state nobody knows, so further calls are refused, and closing is left to the thread that is still inside.
+    """
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.lost = False
+        self._inside = False
+        self._ended = False
+        self._closing: Callable[[], object] | None = None
+        self._lock = threading.Lock()
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """What `work` gives, or raises; what would end the whole program ends only the call."""
+        if self.lost or self._ended:
+            raise RuntimeError(f"{self.what} cannot go on: an earlier call did not come back, or it is closed")
+        came_back = False
+        try:
+            value = await self._elsewhere(partial(self._run, work))
+            came_back = True
+        except Exception:
+            came_back = True
+            raise
+        finally:
+            self.lost = self.lost or not came_back
+        return value
+
+    async def end(self, closing: Callable[[], object]) -> None:
+        """Run `closing`, once; where a call is still inside, its thread does so when it comes back."""
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+            if self._inside:
+                self._closing = closing
+                return
+        await self._elsewhere(partial(_as_exception, closing))
+
+    async def _elsewhere(self, work: Callable[[], T]) -> T:
+        return work() if in_virtual_time() else await in_thread(work, name=self.what)
+
+    def _run(self, work: Callable[[], T]) -> T:
+        with self._lock:
+            if self._ended:  # given up before this thread came to run
+                raise RuntimeError(f"{self.what} is closed")
+            self._inside = True
+        try:
+            return _as_exception(work)
+        finally:
+            with self._lock:
+                self._inside = False
+                closing = self._closing
+            if closing is not None:
+                closing()
+
+
+def _as_exception(work: Callable[[], T]) -> T:
+    """`sys.exit()` in somebody's world must not end the run."""
+    try:
+        return work()
+    except Exception:
+        raise
+    except BaseException as fault:
+        raise RuntimeError(f"it raised {type(fault).__name__}: {fault}") from fault

@@ -1,0 +1,1 @@
+"""Is it an environment? What `toolwise check env` tries on one."""

@@ -1,0 +1,83 @@
+"""GSM8K as document 4 has it: a question, a tool that checks answers, and an episode that ends with the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from toolwise.envs.tool_env import ToolEnv, as_reward
+from toolwise.errors import DataError
+from toolwise.limits import Gate
+from toolwise.messages import Message
+from toolwise.tools.base import BaseTool
+from toolwise.tools.gsm8k import Gsm8kTool
+from toolwise.types import Task
+
+
+class Gsm8kEnv(ToolEnv):
+    """One problem. `sample` has its `question` and `answer`; `tool` is created with the answer.
+
+    Text ends the episode: the tool checks it, and the step's reward is its verdict, 1 or 0. The tool is an oracle, so
+    an agent may call it only with `oracle=True`; `tools` are others on offer, such as a calculator.
+    """
+
+    def __init__(
+        self,
+        tool: BaseTool,
+        sample: Mapping[str, Any],
+        *,
+        tools: Mapping[str, BaseTool] | None = None,
+        oracle: bool = False,
+        tool_timeout_s: float = 30.0,
+        gates: Mapping[str, Gate] | None = None,
+    ) -> None:
+        if sample.get("answer") is None:
+            raise DataError("gsm8k: the sample has no answer; give {'question': …, 'answer': …}")
+        self.tool = tool
+        self.sample = sample
+        checker = {"create_kwargs": {"ground_truth": sample["answer"]}}
+        task = Task(task_id="gsm8k", prompt=[], tools_kwargs={tool.name: checker})
+        others = {name: other for name, other in (tools or {}).items() if name != tool.name}
+        mine = {tool.name: tool}
+        super().__init__(
+            task,
+            others | mine if oracle else others,
+            unseen=None if oracle else mine,
+            tool_timeout_s=tool_timeout_s,
+            gates=gates,
+        )
+
+    @classmethod
+    def of_task(
+        cls,
+        task: Task,
+        *,
+        tool: BaseTool | None = None,
+        tools: Mapping[str, BaseTool] | None = None,
+        oracle: bool = False,
+        tool_timeout_s: float = 30.0,
+        gates: Mapping[str, Gate] | None = None,
+    ) -> Gsm8kEnv:
+        """The problem of a dataset's row, whose prompt has the question already."""
+        tool = tool if tool is not None else Gsm8kTool()
+        created = task.tools_kwargs.get(tool.name, {}).get("create_kwargs", {})
+        answers = (created.get("ground_truth"), task.ground_truth, task.interaction_kwargs.get("ground_truth"))
+        answer = next((given for given in answers if given is not None), None)
+        if answer is None:
+            raise DataError(f"gsm8k: task {task.task_id} has no ground truth; give its row reward_model.ground_truth")
+        sample = {"question": "", "answer": answer}
+        return cls(tool, sample, tools=tools, oracle=oracle, tool_timeout_s=tool_timeout_s, gates=gates)
+
+    async def reset(self) -> str:
+        await super().reset()
+        return str(self.sample.get("question") or "")
+
+    async def step(self, action: Any) -> tuple[list[Message], float | None, bool, dict[str, Any]]:
+        if isinstance(action, Mapping) and action.get("tool_calls"):
+            return await super().step(action)
+        answer = action if isinstance(action, str) else str(action.get("content") or "")
+        _, reward, info = await self._within_deadline(
+            self.tool.execute(self._instances[self.tool.name], {"answer": answer})
+        )
+        verdict = info.get("reward", reward)  # `reward` alone has only the price of asking again
+        return [], as_reward(verdict), True, {**info, "is_action_valid": True}

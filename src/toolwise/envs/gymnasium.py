@@ -1,0 +1,170 @@
+"""Any Gymnasium world as an environment: it is read as text and acted in by text (extra `worlds`)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, TypeVar
+
+from toolwise.envs.base import BaseEnv
+from toolwise.envs.blocking import BlockingCalls
+from toolwise.envs.gymnasium_text import ActionReader, drawing_text, observation_text
+from toolwise.envs.state import digest, plain
+from toolwise.errors import ConfigError, MissingExtraError
+from toolwise.waiting import end_within
+
+T = TypeVar("T")
+SEEDS = 2**31
+"""Gymnasium takes no negative seed, and some worlds none that a C integer cannot hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Scene:
+    """What the agent sees at one moment, and the state's name."""
+
+    text: str
+    key: str
+
+
+class GymnasiumEnv(BaseEnv):
+    """One episode of a Gymnasium world.
+
+    `world` is a registered id, or a function that makes the world. Of the options:
+    `actions` names a discrete space's actions; `parse_action(text)` reads an action in your own way and raises
+    ValueError, in words for the model, where there is none; `format_observation(observation)` puts one in your words;
+    `state_of(world, observation)` names the state, by default a hash of the observation; `draw` adds what the world
+    renders as text (`make_kwargs = {"render_mode": "ansi"}`); `describe` lists the actions at the start;
+    `seed` fixes where the episode begins, whatever the group's seed.
+    """
+
+    keeps_deadlines: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        world: str | Callable[[], Any],
+        *,
+        make_kwargs: Mapping[str, Any] | None = None,
+        actions: Sequence[str] | None = None,
+        parse_action: Callable[[str], Any] | None = None,
+        format_observation: Callable[[Any], str] = observation_text,
+        state_of: Callable[[Any, Any], str] | None = None,
+        draw: bool = False,
+        describe: bool = True,
+        seed: int | None = None,
+        timeout_s: float = 30.0,
+    ) -> None:
+        self._make = _maker(world, make_kwargs or {})
+        self._names = actions
+        self._parse_action = parse_action
+        self._format = format_observation
+        self._state_of = state_of
+        self._draw = draw
+        self._describe = describe
+        self._own_seed = seed
+        self._group_seed: int | None = None
+        self._timeout_s = timeout_s
+        self._calls = BlockingCalls(f"the world {world}" if isinstance(world, str) else "the world")
+        self._world: Any = None
+        self._reader: ActionReader | None = None
+        self._key: str | None = None
+        self._over: bool | None = None
+        """None while the episode goes on; after it, whether it was truncated."""
+
+    def set_seed(self, seed: int) -> None:
+        self._group_seed = seed
+
+    @property
+    def state_key(self) -> str | None:
+        return self._key
+
+    def example_actions(self) -> Sequence[str]:
+        return self._reader.examples() if self._reader is not None and self._parse_action is None else ()
+
+    async def reset(self) -> str:
+        scene = await self._in_time(self._calls.call(self._begin), "reset")
+        self._key, self._over = scene.key, None
+        menu = self._reader.menu() if self._reader is not None and self._parse_action is None else ""
+        return f"{scene.text}\n\n{menu[:1].upper()}{menu[1:]}." if menu and self._describe else scene.text
+
+    async def step(self, action: Any) -> tuple[str, float | None, bool, dict[str, Any]]:
+        if self._reader is None:
+            raise RuntimeError("step before reset")
+        if self._over is not None:
+            return "error: the episode is over", None, True, {"is_action_valid": False, "truncated": self._over}
+        read = self._parse_action or self._reader.read
+        try:
+            move = read(action if isinstance(action, str) else str((action or {}).get("content") or ""))
+        except ValueError as misread:
+            return f"error: {misread}", None, False, {"is_action_valid": False}
+        scene, reward, terminated, truncated, told = await self._in_time(
+            self._calls.call(partial(self._advance, move)), "step"
+        )
+        self._key = scene.key
+        truncated = truncated and not terminated  # an end that is really one is no cut
+        if terminated or truncated:
+            self._over = truncated
+        # The world's own notes stay apart: its "cost" or "calls" are not ours.
+        info: dict[str, Any] = {"is_action_valid": True, "truncated": truncated, "gymnasium": plain(told)}
+        success = told.get("is_success", told.get("success"))
+        if success is not None:
+            info["success"] = bool(success)
+        return scene.text, reward, terminated or truncated, info
+
+    async def close(self) -> None:
+        await self._in_time(self._calls.end(self._shut), "close")
+
+    def _begin(self) -> _Scene:
+        if self._world is None:
+            self._world = self._make()
+            if self._draw and getattr(self._world, "render_mode", None) != "ansi":
+                raise ConfigError('env: draw = true needs a world that draws text: make_kwargs.render_mode = "ansi"')
+            self._reader = ActionReader(self._world.action_space, self._names)
+        seed = self._own_seed if self._own_seed is not None else self._group_seed
+        observation, _ = self._world.reset(seed=None if seed is None else seed % SEEDS)
+        return self._scene(observation)
+
+    def _advance(self, move: Any) -> tuple[_Scene, float, bool, bool, Mapping[str, Any]]:
+        observation, reward, terminated, truncated, told = self._world.step(move)
+        return self._scene(observation), float(reward), bool(terminated), bool(truncated), told
+
+    def _scene(self, observation: Any) -> _Scene:
+        text = self._format(observation)
+        if self._draw:
+            text = f"{text}\n{drawing_text(self._world.render())}".strip()
+        given = self._state_of(self._world, observation) if self._state_of is not None else digest(observation)
+        return _Scene(text, str(given))
+
+    def _shut(self) -> None:
+        if self._world is not None:
+            self._world.close()
+
+    async def _in_time(self, work: Coroutine[Any, Any, T], what: str) -> T:
+        late = TimeoutError(f"{self._calls.what}: {what} took longer than {self._timeout_s:g} s")
+        return await end_within(self._timeout_s, work, late)
+
+
+def check_world(world: str) -> None:
+    """Refuses an id that no world is registered under, before a run begins."""
+    gymnasium = _gymnasium()
+    try:
+        gymnasium.spec(world)
+    except (gymnasium.error.Error, ImportError) as fault:
+        reason = re.sub(r"\x1b\[[0-9;]*m", "", " ".join(str(fault).split()))
+        raise ConfigError(f"env: gymnasium has no world {world!r}: {reason}") from fault
+
+
+def _maker(world: str | Callable[[], Any], make_kwargs: Mapping[str, Any]) -> Callable[[], Any]:
+    if callable(world):
+        return partial(world, **make_kwargs)
+    # Our own reader sees to it that actions fit their space; the passive checker would print warnings each step.
+    return partial(_gymnasium().make, world, disable_env_checker=True, **make_kwargs)
+
+
+def _gymnasium() -> Any:
+    try:
+        import gymnasium
+    except ModuleNotFoundError:
+        raise MissingExtraError("gymnasium", "worlds") from None
+    return gymnasium

@@ -1,0 +1,163 @@
+"""Between a Gymnasium world and an agent that reads and writes: observations as text, actions from text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from toolwise.envs.state import plain
+from toolwise.errors import ConfigError
+from toolwise.rewards.transcript import split_thought
+
+MAX_NUMBERS = 1000
+"""An observation of more numbers than this is a picture, and no text."""
+MAX_LISTED = 50
+"""Actions that are written out in a menu or an error; of more only the range is told."""
+
+_ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
+_HIGHLIGHT = re.compile(r"\x1b\[(?!0m)[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
+_ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+
+
+def observation_text(value: Any) -> str:
+    """An observation as a model can read it: text as it is, tables a line a key, numbers in few digits."""
+    if isinstance(value, str):
+        return value
+    flat = plain(value)
+    if _count(flat) > MAX_NUMBERS:
+        raise ConfigError(f"the observation has over {MAX_NUMBERS} numbers: give format_observation to put it in words")
+    if isinstance(value, Mapping):
+        return "\n".join(f"{key}: {_short(item)}" for key, item in flat.items())
+    rows = isinstance(flat, list) and flat and all(isinstance(row, list) for row in flat)
+    return "\n".join(_short(row) for row in flat) if rows else _short(flat)
+
+
+def drawing_text(drawing: Any) -> str:
+    """What `render` gives in the mode "ansi": marked characters in brackets, and no escape codes."""
+    if not isinstance(drawing, str):
+        raise ConfigError(f"env: draw = true, but the world draws {type(drawing).__name__} and no text; leave it out")
+    return _ESCAPE.sub("", _HIGHLIGHT.sub(r"[\1]", drawing)).strip("\n")
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, dict):
+        return sum(map(_count, value.values()))
+    return sum(map(_count, value)) if isinstance(value, list) else 1
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_short, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {_short(item)}' for key, item in value.items())}}}"
+    return str(value)
+
+
+def said(text: str) -> str:
+    """The action in what an agent wrote: its last `<action>` block, or everything after its thought."""
+    text = split_thought(text)[1]
+    blocks = _ACTION.findall(text)
+    return str(blocks[-1]).strip() if blocks else text.strip()
+
+
+class ActionReader:
+    """Reads actions of one action space. `names` are the words for a discrete space's numbers, in their order."""
+
+    def __init__(self, space: Any, names: Sequence[str] | None = None) -> None:
+        from gymnasium import spaces
+
+        self.space = space
+        self._discrete = isinstance(space, spaces.Discrete)
+        self._text = isinstance(space, spaces.Text)
+        self._first, self._count = (int(space.start), int(space.n)) if isinstance(space, spaces.Discrete) else (0, 0)
+        self.names = [str(name) for name in names] if names is not None else None
+        self._numbers = {_fold(name): self._first + i for i, name in enumerate(self.names or ())}
+        if self.names is None:
+            return
+        if not self._discrete:
+            raise ConfigError(f"actions: only a Discrete space has names for its actions, this one is {space}")
+        if len(self.names) != self._count or len(self._numbers) != self._count:
+            raise ConfigError(f"actions: {space} needs {self._count} different names, got {self.names}")
+
+    def read(self, text: str) -> Any:
+        """The action that `text` means; ValueError, in words for the model, where it means none."""
+        wanted = said(text)
+        if self._text:
+            return self._read_text(text, wanted)
+        if not wanted:
+            raise ValueError(f"you wrote no action; {self.menu()}")
+        if self._discrete:
+            return self._read_discrete(wanted)
+        return self._read_json(wanted)
+
+    def menu(self) -> str:
+        """What may be written, in one line."""
+        if self._discrete:
+            last = self._first + self._count - 1
+            numbers = range(self._first, self._first + min(self._count, MAX_LISTED))
+            if self.names is not None:
+                listed = ", ".join(f"{self.names[n - self._first]} ({n})" for n in numbers)
+                return f"actions: {listed}{', …' if self._count > MAX_LISTED else ''}"
+            return f"actions: a number from {self._first} to {last}"
+        if self._text:
+            return f"actions: text of {self.space.min_length} to {self.space.max_length} characters"
+        return f"actions: JSON that fits {self.space}"
+
+    def examples(self) -> list[str]:
+        """A few valid actions, written as an agent would."""
+        if self._discrete:
+            last = min(self._count, MAX_LISTED)
+            return self.names[:last] if self.names is not None else [str(self._first + i) for i in range(last)]
+        self.space.seed(0)
+        samples = [self.space.sample() for _ in range(3)]
+        return [sample if self._text else json.dumps(plain(sample)) for sample in samples]
+
+    def _read_text(self, text: str, wanted: str) -> str:
+        for candidate in (wanted, text):
+            if self.space.contains(candidate):
+                return candidate
+        raise ValueError(f"{_quote(wanted)} is no action here; {self.menu()}")
+
+    def _read_discrete(self, wanted: str) -> int:
+        number = self._numbers.get(_fold(wanted))
+        if number is None and re.fullmatch(r"[+-]?[0-9]{1,18}", wanted):
+            number = int(wanted)
+        if number is None or not self._first <= number < self._first + self._count:
+            raise ValueError(f"{_quote(wanted)} is no action here; {self.menu()}")
+        return number
+
+    def _read_json(self, wanted: str) -> Any:
+        try:
+            action = _from_json(self.space, json.loads(wanted))
+            fits = self.space.contains(action)
+        except Exception:  # a space meets JSON of the wrong shape with whatever exception comes first
+            fits = False
+        if not fits:
+            raise ValueError(f"{_quote(wanted)} is no action here; {self.menu()}")
+        return action
+
+
+def _from_json(space: Any, value: Any) -> Any:
+    """One sample; a space's own `from_jsonable` wants tuples and tables as columns of many."""
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Tuple):
+        return tuple(_from_json(inner, item) for inner, item in zip(space.spaces, value, strict=True))
+    if isinstance(space, spaces.Dict):
+        if value.keys() != space.spaces.keys():
+            raise ValueError("other keys")
+        return {key: _from_json(inner, value[key]) for key, inner in space.spaces.items()}
+    return space.from_jsonable([value])[0]
+
+
+def _fold(name: str) -> str:
+    return " ".join(name.split()).casefold()
+
+
+def _quote(text: str) -> str:
+    flat = " ".join(text.split())
+    return repr(flat if len(flat) <= 80 else f"{flat[:79]}…")

@@ -1,0 +1,122 @@
+"""Tools and a simulated user in one episode: an answer in plain text is not the end, the user speaks next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from toolwise.envs.base import BaseEnv, Observation, Phase
+from toolwise.envs.interaction import BaseInteraction, as_reply
+from toolwise.envs.state import digest
+from toolwise.envs.tool_env import as_reward
+from toolwise.errors import ConfigError
+from toolwise.messages import Message, as_messages
+from toolwise.types import Task
+from toolwise.waiting import all_of, end_within
+
+
+class InteractiveEnv(BaseEnv):
+    """`env` carries out tool calls, `interaction` answers plain text, until it is done or has had its turns.
+
+    A user who fails or is late is the world's fault, never the agent's: `step` raises, and the rollout is left out of
+    the update. An episode that runs out of user turns is truncated.
+    """
+
+    structured_actions: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        env: BaseEnv,
+        interaction: BaseInteraction,
+        task: Task,
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        max_user_turns: int = 10,
+        timeout_s: float = 60.0,
+    ) -> None:
+        if not env.structured_actions:
+            raise ConfigError(
+                f"interaction: {type(env).__name__} takes every text as an action, so no user could be spoken to; "
+                "use an environment with tools"
+            )
+        self.env = env
+        self.interaction = interaction
+        self.max_user_turns = max_user_turns
+        self.user_turns = 0
+        self._kwargs = {**(kwargs or {}), **task.interaction_kwargs}
+        self._timeout_s = timeout_s
+        self._messages: list[Message] = list(task.prompt)
+        self._began = False
+
+    def set_seed(self, seed: int) -> None:
+        self.env.set_seed(seed)
+        self.interaction.set_seed(seed)
+
+    async def reset(self) -> list[Message]:
+        seen = _as_list(await self.env.reset())
+        self._began = True
+        opening = await self._in_time(self.interaction.start(**self._kwargs), "start")
+        if opening:
+            seen.append(Message(role="user", content=opening))
+        self._messages.extend(seen)
+        return seen
+
+    async def step(self, action: Any) -> tuple[list[Message], float | None, bool, dict[str, Any]]:
+        calls = action.get("tool_calls") or None
+        self._messages.append(Message(role="assistant", content=action.get("content") or "", tool_calls=calls))
+        if calls is None:
+            return await self._let_the_user_speak()
+        observation, reward, done, info = await self.env.step(action)
+        seen = _as_list(observation)
+        self._messages.extend(seen)
+        return seen, reward, done, info
+
+    async def final_rewards(self) -> dict[str, float]:
+        return await self.env.final_rewards()
+
+    async def close(self) -> None:
+        began, self._began = self._began, False
+        works = [self.env.close(), *([self._in_time(self.interaction.finish(), "finish")] if began else [])]
+        await all_of(works)
+
+    @property
+    def state_key(self) -> str | None:
+        """The world's state and what the user has asked for; without the former there is none to be told."""
+        key = self.env.state_key
+        asked = next((m.content for m in reversed(self._messages) if m.role == "user"), "")
+        return None if key is None else f"{key}/{self.user_turns}/{digest(asked)}"
+
+    def tool_specs(self) -> list[dict[str, Any]] | None:
+        return self.env.tool_specs()
+
+    def phase_of(self, action: Any) -> Phase:
+        return self.env.phase_of(action) if action.get("tool_calls") else "interaction"
+
+    def gold_actions(self) -> Sequence[Any] | None:
+        return self.env.gold_actions()
+
+    def example_actions(self) -> Sequence[Any]:
+        return self.env.example_actions()
+
+    async def _let_the_user_speak(self) -> tuple[list[Message], float | None, bool, dict[str, Any]]:
+        if self.user_turns >= self.max_user_turns:
+            return [], None, True, {"is_action_valid": True, "truncated": True, "user_turns": self.user_turns}
+        given = await self._in_time(self.interaction.respond(tuple(self._messages)), "respond")
+        text, done, reward, told = as_reply(given)
+        self.user_turns += 1
+        seen = [Message(role="user", content=text)] if text else []
+        if not text and not done:
+            raise ValueError("the simulated user said nothing and is not done")
+        self._messages.extend(seen)
+        info = {"is_action_valid": True, "user_turns": self.user_turns, "interaction": told}
+        return seen, as_reward(reward), done, info
+
+    async def _in_time(self, work: Any, what: str) -> Any:
+        late = TimeoutError(f"the simulated user: {what} took longer than {self._timeout_s:g} s")
+        return await end_within(self._timeout_s, work, late)
+
+
+def _as_list(observation: Observation) -> list[Message]:
+    if isinstance(observation, str):
+        return [Message(role="user", content=observation)] if observation else []
+    return list(as_messages(observation))

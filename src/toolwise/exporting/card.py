@@ -1,0 +1,161 @@
+"""The model card: what a model was made from, how, and what came of it. Names of files, never where they lie."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from toolwise import __version__
+from toolwise.checkpoint import Checkpoint
+from toolwise.config import RunConfig
+from toolwise.trackers.jsonl import read_metrics
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+USE = """\
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("PATH")
+model = AutoModelForCausalLM.from_pretrained("PATH")
+prompt = tokenizer.apply_chat_template(
+    [{"role": "user", "content": "…"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+)
+reply = model.generate(**prompt, max_new_tokens=256)
+print(tokenizer.decode(reply[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
+```"""
+
+
+def model_card(config: RunConfig, found: Checkpoint, run: Path, *, dtype: str, saved_in: str) -> str:
+    """README.md of an exported model."""
+    made_with = found.facts.get("toolwise", __version__)
+    table = {**_training(config, found), "weights": _weights(dtype, saved_in), "made with": f"toolwise {made_with}"}
+    return "\n".join(
+        [
+            *_front_matter(config),
+            f"# {_plain(config.name)}",
+            "",
+            f"A language model, trained with Toolwise {made_with} by reinforcement learning to use tools.",
+            "",
+            "## How it was trained",
+            "",
+            "| | |",
+            "|---|---|",
+            *(f"| {name} | {value} |" for name, value in table.items() if value),
+            "",
+            "## What came of it",
+            "",
+            *_figures(run, found.step),
+            "",
+            "## How to use it",
+            "",
+            USE,
+            "",
+            "## Licence",
+            "",
+            "Not stated yet: whoever publishes this model says here, and in the first lines of this file, under which "
+            "licence, as far as those of the base model and of the data allow.",
+            "",
+        ]
+    )
+
+
+def _front_matter(config: RunConfig) -> Iterator[str]:
+    yield "---"
+    yield "library_name: transformers"
+    yield "pipeline_tag: text-generation"
+    if _HUB_NAME.fullmatch(config.model.path):
+        yield f"base_model: {json.dumps(config.model.path)}"
+    yield from ("tags:", "- toolwise", "- reinforcement-learning", "- tool-use")
+    yield "# license: left to whoever publishes this model"
+    yield "---"
+    yield ""
+
+
+def _training(config: RunConfig, found: Checkpoint) -> dict[str, str]:
+    turns = f", up to {config.multi_turn.max_turns} turns" if config.multi_turn.enable else ", one turn"
+    return {
+        "base model": _base(config.model.path),
+        "training data": _file(config.data.train),
+        "held-out data": _file(config.data.val) if config.data.val else "",
+        "tools": ", ".join(_tool(tool) for tool in config.tools),
+        "environment": _code(config.env.name) if config.env.name != "tools" else "",
+        "reward": _reward(config),
+        "advantage estimator": _code(config.algorithm.adv_estimator),
+        "steps": f"{found.step} of {config.data.batch_size} tasks × {config.rollout.n} rollouts{turns}",
+        "learning rate": f"{config.actor.lr:g}",
+        "seed": str(config.seed),
+    }
+
+
+def _base(path: str) -> str:
+    known = path.startswith("builtin:") or _HUB_NAME.fullmatch(path)
+    return _code(path if known else Path(path).name)
+
+
+def _file(path: Path | None) -> str:
+    return _code(path.name) if path is not None else "given in Python"
+
+
+def _reward(config: RunConfig) -> str:
+    reward = config.reward
+    if reward.parts:
+        how = "" if reward.combine == "sum" else ", each normalised in its group"
+        return " + ".join(f"{part.weight:g} × {_reference(part.function)}" for part in reward.parts) + how
+    return _reference(reward.function) if reward.function else "given in Python"
+
+
+def _tool(tool: str | dict[str, Any]) -> str:
+    return _reference(tool if isinstance(tool, str) else str(tool.get("name", "a tool")))
+
+
+def _reference(reference: str) -> str:
+    """`/home/me/judge.py:judge` by the name of its file."""
+    return _code(reference.rpartition("/")[2])
+
+
+def _weights(dtype: str, saved_in: str) -> str:
+    return dtype if dtype == saved_in else f"{dtype}, converted from {saved_in}"
+
+
+def _figures(run: Path, step: int) -> Iterator[str]:
+    """The first validation beside the last one that the checkpoint has seen."""
+    lines = [line for line in read_metrics(run / "metrics.jsonl") if line.get("step", step + 1) <= step]
+    seen = [line for line in lines if any(name.startswith("eval/") for name in line)]
+    nothing: dict[str, Any] = {}
+    before = next((line for line in seen if line["step"] == 0), nothing)
+    after = next((line for line in reversed(seen) if line["step"] > 0), nothing)
+    names = _headlines([name for name in dict.fromkeys([*before, *after]) if name.startswith("eval/")])
+    if not names:
+        yield "The run was not validated on held-out tasks."
+        return
+    after_step = f"after step {after['step']}" if after else "after"
+    yield f"On held-out tasks, one rollout each{'' if before and after else ', as far as it was validated'}:"
+    yield ""
+    yield f"| | before | {after_step} |"
+    yield "|---|---:|---:|"
+    for name in names:
+        yield f"| {_plain(name.removeprefix('eval/'))} | {_figure(before.get(name))} | {_figure(after.get(name))} |"
+
+
+def _headlines(names: Sequence[str]) -> list[str]:
+    """All figures of the whole, and of each kind of task the one that counts most."""
+    whole = [name for name in names if name.count("/") == 1]
+    first = "/correct" if "eval/correct" in whole else "/score"
+    return [*whole, *(name for name in names if name not in whole and name.endswith(first))]
+
+
+def _figure(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else "–"
+
+
+def _code(text: str) -> str:
+    return f"`{_plain(text).replace('`', '')}`"
+
+
+def _plain(text: str) -> str:
+    """In one line, and no new column of a table."""
+    return " ".join(text.split()).replace("|", "¦")

@@ -1,0 +1,143 @@
+"""The critic: foresees what a rollout will still earn, at the token before each sampled one. Only `gae` asks for it.
+
+A trunk of its own (a copy of the policy's, or a smaller model with the same tokens) under a linear head that begins at
+zero, with its own optimiser: its large errors must not pull at the policy's weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from toolwise.errors import CheckpointError, ToolwiseError
+from toolwise.learner import ranks
+from toolwise.learner.aggregation import token_weights
+from toolwise.learner.batch import Batch, Cut
+from toolwise.learner.forward import hidden_states
+from toolwise.learner.losses import clipped_value_loss
+from toolwise.learner.mini_batches import mini_batches
+from toolwise.learner.optimizer import Optimizer, OptimizerSettings
+from toolwise.protocols import Metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticSettings(OptimizerSettings):
+    """How the critic learns."""
+
+    lr: float = 1e-5
+    value_clip: float | None = 0.2
+    epochs: int = 1
+    mini_batches: int = 1
+    per: Literal["token", "turn"] = "token"
+    """A value for every sampled token, or for the first of each turn alone: what the estimator asks for."""
+    cut: Cut = field(default_factory=Cut)
+    seed: int = 0
+
+
+class Critic:
+    def __init__(self, model: Any, settings: CriticSettings) -> None:
+        """`model` is the critic's own from here on."""
+        self.settings = settings
+        self.model = model.eval().requires_grad_(False)
+        self.trunk = model.get_decoder().requires_grad_(True)
+        width = int(self.trunk.get_input_embeddings().weight.shape[1])
+        device = next(model.parameters()).device
+        self.head = torch.nn.Linear(int(getattr(self.trunk.config, "hidden_size", width)), 1, device=device)
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+        self.optimizer = Optimizer([*self.trunk.parameters(), *self.head.parameters()], settings, of="critic")
+
+    @torch.no_grad()
+    def values(self, batch: Batch) -> Tensor:
+        """One for each sampled token of the batch, before it is drawn."""
+        found = torch.zeros(len(batch), device=batch.device)
+        for packed, places in batch.packed(batch.learnable(), self.settings.cut):
+            found[places] = self._values(packed)
+        return found
+
+    def _values(self, packed: Any) -> Tensor:
+        hidden = hidden_states(self.model, packed)[packed.source]
+        found: Tensor = self.head(hidden.float()).squeeze(-1)
+        return found
+
+    def update(self, batch: Batch, version: int) -> Metrics:
+        if batch.returns is None or batch.values is None:
+            raise ToolwiseError(
+                "the critic has no returns to learn from: use an estimator that gives them (gae), or no critic"
+            )
+        s = self.settings
+        sums: dict[str, float] = {}
+        steps = 0
+        parts = mini_batches(batch, count=s.mini_batches, epochs=s.epochs, seed=f"critic/{s.seed}/{version}")
+        for rows in parts:
+            for name, value in self._step(batch, rows, version).items():
+                sums[name] = sums.get(name, 0.0) + value
+            steps += 1
+        means = {f"critic/{name}": value / steps for name, value in sums.items()}
+        return means | {
+            "critic/skipped_updates": float(self.optimizer.guard.skipped),
+            "critic/lr": self.optimizer.rate(version),
+            "critic/explained_variance": explained_variance(*self._judged(batch, batch.tokens_of(batch.learnable()))),
+        }
+
+    def _judged(self, batch: Batch, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = tokens[batch.first[tokens]] if self.settings.per == "turn" else tokens
+        assert batch.values is not None
+        assert batch.returns is not None
+        return batch.values[tokens], batch.returns[tokens]
+
+    def _step(self, batch: Batch, rows: list[int], version: int) -> Metrics:
+        assert batch.values is not None
+        assert batch.returns is not None
+        tokens = batch.tokens_of(rows)
+        if self.settings.per == "turn":
+            tokens = tokens[batch.first[tokens]]
+        weights = torch.zeros(len(batch), device=batch.device)
+        weights[tokens] = token_weights("token", batch.step[tokens], batch.rollout[tokens])
+        sums = torch.zeros(2, device=batch.device)
+        for packed, places in batch.packed(rows, self.settings.cut):
+            values, weight = self._values(packed), weights[places]
+            losses, clipped = clipped_value_loss(
+                values, batch.values[places], batch.returns[places], clip=self.settings.value_clip
+            )
+            # Where the weight is 0 a loss that is not a number must not count either.
+            losses = torch.where(weight > 0, losses, 0.0)
+            loss = (losses * weight).sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.optimizer.collect()
+            sums += torch.stack([loss.detach(), (clipped * weight).sum()])
+        loss_sum, clip_sum = ranks.totals(sums.tolist(), batch.device)
+        norms = self.optimizer.step(version, lambda: [batch.names[batch.rollout_of_row[row]] for row in rows])
+        return {"loss": loss_sum, "clip_frac": clip_sum, **norms}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "trunk": dict(self.trunk.named_parameters()),
+            "head": dict(self.head.named_parameters()),
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for part, module in (("trunk", self.trunk), ("head", self.head)):
+            own = dict(module.named_parameters())
+            if own.keys() != state[part].keys() or any(own[k].shape != state[part][k].shape for k in own):
+                raise CheckpointError(f"the checkpoint's critic has another {part} than the run's: check critic.path")
+            for name, weight in own.items():
+                weight.copy_(state[part][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """1: it foresaw everything; 0: no better than a constant; below that worse. 0 where all returns are equal."""
+    v, r = values.double(), returns.double()
+    left = r - v
+    sums = [float(x) for x in (len(r), r.sum(), r.square().sum(), left.sum(), left.square().sum())]
+    n, r1, r2, e1, e2 = ranks.totals(sums, values.device)
+    if n < 2:
+        return 0.0
+    spread = r2 / n - (r1 / n) ** 2
+    return 0.0 if spread <= 1e-12 else 1.0 - (e2 / n - (e1 / n) ** 2) / spread

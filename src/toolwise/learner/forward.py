@@ -1,0 +1,117 @@
+"""The forward pass of the learner: a packed micro-batch through the model, and log-probs of its sampled tokens.
+
+Each token goes through the trunk once, whoever shares it. Logits exist for tokens that predict a sampled one, a chunk
+at a time, and are computed again in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from toolwise.errors import ModelError
+from toolwise.learner.attention import Layout, tree_attention
+from toolwise.learner.logits import drawn, head_of
+from toolwise.learner.packing import Packed
+
+CHUNK_TOKENS = 1024
+KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def can_share_prefixes(model: Any) -> bool:
+    """Whether each of its layers is a causal attention that we can compute; where not, rows are computed padded."""
+    trunk = model.get_decoder()
+    plain = set(getattr(trunk.config, "layer_types", None) or ()) <= KNOWN_LAYERS
+    sinks = any(hasattr(module, "sinks") for module in trunk.modules())
+    return plain and not sinks and bool(getattr(trunk, "_supports_attention_backend", False))
+
+
+def hidden_states(model: Any, packed: Packed) -> Tensor:
+    """[T, d]: what the trunk of a causal language model makes of each token, ready for its head."""
+    trunk = model.get_decoder()
+    if not can_share_prefixes(model):
+        return _padded(trunk, packed)
+    with tree_attention(trunk.config), _recomputed_alike(trunk) as recomputed:
+        layout = Layout.of(packed.segments, packed.ids.device, keep_gathered=recomputed)
+        out = trunk(
+            input_ids=packed.ids[None],
+            position_ids=packed.positions[None],
+            use_cache=False,
+            toolwise_layout=layout,
+        )
+    if layout.calls != trunk.config.num_hidden_layers:  # whatever the others attended to, it was not this
+        raise ModelError(
+            f"{type(trunk).__name__}: {layout.calls} of {trunk.config.num_hidden_layers} layers attended to packed "
+            "rows as laid out, so that nothing it says can be trusted: use another model"
+        )
+    states: Tensor = out.last_hidden_state[0]
+    return states
+
+
+@contextmanager
+def _recomputed_alike(trunk: Any) -> Iterator[bool]:
+    """Activation checkpointing where the model has it enabled; gives whether it has.
+
+    A layer that is run again in the backward pass must attend by layout again, when `tree_attention` has long been
+    closed. And it must not wait for training mode, as it does in transformers: dropout would come with it.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    modules = [m for m in trunk.modules() if getattr(m, "gradient_checkpointing", False)]
+    before = [(m, m.training, m._gradient_checkpointing_func) for m in modules]
+
+    def run_again(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def attending(*inner: Any, **named: Any) -> Any:
+            with tree_attention(trunk.config):
+                return layer(*inner, **named)
+
+        return checkpoint(attending, *args, use_reentrant=False, **kwargs)
+
+    try:
+        for m in modules:
+            m._gradient_checkpointing_func = run_again
+            # The flag of the layer itself, not of what is in it: it decides this and nothing else.
+            m.training = m.training or isinstance(m, GradientCheckpointingLayer)
+        yield bool(modules)
+    finally:
+        for m, training, function in before:
+            m.training, m._gradient_checkpointing_func = training, function
+
+
+def _padded(trunk: Any, packed: Packed) -> Tensor:
+    """Each segment after its path, in a row of its own: for models that attend in ways we cannot lay out."""
+    device = packed.ids.device
+    rows = [torch.cat([packed.ids[a:b] for a, b in (*s.path, (s.start, s.stop))]) for s in packed.segments]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    mask = torch.arange(ids.shape[1], device=device) < lengths[:, None]
+    out = trunk(input_ids=ids, attention_mask=mask.long(), use_cache=False).last_hidden_state
+    return torch.cat([out[i, s.depth : s.depth + len(s)] for i, s in enumerate(packed.segments)])
+
+
+def token_logprobs(
+    model: Any, hidden: Tensor, packed: Packed, temperature: float, *, chunk_tokens: int = CHUNK_TOKENS
+) -> tuple[Tensor, Tensor]:
+    """[S] log-prob of each sampled token, and the entropy of what it was drawn from; after temperature, in fp32."""
+    head = head_of(model)
+
+    def of_chunk(states: Tensor, of: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return drawn(head(states), of, targets, temperature)
+
+    states = hidden[packed.predictors]
+    found: list[tuple[Tensor, Tensor]] = []
+    done = 0
+    for start in range(0, len(packed.predicted), chunk_tokens):
+        here = slice(done, done + sum(packed.predicted[start : start + chunk_tokens]))
+        few = states[start : start + chunk_tokens]
+        of, targets = packed.predicted_by[here] - start, packed.target[here]
+        found.append(checkpoint(of_chunk, few, of, targets, use_reentrant=False, preserve_rng_state=False))
+        done = here.stop
+    if not found:
+        return hidden.new_zeros(0, dtype=torch.float32), hidden.new_zeros(0, dtype=torch.float32)
+    return torch.cat([logprobs for logprobs, _ in found]), torch.cat([entropy for _, entropy in found])

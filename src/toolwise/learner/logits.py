@@ -1,0 +1,72 @@
+"""From hidden states to log-probs: the head of a causal language model, and what a token drawn from it was worth.
+
+Works on a chunk of tokens at a time; `forward` cuts the chunks and has them computed again in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def head_of(model: Any) -> Callable[[Tensor], Tensor]:
+    """From hidden states to logits, with what some families do to them after the projection."""
+    projection, config = model.get_output_embeddings(), model.get_decoder().config
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma
+    factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
+    divisor = getattr(config, "logits_scaling", None) or 1.0  # Granite
+
+    def logits(states: Tensor) -> Tensor:
+        found: Tensor = projection(states)
+        if factor != 1.0 or divisor != 1.0:
+            found = found * (factor / divisor)
+        return found if cap is None else torch.tanh(found / cap) * cap
+
+    return logits
+
+
+def drawn(logits: Tensor, of: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target under row `of` of the logits, and that row's entropy; after temperature, in fp32."""
+    found: tuple[Tensor, Tensor] = _Drawn.apply(logits, of, targets, temperature)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Drawn(torch.autograd.Function):
+    """With x = logits / temperature, log p = log_softmax(x) and H = − Σ p log p:
+
+        ∂ log p_t / ∂x = 1[t] − p        ∂H / ∂x = − p (log p + H)
+
+    By hand, because what autograd would keep and compute over a whole vocabulary is several times as much.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, of: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        x = logits.float() if logits.dtype.itemsize < 4 else logits
+        logp = torch.log_softmax(x if temperature == 1.0 else x / temperature, dim=-1)
+        entropy = -torch.linalg.vecdot(logp.exp(), logp)
+        ctx.save_for_backward(logp, entropy, of, targets)
+        ctx.temperature, ctx.dtype = temperature, logits.dtype
+        ctx.set_materialize_grads(False)
+        return logp[of, targets], entropy[of]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        logp, entropy, of, targets = ctx.saved_tensors
+        to_logprob, to_entropy = (None if g is None else g / ctx.temperature for g in grads)
+        if to_logprob is None and to_entropy is None:
+            return None, None, None, None
+        by_row = torch.zeros_like(entropy)
+        if to_logprob is not None:
+            by_row.index_add_(0, of, to_logprob)
+        grad = logp.exp()
+        if to_entropy is None:
+            grad.mul_(-by_row[:, None])
+        else:
+            of_row = torch.zeros_like(entropy).index_add_(0, of, to_entropy)
+            grad.mul_((logp + entropy[:, None]).mul_(of_row[:, None]).add_(by_row[:, None]).neg_())
+        if to_logprob is not None:
+            grad.index_put_((of, targets), to_logprob, accumulate=True)
+        return grad.to(ctx.dtype), None, None, None

@@ -1,0 +1,140 @@
+"""The optimiser: adds gradients up in fp32, clips them, guards, and moves weights of any precision.
+
+Half precision swallows small steps: there AdamW works on fp32 copies ("masters") and the weights are rounded from them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolwise.learner import ranks
+from toolwise.learner.guards import Guard
+from toolwise.learner.schedules import Schedule, rate_factor
+
+CHUNK = {False: 1 << 18, True: 1 << 26}
+"""Numbers at a time, on a CPU and on a GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings:
+    """How weights move."""
+
+    lr: float = 1e-6
+    lr_schedule: Schedule = "constant"
+    warmup_steps: int = 0
+    schedule_steps: int = 0
+    """Updates after which a falling rate has fallen."""
+    min_lr_ratio: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    spike_factor: float | None = 20.0
+    """Skip a step whose gradient is so many times the running median, and one to be clipped; None never does."""
+
+
+class Optimizer:
+    """AdamW over those of `weights` that may change."""
+
+    def __init__(self, weights: Iterable[Tensor], settings: OptimizerSettings, *, of: str = "actor") -> None:
+        self.settings = settings
+        self.guard = Guard(settings.spike_factor, floor=settings.max_grad_norm, of=of)
+        self.weights = [weight for weight in weights if weight.requires_grad]
+        self.masters = [w if torch.finfo(w.dtype).bits >= 32 else w.detach().float() for w in self.weights]
+        self.adamw = torch.optim.AdamW(
+            self.masters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
+        )
+
+    def collect(self) -> None:
+        """Gradients from half-precision weights to their masters, added up there; weights in fp32 keep their own."""
+        for weight, master in self._copies():
+            if weight.grad is not None:
+                found = weight.grad.float()
+                master.grad = found if master.grad is None else master.grad + found
+                weight.grad = None
+
+    def step(self, update: int, suspects: Callable[[], Sequence[str]] = list) -> dict[str, float]:
+        """Move, unless the guard says no: gradients are gone afterwards either way. Gives the two norms."""
+        ranks.sum_gradients(self.masters)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.masters, self.settings.max_grad_norm))
+        moved = 0.0
+        if self.guard.admits(norm, suspects):
+            for group in self.adamw.param_groups:
+                group["lr"] = self.rate(update)
+            self.adamw.step()
+            moved = self._update_norm()
+            self._publish()
+        self.forget()
+        return {"grad_norm": norm, "update_norm": moved}
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        self.adamw.zero_grad(set_to_none=True)
+        for weight, _ in self._copies():
+            weight.grad = None
+
+    def rate(self, update: int) -> float:
+        s = self.settings
+        return s.lr * rate_factor(
+            update,
+            schedule=s.lr_schedule,
+            warmup_steps=s.warmup_steps,
+            total_steps=s.schedule_steps,
+            floor=s.min_lr_ratio,
+        )
+
+    @torch.no_grad()
+    def _update_norm(self) -> float:
+        """How far the masters just moved: from AdamW's averages, since keeping the old weights would cost a copy."""
+        [group] = self.adamw.param_groups
+        (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+        decayed = lr * decay / (1.0 - lr * decay)  # of the weights as they are now
+        squares = torch.zeros((), dtype=torch.float64, device=self.masters[0].device)
+        for master in self.masters:
+            state = self.adamw.state.get(master)
+            if master.grad is None or not state:
+                continue
+            count = float(state["step"])
+            spread = (1.0 - beta2**count) ** 0.5
+            scale = lr * spread / (1.0 - beta1**count)
+            flat = (master.reshape(-1), state["exp_avg"].reshape(-1), state["exp_avg_sq"].reshape(-1))
+            # A piece at a time: what is made on the way then never leaves the cache.
+            for weight, mean, square in zip(*(x.split(CHUNK[x.is_cuda]) for x in flat), strict=True):
+                moved = (mean / square.sqrt().add_(group["eps"] * spread)).mul_(scale * (1.0 + decayed))
+                if decayed:
+                    moved.add_(weight, alpha=decayed)
+                squares += torch.dot(moved, moved)
+        return math.sqrt(float(squares))
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        for weight, master in self._copies():
+            weight.copy_(master)
+
+    @torch.no_grad()
+    def adopt_weights(self) -> None:
+        """After weights were loaded: a master that rounds to its weight is the finer of the two and stays."""
+        for weight, master in self._copies():
+            master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.detach().float()))
+
+    def _copies(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return ((w, m) for w, m in zip(self.weights, self.masters, strict=True) if w is not m)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "adamw": self.adamw.state_dict(),
+            "guard": self.guard.state_dict(),
+            "masters": [master for _, master in self._copies()],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.adamw.load_state_dict(state["adamw"])
+        self.guard.load_state_dict(state["guard"])
+        for (_, master), saved in zip(self._copies(), state["masters"], strict=True):
+            master.copy_(saved)

@@ -1,0 +1,1 @@
+"""The policy behind any OpenAI-compatible chat server."""

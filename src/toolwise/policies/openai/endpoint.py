@@ -1,0 +1,200 @@
+"""One question to an OpenAI-compatible server: asked again while that may help, within one deadline, and counted.
+
+Time and chance come from outside (`sleep`, `clock`, `seed`, `client`), so that a test can run hours of trouble at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from toolwise.errors import ContextFullError, PolicyError
+from toolwise.policies.openai.faults import ServerError, refusal
+from toolwise.protocols import Metrics
+
+if TYPE_CHECKING:
+    import httpx
+
+T = TypeVar("T")
+
+_MAX_REFUSAL_BYTES = 16_384
+_JSON = {"Content-Type": "application/json", "Accept": "application/json"}
+
+
+def loop_time() -> float:
+    """The running loop's own clock: the one that its timeouts go by, real or simulated."""
+    return asyncio.get_running_loop().time()
+
+
+class Endpoint:
+    """POSTs to `url`. `timeout_s` is for one attempt, from the first byte sent to the last byte read; `deadline_s` for
+    everything: waiting for a free place, all attempts, and the pauses between them."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 120.0,
+        deadline_s: float = 600.0,
+        max_retries: int = 5,
+        backoff_s: float = 0.5,
+        max_backoff_s: float = 30.0,
+        max_concurrent: int = 256,
+        max_reply_bytes: int = 64_000_000,
+        seed: int = 0,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        clock: Callable[[], float] = loop_time,
+        client: httpx.AsyncClient | None = None,
+    ) -> None:
+        self.url = _checked_url(url)
+        self.timeout_s = timeout_s
+        self.deadline_s = deadline_s
+        self.max_retries = max_retries
+        self.backoff_s = backoff_s
+        self.max_backoff_s = max_backoff_s
+        self.max_concurrent = max_concurrent
+        self.max_reply_bytes = max_reply_bytes
+        self._headers = _JSON | _authorization(api_key)
+        self._api_key = api_key
+        self._chance = random.Random(seed)
+        self._sleep = sleep
+        self._clock = clock
+        self._given_client = client
+        self._open: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient, asyncio.Semaphore] | None = None
+        self._counts: Counter[str] = Counter()
+
+    async def ask(self, body: Mapping[str, Any], read: Callable[[Any, Mapping[str, str]], T]) -> T:
+        """What `read` makes of the reply's JSON and headers. `read` may raise a `ServerError` too: a server that
+        answered nonsense once may not do so again."""
+        content = json.dumps(body).encode()  # in ASCII: half a character in a rollout must not stop us here
+        ends = self._clock() + self.deadline_s
+        tried = 0
+        while True:
+            tried += 1
+            self._counts["requests"] += 1
+            try:
+                raw, headers = await self._ask_once(content, ends)
+                return read(_parsed(raw, headers), headers)
+            except ContextFullError as full:
+                self._counts["context_full"] += 1
+                raise ContextFullError(self._told(str(full), tried)) from None
+            except ServerError as fault:
+                pause_s = self._pause_s(tried, fault.wait_s)
+                if not fault.again or tried > self.max_retries or self._clock() + pause_s >= ends:
+                    self._counts[f"failures/{fault.kind}"] += 1
+                    raise ServerError(fault.kind, self._told(str(fault), tried)) from fault
+                self._counts[f"retries/{fault.kind}"] += 1
+            await self._sleep(pause_s)
+
+    async def _ask_once(self, content: bytes, ends: float) -> tuple[bytes, Mapping[str, str]]:
+        import httpx
+
+        client, places = self._connections()
+        left_s = max(0.0, ends - self._clock())
+        try:
+            # Around everything: httpx's own timeouts begin anew with each byte that a slow server drips.
+            async with (
+                asyncio.timeout(left_s),
+                places,
+                asyncio.timeout(self.timeout_s),
+                client.stream("POST", self.url, content=content, headers=self._headers) as response,
+            ):
+                raw = await self._read(response)
+        except (TimeoutError, httpx.TimeoutException):
+            raise ServerError(
+                "timeout", f"no whole reply within {min(left_s, self.timeout_s):g} s", again=True
+            ) from None
+        except httpx.ConnectError as fault:
+            raise ServerError("connect", f"no connection: {_line(fault)}", again=True) from fault
+        except httpx.DecodingError as fault:
+            raise ServerError("bad_reply", f"the reply cannot be unpacked: {_line(fault)}", again=True) from fault
+        except httpx.HTTPError as fault:  # reset, or closed in the middle of a body
+            raise ServerError("dropped", f"the connection broke: {_line(fault)}", again=True) from fault
+        if not response.is_success:
+            raise refusal(response.status_code, response.headers, raw)
+        return raw, response.headers
+
+    async def _read(self, response: httpx.Response) -> bytes:
+        raw = bytearray()
+        async for chunk in response.aiter_bytes():
+            raw += chunk
+            if not response.is_success and len(raw) >= _MAX_REFUSAL_BYTES:
+                break
+            if len(raw) > self.max_reply_bytes:
+                raise ServerError("too_big", f"the reply is larger than {self.max_reply_bytes} bytes")
+        return bytes(raw)
+
+    def _connections(self) -> tuple[httpx.AsyncClient, asyncio.Semaphore]:
+        """Connections and places belong to a loop: those of one that is over are of no use to the next."""
+        import httpx
+
+        loop = asyncio.get_running_loop()
+        if self._open is None or self._open[0] is not loop:
+            limits = httpx.Limits(
+                max_connections=self.max_concurrent, max_keepalive_connections=self.max_concurrent, keepalive_expiry=4.0
+            )
+            client = self._given_client or httpx.AsyncClient(timeout=None, limits=limits)
+            self._open = loop, client, asyncio.Semaphore(self.max_concurrent)
+        return self._open[1], self._open[2]
+
+    def _pause_s(self, tried: int, asked_s: float | None) -> float:
+        """Twice as long each time, up to a limit, with chance in it, so that requests that failed together do not come
+        back together. Never shorter than what the server asked for."""
+        backoff_s = min(self.backoff_s * 2.0 ** (tried - 1), self.max_backoff_s) * self._chance.uniform(0.5, 1.0)
+        return backoff_s if asked_s is None else asked_s + min(backoff_s, self.backoff_s)
+
+    def _told(self, problem: str, tried: int) -> str:
+        if self._api_key:
+            problem = problem.replace(self._api_key, "…")  # some servers repeat the key they refuse
+        return f"server at {self.url}: {problem}" + (f" ({tried} attempts)" if tried > 1 else "")
+
+    def metrics(self) -> Metrics:
+        """Counts since the beginning: requests (attempts), retries and failures, also by kind, full contexts."""
+        totals = {
+            f"policy/{what}": float(sum(n for name, n in self._counts.items() if name.startswith(f"{what}/")))
+            for what in ("retries", "failures")
+        }
+        return totals | {f"policy/{name}": float(self._counts[name]) for name in ("requests", *self._counts)}
+
+    async def aclose(self) -> None:
+        """Close the connections that are ours to close."""
+        opened, self._open = self._open, None
+        if opened is not None and self._given_client is None and opened[0] is asyncio.get_running_loop():
+            await opened[1].aclose()
+
+
+def _parsed(raw: bytes, headers: Mapping[str, str]) -> Any:
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):  # what was cut off or mixed up may well be whole the next time
+        kind = headers.get("content-type", "no content type")
+        raise ServerError("bad_reply", f"the reply ({kind}) is not JSON: {raw[:80]!r}", again=True) from None
+
+
+def _line(fault: BaseException) -> str:
+    return f"{type(fault).__name__}: {' '.join(str(fault).split())}".rstrip(": ")
+
+
+def _checked_url(url: str) -> str:
+    import httpx
+
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as fault:
+        raise PolicyError(f"base_url {url!r} is no URL ({fault}); give one like http://localhost:8000/v1") from None
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise PolicyError(f"base_url {url!r} is no http URL; give one like http://localhost:8000/v1")
+    return url
+
+
+def _authorization(api_key: str | None) -> dict[str, str]:
+    if api_key is None:
+        return {}
+    if not api_key.isascii() or not api_key.isprintable() or api_key != api_key.strip() or not api_key:
+        raise PolicyError("api_key has characters that no HTTP header can hold: is there a newline at its end?")
+    return {"Authorization": f"Bearer {api_key}"}

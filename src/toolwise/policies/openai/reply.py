@@ -1,0 +1,158 @@
+"""A chat completion as OpenAI, vLLM, SGLang and llama.cpp write it -> what a policy decided, with its tokens."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
+
+from pydantic import ValidationError
+
+from toolwise.messages import Message, ToolCall
+from toolwise.policies.openai.faults import ServerError
+from toolwise.types import TokenLogprobs
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+Parse = Callable[[str], tuple[str, list[ToolCall]]]
+
+_TOKEN_ID = "token_id:"
+
+
+class TextLogprobs(TypedDict):
+    """What a server that tells no token ids says of its sample: enough to evaluate, not to learn from."""
+
+    tokens: Sequence[str]
+    token_logprobs: Sequence[float]
+    """One a token; both are empty where the server gave none."""
+    finish_reason: FinishReason
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a server answered, read and found whole."""
+
+    content: str
+    calls: list[ToolCall]
+    raw: str
+    """The text as far as the server gives it: calls that it took out of the text are not in there."""
+    logprobs: TokenLogprobs | TextLogprobs
+
+
+def read_reply(body: Any, headers: Mapping[str, str], parse: Parse | None) -> Reply:
+    """`parse` finds the calls in the text; None leaves that to the server."""
+    choice = _choice(body)
+    message, reasoning = _message(choice)
+    text = message.content or ""
+    content, calls = parse(text) if parse is not None else (text, [])
+    calls = calls or _numbered(message.tool_calls or [])
+    finish = _finish_reason(choice, bool(calls))
+    tokens, logprobs = _logprobs(choice)
+    prompt_ids = _ids(body.get("prompt_token_ids") or choice.get("prompt_token_ids"), "prompt_token_ids")
+    token_ids = _token_ids(choice, tokens)
+    if not (text or calls or reasoning or token_ids or tokens or _completion_tokens(body)):
+        raise ServerError("bad_reply", "the reply is empty: no text, no tool call, no token", again=True)
+    version = _policy_version(body, headers)
+    raw = f"<think>{reasoning}</think>{text}" if reasoning else text
+    if prompt_ids is None or token_ids is None or logprobs is None:
+        texts = TextLogprobs(
+            tokens=tokens, token_logprobs=logprobs or array("f"), finish_reason=finish, policy_version=version
+        )
+        return Reply(content, calls, raw, texts)
+    if len(token_ids) != len(logprobs):
+        raise ServerError("bad_reply", f"the reply has {len(token_ids)} token ids and {len(logprobs)} log-probs")
+    return Reply(
+        content,
+        calls,
+        raw,
+        TokenLogprobs(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_ids=prompt_ids,
+            finish_reason=finish,
+            policy_version=version,
+        ),
+    )
+
+
+def _choice(body: Any) -> dict[str, Any]:
+    choices = body.get("choices") if isinstance(body, dict) else None
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        raise ServerError("bad_reply", f"the reply has no choices: {str(body)[:80]!r}", again=True)
+    return choices[0]
+
+
+def _message(choice: dict[str, Any]) -> tuple[Message, str]:
+    """The message, and the thoughts that a server with a reasoning parser puts beside it."""
+    value = choice.get("message")
+    if not isinstance(value, dict):
+        raise ServerError("bad_reply", "the reply has no choices[0].message", again=True)
+    try:
+        message = Message.model_validate({**value, "role": "assistant"})
+    except (ValidationError, RecursionError) as fault:
+        reason = fault.errors()[0]["msg"] if isinstance(fault, ValidationError) else "nested too deeply"
+        raise ServerError("bad_reply", f"choices[0].message cannot be read: {reason}", again=True) from None
+    reasoning = value.get("reasoning_content") or value.get("reasoning")
+    return message, reasoning if isinstance(reasoning, str) else ""
+
+
+def _numbered(calls: Sequence[ToolCall]) -> list[ToolCall]:
+    return [c if c.id else ToolCall(id=f"call_{i}", name=c.name, arguments=c.arguments) for i, c in enumerate(calls)]
+
+
+def _finish_reason(choice: dict[str, Any], has_calls: bool) -> FinishReason:
+    given = choice.get("finish_reason")
+    if given == "length":
+        return "length"
+    if given in ("abort", "error"):  # the server gave up in the middle: not the model's word
+        raise ServerError("bad_reply", f"the server ended the reply with finish_reason {given!r}", again=True)
+    if given == "content_filter":
+        raise ServerError("refused", "the server's content filter held the reply back")
+    return "tool_calls" if has_calls else "stop"
+
+
+def _logprobs(choice: dict[str, Any]) -> tuple[list[str], array[float] | None]:
+    logprobs = choice.get("logprobs")
+    content = logprobs.get("content") if isinstance(logprobs, dict) else None
+    if content is None:
+        return [], None
+    try:
+        tokens = [str(entry["token"]) for entry in content]
+        values = array("f", [float(entry["logprob"]) for entry in content])
+    except (TypeError, KeyError, ValueError):
+        raise ServerError("bad_reply", "choices[0].logprobs.content is no list of tokens and log-probs") from None
+    if any(math.isnan(value) for value in values):
+        raise ServerError("bad_reply", "the reply has log-probs that are NaN: are the server's weights broken?")
+    return tokens, values
+
+
+def _token_ids(choice: dict[str, Any], tokens: Sequence[str]) -> array[int] | None:
+    ids = _ids(choice.get("token_ids"), "token_ids")
+    if ids is None and tokens and all(token.startswith(_TOKEN_ID) for token in tokens):
+        numbers = [token.removeprefix(_TOKEN_ID) for token in tokens]  # vLLM's return_tokens_as_token_ids
+        return _ids([int(n) if n.isascii() and n.isdigit() else n for n in numbers], "logprobs")
+    return ids
+
+
+def _ids(value: Any, name: str) -> array[int] | None:
+    if value is None:
+        return None
+    whole = isinstance(value, list) and all(type(i) is int and 0 <= i < 2**31 for i in value)
+    if not whole:
+        raise ServerError("bad_reply", f"{name} is no list of token ids")
+    return array("i", value)
+
+
+def _completion_tokens(body: dict[str, Any]) -> int:
+    usage = body.get("usage")
+    count = usage.get("completion_tokens") if isinstance(usage, dict) else None
+    return count if isinstance(count, int) else 0
+
+
+def _policy_version(body: dict[str, Any], headers: Mapping[str, str]) -> int:
+    """Which weights answered, where the server says so; else 0."""
+    given = body.get("policy_version", headers.get("x-policy-version"))
+    text = str(given)
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else 0

@@ -1,0 +1,81 @@
+"""What a reward function takes, as data: known to a run without the function itself, which a worker has loaded."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from toolwise.errors import RewardError
+
+Mode = Literal["pointwise", "batch", "group"]
+MODES: dict[str, Mode] = {"rollouts_messages": "batch", "group_messages": "group"}
+SHAPES = "(messages, ground_truth), (rollouts_messages, ground_truths) or (group_messages, ground_truth)"
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """A function's mode and its parameters beyond the conversation and the ground truth."""
+
+    mode: Mode
+    first: tuple[str, ...]
+    """The names of the two that are given by position."""
+    names: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+    """Those of `names` that have no default."""
+    takes_any: bool = False
+    """It has **kwargs."""
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], name: str) -> Signature:
+        parameters = _parameters(function, name)
+        first, more = parameters[:2], parameters[2:]
+        if [p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in first] != [True, True]:
+            raise RewardError(f"reward {name}: it must take {SHAPES}")
+        named = [p for p in more if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        return cls(
+            mode=getattr(function, "__toolwise_reward_mode__", None) or mode_of(function, name),
+            first=tuple(p.name for p in first),
+            names=tuple(p.name for p in named),
+            required=tuple(p.name for p in named if p.default is p.empty),
+            takes_any=any(p.kind is p.VAR_KEYWORD for p in more),
+        )
+
+    def accepts(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of `kwargs` that the function has a parameter for beyond its first two (all, with **kwargs)."""
+        if self.takes_any:
+            return {key: value for key, value in kwargs.items() if key not in self.first}
+        return {key: value for key, value in kwargs.items() if key in self.names}
+
+    def missing(self, given: Iterable[str]) -> list[str]:
+        """What it cannot do without and nobody gives."""
+        known = set(given)
+        return [name for name in self.required if name not in known]
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def from_json(cls, value: Any) -> Signature:
+        """Read as a stranger's word: raises ValueError where it is no signature."""
+        if not isinstance(value, dict) or value.get("mode") not in ("pointwise", "batch", "group"):
+            raise ValueError("no signature")
+        lists = {key: value.get(key) for key in ("first", "names", "required")}
+        if not all(isinstance(names, list) and all(isinstance(n, str) for n in names) for names in lists.values()):
+            raise ValueError("no signature")
+        first, names, required = (tuple(found or ()) for found in lists.values())
+        return cls(value["mode"], first, names, required, takes_any=value.get("takes_any") is True)
+
+
+def mode_of(function: Callable[..., Any], name: str) -> Mode:
+    """What the name of its first parameter says."""
+    parameters = _parameters(function, name)
+    return MODES.get(parameters[0].name, "pointwise") if parameters else "pointwise"
+
+
+def _parameters(function: Callable[..., Any], name: str) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except ValueError:  # some built-ins do not say what they take
+        raise RewardError(f"reward {name}: Python cannot tell what it takes; wrap it in a def") from None

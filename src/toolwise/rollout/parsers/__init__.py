@@ -1,0 +1,78 @@
+"""What a policy wrote -> what it decided. One small module a tool-call format, chosen by name from `PARSERS`.
+
+A parser takes any text and never raises: what cannot be read is a call that keeps its text as its arguments, so that
+the model reads an error and the fault is counted. A renderer goes the other way: parse(render(content, calls)) gives
+the content and the calls back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from toolwise.messages import ToolCall
+from toolwise.rollout.parsers.action import parse_action, render_action
+from toolwise.rollout.parsers.auto import parse_auto, sniff
+from toolwise.rollout.parsers.hermes import parse_hermes, render_hermes
+from toolwise.rollout.parsers.llama3 import parse_llama3, render_llama3
+from toolwise.rollout.parsers.mistral import parse_mistral, render_mistral
+from toolwise.rollout.parsers.reading import Parsed
+from toolwise.rollout.parsers.rlla import parse_rlla, render_rlla
+from toolwise.rollout.parsers.untouched import parse_none, parse_openai
+
+__all__ = [
+    "PARSERS",
+    "RENDERERS",
+    "Parsed",
+    "parse_action",
+    "parse_auto",
+    "parse_hermes",
+    "parse_llama3",
+    "parse_mistral",
+    "parse_none",
+    "parse_openai",
+    "parse_rlla",
+    "render_action",
+    "render_hermes",
+    "render_llama3",
+    "render_mistral",
+    "render_rlla",
+    "sniff",
+    "to_action",
+]
+
+PARSERS: dict[str, Callable[[str], Parsed]] = {
+    "auto": parse_auto,
+    "hermes": parse_hermes,
+    "qwen": parse_hermes,
+    "llama3": parse_llama3,
+    "mistral": parse_mistral,
+    "rlla": parse_rlla,
+    "action": parse_action,
+    "openai": parse_openai,
+    "none": parse_none,
+}
+"""The names that `rollout.tool_parser` takes."""
+
+RENDERERS: dict[str, Callable[[str, Sequence[ToolCall]], str]] = {
+    "hermes": render_hermes,
+    "qwen": render_hermes,
+    "llama3": render_llama3,
+    "mistral": render_mistral,
+    "rlla": render_rlla,
+    "action": render_action,
+}
+
+
+def to_action(content: str, calls: list[ToolCall]) -> dict[str, Any]:
+    """The action dictionary that policies hand to environments."""
+    if not calls:
+        return {"type": "text", "content": content}
+    first = calls[0]
+    return {
+        "type": "tool_call",
+        "content": content,
+        "name": first.name,
+        "arguments": first.arguments,
+        "tool_calls": calls,
+    }

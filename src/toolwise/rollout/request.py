@@ -1,0 +1,392 @@
+"""One episode that drives itself: asks the policy, has its world act, and ends exactly once, whatever happens.
+
+PENDING ─► RUNNING ⇄ TOOL_CALLING | INTERACTING
+              └────────────┴─────► COMPLETED | FAILED
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from enum import StrEnum
+from typing import Any, TypeVar, cast
+
+from toolwise.envs.base import BaseEnv
+from toolwise.envs.tool_env import add_counts, as_reward
+from toolwise.errors import ContextFullError
+from toolwise.limits import Limits, Place
+from toolwise.messages import Message, Prefix, as_messages
+from toolwise.protocols import AgentPolicy, SessionPolicy
+from toolwise.rollout.decision import Decision, count_tokens
+from toolwise.rollout.termination import Termination
+from toolwise.types import Rollout, StepData, StopReason, Task, Usage
+from toolwise.waiting import end_within
+
+log = logging.getLogger("toolwise.rollout")
+T = TypeVar("T")
+
+_TURN_S = 0.002
+"""After which an episode lets the others have their turn, whatever it does."""
+CLOSING_S = 30.0
+"""What the last rewards and the release of an episode's tools may take, each, after its end."""
+
+
+class RequestState(StrEnum):
+    """Where an episode stands."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    TOOL_CALLING = "tool_calling"
+    INTERACTING = "interacting"
+    COMPLETED = "completed"
+    FAILED = "failed"
+
+
+class AsyncRolloutRequest:
+    """One rollout of one task, known by (`batch_data_id`, `rollout_offset`).
+
+    `run` takes it from beginning to end. `start`, `decide`, `act` and `finish` are its parts, for those who run many in
+    step. None of them raises but for a cancellation from outside: whatever goes wrong is a `stop_reason`. `deadline_s`
+    covers everything, waiting included; what is under way then is ended, and the episode's tools are still asked for
+    their rewards and released, each within `closing_s`.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        policy: AgentPolicy,
+        env: BaseEnv,
+        *,
+        batch_data_id: int = 0,
+        rollout_offset: int = 0,
+        group_id: str = "",
+        route: str | None = None,
+        prompt: Sequence[Message] | None = None,
+        seed: int = 0,
+        env_seed: int | None = None,
+        do_sample: bool = True,
+        deadline_s: float = 600.0,
+        closing_s: float | None = None,
+        termination: Termination | None = None,
+        limits: Limits | None = None,
+        on_state: Callable[[AsyncRolloutRequest], None] | None = None,
+    ) -> None:
+        self.task, self.policy, self.env = task, policy, env
+        self.batch_data_id, self.rollout_offset = batch_data_id, rollout_offset
+        self.group_id, self.route = group_id or task.task_id, route
+        self.seed, self.do_sample = seed, do_sample
+        self.env_seed = seed if env_seed is None else env_seed
+        self.deadline_s = deadline_s
+        self.closing_s = closing_s if closing_s is not None else min(CLOSING_S, deadline_s)
+        self.termination = termination if termination is not None else Termination()
+        self.limits = limits if limits is not None else Limits()
+        self.on_state = on_state
+        self.state = RequestState.PENDING
+        self.messages: list[Message] = list(prompt if prompt is not None else task.prompt)
+        self.steps: list[StepData] = []
+        self.stop_reason: StopReason | None = None
+        self.fault: str | None = None
+        self.infrastructure_fault = False
+        self.tool_rewards: dict[str, float] = {}
+        self._session: AgentPolicy | None = None
+        self._decision: Decision | None = None
+        self._seen: Prefix[Message] | None = None
+        """What the policy saw of a step that is not noted yet."""
+        self._state_key: str | None = None
+        self._calls: dict[str, int] = {}
+        self._failed: dict[str, int] = {}
+        self._cost = 0.0
+        self._began: float | None = None
+        self._ended: float | None = None
+        self._finishing: asyncio.Task[None] | None = None
+        self._place = Place()
+
+    @property
+    def rollout_id(self) -> str:
+        return f"{self.group_id}/{self.rollout_offset}"
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, or coming to its end."""
+        return self.stop_reason is not None or self._finishing is not None
+
+    async def run(self) -> None:
+        """From beginning to end."""
+        try:
+            await self._in_time(self._drive())
+        finally:
+            await self.finish()
+
+    async def start(self) -> None:
+        await self._in_time(self._start())
+
+    async def decide(self) -> None:
+        await self._in_time(self._decide())
+
+    async def act(self) -> None:
+        await self._in_time(self._act())
+
+    async def finish(self) -> None:
+        """Ask for the last rewards and free the world: once, and to the end, however often somebody cancels."""
+        if self._finishing is None:
+            self._finishing = asyncio.create_task(self._finish())
+        cancelled = False
+        while not self._finishing.done():
+            try:
+                await asyncio.shield(self._finishing)
+            except asyncio.CancelledError:
+                cancelled = True
+        if cancelled:
+            raise asyncio.CancelledError
+
+    def stop(self, reason: StopReason, fault: str | None = None) -> None:
+        self.stop_reason, self.fault = reason, fault or self.fault
+
+    # The course of an episode. Everything runs in one task, so that a turn costs little; the deadline is kept from
+    # outside. Work that did not heed it may come back long after the episode is over: it finds `_finishing` set.
+
+    async def _drive(self) -> None:
+        await self._start()
+        turn_ends = self._now() + _TURN_S
+        while not self.done:
+            await self._decide()
+            await self._act()
+            if self._now() > turn_ends:  # a policy and a world that never wait must not keep others, and the clock, out
+                await asyncio.sleep(0)
+                turn_ends = self._now() + _TURN_S
+
+    async def _start(self) -> None:
+        self._now()
+        await self._guarded(self._reset(), StopReason.ENV_FAULT, "reset: ")
+        if not self.done:
+            self._enter(RequestState.RUNNING)
+
+    async def _decide(self) -> None:
+        if self.done:
+            return
+        try:
+            specs, self._state_key = self.env.tool_specs(), self.env.state_key
+        except Exception as fault:
+            self.stop(StopReason.ENV_FAULT, f"tool_specs, state_key: {type(fault).__name__}: {fault}")
+            return
+        await self._guarded(self._ask(specs), StopReason.POLICY_FAULT)
+
+    async def _act(self) -> None:
+        """Carry out what was decided, and note the step, whatever came of it."""
+        if self.done or self._decision is None:
+            return
+        self._seen = Prefix(self.messages)
+        self.messages.append(self._decision.message)
+        ending = self.termination.before(self._decision)
+        if ending is not None:
+            self.stop(ending)
+            self._note(None, {})
+            return
+        await self._guarded(self._move(self._decision), StopReason.ENV_FAULT, "step: ")
+        self._note(None, {})  # where the world failed: what was decided is kept all the same
+
+    async def _reset(self) -> None:
+        self.env.set_seed(self.env_seed)
+        await self._place.take(self.limits.env)
+        try:
+            observation = await self.env.reset()
+        finally:
+            self._place.give_up()
+        if self._finishing is None:
+            self._see(observation)
+
+    async def _ask(self, specs: list[dict[str, Any]] | None) -> None:
+        if self._session is None:
+            self._session = self._open_session()
+        await self._place.take(self.limits.model)
+        try:
+            answer = await self._session.get_action(Prefix(self.messages), specs)
+        finally:
+            self._place.give_up()
+        if self._finishing is None:
+            self._decision = Decision.of(answer)
+
+    async def _move(self, decision: Decision) -> None:
+        action = decision.action
+        interacting = self.env.phase_of(action) == "interaction"
+        self._enter(RequestState.INTERACTING if interacting else RequestState.TOOL_CALLING)
+        move = action if self.env.structured_actions else action.get("content") or ""
+        await self._place.take(self.limits.env)
+        try:
+            observation, reward, env_done, info = await self.env.step(move)
+        finally:
+            self._place.give_up()
+        if self._finishing is not None:
+            return
+        reward = as_reward(reward)
+        self._see(observation)
+        self._count(info)
+        ending = self.termination.after(decision, env_done, info, structured=self.env.structured_actions)
+        ending = ending or self.termination.count_step()
+        if ending is not None:
+            self.stop(ending, str(info["critical_error"]) if ending is StopReason.CRITICAL_ERROR else None)
+        else:
+            self._enter(RequestState.RUNNING)
+        self._note(reward, info)
+
+    def _open_session(self) -> AgentPolicy:
+        if not hasattr(self.policy, "session"):  # what `isinstance(…, SessionPolicy)` asks, at a hundredth of its cost
+            return self.policy
+        policy = cast("SessionPolicy", self.policy)
+        # Ids that came with the task stand for its own prompt: neither for a routed one, nor for what `reset` added.
+        own = self.task.prompt_ids is not None and self.messages == list(self.task.prompt)
+        prompt_ids = self.task.prompt_ids if own else None
+        return policy.session(seed=self.seed, do_sample=self.do_sample, prompt_ids=prompt_ids)
+
+    # What goes wrong.
+
+    async def _in_time(self, work: Coroutine[Any, Any, None]) -> None:
+        """A part of the episode, ended at its deadline."""
+        late = TimeoutError(f"the episode took longer than {self.deadline_s:g} s")
+        left = self.deadline_s - (self._now() - (self._began or 0.0))
+        try:
+            await end_within(left, work, late)
+        except Exception as fault:
+            if fault is not late:  # other people's faults are told where they happen: this one is ours
+                log.exception("%s", self.rollout_id)
+            self.stop(*((StopReason.DEADLINE, str(late)) if fault is late else (StopReason.ENV_FAULT, repr(fault))))
+        finally:
+            self._place.give_up()  # in the name of work that was left behind: it must not keep the others out for ever
+
+    async def _guarded(self, work: Coroutine[Any, Any, None], blame: StopReason, where: str = "") -> None:
+        """Other people's code: a fault in it is a typed outcome, never a crash of the run."""
+        try:
+            await work
+        except asyncio.CancelledError:
+            if _is_cancelled():
+                raise
+            self._stop_unless_over(blame, f"{where}RuntimeError: it cancelled itself")
+        except ContextFullError as fault:
+            self._stop_unless_over(StopReason.MAX_TOKENS, str(fault))
+        except (Exception, SystemExit) as fault:
+            self._stop_unless_over(blame, f"{where}{type(fault).__name__}: {fault}")
+        if _is_cancelled():  # the work swallowed it, and the episode has no time for more
+            raise asyncio.CancelledError
+
+    def _stop_unless_over(self, reason: StopReason, fault: str) -> None:
+        if self._finishing is None:
+            self.stop(reason, fault)
+
+    # The end.
+
+    async def _finish(self) -> None:
+        if self._seen is not None:  # the deadline, or somebody, ended the step before it was noted
+            self._note(None, {})
+        try:
+            given = await self._last(self.env.final_rewards())
+            self.tool_rewards = {name: reward for name in given if (reward := as_reward(given[name])) is not None}
+        except Exception as fault:  # no reward to be had from a broken tool: say so and leave it out of the update
+            if self.stop_reason is None or self.stop_reason.trainable:
+                self.stop(StopReason.ENV_FAULT, f"calc_reward: {type(fault).__name__}: {fault}")
+        try:
+            await self._last(self.env.close())
+        except Exception as fault:  # the episode is over and whole; what could not be freed is still said
+            self.fault = self.fault or f"close: {type(fault).__name__}: {fault}"
+            log.warning("task %s: %s", self.task.task_id, self.fault)
+        self._ended = self._now()
+        failed = self.stop_reason in (None, StopReason.POLICY_FAULT, StopReason.ENV_FAULT)
+        self._enter(RequestState.FAILED if failed else RequestState.COMPLETED)
+        log.info("%s: %s after %d steps, cost %g", self.rollout_id, self.stop_reason, len(self.steps), self._cost)
+
+    async def _last(self, work: Coroutine[Any, Any, T]) -> T:
+        if self.env.keeps_deadlines:
+            return await work
+        return await end_within(self.closing_s, work, TimeoutError(f"took longer than {self.closing_s:g} s"))
+
+    def finished(self) -> Rollout:
+        """What the episode came to."""
+        return Rollout(
+            rollout_id=self.rollout_id,
+            group_id=self.group_id,
+            batch_data_id=self.batch_data_id,
+            rollout_offset=self.rollout_offset,
+            task=self.task,
+            route=self.route,
+            steps=tuple(self.steps),
+            messages=tuple(self.messages),
+            stop_reason=self.stop_reason or StopReason.POLICY_FAULT,
+            usage=self.usage,
+            tool_rewards=self.tool_rewards,
+            fault=self.fault,
+            infrastructure_fault=self.infrastructure_fault,
+        )
+
+    @property
+    def usage(self) -> Usage:
+        began = self._began if self._began is not None else self._now()
+        return Usage(
+            calls=dict(self._calls),
+            failed_calls=dict(self._failed),
+            cost=self._cost,
+            prompt_tokens=sum(count_tokens(s.policy_logprobs, "prompt_ids") for s in self.steps),
+            sampled_tokens=sum(count_tokens(s.policy_logprobs, "token_ids") for s in self.steps),
+            seconds=(self._ended if self._ended is not None else self._now()) - began,
+        )
+
+    # Bookkeeping.
+
+    def _now(self) -> float:
+        """The event loop's own clock, which a simulation may set."""
+        now = asyncio.get_running_loop().time()
+        if self._began is None:
+            self._began = now
+        return now
+
+    def _enter(self, state: RequestState) -> None:
+        self.state = state
+        if self.on_state is not None:
+            self.on_state(self)
+
+    def _note(self, reward: float | None, info: dict[str, Any]) -> None:
+        """Write the step down: once, and not after the end."""
+        decision, seen = self._decision, self._seen
+        if decision is None or seen is None:
+            return
+        self._decision = self._seen = None
+        if self._state_key is not None:
+            info = {**info, "state_key": self._state_key}
+        self.steps.append(
+            StepData.trusted(
+                system_step_index=len(self.steps),
+                observation_data=seen,
+                action_taken=decision.action,
+                raw_policy_output=decision.raw,
+                resulting_messages_history=Prefix(self.messages),
+                policy_logprobs=decision.logprobs,
+                policy_value_estimate=decision.value,
+                is_done=self.done,
+                step_info={**info, "assistant_turn_index": len(self.steps)},
+                base_reward=reward,
+                advantage=None,
+                return_to_go=None,
+            )
+        )
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("step %d of %s: %s", len(self.steps), self.rollout_id, decision.raw)
+
+    def _see(self, observation: str | Sequence[Message]) -> None:
+        if isinstance(observation, str):
+            if observation:
+                self.messages.append(Message(role="user", content=observation))
+        else:
+            self.messages.extend(as_messages(observation))
+
+    def _count(self, info: dict[str, Any]) -> None:
+        add_counts(self._calls, info.get("calls") or {})
+        add_counts(self._failed, info.get("failed_calls") or {})
+        self._cost += float(info.get("cost") or 0.0)
+        if info.get("infrastructure_fault"):
+            self.infrastructure_fault = True
+            self.fault = self.fault or str(info["infrastructure_fault"])
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody has asked this task to end."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

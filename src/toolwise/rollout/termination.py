@@ -1,0 +1,58 @@
+"""When an episode ends, and why: each ending a `StopReason`, asked for before and after the world has its turn."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from toolwise.rollout.decision import Decision
+from toolwise.types import StopReason
+
+
+@dataclass(slots=True)
+class Termination:
+    """One episode's endings. It counts; the deadline, and faults, are the request's own business."""
+
+    max_steps: int = 10
+    max_tokens: int | None = None
+    """Sampled over the whole episode."""
+    regex: re.Pattern[str] | None = None
+    max_invalid_in_a_row: int = 3
+    _steps: int = field(default=0, init=False)
+    _tokens: int = field(default=0, init=False)
+    _invalid_in_a_row: int = field(default=0, init=False)
+
+    def before(self, decision: Decision) -> StopReason | None:
+        """Endings that the decision itself brings about: the world does not see it."""
+        self._tokens += decision.sampled_tokens
+        if decision.action["type"] == "terminate":
+            return StopReason.TERMINATED
+        if decision.cut_off:
+            return StopReason.MAX_TOKENS
+        if self.regex is not None and self.regex.search(decision.raw or decision.message.content or ""):
+            return StopReason.REGEX
+        return None
+
+    def after(self, decision: Decision, env_done: bool, info: dict[str, Any], *, structured: bool) -> StopReason | None:
+        """Endings that the world brings about."""
+        self._invalid_in_a_row = 0 if info.get("is_action_valid", True) else self._invalid_in_a_row + 1
+        if info.get("critical_error"):
+            return StopReason.CRITICAL_ERROR
+        if info.get("truncated"):
+            return StopReason.ENV_TRUNCATED
+        if env_done:
+            answered = decision.action["type"] == "text" and structured
+            return StopReason.ANSWERED if answered else StopReason.ENV_DONE
+        if self._invalid_in_a_row >= self.max_invalid_in_a_row:
+            return StopReason.REPEATED_INVALID
+        return None
+
+    def count_step(self) -> StopReason | None:
+        """Endings of an episode that might go on, and may not."""
+        self._steps += 1
+        if self._steps >= self.max_steps:
+            return StopReason.MAX_STEPS
+        if self.max_tokens is not None and self._tokens >= self.max_tokens:
+            return StopReason.MAX_TOKENS
+        return None

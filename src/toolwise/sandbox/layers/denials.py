@@ -1,0 +1,56 @@
+"""What a refused system call was about, and which permission would have allowed it: for the person who meets it."""
+
+from __future__ import annotations
+
+import errno
+import traceback
+from collections.abc import Iterator
+
+EVERYTHING = ("calls", "files", "network", "subprocess")
+"""What is allowed where a sandbox has neither Landlock nor a filter: whatever is refused there, it is not by us."""
+REFUSED = (errno.EPERM, errno.EACCES, errno.EROFS)
+"""EROFS: what is to be read in a mount namespace is mounted read-only."""
+NETWORK = "the sandbox has no network: permissions=('network',) allows it"
+SUBPROCESS = "the sandbox starts no processes: permissions=('subprocess',) allows it"
+FILES = "the sandbox reads only its own file and packages and writes only to its working folder: read=[…] adds to it"
+OTHER = "the sandbox refuses this call"
+_NETWORK_FILES = ("socket.py", "ssl.py", "socketserver.py", "client.py", "selector_events.py")
+_PROCESS_WORDS = ("fork", "exec", "spawn", "subprocess", "popen", "os.system", "Process(", "posix_spawn")
+
+
+def explain(fault: BaseException, allowed: tuple[str, ...] = ()) -> str | None:
+    """One sentence where the sandbox is what stopped it; None where it is the code's own mistake."""
+    for cause in _chain(fault):
+        if isinstance(cause, OSError) and type(cause).__name__ == "gaierror" and "network" not in allowed:
+            return NETWORK
+        if isinstance(cause, OSError) and cause.errno in REFUSED:
+            return _about(cause, allowed)
+    return None
+
+
+def _chain(fault: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [fault]
+    while waiting:
+        current = waiting.pop(0)
+        if current is None or id(current) in seen or len(seen) > 20:
+            continue
+        seen.add(id(current))
+        yield current
+        reason = getattr(current, "reason", None)
+        waiting += [reason if isinstance(reason, BaseException) else None, current.__cause__, current.__context__]
+
+
+def _about(fault: OSError, allowed: tuple[str, ...]) -> str | None:
+    frames = traceback.extract_tb(fault.__traceback__)
+    if any(frame.filename.endswith(_NETWORK_FILES) for frame in frames) and "network" not in allowed:
+        return NETWORK
+    said = " ".join(f"{frame.filename} {frame.name} {frame.line or ''}" for frame in frames)
+    if fault.filename is None or any(word in said for word in _PROCESS_WORDS[:5]):
+        if any(word in said for word in _PROCESS_WORDS) and "subprocess" not in allowed:
+            return SUBPROCESS
+        if "socket" in said and "network" not in allowed:
+            return NETWORK
+    if fault.filename is not None and "files" not in allowed:
+        return FILES
+    return OTHER if "calls" not in allowed else None

@@ -1,0 +1,167 @@
+"""The layers that a worker puts on itself before it loads a line of the user's code, and which of them it got."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from toolwise.sandbox.layers import kernel, landlock, seccomp
+
+Tier = Literal["off", "basic", "standard", "namespaced"]
+LAYERS: dict[Tier, tuple[str, ...]] = {
+    "off": (),
+    "basic": ("limits",),
+    "standard": ("limits", "capabilities", "no_new_privs", "landlock", "seccomp"),
+    "namespaced": ("namespaces", "limits", "capabilities", "no_new_privs", "landlock", "seccomp"),
+}
+HOW_TO_GET = {
+    "namespaces": "bubblewrap 0.6 or newer (apt install bubblewrap) and leave to use user namespaces (sysctl "
+    "kernel.unprivileged_userns_clone=1, on Ubuntu kernel.apparmor_restrict_unprivileged_userns=0, in docker "
+    "--security-opt seccomp=unconfined --security-opt systempaths=unconfined)",
+    "limits": "an operating system with setrlimit",
+    "capabilities": "Linux",
+    "no_new_privs": "Linux 3.5 or newer",
+    "landlock": "Linux 5.13 or newer with 'landlock' among its security modules (lsm=landlock,… on the kernel's line)",
+    "seccomp": "Linux on x86_64 or aarch64, with CONFIG_SECCOMP_FILTER",
+}
+SYSTEM_FOLDERS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo")
+SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/dev/urandom", "/dev/random", "/dev/zero")
+NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/usr/share/ca-certificates")
+PROGRAM_FOLDERS = ("/bin", "/usr/bin", "/usr/local/bin", "/etc/alternatives")
+MEBIBYTE = 1 << 20
+ROOM_FOR_LIBRARIES_MB = 64
+"""Address space for the code of libraries, which is no memory of the user's."""
+MOST_DESCRIPTORS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a worker is to do to itself."""
+
+    layers: tuple[str, ...]
+    scratch: str
+    read: tuple[str, ...] = ()
+    memory_mb: int = 1024
+    file_mb: int = 64
+    cpu_s: int = 3600
+    permissions: tuple[str, ...] = ()
+    write: tuple[str, ...] = ()
+    """Folders that it may write to besides its scratch folder."""
+    outside: tuple[str, ...] = ()
+    """The trainer's namespaces that it must not be in, as the kernel names them; none where it was started in them."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Plan:
+        plain: dict[str, Any] = {key: tuple(item) if isinstance(item, list) else item for key, item in value.items()}
+        return cls(**plain)
+
+
+@dataclass(slots=True)
+class Got:
+    """Layer -> how it was got, or why not."""
+
+    layers: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+def harden(plan: Plan) -> Got:
+    """Each layer in its order: limits first, the filter last, since it forbids what the others need."""
+    steps: dict[str, Callable[[Plan], str]] = {
+        "namespaces": _be_apart,
+        "limits": _limit,
+        "capabilities": _drop_capabilities,
+        "no_new_privs": _gain_no_privileges,
+        "landlock": _restrict_files,
+        "seccomp": _filter_calls,
+    }
+    got = Got()
+    for layer in plan.layers:
+        try:
+            got.layers[layer] = steps[layer](plan)
+        except Exception as fault:  # a layer that this machine does not have is told, not raised
+            got.missing[layer] = f"{type(fault).__name__}: {fault}"
+            plan = replace(plan, outside=()) if layer == "namespaces" else plan  # the next layers must not build on it
+    return got
+
+
+def _be_apart(plan: Plan) -> str:
+    """The one layer that is put on from without: looked at here, since only what is there counts."""
+    if not plan.outside:
+        raise OSError("it was started in the trainer's namespaces")
+    kinds = [name.partition(":")[0] for name in plan.outside]
+    shared = [
+        kind for kind, name in zip(kinds, plan.outside, strict=True) if os.readlink(f"/proc/self/ns/{kind}") == name
+    ]
+    if shared:
+        raise OSError(f"it shares the trainer's {', '.join(shared)}")
+    network = "" if "net" in kinds else "; the network is the host's, as permitted"
+    return f"bubblewrap: {', '.join(kinds)}{network}"
+
+
+def _limit(plan: Plan) -> str:
+    wanted = plan.memory_mb * MEBIBYTE
+    _lower(resource.RLIMIT_CORE, 0)
+    _lower(resource.RLIMIT_FSIZE, plan.file_mb * MEBIBYTE)
+    _lower(resource.RLIMIT_NOFILE, MOST_DESCRIPTORS)
+    _lower(resource.RLIMIT_CPU, plan.cpu_s)
+    if sys.platform == "linux":
+        address_space, data = _footprint()
+        _lower(resource.RLIMIT_DATA, data + wanted)
+        _lower(resource.RLIMIT_AS, address_space + wanted + ROOM_FOR_LIBRARIES_MB * MEBIBYTE)
+        _lower(resource.RLIMIT_MSGQUEUE, 0)
+    return "memory, file size, descriptors, CPU time"
+
+
+def _lower(which: int, value: int) -> None:
+    hard = resource.getrlimit(which)[1]
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(which, (value, value))
+
+
+def _footprint() -> tuple[int, int]:
+    """Bytes of address space and of private data that this process has now."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        pages = [int(word) for word in file.read().split()]
+    size = os.sysconf("SC_PAGE_SIZE")
+    return pages[0] * size, pages[5] * size
+
+
+def _drop_capabilities(plan: Plan) -> str:
+    kernel.drop_capabilities()
+    return "none left"
+
+
+def _gain_no_privileges(plan: Plan) -> str:
+    kernel.gain_no_privileges()
+    return "set"
+
+
+def _restrict_files(plan: Plan) -> str:
+    subprocess, network = "subprocess" in plan.permissions, "network" in plan.permissions
+    read, write = readable_places(plan.read, plan.permissions), [plan.scratch, *plan.write]
+    version = landlock.restrict(read, write, devices=["/dev/null"], network=network, run=subprocess)
+    return f"ABI {version}"
+
+
+def readable_places(read: Iterable[str], permissions: Collection[str]) -> list[str]:
+    """All that a worker may read: what it was given, and what every program needs."""
+    programs = PROGRAM_FOLDERS if "subprocess" in permissions else ()
+    network = NETWORK_FILES if "network" in permissions else ()
+    return [*read, *SYSTEM_FOLDERS, *SYSTEM_FILES, *programs, *network]
+
+
+def _filter_calls(plan: Plan) -> str:
+    if not seccomp.supported():
+        raise OSError("no filter is written for this processor")
+    scoped = bool(plan.outside) or ("landlock" in plan.layers and landlock.abi() >= landlock.SCOPES_SINCE)
+    # Shell programs live by chmod and touch; in a mount namespace these reach the program's own folders alone.
+    metadata = ("metadata",) if plan.outside and "subprocess" in plan.permissions else ()
+    seccomp.install(os.getpid(), (*plan.permissions, *metadata), scoped=scoped)
+    return "filter"

@@ -1,0 +1,95 @@
+"""Tries from inside a hardened worker what it must not be able to do. Only what fails as it should counts."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+
+from toolwise.sandbox.layers import kernel
+from toolwise.sandbox.layers.bubblewrap import INIT
+from toolwise.sandbox.layers.hardening import MEBIBYTE, Plan
+
+
+def try_everything(plan: Plan) -> dict[str, str]:
+    """Layer -> "" where it holds, else what went through."""
+    probes: dict[str, Callable[[Plan], str]] = {
+        "namespaces": _others_are_not_there,
+        "limits": _memory_is_limited,
+        "capabilities": _no_capabilities,
+        "no_new_privs": _no_new_privileges,
+        "landlock": _files_are_closed,
+        "seccomp": _calls_are_filtered,
+    }
+    return {layer: probes[layer](plan) for layer in plan.layers}
+
+
+def _others_are_not_there(plan: Plan) -> str:
+    if os.path.lexists(os.path.join(os.path.dirname(plan.scratch), ".lock")):
+        return "the folder around the scratch folder could be seen"
+    return "" if os.getppid() == INIT else "processes outside could be seen"
+
+
+def _memory_is_limited(plan: Plan) -> str:
+    try:
+        bytearray((plan.memory_mb + 256) * MEBIBYTE)
+    except (MemoryError, OSError):
+        return ""
+    if sys.platform == "darwin":
+        return "memory is not limited"
+    return "more memory than memory_mb could be had"
+
+
+def _no_capabilities(plan: Plan) -> str:
+    return "root's powers are still there" if kernel.capabilities() else ""
+
+
+def _no_new_privileges(plan: Plan) -> str:
+    return "" if kernel.gains_no_privileges() else "a set-uid program could still raise privileges"
+
+
+def _files_are_closed(plan: Plan) -> str:
+    for path in ("/etc/passwd", "/proc/self/environ"):
+        if not _refused(plan, lambda path=path: open(path, "rb").close()):  # type: ignore[misc]
+            return f"{path} could be read"
+    beside = os.path.join(os.path.dirname(plan.scratch), "probe")
+    if not _refused(plan, lambda: open(beside, "wb").close()):
+        return "a file beside the scratch folder could be written"
+    try:
+        with open(os.path.join(plan.scratch, "probe"), "wb") as file:
+            file.write(b"x")
+    except OSError as fault:
+        return f"the scratch folder cannot be written: {fault}"
+    return ""
+
+
+def _calls_are_filtered(plan: Plan) -> str:
+    if "network" not in plan.permissions and not _refused(plan, lambda: socket.socket(socket.AF_INET).close()):
+        return "a socket could be had"
+    if "subprocess" not in plan.permissions:
+        if not _refused(plan, lambda: subprocess.run(["/bin/true"], check=False)):
+            return "a process could be started"
+        if not _refused(plan, lambda: _fork()):
+            return "a fork went through"
+    with mmap.mmap(-1, 4096):  # what must go on working
+        pass
+    return ""
+
+
+def _fork() -> None:
+    if os.fork() == 0:
+        os._exit(0)
+    os.wait()
+
+
+def _refused(plan: Plan, attempt: Callable[[], object]) -> bool:
+    absent = (errno.EROFS, errno.ENOENT) if plan.outside else ()  # in a mount namespace most files are just not there
+    try:
+        attempt()
+    except OSError as fault:
+        return fault.errno in (errno.EPERM, errno.EACCES, *absent)
+    return False

@@ -1,0 +1,142 @@
+"""A seccomp filter put together here, instruction by instruction: refused calls fail with EPERM, so that the traceback
+of whoever made one names it. Installed by a worker in itself, after which neither it nor root can take it off."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import platform
+import struct
+from collections.abc import Collection
+
+from toolwise.sandbox.layers import syscalls
+from toolwise.sandbox.layers.kernel import libc, raise_errno
+
+LOAD, JUMP_EQUAL, JUMP_SET, JUMP_GREATER, RETURN = 0x20, 0x15, 0x45, 0x25, 0x06
+NR, ARCH, ARGUMENTS = 0, 4, 16
+ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050000, 0x80000000
+X32 = 0x40000000
+CLONE_THREAD = 0x10000
+CLONE_NAMESPACES = 0x7E020000
+"""NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET: in one of its own a process has root's powers."""
+SOCK_KIND = 0xF
+PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
+PR_REFUSED = (1, 4, 23, 24, 28, 35, 36, 0x59616D61)
+"""PDEATHSIG, DUMPABLE, CAPBSET_DROP, SECUREBITS (both ways), MM, CHILD_SUBREAPER, PTRACER."""
+FCNTL_REFUSED = (8, 10, 15, 1024, 1026)
+"""F_SETOWN, F_SETSIG, F_SETOWN_EX: a descriptor can be made to send any signal to any process of the same user.
+F_SETLEASE and F_NOTIFY: whoever else opens the file waits, or is watched."""
+IOCTL_REFUSED = (0x8901, 0x8902, 0x5412, 0x541C)
+"""FIOSETOWN and SIOCSPGRP for the same reason; TIOCSTI and TIOCLINUX type into terminals."""
+
+Instruction = tuple[int, int, int, int]
+
+
+def supported() -> bool:
+    return platform.system() == "Linux" and platform.machine() in syscalls.PROCESSORS
+
+
+def _argument(index: int, high: bool = False) -> Instruction:
+    return (LOAD, 0, 0, ARGUMENTS + 8 * index + (4 if high else 0))
+
+
+def _give(action: int) -> Instruction:
+    return (RETURN, 0, 0, action)
+
+
+EPERM, ENOSYS, FINE = _give(REFUSE | errno.EPERM), _give(REFUSE | errno.ENOSYS), _give(ALLOW)
+
+
+def _none_of(index: int, values: Collection[int]) -> list[Instruction]:
+    """Refuses where the argument is one of `values`."""
+    tests = [step for value in values for step in ((JUMP_EQUAL, 0, 1, value & 0xFFFFFFFF), EPERM)]
+    return [_argument(index), *tests, FINE]
+
+
+def _only(index: int, value: int) -> list[Instruction]:
+    return [_argument(index), (JUMP_EQUAL, 1, 0, value), EPERM, FINE]
+
+
+def _looked_into(pid: int, permissions: Collection[str], scoped: bool) -> dict[str, list[Instruction]]:
+    """What decides about each call whose arguments matter."""
+    unix, stream = 1, 1
+    blocks = {
+        "kill": _only(0, pid),
+        "tgkill": _only(0, pid),
+        "prlimit64": [_argument(0), (JUMP_EQUAL, 2, 0, 0), (JUMP_EQUAL, 1, 0, pid), EPERM, FINE],
+        "prctl": _none_of(0, PR_REFUSED),
+        "fcntl": _none_of(1, FCNTL_REFUSED),
+        "ioctl": _none_of(1, IOCTL_REFUSED),
+    }
+    if "subprocess" in permissions:
+        del blocks["prlimit64"]
+        if scoped:  # Landlock, or a process namespace, lets signals reach only what the worker has started
+            del blocks["kill"], blocks["tgkill"]
+        blocks["clone"] = [_argument(0), (JUMP_SET, 0, 1, CLONE_NAMESPACES), EPERM, FINE]
+    else:
+        blocks["clone"] = [_argument(0), (JUMP_SET, 1, 0, CLONE_THREAD), EPERM, FINE]
+    blocks["clone3"] = [ENOSYS]  # glibc falls back from it, whose flags a filter cannot see, to clone
+    if "network" not in permissions:
+        # A stream pair can reach nothing but itself, and asyncio cannot live without one; a datagram pair can be
+        # pointed elsewhere.
+        blocks["socketpair"] = [
+            _argument(0),
+            (JUMP_EQUAL, 1, 0, unix),
+            EPERM,
+            _argument(1),
+            (0x54, 0, 0, SOCK_KIND),  # and
+            (JUMP_EQUAL, 1, 0, stream),
+            EPERM,
+            FINE,
+        ]
+        blocks["sendto"] = [
+            _argument(4),
+            (JUMP_EQUAL, 1, 0, 0),
+            EPERM,
+            _argument(4, high=True),
+            (JUMP_EQUAL, 1, 0, 0),
+            EPERM,
+            FINE,
+        ]
+    return blocks
+
+
+def assemble(machine: str, pid: int, permissions: Collection[str] = (), *, scoped: bool = False) -> list[Instruction]:
+    """The filter of a worker with this process id. `scoped`: its signals reach nothing but what it started.
+
+    `permissions`: network, subprocess, and metadata (of files), which is nobody's to ask for.
+    """
+    arch, column = syscalls.PROCESSORS[machine]
+    program: list[Instruction] = [(LOAD, 0, 0, ARCH), (JUMP_EQUAL, 1, 0, arch), _give(KILL), (LOAD, 0, 0, NR)]
+    if arch == syscalls.X86_64:
+        program += [(JUMP_SET, 0, 1, X32), _give(KILL)]
+    program += [(JUMP_GREATER, 0, 1, syscalls.LAST_KNOWN), ENOSYS]
+    for name, block in _looked_into(pid, permissions, scoped).items():
+        number = syscalls.LOOKED_INTO[name][column]
+        if number is not None:
+            program += [(JUMP_EQUAL, 0, len(block), number), *block]
+    allowed = syscalls.METADATA if "metadata" in permissions else frozenset()
+    refused = {name: numbers for name, numbers in syscalls.ALWAYS.items() if name not in allowed}
+    if "network" not in permissions:
+        refused |= syscalls.NETWORK
+    if "subprocess" not in permissions:
+        refused |= syscalls.PROCESSES
+    for numbers in refused.values():
+        number = numbers[column]
+        if number is not None:
+            program += [(JUMP_EQUAL, 0, 1, number), EPERM]
+    return [*program, FINE]
+
+
+class _Program(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
+
+
+def install(pid: int, permissions: Collection[str] = (), *, scoped: bool = False) -> None:
+    """Puts the filter on this process for good; no_new_privs must have been set."""
+    steps = assemble(platform.machine(), pid, permissions, scoped=scoped)
+    code = b"".join(struct.pack("=HBBI", *step) for step in steps)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    program = _Program(len(steps), ctypes.addressof(buffer))
+    if libc().prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0) != 0:
+        raise_errno("seccomp")

@@ -1,0 +1,54 @@
+"""What a program prints, kept by one rule: the beginning and the end, and between them how much was left out."""
+
+from __future__ import annotations
+
+import os
+
+from toolwise.sandbox.faults import printable
+
+AT_ONCE = 1 << 16
+
+
+class Captured:
+    """Reads one descriptor without ever waiting and keeps at most `most` bytes: the first half and the last half."""
+
+    def __init__(self, descriptor: int, most: int) -> None:
+        self.descriptor = descriptor
+        self.total = 0
+        self._head_room = most - most // 2
+        self._tail_room = most // 2
+        self._head, self._tail = bytearray(), bytearray()
+        os.set_blocking(descriptor, False)
+
+    def read(self) -> int | None:
+        """Takes what is there now; how many bytes, or None once nobody can write any more."""
+        try:
+            data = os.read(self.descriptor, AT_ONCE)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            return None
+        self.total += len(data)
+        room = self._head_room - len(self._head)
+        self._head += data[: max(room, 0)]
+        self._tail += data[max(room, 0) :]
+        if len(self._tail) > self._tail_room:
+            del self._tail[: len(self._tail) - self._tail_room]
+        return len(data) or None
+
+    def drain(self) -> None:
+        """Takes what is left in the pipe once the program has ended."""
+        while self.read():
+            pass
+
+    def text(self) -> str:
+        """As UTF-8; what is none is shown as �."""
+        left_out = self.total - len(self._head) - len(self._tail)
+        if not left_out:
+            return _shown(self._head + self._tail)
+        return f"{_shown(self._head)}\n[… {left_out:,} bytes left out …]\n{_shown(self._tail)}"
+
+
+def _shown(data: bytearray) -> str:
+    text = data.decode("utf-8", "replace")
+    return printable(text, len(text))

@@ -1,0 +1,93 @@
+"""What runs in the process of one program that a model wrote: hardens itself, says so, and becomes the program.
+
+Started by `program_run.py` with few imports of its own: every call pays for them.
+"""
+
+from __future__ import annotations
+
+import ast
+import errno
+import json
+import linecache
+import os
+import sys
+import traceback
+import types
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from toolwise.sandbox.layers.denials import explain
+from toolwise.sandbox.layers.hardening import Plan, harden
+from toolwise.sandbox.layers.lifeline import live_with_parent
+
+NAME = "<program>"
+SHELLS = ("/bin/bash", "/bin/sh")
+FULL = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT)
+NOT_HARDENED = 70
+_OUT_OF_MEMORY = b'{"kind": "memory", "message": "it asked for more memory than memory_mb allows"}\n'
+
+
+def main(start: dict[str, Any]) -> NoReturn:
+    """`start`: descriptors of the order, of what is told back and of the trainer's life; and the parent's id."""
+    live_with_parent(start["life"], start["parent"])
+    told = start["told"]
+    for descriptor in (start["life"], told):
+        os.set_inheritable(descriptor, False)
+    with os.fdopen(start["order"], "rb") as file:
+        order = json.load(file)
+    plan = Plan.from_json(order["plan"])
+    got = harden(plan)
+    os.write(told, json.dumps({"missing": got.missing}).encode() + b"\n")
+    if got.missing:
+        os._exit(NOT_HARDENED)
+    if order["language"] == "shell":
+        shell = next(path for path in SHELLS if os.path.exists(path))
+        os.execve(shell, [shell, "-c", order["text"]], os.environ)
+    sys.exit(_run(order["text"], start["keep"], told, plan.permissions))
+
+
+def _run(text: str, path: list[str], told: int, permissions: tuple[str, ...]) -> int:
+    """Runs `text` as a script's, with the value of a last expression printed. Returns the exit status."""
+    sys.argv, sys.path[:] = [""], [os.getcwd(), *path]
+    module = types.ModuleType("__main__")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "toolwise"]:
+        del sys.modules[name]
+    sys.modules["__main__"] = module
+    linecache.cache[NAME] = (len(text), None, f"{text}\n".splitlines(keepends=True), NAME)
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(line_buffering=True)  # what a program said before its deadline is worth having
+    try:
+        _execute(text, module.__dict__)
+    except SystemExit:
+        raise
+    except BaseException as fault:  # a stranger's code: anything may come
+        _tell(fault, told, permissions)
+        return 1
+    return 0
+
+
+def _execute(text: str, names: dict[str, Any]) -> None:
+    tree = ast.parse(text, NAME)
+    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, NAME, "exec", dont_inherit=True), names)
+    if last is not None:
+        exec(compile(ast.Interactive([last]), NAME, "single", dont_inherit=True), names)
+
+
+def _tell(fault: BaseException, told: int, permissions: tuple[str, ...]) -> None:
+    """The traceback without our own frames, on stderr; and to the trainer what no exit status can say."""
+    trace = fault.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != NAME:
+        trace = trace.tb_next
+    fault.__traceback__ = trace
+    with suppress(Exception):
+        if isinstance(fault, MemoryError):
+            os.write(told, _OUT_OF_MEMORY)
+            traceback.clear_frames(trace)
+        elif isinstance(fault, OSError) and fault.errno in FULL:
+            os.write(told, json.dumps({"kind": "too_big", "message": f"it wrote too much: {fault}"}).encode() + b"\n")
+        elif (why := explain(fault, permissions)) is not None:
+            os.write(told, json.dumps({"kind": "denied", "message": why}).encode() + b"\n")
+    with suppress(Exception):
+        sys.stdout.flush()
+        traceback.print_exception(fault)

@@ -1,0 +1,91 @@
+"""The working folders of programs, one a rollout: made at its beginning, kept from call to call, removed at its end."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from toolwise.errors import DataError
+from toolwise.sandbox.pool import make_root
+from toolwise.sandbox.processes import remove_folder
+
+
+@dataclass(frozen=True, slots=True)
+class WorkFolder:
+    """A rollout's own place; `files` is what its programs see of it."""
+
+    path: Path
+
+    @property
+    def files(self) -> Path:
+        return self.path / "work"
+
+    def empty(self) -> None:
+        remove_folder(self.files)
+        self.files.mkdir(mode=0o700)
+
+
+class WorkFolders:
+    """All folders of one sandbox, under a root that is there as long as one of them is. Safe to use from threads."""
+
+    def __init__(self) -> None:
+        self._lock, self._pid = threading.Lock(), os.getpid()
+        self._root: tuple[Path, int] | None = None
+        self._open: set[WorkFolder] = set()
+        self._numbers = itertools.count(1)
+
+    def open(self, files: Mapping[str, str]) -> WorkFolder:
+        """A new folder with `files` (name -> text) in it."""
+        with self._lock:
+            if self._root is None:
+                self._root = make_root()
+            folder = WorkFolder(self._root[0] / str(next(self._numbers)))
+            self._open.add(folder)
+        try:
+            folder.files.mkdir(parents=True, mode=0o700)
+            for name, text in files.items():
+                _put(folder.files, name, text)
+        except BaseException:
+            self.remove(folder)
+            raise
+        return folder
+
+    def temporary(self, folder: WorkFolder) -> Path:
+        """A folder beside the rollout's for one call."""
+        path = folder.path / f"tmp-{next(self._numbers)}"
+        path.mkdir(mode=0o700)
+        return path
+
+    def remove(self, folder: WorkFolder) -> None:
+        remove_folder(folder.path)
+        with self._lock:
+            self._open.discard(folder)
+            if self._open:
+                return
+        self.close()
+
+    def close(self) -> None:
+        """Removes all of them."""
+        with self._lock:
+            root, self._root = self._root, None
+            self._open.clear()
+        if root is None:
+            return
+        if self._pid == os.getpid():  # else this is a fork, and they are the parent's
+            remove_folder(root[0])
+        os.close(root[1])
+
+
+def _put(folder: Path, name: str, text: str) -> None:
+    place = PurePosixPath(name)
+    if not name or place.is_absolute() or ".." in place.parts or "\0" in name:
+        raise DataError(f"files: {name!r} is no name of a file in a working folder; write one like 'data/rows.csv'")
+    if not isinstance(text, str):
+        raise DataError(f"files: {name} must be a text, got {type(text).__name__}")
+    path = folder / place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8", errors="replace")

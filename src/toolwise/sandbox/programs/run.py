@@ -1,0 +1,271 @@
+"""One run of one program that a model wrote, from its start to its last trace. Blocks; `programs.py` keeps it in a
+thread."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from toolwise.sandbox.faults import LONGEST_MESSAGE, SandboxError, printable
+from toolwise.sandbox.layers.bubblewrap import INIT, View
+from toolwise.sandbox.layers.hardening import MEBIBYTE, Plan
+from toolwise.sandbox.processes import Running, end_tree, launch, program_environment, require_interpreter
+from toolwise.sandbox.programs.captured import Captured
+from toolwise.sandbox.targets import library_folders, own_folder
+from toolwise.sandbox.usage import overfilled, overgrown
+
+Language = Literal["python", "shell"]
+Kind = Literal["ok", "exit", "timeout", "memory", "denied", "died", "too_big"]
+START_S = 60.0
+"""How long an interpreter may take to come up on a busy machine; the program has not begun by then."""
+LOOK_S = 0.1
+"""How often a program's folder and processes are looked at."""
+MOST_OUTPUT = 16 * MEBIBYTE
+LONGEST_TOLD = 1 << 16
+_TOLD_KINDS: dict[str, Kind] = {"memory": "memory", "denied": "denied", "too_big": "too_big"}
+_BOOT = (
+    "import json, sys; start = json.loads(sys.argv[1]); sys.path[:] = start['path']; "
+    "from toolwise.sandbox.programs.child import main; main(start)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramResult:
+    """What came of a program. `stdout` and `stderr` keep their beginning and end; see `Captured`."""
+
+    kind: Kind
+    message: str
+    """One line for whoever wrote the program; "" where it went well."""
+    stdout: str = ""
+    stderr: str = ""
+    exit_status: int | None = None
+    """As a shell has it: 128 + n where signal n ended it; None where the sandbox did, or nothing was run."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A program and the room that it runs in."""
+
+    language: Language
+    text: str
+    plan: Plan
+    view: View | None
+    folders: tuple[Path, ...]
+    """The working folder, and that for temporary files."""
+    timeout_s: float
+    output_bytes: int
+
+    @property
+    def may_have_children(self) -> bool:
+        return "subprocess" in self.plan.permissions or "seccomp" not in self.plan.layers
+
+
+class Stop:
+    """Ends a run from another thread."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._lock = threading.Lock()
+        self._write: int | None = None
+
+    def ask(self) -> None:
+        with self._lock:
+            self.asked = True
+            if self._write is not None:
+                os.write(self._write, b"x")
+
+    @contextmanager
+    def heard(self) -> Iterator[int]:
+        """A descriptor that is ready once it is asked. Only a run has one: those that wait may be thousands."""
+        read, write = os.pipe()
+        with self._lock:
+            self._write = write
+        try:
+            yield read
+        finally:
+            with self._lock:
+                self._write = None
+            os.close(read)
+            os.close(write)
+
+
+def run_program(order: Order, stop: Stop) -> ProgramResult | None:
+    """None where it was stopped. Whatever happens, no process is left when this returns."""
+    with ExitStack() as closing:
+        run = _Run(order, stop, closing.enter_context(stop.heard()), closing)
+        try:
+            cut = run.watch()
+        finally:
+            code = end_tree(run.popen, run.mark, sweep=order.may_have_children)
+        if stop.asked:
+            return None
+        return run.result(cut, code)
+
+
+class _Run:
+    def __init__(self, order: Order, stop: Stop, stopped: int, closing: ExitStack) -> None:
+        require_interpreter()
+        self._order, self._stop, self._stopped = order, stop, stopped
+        self.mark = secrets.token_hex(16)
+        self._began: float | None = None
+        self._seconds = 0.0
+        with ExitStack() as theirs:
+            out, out_write = _pipe(closing, theirs)
+            err, err_write = _pipe(closing, theirs)
+            told, told_write = _pipe(closing, theirs)
+            life_read, _ = _pipe(theirs, closing)
+            self._out, self._err = Captured(out, order.output_bytes), Captured(err, order.output_bytes)
+            self._told = Captured(told, LONGEST_TOLD)
+            self.popen = self._launch(out_write, err_write, told_write, life_read)
+
+    def _launch(self, out: int, err: int, told: int, life: int) -> Running:
+        order, keep = self._order, library_folders()
+        home, *more = order.plan.scratch, *order.plan.write
+        start = {
+            "life": life,
+            "told": told,
+            "parent": os.getpid() if order.view is None else INIT,
+            "path": [*keep, str(own_folder().parent)],
+            "keep": keep,
+        }
+        asked = {"plan": order.plan.to_json(), "language": order.language, "text": order.text}
+        with tempfile.TemporaryFile() as file:  # not a pipe: a program of any length is there at once
+            file.write(json.dumps(asked).encode())
+            file.seek(0)
+            start["order"] = file.fileno()
+            try:
+                return launch(
+                    # Not -I, which would ignore the hash seed; the rest of the environment is ours.
+                    [sys.executable, "-s", "-P", "-S", "-B", "-c", _BOOT, json.dumps(start)],
+                    program_environment(home, more[0] if more else home, self.mark),
+                    order.folders[0],
+                    view=order.view,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    pass_fds=(told, life, file.fileno()),
+                )
+            except OSError as fault:
+                raise SandboxError(f"no process can be started for a program: {fault}") from None
+
+    def watch(self) -> tuple[Kind, str] | None:
+        """Until it ends by itself, or must be ended: then the kind and the words for it."""
+        poll = select.poll()
+        ended = _ending(self.popen.pid)
+        pipes = [captured.descriptor for captured in (self._out, self._err, self._told)]
+        for descriptor in (*pipes, self._stopped, *([] if ended is None else [ended])):
+            poll.register(descriptor, select.POLLIN)
+        try:
+            return self._watch(poll, ended)
+        finally:
+            self._seconds = time.monotonic() - self._began if self._began is not None else 0.0
+            if ended is not None:
+                os.close(ended)
+
+    def _watch(self, poll: select.poll, ended: int | None) -> tuple[Kind, str] | None:
+        deadline, look = time.monotonic() + START_S, time.monotonic() + LOOK_S
+        while True:
+            now = time.monotonic()
+            if now >= deadline:
+                return "timeout", f"it ran longer than {self._order.timeout_s:g} s and was ended"
+            if now >= look:
+                cut = self._look()
+                if cut is not None:
+                    return cut
+                look = time.monotonic() + max(LOOK_S, 10 * (time.monotonic() - now))  # a tenth of the time at most
+            ready = [found for found, _ in poll.poll(max(min(deadline, look) - time.monotonic(), 0) * 1000)]
+            if self._stop.asked:
+                return None
+            for captured in (self._out, self._err, self._told):
+                if captured.descriptor in ready and captured.read() is None:
+                    poll.unregister(captured.descriptor)
+            if self._out.total + self._err.total > MOST_OUTPUT:
+                return "too_big", f"it printed more than {MOST_OUTPUT // MEBIBYTE} MB and was ended"
+            if self._began is None and self._told.total:  # it is hardened: the program's own time begins
+                self._began = time.monotonic()
+                deadline = self._began + self._order.timeout_s
+            if ended in ready or (ended is None and self.popen.poll() is not None):
+                return None
+
+    def _look(self) -> tuple[Kind, str] | None:
+        full = overfilled(self._order.folders, self._order.plan.file_mb)
+        if full:
+            return "too_big", full
+        # Before it has begun, what looks like its /proc may still be the whole machine's.
+        if self._began is None or not self._order.may_have_children:
+            return None
+        grown = overgrown(self.popen, self.mark, self._order.plan.memory_mb)
+        return None if grown is None else (_TOLD_KINDS[grown[0]], grown[1])
+
+    def result(self, cut: tuple[Kind, str] | None, code: int) -> ProgramResult:
+        """After its end: what is still in the pipes, and what it came to."""
+        for captured in (self._out, self._err, self._told):
+            captured.drain()
+        out, err = self._out.text(), self._err.text()
+        # The first line was written before the program began; what follows may be anybody's word.
+        first, *later = [_read_line(line) for line in self._told.text().splitlines()] or [{}]
+        if first.get("missing") != {}:
+            why = first.get("missing") or " ".join(err.split())[:300] or (cut and cut[1])
+            why = why or f"its process ended with status {code}"
+            raise SandboxError(f"a program could not be started in its sandbox: {why}")
+        if cut is None:
+            full = overfilled(self._order.folders, self._order.plan.file_mb)
+            cut = ("too_big", full) if full else None
+        if cut is not None:
+            return ProgramResult(*cut, out, err, None, self._seconds)
+        status = 128 - code if code < 0 else code
+        return ProgramResult(*self._judge(status, later[0] if later else {}), out, err, status, self._seconds)
+
+    def _judge(self, status: int, told: dict[str, Any]) -> tuple[Kind, str]:
+        if status == 0:
+            return "ok", ""
+        kind = told.get("kind")
+        if isinstance(kind, str) and kind in _TOLD_KINDS:
+            return _TOLD_KINDS[kind], printable(told.get("message"), LONGEST_MESSAGE) or kind
+        if status - 128 not in set(signal.Signals):
+            return "exit", f"it exited with status {status}"
+        name = signal.Signals(status - 128).name
+        by_signal: dict[str, tuple[Kind, str]] = {
+            "SIGXCPU": ("timeout", "it used more CPU time than it has"),
+            "SIGXFSZ": ("too_big", f"it wrote a file of more than {self._order.plan.file_mb} MB"),
+            "SIGSYS": ("denied", "it made a system call of another processor's"),
+        }
+        return by_signal.get(name, ("died", f"it was killed by {name}"))
+
+
+def _pipe(read_end: ExitStack, write_end: ExitStack) -> tuple[int, int]:
+    """A pipe whose ends are closed with these."""
+    read, write = os.pipe()
+    read_end.callback(os.close, read)
+    write_end.callback(os.close, write)
+    return read, write
+
+
+def _read_line(line: str) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _ending(pid: int) -> int | None:
+    """A descriptor that is ready once the process has ended, but is not yet forgotten; None where there are none."""
+    try:
+        return os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        return None

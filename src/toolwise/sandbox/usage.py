@@ -1,0 +1,63 @@
+"""What a program takes while it runs, seen from outside: its folders, its processes and their memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from toolwise.sandbox.layers.bubblewrap import Monitor
+from toolwise.sandbox.layers.hardening import MEBIBYTE
+from toolwise.sandbox.processes import Running, members_of
+
+MOST_FILES = 10_000
+MOST_PROCESSES = 64
+
+
+def overfilled(folders: Iterable[Path], most_mb: int) -> str:
+    """What is wrong with the folders of a program, taken together; "" where nothing is."""
+    size, files, waiting = 0, 0, [str(folder) for folder in folders]
+    while waiting and files <= MOST_FILES and size <= most_mb * MEBIBYTE:
+        with suppress(OSError), os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                files += 1
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(entry.path)
+                else:
+                    with suppress(OSError):
+                        size += entry.stat(follow_symlinks=False).st_blocks * 512
+                if files > MOST_FILES:
+                    break
+    too_much = files > MOST_FILES or size > most_mb * MEBIBYTE
+    return f"it filled its folder: more than {most_mb} MB or {MOST_FILES:,} files" if too_much else ""
+
+
+def overgrown(popen: Running, mark: str, most_mb: int) -> tuple[str, str] | None:
+    """The kind and the words for a program that has too many processes, or too much memory in all of them."""
+    places = _places(popen, mark)
+    if len(places) > MOST_PROCESSES:
+        return "too_big", f"it started more than {MOST_PROCESSES} processes"
+    if sum(map(_private_bytes, places)) > most_mb * MEBIBYTE:
+        return "memory", f"its processes took more than memory_mb ({most_mb}) together"
+    return None
+
+
+def _places(popen: Running, mark: str) -> list[str]:
+    """A folder of /proc for each of its processes."""
+    if not isinstance(popen, Monitor):
+        return [f"/proc/{pid}" for pid in members_of(popen.pid, mark)]
+    inside = f"/proc/{popen.init}/root/proc"  # theirs, which lists no others
+    try:
+        return [f"{inside}/{name}" for name in os.listdir(inside) if name.isdigit()]
+    except OSError:
+        return []
+
+
+def _private_bytes(place: str) -> int:
+    """What it takes and shares with nobody."""
+    try:
+        words = Path(f"{place}/statm").read_bytes().split()
+        return (int(words[1]) - int(words[2])) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0

@@ -1,0 +1,129 @@
+"""The rewards of a run and where they run: built from the configuration before any work is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from toolwise.config import RewardConfig, SandboxConfig
+from toolwise.errors import ConfigError, RewardError
+from toolwise.rewards.combine import Rewards, Weighted
+from toolwise.rewards.earned import EARNED, earned_reward
+from toolwise.rewards.function import Reward
+from toolwise.sandbox import RewardExecutor, Sandbox
+from toolwise.sandbox.targets import reference_of
+from toolwise.types import EvaluateResult, Rollout, Task
+
+Source = str | Callable[..., Any] | Reward
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """Rewards, ready to score rollouts."""
+
+    rewards: Rewards
+    sandbox: Sandbox
+
+    async def evaluate(self, rollouts: Sequence[Rollout], *, step: int) -> list[EvaluateResult]:
+        """One result a rollout, in order."""
+        return await self.rewards.evaluate(RewardExecutor(self.sandbox), rollouts, step=step)
+
+    def check(self, tasks: Sequence[Task]) -> None:
+        """Whether every function gets the arguments that it cannot do without."""
+        for part in self.rewards.parts:
+            _check_arguments(part.reward, tasks)
+
+    def describe(self) -> str:
+        """What the sandbox is, and who runs outside of it, in one line."""
+        here = [part.reward.name for part in self.rewards.parts if part.reward.function is not None]
+        outside = f"; in the trainer's process: {', '.join(here)}" if here and self.sandbox.tier != "off" else ""
+        return f"{self.sandbox.describe()}{outside}"
+
+    def close(self) -> None:
+        self.sandbox.close()
+
+
+def build_scoring(config: RewardConfig, given: Source | None = None) -> Scoring:
+    """The reward given in Python, or the parts, or the one function that the configuration names."""
+    sources: list[tuple[Source, dict[str, Any], float]]
+    if given is not None:
+        sources = [(given, config.kwargs, 1.0)]
+    elif config.parts and config.function:
+        raise ConfigError("reward.function and reward.parts are both given: make the function one of the parts")
+    elif config.parts:
+        sources = [(part.function, part.kwargs, part.weight) for part in config.parts]
+    elif config.function:
+        sources = [(config.function, config.kwargs, 1.0)]
+    else:
+        raise ConfigError("reward.function is missing: name one as package.module:function or path/to/file.py:function")
+    sandbox = _sandbox(config.sandbox)
+    try:
+        parts = [Weighted(_reward(source, kwargs, sandbox, config.sandbox), w) for source, kwargs, w in sources]
+    except BaseException:
+        sandbox.close()
+        raise
+    return Scoring(Rewards(tuple(parts), config.combine), sandbox)
+
+
+def _sandbox(config: SandboxConfig) -> Sandbox:
+    return Sandbox(
+        config.tier,
+        timeout_s=config.timeout_s,
+        memory_mb=config.memory_mb,
+        read=config.read,
+        require=config.require,
+        permissions=config.permissions,
+        workers=config.workers,
+    )
+
+
+def _reward(source: Source, kwargs: dict[str, Any], sandbox: Sandbox, config: SandboxConfig) -> Reward:
+    """Loaded here only where the user says so; else a worker loads it and says what it takes."""
+    if isinstance(source, str) and source in EARNED:
+        return Reward.of(earned_reward(source), kwargs)
+    if config.tier == "off" or _home_of(source) in config.trusted:
+        return Reward.of(source, kwargs)
+    given = {**source.kwargs, **kwargs} if isinstance(source, Reward) else dict(kwargs)
+    reference = source if isinstance(source, str) else _found_again(source)
+    name = reference if isinstance(source, str) else _name_of(source)
+    return Reward(name, sandbox.signature_of(reference), given, reference=reference)
+
+
+def _found_again(source: Callable[..., Any] | Reward) -> str:
+    if isinstance(source, Reward):
+        if source.reference is not None:
+            return source.reference
+        assert source.function is not None  # it has one or the other
+        source = source.function
+    try:
+        return reference_of(source)
+    except RewardError as fault:
+        raise RewardError(f'{fault}, or set reward.sandbox.tier = "off" to run it in this process') from None
+
+
+def _name_of(source: Callable[..., Any] | Reward) -> str:
+    return source.name if isinstance(source, Reward) else str(getattr(source, "__name__", type(source).__name__))
+
+
+def _home_of(source: Source) -> str:
+    """The module of a reward, as `trusted` names it."""
+    if isinstance(source, Reward):
+        source = source.reference or source.function or ""
+    return source.rpartition(":")[0] if isinstance(source, str) else str(getattr(source, "__module__", ""))
+
+
+def _check_arguments(reward: Reward, tasks: Sequence[Task]) -> None:
+    needed = reward.signature.missing({"step", *reward.kwargs})
+    if not needed or not tasks:
+        return
+    if reward.mode == "batch":  # a batch gets every column that any of its tasks has
+        missing = [(name, "no task has") for name in needed if not any(name in task.reward_kwargs for task in tasks)]
+    else:
+        lacking = ((name, task) for task in tasks for name in needed if name not in task.reward_kwargs)
+        missing = [(name, f"task {task.task_id} does not have") for name, task in lacking][:1]
+    for name, who in missing:
+        raise RewardError(
+            f"reward {reward.name} cannot do without its argument {name!r}, which {who}: "
+            "give it in reward.kwargs, as a column of the data, or a default"
+        )

@@ -1,0 +1,7 @@
+"""A model behind an OpenAI-compatible HTTP server, so that anything which speaks that protocol can ask it."""
+
+from toolwise.serve.app import build_app
+from toolwise.serve.chat import Served
+from toolwise.serve.server import Server
+
+__all__ = ["Served", "Server", "build_app"]

@@ -1,0 +1,130 @@
+"""What a client asks for, checked. Nothing that would change the answer is ignored: it is done or refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from toolwise.errors import ToolwiseError
+from toolwise.messages import Message
+
+MAX_CHOICES = 128
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "top_p": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "stop": ([], ""),
+    "response_format": ({"type": "text"},),
+    "top_logprobs": (0,),
+}
+"""What reshapes the distribution or the text, and the values that leave both alone (None always does)."""
+
+
+class BadRequestError(ToolwiseError):
+    """A request that cannot be done; becomes OpenAI's error object."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+        self.status = status
+
+
+class FunctionSpec(BaseModel):
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
+
+
+class ToolSpec(BaseModel):
+    """A tool on offer. Fields we do not know are kept: the chat template may."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"] = "function"
+    function: FunctionSpec
+
+
+def _unwrap(value: Any) -> Any:
+    """Arguments that were no JSON object come as a JSON string; the template is to write what the model wrote."""
+    if not isinstance(value, dict) or not isinstance(value.get("tool_calls"), list):
+        return value
+    return {**value, "tool_calls": [_unwrap_call(call) for call in value["tool_calls"]]}
+
+
+def _unwrap_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not str(function.get("arguments")).startswith('"'):
+        return call
+    try:
+        text = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": text}}
+
+
+class ChatRequest(BaseModel):
+    """The body of POST /v1/chat/completions. Fields without effect here (user, metadata, …) are let through."""
+
+    model_config = ConfigDict(extra="ignore", strict=False)
+
+    model: str
+    messages: list[Annotated[Message, BeforeValidator(_unwrap)]] = Field(min_length=1)
+    tools: list[ToolSpec] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    """none: the tools are shown to the model, and what it writes is given back as text."""
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    """0 takes the likeliest token each time; log-probs are then those at temperature 1."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    stop_token_ids: list[int] | None = None
+    logprobs: bool = False
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    stream: bool = False
+
+
+def read_request(raw: bytes) -> ChatRequest:
+    try:
+        value = json.loads(raw)
+        json.dumps(value, ensure_ascii=False).encode()  # halves of characters cannot be tokenised
+    except (ValueError, RecursionError) as fault:
+        raise BadRequestError(f"the body is not JSON that can be used: {_first_line(fault)}") from None
+    if not isinstance(value, dict):
+        raise BadRequestError("the body must be a JSON object with model and messages")
+    _refuse_reshaping(value)
+    try:
+        return ChatRequest.model_validate({name: given for name, given in value.items() if given is not None})
+    except ValidationError as fault:
+        first = fault.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise BadRequestError(f"{where}: {first['msg']}", param=where) from None
+    except RecursionError:
+        raise BadRequestError("the body is nested too deeply") from None
+
+
+def _refuse_reshaping(value: Mapping[str, Any]) -> None:
+    for name, neutral in _NEUTRAL.items():
+        given = value.get(name)
+        if given is not None and given not in neutral:
+            raise BadRequestError(
+                f"{name} is not supported here: leave it out, or give {json.dumps(neutral[0])}",
+                param=name,
+                code="unsupported_parameter",
+            )
+
+
+def _first_line(fault: BaseException) -> str:
+    return (str(fault).splitlines() or [type(fault).__name__])[0]

@@ -1,0 +1,81 @@
+"""A server in a thread, on a loopback port of its own: for tests, benchmarks and whoever needs one for a while."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from toolwise.errors import MissingExtraError, ToolwiseError
+
+if TYPE_CHECKING:
+    import uvicorn
+
+START_S = 30.0
+GRACE_S = 5.0
+"""How long requests in flight may still take when the server is stopped."""
+
+
+class Server:
+    """`with Server(app) as server: …` serves `app` at `server.url`; leaving stops it and waits until it has stopped."""
+
+    def __init__(self, app: Any, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        try:
+            import uvicorn
+        except ModuleNotFoundError as missing:
+            raise MissingExtraError("uvicorn", "serve") from missing
+        self.host = host
+        self.port = port
+        """0 takes any free port; the one taken stands here once the server has started."""
+        self._server: uvicorn.Server = uvicorn.Server(
+            uvicorn.Config(app, lifespan="off", log_level="warning", timeout_graceful_shutdown=int(GRACE_S))
+        )
+        self._thread: threading.Thread | None = None
+
+    @property
+    def url(self) -> str:
+        """What an OpenAI client takes as its base URL."""
+        return f"http://{self.host}:{self.port}/v1"
+
+    def start(self) -> Server:
+        if self._thread is not None:
+            raise ToolwiseError("this server was started before: make a new one")
+        listening = socket.socket()
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((self.host, self.port))
+        except OSError as fault:
+            listening.close()
+            raise ToolwiseError(f"cannot listen on {self.host}:{self.port}: {fault.strerror}; try port 0") from fault
+        self.port = listening.getsockname()[1]
+        self._thread = threading.Thread(target=self._run, args=(listening,), name="toolwise-serve", daemon=True)
+        self._thread.start()
+        ends = time.monotonic() + START_S
+        while not self._server.started:
+            if not self._thread.is_alive() or time.monotonic() > ends:
+                self.stop()
+                raise ToolwiseError(f"the server at {self.url} did not start within {START_S:g} s")
+            time.sleep(0.005)
+        return self
+
+    def _run(self, listening: socket.socket) -> None:
+        with listening:
+            self._server.run(sockets=[listening])
+
+    def stop(self) -> None:
+        if self._thread is None:
+            return
+        self._server.should_exit = True
+        self._thread.join(GRACE_S + 1.0)
+        self._server.force_exit = True
+        self._thread.join(GRACE_S)
+
+    def __enter__(self) -> Server:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()

@@ -1,0 +1,1 @@
+"""Is it a tool? What `toolwise check tool` tries on one."""

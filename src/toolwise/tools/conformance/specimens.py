@@ -1,0 +1,61 @@
+"""Arguments made up from a tool's JSON schema to try the tool out with: plain, odd, and such as do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+ODD_TEXTS = ("", "\x00", "\ud800", "<|im_end|>\n<|im_start|>system", "'; --", "é😀" * 10, "x" * 20_000)
+ODD_NUMBERS = (0, -1, 10**30)
+_DEEPEST = 8
+
+
+def plain_arguments(parameters: dict[str, Any]) -> dict[str, Any]:
+    """The least that fits: required arguments alone, each as its schema suggests."""
+    properties = parameters.get("properties") or {}
+    return {name: specimen(properties.get(name) or {}) for name in parameters.get("required") or ()}
+
+
+def odd_arguments(parameters: dict[str, Any], plain: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """`plain` with one argument at a time replaced by something its type allows and nobody thinks of."""
+    for name, schema in (parameters.get("properties") or {}).items():
+        kind = schema.get("type") if isinstance(schema, dict) else None
+        if kind == "string" and "enum" not in schema:
+            yield from ({**plain, name: text} for text in ODD_TEXTS)
+        elif kind in ("integer", "number"):
+            yield from ({**plain, name: number} for number in ODD_NUMBERS)
+        elif kind == "array":
+            yield {**plain, name: []}
+
+
+def bad_arguments(parameters: dict[str, Any], plain: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What does not fit: an argument too few, one of another type, one too many."""
+    for name in parameters.get("required") or ():
+        yield {key: value for key, value in plain.items() if key != name}
+        yield {**plain, name: {"not": ["what", "was", "asked"]}}
+    yield {**plain, "an_argument_that_is_not_there": 1}
+
+
+def specimen(schema: Any, depth: int = 0) -> Any:
+    """A value that fits most schemas: what they give as an example, or else the plainest of their type."""
+    if not isinstance(schema, dict) or depth > _DEEPEST:
+        return None
+    for key in ("const", "default"):
+        if key in schema:
+            return schema[key]
+    for key in ("examples", "enum"):
+        if schema.get(key):
+            return schema[key][0]
+    for key in ("anyOf", "oneOf", "allOf"):
+        if schema.get(key):
+            return specimen(schema[key][0], depth + 1)
+    kind = schema.get("type")
+    kind = kind[0] if isinstance(kind, list) and kind else kind
+    if kind == "object":
+        properties = schema.get("properties") or {}
+        return {name: specimen(properties.get(name) or {}, depth + 1) for name in schema.get("required") or ()}
+    if kind == "array":
+        return [specimen(schema.get("items") or {}, depth + 1)] * int(schema.get("minItems", 1))
+    if kind in ("integer", "number"):
+        return schema.get("minimum", schema.get("exclusiveMinimum", 0) + 1)
+    return {"boolean": True, "null": None}.get(str(kind), "example".ljust(int(schema.get("minLength", 0)), "e"))

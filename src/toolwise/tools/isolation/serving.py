@@ -1,0 +1,153 @@
+"""What runs in a tool's worker process: loads one module, then answers one question after the other.
+
+Started by `workers.py`. Ends with whoever started it: the kernel kills its whole group when the trainer is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import inspect
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Awaitable, Callable
+from types import ModuleType
+from typing import Any, NoReturn
+
+from toolwise.sandbox import frames
+from toolwise.tools.base import BaseTool, OpenAIFunctionToolSchema
+from toolwise.tools.function import FunctionTool
+from toolwise.tools.isolation.places import Place, Target
+
+# Kept here, so that what a tool patches does not reach them.
+_getpid, _exit = os.getpid, os._exit
+VERBS = ("create", "execute", "calc_reward", "release")
+
+
+def main(start: dict[str, Any]) -> NoReturn:
+    """`start`: the channel, the pipe whose other end the trainer holds, the place to load, the largest answer."""
+    os.set_inheritable(start["channel"], False)
+    os.set_inheritable(start["life"], False)
+    _live_with_parent(start["life"])
+    sys.argv = [""]
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
+    try:
+        _serve(start["channel"], Place(**start["place"]), start["largest"])
+    except BaseException:  # the channel is gone or this process is beyond repair: the trainer sees it end
+        traceback.print_exc()
+        _exit(1)
+    _exit(0)
+
+
+def _live_with_parent(life: int) -> None:
+    """All of this session's group ends with the trainer, even while a loop in C holds the interpreter.
+
+    A pipe that nobody writes to signals its reader once: when the last writer is gone. The signal goes to the group,
+    unlike that of PR_SET_PDEATHSIG, and so reaches what a tool has started too.
+    """
+    if sys.platform == "linux":
+        fcntl.fcntl(life, fcntl.F_SETOWN, -os.getpid())
+        fcntl.fcntl(life, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
+        os.set_blocking(life, False)
+        with contextlib.suppress(BlockingIOError):
+            os.read(life, 1)  # gone before it could be told
+            _exit(0)
+    else:
+        threading.Thread(target=_wait_for_end, args=(life,), daemon=True).start()
+
+
+def _wait_for_end(life: int) -> None:
+    os.read(life, 1)
+    os.killpg(0, signal.SIGKILL)
+
+
+def _serve(channel: int, place: Place, largest: int) -> None:
+    me = _getpid()
+
+    def send(message: dict[str, Any]) -> None:
+        payload = frames.encode(message)
+        if len(payload) > largest:
+            raise ValueError(f"the result has {len(payload):,} bytes; the limit is {largest:,}")
+        if _getpid() != me:  # a child of the tool's, back from a fork where it has no business
+            _exit(0)
+        frames.write_all(channel, frames.framed(payload))
+
+    try:
+        server = _Server(place.load())
+    except BaseException as fault:  # other people's code: anything may come
+        traceback.print_exc()
+        send({"failed": f"{type(fault).__name__}: {_text(fault)}"[:2000]})
+        return
+    send({"loaded": True})
+    while True:
+        head = frames.read_exactly(channel, frames.HEADER.size)
+        if len(head) < frames.HEADER.size:
+            return
+        question = json.loads(frames.read_exactly(channel, frames.HEADER.unpack(head)[0]))
+        try:
+            send({"id": question["id"], "value": server.answer(question)})
+        except BaseException as fault:
+            send({"id": question["id"], "fault": _told(fault)})
+
+
+class _Server:
+    """Answers out of one module: calls of its functions, or the life of one tool object made of a class in it."""
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module = module
+        self._functions: dict[str, FunctionTool[..., Any]] = {}
+        self._tool: BaseTool | None = None
+        self._runner = asyncio.Runner()
+
+    def answer(self, question: dict[str, Any]) -> Any:
+        if "call" in question:
+            return self._call(question["call"], question["parameters"])
+        if "make" in question:
+            self._tool = make_tool(self._find(question["make"]), question["config"], question["schema"])
+            return True
+        verb = question["verb"]
+        assert verb in VERBS
+        return self._wait(getattr(self._tool, verb)(*question["args"], **question["kwargs"]))
+
+    def _call(self, name: str, parameters: dict[str, Any]) -> Any:
+        function = self._functions.get(name)
+        if function is None:
+            found = self._find(name)
+            function = found if isinstance(found, FunctionTool) else FunctionTool(found, isolate=False)
+            self._functions[name] = function
+        return function.call_here(parameters, self._wait)
+
+    def _find(self, name: str) -> Any:
+        return Target(Place(None, ""), name).find(self._module)
+
+    def _wait(self, awaitable: Awaitable[Any]) -> Any:
+        async def result() -> Any:
+            return await awaitable
+
+        return self._runner.run(result())
+
+
+def make_tool(kind: Callable[..., BaseTool], config: dict[str, Any], schema: dict[str, Any]) -> BaseTool:
+    """An object of a tool class, made as the trainer made its own: of a configuration and maybe a schema."""
+    if "tool_schema" in inspect.signature(kind).parameters:
+        return kind(config, OpenAIFunctionToolSchema.model_validate(schema))
+    return kind(config)
+
+
+def _told(fault: BaseException) -> dict[str, str]:
+    lines = traceback.format_exception(fault)
+    return {"type": type(fault).__name__, "message": _text(fault)[:20_000], "traceback": "".join(lines)[-20_000:]}
+
+
+def _text(fault: BaseException) -> str:
+    try:
+        return str(fault)
+    except Exception as worse:
+        return f"its text cannot be had: {type(worse).__name__}"

@@ -1,0 +1,253 @@
+"""One worker process as the trainer holds it: asked from any event loop, killed at once, kept by a thread of its own.
+
+A plain process, not a sandbox: the user's own tools may use the network and files. `serving.py` is its other end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from toolwise.sandbox import frames
+from toolwise.sandbox.faults import WorkerFault
+from toolwise.tools.faults import ToolCallError
+from toolwise.tools.isolation.places import Place
+from toolwise.tools.isolation.processes import LARGEST_RESULT, Death, Process, how_it_ended, start_process
+
+log = logging.getLogger("toolwise.tools")
+
+LOAD_S = 120.0
+"""How long an interpreter and the tool's own imports may take to come up on a busy machine."""
+LINES_LOGGED = 100
+"""Of what a call prints; the rest is read, so that it never waits for us, and dropped."""
+LONGEST_LINE = 8192
+GONE_S = 1.0
+
+_numbers = itertools.count(1)
+
+
+class ToolDied(ToolCallError):  # noqa: N818 (an outcome of a call, not a mistake of the user's)
+    """The process that ran a tool is gone, or never came up: an infrastructure fault, and no word of the tool's."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, "died")
+
+    @property
+    def infrastructure(self) -> bool:
+        return True
+
+
+class LoadFault(ToolDied):
+    """The tool's module does not load in a worker: the next one would not either."""
+
+
+class ToolFault(Exception):  # noqa: N818 (named as what the tool raised)
+    """What a tool raised in its worker. The class of an instance is named as the exception was there."""
+
+    @classmethod
+    def read(cls, told: Mapping[str, Any]) -> ToolFault:
+        kind = type(str(told.get("type") or "Exception"), (cls,), {})
+        fault: ToolFault = kind(str(told.get("message") or ""))
+        fault.add_note(str(told.get("traceback") or ""))
+        return fault
+
+
+class Worker:
+    """A process that has loaded one place, and the thread that keeps it.
+
+    The thread does all that blocks: it starts the process, waits until it has loaded, logs what it prints, and buries
+    it with everything that it started. `on_up` and `on_gone` are called from there.
+    """
+
+    def __init__(
+        self, place: Place, on_up: Callable[[Worker], None], on_gone: Callable[[Worker, ToolDied | None], None]
+    ) -> None:
+        self.place = place
+        self._on_up, self._on_gone = on_up, on_gone
+        self._lock = threading.Lock()
+        self._process: Process | None = None
+        self._incoming = frames.Incoming(LARGEST_RESULT + 4096)
+        self._asking = self._killed = self._waited_for = False
+        self._how: str | None = None
+        self._lines = 0
+        self._text = b""
+        self.thread = threading.Thread(target=self._keep, name="toolwise-tool-worker", daemon=True)
+        self.thread.start()
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    async def ask(self, question: dict[str, Any]) -> Any:
+        """One question, one answer. Whoever is cancelled in between ends the process, whatever it is in."""
+        number = next(_numbers)
+        try:
+            payload = frames.encode({**question, "id": number})
+        except (TypeError, ValueError, RecursionError) as fault:
+            raise ToolFault(f"its arguments cannot be sent as JSON: {fault}") from None
+        self._lines = 0
+        with self._lock:
+            self._asking = True
+        try:
+            said = await self._exchange(frames.framed(payload))
+            if said.get("id") != number:
+                raise ToolDied("the tool's process sent something else than what it was asked for")
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            with self._lock:
+                self._asking = False
+                self._close_channel()
+        if "fault" in said:
+            raise ToolFault.read(said["fault"] if isinstance(said["fault"], dict) else {})
+        return said.get("value")
+
+    async def _exchange(self, payload: bytes) -> dict[str, Any]:
+        assert self._process is not None
+        loop, channel = asyncio.get_running_loop(), self._process.channel
+        try:
+            await loop.sock_sendall(channel, payload)
+            while (said := self._incoming.next()) is None:
+                data = await loop.sock_recv(channel, 1 << 18)
+                if not data:
+                    raise ConnectionError
+                self._incoming.feed(data)
+            return dict(said)
+        except WorkerFault as fault:
+            raise ToolDied(f"the tool's process sent nonsense: {fault.message}") from None
+        except OSError:
+            end = time.monotonic() + GONE_S
+            while self._how is None and time.monotonic() < end:  # noqa: ASYNC110 (a thread says it, to no loop)
+                await asyncio.sleep(0.002)
+            raise ToolDied(f"the tool's process {self._how or 'closed its channel'}") from None
+
+    def kill(self) -> None:
+        """At once and from any thread. What is left of it is buried by its own thread."""
+        with self._lock:
+            self._killed = True
+            self._kill_group()
+
+    def _kill_group(self) -> None:
+        if self._process is not None and not self._waited_for:  # after that the number may be another's
+            self._process.kill_group()
+
+    def forget(self) -> None:
+        """In the child of a fork, where the process is the parent's: lets go of it."""
+        if self._process is not None:
+            self._process.channel.close()
+            self._process.close_pipes()
+
+    def _keep(self) -> None:
+        fault: ToolDied | None = None
+        try:
+            self._start()
+            fault = self._listen(loading=True)
+            if fault is None:
+                self._on_up(self)
+                self._listen(loading=False)
+        except OSError as refused:
+            fault = ToolDied(f"no worker process can be started for {self.place}: {refused}")
+        self._bury()
+        self._on_gone(self, fault)
+
+    def _start(self) -> None:
+        process = start_process(self.place)
+        with self._lock:
+            self._process = process
+            if self._killed:
+                self._kill_group()
+
+    def _listen(self, *, loading: bool) -> ToolDied | None:
+        """Logs what it prints until it ends; while `loading`, until it says that it has loaded (None) or why not."""
+        assert self._process is not None
+        output, channel = self._process.output, self._process.channel.fileno()
+        until = time.monotonic() + LOAD_S if loading else None
+        with Death(self._process) as death:
+            poll = select.poll()
+            for descriptor in (output, death.descriptor, channel if loading else None):
+                if descriptor is not None:
+                    poll.register(descriptor, select.POLLIN)
+            while not death.came():
+                if until is not None and time.monotonic() > until:
+                    return ToolDied(f"{self.place} took longer than {LOAD_S:g} s to load")
+                for descriptor, _ in poll.poll(death.tick_ms if until is None else 1000):
+                    if descriptor == output and not self._log_output(output):
+                        poll.unregister(output)
+                    elif descriptor == channel and (said := self._hear()) is not None:
+                        return self._verdict(said)
+            while self._log_output(output):
+                pass
+        return self._verdict(self._hear()) if loading else None  # it may have ended right after it had said why
+
+    def _hear(self) -> dict[str, Any] | None:
+        """What it says of its loading: {} where it has closed its channel, None where it says nothing yet."""
+        assert self._process is not None
+        try:
+            data = self._process.channel.recv(1 << 18)
+        except BlockingIOError:
+            return None
+        except OSError:
+            data = b""
+        self._incoming.feed(data)
+        with suppress(WorkerFault):
+            said = self._incoming.next()
+            if said is not None:
+                return dict(said)
+        return None if data else {}
+
+    def _verdict(self, said: Mapping[str, Any] | None) -> ToolDied | None:
+        if said and "loaded" in said:
+            return None
+        if said and "failed" in said:
+            return LoadFault(f"{self.place} does not load in a worker process: {said['failed']}")
+        return ToolDied(f"the tool's process ended while it loaded {self.place}")
+
+    def _log_output(self, output: int) -> bool:
+        """False when there is nothing more to come."""
+        try:
+            data = os.read(output, 1 << 16)
+        except BlockingIOError:
+            return False
+        *lines, self._text = (self._text + data).split(b"\n")
+        if len(self._text) > LONGEST_LINE or not data:
+            lines, self._text = [*lines, self._text], b""
+        for line in filter(None, lines):
+            self._lines += 1
+            if self._lines <= LINES_LOGGED:
+                log.info("%s: %s", self.place, line[:LONGEST_LINE].decode("utf-8", "replace"))
+            elif self._lines == LINES_LOGGED + 1:
+                log.info("%s prints more than %d lines: the rest is dropped", self.place, LINES_LOGGED)
+        return bool(data)
+
+    def _bury(self) -> None:
+        process = self._process
+        if process is None:
+            self._how = how_it_ended(None)
+            return
+        with self._lock:
+            self._kill_group()
+        process.sweep()
+        with self._lock:
+            self._waited_for = True
+        code = process.popen.wait()
+        with self._lock:
+            process.close_pipes()
+            with suppress(OSError):
+                process.channel.shutdown(socket.SHUT_RDWR)  # a call in the middle hears of it, whoever forked
+            self._how = how_it_ended(code)
+            self._close_channel()
+
+    def _close_channel(self) -> None:
+        """By whoever is last: a descriptor that an event loop still watches must not become another's."""
+        if self._how is not None and not self._asking and self._process is not None:
+            self._process.channel.close()

@@ -1,0 +1,182 @@
+"""A server as rollouts see it: callable from any event loop, started again after it died, and never waited for in vain.
+
+`mcp_session.py` has one life of it; here is who gets to talk to which.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from toolwise.tools.faults import SERVER_DOWN, ToolCallError
+from toolwise.tools.mcp.session import EXIT_S, Address, LoopThread, Session, loop_thread
+
+if TYPE_CHECKING:
+    from mcp.types import CallToolResult, Tool
+
+log = logging.getLogger("toolwise.mcp")
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+"""Between attempts to start a server that does not come up; each pause is twice the one before."""
+
+# What the SDK's HTTP transport makes of an answer without JSON-RPC in it: a session the server no longer knows, a 5xx.
+_LOST = ("Session terminated", "Server returned an error response")
+
+
+class McpServer:
+    """One server. What changes here changes on the loop of `LoopThread` alone, so nothing needs a lock."""
+
+    def __init__(self, address: Address, *, restart: bool = True) -> None:
+        self.address = address
+        self.starts = 0
+        self._restart = restart
+        self._thread = loop_thread()
+        self._session: Session | None = None
+        self._failed_starts = 0
+        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        # Whoever forgets the tools has forgotten the server too. Not a method: that would keep `self` alive.
+        weakref.finalize(self, _forget, self._thread, self._sessions).atexit = False
+
+    @property
+    def restarts(self) -> int:
+        return max(0, self.starts - 1)
+
+    def tools(self) -> list[Tool]:
+        """What the server offers. Blocks: for use before a run begins."""
+
+        async def listed() -> list[Tool]:
+            return (await self._open()).tools
+
+        return self._thread.submit(listed()).result()
+
+    async def start(self) -> None:
+        await asyncio.wrap_future(self._thread.submit(self._open()))
+
+    async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> CallToolResult:
+        """The server's answer, or a `ToolCallError`. Cancelling this, or its deadline, tells the server to stop."""
+        answer = asyncio.wrap_future(self._thread.submit(self._call(name, arguments)))
+        late = asyncio.timeout(timeout_s)
+        try:
+            async with late:
+                return await answer
+        except TimeoutError:
+            raise ToolCallError(f"took longer than {timeout_s:g} s", "timeout") from None
+
+    async def close(self) -> None:
+        """End it. To be waited for, but it ends just the same for those who cannot wait."""
+        ending = self._thread.submit(self._end())
+        await asyncio.wait({asyncio.wrap_future(ending)}, timeout=EXIT_S)
+
+    def close_and_wait(self) -> None:
+        self._thread.submit(self._end()).result(EXIT_S)
+
+    async def _end(self) -> None:
+        self._restart = False
+        if self._session is not None:
+            await asyncio.wait({self._session.end()})
+
+    async def _open(self) -> Session:
+        """The session at work, or a new one where there is none; all who ask meanwhile wait for the same."""
+        if self._session is None or self._session.over:
+            self._check_may_start()
+            self._session = Session(self.address, self._thread)
+            self._sessions.add(self._session)
+            self.starts += 1
+            if self.restarts:
+                log.warning("MCP server %s is started again (%d)", self.address.name, self.restarts)
+        session = self._session
+        try:
+            await asyncio.shield(session.ready)  # one caller who leaves must not take the others' server along
+        except ToolCallError as fault:
+            raise ToolCallError(f"MCP server {self.address.name}: {fault}", fault.failure) from None
+        return session
+
+    def _check_may_start(self) -> None:
+        last = self._session
+        if last is not None and not self._restart:
+            raise self._down("it is gone, and what it knew of this rollout with it")
+        if last is None or last.failed_at is None:
+            self._failed_starts = 0
+            return
+        pause_s = min(FIRST_PAUSE_S * 2**self._failed_starts, LONGEST_PAUSE_S)
+        left_s = last.failed_at + pause_s - self._thread.loop.time()
+        if left_s > 0:
+            raise self._down(f"it did not come up and is tried again in {left_s:.1f} s")
+        self._failed_starts = min(self._failed_starts + 1, 16)
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> CallToolResult:
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED
+
+        session = await self._open()
+        assert session.client is not None
+        try:
+            return await session.client.call_tool(name, arguments)
+        except asyncio.CancelledError:
+            session.suspect()
+            raise
+        except Exception as fault:  # whatever the SDK raises is about this one answer, unless the session is over
+            code = fault.code if isinstance(fault, MCPError) else None
+            if session.over or code == CONNECTION_CLOSED or str(fault) in _LOST:
+                session.end() if str(fault) == _LOST[0] else session.suspect()
+                raise self._down(f"it went away during the call ({fault})") from None
+            raise ToolCallError(str(fault) or type(fault).__name__) from None
+
+    def _down(self, why: str) -> ToolCallError:
+        return ToolCallError(f"MCP server {self.address.name}: {why}", SERVER_DOWN)
+
+
+class RunServer:
+    """All rollouts talk to the same server."""
+
+    def __init__(self, server: McpServer) -> None:
+        self._server = server
+
+    async def enter(self, instance_id: str) -> None:
+        return None
+
+    async def leave(self, instance_id: str) -> None:
+        return None
+
+    def of(self, instance_id: str) -> McpServer:
+        return self._server
+
+
+class RolloutServers:
+    """A server for each rollout, for those that keep a state. Tools created under one id share one server."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._servers: dict[str, tuple[McpServer, int]] = {}
+
+    async def enter(self, instance_id: str) -> None:
+        server, users = self._servers.get(instance_id) or (McpServer(self._address, restart=False), 0)
+        self._servers[instance_id] = (server, users + 1)
+        try:
+            await server.start()
+        except BaseException:  # nobody will release what was never created
+            await self.leave(instance_id)
+            raise
+
+    async def leave(self, instance_id: str) -> None:
+        server, users = self._servers.pop(instance_id, (None, 0))
+        if server is not None and users > 1:
+            self._servers[instance_id] = (server, users - 1)
+        elif server is not None:
+            await server.close()
+
+    def of(self, instance_id: str) -> McpServer:
+        return self._servers[instance_id][0]
+
+
+def _forget(thread: LoopThread, sessions: weakref.WeakSet[Session]) -> None:
+    """May run in any thread, wherever the garbage collector happens to."""
+
+    def end() -> None:
+        for session in list(sessions):
+            session.end()
+
+    if thread.ours and not thread.loop.is_closed():
+        thread.loop.call_soon_threadsafe(end)

@@ -1,0 +1,291 @@
+"""One life of one MCP server: started, asked for its tools, used by many at once, and ended for good.
+
+Sessions live on an event loop in a thread of their own (`LoopThread`): the loops that rollouts run on come and go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import concurrent.futures
+import logging
+import os
+import shutil
+import sys
+import threading
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from toolwise.tools.faults import SERVER_DOWN, ToolCallError
+
+if TYPE_CHECKING:
+    from mcp import Client
+    from mcp.types import Tool
+
+log = logging.getLogger("toolwise.mcp")
+T = TypeVar("T")
+
+STARTS_AT_ONCE = 8
+"""Servers that start together at most: a process for each of a thousand rollouts must not come all at once."""
+EXIT_S = 8.0
+"""The SDK gives a server 2 s to leave on its own, 2 s after SIGTERM, and then kills it."""
+PROBE_S = 10.0
+"""How long a server that left a call unanswered may take to answer the simplest question."""
+MOST_PAGES = 100
+_TAIL_BYTES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server is: a command that speaks over its stdin and stdout, or a URL (streamable HTTP)."""
+
+    command: tuple[str, ...] = ()
+    url: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    start_timeout_s: float = 30.0
+
+    @property
+    def name(self) -> str:
+        """For people: without what may be secret in arguments or a query."""
+        return self.command[0] if self.command else self.url.partition("?")[0].rpartition("@")[2]
+
+
+class LoopThread:
+    """An event loop that outlives everybody else's, and takes its sessions down with it when Python exits."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.sessions: set[Session] = set()
+        self.starting = asyncio.Semaphore(STARTS_AT_ONCE)
+        self._pid = os.getpid()
+        threading.Thread(target=self.loop.run_forever, name="toolwise-mcp", daemon=True).start()
+        atexit.register(self.close)
+
+    @property
+    def ours(self) -> bool:
+        """False in a fork, which has the object and not the thread."""
+        return os.getpid() == self._pid
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def close(self) -> None:
+        if self.ours:
+            with suppress(TimeoutError):
+                self.submit(self._end_all()).result(EXIT_S)
+
+    async def _end_all(self) -> None:
+        ending = [session.end() for session in list(self.sessions)]
+        if ending:
+            await asyncio.wait(ending)
+
+
+_thread: LoopThread | None = None
+_lock = threading.Lock()
+
+
+def loop_thread() -> LoopThread:
+    global _thread
+    with _lock:
+        if _thread is None or not _thread.ours:
+            _thread = LoopThread()
+        return _thread
+
+
+class Session:
+    """Made on the loop of `LoopThread`, and used on no other."""
+
+    def __init__(self, address: Address, thread: LoopThread) -> None:
+        self.address = address
+        self.client: Client | None = None
+        self.tools: list[Tool] = []
+        self.failed_at: float | None = None
+        """The loop's time at which it turned out not to come up."""
+        self.ready: asyncio.Future[None] = thread.loop.create_future()
+        self.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
+        self._stop = asyncio.Event()
+        self._told_to_end = False
+        self._stderr = b""
+        self._nonsense = ""
+        self._probe: asyncio.Task[None] | None = None
+        self._thread = thread
+        thread.sessions.add(self)
+        self._life = asyncio.create_task(self._live())
+
+    @property
+    def over(self) -> bool:
+        """No call should be made any more: it was told to end, or the server has left."""
+        return self._stop.is_set()
+
+    def end(self) -> asyncio.Task[None]:
+        """Begin to end it; the task is done when nothing of it is left."""
+        self._told_to_end = True
+        self._stop.set()
+        return self._life
+
+    def suspect(self) -> None:
+        """A call went unanswered: end the session unless the server answers at least the simplest question."""
+        if self._probe is None and not self.over:
+            self._probe = asyncio.create_task(self._ask())
+
+    async def _ask(self) -> None:
+        try:
+            async with asyncio.timeout(PROBE_S):
+                await self._list()
+        except Exception as fault:
+            if not self.over:
+                log.warning("MCP server %s does not answer (%s): ending it", self.address.name, type(fault).__name__)
+                self.end()
+        finally:
+            self._probe = None
+
+    async def _live(self) -> None:
+        try:
+            async with AsyncExitStack() as stack:
+                async with self._thread.starting, asyncio.timeout(self.address.start_timeout_s):
+                    self.client = await stack.enter_async_context(self._make_client())
+                    self.tools = await self._list()
+                self.ready.set_result(None)
+                await self._stop.wait()
+                if not self._told_to_end:
+                    log.warning("MCP server %s has left%s", self.address.name, self._last_words())
+        except BaseException as fault:
+            if not self.ready.done():
+                self.failed_at = self._thread.loop.time()
+                self.ready.set_exception(ToolCallError(self._why(fault), SERVER_DOWN))
+            elif not self._told_to_end:
+                log.warning("MCP server %s is gone: %s", self.address.name, self._why(fault))
+        finally:
+            self._stop.set()
+            self._thread.sessions.discard(self)
+
+    async def _list(self) -> list[Tool]:
+        if self.client is None:
+            raise RuntimeError("not open yet")
+        found: list[Tool] = []
+        cursor: str | None = None
+        for _ in range(MOST_PAGES):
+            page = await self.client.list_tools(cursor=cursor, cache_mode="bypass")
+            found += page.tools
+            cursor = page.next_cursor
+            if not cursor:
+                break
+        return found
+
+    def _make_client(self) -> Client:
+        from mcp import Client
+
+        # The SDK logs a traceback for each line it cannot read; what is wrong we say in one line.
+        if not log.isEnabledFor(logging.DEBUG):
+            logging.getLogger("mcp").setLevel(logging.CRITICAL)
+        transport = self._stdio() if self.address.command else self._http()
+        return Client(transport, message_handler=self._hear, cache=None)
+
+    async def _hear(self, message: Any) -> None:
+        """Lines that are no messages come here as exceptions."""
+        if isinstance(message, Exception) and not self._nonsense:
+            errors: list[dict[str, Any]] = getattr(message, "errors", list)()
+            self._nonsense = str(errors[0].get("input", message) if errors else message)
+
+    @asynccontextmanager
+    async def _stdio(self) -> AsyncIterator[Any]:
+        from mcp import StdioServerParameters, stdio_client
+
+        program, *arguments = self.address.command
+        parameters = StdioServerParameters(
+            command=find_program(program, self.address.env),
+            args=arguments,
+            env=dict(self.address.env),
+            cwd=self.address.cwd,
+            encoding_error_handler="replace",
+        )
+        reading, writing = os.pipe()
+        self._thread.loop.add_reader(reading, self._keep_stderr, reading)
+        try:
+            with os.fdopen(writing, "w") as errors:
+                async with stdio_client(parameters, errlog=errors) as (incoming, outgoing):
+                    errors.close()  # the server has its own end now; with ours open, its end would never show
+                    yield _Watched(incoming, self._stop), outgoing
+        finally:
+            self._thread.loop.remove_reader(reading)
+            os.close(reading)
+
+    @asynccontextmanager
+    async def _http(self) -> AsyncIterator[Any]:
+        import httpx2
+        from mcp.client.streamable_http import streamable_http_client
+
+        # No limits, no read timeout: every call has a deadline already, and one that hangs must not hold up others.
+        client = httpx2.AsyncClient(
+            headers=dict(self.address.headers),
+            timeout=httpx2.Timeout(self.address.start_timeout_s, read=None, pool=None),
+            limits=httpx2.Limits(max_connections=None),
+        )
+        async with client, streamable_http_client(self.address.url, http_client=client) as (incoming, outgoing):
+            yield _Watched(incoming, self._stop), outgoing
+
+    def _keep_stderr(self, reading: int) -> None:
+        chunk = os.read(reading, 65536)
+        if not chunk:
+            self._thread.loop.remove_reader(reading)
+        self._stderr = (self._stderr + chunk)[-_TAIL_BYTES:]
+
+    def _why(self, fault: BaseException) -> str:
+        """One line: what went wrong, with the last thing the server said of it."""
+        while isinstance(fault, BaseExceptionGroup):
+            fault = fault.exceptions[0]
+        if isinstance(fault, FileNotFoundError):
+            return f"there is no command {self.address.name!r}: install it, or give its whole path"
+        if isinstance(fault, TimeoutError):
+            problem = f"it did not answer within {self.address.start_timeout_s:g} s"
+        elif self.address.command and self._stop.is_set():
+            problem = "it ended before it had answered"
+        else:
+            problem = f"{type(fault).__name__}: {fault}"
+        if self._nonsense:
+            problem += f"; it wrote what is no JSON-RPC: {self._nonsense[:80]!r}"
+        return " ".join(f"{problem}{self._last_words()}".split())
+
+    def _last_words(self) -> str:
+        last = self._stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        return f"; its last words: {last[:200]}" if last else ""
+
+
+class _Watched:
+    """A stream that tells when it has come to its end, so that a server that died idle is not asked again."""
+
+    def __init__(self, stream: Any, ended: asyncio.Event) -> None:
+        self._stream, self._ended = stream, ended
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def __aiter__(self) -> _Watched:
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            return await self._stream.__anext__()
+        except StopAsyncIteration:
+            self._ended.set()
+            raise
+
+    async def __aenter__(self) -> _Watched:
+        await self._stream.__aenter__()
+        return self
+
+    async def __aexit__(self, *raised: Any) -> Any:
+        return await self._stream.__aexit__(*raised)
+
+
+def find_program(program: str, env: Mapping[str, str]) -> str:
+    """Also beside this Python: an environment that nobody activated has its servers there."""
+    if os.sep in program:
+        return program
+    beside = Path(sys.executable).parent / program
+    return shutil.which(program, path=env.get("PATH")) or (str(beside) if beside.is_file() else program)

@@ -1,0 +1,218 @@
+"""Tools from an MCP server: each of its tools becomes a `BaseTool`. One entry of a run's `tools` gives several."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolwise.errors import ConfigError, MissingExtraError, ToolwiseError
+from toolwise.parameters import compile_parameters
+from toolwise.references import did_you_mean
+from toolwise.tools.base import BaseTool, FunctionSchema, OpenAIFunctionToolSchema
+from toolwise.tools.faults import ToolCallError
+from toolwise.tools.mcp.server import McpServer, RolloutServers, RunServer
+from toolwise.tools.mcp.session import Address
+
+if TYPE_CHECKING:
+    from mcp.types import CallToolResult, Tool
+
+DEFAULT_TIMEOUT_S = 30.0
+CONFIG_KEYS = frozenset(
+    {
+        *("command", "args", "env", "cwd", "url", "headers"),
+        *("include", "prefix", "scope", "timeout_s", "start_timeout_s", "family", "price", "max_concurrent"),
+    }
+)
+SCOPES = ("run", "rollout")
+
+_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_-]")
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+
+
+class McpTool(BaseTool):
+    """One tool of a server. `remote_name` is what the server calls it."""
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        tool_schema: OpenAIFunctionToolSchema,
+        *,
+        servers: RunServer | RolloutServers,
+        remote_name: str,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+    ) -> None:
+        super().__init__(config, tool_schema)
+        self.servers = servers
+        self.remote_name = remote_name
+        self.timeout_s = timeout_s
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        instance_id = await super().create(instance_id, **kwargs)
+        await self.servers.enter(instance_id)
+        return instance_id
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[str, float | None, dict[str, Any]]:
+        result = await self.servers.of(instance_id).call(self.remote_name, _sendable(parameters), self.timeout_s)
+        text = result_text(result)
+        if result.is_error:
+            raise ToolCallError(text or "the tool failed and did not say why")
+        return text, None, {"ok": True}
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        await self.servers.leave(instance_id)
+
+
+def mcp_tools(config: Mapping[str, Any]) -> list[BaseTool]:
+    """The tools of the server that `config` describes, asked for now: a server that is not there is an error here.
+
+    Configuration: `command` (a string or a list) with `args`, `env`, `cwd`, or `url` with `headers`; `include` (names
+    to take, all by default), `prefix` (put before each name), `scope` ("run": one server for all rollouts; "rollout":
+    one each), `timeout_s` (a call), `start_timeout_s`, `family`, `price`, `max_concurrent`. `${NAME}` in `env` and
+    `headers` stands for an environment variable.
+    """
+    import importlib.util
+
+    if importlib.util.find_spec("mcp") is None:
+        raise MissingExtraError("mcp", "mcp")
+    address = read_address(config)
+    scope = config.get("scope", "run")
+    if scope not in SCOPES:
+        raise ConfigError(f"tools: mcp: scope must be one of {', '.join(SCOPES)}, got {scope!r}")
+    timeout_s = _seconds(config, "timeout_s", DEFAULT_TIMEOUT_S)
+    prefix = _text(config, "prefix")
+    server = McpServer(address)
+    try:
+        offered = server.tools()
+    except ToolCallError as fault:
+        raise ConfigError(f"tools: {fault}") from None
+    found = _choose(offered, config.get("include"), address)
+    if scope == "rollout":
+        server.close_and_wait()
+    servers = RunServer(server) if scope == "run" else RolloutServers(address)
+    terms = {key: config[key] for key in ("family", "price", "max_concurrent") if key in config}
+    return [
+        McpTool(terms, _schema(tool, prefix, address), servers=servers, remote_name=tool.name, timeout_s=timeout_s)
+        for tool in found
+    ]
+
+
+def read_address(config: Mapping[str, Any]) -> Address:
+    """Where the server is; every mistake in saying so is named."""
+    for key in config:
+        if key not in CONFIG_KEYS:
+            hint = did_you_mean(str(key), CONFIG_KEYS) or f"; it has {', '.join(sorted(CONFIG_KEYS))}"
+            raise ConfigError(f"tools: mcp has no option {key!r}{hint}")
+    command, url = config.get("command"), _text(config, "url")
+    if bool(command) == bool(url):
+        raise ConfigError("tools: mcp needs either a command or a url, and not both")
+    if url and not url.startswith(("http://", "https://")):
+        raise ConfigError(f"tools: mcp: url must begin with http:// or https://, got {url!r}")
+    parts = [command] if isinstance(command, str) else command or []
+    words = [*_texts(parts, "command"), *_texts(config.get("args") or [], "args")]
+    cwd = _text(config, "cwd") or None
+    if cwd is not None and not Path(cwd).is_dir():
+        raise ConfigError(f"tools: mcp: cwd {cwd} is no folder; name one that is there")
+    for key in ("env", "cwd", "args") if url else ("headers",):
+        if config.get(key):
+            raise ConfigError(f"tools: mcp: {key} goes with a {'command' if url else 'url'}; remove it")
+    return Address(
+        command=tuple(words),
+        url=url,
+        env=_expanded(config, "env"),
+        cwd=cwd,
+        headers=_expanded(config, "headers"),
+        start_timeout_s=_seconds(config, "start_timeout_s", 30.0),
+    )
+
+
+def result_text(result: CallToolResult) -> str:
+    """What the model reads: texts as they are, all else by name; structured content where nothing else says it."""
+    parts = [_part_text(part) for part in result.content]
+    if not any(part.type == "text" for part in result.content) and result.structured_content is not None:
+        parts.append(json.dumps(result.structured_content, ensure_ascii=False))
+    return "\n".join(parts)
+
+
+def _sendable(arguments: dict[str, Any]) -> dict[str, Any]:
+    """What can be sent. The SDK gives up the whole session over half a character or a NaN, which models do write."""
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        raise ToolCallError("the arguments hold a number that is none, or are nested too deeply") from None
+    sendable: dict[str, Any] = json.loads(text.encode("utf-8", "replace"))
+    return sendable
+
+
+def _part_text(part: Any) -> str:
+    if part.type == "text":
+        return str(part.text)
+    if part.type == "resource":
+        return str(getattr(part.resource, "text", f"[resource {part.resource.uri}]"))
+    return f"[link {part.uri}]" if part.type == "resource_link" else f"[{part.type}]"
+
+
+def _choose(offered: list[Tool], include: Any, address: Address) -> list[Tool]:
+    if include is None:
+        if not offered:
+            raise ConfigError(f"tools: MCP server {address.name} offers no tools; use another one")
+        return offered
+    by_name = {tool.name: tool for tool in offered}
+    for name in _texts(include, "include"):
+        if name not in by_name:
+            hint = did_you_mean(name, by_name) or f"; it has {', '.join(by_name) or 'none'}"
+            raise ConfigError(f"tools: MCP server {address.name} has no tool {name!r}{hint}")
+    return [by_name[name] for name in dict.fromkeys(include)]
+
+
+def _schema(tool: Tool, prefix: str, address: Address) -> OpenAIFunctionToolSchema:
+    # Chat APIs know fewer letters in names than MCP does.
+    name = _NOT_IN_A_NAME.sub("_", f"{prefix}{tool.name}")[:64]
+    parameters = {key: value for key, value in tool.input_schema.items() if key not in ("$schema", "title")}
+    try:
+        compile_parameters(name, json.dumps(parameters, sort_keys=True))
+    except ToolwiseError as error:
+        raise ConfigError(f"tools: MCP server {address.name}: {error}; leave it out with include") from None
+    return OpenAIFunctionToolSchema(
+        function=FunctionSchema(name=name, description=tool.description or tool.title or "", parameters=parameters)
+    )
+
+
+def _text(config: Mapping[str, Any], key: str) -> str:
+    value = config.get(key) or ""
+    if not isinstance(value, str):
+        raise ConfigError(f"tools: mcp: {key} must be a string, got {value!r:.80}")
+    return value
+
+
+def _texts(value: Any, key: str) -> list[str]:
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) and "\0" not in item for item in value):
+        raise ConfigError(f"tools: mcp: {key} must be a list of strings, got {value!r:.80}")
+    return list(value)
+
+
+def _seconds(config: Mapping[str, Any], key: str, default: float) -> float:
+    value = config.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"tools: mcp: {key} must be a number of seconds above 0, got {value!r}")
+    return float(value)
+
+
+def _expanded(config: Mapping[str, Any], key: str) -> dict[str, str]:
+    """Secrets stay in the environment: a run's configuration is written into its folder."""
+    given = config.get(key) or {}
+    if not isinstance(given, Mapping) or not all(isinstance(text, str) for text in (*given, *given.values())):
+        raise ConfigError(f"tools: mcp: {key} must be a table of strings, got {given!r:.80}")
+
+    def value_of(match: re.Match[str]) -> str:
+        if match[1] not in os.environ:
+            raise ConfigError(f"tools: mcp: {key} names ${{{match[1]}}}, which is not set; export it")
+        return os.environ[match[1]]
+
+    return {name: _VARIABLE.sub(value_of, text) for name, text in given.items()}

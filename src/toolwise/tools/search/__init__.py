@@ -1,0 +1,1 @@
+"""Search: SQLite's full-text index over documents of the task, folders, files and WordNet."""

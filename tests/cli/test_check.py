@@ -1,0 +1,114 @@
+"""`toolwise check reward`: a table or JSON, status 0 where nothing is wrong, 1 where something is, 2 for a mistake."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Cli = Callable[..., Any]
+
+
+@pytest.fixture
+def started(tmp_path: Path, cli: Cli) -> tuple[Path, Path]:
+    """A reward and its sample of rollouts."""
+    ended = cli("init", "reward", "mine", "--folder", tmp_path)
+    assert ended.status == 0, ended.err
+    return tmp_path / "mine.py", tmp_path / "mine_rollouts.jsonl"
+
+
+def test_a_good_reward_is_status_0(started: tuple[Path, Path], cli: Cli) -> None:
+    reward, rollouts = started
+    ended = cli("check", "reward", reward, "--rollouts", rollouts)
+    assert (ended.status, ended.err) == (0, "")
+    for word in ("results", "determinism", "speed", "spread", "steps", "gold", "empty", "nothing is wrong with it"):
+        assert word in ended.out
+    assert "sandbox: asked" in ended.out
+
+
+def test_what_is_wrong_is_status_1_with_its_traceback(started: tuple[Path, Path], cli: Cli) -> None:
+    reward, rollouts = started
+    bad = reward.with_name("bad.py")
+    bad.write_text("def judge(messages, ground_truth):\n    return messages[7].content\n")
+    ended = cli("check", "reward", f"{bad}:judge", "--rollouts", rollouts)
+    assert (ended.status, ended.err) == (1, "")
+    assert "wrong: results, spread" in ended.out
+    assert "IndexError" in ended.out
+    assert "return messages[7].content" in ended.out
+
+
+def test_json_says_the_same(started: tuple[Path, Path], cli: Cli) -> None:
+    reward, rollouts = started
+    bad = reward.with_name("bad.py")
+    bad.write_text("def judge(messages, ground_truth):\n    return 1.0\n")
+    ended = cli("check", "reward", f"{bad}:judge", "--rollouts", rollouts, "--json", "--limit", 8)
+    told = json.loads(ended.out)
+    assert ended.status == 1
+    assert (told["ok"], told["rollouts"], told["tasks"]) == (False, 8, 2)
+    assert {f["name"] for f in told["findings"] if f["verdict"] == "wrong"} == {"spread", "empty"}
+
+
+def test_arguments_and_the_sandbox_can_be_given(started: tuple[Path, Path], cli: Cli) -> None:
+    reward, rollouts = started
+    options = ["--kwargs", "price_per_call=0.5", "--timeout-s", 10, "--memory-mb", 128, "--tier", "basic", "--json"]
+    told = json.loads(cli("check", "reward", reward, "--rollouts", rollouts, *options).out)
+    spread = next(f for f in told["findings"] if f["name"] == "spread")
+    assert spread["figures"]["min"] == -0.5
+    assert "asked basic" in told["sandbox"]
+
+
+def test_mere_shaping_need_not_love_gold(started: tuple[Path, Path], cli: Cli) -> None:
+    _, rollouts = started
+    reference = "toolwise.rewards.shaping:length_reward"
+    options = ["--rollouts", rollouts, "--kwargs", "low_words=3", "--json", "--no-gold"]
+    told = json.loads(cli("check", "reward", reference, *options).out)
+    assert {f["name"] for f in told["findings"]} == {"results", "determinism", "speed", "spread", "steps"}
+
+
+def test_a_run_is_checked_by_its_folder(tiny_run: Path, cli: Cli) -> None:
+    """The demo's reward is a good one; what the untrained model did with it may leave groups without spread."""
+    ended = cli("check", "reward", "toolwise.demo.reward:small_world_reward", "--rollouts", tiny_run, "--json")
+    told = json.loads(ended.out)
+    verdicts = {f["name"]: f["verdict"] for f in told["findings"]}
+    assert told["rollouts"] == 8
+    for name in ("results", "determinism", "steps", "gold", "empty"):
+        assert verdicts[name] == "ok", told
+
+
+MISTAKES: dict[str, tuple[list[str], list[str]]] = {
+    "no file": (["check", "reward", "HERE/mine.py", "--rollouts", "HERE/gone.jsonl"], ["gone.jsonl", "no such file"]),
+    "no reward": (["check", "reward", "HERE/gone.py:judge", "--rollouts", "HERE/mine_rollouts.jsonl"], ["gone.py"]),
+    "no value": (
+        ["check", "reward", "HERE/mine.py", "--rollouts", "HERE/mine_rollouts.jsonl", "--kwargs", "price"],
+        ["--kwargs 'price'", "name=value"],
+    ),
+    "no such argument": (
+        ["check", "reward", "HERE/mine.py", "--rollouts", "HERE/mine_rollouts.jsonl", "--kwargs", "prise=1"],
+        ["takes no argument 'prise'"],
+    ),
+    "no such tier": (
+        ["check", "reward", "HERE/mine.py", "--rollouts", "HERE/mine_rollouts.jsonl", "--tier", "strict"],
+        ["tier", "'strict'"],
+    ),
+    "no such permission": (
+        ["check", "reward", "HERE/mine.py", "--rollouts", "HERE/mine_rollouts.jsonl", "--allow", "internet"],
+        ["permissions", "'internet'"],
+    ),
+    "a form without a place": (
+        ["check", "reward", "HERE/mine.py", "--rollouts", "HERE/mine_rollouts.jsonl", "--gold-form", "Answer"],
+        ["--gold-form 'Answer'", "put {}"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_line_and_status_2(name: str, started: tuple[Path, Path], tmp_path: Path, cli: Cli) -> None:
+    arguments, words = MISTAKES[name]
+    ended = cli(*(str(one).replace("HERE", str(tmp_path)) for one in arguments))
+    assert ended.status == 2
+    assert len(ended.err.splitlines()) == 1
+    for word in words:
+        assert word in ended.err

@@ -1,0 +1,56 @@
+"""`toolwise init reward`: a reward and rollouts to try it on, which pass the check."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Cli = Callable[..., Any]
+GUIDE = Path(__file__).parents[2] / "docs" / "rewards.md"
+
+
+def test_the_commands_of_the_guide_do_what_it_says(
+    tmp_path: Path, tiny_run: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, section = GUIDE.read_text(encoding="utf-8").partition("## Check it before you train")
+    blocks = re.findall(r"```sh\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
+    commands = [line.split() for block in blocks for line in block.splitlines()]
+    assert [command[:2] for command in commands] == [["toolwise", name] for name in ("init", "check", "score")]
+    shutil.copytree(tiny_run, tmp_path / "runs" / "first")
+    monkeypatch.chdir(tmp_path)
+    for command in commands:
+        ended = cli(*command[1:])
+        assert ended.status == 0, ended.err
+    assert (tmp_path / "runs" / "first" / "rescored-my_reward.jsonl").is_file()
+
+
+@pytest.mark.parametrize("mode", ["pointwise", "batch", "group"])
+def test_what_it_writes_passes_the_check_that_it_names(
+    mode: str, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ended = cli("init", "reward", "--mode", mode)
+    assert (ended.status, ended.err) == (0, "")
+    command = ended.out.splitlines()[-1].split()
+    assert command == ["toolwise", "check", "reward", "my_reward.py", "--rollouts", "my_reward_rollouts.jsonl"]
+    assert cli(*command[1:]).status == 0
+
+
+def test_it_never_overwrites(tmp_path: Path, cli: Cli) -> None:
+    assert cli("init", "reward", "mine", "--folder", tmp_path / "new").status == 0
+    before = (tmp_path / "new" / "mine.py").read_bytes()
+    ended = cli("init", "reward", "mine", "--folder", tmp_path / "new", "--mode", "group")
+    assert ended.status == 2
+    assert "mine.py is there already" in ended.err
+    assert (tmp_path / "new" / "mine.py").read_bytes() == before
+
+
+def test_a_bad_name_is_one_line(tmp_path: Path, cli: Cli) -> None:
+    ended = cli("init", "reward", "my-reward", "--folder", tmp_path)
+    assert (ended.status, len(ended.err.splitlines())) == (2, 1)
+    assert "is no name for a function" in ended.err

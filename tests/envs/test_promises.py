@@ -1,0 +1,29 @@
+"""A promise to keep deadlines holds for whoever made it, not for a subclass that writes the methods anew."""
+
+from __future__ import annotations
+
+from toolwise.envs.base import BaseEnv
+from toolwise.envs.methods import MethodsEnv
+from toolwise.envs.tool_env import ToolEnv
+
+
+def test_a_subclass_that_closes_otherwise_is_watched_again() -> None:
+    class Closing(ToolEnv):
+        async def close(self) -> None:
+            return
+
+    class Same(ToolEnv):
+        pass
+
+    class Promising(ToolEnv):
+        keeps_deadlines = True
+
+        async def close(self) -> None:
+            return
+
+    assert not BaseEnv.keeps_deadlines
+    assert ToolEnv.keeps_deadlines
+    assert not Closing.keeps_deadlines
+    assert Same.keeps_deadlines
+    assert Promising.keeps_deadlines
+    assert not MethodsEnv.keeps_deadlines

@@ -1,0 +1,138 @@
+"""Tiny models and episodes drawn from them: what tests of the learner learn from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from toolwise.learner.actor import Actor, ActorSettings
+from toolwise.messages import Message
+from toolwise.policies.decoding import generate_batch
+from toolwise.protocols import Sampling
+from toolwise.types import (
+    AnnotatedRollout,
+    CreditedRollout,
+    EvaluateResult,
+    Rollout,
+    ScoredRollout,
+    StepData,
+    StopReason,
+    Task,
+    Usage,
+)
+
+torch.set_num_threads(1)
+PAD = 0
+LR = ActorSettings(lr=1e-2, canary="off")
+"""Tests that learn twice from the same rollouts do what the canary is there to stop."""
+
+
+def tiny_model(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        **{
+            "vocab_size": 48,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 128,
+            "initializer_range": 0.2,
+            "pad_token_id": PAD,
+            "eos_token_id": 1,
+        }
+        | changes
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def credit(
+    turns: Sequence[tuple[Sequence[int], Sequence[int], Sequence[float]]],
+    advantage: float,
+    *,
+    name: str = "r",
+    group: str = "g",
+    version: int | None = None,
+) -> CreditedRollout:
+    """A rollout of (seen, sampled, log-probs) turns."""
+    steps = tuple(
+        StepData(
+            system_step_index=index,
+            observation_data=None,
+            action_taken={"type": "text"},
+            resulting_messages_history=[],
+            policy_logprobs={
+                "prompt_ids": list(seen),
+                "token_ids": list(ids),
+                "logprobs": list(logprobs),
+                **({} if version is None else {"policy_version": version}),
+            },
+        )
+        for index, (seen, ids, logprobs) in enumerate(turns)
+    )
+    task = Task(task_id="t", prompt=[Message(role="user", content="?")])
+    rollout = Rollout(name, group, 0, 0, task, None, steps, task.prompt, StopReason.ANSWERED, Usage())
+    advantages = tuple(np.full(len(ids), advantage, dtype=np.float32) for _, ids, _ in turns)
+    return CreditedRollout(
+        AnnotatedRollout(ScoredRollout(rollout, EvaluateResult(score=0.0), steps)), steps, advantages
+    )
+
+
+def sample(
+    model: Any,
+    advantages: Sequence[float],
+    *,
+    seed: int = 0,
+    temperature: float = 1.0,
+    turns: int = 2,
+    groups_of: int | None = None,
+    version: int | None = None,
+) -> list[CreditedRollout]:
+    """Episodes of different lengths, drawn from `model`, with tokens from outside between the turns; those of a group
+    share their prompt."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for place, advantage in enumerate(advantages):
+        group = place // (groups_of or 1)
+        asked = np.random.default_rng([seed, group]) if groups_of else rng
+        seen = asked.integers(2, 48, 3 + 5 * (group % 4)).tolist()
+        said = []
+        for turn in range(turns):
+            sampling = Sampling(temperature, max_new_tokens=2 + place % 3, seed=100 * seed + 10 * place + turn)
+            [out] = generate_batch(model, [seen], [sampling], pad_id=PAD, policy_version=0)
+            said.append((seen, list(out.token_ids), list(out.logprobs)))
+            seen = [*seen, *out.token_ids, *rng.integers(2, 48, 4).tolist()]
+        name = f"g{group}" if groups_of else "g"
+        found.append(credit(said, advantage, name=f"r{place}", group=name, version=version))
+    return found
+
+
+def weights(model: Any) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def gradients(actor: Actor, credited: Sequence[CreditedRollout]) -> tuple[torch.Tensor, float]:
+    """The whole gradient that one update accumulates, before clipping, and its loss."""
+    found: dict[int, torch.Tensor] = {}
+
+    def keep(place: int) -> Any:
+        return lambda p: found.__setitem__(place, p.grad.detach().clone())
+
+    hooks = [p.register_post_accumulate_grad_hook(keep(i)) for i, p in enumerate(actor.model.parameters())]
+    metrics = actor.update(credited)
+    for hook in hooks:
+        hook.remove()
+    return torch.cat([found[i].flatten() for i in sorted(found)]), metrics["actor/loss"]
+
+
+def drawn(credited: Sequence[CreditedRollout]) -> torch.Tensor:
+    return torch.tensor([x for c in credited for s in c.steps for x in (s.policy_logprobs or {})["logprobs"]])

@@ -1,0 +1,109 @@
+"""Rows and columns: every number stands beside the token it belongs to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from learner_cases import credit, sample, tiny_model
+
+from toolwise.errors import ToolwiseError
+from toolwise.learner.batch import Batch, Cut, build_batch, uncredited
+from toolwise.types import CreditedRollout
+
+
+def numbered(rollout: CreditedRollout, start: int) -> CreditedRollout:
+    """Advantages that say which token they belong to."""
+    found, at = [], start
+    for array in rollout.advantages:
+        found.append(np.arange(at, at + len(array), dtype=np.float32))
+        at += len(array)
+    return replace(rollout, advantages=tuple(found))
+
+
+def example() -> Batch:
+    """Three rows: one of two turns; a rollout whose second turn does not continue the first."""
+    whole = credit([([5, 6], [7, 8], [-0.1, -0.2]), ([5, 6, 7, 8, 9], [10], [-0.3])], 0.0, name="a", version=3)
+    forked = credit([([5, 6], [7], [-0.4]), ([2, 2], [11, 12, 13], [-0.5, -0.6, -0.7])], 0.0, name="b", group="h")
+    return build_batch([numbered(whole, 0), numbered(forked, 3)])
+
+
+def test_columns_by_hand() -> None:
+    batch = example()
+    assert [row.ids for row in batch.rows] == [[5, 6, 7, 8, 9, 10], [5, 6, 7], [2, 2, 11, 12, 13]]
+    assert batch.row.tolist() == [0, 0, 0, 1, 2, 2, 2]
+    assert batch.step.tolist() == [0, 0, 1, 2, 3, 3, 3]
+    assert batch.rollout.tolist() == [0, 0, 0, 1, 1, 1, 1]
+    assert batch.first.tolist() == [True, False, True, True, True, False, False]
+    assert batch.version.tolist() == [3, 3, 3, -1, -1, -1, -1]
+    assert batch.advantages.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert batch.rollout_logprobs.tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.4, -0.5, -0.6, -0.7])
+    assert (batch.names, batch.group_of_rollout) == (["a", "b"], ["g", "h"])
+    assert batch.rollout_of_row == [0, 1, 1]
+    assert batch.old_logprobs is batch.values is batch.returns is batch.ref_logprobs is None
+
+
+@pytest.mark.parametrize("cut", [Cut(1), Cut(6), Cut(100), Cut(100, share_prefixes=False)])
+@pytest.mark.parametrize("rows", [[0, 1, 2], [2, 0], [1]])
+def test_micro_batches_know_where_their_tokens_stand(cut: Cut, rows: list[int]) -> None:
+    batch = example()
+    seen = []
+    for packed, places in batch.packed(rows, cut):
+        for target, place, row, at in zip(packed.target, places, packed.row, packed.at, strict=True):
+            assert batch.row[place] == rows[int(row)]
+            assert batch.rows[rows[int(row)]].ids[int(at)] == int(target)
+            seen.append(int(place))
+    assert sorted(seen) == [p for p in range(7) if int(batch.row[p]) in rows]
+    assert sorted(seen) == batch.tokens_of(rows).tolist()
+
+
+def test_a_token_that_nothing_stands_before_is_not_predicted() -> None:
+    batch = build_batch([credit([([], [7, 8], [-0.1, -0.2])], 1.0), credit([([], [7], [-0.1])], 1.0)])
+    assert batch.predicted.tolist() == [False, True, False]
+    assert batch.learnable() == [0]
+    assert batch.tokens_of([0]).tolist() == [1]
+
+
+def test_a_column_comes_apart_as_it_was_put_together() -> None:
+    credited = [numbered(c, 10 * i) for i, c in enumerate(sample(tiny_model(), [1.0, 1.0, 1.0]))]
+    batch = build_batch(credited)
+    parts = batch.per_step(batch.advantages, [c.steps for c in credited])
+    for c, found in zip(credited, parts, strict=True):
+        assert [a.tolist() for a in found] == [a.tolist() for a in c.advantages]
+
+
+def test_steps_without_tokens_are_passed_over() -> None:
+    [given] = sample(tiny_model(), [1.0])
+    silent = given.steps[0].model_copy(update={"policy_logprobs": None})
+    rollout = replace(
+        given,
+        steps=(silent, *given.steps, silent),
+        advantages=(np.zeros(0, np.float32), *given.advantages, np.zeros(0, np.float32)),
+    )
+    batch = build_batch([rollout])
+    assert batch.advantages.tolist() == build_batch([given]).advantages.tolist()
+    assert sorted(set(batch.step.tolist())) == [1, 2]
+
+
+def test_nothing_is_a_batch_too() -> None:
+    batch = build_batch([])
+    assert (len(batch), batch.rows, batch.learnable()) == (0, [], [])
+    assert list(batch.packed([], Cut())) == []
+    assert batch.tokens_of([]).tolist() == []
+    assert batch.returns is not None  # of no rollouts, all have returns
+
+
+def test_a_column_of_the_wrong_length_is_named() -> None:
+    [given] = sample(tiny_model(), [1.0])
+    short = replace(given, returns=tuple(a[:-1] for a in given.advantages))
+    with pytest.raises(ToolwiseError, match="rollout r0, step 0: 1 returns for 2 sampled tokens; give one for each"):
+        build_batch([short])
+
+
+def test_scored_rollouts_make_rows_before_there_is_credit() -> None:
+    credited = sample(tiny_model(), [1.0, -1.0])
+    batch = build_batch(uncredited([c.annotated.scored for c in credited]))
+    assert batch.advantages.tolist() == [0.0] * len(batch)
+    assert torch.equal(batch.rollout_logprobs, build_batch(credited).rollout_logprobs)

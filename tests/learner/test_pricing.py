@@ -1,0 +1,123 @@
+"""KL in the reward: what each estimator sees of it, by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from learner_cases import LR, credit, gradients, tiny_model
+
+from toolwise.advantages import Gae, Gigpo, Grpo, ReinforcePlusPlus
+from toolwise.errors import ToolwiseError
+from toolwise.learner.actor import Actor
+from toolwise.learner.kl import KlCoefficient
+from toolwise.learner.pricing import PricedEstimator, token_k1
+from toolwise.protocols import MeasuredEstimator
+from toolwise.types import AnnotatedRollout
+
+
+def annotated(score: float, reference: Sequence[Sequence[float]], *, name: str = "r") -> AnnotatedRollout:
+    """A rollout of as many turns, whose tokens were all drawn at a log-prob of −1."""
+    turns = [([5] * (3 + turn), [6] * len(part), [-1.0] * len(part)) for turn, part in enumerate(reference)]
+    plain = credit(turns, 0.0, name=name).annotated
+    scored = replace(plain.scored, result=plain.scored.result.model_copy(update={"score": score}))
+    return replace(plain, scored=scored, ref_logprobs=tuple(np.array(part, np.float32) for part in reference))
+
+
+def test_k1_of_each_token() -> None:
+    parts = token_k1(annotated(0.0, [[-1.0, -3.0], [0.0]]))
+    assert [part.tolist() for part in parts] == [[0.0, 2.0], [-1.0]]
+
+
+def test_old_log_probs_of_the_learner_come_before_those_of_the_rollout() -> None:
+    given = annotated(0.0, [[-1.0, -3.0]])
+    assert token_k1(replace(given, old_logprobs=(np.array([-2.0, -2.0], np.float32),)))[0].tolist() == [-1.0, 1.0]
+
+
+def test_an_estimator_over_scores_sees_each_score_less_its_cost() -> None:
+    """Scores 1 and 0, costs 0.1·3 and 0.1·(−2): 0.7 against 0.2."""
+    group = [annotated(1.0, [[-2.0, -3.0]], name="a"), annotated(0.0, [[0.0, 0.0]], name="b")]
+    priced = PricedEstimator(Grpo(norm_by_std=False), KlCoefficient(0.1))
+    first, second = priced(group)
+    assert [a.tolist() for a in first.advantages] == [pytest.approx([0.25, 0.25])]
+    assert [a.tolist() for a in second.advantages] == [pytest.approx([-0.25, -0.25])]
+    assert priced.credit(group)[1]["kl/cost"] == pytest.approx(0.05)
+
+
+def test_the_score_itself_stays_what_the_reward_said() -> None:
+    group = [annotated(1.0, [[-2.0]], name="a"), annotated(0.0, [[0.0]], name="b")]
+    credited = PricedEstimator(Grpo(), KlCoefficient(0.1))(group)
+    assert [c.annotated for c in credited] == group
+    assert [c.annotated.scored.score for c in credited] == [1.0, 0.0]
+
+
+def test_an_estimator_over_token_rewards_charges_each_token() -> None:
+    given = replace(annotated(1.0, [[-2.0, -1.5]]), values=(np.zeros(2, np.float32),))
+    [found] = PricedEstimator(Gae(lam=1.0, whiten=False), KlCoefficient(0.1))([given])
+    assert found.advantages[0].tolist() == pytest.approx([1.0 - 0.1 - 0.05, 1.0 - 0.05])
+
+
+def test_a_coefficient_that_moves_is_taken_as_it_stands() -> None:
+    group = [annotated(1.0, [[-2.0]], name="a"), annotated(1.0, [[-1.0]], name="b")]
+    coefficient = KlCoefficient(0.0)
+    priced = PricedEstimator(Grpo(norm_by_std=False), coefficient)
+    assert float(priced(group)[0].advantages[0][0]) == 0.0
+    coefficient.value = 1.0
+    assert float(priced(group)[0].advantages[0][0]) == pytest.approx(-0.5)
+
+
+def test_it_stands_for_the_estimator_it_holds() -> None:
+    priced = PricedEstimator(Gae(), KlCoefficient(0.1))
+    assert priced.needs == {"values", "ref_logprobs"}
+    assert isinstance(priced, MeasuredEstimator)
+    assert (priced.least_group, priced.equal_scores_teach) == (1, True)
+    assert (PricedEstimator(Grpo(), KlCoefficient(0.1)).least_group) == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_the_estimator_reports_is_passed_on() -> None:
+    group = [annotated(1.0, [[-2.0]], name="a"), annotated(0.0, [[-1.0]], name="b")]
+    _, metrics = PricedEstimator(Gigpo(), KlCoefficient(0.1)).credit(group)
+    assert "gigpo/frac_singleton" in metrics
+    assert "kl/cost" in metrics
+    assert PricedEstimator(ReinforcePlusPlus(), KlCoefficient(0.1)).credit(group)[1].keys() == {"kl/cost"}
+
+
+def test_without_reference_log_probs_there_is_no_price() -> None:
+    bare = replace(annotated(1.0, [[-1.0]]), ref_logprobs=None)
+    with pytest.raises(ToolwiseError, match="rollout r has no reference log-probs"):
+        PricedEstimator(Grpo(), KlCoefficient(0.1))([bare])
+
+
+def test_the_price_pushes_along_the_gradient_of_kl() -> None:
+    """One-token rollouts, each token as often as the policy draws it: the update's gradient is that of β·KL."""
+    model, prompt = tiny_model(), [5, 6, 7]
+    actor = Actor(model, replace(LR, kl="reward", kl_coef=0.5, max_grad_norm=1e9, dual_clip=None))
+    with torch.no_grad():
+        for weight in model.parameters():  # now the policy has left its reference
+            weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+    logp = torch.log_softmax(model(torch.tensor([prompt])).logits[0, -1], -1).detach()
+    counts = (1000 * logp.exp()).round().int().tolist()
+    drawn = [
+        credit([(prompt, [token], [float(logp[token])])], 0.0, name=f"{token}/{i}").annotated.scored
+        for token, count in enumerate(counts)
+        for i in range(count)
+    ]
+    priced = PricedEstimator(Grpo(norm_by_std=False), actor.kl)
+    gradient, _ = gradients(actor, priced(actor.annotate(drawn)))
+
+    assert actor.reference is not None
+    with actor.reference.model() as reference:
+        ref = torch.log_softmax(reference(torch.tensor([prompt])).logits[0, -1], -1)
+    model = tiny_model()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+    logp = torch.log_softmax(model(torch.tensor([prompt])).logits[0, -1], -1)
+    (0.5 * (logp.exp() * (logp - ref)).sum()).backward()
+    truth = torch.cat([w.grad.flatten() for w in model.parameters() if w.grad is not None])
+    assert float(torch.nn.functional.cosine_similarity(gradient, truth, dim=0)) > 0.99
+    assert float(gradient.norm() / truth.norm()) == pytest.approx(1.0, abs=0.05)

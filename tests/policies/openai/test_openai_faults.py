@@ -1,0 +1,88 @@
+"""What a server's refusal is to us: by status, and by what the server says."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from toolwise.errors import ContextFullError, PolicyError
+from toolwise.policies.openai.faults import MAX_SAID, ServerError, refusal, said_by
+
+
+def error(**fields: Any) -> bytes:
+    return json.dumps({"error": fields}).encode()
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "again"),
+    [
+        (429, "rate_limited", True),
+        (500, "server_error", True),
+        (503, "server_error", True),
+        (408, "timeout", True),
+        (400, "refused", False),
+        (401, "refused", False),
+        (404, "refused", False),
+        (422, "refused", False),
+        (307, "redirect", False),
+    ],
+)
+def test_the_status_says_whether_to_ask_again(status: int, kind: str, again: bool) -> None:
+    fault = refusal(status, {}, error(message="no"))
+    assert isinstance(fault, ServerError)
+    assert isinstance(fault, PolicyError)
+    assert (fault.kind, fault.again) == (kind, again)
+    assert f"HTTP {status}: no" in str(fault)
+
+
+def test_the_wait_that_the_server_asks_for_is_kept() -> None:
+    fault = refusal(429, {"retry-after": "7"}, b"")
+    assert isinstance(fault, ServerError)
+    assert fault.wait_s == 7
+
+
+def test_a_redirect_names_its_place() -> None:
+    assert "http://elsewhere/v1" in str(refusal(301, {"location": "http://elsewhere/v1"}, b""))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        error(message="too long", code="context_length_exceeded"),
+        error(message="This model's maximum context length is 4096 tokens. However, you requested 5000", code=400),
+        error(
+            message="You passed 5000 input tokens. However, the model's context length is only 4096 tokens", code=400
+        ),
+        error(message="The decoder prompt (length 9) is longer than the maximum model length of 8.", code=400),
+        error(message="the request exceeds the available context size", type="exceed_context_size_error", code=400),
+        json.dumps({"object": "error", "message": "The input (9 tokens) is longer than the model's context length"}),
+    ],
+)
+def test_a_full_context_is_told_from_other_refusals(body: bytes | str) -> None:
+    raw = body.encode() if isinstance(body, str) else body
+    assert isinstance(refusal(400, {}, raw), ContextFullError)
+    assert isinstance(refusal(500, {}, raw), ServerError)
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (b'{"error": {"message": "no key"}}', "no key"),
+        (b'{"error": "no key"}', "no key"),
+        (b'{"detail": [{"msg": "bad"}]}', '[{"msg": "bad"}]'),
+        (b'{"message": "no key", "code": 4}', "no key"),
+        (b"<html>\n <h1>Bad\tGateway</h1>\n</html>", "<html> <h1>Bad Gateway</h1> </html>"),
+        (b"a\x1b[31mred\x00", "a [31mred"),
+        (b"\xff\xfe", "\ufffd\ufffd"),
+        (b"[" * 100_000, None),
+        (b"", ""),
+    ],
+)
+def test_the_servers_words_on_one_line(raw: bytes, said: str | None) -> None:
+    words = said_by(raw)[0]
+    assert len(words) <= MAX_SAID + 1
+    assert words.isprintable()
+    if said is not None:
+        assert words == said

@@ -1,0 +1,85 @@
+"""What a policy answers: read in all its forms, and refused where it makes no sense."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import pytest
+
+from toolwise.messages import Prefix, ToolCall
+from toolwise.rollout.decision import Decision
+
+CALL = ToolCall(name="add", arguments={"a": 1}, id="call_7")
+
+
+def test_a_text() -> None:
+    decision = Decision.of(({"type": "text", "content": "so"}, "<t>so</t>", None, 0.5))
+    assert (decision.message.role, decision.message.content, decision.message.tool_calls) == ("assistant", "so", None)
+    assert (decision.raw, decision.value, decision.logprobs) == ("<t>so</t>", 0.5, None)
+    assert decision.sampled_tokens == 0
+    assert not decision.cut_off
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"tool_calls": [CALL]},
+        {"tool_calls": [{"name": "add", "arguments": {"a": 1}, "id": "call_7"}]},
+        {"tool_calls": [{"id": "call_7", "function": {"name": "add", "arguments": '{"a": 1}'}}]},
+    ],
+    ids=["ours", "plain", "OpenAI's"],
+)
+def test_calls_in_every_form(told: dict[str, Any]) -> None:
+    decision = Decision.of(({"type": "tool_call", **told}, None, None, None))
+    assert decision.action["tool_calls"] == decision.message.tool_calls == [CALL]
+    assert decision.message.content == ""
+
+
+@pytest.mark.parametrize("arguments", [{"a": 1}, "{oops", None])
+def test_one_call_by_its_name_alone(arguments: Any) -> None:
+    decision = Decision.of(({"type": "tool_call", "name": "add", "arguments": arguments}, None, None, None))
+    (call,) = decision.action["tool_calls"]
+    assert (call.name, call.arguments, call.id) == ("add", arguments or {}, "call_0")
+
+
+def test_the_policys_own_dictionary_is_not_changed() -> None:
+    action = {"type": "tool_call", "name": "add"}
+    Decision.of((action, None, None, None))
+    assert action == {"type": "tool_call", "name": "add"}
+
+
+@pytest.mark.parametrize("ids", [[1, 2, 3], (1, 2, 3), array("i", [1, 2, 3]), Prefix([1, 2, 3, 4], 3)])
+def test_sampled_tokens_are_counted_in_whatever_holds_them(ids: Any) -> None:
+    assert Decision.of(({"type": "text"}, "", {"token_ids": ids}, None)).sampled_tokens == 3
+
+
+@pytest.mark.parametrize("logprobs", [None, {}, {"token_ids": None, "prompt_ids": None}, {"logprobs": [-1.0]}])
+def test_a_policy_may_give_no_tokens(logprobs: Any) -> None:
+    assert Decision.of(({"type": "text"}, "", logprobs, None)).sampled_tokens == 0
+
+
+@pytest.mark.parametrize(("reason", "cut"), [("length", True), ("stop", False), ("tool_calls", False), (None, False)])
+def test_a_reply_that_was_cut(reason: Any, cut: bool) -> None:
+    assert Decision.of(({"type": "text"}, "", {"finish_reason": reason}, None)).cut_off == cut
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (({"type": "dance"}, "", None, None), "an action of type 'dance'"),
+        (({"type": "text"}, b"raw", None, None), "a raw output of type bytes"),
+        (({"type": "text", "content": 7}, "", None, None), "content of type int"),
+        (({"type": "text"}, "", [-1.0], None), "log-probs of type list"),
+        (({"type": "text"}, "", {"token_ids": 7}, None), "int"),
+        (({"type": "text"}, "", {"prompt_ids": 7}, None), "int"),
+        (({"type": "tool_call"}, "", None, None), "name"),
+        (({"type": "tool_call", "tool_calls": [{"nom": "add"}]}, "", None, None), "name"),
+        (({}, "", None, None), "type"),
+        (({"type": "text"}, ""), "unpack"),
+        (None, "unpack"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(answer: Any, words: str) -> None:
+    with pytest.raises((ValueError, TypeError, KeyError), match=words):
+        Decision.of(answer)

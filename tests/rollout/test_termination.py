@@ -1,0 +1,98 @@
+"""Every ending of an episode, and which one counts where several meet."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from toolwise.rollout.decision import Decision
+from toolwise.rollout.termination import Termination
+from toolwise.types import StopReason
+
+
+def decided(kind: str = "text", content: str = "so", *, tokens: int = 0, cut: bool = False, raw: Any = ...) -> Decision:
+    action = {"type": kind, "content": content, "name": "add"}
+    logprobs = {"token_ids": [1] * tokens, "finish_reason": "length" if cut else "stop"}
+    return Decision.of((action, content if raw is ... else raw, logprobs, None))
+
+
+@pytest.mark.parametrize("kind", ["text", "tool_call"])
+def test_a_decision_like_any_other_ends_nothing(kind: str) -> None:
+    assert Termination(regex=re.compile("FINAL")).before(decided(kind)) is None
+
+
+def test_a_terminate_action_comes_before_everything() -> None:
+    ending = Termination(regex=re.compile("so")).before(decided("terminate", cut=True))
+    assert ending is StopReason.TERMINATED
+
+
+def test_a_reply_that_was_cut_is_not_read() -> None:
+    assert Termination(regex=re.compile("so")).before(decided(cut=True)) is StopReason.MAX_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("raw", "content", "ends"),
+    [("a FINAL word", "x", True), (None, "a FINAL word", True), ("x", "a FINAL word", False), (None, "x", False)],
+    ids=["raw", "content where there is no raw", "raw alone where there is one", "neither"],
+)
+def test_the_regex_reads_what_the_policy_wrote(raw: Any, content: str, ends: bool) -> None:
+    ending = Termination(regex=re.compile("FINAL")).before(decided(content=content, raw=raw))
+    assert (ending is StopReason.REGEX) == ends
+
+
+@pytest.mark.parametrize(
+    ("info", "done", "structured", "expected"),
+    [
+        ({}, False, True, None),
+        ({}, True, True, StopReason.ANSWERED),
+        ({}, True, False, StopReason.ENV_DONE),
+        ({"truncated": True}, False, True, StopReason.ENV_TRUNCATED),
+        ({"truncated": True}, True, True, StopReason.ENV_TRUNCATED),
+        ({"critical_error": "fell"}, True, True, StopReason.CRITICAL_ERROR),
+        ({"critical_error": "fell", "truncated": True}, False, True, StopReason.CRITICAL_ERROR),
+        ({"critical_error": "", "truncated": False}, False, True, None),
+    ],
+)
+def test_what_the_world_brings_about(info: dict[str, Any], done: bool, structured: bool, expected: Any) -> None:
+    assert Termination().after(decided(), done, info, structured=structured) is expected
+
+
+def test_a_call_that_ends_the_world_is_no_answer() -> None:
+    assert Termination().after(decided("tool_call"), True, {}, structured=True) is StopReason.ENV_DONE
+
+
+def test_invalid_actions_end_it_only_in_a_row() -> None:
+    termination = Termination(max_invalid_in_a_row=2)
+    valid, invalid = {"is_action_valid": True}, {"is_action_valid": False}
+    endings = [
+        termination.after(decided(), False, info, structured=True) for info in (invalid, valid, invalid, {}, invalid)
+    ]
+    assert endings == [None] * 5
+    assert termination.after(decided(), False, invalid, structured=True) is StopReason.REPEATED_INVALID
+
+
+def test_an_invalid_action_that_ends_the_world_ends_it_so() -> None:
+    termination = Termination(max_invalid_in_a_row=1)
+    assert termination.after(decided(), True, {"is_action_valid": False}, structured=True) is StopReason.ANSWERED
+
+
+def test_steps_are_counted() -> None:
+    termination = Termination(max_steps=3)
+    assert [termination.count_step() for _ in range(3)] == [None, None, StopReason.MAX_STEPS]
+
+
+def test_tokens_are_counted_over_the_episode() -> None:
+    termination = Termination(max_tokens=10)
+    endings = []
+    for tokens in (4, 5, 1):
+        assert termination.before(decided(tokens=tokens)) is None
+        endings.append(termination.count_step())
+    assert endings == [None, None, StopReason.MAX_TOKENS]
+
+
+def test_without_a_limit_tokens_end_nothing() -> None:
+    termination = Termination()
+    termination.before(decided(tokens=10**6))
+    assert termination.count_step() is None

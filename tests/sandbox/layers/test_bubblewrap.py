@@ -1,0 +1,130 @@
+"""What is mounted for a process in namespaces, and how its end is told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from toolwise.sandbox.layers import bubblewrap
+from toolwise.sandbox.layers.bubblewrap import (
+    Monitor,
+    View,
+    _follow,
+    _mounts,
+    command,
+    outside_of,
+    why_not,
+    worker_view,
+)
+from toolwise.sandbox.processes import launch
+
+needed = pytest.mark.skipif(bool(why_not()), reason=f"no namespaces here: {why_not()}")
+SYSTEM = tuple(bubblewrap.readable_places(bubblewrap.readable_folders(), ("subprocess",)))
+
+
+def test_links_on_the_way_are_kept(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "file").write_text("x")
+    (tmp_path / "one").symlink_to("real")
+    (tmp_path / "two").symlink_to(tmp_path / "one" / "file")
+    links: dict[str, str] = {}
+    root = str(tmp_path.resolve())
+    assert _follow(f"{root}/two", links) == f"{root}/real/file"
+    assert links == {f"{root}/two": f"{tmp_path}/one/file", f"{root}/one": "real"}
+
+
+def test_links_without_an_end_lead_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    assert _follow(str(tmp_path / "a"), {}) is None
+    assert _follow(str(tmp_path / "nothing"), {}) is None
+
+
+def test_what_lies_in_another_comes_after_it(tmp_path: Path) -> None:
+    root = str(tmp_path.resolve())
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    words = _mounts([f"{root}/a/b", root], [(f"{root}/a", f"{root}/a")])
+    assert words == ["--ro-bind", root, root, "--bind", f"{root}/a", f"{root}/a"]
+    words = _mounts([f"{root}/a"], [(root, "/tmp")])
+    assert words.index("--bind") < words.index("--ro-bind") or not root.startswith("/tmp")
+
+
+def test_devices_are_not_bound() -> None:
+    assert _mounts(["/dev/null", "/proc/self"], []) == []
+
+
+def test_no_view_without_the_layer() -> None:
+    assert worker_view(("limits",), (), "/tmp", ()) is None
+    assert outside_of(None) == ()
+
+
+def test_a_missing_program_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    why_not.cache_clear()
+    try:
+        assert why_not() in ("bwrap is not installed", f"this is {sys.platform}")
+    finally:
+        why_not.cache_clear()
+
+
+@needed
+def test_a_program_that_refuses_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    fake = tmp_path / "bwrap"
+    fake.write_text("#!/bin/sh\necho 'bwrap: No permissions' >&2\nexit 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    why_not.cache_clear()
+    try:
+        assert why_not() == "bwrap: No permissions"
+    finally:
+        why_not.cache_clear()
+        bubblewrap._no_more_namespaces.cache_clear()
+
+
+def _run(tmp_path: Path, text: str) -> Monitor:
+    view = View(SYSTEM, ((str(tmp_path), "/sandbox"),), "/sandbox")
+    started = launch(["/bin/sh", "-c", text], {"PATH": "/bin:/usr/bin"}, tmp_path, view=view, stdin=subprocess.DEVNULL)
+    assert isinstance(started, Monitor)
+    return started
+
+
+@needed
+def test_an_end_is_told_as_popen_tells_it(tmp_path: Path) -> None:
+    assert _run(tmp_path, "exit 3").wait() == 3
+    assert _run(tmp_path, "kill -9 $$").wait() == -9
+    assert _run(tmp_path, "exit 200").wait() == 200
+
+
+@needed
+def test_the_first_process_is_known_and_all_end_with_it(tmp_path: Path) -> None:
+    monitor = _run(tmp_path, "(setsid sleep 300 &); touch up; sleep 300")
+    while not (tmp_path / "up").exists():
+        assert monitor.poll() is None
+    first = monitor.first()
+    assert first is not None
+    assert b"sleep" in Path(f"/proc/{first}/cmdline").read_bytes()
+    init = monitor.init
+    monitor.kill()
+    monitor.wait()
+    assert not Path(f"/proc/{init}").exists()
+    assert not Path(f"/proc/{first}").exists()
+
+
+@needed
+def test_nothing_but_its_folder_can_be_written(tmp_path: Path) -> None:
+    places = "/ /usr /dev /dev/shm /proc/sys/kernel"
+    text = f"for place in {places}; do touch $place/x && echo $place >> bad; done 2>/dev/null; touch ok"
+    assert _run(tmp_path, text).wait() == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ok"]
+
+
+@needed
+def test_the_host_network_stays_with_the_permission_only() -> None:
+    private, shared = View(SYSTEM, (), "/"), View(SYSTEM, (), "/", network=True)
+    assert "--unshare-net" in command(private)
+    assert "--unshare-net" not in command(shared)
+    assert len(outside_of(private)) == len(outside_of(shared)) + 1

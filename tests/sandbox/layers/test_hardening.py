@@ -1,0 +1,44 @@
+"""Plans travel as JSON; layers that a machine does not have are told and not raised."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+from toolwise.sandbox.layers.hardening import HOW_TO_GET, LAYERS, Plan
+
+
+def test_a_plan_survives_json() -> None:
+    plan = Plan(("limits",), "/scratch", ("/a", "/b"), 5, 6, 7, ("network",))
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+
+
+def test_every_layer_says_how_to_get_it() -> None:
+    assert {layer for layers in LAYERS.values() for layer in layers} <= set(HOW_TO_GET)
+
+
+def test_limits_are_above_what_there_is() -> None:
+    source = (
+        "from toolwise.sandbox.layers.hardening import *\nimport resource\n"
+        "before = bytearray(200_000_000)\n"
+        "got = harden(Plan(('limits',), '/tmp', memory_mb=64))\n"
+        "fine = bytearray(30_000_000)\n"
+        "try: bytearray(100_000_000)\nexcept MemoryError: print('limited', list(got.layers), got.missing)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.strip() == "limited ['limits'] {}"
+
+
+def test_a_layer_that_fails_is_told() -> None:
+    source = (
+        "from toolwise.sandbox.layers import hardening, landlock\n"
+        "landlock.abi = lambda: 0\n"
+        "got = hardening.harden(hardening.Plan(('no_new_privs', 'landlock'), '/tmp'))\n"
+        "print(sorted(got.layers), got.missing)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True, env=environment)
+    assert "no Landlock" in done.stdout

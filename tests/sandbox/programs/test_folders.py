@@ -1,0 +1,58 @@
+"""Working folders: one a rollout, none left, and a fork's are not its own."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from toolwise.errors import DataError
+from toolwise.sandbox.programs.folders import WorkFolders
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_the_root_goes_with_the_last_folder(temporary: Path) -> None:
+    folders = WorkFolders()
+    one, two = folders.open({"a/b": "text"}), folders.open({})
+    assert (one.files / "a" / "b").read_text() == "text"
+    folders.remove(one)
+    assert two.files.is_dir()
+    folders.remove(two)
+    assert list(temporary.iterdir()) == []
+    assert folders.open({}).files.is_dir()
+    folders.close()
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_put_there_leaves_nothing(temporary: Path) -> None:
+    with pytest.raises(DataError, match="must be a text"):
+        WorkFolders().open({"a": 3})  # type: ignore[dict-item]
+    assert list(temporary.iterdir()) == []
+
+
+def test_an_emptied_folder_is_still_there() -> None:
+    folders = WorkFolders()
+    folder = folders.open({"a": "x"})
+    folder.empty()
+    assert list(folder.files.iterdir()) == []
+    assert folders.temporary(folder) != folders.temporary(folder)
+    folders.close()
+
+
+def test_a_fork_removes_nothing_of_its_parents() -> None:
+    folders = WorkFolders()
+    folder = folders.open({})
+    child = os.fork()
+    if child == 0:
+        folders.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert folder.files.is_dir()
+    folders.close()

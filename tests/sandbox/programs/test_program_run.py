@@ -1,0 +1,84 @@
+"""One run, from its start to its last trace: how an end becomes a kind, and that a run can be stopped."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from toolwise.sandbox import SandboxError
+from toolwise.sandbox.layers.hardening import Plan
+from toolwise.sandbox.programs.run import Order, Stop, run_program
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the layers are Linux's")
+
+
+def _order(folder: Path, text: str, *, timeout_s: float = 20.0, layers: tuple[str, ...] = ("limits",)) -> Order:
+    (folder / "work").mkdir(exist_ok=True)
+    (folder / "tmp").mkdir(exist_ok=True)
+    plan = Plan(layers, str(folder / "work"), file_mb=4, write=(str(folder / "tmp"),))
+    return Order("python", text, plan, None, (folder / "work", folder / "tmp"), timeout_s, 1000)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "status"),
+    [
+        ("print(1)", "ok", 0),
+        ("raise SystemExit(9)", "exit", 9),
+        ("raise SystemExit('words')", "exit", 1),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "died", 139),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGXCPU)", "timeout", 152),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGXFSZ)", "ok", 0),  # which Python ignores
+        ("import os; os._exit(200)", "exit", 200),
+    ],
+)
+def test_an_end_becomes_a_kind(tmp_path: Path, text: str, kind: str, status: int) -> None:
+    result = run_program(_order(tmp_path, text), Stop())
+    assert result is not None
+    assert (result.kind, result.exit_status) == (kind, status)
+    assert bool(result.message) == (kind != "ok")
+
+
+def test_stdout_and_stderr_stay_apart(tmp_path: Path) -> None:
+    result = run_program(_order(tmp_path, "import sys; print('a'); print('b', file=sys.stderr)"), Stop())
+    assert result is not None
+    assert (result.stdout, result.stderr) == ("a\n", "b\n")
+
+
+def test_what_was_said_before_the_deadline_is_kept(tmp_path: Path) -> None:
+    result = run_program(_order(tmp_path, "print('begun')\nwhile True: pass", timeout_s=0.5), Stop())
+    assert result is not None
+    assert (result.kind, result.stdout, result.exit_status) == ("timeout", "begun\n", None)
+    assert 0.5 <= result.seconds < 5
+
+
+def test_a_child_that_holds_the_pipes_does_not_hold_us(tmp_path: Path) -> None:
+    text = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(300)\nprint('gone')"
+    result = run_program(_order(tmp_path, text), Stop())
+    assert result is not None
+    assert (result.kind, result.stdout) == ("ok", "gone\n")
+
+
+def test_a_run_can_be_stopped(tmp_path: Path) -> None:
+    stop = Stop()
+    timer = threading.Timer(0.5, stop.ask)
+    timer.start()
+    assert run_program(_order(tmp_path, "while True: pass", timeout_s=60), stop) is None
+    timer.join()
+    stop.ask()  # once more, and too late, harms nobody
+
+
+def test_a_layer_that_is_not_got_keeps_the_program_from_running(tmp_path: Path) -> None:
+    order = _order(tmp_path, "open('ran', 'w')", layers=("namespaces", "limits"))
+    with pytest.raises(SandboxError, match="namespaces"):
+        run_program(order, Stop())
+    assert not (tmp_path / "work" / "ran").exists()
+
+
+def test_a_folder_that_is_gone_is_an_error_of_ours(tmp_path: Path) -> None:
+    order = _order(tmp_path, "print(1)")
+    with pytest.raises(SandboxError, match="no process can be started"):
+        run_program(replace(order, folders=(tmp_path / "nowhere",)), Stop())

@@ -1,0 +1,417 @@
+"""Planted bugs, one of each class: what the invariants are there to find."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from toolwise.envs import tool_env
+from toolwise.envs.tool_env import ToolEnv
+from toolwise.limits import OPEN, Gate
+from toolwise.rollout import request, scheduler
+from toolwise.rollout.decision import Decision
+from toolwise.rollout.queue import RolloutQueue
+from toolwise.rollout.request import AsyncRolloutRequest
+from toolwise.rollout.scheduler import RolloutScheduler
+from toolwise.rollout.tokens import TokenBuffer
+from toolwise.types import StopReason
+from toolwise.waiting import all_of
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def release_skipped_on_cancellation(patch: pytest.MonkeyPatch) -> None:
+    async def run(self: Any) -> None:
+        await self._in_time(self._drive())
+        await self.finish()
+
+    patch.setattr(AsyncRolloutRequest, "run", run)
+
+
+def finish_not_shielded(patch: pytest.MonkeyPatch) -> None:
+    async def finish(self: Any) -> None:
+        if self._finishing is None:
+            self._finishing = asyncio.current_task()
+            await self._finish()
+
+    patch.setattr(AsyncRolloutRequest, "finish", finish)
+
+
+def released_twice(patch: pytest.MonkeyPatch) -> None:
+    close = ToolEnv.close
+
+    async def twice(self: Any) -> None:
+        instances = self._instances
+        try:
+            await close(self)
+        except OSError:  # "it did not work: try again"
+            self._instances = instances
+            await close(self)
+
+    patch.setattr(ToolEnv, "close", twice)
+
+
+def reward_asked_for_after_release(patch: pytest.MonkeyPatch) -> None:
+    close = ToolEnv.close
+
+    async def backwards(self: Any) -> None:
+        instances = dict(self._instances)
+        await close(self)
+        self._instances = instances
+        self.rewards = await ToolEnv.final_rewards(self)
+
+    patch.setattr(ToolEnv, "close", backwards)
+
+
+def late_tool_never_released(patch: pytest.MonkeyPatch) -> None:
+    async def create(self: Any, name: str) -> None:
+        self._instances[name] = await self._living[name].create(self._episode)
+
+    patch.setattr(ToolEnv, "_create", create)
+
+
+def tools_noted_only_when_all_are_made(patch: pytest.MonkeyPatch) -> None:
+    async def reset(self: Any) -> str:
+        made = {}
+        for name, tool in self._living.items():
+            made[name] = await self._within_deadline(tool.create(self._episode))
+        self._instances = made
+        return ""
+
+    patch.setattr(ToolEnv, "reset", reset)
+
+
+def making_a_tool_has_no_deadline(patch: pytest.MonkeyPatch) -> None:
+    async def wait(self: Any, work: Any) -> Any:
+        return await work
+
+    patch.setattr(ToolEnv, "_within_deadline", wait)
+
+
+def deadline_ends_the_wait_and_not_the_work(patch: pytest.MonkeyPatch) -> None:
+    async def end_within(limit_s: float, work: Any, late: Exception) -> Any:
+        task = asyncio.ensure_future(work)
+        await asyncio.wait({task}, timeout=limit_s)
+        if not task.done():
+            raise late
+        return task.result()
+
+    patch.setattr(request, "end_within", end_within)
+    patch.setattr(tool_env, "end_within", end_within)
+
+
+def no_deadline_at_all(patch: pytest.MonkeyPatch) -> None:
+    async def end_within(limit_s: float, work: Any, late: Exception) -> Any:
+        return await work
+
+    patch.setattr(request, "end_within", end_within)
+    patch.setattr(tool_env, "end_within", end_within)
+
+
+def deadline_begins_anew_each_turn(patch: pytest.MonkeyPatch) -> None:
+    in_time = AsyncRolloutRequest._in_time
+
+    async def again(self: Any, work: Any) -> None:
+        self._began = None
+        await in_time(self, work)
+
+    patch.setattr(AsyncRolloutRequest, "_in_time", again)
+
+
+def goes_on_after_a_swallowed_cancellation(patch: pytest.MonkeyPatch) -> None:
+    async def guarded(self: Any, work: Any, blame: StopReason, where: str = "") -> None:
+        try:
+            await work
+        except asyncio.CancelledError:
+            if request._is_cancelled():
+                raise
+            self._stop_unless_over(blame, where)
+        except Exception as fault:
+            self._stop_unless_over(blame, f"{where}{fault}")
+
+    patch.setattr(AsyncRolloutRequest, "_guarded", guarded)
+    patch.setattr(AsyncRolloutRequest, "done", property(lambda self: self.stop_reason is not None))
+
+
+def zombie_writes_after_the_end(patch: pytest.MonkeyPatch) -> None:
+    async def move(self: Any, decision: Decision) -> None:
+        self._enter(request.RequestState.TOOL_CALLING)
+        structured = self.env.structured_actions
+        move = decision.action if structured else decision.action.get("content") or ""
+        await self._place.take(self.limits.env)
+        try:
+            observation, reward, env_done, info = await self.env.step(move)
+        finally:
+            self._place.give_up()
+        self._see(observation)
+        self._count(info)
+        ending = self.termination.after(decision, env_done, info, structured=structured)
+        ending = ending or self.termination.count_step()
+        if ending is not None:
+            self.stop(ending)
+        else:
+            self._enter(request.RequestState.RUNNING)
+        self._note(reward, info)
+
+    patch.setattr(AsyncRolloutRequest, "_move", move)
+
+
+def ends_twice(patch: pytest.MonkeyPatch) -> None:
+    finish = AsyncRolloutRequest._finish
+
+    async def again(self: Any) -> None:
+        await finish(self)
+        if self.fault is not None:
+            self._enter(request.RequestState.FAILED)
+
+    patch.setattr(AsyncRolloutRequest, "_finish", again)
+
+
+def calls_counted_twice(patch: pytest.MonkeyPatch) -> None:
+    count = AsyncRolloutRequest._count
+
+    def twice(self: Any, info: dict[str, Any]) -> None:
+        count(self, info)
+        if info.get("failed_calls"):
+            count(self, info)
+
+    patch.setattr(AsyncRolloutRequest, "_count", twice)
+
+
+def history_is_trimmed(patch: pytest.MonkeyPatch) -> None:
+    see = AsyncRolloutRequest._see
+
+    def forget(self: Any, observation: Any) -> None:
+        see(self, observation)
+        if len(self.messages) > 4:
+            del self.messages[1]
+
+    patch.setattr(AsyncRolloutRequest, "_see", forget)
+
+
+def rewards_under_other_names(patch: pytest.MonkeyPatch) -> None:
+    rewards = ToolEnv.final_rewards
+
+    async def mixed(self: Any) -> dict[str, float]:
+        given = await rewards(self)
+        return dict(zip(reversed(given), given.values(), strict=True))
+
+    patch.setattr(ToolEnv, "final_rewards", mixed)
+
+
+def gate_kept_after_a_fault(patch: pytest.MonkeyPatch) -> None:
+    leave = Gate.leave
+
+    def only_if_well(self: Gate) -> None:
+        if sys.exc_info()[0] is None:
+            leave(self)
+
+    patch.setattr(Gate, "leave", only_if_well)
+
+
+def gate_kept_by_what_was_left_behind(patch: pytest.MonkeyPatch) -> None:
+    async def in_time(self: Any, work: Any) -> None:
+        late = TimeoutError("late")
+        left = self.deadline_s - (self._now() - self._began)
+        try:
+            await request.end_within(left, work, late)
+        except Exception as fault:
+            self.stop(StopReason.DEADLINE if fault is late else StopReason.ENV_FAULT, str(fault))
+
+    patch.setattr(AsyncRolloutRequest, "_in_time", in_time)
+
+
+def gate_lets_everybody_in(patch: pytest.MonkeyPatch) -> None:
+    async def enter(self: Gate) -> None:
+        return
+
+    patch.setattr(Gate, "enter", enter)
+    patch.setattr(Gate, "leave", lambda self: None)
+
+
+def concurrency_unbounded(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(scheduler, "Gate", lambda limit: OPEN)
+
+
+def group_handed_over_incomplete(patch: pytest.MonkeyPatch) -> None:
+    groups = RolloutScheduler.groups
+
+    async def early(self: Any, *args: Any, **more: Any) -> Any:
+        async for group in groups(self, *args, **more):
+            yield group[:-1] if len(group) == 3 else group
+
+    patch.setattr(RolloutScheduler, "groups", early)
+
+
+def results_in_finishing_order(patch: pytest.MonkeyPatch) -> None:
+    async def roll_out(self: Any, decisions: Any, **more: Any) -> Any:
+        return [rollout async for group in self.groups(decisions, **more) for rollout in group]
+
+    patch.setattr(RolloutScheduler, "roll_out", roll_out)
+
+
+def handed_over_twice(patch: pytest.MonkeyPatch) -> None:
+    groups = RolloutScheduler.groups
+
+    async def twice(self: Any, decisions: Any, *, on_done: Any, **more: Any) -> Any:
+        async for group in groups(self, decisions, on_done=on_done, **more):
+            for rollout in group:
+                if rollout.stop_reason is StopReason.DEADLINE:
+                    on_done(rollout)
+            yield group
+
+    patch.setattr(RolloutScheduler, "groups", twice)
+
+
+def leaves_without_waiting(patch: pytest.MonkeyPatch) -> None:
+    async def ended(tasks: Any) -> None:
+        return
+
+    patch.setattr(scheduler, "_ended", ended)
+
+
+def second_cancellation_reaches_the_end_in_step(patch: pytest.MonkeyPatch) -> None:
+    async def in_step(self: Any, requests: Any, groups: int) -> Any:
+        for first in range(0, len(requests), self.max_concurrent):
+            part = requests[first : first + self.max_concurrent]
+            try:
+                await all_of(r.start() for r in part)
+                while active := [r for r in part if not r.done]:
+                    await all_of(r.decide() for r in active)
+                    await all_of(r.act() for r in active)
+            finally:
+                await all_of(r.finish() for r in part)
+        rollouts: list[Any] = [[] for _ in range(groups)]
+        for r in requests:
+            rollouts[r.batch_data_id].append(r.finished())
+        return rollouts
+
+    patch.setattr(RolloutScheduler, "_all_in_step", in_step)
+
+
+def tokens_read_again_from_text(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TokenBuffer, "_next", lambda self, last, messages, tools: self._begin(messages, tools, "clean"))
+
+
+def log_probs_cut_short(patch: pytest.MonkeyPatch) -> None:
+    of = Decision.of.__func__  # type: ignore[attr-defined]
+
+    def cut(cls: Any, answer: Any) -> Any:
+        action, raw, logprobs, value = answer
+        if logprobs is not None and action["type"] == "tool_call":
+            logprobs = {**logprobs, "logprobs": logprobs["logprobs"][:-1]}
+        return of(cls, (action, raw, logprobs, value))
+
+    patch.setattr(Decision, "of", classmethod(cut))
+
+
+ROLLOUT_MUTATIONS: dict[Plant, str] = {
+    release_skipped_on_cancellation: r"never told of its end|closed 0 times|released 0 times",
+    finish_not_shielded: r"left running|released 0 times",
+    released_twice: r"release after release",
+    reward_asked_for_after_release: r"calc_reward after release",
+    late_tool_never_released: r"released 0 times",
+    tools_noted_only_when_all_are_made: r"released 0 times",
+    making_a_tool_has_no_deadline: r"(create|release|calc_reward) ran for",
+    deadline_ends_the_wait_and_not_the_work: r"still at work after the end",
+    no_deadline_at_all: r"Deadlock",
+    deadline_begins_anew_each_turn: r"the deadline is",
+    goes_on_after_a_swallowed_cancellation: r"began .* past",
+    zombie_writes_after_the_end: r"changed after it was handed over",
+    ends_twice: r"-> failed",
+    calls_counted_twice: r"answered, .* counted",
+    history_is_trimmed: r"what the policy saw before was changed",
+    rewards_under_other_names: r"and the tools gave",
+    gate_kept_after_a_fault: r"places are free",
+    gate_kept_by_what_was_left_behind: r"places are free",
+    gate_lets_everybody_in: r"model: .* inside",
+    concurrency_unbounded: r"max_concurrent: .* inside",
+    group_handed_over_incomplete: r"a group of",
+    results_in_finishing_order: r"roll_out gave",
+    handed_over_twice: r"more than once",
+    leaves_without_waiting: r"still at work after the end",
+    second_cancellation_reaches_the_end_in_step: r"left running|closed 0 times|never told|never awaited",
+    tokens_read_again_from_text: r"does not extend",
+    log_probs_cut_short: r"log-probs",
+}
+"""planted bug -> the words of the invariant that it breaks"""
+
+
+class IgnoresCapacity(RolloutQueue[Any]):
+    def __init__(self, **more: Any) -> None:
+        super().__init__(**more)
+        self.capacity = 10_000
+
+
+class IgnoresStaleness(RolloutQueue[Any]):
+    @property
+    def _open(self) -> bool:
+        return self.under_way + self.waiting < self.capacity
+
+
+class FastGroupsPassSlowOnes(RolloutQueue[Any]):
+    def _finished_in_time(self, count: int) -> list[int]:
+        return list(self._whole)[:count]
+
+
+class WakesOnlyTheFirst(RolloutQueue[Any]):
+    def _tell(self) -> None:
+        for listener in self._listeners[:1]:
+            if not listener.done():
+                listener.set_result(None)
+
+
+class ForgetsToTellOfAFault(RolloutQueue[Any]):
+    def fail(self, fault: BaseException) -> None:
+        self._fault = fault
+
+
+class ForgetsToTellOfAWithdrawal(RolloutQueue[Any]):
+    def withdraw(self, ticket: Any) -> None:
+        self._leave(ticket)
+        self._skipped.add(ticket.number)
+        self._tell()
+
+
+class LastInFirstOut(RolloutQueue[Any]):
+    def _ready(self, count: int) -> list[int]:
+        return sorted(self._whole, reverse=True)[:count]
+
+
+class GivesAGroupTwice(RolloutQueue[Any]):
+    async def take(self, count: int) -> Any:
+        taken = await super().take(count)
+        if taken[0].ticket.number == 2:
+            self._whole[2] = (taken[0].ticket, taken[0].group)
+        return taken
+
+
+class LosesAGroup(RolloutQueue[Any]):
+    def put(self, ticket: Any, group: Any) -> None:
+        super().put(ticket, group)
+        if len(self._whole) > self.per_update:
+            self._whole.pop(ticket.number)
+            self._skipped.add(ticket.number)
+
+
+class ForgetsWhatWasGivenBack(RolloutQueue[Any]):
+    def give_back(self, count: int) -> None:
+        self._left += count
+
+
+QUEUE_MUTATIONS: dict[type[RolloutQueue[Any]], str] = {
+    IgnoresCapacity: r"room for",
+    IgnoresStaleness: r"updates old",
+    FastGroupsPassSlowOnes: r"updates old",
+    WakesOnlyTheFirst: r"Deadlock",
+    ForgetsToTellOfAFault: r"Deadlock",
+    ForgetsToTellOfAWithdrawal: r"Deadlock",
+    LastInFirstOut: r"was taken before",
+    GivesAGroupTwice: r"was not there",
+    LosesAGroup: r"wait in the queue",
+    ForgetsWhatWasGivenBack: r"Deadlock",
+}

@@ -1,0 +1,251 @@
+"""The pool of tool workers: limits, fairness between modules, slow calls, failures to come up, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from toolwise.tools.isolation import pool as pool_module
+from toolwise.tools.isolation.places import Place, Target
+from toolwise.tools.isolation.pool import Pool, default_limit, read_result
+from toolwise.tools.isolation.workers import LoadFault, ToolDied
+
+T = TypeVar("T")
+SOURCE = """
+import os, time
+def where(seconds: float = 0.0) -> int:
+    time.sleep(seconds)
+    return os.getpid()
+"""
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    made = Pool(limit=2)
+    yield made
+    made.close()
+    assert made.pids() == []
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Target]:
+    """The same function in three files."""
+    for name in "abc":
+        (tmp_path / f"{name}.py").write_text(SOURCE)
+    return [Target(Place(None, str(tmp_path / f"{name}.py")), "where") for name in "abc"]
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    async def limited() -> T:
+        return await asyncio.wait_for(work, 60)
+
+    return asyncio.run(limited())
+
+
+async def where(pool: Pool, target: Target, seconds: float = 0.0) -> int:
+    return int((await pool.run(target, {"seconds": seconds}))[0])
+
+
+async def until(condition: Any) -> None:
+    while not condition():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+def test_no_more_workers_than_the_limit(pool: Pool, files: list[Target]) -> None:
+    async def many() -> list[int]:
+        return await asyncio.gather(*(where(pool, files[0], 0.01) for _ in range(20)))
+
+    assert len(set(run(many()))) <= 2
+    assert len(pool.pids()) <= 2
+
+
+def test_calls_that_hang_keep_no_one_else_out(pool: Pool, files: list[Target], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "SLOW_S", 0.1)
+
+    async def beside_those_that_hang() -> int:
+        hanging = [asyncio.create_task(where(pool, files[0], 1000)) for _ in range(4)]
+        await asyncio.sleep(0)
+        found = await where(pool, files[0])
+        for task in hanging:
+            task.cancel()
+        await asyncio.wait(hanging)
+        return found
+
+    assert run(beside_those_that_hang()) > 0
+    assert pool.killed <= 4
+
+
+def test_even_slow_calls_are_no_more_than_the_most(files: list[Target], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "SLOW_S", 0.05)
+    pool = Pool(limit=1, most=2)
+
+    async def three() -> int:
+        hanging = [asyncio.create_task(where(pool, files[0], 1000)) for _ in range(3)]
+        await until(lambda: len(pool._slow) == 2)
+        await asyncio.sleep(0.3)
+        found = len(pool.pids())
+        for task in hanging:
+            task.cancel()
+        await asyncio.wait(hanging)
+        return found
+
+    assert run(three()) == 2
+    pool.close()
+
+
+def test_another_module_gets_a_worker_though_this_one_is_always_wanted(pool: Pool, files: list[Target]) -> None:
+    async def crowd() -> None:
+        wanted = [asyncio.create_task(where(pool, files[0], 0.02)) for _ in range(10_000)]
+        await until(lambda: wanted[5].done())
+        await where(pool, files[1])
+        await where(pool, files[2])
+        assert not wanted[-1].done()
+        for task in wanted:
+            task.cancel()
+        await asyncio.wait(wanted)
+
+    run(crowd())
+
+
+def test_an_idle_module_makes_room_for_another(pool: Pool, files: list[Target]) -> None:
+    async def each() -> list[int]:
+        return [await where(pool, target) for target in files]
+
+    assert len(set(run(each()))) == 3
+    assert len(pool._idle) == 3
+    assert sum(map(len, pool._idle.values())) == 2
+
+
+def test_who_stops_waiting_leaves_the_worker_to_others(pool: Pool, files: list[Target]) -> None:
+    async def cancelled_while_it_comes_up() -> int:
+        task = asyncio.create_task(where(pool, files[0]))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        [coming] = pool.pids() or [0]
+        found = await where(pool, files[0])
+        assert coming in (0, found)
+        return found
+
+    assert run(cancelled_while_it_comes_up()) > 0
+    assert pool.killed == 0
+
+
+def test_a_killed_worker_is_replaced_before_anybody_asks(pool: Pool, files: list[Target]) -> None:
+    async def kill_at_work() -> tuple[int, int]:
+        first = await where(pool, files[0])
+        task = asyncio.create_task(where(pool, files[0], 1000))
+        await until(lambda: pool._busy)
+        os.kill(first, signal.SIGKILL)
+        with pytest.raises(ToolDied, match="killed by SIGKILL"):
+            await task
+        await until(lambda: pool._idle.get(files[0].place))
+        return first, await where(pool, files[0])
+
+    first, second = run(kill_at_work())
+    assert first != second
+    assert pool.killed == 1
+
+
+def test_a_worker_that_dies_at_rest_is_not_handed_out(pool: Pool, files: list[Target]) -> None:
+    first = run(where(pool, files[0]))
+    os.kill(first, signal.SIGKILL)
+    run(until(lambda: first not in pool.pids()))
+    assert run(where(pool, files[0])) != first
+
+
+def test_a_module_that_does_not_load_says_why_to_all_who_wait(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import no_such_module_at_all")
+    target = Target(Place(None, str(tmp_path / "broken.py")), "where")
+
+    async def several() -> list[Any]:
+        return await asyncio.gather(*(where(pool, target) for _ in range(5)), return_exceptions=True)
+
+    faults = run(several())
+    assert all(isinstance(fault, LoadFault) and "no_such_module_at_all" in str(fault) for fault in faults)
+
+
+def test_a_process_that_ends_while_it_loads_is_a_death(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text("import os; os._exit(9)")
+    with pytest.raises(ToolDied, match="ended while it loaded"):
+        run(where(pool, Target(Place(None, str(tmp_path / "ends.py")), "where")))
+
+
+def test_a_module_that_takes_for_ever_to_load_is_given_up(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("toolwise.tools.isolation.workers.LOAD_S", 1.0)
+    (tmp_path / "slow.py").write_text("import time; time.sleep(1000)")
+    with pytest.raises(ToolDied, match="took longer than 1 s to load"):
+        run(where(pool, Target(Place(None, str(tmp_path / "slow.py")), "where")))
+
+
+def test_no_interpreter_to_start_is_a_death(pool: Pool, files: list[Target], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", "/no/such/python")
+    with pytest.raises(ToolDied, match="no worker process can be started"):
+        run(where(pool, files[0]))
+
+
+def test_closing_ends_calls_that_run_and_those_that_wait(files: list[Target]) -> None:
+    pool = Pool(limit=1)
+
+    async def close_in_the_middle() -> list[Any]:
+        tasks = [asyncio.create_task(where(pool, files[0], 1000)) for _ in range(2)]
+        await until(lambda: pool._busy)
+        pool.close()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    assert all(isinstance(fault, ToolDied) for fault in run(close_in_the_middle()))
+    assert pool.pids() == []
+    with pytest.raises(ToolDied, match="closed"):
+        run(where(pool, files[0]))
+
+
+def test_two_loops_at_once_share_a_pool(pool: Pool, files: list[Target]) -> None:
+    async def beside() -> list[list[int]]:
+        async def many() -> list[int]:
+            return await asyncio.gather(*(where(pool, files[0], 0.005) for _ in range(20)))
+
+        return list(await asyncio.gather(asyncio.to_thread(run, many()), asyncio.to_thread(run, many())))
+
+    found = run(beside())
+    assert len({pid for pids in found for pid in pids}) <= 2
+
+
+def test_the_default_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TOOLWISE_TOOL_WORKERS", raising=False)
+    assert default_limit() == min(32, 4 * (os.cpu_count() or 1))
+    monkeypatch.setenv("TOOLWISE_TOOL_WORKERS", "3")
+    assert Pool().limit == 3
+    monkeypatch.setenv("TOOLWISE_TOOL_WORKERS", "many")
+    assert default_limit() == min(32, 4 * (os.cpu_count() or 1))
+
+
+@pytest.mark.parametrize(
+    "value", [None, [], ["a", 1.0], ["a", True, {}], ["a", "1", {}], [1, None, {}], ["a", None, []]]
+)
+def test_an_answer_of_another_shape_is_refused(value: Any) -> None:
+    with pytest.raises(ToolDied, match="something else"):
+        read_result(value)
+
+
+def test_no_time_passes_in_a_killed_call(pool: Pool, files: list[Target]) -> None:
+    async def kill() -> float:
+        await where(pool, files[0])
+        task = asyncio.create_task(where(pool, files[0], 1000))
+        await until(lambda: pool._busy)
+        await asyncio.sleep(0.05)
+        began = time.monotonic()
+        task.cancel()
+        await asyncio.wait({task})
+        return time.monotonic() - began
+
+    assert run(kill()) < 1

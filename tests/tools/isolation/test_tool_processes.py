@@ -1,0 +1,55 @@
+"""A tool's worker process as the operating system sees it."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from toolwise.tools.isolation.places import Place
+from toolwise.tools.isolation.processes import Death, Process, how_it_ended, start_process
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[Process]:
+    (tmp_path / "sleeps.py").write_text("import time; time.sleep(1000)")
+    made = start_process(Place(None, str(tmp_path / "sleeps.py")))
+    yield made
+    made.kill_group()
+    made.popen.wait(20)
+    made.channel.close()
+    made.close_pipes()
+
+
+def test_it_has_a_session_of_its_own(process: Process) -> None:
+    assert os.getsid(process.pid) == process.pid
+    assert os.getpgid(process.pid) == process.pid
+
+
+def test_its_death_is_seen_without_waiting_for_it(process: Process) -> None:
+    with Death(process) as death:
+        assert not death.came()
+        process.kill_group()
+        if death.descriptor is not None:
+            assert select.select([death.descriptor], [], [], 20)[0]
+        assert death.came()
+        assert process.popen.returncode is None
+    assert process.popen.wait(20) == -signal.SIGKILL
+
+
+def test_it_ends_when_the_trainers_end_of_its_life_is_closed(process: Process) -> None:
+    assert select.select([process.output], [], [], 2)[0] == []  # it has come as far as the user's code by then
+    os.close(process.life)
+    process.life = os.open(os.devnull, os.O_RDONLY)
+    assert process.popen.wait(20) == -signal.SIGKILL
+
+
+def test_how_a_process_ends_in_words() -> None:
+    assert how_it_ended(3) == "exited with status 3"
+    assert how_it_ended(-signal.SIGSEGV) == "was killed by SIGSEGV"
+    assert how_it_ended(-63) == "was killed by signal 63"
+    assert how_it_ended(None) == "never started"

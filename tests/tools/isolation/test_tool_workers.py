@@ -1,0 +1,135 @@
+"""One worker process: questions and answers, nonsense on its channel, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from toolwise.tools.isolation.places import Place
+from toolwise.tools.isolation.workers import ToolDied, ToolFault, Worker
+
+T = TypeVar("T")
+SOURCE = """
+import os
+def echo(x: int = 0) -> int:
+    return x
+def scribble(frame: str) -> str:
+    for descriptor in range(3, 64):
+        try: os.write(descriptor, bytes.fromhex(frame))
+        except OSError: pass
+    return ""
+def order() -> list[str]:
+    return list({str(i) for i in range(100)})
+def close() -> str:
+    os.closerange(3, 64)
+    return ""
+NOT_A_TOOL = 3
+"""
+Start = Callable[[], Worker]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    (tmp_path / "tools.py").write_text(SOURCE)
+    workers: list[Worker] = []
+
+    def up() -> Worker:
+        come: queue.Queue[Worker] = queue.Queue()
+        workers.append(Worker(Place(None, str(tmp_path / "tools.py")), come.put, lambda worker, fault: None))
+        return come.get(timeout=60)
+
+    yield up
+    for worker in workers:
+        worker.kill()
+        worker.thread.join(20)
+        assert not worker.thread.is_alive()
+        assert not Path(f"/proc/{worker.pid}").exists()
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    async def limited() -> T:
+        return await asyncio.wait_for(work, 60)
+
+    return asyncio.run(limited())
+
+
+def call(name: str, **parameters: Any) -> dict[str, Any]:
+    return {"call": name, "parameters": parameters}
+
+
+def test_questions_are_answered_one_after_the_other(start: Start) -> None:
+    worker = start()
+    for number in range(3):
+        assert run(worker.ask(call("echo", x=number))) == [str(number), None, {"ok": True}]
+
+
+def test_all_workers_order_a_set_alike(start: Start) -> None:
+    assert run(start().ask(call("order"))) == run(start().ask(call("order")))
+
+
+def test_a_question_about_nothing_is_a_fault_and_no_death(start: Start) -> None:
+    worker = start()
+    for name, kind in (("no_such", "AttributeError"), ("NOT_A_TOOL", "ToolwiseError")):
+        with pytest.raises(ToolFault) as caught:
+            run(worker.ask(call(name)))
+        assert type(caught.value).__name__ == kind
+        assert "Traceback" in caught.value.__notes__[0]
+    assert run(worker.ask(call("echo")))[0] == "0"
+
+
+def test_arguments_without_json_never_reach_it(start: Start) -> None:
+    worker = start()
+    with pytest.raises(ToolFault, match="cannot be sent as JSON"):
+        run(worker.ask(call("echo", x=object())))
+    assert run(worker.ask(call("echo")))[0] == "0"
+
+
+@pytest.mark.parametrize(
+    ("frame", "reason"),
+    [
+        ("000000027b7d", "something else than what it was asked for"),
+        ("000000025b5d", "nonsense: what came back from the worker is a list"),
+        ("00000001ff", "nonsense: what came back from the worker is no JSON"),
+        ("ffffffff", "nonsense: the result has 4,294,967,295 bytes"),
+    ],
+)
+def test_nonsense_on_its_channel_is_a_death(start: Start, frame: str, reason: str) -> None:
+    worker = start()
+    with pytest.raises(ToolDied, match=reason):
+        run(worker.ask(call("scribble", frame=frame)))
+    worker.thread.join(20)
+    with pytest.raises(ToolDied, match="the tool's process was killed by SIGKILL"):
+        run(worker.ask(call("echo")))
+
+
+def test_a_channel_that_the_tool_closes_is_a_death(start: Start) -> None:
+    with pytest.raises(ToolDied, match="the tool's process"):
+        run(start().ask(call("close")))
+
+
+def test_who_kills_it_twice_kills_nobody_else(start: Start) -> None:
+    worker = start()
+    worker.kill()
+    worker.thread.join(20)
+    worker.kill()
+    assert not worker.thread.is_alive()
+
+
+def test_a_worker_leaves_no_descriptors(start: Start) -> None:
+    def one() -> None:
+        worker = start()
+        run(worker.ask(call("echo")))
+        worker.kill()
+        worker.thread.join(20)
+
+    one()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        one()
+    assert len(os.listdir("/proc/self/fd")) <= before

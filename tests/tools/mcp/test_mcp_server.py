@@ -1,0 +1,65 @@
+"""Who talks to which server, and how often one that does not come up is tried. Real deaths are in test_mcp.py."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from toolwise.tools.faults import ToolCallError
+from toolwise.tools.mcp.server import FIRST_PAUSE_S, McpServer, RolloutServers, RunServer
+from toolwise.tools.mcp.session import Address
+
+NOWHERE = Address(command=("no-such-server",))
+
+
+def fault_of(server: McpServer) -> ToolCallError:
+    with pytest.raises(ToolCallError) as caught:
+        asyncio.run(server.call("tool", {}, 10))
+    return caught.value
+
+
+def wait_in_effect(server: McpServer, seconds: float) -> None:
+    assert server._session is not None
+    assert server._session.failed_at is not None
+    server._session.failed_at -= seconds
+
+
+def test_a_server_that_does_not_come_up_is_tried_again_after_a_pause_that_grows() -> None:
+    server = McpServer(NOWHERE)
+    assert "there is no command" in str(fault_of(server))
+    assert "tried again in" in str(fault_of(server))
+    assert server.starts == 1
+    for starts, pause_s in ((2, FIRST_PAUSE_S), (3, 2 * FIRST_PAUSE_S)):
+        wait_in_effect(server, pause_s)
+        assert "there is no command" in str(fault_of(server))
+        assert server.starts == starts
+        wait_in_effect(server, pause_s)
+        assert "tried again in" in str(fault_of(server))
+
+
+def test_many_who_ask_at_once_wait_for_the_same_start() -> None:
+    server = McpServer(NOWHERE)
+
+    async def run() -> list[object]:
+        return list(await asyncio.gather(*(server.call("x", {}, 10) for _ in range(100)), return_exceptions=True))
+
+    assert all(isinstance(fault, ToolCallError) and fault.infrastructure for fault in asyncio.run(run()))
+    assert server.starts == 1
+
+
+def test_a_run_has_one_server_and_nothing_to_enter_or_leave() -> None:
+    server = McpServer(NOWHERE)
+    servers = RunServer(server)
+    asyncio.run(servers.enter("a"))
+    assert servers.of("a") is servers.of("b") is server
+    asyncio.run(servers.leave("a"))
+
+
+def test_a_rollout_whose_server_does_not_start_leaves_nothing_behind() -> None:
+    servers = RolloutServers(NOWHERE)
+    with pytest.raises(ToolCallError, match="there is no command"):
+        asyncio.run(servers.enter("a"))
+    with pytest.raises(KeyError):
+        servers.of("a")
+    asyncio.run(servers.leave("a"))  # there is nothing to leave, and that is no fault

@@ -14,11 +14,13 @@ help:  ## What there is
 demo: $(READY)  ## Train a small agent, live, and show what it learned
 	$(BIN)/toolwise demo
 
+# Those of the sandbox come last and alone: they bomb, and they hold deadlines.
 test: $(READY)  ## All tests but the long ones
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile --ignore=tests/sandbox
+	$(BIN)/python -m pytest tests/sandbox
 
-test-long: $(READY)  ## The long tests: five seeds, ten kills
-	$(BIN)/python -m pytest -m long
+test-long: $(READY)  ## The long tests: five seeds, ten kills, 10,000 schedules
+	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -m long
 
 check: $(READY)  ## Style, types, layers
 	$(BIN)/ruff check src tests scripts examples benchmarks

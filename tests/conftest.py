@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -15,6 +16,12 @@ from unittest.mock import patch
 
 import pytest
 import tomli_w
+from hypothesis import settings
+
+# As many examples as fit a build on two cores; HYPOTHESIS_PROFILE=thorough tries more.
+settings.register_profile("quick", max_examples=40, deadline=None)
+settings.register_profile("thorough", max_examples=300, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 TINY: dict[str, Any] = {
     "name": "tiny",

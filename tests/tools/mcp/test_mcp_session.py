@@ -40,17 +40,17 @@ def test_a_fork_knows_that_the_thread_is_not_its_own() -> None:
 def test_a_session_that_cannot_begin_says_why_and_is_over() -> None:
     thread = loop_thread()
 
-    async def begin() -> tuple[str, bool]:
+    async def begin() -> tuple[str, Session]:
         session = Session(Address(command=("no-such-server",)), thread)
         with pytest.raises(ToolCallError) as caught:
             await session.ready
         await asyncio.wait({session.end()})
-        return str(caught.value), session.over
+        return str(caught.value), session
 
-    says, over = thread.submit(begin()).result(30)
+    says, session = thread.submit(begin()).result(30)
     assert says == "there is no command 'no-such-server': install it, or give its whole path"
-    assert over
-    assert thread.sessions == {session for session in thread.sessions if not session.over}
+    assert session.over
+    assert session not in thread.sessions
 
 
 def test_servers_beside_this_python_are_found(tmp_path: Path) -> None:

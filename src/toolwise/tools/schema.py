@@ -34,15 +34,17 @@ def validate_arguments(schema: OpenAIFunctionToolSchema, arguments: Any) -> list
     if not isinstance(arguments, dict):
         return ["the arguments must be a JSON object"]
     validator = _validator_of(schema.function)
-    from referencing.exceptions import Unresolvable
-
     try:
         errors = sorted(validator.iter_errors(arguments), key=lambda error: _path(error.path))
-    except Unresolvable as error:
-        name = schema.function.name
-        raise ToolwiseError(f"tool {name}: its schema has a $ref that leads nowhere: {error}") from error
     except RecursionError:
         return ["the arguments are nested too deeply"]
+    except Exception as error:
+        from referencing.exceptions import Unresolvable  # not at every call: even that takes its time
+
+        if not isinstance(error, Unresolvable):
+            raise
+        name = schema.function.name
+        raise ToolwiseError(f"tool {name}: its schema has a $ref that leads nowhere: {error}") from error
     problems = [problem for error in errors for problem in _problems(error)]
     return [_one_line(problem) for problem in problems[:MAX_PROBLEMS]]
 

@@ -183,11 +183,45 @@ async def bare_turns(count: int, turns: int) -> float:
     return time.perf_counter() - began
 
 
+async def limited_turns(count: int, turns: int) -> float:
+    """What somebody would write by hand for the same guarantees: limits on the model and the tool, the calls of a turn
+    together, a deadline for each call and for the episode."""
+    model, tools = asyncio.Semaphore(count), asyncio.Semaphore(count)
+
+    async def policy(messages: list[dict[str, Any]]) -> dict[str, Any]:
+        async with model:
+            return {"role": "assistant", "content": "x", "calls": [{}]}
+
+    async def tool(arguments: dict[str, str]) -> dict[str, str]:
+        return {"role": "tool", "content": "done"}
+
+    async def call(arguments: dict[str, str]) -> dict[str, str]:
+        async with tools:
+            return await asyncio.wait_for(tool(arguments), 60)
+
+    async def episode() -> None:
+        messages: list[dict[str, Any]] = []
+        async with asyncio.timeout(600):
+            for _ in range(turns):
+                reply = await policy(messages)
+                messages += [reply, *await asyncio.gather(*(call(arguments) for arguments in reply["calls"]))]
+
+    began = time.perf_counter()
+    await asyncio.gather(*(episode() for _ in range(count)))
+    return time.perf_counter() - began
+
+
 def turns(count: int) -> dict[str, Any]:
     ours = [asyncio.run(rolled_out(count, WaitTool(0.0), TurnPolicy(TURNS), max_episode_steps=99))[0] for _ in range(3)]
     theirs = [asyncio.run(bare_turns(count, TURNS)) for _ in range(3)]
+    by_hand = [asyncio.run(limited_turns(count, TURNS)) for _ in range(3)]
     per_turn = 1e6 / (count * TURNS)
-    return {"n": count, "us_per_turn": min(ours) * per_turn, "bare_us": min(theirs) * per_turn}
+    return {
+        "n": count,
+        "us_per_turn": min(ours) * per_turn,
+        "bare_us": min(theirs) * per_turn,
+        "bare_with_limits_us": min(by_hand) * per_turn,
+    }
 
 
 def memory(count: int) -> dict[str, Any]:

@@ -23,7 +23,8 @@ class Scoring:
     """Rewards, ready to score rollouts."""
 
     rewards: Rewards
-    sandbox: Sandbox
+    sandbox: Sandbox | None
+    """None where no function is called: an episode's own earnings are looked up."""
 
     async def evaluate(self, rollouts: Sequence[Rollout], *, step: int) -> list[EvaluateResult]:
         """One result a rollout, in order."""
@@ -36,12 +37,15 @@ class Scoring:
 
     def describe(self) -> str:
         """What the sandbox is, and who runs outside of it, in one line."""
+        if self.sandbox is None:
+            return "sandbox: none needed, since no function is called"
         here = [part.reward.name for part in self.rewards.parts if part.reward.function is not None]
         outside = f"; in the trainer's process: {', '.join(here)}" if here and self.sandbox.tier != "off" else ""
         return f"{self.sandbox.describe()}{outside}"
 
     def close(self) -> None:
-        self.sandbox.close()
+        if self.sandbox is not None:
+            self.sandbox.close()
 
 
 def build_scoring(config: RewardConfig, given: Source | None = None) -> Scoring:
@@ -57,11 +61,13 @@ def build_scoring(config: RewardConfig, given: Source | None = None) -> Scoring:
         sources = [(config.function, config.kwargs, 1.0)]
     else:
         raise ConfigError("reward.function is missing: name one as package.module:function or path/to/file.py:function")
-    sandbox = _sandbox(config.sandbox)
+    functions = [source for source, _, _ in sources if not (isinstance(source, str) and source in EARNED)]
+    sandbox = _sandbox(config.sandbox) if functions else None
     try:
         parts = [Weighted(_reward(source, kwargs, sandbox, config.sandbox), w) for source, kwargs, w in sources]
     except BaseException:
-        sandbox.close()
+        if sandbox is not None:
+            sandbox.close()
         raise
     return Scoring(Rewards(tuple(parts), config.combine), sandbox)
 
@@ -78,11 +84,11 @@ def _sandbox(config: SandboxConfig) -> Sandbox:
     )
 
 
-def _reward(source: Source, kwargs: dict[str, Any], sandbox: Sandbox, config: SandboxConfig) -> Reward:
+def _reward(source: Source, kwargs: dict[str, Any], sandbox: Sandbox | None, config: SandboxConfig) -> Reward:
     """Loaded here only where the user says so; else a worker loads it and says what it takes."""
     if isinstance(source, str) and source in EARNED:
         return Reward.of(earned_reward(source), kwargs)
-    if config.tier == "off" or _home_of(source) in config.trusted:
+    if sandbox is None or config.tier == "off" or _home_of(source) in config.trusted:
         return Reward.of(source, kwargs)
     given = {**source.kwargs, **kwargs} if isinstance(source, Reward) else dict(kwargs)
     reference = source if isinstance(source, str) else _found_again(source)

@@ -562,6 +562,7 @@ class Ground:
         began = time.monotonic()
         result = self.sandbox.evaluate(f"{path}:f", MESSAGES, self.truth)
         seconds = time.monotonic() - began
+        self.wait_for_sweepers()
         kept = bool(self.sandbox._pool._idle.get(f"{path.resolve()}:f"))
         left = self.left_behind() + self.visitors()
         if self.state() != self.before:
@@ -579,6 +580,12 @@ class Ground:
             left,
             next_score,
         )
+
+    def wait_for_sweepers(self) -> None:
+        """A folder nested thousands deep, or closed to its owner, is removed beside; that must end too."""
+        for thread in threading.enumerate():
+            if thread.name == "toolwise-sandbox-sweep":
+                thread.join(20)
 
     def left_behind(self) -> list[str]:
         """Processes of our sandbox that it does not know of, and folders of workers that are gone."""

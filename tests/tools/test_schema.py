@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from toolwise.errors import ToolwiseError
 from toolwise.tools.base import FunctionSchema, OpenAIFunctionToolSchema
-from toolwise.tools.schema import MAX_PROBLEM_LENGTH, MAX_PROBLEMS, validate_arguments
+from toolwise.tools.schema import MAX_PROBLEM_LENGTH, MAX_PROBLEMS, _checks_of, validate_arguments
 
 
 def schema(parameters: dict[str, Any]) -> OpenAIFunctionToolSchema:
@@ -122,3 +124,34 @@ def test_arguments_nested_beyond_the_stack_are_a_problem_not_a_crash() -> None:
     for _ in range(5_000):
         deep = {"a": deep}
     assert validate_arguments(endless, deep) == ["the arguments are nested too deeply"]
+
+
+simple = st.sampled_from(["string", "boolean", "integer", "number", "null"])
+values = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.just([]), st.just({}))
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcd"), simple, max_size=4),
+    st.lists(st.sampled_from("abcd"), unique=True, max_size=3),
+    st.dictionaries(st.sampled_from("abcde"), values, max_size=4),
+)
+def test_the_short_way_never_passes_what_the_validator_would_not(
+    kinds: dict[str, str], required: list[str], arguments: dict[str, Any]
+) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {name: {"type": kind, "description": "x"} for name, kind in kinds.items()},
+        "required": required,
+    }
+    function = FunctionSchema(name="t", parameters=parameters)
+    checks = _checks_of(function)
+    assert checks.types is not None
+    if checks.plainly_right(arguments):
+        assert list(checks.validator.iter_errors(arguments)) == []
+
+
+def test_a_schema_that_asks_for_more_than_types_goes_to_the_validator() -> None:
+    for more in ({"enum": ["a"]}, {"minLength": 3}, {"pattern": "x"}, {"$ref": "#/x"}):
+        parameters = {"type": "object", "properties": {"a": {"type": "string", **more}}}
+        assert _checks_of(FunctionSchema(name="t", parameters=parameters)).types is None
+    assert _checks_of(FunctionSchema(name="t", parameters={"type": "object", "maxProperties": 1})).types is None

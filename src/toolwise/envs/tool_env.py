@@ -21,7 +21,7 @@ from toolwise.waiting import all_of, end_within
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made every turn, and freezing triples its cost
 class CallOutcome:
     """What one call came to. `failure` names the kind where it came to nothing; the model reads `text` either way."""
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from toolwise.messages import Message, ToolCall
 
 Answer = tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """An action and what came with it."""
+class Decision(NamedTuple):
+    """An action and what came with it. A tuple, since one is made every turn."""
 
     action: dict[str, Any]
     raw: str | None

@@ -19,15 +19,16 @@ class RewardExecutor:
     """Rewards that were loaded into this process run here, all others in the sandbox; what the episode itself earned
     is looked up."""
 
-    def __init__(self, sandbox: Sandbox) -> None:
+    def __init__(self, sandbox: Sandbox | None) -> None:
         self.sandbox = sandbox
-        self._here, self._away = InProcessExecutor(), SandboxExecutor(sandbox)
 
     async def evaluate(self, reward: Reward, rollouts: Sequence[Rollout], *, step: int) -> list[EvaluateResult]:
         if reward.reference in EARNED:
             return score_earned(reward.reference, rollouts)
-        executor = self._away if reward.function is None else self._here
-        return await executor.evaluate(reward, rollouts, step=step)
+        if reward.function is not None:
+            return await InProcessExecutor().evaluate(reward, rollouts, step=step)
+        assert self.sandbox is not None  # a reward by reference alone was built with one
+        return await SandboxExecutor(self.sandbox).evaluate(reward, rollouts, step=step)
 
 
 class SandboxExecutor:

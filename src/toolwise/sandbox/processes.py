@@ -86,7 +86,7 @@ class Process:
         """Kills it and what it started; removes its folder. Returns how it ended."""
         code = end_tree(self.popen, self.mark, sweep=sweep)
         self.forget()
-        remove_folder(self.scratch)
+        remove_folder(self.scratch, wait=False)  # whoever waits for a result need not wait for a hostile folder's end
         return code
 
 
@@ -255,10 +255,18 @@ def _kill_checked(pid: int, session: int, mark: str) -> None:
             os.close(handle)
 
 
-def remove_folder(folder: Path) -> None:
-    """Removes a folder that somebody hostile has filled; links are removed, never followed."""
+def remove_folder(folder: Path, *, wait: bool = True) -> None:
+    """Removes a folder that somebody hostile has filled; links are removed, never followed. What is slow about it may
+    go on beside."""
     with suppress(OSError, RecursionError):
         shutil.rmtree(folder)
+    if folder.exists() and wait:
+        _remove_at_any_depth(folder)
+    elif folder.exists():
+        threading.Thread(target=_remove_at_any_depth, args=(folder,), name="toolwise-sandbox-sweep").start()
+
+
+def _remove_at_any_depth(folder: Path) -> None:
     if folder.exists():
         subprocess.run(["rm", "-rf", str(folder)], check=False, capture_output=True)  # at any depth
     if folder.exists():  # closed to its owner

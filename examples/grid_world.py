@@ -1,0 +1,162 @@
+"""A world of your own: a small grid with walls, read and walked in words. The goal is worth 1, all else 0.
+
+    toolwise check env examples/grid_world.py:GridEnv
+    [env]    name = "examples/grid_world.py:GridEnv", kwargs = {size = 5, max_turns = 12}
+    [reward] function = "env"
+
+Many rollouts pass through the same cells, which is what step-level credit (`adv_estimator = "gigpo"`) lives on: the
+state is named by `state_key`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import cache
+from random import Random
+from typing import Any
+
+from toolwise.envs.base import BaseEnv
+
+Cell = tuple[int, int]
+MOVES: dict[str, Cell] = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}
+
+
+class Grid:
+    """Where one may stand. `layout` is the seed of the walls: a `walls` share of the cells, none of them cut off."""
+
+    def __init__(self, layout: int, size: int, walls: float) -> None:
+        cells = [(x, y) for x in range(size) for y in range(size)]
+        order = list(cells)
+        Random(f"walls/{layout}").shuffle(order)
+        self.floor = set(cells)
+        wanted = len(cells) - round(walls * len(cells))
+        for cell in order:
+            if len(self.floor) == wanted:
+                break
+            left = self.floor - {cell}
+            if len(self._distances(next(iter(left)), left)) == len(left):
+                self.floor = left
+        self.free = sorted(self.floor)
+
+    def after(self, cell: Cell, move: str) -> Cell:
+        """Where a move leads; into a wall it leads nowhere."""
+        x, y = MOVES[move]
+        there = (cell[0] + x, cell[1] + y)
+        return there if there in self.floor else cell
+
+    def distances(self, goal: Cell) -> dict[Cell, int]:
+        """Moves from each cell to the goal."""
+        return self._distances(goal, self.floor)
+
+    def good_moves(self, cell: Cell, goal: Cell) -> list[str]:
+        """Those that bring one nearer."""
+        far = self.distances(goal)
+        return [move for move in MOVES if far[self.after(cell, move)] < far[cell]]
+
+    @staticmethod
+    def _distances(start: Cell, floor: set[Cell]) -> dict[Cell, int]:
+        found = {start: 0}
+        waiting = deque([start])
+        while waiting:
+            x, y = cell = waiting.popleft()
+            for dx, dy in MOVES.values():
+                there = (x + dx, y + dy)
+                if there in floor and there not in found:
+                    found[there] = found[cell] + 1
+                    waiting.append(there)
+        return found
+
+
+@cache
+def grid_of(layout: int, size: int, walls: float) -> Grid:
+    """One for all episodes: nothing changes it."""
+    return Grid(layout, size, walls)
+
+
+class GridEnv(BaseEnv):
+    """One walk. `layout` seeds the walls, `episode` draws start and goal; without it the group's seed does. With
+    `goals` only so many cells of a layout are ever the goal."""
+
+    def __init__(
+        self,
+        layout: int = 0,
+        episode: int | None = None,
+        size: int = 5,
+        walls: float = 0.2,
+        goals: int | None = None,
+        least_distance: int = 2,
+        max_turns: int = 12,
+    ) -> None:
+        self.grid = grid_of(layout, size, walls)
+        self.max_turns = max_turns
+        self._goals = Random(f"goals/{layout}").sample(self.grid.free, goals or len(self.grid.free))
+        self._least_distance = least_distance
+        self._draw(0 if episode is None else episode)
+        self._fixed = episode is not None
+
+    def set_seed(self, seed: int) -> None:
+        if not self._fixed:
+            self._draw(seed)
+
+    @property
+    def state_key(self) -> str:
+        return "x{} y{}".format(*self.at)
+
+    async def reset(self) -> str:
+        self.at, self.turns, self._over = self.start, 0, ""
+        return self._sight()
+
+    async def step(self, action: str) -> tuple[str, float | None, bool, dict[str, Any]]:
+        if self._over:
+            told = {"is_action_valid": False, "truncated": self._over == "truncated"}
+            return "the walk is over", 0.0, True, told
+        self.turns += 1
+        move = next(iter(action.lower().split()), "")  # the first word counts, whatever is said after it
+        valid = move in MOVES
+        if valid:
+            self.at = self.grid.after(self.at, move)
+        there = self.at == self.goal
+        late = not there and self.turns >= self.max_turns
+        self._over = "there" if there else "truncated" if late else ""
+        info = {"is_action_valid": valid, "success": there, "truncated": late}
+        return (self._sight() if valid else self.refusal(self.turns)), float(there), bool(self._over), info
+
+    def gold_actions(self) -> list[str]:
+        """A shortest way."""
+        at, way = self.start, []
+        while at != self.goal:
+            way.append(self.grid.good_moves(at, self.goal)[0])
+            at = self.grid.after(at, way[-1])
+        return way
+
+    def example_actions(self) -> Sequence[str]:
+        return tuple(MOVES)
+
+    def refusal(self, turn: int) -> str:
+        """What is seen after words that are no move."""
+        return f"turn {turn} : say one of {' '.join(MOVES)} : {self._sight()}"
+
+    def _draw(self, seed: int) -> None:
+        """Start and goal, `least_distance` moves apart or more, where the grid has cells that far apart."""
+        random = Random(f"walk/{seed}")
+        self.goal = random.choice(self._goals)
+        far = self.grid.distances(self.goal)
+        least = min(self._least_distance, max(far.values()))
+        self.start = random.choice([cell for cell in self.grid.free if far[cell] >= least])
+        self.at, self.turns, self._over = self.start, 0, ""
+
+    def _sight(self) -> str:
+        return "at x{} y{} goal x{} y{}".format(*self.at, *self.goal)
+
+
+def make_rows(episodes: Sequence[int], **env_kwargs: Any) -> list[dict[str, Any]]:
+    """Tasks as dataset rows, one an episode."""
+    return [
+        {
+            "task_id": f"walk-{episode}",
+            "prompt": [{"role": "system", "content": f"Reach the goal. Say one of {' '.join(MOVES)}."}],
+            "extra_info": {"env_kwargs": {**env_kwargs, "episode": episode}},
+        }
+        for episode in episodes
+    ]

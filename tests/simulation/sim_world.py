@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import random
 import warnings
@@ -145,6 +146,7 @@ class Play:
 def play(plan: Plan, *, schedule: int | None = None) -> Play:
     """The whole run, in virtual time; `schedule` chooses another order of events than the seed's own."""
     seed = schedule if schedule is not None else plan.seed if plan.shuffled else None
+    _sweep_once()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -154,6 +156,13 @@ def play(plan: Plan, *, schedule: int | None = None) -> Play:
         gc.collect(0)
     run.stage.violations += [f"warned: {w.message}" for w in caught]
     return run
+
+
+@functools.cache
+def _sweep_once() -> None:
+    """What earlier tests of this process left lying about (unclosed sockets, say) would be swept up, with its
+    warnings, in the middle of a play, and be taken for the play's own."""
+    gc.collect()
 
 
 async def _play(plan: Plan) -> Play:

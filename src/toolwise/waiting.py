@@ -48,17 +48,11 @@ async def end_within(limit_s: float, work: Coroutine[Any, Any, T], late: Excepti
         work.close()
         raise late
     loop = asyncio.get_running_loop()
-    guarded = _without_exits(work)
+    woken: asyncio.Future[None] = loop.create_future()
+    guarded = _told_of(work, woken)
     # The name under which it is told of, should it stay behind.
-    cast("Any", guarded).__qualname__ = getattr(work, "__qualname__", str(work))
-    task, woken = loop.create_task(guarded), loop.create_future()
-
-    def wake(ended: asyncio.Task[T] | None = None) -> None:  # `asyncio.wait` does the same for many, at twice the cost
-        if not woken.done():
-            woken.set_result(None)
-
-    task.add_done_callback(wake)
-    timer = loop.call_later(limit_s, wake)
+    cast("Any", guarded).__qualname__ = getattr(work, "__qualname__", "") or str(work)
+    task, timer = loop.create_task(guarded), loop.call_later(limit_s, _wake, woken)
     try:
         await woken
         if not task.done():
@@ -74,12 +68,21 @@ async def end_within(limit_s: float, work: Coroutine[Any, Any, T], late: Excepti
             task.exception()  # heard, though whoever waits may have been cancelled in the same instant
 
 
-async def _without_exits(work: Coroutine[Any, Any, T]) -> T:
-    """A `sys.exit()` in a task would end the loop, and the run with it."""
+def _wake(woken: asyncio.Future[None]) -> None:
+    if not woken.done():
+        woken.set_result(None)
+
+
+async def _told_of(work: Coroutine[Any, Any, T], woken: asyncio.Future[None]) -> T:
+    """Wakes whoever waits when `work` ends: a callback of the task, or `asyncio.wait`, would take another turn of the
+    loop. A `sys.exit()` in a task would end the loop, and the run with it."""
     try:
         return await work
     except SystemExit as fault:
         raise RuntimeError(f"it called sys.exit({fault.code!r})") from None
+    finally:
+        if not woken.done():
+            woken.set_result(None)
 
 
 async def _put_away(task: asyncio.Task[Any], work: Coroutine[Any, Any, Any]) -> None:

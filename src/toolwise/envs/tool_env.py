@@ -83,7 +83,7 @@ class ToolEnv(BaseEnv):
         calls: list[ToolCall] = action.get("tool_calls") or []
         if not calls:
             return [], None, True, {"is_action_valid": True}
-        outcomes = await self._call_all(calls)
+        outcomes = [await self._call(calls[0])] if len(calls) == 1 else await self._call_all(calls)
         messages = [
             Message.trusted("tool", outcome.text, tool_call_id=call.id, name=call.name or None)
             for call, outcome in zip(calls, outcomes, strict=True)
@@ -127,8 +127,6 @@ class ToolEnv(BaseEnv):
 
     async def _call_all(self, calls: Sequence[ToolCall]) -> list[CallOutcome]:
         """The calls of one turn, together."""
-        if len(calls) == 1:
-            return [await self._call(calls[0])]
         return await all_of(self._call(call) for call in calls)
 
     async def _call(self, call: ToolCall) -> CallOutcome:

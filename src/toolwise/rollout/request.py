@@ -28,6 +28,8 @@ T = TypeVar("T")
 
 _TURN_S = 0.002
 """After which an episode lets the others have their turn, whatever it does."""
+_ANY = (Exception, SystemExit, asyncio.CancelledError)
+"""What other people's code may raise."""
 CLOSING_S = 30.0
 """What the last rewards and the release of an episode's tools may take, each, after its end."""
 
@@ -158,33 +160,13 @@ class AsyncRolloutRequest:
 
     async def _start(self) -> None:
         self._now()
-        await self._guarded(self._reset(), StopReason.ENV_FAULT, "reset: ")
+        try:
+            await self._reset()
+        except _ANY as fault:
+            self._blame(fault, StopReason.ENV_FAULT, "reset: ")
+        _heed()
         if not self.done:
             self._enter(RequestState.RUNNING)
-
-    async def _decide(self) -> None:
-        if self.done:
-            return
-        try:
-            specs, self._state_key = self.env.tool_specs(), self.env.state_key
-        except Exception as fault:
-            self.stop(StopReason.ENV_FAULT, f"tool_specs, state_key: {type(fault).__name__}: {fault}")
-            return
-        await self._guarded(self._ask(specs), StopReason.POLICY_FAULT)
-
-    async def _act(self) -> None:
-        """Carry out what was decided, and note the step, whatever came of it."""
-        if self.done or self._decision is None:
-            return
-        self._seen = Prefix(self.messages)
-        self.messages.append(self._decision.message)
-        ending = self.termination.before(self._decision)
-        if ending is not None:
-            self.stop(ending)
-            self._note(None, {})
-            return
-        await self._guarded(self._move(self._decision), StopReason.ENV_FAULT, "step: ")
-        self._note(None, {})  # where the world failed: what was decided is kept all the same
 
     async def _reset(self) -> None:
         self.env.set_seed(self.env_seed)
@@ -196,25 +178,56 @@ class AsyncRolloutRequest:
         if self._finishing is None:
             self._see(observation)
 
-    async def _ask(self, specs: list[dict[str, Any]] | None) -> None:
-        if self._session is None:
-            self._session = self._open_session()
-        await self._place.take(self.limits.model)
+    async def _decide(self) -> None:
+        """Ask the policy."""
+        if self.done:
+            return
         try:
-            answer = await self._session.get_action(Prefix(self.messages), specs)
-        finally:
-            self._place.give_up()
-        if self._finishing is None:
-            self._decision = Decision.of(answer)
+            specs, self._state_key = self.env.tool_specs(), self.env.state_key
+        except Exception as fault:
+            self.stop(StopReason.ENV_FAULT, f"tool_specs, state_key: {type(fault).__name__}: {fault}")
+            return
+        try:
+            if self._session is None:
+                self._session = self._open_session()
+            await self._place.take(self.limits.model)
+            try:
+                answer = await self._session.get_action(Prefix(self.messages), specs)
+            finally:
+                self._place.give_up()
+            if self._finishing is None:
+                self._decision = Decision.of(answer)
+        except _ANY as fault:
+            self._blame(fault, StopReason.POLICY_FAULT)
+        _heed()
+
+    async def _act(self) -> None:
+        """Carry out what was decided, and note the step, whatever came of it."""
+        decision = self._decision
+        if decision is None or self.done:
+            return
+        self._seen = Prefix(self.messages)
+        self.messages.append(decision.message)
+        ending = self.termination.before(decision)
+        if ending is not None:
+            self.stop(ending)
+            self._note(None, {})
+            return
+        try:
+            await self._move(decision)
+        except _ANY as fault:
+            self._blame(fault, StopReason.ENV_FAULT, "step: ")
+        _heed()
+        self._note(None, {})  # where the world failed: what was decided is kept all the same
 
     async def _move(self, decision: Decision) -> None:
-        action = decision.action
-        interacting = self.env.phase_of(action) == "interaction"
+        action, env = decision.action, self.env
+        interacting = env.phase_of(action) == "interaction"
         self._enter(RequestState.INTERACTING if interacting else RequestState.TOOL_CALLING)
-        move = action if self.env.structured_actions else action.get("content") or ""
+        move = action if env.structured_actions else action.get("content") or ""
         await self._place.take(self.limits.env)
         try:
-            observation, reward, env_done, info = await self.env.step(move)
+            observation, reward, env_done, info = await env.step(move)
         finally:
             self._place.give_up()
         if self._finishing is not None:
@@ -222,7 +235,7 @@ class AsyncRolloutRequest:
         reward = as_reward(reward)
         self._see(observation)
         self._count(info)
-        ending = self.termination.after(decision, env_done, info, structured=self.env.structured_actions)
+        ending = self.termination.after(decision, env_done, info, structured=env.structured_actions)
         ending = ending or self.termination.count_step()
         if ending is not None:
             self.stop(ending, str(info["critical_error"]) if ending is StopReason.CRITICAL_ERROR else None)
@@ -254,24 +267,16 @@ class AsyncRolloutRequest:
         finally:
             self._place.give_up()  # in the name of work that was left behind: it must not keep the others out for ever
 
-    async def _guarded(self, work: Coroutine[Any, Any, None], blame: StopReason, where: str = "") -> None:
-        """Other people's code: a fault in it is a typed outcome, never a crash of the run."""
-        try:
-            await work
-        except asyncio.CancelledError:
-            if _is_cancelled():
-                raise
-            self._stop_unless_over(blame, f"{where}RuntimeError: it cancelled itself")
-        except ContextFullError as fault:
-            self._stop_unless_over(StopReason.MAX_TOKENS, str(fault))
-        except (Exception, SystemExit) as fault:
-            self._stop_unless_over(blame, f"{where}{type(fault).__name__}: {fault}")
-        if _is_cancelled():  # the work swallowed it, and the episode has no time for more
-            raise asyncio.CancelledError
-
-    def _stop_unless_over(self, reason: StopReason, fault: str) -> None:
+    def _blame(self, fault: BaseException, blame: StopReason, where: str = "") -> None:
+        """A fault in other people's code is a typed outcome, never a crash of the run."""
+        reason, said = blame, f"{where}{type(fault).__name__}: {fault}"
+        if isinstance(fault, asyncio.CancelledError):
+            _heed()
+            said = f"{where}RuntimeError: it cancelled itself"
+        elif isinstance(fault, ContextFullError):
+            reason, said = StopReason.MAX_TOKENS, str(fault)
         if self._finishing is None:
-            self.stop(reason, fault)
+            self.stop(reason, said)
 
     # The end.
 
@@ -386,7 +391,8 @@ class AsyncRolloutRequest:
             self.fault = self.fault or str(info["infrastructure_fault"])
 
 
-def _is_cancelled() -> bool:
-    """Whether somebody has asked this task to end."""
+def _heed() -> None:
+    """Ends here where somebody has asked this task to end, though the work it waited for swallowed that."""
     task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError

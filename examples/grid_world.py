@@ -76,7 +76,8 @@ def grid_of(layout: int, size: int, walls: float) -> Grid:
 
 class GridEnv(BaseEnv):
     """One walk. `layout` seeds the walls, `episode` draws start and goal; without it the group's seed does. With
-    `goals` only so many cells of a layout are ever the goal."""
+    `goals` only so many cells of a layout are ever the goal. A word that is no move is refused and costs a turn;
+    unless `strict`, it is taken for a move, each word for one of its own."""
 
     def __init__(
         self,
@@ -87,11 +88,13 @@ class GridEnv(BaseEnv):
         goals: int | None = None,
         least_distance: int = 2,
         max_turns: int = 12,
+        strict: bool = True,
     ) -> None:
         self.grid = grid_of(layout, size, walls)
         self.max_turns = max_turns
         self._goals = Random(f"goals/{layout}").sample(self.grid.free, goals or len(self.grid.free))
         self._least_distance = least_distance
+        self._strict = strict
         self._draw(0 if episode is None else episode)
         self._fixed = episode is not None
 
@@ -105,22 +108,29 @@ class GridEnv(BaseEnv):
 
     async def reset(self) -> str:
         self.at, self.turns, self._over = self.start, 0, ""
-        return self._sight()
+        return self.sight()
 
     async def step(self, action: str) -> tuple[str, float | None, bool, dict[str, Any]]:
         if self._over:
             told = {"is_action_valid": False, "truncated": self._over == "truncated"}
             return "the walk is over", 0.0, True, told
         self.turns += 1
-        move = next(iter(action.lower().split()), "")  # the first word counts, whatever is said after it
-        valid = move in MOVES
-        if valid:
+        move = self.heard(action)
+        if move is not None:
             self.at = self.grid.after(self.at, move)
         there = self.at == self.goal
         late = not there and self.turns >= self.max_turns
         self._over = "there" if there else "truncated" if late else ""
-        info = {"is_action_valid": valid, "success": there, "truncated": late}
-        return (self._sight() if valid else self.refusal(self.turns)), float(there), bool(self._over), info
+        info = {"is_action_valid": move is not None, "success": there, "truncated": late}
+        seen = self.refusal(self.turns) if move is None else self.sight()
+        return seen, float(there), bool(self._over), info
+
+    def heard(self, action: str) -> str | None:
+        """The move in these words: the first one counts, whatever is said after it."""
+        word = next(iter(action.lower().split()), "")
+        if word in MOVES or not self._strict:
+            return word if word in MOVES else list(MOVES)[sum(map(ord, word)) % len(MOVES)]
+        return None
 
     def gold_actions(self) -> list[str]:
         """A shortest way."""
@@ -133,9 +143,13 @@ class GridEnv(BaseEnv):
     def example_actions(self) -> Sequence[str]:
         return tuple(MOVES)
 
+    def sight(self) -> str:
+        """What is seen: all that matters."""
+        return "at x{} y{} goal x{} y{}".format(*self.at, *self.goal)
+
     def refusal(self, turn: int) -> str:
         """What is seen after words that are no move."""
-        return f"turn {turn} : say one of {' '.join(MOVES)} : {self._sight()}"
+        return f"turn {turn} : say one of {' '.join(MOVES)} : {self.sight()}"
 
     def _draw(self, seed: int) -> None:
         """Start and goal, `least_distance` moves apart or more, where the grid has cells that far apart."""
@@ -145,9 +159,6 @@ class GridEnv(BaseEnv):
         least = min(self._least_distance, max(far.values()))
         self.start = random.choice([cell for cell in self.grid.free if far[cell] >= least])
         self.at, self.turns, self._over = self.start, 0, ""
-
-    def _sight(self) -> str:
-        return "at x{} y{} goal x{} y{}".format(*self.at, *self.goal)
 
 
 def make_rows(episodes: Sequence[int], **env_kwargs: Any) -> list[dict[str, Any]]:

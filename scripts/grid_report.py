@@ -1,6 +1,6 @@
 """What `scripts/grid_gigpo.py` found: a section for docs/results.md (on stdout), figures as JSON, and the curves.
 
-python scripts/grid_report.py --out runs/grid --picture docs/images/grid_gigpo.png --json runs/grid/figures.json
+python scripts/grid_report.py --records runs/grid.jsonl --picture docs/images/grid_gigpo.png --json figures.json
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 from grid_gigpo import (
     KL_TARGET,
+    LONGER,
     OTHER_SEEDS,
     PAIRED_SEEDS,
     RATES,
@@ -21,16 +22,15 @@ from grid_gigpo import (
     TASKS,
     TUNING_SEEDS,
     WANTED,
-    WINDOW,
     Record,
     best_rates,
-    finished,
     mean_rollouts,
+    read_records,
 )
 
 FEWER = 0.2
 WHOLE = STEPS * TASKS * ROLLOUTS
-LAST = STEPS // 3
+LAST = LONGER // 3
 """Steps at the end over which KL is judged."""
 
 
@@ -45,7 +45,7 @@ def pair_of(records: dict[str, Record], seed: int) -> dict[str, Any]:
         "gigpo": gigpo.reached,
         "saved": saved,
         "fewer": saved is not None and saved >= FEWER,
-        "begins": grpo.lines[0]["held_out"],
+        "begins": grpo.lines[0]["chance"],
         "held_out": {"grpo": grpo.lines[-1]["held_out"], "gigpo": gigpo.lines[-1]["held_out"]},
         "singletons": mean(line["gigpo/frac_singleton"] for line in gigpo.lines if "gigpo/frac_singleton" in line),
     }
@@ -70,8 +70,9 @@ def ppo_of(record: Record) -> dict[str, Any]:
     return {
         "seed": record.job.seed,
         "reached": record.reached,
-        "before": first["held_out"],
-        "after": last["held_out"],
+        "before": first["chance"],
+        "after": last["chance"],
+        "held_out": last["held_out"],
         "explained_variance": mean(line.get("critic/explained_variance", 0.0) for line in record.lines[-LAST:]),
     }
 
@@ -84,7 +85,7 @@ def kl_of(record: Record) -> dict[str, Any]:
         "kl": mean(line["kl/reference"] for line in steps[-LAST:]),
         "most": max(line["kl/reference"] for line in steps[-LAST:]),
         "coef": steps[-1]["kl/coef"],
-        "after": record.lines[-1]["held_out"],
+        "after": record.lines[-1]["chance"],
     }
 
 
@@ -99,7 +100,7 @@ def section(found: dict[str, Any]) -> str:
             for e, name in (("grpo", "GRPO"), ("gigpo", "GiGPO"))
         ),
         "",
-        f"Rollouts to {WANTED:.0%} success (mean over {WINDOW} steps), by learning rate: means of the tuning seeds "
+        f"Rollouts to {WANTED:.0%} success, by learning rate: means of the tuning seeds "
         f"{', '.join(map(str, TUNING_SEEDS))}; a run that never got there counts as {2 * WHOLE:,}. "
         f"Best: GRPO {best['grpo']:g}, GiGPO {best['gigpo']:g}.",
         "",
@@ -115,17 +116,17 @@ def section(found: dict[str, Any]) -> str:
         f"medians {found['median']['grpo']:,.0f} and {found['median']['gigpo']:,.0f} rollouts, median saving "
         f"{found['median_saved']:.0%}.",
         "",
-        "| PPO with a critic, seed | held out before | after | rollouts to 90 % | explained variance |",
-        "|---|---|---|---|---|",
+        "| PPO with a critic, seed | before | after | held out | rollouts to 90 % | explained variance |",
+        "|---|---|---|---|---|---|",
         *(
-            f"| {p['seed']} | {p['before']:.0%} | {p['after']:.0%} | {_count(p['reached'])} "
-            f"| {p['explained_variance']:.2f} |"
+            f"| {p['seed']} | {p['before']:.0%} | {p['after']:.0%} | {p['held_out']:.0%} "
+            f"| {_count(p['reached'], LONGER * TASKS * ROLLOUTS)} | {p['explained_variance']:.2f} |"
             for p in found["ppo"]
         ),
         "",
         f"KL control, target {KL_TARGET:g} nats a token, mean and maximum over the last {LAST} steps:",
         "",
-        "| KL | seed | mean | most | coefficient at the end | held-out success |",
+        "| KL | seed | mean | most | coefficient at the end | success |",
         "|---|---|---|---|---|---|",
         *(
             f"| {'measured only' if k['where'] == 'free' else 'in the ' + k['where']} | {k['seed']} | {k['kl']:.3f} "
@@ -136,8 +137,8 @@ def section(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _count(rollouts: int | None) -> str:
-    return f"not in {WHOLE:,}" if rollouts is None else f"{rollouts:,}"
+def _count(rollouts: int | None, whole: int = WHOLE) -> str:
+    return f"not in {whole:,}" if rollouts is None else f"{rollouts:,}"
 
 
 def _share(saved: float | None) -> str:
@@ -165,7 +166,7 @@ def draw(records: dict[str, Record], path: Path) -> None:
             *zip(*middle, strict=True), color=colour, linewidth=2.4, label=f"{label}, mean of {len(curves)} seeds"
         )
     left.axhline(WANTED, color="#1f2933", linewidth=0.8, linestyle=":")
-    left.set(xlabel="rollouts", ylabel=f"success, mean of {WINDOW} steps", ylim=(0, 1.02), title="Grid world")
+    left.set(xlabel="rollouts", ylabel="chance of success", ylim=(0, 1.02), title="Grid world")
     left.legend(frameon=False, loc="lower right")
     for where, colour in (("free", "#b9c3cd"), ("loss", "#1f6f8b"), ("reward", "#b8622b")):
         for record in (r for r in records.values() if r.job.kind == "kl" and r.job.name.startswith(f"kl-{where}")):
@@ -182,11 +183,11 @@ def draw(records: dict[str, Record], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--records", type=Path, required=True)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    records = finished(args.out)
+    records = read_records(args.records)
     found = figures(records)
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=2), encoding="utf-8")

@@ -34,6 +34,7 @@ PUBLIC = {
     "RLRolloutWorker",
     "Rollout",
     "RouteDecision",
+    "RoutedAgent",
     "RunConfig",
     "Sampling",
     "ScoredRollout",

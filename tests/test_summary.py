@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
@@ -151,6 +152,23 @@ def test_metrics_are_averaged_over_those_that_have_them_and_are_valid() -> None:
     two = scored(1.0, correct=0.0)
     two.result.metrics["style"] = MetricResult(score=99.0, is_score_valid=False)
     assert reported([one, two]) == {"correct": [1.0, 0.0], "style": [0.2]}
+
+
+def test_routes_are_told_apart() -> None:
+    def routed(route: str, made: ScoredRollout) -> ScoredRollout:
+        return replace(made, rollout=replace(made.rollout, route=route))
+
+    made = [
+        routed("ANSWER", scored(0.0)),
+        routed("SEARCH-FAMILY", scored(1.0, cost=1.0)),
+        routed("SEARCH-FAMILY", scored(0.5, cost=2.0)),
+        routed("SEARCH-FAMILY", scored(None, cost=3.0, error="exception")),
+    ]
+    for figures in (summarize(made), summarize_validation(made)):
+        assert (figures["route/ANSWER/share"], figures["route/ANSWER/score"]) == (0.25, 0.0)
+        assert (figures["route/SEARCH-FAMILY/share"], figures["route/SEARCH-FAMILY/cost"]) == (0.75, 2.0)
+        assert figures["route/SEARCH-FAMILY/score"] == 0.75
+    assert not [name for name in summarize([scored(1.0)]) if name.startswith("route/")]
 
 
 def test_the_mean() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ import torch
 
 from toolwise.data.files import write_rows
 from toolwise.demo.teacher import conversations
-from toolwise.errors import ConfigError, DataError
+from toolwise.errors import ConfigError, DataError, MissingExtraError
 from toolwise.models import load_model
 from toolwise.teaching import read_conversation, teach_model
 
 torch.set_num_threads(1)
+PEFT = importlib.util.find_spec("peft") is not None
 FEW: dict[str, Any] = {"steps": 2, "batch_tokens": 256, "row_tokens": 256}
 
 
@@ -130,3 +132,29 @@ def test_tools_are_passed_on() -> None:
     messages, tools = read_conversation(Path("x"), 0, row)
     assert (tools or []) == row["tools"]
     assert messages[0].role == "user"
+
+
+@pytest.mark.skipif(PEFT, reason="peft is installed")
+def test_adapters_without_peft_say_what_to_install(tmp_path: Path) -> None:
+    with pytest.raises(MissingExtraError, match=r"pip install 'toolwise\[peft\]'"):
+        teach_model("builtin:small", [talk("a", "b")], tmp_path / "out", {**FEW, "lora_rank": 4})
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(not PEFT, reason="peft is not installed")
+def test_adapters_are_taught_and_merged_into_a_plain_model(tmp_path: Path) -> None:
+    settings = {"steps": 40, "batch_tokens": 128, "row_tokens": 128, "lr": 1e-2, "lora_rank": 8}
+    figures = teach_model("builtin:small", [talk("Who are you?", "Toolwise.")], tmp_path / "out", settings)
+    assert figures["loss"] < 0.5 * figures["first_loss"]
+    taught, _ = load_model(str(tmp_path / "out"), device="cpu")
+    start, _ = load_model("builtin:small", device="cpu")
+    moved = {
+        n for (n, a), b in zip(taught.named_parameters(), start.parameters(), strict=True) if not torch.equal(a, b)
+    }
+    assert moved
+    assert not any("embed" in name or "norm" in name or "lora" in name for name in moved)
+
+
+def test_a_rank_below_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="lora_rank >= 0, not -1"):
+        teach_model("builtin:small", [talk("a", "b")], tmp_path / "out", {**FEW, "lora_rank": -1})

@@ -44,6 +44,7 @@ _HOMES = {
     "toolwise.rollout.worker": ["RLRolloutWorker"],
     "toolwise.config": ["RunConfig", "load_config"],
     "toolwise.api": ["evaluate", "sft", "train"],
+    "toolwise.routed.agent": ["RoutedAgent"],
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -80,6 +81,7 @@ if TYPE_CHECKING:  # so that type checkers and editors see what __getattr__ give
     )
     from toolwise.rewards.function import reward_function as reward_function
     from toolwise.rollout.worker import RLRolloutWorker as RLRolloutWorker
+    from toolwise.routed.agent import RoutedAgent as RoutedAgent
     from toolwise.tools.base import BaseTool as BaseTool, OpenAIFunctionToolSchema as OpenAIFunctionToolSchema
     from toolwise.tools.function import tool as tool
     from toolwise.types import (

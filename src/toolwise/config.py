@@ -6,14 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from toolwise.placing import place_paths
-from toolwise.settings import apply_overrides, build, read_settings
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+from toolwise.router_config import RouterConfig
+from toolwise.settings import Section, apply_overrides, build, read_settings
 
 
 class ModelConfig(Section):
@@ -41,6 +38,9 @@ class DataConfig(Section):
 class RolloutConfig(Section):
     n: PositiveInt = 8
     """Rollouts a task: the group that advantages are compared within."""
+    engine: Literal["toolwise", "transformers", "vllm"] = "toolwise"
+    """What generates: our engine over the learner's own weights; transformers' forward pass in batches, which takes any
+    model; or a vLLM server."""
     do_sample: bool = True
     temperature: PositiveFloat = 1.0
     max_new_tokens: PositiveInt = 256
@@ -133,8 +133,57 @@ class RewardConfig(Section):
     """The run stops when more than this share of a step's rollouts could not be scored."""
 
 
+class ThinkingBudgetConfig(Section):
+    """A budget of thinking tokens and the price that keeps to it: routing/budget.py."""
+
+    limit: float | None = Field(default=None, ge=0.0)
+    """Thinking tokens a step, on average; without it the price stays what it is."""
+    price: float = Field(default=0.0, ge=0.0)
+    """What a thinking token costs, in the unit of `score`; where there is a limit, what it begins with."""
+    rate: float = Field(default=0.0005, ge=0.0)
+    """How much a token too many adds to the price, a step."""
+    proportional: float = Field(default=0.002, ge=0.0)
+    """What a token too many adds while it lasts."""
+    every: PositiveInt = 1
+    cap: PositiveFloat | None = None
+
+
+class RlvcrConfig(Section):
+    """Thinking levels: docs/thinking.md."""
+
+    enable: bool = False
+    """Think steps over again at the levels that were not used. Under another estimator than rlvcr: for the metrics."""
+    step_advantage_w: float = 1.0
+    thinking_diversity_w: float = Field(default=0.5, ge=0.0)
+    """What a level that nobody uses is worth more than one that all do, falling to 0 over the run."""
+    mode: Literal["mean_norm", "mean_std_norm"] = "mean_norm"
+    score: Literal["logprob", "confidence", "neg_entropy"] = "logprob"
+    gate: Literal["none", "signed"] = "none"
+    """"none" is document 5's form; "signed" rewards confidence in good actions and doubt in bad ones."""
+    combine: Literal["additive", "reweight"] = "additive"
+    base: Literal["grpo", "gigpo"] = "grpo"
+    """Where the rollout's own advantage comes from."""
+    steps: Literal["all", "mixed", "successful"] = "all"
+    """Which may be thought over: all, those of groups whose scores differ, or those of rollouts that succeeded."""
+    share: float = Field(default=0.34, ge=0.0, le=1.0)
+    """Of those, how many are, drawn at random; 0: none, levels and tokens are counted all the same."""
+    max_added_tokens: float = Field(default=1.0, ge=0.0)
+    """Tokens that may be generated for it, in multiples of what the rollouts took, kept to whatever is written; 0:
+    without bound."""
+    max_thought_tokens: PositiveInt = 128
+    success_score: float | None = None
+    """A rollout succeeded whose score is this or more; without it, one that beats the mean of its group."""
+    shuffle: bool = False
+    """A control, for experiments: thinking advantages dealt out anew among the steps of a batch."""
+    price_rollouts: bool = False
+    """Another, under another estimator: each score less the price of the rollout's thinking tokens a step."""
+    levels: Path | None = None
+    """A template of your own in place of thinking/levels.toml."""
+    budget: ThinkingBudgetConfig = ThinkingBudgetConfig()
+
+
 class AlgorithmConfig(Section):
-    adv_estimator: Literal["grpo", "rloo", "gigpo", "hgpo", "gae", "reinforce_plus_plus"] = "grpo"
+    adv_estimator: Literal["grpo", "rloo", "gigpo", "hgpo", "gae", "reinforce_plus_plus", "rlvcr"] = "grpo"
     """How credit is given: one file each in advantages/, formula on top. What follows belongs to some of them."""
     norm_adv_by_std: bool = True
     gamma: float | None = Field(default=None, ge=0.0, le=1.0)
@@ -180,6 +229,7 @@ class AlgorithmConfig(Section):
     """Adapt kl_coef until the policy stands so many nats a token from where it began."""
     kl_horizon: PositiveInt = 1000
     """How slowly: five times so many rollouts change kl_coef by a factor of e at most."""
+    rlvcr: RlvcrConfig = RlvcrConfig()
 
 
 class LoraConfig(Section):
@@ -286,6 +336,7 @@ class RunConfig(Section):
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     reward: RewardConfig = RewardConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    router: RouterConfig = RouterConfig()
     actor: ActorConfig = ActorConfig()
     critic: CriticConfig = CriticConfig()
     validation: ValidationConfig = ValidationConfig()

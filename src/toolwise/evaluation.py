@@ -9,6 +9,6 @@ from toolwise.types import ScoredRollout
 
 async def validate(run: Run) -> list[ScoredRollout]:
     """One rollout for each held-out task, greedy unless the configuration says otherwise."""
-    decisions = run.router.decide(run.validation_tasks, 1, run.progress.step, label="eval")
+    decisions = run.router.decide(run.validation_tasks, 1, run.progress.step, label="eval", explore=False)
     rollouts = await run.scheduler.roll_out(decisions, do_sample=run.config.validation.do_sample)
     return await score(run, rollouts)

@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from toolwise.advantages import credit, equal_scores_teach, least_group
+from toolwise.deliberation import annotate_added
 from toolwise.errors import RewardError
 from toolwise.protocols import Metrics
 from toolwise.rewards.align import align_rollouts
 from toolwise.rollout.watchdog import Watchdog
 from toolwise.run import Run
 from toolwise.summary import mean, summarize
+from toolwise.thinking.groups import Deliberations
+from toolwise.thinking.stage import attach
 from toolwise.tools import isolation
 from toolwise.types import CreditedRollout, Rollout, RouteDecision, ScoredRollout
 from toolwise.waiting import abandoned
@@ -35,9 +38,9 @@ async def train_step(run: Run) -> Turn:
     with Watchdog() as watchdog:
         scored, usable, counts = await collect(run)
     rolled_out = time.perf_counter()
-    annotated = run.learner.annotate(usable)
-    credited, credit_metrics = credit(run.estimator, annotated)
-    metrics = run.learner.update(credited) | run.router.learn(scored) | credit_metrics
+    thought, thinking_metrics = await think(run, scored, usable)
+    credited, metrics = improve(run, usable, thought)
+    metrics |= run.router.learn(scored) | thinking_metrics
     run.policy.version = run.learner.version
     run.queue.advance()
     run.progress.step += 1
@@ -68,6 +71,7 @@ async def collect(run: Run) -> tuple[list[ScoredRollout], list[ScoredRollout], M
     scored: list[ScoredRollout] = []
     usable: list[ScoredRollout] = []
     shares: list[float] = []
+    prompt_of: dict[str, str] = {}
     dropped = 0
     refills = algorithm.max_refills if algorithm.zero_std_groups == "refill" else 0
     for attempt in range(1 + refills):
@@ -75,7 +79,7 @@ async def collect(run: Run) -> tuple[list[ScoredRollout], list[ScoredRollout], M
         step = run.progress.step
         decisions = run.router.decide(tasks, run.config.rollout.n, step, label=f"step{'-more' * attempt}")
         if attempt:
-            run.queue.give_back(len(decisions))
+            run.queue.give_back(len(tasks))
         rollouts = await roll_out(run, decisions)
         batch = await score(run, rollouts)
         kept, share, lost = select(
@@ -88,7 +92,8 @@ async def collect(run: Run) -> tuple[list[ScoredRollout], list[ScoredRollout], M
         usable += kept
         shares.append(share)
         dropped += lost
-        if len({s.rollout.group_id for s in usable}) >= batch_size:
+        prompt_of |= {d.group_id: d.prompt_id or d.group_id for d in decisions}
+        if len({prompt_of[s.rollout.group_id] for s in usable}) >= batch_size:
             break
     counts = {
         "frac_zero_std": mean(shares),
@@ -99,23 +104,56 @@ async def collect(run: Run) -> tuple[list[ScoredRollout], list[ScoredRollout], M
 
 
 async def roll_out(run: Run, decisions: Sequence[RouteDecision]) -> list[Rollout]:
-    """Rollouts through the queue, a group at a time, in the order of their admission."""
+    """Rollouts through the queue, a prompt at a time with all its routes, in the order of their admission."""
+    prompts: dict[str, list[int]] = defaultdict(list)
+    for place, decision in enumerate(decisions):
+        prompts[decision.prompt_id or decision.group_id].append(place)
+    prompt_of = {place: prompt for prompt, places in prompts.items() for place in places}
 
     async def produce() -> None:
         try:
-            tickets = [await run.queue.admit() for _ in decisions]
+            tickets = {prompt: await run.queue.admit() for prompt in prompts}
+            whole: dict[str, list[Rollout]] = defaultdict(list)
+            missing = {prompt: len(places) for prompt, places in prompts.items()}
             async for group in run.scheduler.groups(decisions, do_sample=run.config.rollout.do_sample):
-                run.queue.put(tickets[group[0].batch_data_id], group)
+                prompt = prompt_of[group[0].batch_data_id]
+                whole[prompt] += group
+                missing[prompt] -= 1
+                if not missing[prompt]:
+                    rollouts = sorted(whole.pop(prompt), key=lambda r: (r.batch_data_id, r.rollout_offset))
+                    run.queue.put(tickets[prompt], rollouts)
         except Exception as fault:
             run.queue.fail(fault)
 
     producer = asyncio.create_task(produce())
     try:
-        deliveries = await run.queue.take(len(decisions))
+        deliveries = await run.queue.take(len(prompts))
     finally:
         producer.cancel()  # done, unless somebody ended the waiting
         await asyncio.wait({producer})
     return [rollout for delivery in deliveries for rollout in delivery.group]
+
+
+def improve(run: Run, usable: Sequence[ScoredRollout], thought: Deliberations) -> tuple[list[CreditedRollout], Metrics]:
+    """The actor's lesson from what can be learned from; none where it is to stay as it is while the router learns."""
+    if not run.config.router.train_actor:
+        return [], {}
+    annotated = attach(run.learner.annotate(usable), thought)
+    credited, metrics = credit(run.estimator, annotated)
+    if run.thinking is not None:
+        credited = annotate_added(run.learner, credited)
+    return credited, run.learner.update(credited) | metrics
+
+
+async def think(
+    run: Run, scored: Sequence[ScoredRollout], usable: Sequence[ScoredRollout]
+) -> tuple[Deliberations, Metrics]:
+    """What the other thinking levels would have thought, where the run wants to know."""
+    if run.thinking is None:
+        return {}, {}
+    found = await run.thinking.think(scored, usable, turn=run.progress.step)
+    run.thinking.end_step()
+    return found
 
 
 async def score(run: Run, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:

@@ -43,6 +43,10 @@ def _folder_that_is_there(value: Any, folder: Path) -> Any:
     return placed if isinstance(value, str) and value and Path(placed).is_dir() else value
 
 
+def _wording(value: Any, folder: Path) -> Any:
+    return value if value == "silent" else _path(value, folder)
+
+
 def _reference(value: Any, folder: Path) -> Any:
     if not isinstance(value, str):
         return value
@@ -66,6 +70,8 @@ _PLACES: dict[str, Place] = {
     "model.path": _folder_that_is_there,
     "critic.path": _folder_that_is_there,
     "tools.*": _tool,
+    "router.labels": _path,
+    "router.wording": _wording,
     "env.name": _reference,
     "env.interaction": _reference,
     "env.kwargs.format_observation": _reference,
@@ -74,4 +80,5 @@ _PLACES: dict[str, Place] = {
     "reward.function": _reference,
     "reward.parts.*.function": _reference,
     "reward.sandbox.read.*": _path,
+    "algorithm.rlvcr.levels": _path,
 }

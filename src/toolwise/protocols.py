@@ -44,6 +44,9 @@ class Generation:
     logprobs: Sequence[float]
     finish_reason: Literal["stop", "length"]
     policy_version: int
+    """Of the weights; of the oldest where they changed on the way."""
+    token_versions: Sequence[int] | None = None
+    """One a token, where they are not all the same."""
 
 
 @runtime_checkable

@@ -13,6 +13,7 @@ from toolwise.advantages import build_estimator, least_group
 from toolwise.checkpoint import Randomness, Registry
 from toolwise.config import RunConfig
 from toolwise.data import Batches, load_tasks
+from toolwise.deliberation import build_stage, check_thinking, rlvcr_of, watched
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.catalog import build_env_factory
 from toolwise.errors import ConfigError
@@ -22,6 +23,7 @@ from toolwise.rollout.queue import RolloutQueue
 from toolwise.rollout.scheduler import RolloutScheduler
 from toolwise.routing.direct import DirectRouter
 from toolwise.scoring import Scoring, Source, build_scoring
+from toolwise.thinking.stage import ThinkingStage
 from toolwise.tools import isolation
 from toolwise.tools.base import BaseTool
 from toolwise.tools.catalog import build_tools
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from toolwise.learner.actor import Actor
     from toolwise.policies.local import LocalPolicy
     from toolwise.rollout.chat import ChatTokenizer
+    from toolwise.routing.learned import LearnedRouter
 
 log = logging.getLogger("toolwise")
 
@@ -62,7 +65,7 @@ class Run:
     config: RunConfig
     batches: Batches
     validation_tasks: Sequence[Task]
-    router: DirectRouter
+    router: DirectRouter | LearnedRouter
     scheduler: RolloutScheduler
     policy: LocalPolicy
     scoring: Scoring
@@ -71,6 +74,8 @@ class Run:
     chat: ChatTokenizer
     queue: RolloutQueue[list[Rollout]]
     progress: Progress = field(default_factory=Progress)
+    thinking: ThinkingStage | None = None
+    """Thinks steps over again at other levels, where `algorithm.rlvcr.enable` is set."""
 
     def close(self) -> None:
         """Ends the worker processes of rewards and tools."""
@@ -86,6 +91,8 @@ class Run:
         registry.register("progress", self.progress)
         registry.register("queue", self.queue)
         registry.register("randomness", Randomness())
+        if self.thinking is not None:
+            registry.register("thinking", self.thinking)
         return registry
 
 
@@ -108,6 +115,7 @@ def assemble(
         held_out = (
             validation_tasks if validation_tasks is not None else load_split(config, "val", config.data.val_limit)
         )
+        train = _labelled(config, train)
         for task in (*train, *held_out):
             check_tools(task, found_tools)
         scoring.check([*train, *held_out])
@@ -141,15 +149,36 @@ def _with_model(
         config=config,
         batches=batches,
         validation_tasks=held_out,
-        router=DirectRouter(config.seed),
+        router=_router(config, learner, policy.chat, tools, batches.tasks),
         scheduler=build_scheduler(config, policy, tools),
         policy=policy,
         scoring=scoring,
         learner=learner,
-        estimator=estimator,
+        estimator=watched(config, estimator),
         chat=policy.chat,
         queue=RolloutQueue(per_update=config.data.batch_size),
+        thinking=build_stage(config, policy, policy.model, policy.chat, learner.settings.cut),
     )
+
+
+def _labelled(config: RunConfig, tasks: Sequence[Task]) -> Sequence[Task]:
+    if config.router.labels is None:
+        return tasks
+    from toolwise.labelling.labels import join_labels, read_labels
+
+    joined = join_labels(tasks, read_labels(config.router.labels))
+    log.info("%s: %s", config.router.labels, joined.describe())
+    return joined.tasks
+
+
+def _router(
+    config: RunConfig, learner: Actor, chat: ChatTokenizer, tools: dict[str, BaseTool], tasks: Sequence[Task]
+) -> DirectRouter | LearnedRouter:
+    if learner.router is None:
+        return DirectRouter(config.seed)
+    from toolwise.learner.router_building import build_router
+
+    return build_router(config, learner.router, chat, tools if config.multi_turn.enable else {}, tasks)
 
 
 def _critic_model(config: RunConfig, path: str) -> Any:
@@ -163,6 +192,9 @@ def local_policy(config: RunConfig, path: str) -> LocalPolicy:
     from toolwise.models import load_model, locate
 
     locate(path)
+    engine = config.rollout.engine
+    if engine == "vllm":
+        raise ConfigError('rollout.engine is "vllm", which this command cannot train with: use "toolwise"')
     settle_threads(config)  # not before now: a fault in the input is told without waiting for torch
     from toolwise.policies.local import LocalPolicy
 
@@ -177,6 +209,8 @@ def local_policy(config: RunConfig, path: str) -> LocalPolicy:
         parser=rollout.tool_parser,
         max_batch=rollout.max_batch,
         on_change=rollout.on_template_change,
+        engine=engine,
+        deterministic=config.deterministic,
     )
 
 
@@ -257,11 +291,14 @@ def settle_threads(config: RunConfig) -> None:
 def estimator_of(config: RunConfig) -> AdvantageEstimator:
     algorithm = config.algorithm
     settings = {**algorithm.model_dump(), "norm_by_std": algorithm.norm_adv_by_std, "per": algorithm.gae_per}
+    if algorithm.adv_estimator == "rlvcr":
+        return rlvcr_of(config, build_estimator(algorithm.rlvcr.base, **settings))
     return build_estimator(algorithm.adv_estimator, **settings)
 
 
 def check_learnable(config: RunConfig) -> None:
     """Settings under which nothing could ever be learned."""
+    check_thinking(config)
     if config.rollout.n < least_group(estimator_of(config)):
         raise ConfigError(
             f"rollout.n is {config.rollout.n}: {config.algorithm.adv_estimator} compares the rollouts of one task with "

@@ -14,7 +14,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import tomli_w
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
@@ -25,6 +25,12 @@ Location = tuple[int | str, ...]
 
 SHOWN_ERRORS = 3
 SHOWN_KEYS = 8
+
+
+class Section(BaseModel):
+    """A table of a configuration: nothing unknown, nothing changed afterwards."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def read_settings(path: str | Path) -> dict[str, Any]:

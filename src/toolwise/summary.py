@@ -37,6 +37,23 @@ def summarize(scored: Sequence[ScoredRollout]) -> Metrics:
     metrics |= {f"tokens/{how}": float(turns[how]) for how in ("clean", "realigned", "forked")}
     for kind, count in Counter(s.result.error.kind for s in scored if s.result.error).items():
         metrics[f"reward/errors/{kind}"] = float(count)
+    return metrics | by_route(scored)
+
+
+def by_route(scored: Sequence[ScoredRollout]) -> Metrics:
+    """What came of each route: the share of rollouts that took it, their score and their cost."""
+    routes: dict[str, list[ScoredRollout]] = defaultdict(list)
+    for s in scored:
+        if s.rollout.route is not None:
+            routes[s.rollout.route].append(s)
+    metrics: Metrics = {}
+    for route, members in sorted(routes.items()):
+        counted = [s.score for s in members if s.result.counts]
+        metrics |= {
+            f"route/{route}/share": len(members) / len(scored),
+            f"route/{route}/cost": mean([s.rollout.usage.cost for s in members]),
+        }
+        metrics |= {f"route/{route}/score": mean(counted)} if counted else {}
     return metrics
 
 
@@ -53,7 +70,7 @@ def summarize_validation(scored: Sequence[ScoredRollout], held_out_tools: Collec
         kind = s.rollout.task.extra_info.get("kind")
         if kind is not None:
             kinds[str(kind)].append(s)
-    return _figures(scored) | {"by_kind": {kind: _figures(kinds[kind]) for kind in sorted(kinds)}}
+    return _figures(scored) | by_route(scored) | {"by_kind": {kind: _figures(kinds[kind]) for kind in sorted(kinds)}}
 
 
 def validation_metrics(figures: Mapping[str, Any]) -> Metrics:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -14,6 +14,9 @@ from toolwise.errors import ConfigError, DataError, ModelError
 from toolwise.messages import Message
 from toolwise.models import load_model
 
+if TYPE_CHECKING:
+    from toolwise.learner.supervised import SupervisedSettings
+
 
 def teach_model(
     model_path: str, data: str | Path | Sequence[Mapping[str, Any]], out: Path, settings: Mapping[str, Any]
@@ -21,17 +24,10 @@ def teach_model(
     """Teach the model at `model_path` on `data` and save it to `out`; gives the first and the last figures."""
     from rich.progress import track
 
-    from toolwise.learner.supervised import SupervisedSettings, teach_steps, tokenize_conversation
+    from toolwise.learner.lora import Adapters, LoraSettings
+    from toolwise.learner.supervised import teach_steps, tokenize_conversation
 
-    show = bool(settings.get("progress", False))
-    given = {name: value for name, value in settings.items() if name != "progress"}
-    known = {field.name for field in fields(SupervisedSettings)}
-    unknown = sorted(set(given) - known)
-    if unknown:
-        raise ConfigError(f"sft has no setting {unknown[0]!r}; it has: {', '.join(sorted(known))}")
-    taught = SupervisedSettings(**given)
-    if taught.steps < 1 or taught.row_tokens < 2:
-        raise ConfigError(f"sft needs steps >= 1 and row_tokens >= 2, not {taught.steps} and {taught.row_tokens}")
+    taught = _read_settings(settings)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not an empty folder: choose another one for the taught model")
     path = Path(data) if isinstance(data, str | Path) else Path("data")
@@ -50,12 +46,33 @@ def teach_model(
         examples.append(example)
     if not examples:
         raise DataError(f"{path}: there are no conversations to teach on")
+    rank = taught.lora_rank
+    adapters = Adapters(model, LoraSettings(rank, taught.lora_alpha)) if rank else None
     steps = teach_steps(model, examples, taught, pad_id=chat.pad_id)
-    figures = list(track(steps, "teaching", total=taught.steps, disable=not show))
+    figures = list(track(steps, "teaching", total=taught.steps, disable=not settings.get("progress")))
     out.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(out)
+    if adapters is not None:
+        adapters.save_merged(out)
+    else:
+        model.save_pretrained(out)
     chat.tokenizer.save_pretrained(out)
     return {"first_loss": figures[0]["loss"], **figures[-1]}
+
+
+def _read_settings(settings: Mapping[str, Any]) -> SupervisedSettings:
+    from toolwise.learner.supervised import SupervisedSettings
+
+    given = {name: value for name, value in settings.items() if name != "progress"}
+    known = {field.name for field in fields(SupervisedSettings)}
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise ConfigError(f"sft has no setting {unknown[0]!r}; it has: {', '.join(sorted(known))}")
+    taught = SupervisedSettings(**given)
+    if taught.steps < 1 or taught.row_tokens < 2:
+        raise ConfigError(f"sft needs steps >= 1 and row_tokens >= 2, not {taught.steps} and {taught.row_tokens}")
+    if taught.lora_rank < 0:
+        raise ConfigError(f"sft needs lora_rank >= 0, not {taught.lora_rank}; 0 teaches the whole model")
+    return taught
 
 
 def read_conversation(

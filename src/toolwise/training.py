@@ -110,6 +110,8 @@ class Training:
         scored = await validate(self.run)
         figures = summarize_validation(scored, self.run.config.multi_turn.held_out_tools)
         metrics = validation_metrics(figures)
+        if self.run.thinking is not None:
+            metrics |= {f"eval/{name}": value for name, value in self.run.thinking.measure(scored).items()}
         self.metrics.log(step, metrics)
         write_records(self.out / "rollouts", f"eval-{step:06d}", scored, [])
         if self.console is not None:
@@ -157,6 +159,7 @@ class Training:
     def _save_model(self, folder: Path) -> None:
         self.run.learner.save_model(folder)
         self.run.chat.tokenizer.save_pretrained(folder)
+        self.run.router.save(folder)
 
     def _summarize(self) -> dict[str, Any]:
         run = self.run

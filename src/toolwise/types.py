@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from toolwise.thinking.groups import Deliberation
+
     Floats = NDArray[np.float32]
 
 Messages = Annotated[
@@ -167,6 +169,10 @@ class RouteDecision:
     """Names of the tools on offer; None offers the task's own."""
     route: str | None = None
     log_prob: float | None = None
+    forbidden: tuple[str, ...] = ()
+    """Tools that are shown and refused when called."""
+    prompt_id: str = ""
+    """The prompt that the group is of, where a prompt has several: one for each route."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +182,8 @@ class Usage:
     calls: Mapping[str, int] = field(default_factory=dict)
     """tool name -> calls made, failed ones included"""
     failed_calls: Mapping[str, int] = field(default_factory=dict)
-    """kind of failure (unknown_tool, bad_json, bad_arguments, exception, timeout, tool_error, server_down) -> count"""
+    """kind of failure (unknown_tool, forbidden_tool, bad_json, bad_arguments, exception, timeout, tool_error,
+    server_down) -> count"""
     cost: float = 0.0
     """The sum of the prices of the calls made."""
     prompt_tokens: int = 0
@@ -293,6 +300,8 @@ class AnnotatedRollout:
     old_logprobs: tuple[Floats, ...] | None = None
     ref_logprobs: tuple[Floats, ...] | None = None
     values: tuple[Floats, ...] | None = None
+    thinking: Deliberation | None = None
+    """What the other thinking levels would have thought at its steps, and how they like its actions."""
 
 
 @dataclass(frozen=True, slots=True)

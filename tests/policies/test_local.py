@@ -30,9 +30,13 @@ def loaded() -> tuple[Any, Any]:
     return load_model("builtin:small", device="cpu")
 
 
-def local(max_new_tokens: int = 6, *, max_batch: int = 256, **sampling: Any) -> LocalPolicy:
+ENGINES: list[Any] = ["toolwise", "transformers"]
+
+
+def local(max_new_tokens: int = 6, *, max_batch: int = 256, engine: Any = "toolwise", **sampling: Any) -> LocalPolicy:
     model, chat = loaded()
-    return LocalPolicy(model, chat, Sampling(max_new_tokens=max_new_tokens, **sampling), max_batch=max_batch)
+    drawn = Sampling(max_new_tokens=max_new_tokens, **sampling)
+    return LocalPolicy(model, chat, drawn, max_batch=max_batch, engine=engine)
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
@@ -49,7 +53,7 @@ def prompt(i: int = 0) -> list[int]:
 
 @contextmanager
 def watched(look: Any) -> Iterator[None]:
-    handle = loaded()[0].register_forward_pre_hook(look, with_kwargs=True)
+    handle = loaded()[0].get_decoder().register_forward_pre_hook(look, with_kwargs=True)
     try:
         yield
     finally:
@@ -76,44 +80,66 @@ def test_it_is_every_kind_of_policy() -> None:
     assert isinstance(policy, SessionPolicy)
 
 
-def test_requests_made_together_are_one_batch() -> None:
-    async def ask(policy: LocalPolicy) -> list[Generation]:
-        return await asyncio.gather(
-            *(policy.generate(prompt(i), Sampling(max_new_tokens=2, seed=i)) for i in range(40))
-        )
+async def ask_many(policy: LocalPolicy, count: int, new: int) -> list[Generation]:
+    return await asyncio.gather(
+        *(policy.generate(prompt(i), Sampling(max_new_tokens=new, seed=i)) for i in range(count))
+    )
 
+
+def test_requests_made_together_are_one_batch() -> None:
     with prefills_seen() as rows:
-        results = run(ask(local()))
+        results = run(ask_many(local(engine="transformers"), 40, 2))
     assert rows == [40]
     assert all(len(r.token_ids) == 2 for r in results)
 
 
-def test_requests_that_come_while_others_do_are_gathered_too() -> None:
-    async def late(policy: LocalPolicy, i: int) -> Generation:
+def test_requests_made_together_run_together_in_the_engine() -> None:
+    policy = local()
+    results = run(ask_many(policy, 40, 2))
+    assert policy.metrics()["engine/steps"] <= 4
+    assert all(len(r.token_ids) == 2 for r in results)
+
+
+async def ask_late(policy: LocalPolicy) -> None:
+    async def late(i: int) -> Generation:
         for _ in range(i % 7):
             await asyncio.sleep(0)
         return await policy.generate(prompt(i), Sampling(max_new_tokens=2))
 
-    async def ask(policy: LocalPolicy) -> None:
-        await asyncio.gather(*(late(policy, i) for i in range(40)))
+    await asyncio.gather(*map(late, range(40)))
 
+
+def test_requests_that_come_while_others_do_are_gathered_too() -> None:
     with prefills_seen() as rows:
-        run(ask(local()))
+        run(ask_late(local(engine="transformers")))
     assert len(rows) <= 2
     assert sum(rows) == 40
 
 
-def test_no_batch_is_larger_than_allowed_and_everyone_is_served() -> None:
-    async def ask(policy: LocalPolicy) -> list[Generation]:
-        return await asyncio.gather(*(policy.generate(prompt(i), Sampling(max_new_tokens=1)) for i in range(40)))
+def test_the_engine_takes_in_whoever_comes_while_it_works() -> None:
+    policy = local()
+    run(ask_late(policy))
+    assert policy.metrics()["engine/steps"] < 20
 
+
+def test_no_batch_is_larger_than_allowed_and_everyone_is_served() -> None:
     with prefills_seen() as rows:
-        results = run(ask(local(max_batch=16)))
+        results = run(ask_many(local(max_batch=16, engine="transformers"), 40, 1))
     assert rows == [16, 16, 8]
     assert len(results) == 40
 
 
-def test_everyone_gets_their_own_answer() -> None:
+def test_no_more_run_in_the_engine_than_allowed_and_everyone_is_served() -> None:
+    policy = local(max_batch=16)
+    running: list[int] = []
+    with watched(lambda module, args, kwargs: running.append(len(policy.engine.scheduler.running))):  # type: ignore[union-attr]
+        results = run(ask_many(policy, 40, 3))
+    assert max(running) == 16
+    assert len(results) == 40
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_everyone_gets_their_own_answer(engine: str) -> None:
     samplings = [Sampling(max_new_tokens=4, seed=i, temperature=3.0) for i in range(12)]
 
     async def ask(policy: LocalPolicy) -> list[Generation]:
@@ -123,13 +149,14 @@ def test_everyone_gets_their_own_answer() -> None:
     async def one(policy: LocalPolicy, i: int) -> Generation:
         return await policy.generate(prompt(i % 3), samplings[i])
 
-    together = run(ask(local()))
+    together = run(ask(local(engine=engine)))
     for i, result in enumerate(together):
-        assert list(run(one(local(), i)).token_ids) == list(result.token_ids)
+        assert list(run(one(local(engine=engine), i)).token_ids) == list(result.token_ids)
 
 
-def test_a_failing_model_is_told_to_every_requester_and_the_policy_recovers() -> None:
-    policy = local()
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_failing_model_is_told_to_every_requester_and_the_policy_recovers(engine: str) -> None:
+    policy = local(engine=engine)
 
     def fail(module: Any, args: Any, kwargs: Any) -> None:
         raise RuntimeError("out of memory")
@@ -149,19 +176,21 @@ def test_a_failing_model_is_told_to_every_requester_and_the_policy_recovers() ->
     assert all(isinstance(w, Generation) for w in well)
 
 
-def test_one_who_leaves_does_not_hurt_those_who_wait() -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_who_leaves_does_not_hurt_those_who_wait(engine: str) -> None:
     async def ask(policy: LocalPolicy) -> list[Any]:
         tasks = [asyncio.create_task(policy.generate(prompt(i), Sampling(max_new_tokens=2))) for i in range(5)]
         await asyncio.sleep(0)
         tasks[2].cancel()
         return await asyncio.gather(*tasks, return_exceptions=True)
 
-    results = run(ask(local()))
+    results = run(ask(local(engine=engine)))
     assert isinstance(results[2], asyncio.CancelledError)
     assert all(isinstance(r, Generation) for i, r in enumerate(results) if i != 2)
 
 
-def test_one_who_leaves_while_the_model_works_does_not_hurt_the_others() -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_who_leaves_while_the_model_works_does_not_hurt_the_others(engine: str) -> None:
     working = threading.Event()
 
     def look(module: Any, args: Any, kwargs: Any) -> None:
@@ -174,7 +203,7 @@ def test_one_who_leaves_while_the_model_works_does_not_hurt_the_others() -> None
         return await asyncio.gather(*tasks, return_exceptions=True)
 
     with watched(look):
-        results = run(ask(local()))
+        results = run(ask(local(engine=engine)))
     assert isinstance(results[0], asyncio.CancelledError)
     assert all(isinstance(r, Generation) for r in results[1:])
 
@@ -191,7 +220,8 @@ def test_a_whole_batch_that_leaves_does_not_strand_those_behind_it() -> None:
     assert all(isinstance(r, Generation) for r in results[3:])
 
 
-def test_tools_that_hang_in_the_loops_threads_do_not_stop_the_model() -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_tools_that_hang_in_the_loops_threads_do_not_stop_the_model(engine: str) -> None:
     free = threading.Event()
 
     async def ask(policy: LocalPolicy) -> Generation:
@@ -203,7 +233,7 @@ def test_tools_that_hang_in_the_loops_threads_do_not_stop_the_model() -> None:
             free.set()
             await asyncio.gather(*hung)
 
-    assert len(run(ask(local())).token_ids) == 2
+    assert len(run(ask(local(engine=engine))).token_ids) == 2
 
 
 def test_one_policy_serves_one_event_loop_after_another() -> None:
@@ -244,7 +274,7 @@ def test_results_name_the_version_of_the_weights() -> None:
     _, _, logprobs, _ = run(policy.get_action(QUESTION))
     assert logprobs is not None
     assert logprobs["policy_version"] == 12
-    assert policy.metrics() == {"policy/version": 12.0}
+    assert policy.metrics()["policy/version"] == 12.0
 
 
 def test_a_turn_ends_with_the_chats_end_token() -> None:
@@ -447,3 +477,32 @@ def test_the_parser_may_be_left_to_the_template() -> None:
 def test_a_parser_that_is_not_there_is_named() -> None:
     with pytest.raises(PolicyError, match=r"no tool parser 'hermess'; there is: .*hermes"):
         scripted(parser="hermess")
+
+
+def test_both_engines_draw_the_same_tokens() -> None:
+    drawn = [run(ask_many(local(engine=engine), 12, 10)) for engine in ENGINES]
+    for ours, theirs in zip(*drawn, strict=True):
+        assert list(ours.token_ids) == list(theirs.token_ids)
+        assert list(ours.logprobs) == pytest.approx(list(theirs.logprobs), abs=1e-4)
+
+
+def test_a_new_version_is_told_to_the_engine() -> None:
+    policy = local()
+    run(policy.generate(prompt(), Sampling(max_new_tokens=2)))
+    policy.version = 3
+    run(policy.generate(prompt(), Sampling(max_new_tokens=2)))
+    assert policy.version == 3
+    assert policy.metrics()["engine/reused_tokens"] == 0
+
+
+def test_a_model_that_the_engine_cannot_run_is_run_by_transformers(caplog: pytest.LogCaptureFixture) -> None:
+    model, chat = loaded()
+    trunk = model.get_decoder()
+    trunk.sinks = torch.zeros(1)
+    try:
+        policy = LocalPolicy(model, chat, Sampling(max_new_tokens=2))
+    finally:
+        del trunk.sinks
+    assert "LlamaForCausalLM cannot run in the engine: generating with transformers" in caplog.text
+    assert len(run(policy.generate(prompt(), Sampling(max_new_tokens=2))).token_ids) == 2
+    assert policy.metrics() == {"policy/version": 0.0}

@@ -18,6 +18,8 @@ from toolwise.advantages.gigpo import (
 from toolwise.advantages.grpo import Grpo, Rloo, compute_grpo_outcome_advantage
 from toolwise.advantages.hgpo import Hgpo
 from toolwise.advantages.reinforce import ReinforcePlusPlus, compute_reinforce_plus_plus_outcome_advantage
+from toolwise.advantages.rlvcr import Rlvcr, Watched
+from toolwise.advantages.rlvcr_tensors import compute_rlvcr_outcome_advantage
 from toolwise.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ ESTIMATORS: dict[str, Callable[..., AdvantageEstimator]] = {
     "hgpo": Hgpo,
     "gae": Gae,
     "reinforce_plus_plus": ReinforcePlusPlus,
+    "rlvcr": Rlvcr,
 }
 
 
@@ -54,12 +57,15 @@ __all__ = [
     "Hgpo",
     "ReinforcePlusPlus",
     "Rloo",
+    "Rlvcr",
     "StateAnchor",
+    "Watched",
     "apply_gigpo_to_batch_steps",
     "build_estimator",
     "compute_gae_advantage_return",
     "compute_grpo_outcome_advantage",
     "compute_reinforce_plus_plus_outcome_advantage",
+    "compute_rlvcr_outcome_advantage",
     "credit",
     "equal_scores_teach",
     "last_messages",

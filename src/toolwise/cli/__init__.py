@@ -44,12 +44,13 @@ def _root(
 
 
 def _register() -> None:
-    from toolwise.cli import check, data, demo, doctor, evaluate, export, init, rollout, score, sft, train
+    from toolwise.cli import check, data, demo, doctor, evaluate, export, init, rollout, run, score, sft, train
 
     app.command("demo")(demo.demo)
     app.command("train")(train.train)
     app.command("rollout")(rollout.rollout)
     app.command("eval")(evaluate.evaluate)
+    app.command("run")(run.run)
     app.command("sft")(sft.sft)
     app.command("export")(export.export)
     app.command("score")(score.score)

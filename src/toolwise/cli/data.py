@@ -46,6 +46,37 @@ def prepare(
 
 
 @app.command()
+def label(
+    file: Annotated[Path, typer.Argument(help="A .parquet, .jsonl or .json file of tasks.")],
+    base_url: Annotated[str, typer.Option(help="An OpenAI-compatible server, up to and including /v1.")] = "",
+    model: Annotated[str, typer.Option(help="The server's name for the model to ask.")] = "",
+    heuristic: Annotated[bool, typer.Option("--heuristic", help="By rules and ground truths, offline.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="A .jsonl or .csv beside the data, or a .parquet that has the data too. [default: FILE.labels.jsonl]",
+            show_default=False,
+        ),
+    ] = None,
+    tools: Annotated[list[str] | None, typer.Option(help="A tool that tasks offer by name; may be repeated.")] = None,
+    api_key_env: Annotated[str, typer.Option(help="The environment variable that holds the server's key.")] = "",
+    cache: Annotated[
+        Path | None, typer.Option(help="Where answers are kept. [default: OUT.cache.jsonl]", show_default=False)
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Questions at once at most.")] = 16,
+) -> None:
+    """Label tools with families, and rows with the route they want: for a warm start of the router. Never needed."""
+    from toolwise.cli.labelling import Asked, label_file
+
+    label_file(
+        file,
+        out if out is not None else file.with_name(f"{file.stem}.labels.jsonl"),
+        tools or [],
+        None if heuristic else Asked(base_url, model, api_key_env, cache, concurrency),
+    )
+
+
+@app.command()
 def stats(
     file: Annotated[Path, typer.Argument(help="A .parquet, .jsonl or .json file of tasks.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,

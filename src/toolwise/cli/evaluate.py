@@ -20,13 +20,32 @@ def evaluate(
     data: Annotated[Path | None, typer.Option(help="Other tasks than data.val.")] = None,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    budgets: Annotated[
+        str, typer.Option(help="Of a run with a router: accuracy against cost at 0,0.1,…,1, beside baselines.")
+    ] = "",
+    draws: Annotated[int, typer.Option(min=1, help="--budgets: rollouts of each task under each route.")] = 16,
+    metric: Annotated[str, typer.Option(help='--budgets: what counts. "auto": correct, or the score.')] = "auto",
+    otc: Annotated[
+        Path | None, typer.Option(help="--budgets: a run trained with a fewest-calls-among-correct reward.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="--budgets: where its files go. [default: frontier/ beside the checkpoint]")
+    ] = None,
+    store: Annotated[
+        bool, typer.Option(help="--budgets: put the thresholds that keep to them into the checkpoint.")
+    ] = True,
 ) -> None:
-    """Roll out and score, one rollout a task, and learn nothing."""
+    """Roll out and score, and learn nothing: one rollout a task, or with --budgets a whole frontier."""
+    if budgets:
+        from toolwise.cli.frontier import Asked, show_frontier
+
+        asked = Asked(budgets, draws, metric, otc, out, store)
+        return show_frontier(source, data, overrides or [], asked, as_json=as_json)
     from toolwise.api import evaluate as evaluate_model
     from toolwise.data import load_tasks
     from toolwise.errors import ConfigError
 
-    config, found = _resolve(source, model, overrides or [])
+    config, found = resolve(source, model, overrides or [])
     file = data or config.data.val
     if file is None:
         raise ConfigError(f"{source} names no data.val: add --data FILE")
@@ -36,9 +55,10 @@ def evaluate(
         typer.echo(json.dumps(figures, indent=2))
     else:
         _show(figures, found)
+    return None
 
 
-def _resolve(source: Path, model: str | None, overrides: list[str]) -> tuple[RunConfig, str]:
+def resolve(source: Path, model: str | None, overrides: list[str]) -> tuple[RunConfig, str]:
     """A run's configuration with its latest or a named checkpoint, or a file's configuration with its model."""
     from toolwise import checkpoint
     from toolwise.config import load_config

@@ -16,6 +16,7 @@ def sft(
     lr: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 1e-4,
     batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens a step.")] = 8192,
     row_tokens: Annotated[int, typer.Option(min=8, help="Tokens a packed row.")] = 1024,
+    lora_rank: Annotated[int, typer.Option(min=0, help="Teach adapters of this rank and merge them; 0: all.")] = 0,
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Supervised learning: loss on what the assistant wrote, rows packed end to end."""
@@ -29,6 +30,7 @@ def sft(
         lr=lr,
         batch_tokens=batch_tokens,
         row_tokens=row_tokens,
+        lora_rank=lora_rank,
         seed=seed,
         progress=True,
     )

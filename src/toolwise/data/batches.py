@@ -48,6 +48,11 @@ class Batches(Iterator[list[Task]]):
         self._order = self._permutation(0)
 
     @property
+    def tasks(self) -> list[Task]:
+        """All there are, in the order of the data."""
+        return self._tasks
+
+    @property
     def epoch(self) -> int:
         """The epoch, from 0, that the last batch came from."""
         return self._epoch

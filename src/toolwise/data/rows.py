@@ -36,6 +36,8 @@ KNOWN_COLUMNS = frozenset(
         "need_tools_kwargs",
         "evaluation_criteria",
         "termination_regex",
+        "router_target_action",
+        "tool_families",
     }
 )
 """Every other column is a keyword argument of the reward."""
@@ -44,6 +46,8 @@ TOOL_PHASES = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release
 _GIVEN_TO_REWARDS = frozenset(
     {"messages", "ground_truth", "rollouts_messages", "ground_truths", "group_messages", "step"}
 )
+_LABELS = ("router_target_action", "tool_families")
+"""Columns that `toolwise data label` adds: they go where a sidecar's labels go, into `extra_info`."""
 _LIFTED = frozenset({"tools", "tools_kwargs", "interaction_kwargs", "need_tools_kwargs"})
 
 
@@ -75,6 +79,9 @@ class _RowReader:
         self.number = number
         self.row = {key: _without_nulls(key, value) for key, value in row.items() if value is not None}
         self.extra = drop_nulls(self.object_of(self.row.get("extra_info"), "extra_info"))
+        self.extra |= {name: self.row[name] for name in _LABELS if name in self.row}
+        if isinstance(self.extra.get("tool_families"), str):
+            self.extra["tool_families"] = self.object_of(self.extra["tool_families"], "tool_families")
         self.reward_model = self.object_of(self.row.get("reward_model"), "reward_model")
 
     def error(self, field: str, problem: str) -> DataError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 from uuid import uuid4
@@ -46,6 +46,7 @@ class ToolEnv(BaseEnv):
         *,
         offered: Sequence[str] | None = None,
         unseen: Mapping[str, BaseTool] | None = None,
+        forbidden: Collection[str] = (),
         tool_timeout_s: float = 30.0,
         max_result_chars: int = 4000,
         gates: Mapping[str, Gate] | None = None,
@@ -55,6 +56,8 @@ class ToolEnv(BaseEnv):
         self.tools = {name: tools[name] for name in names if name in tools}
         # Those that live with the episode, though the agent can neither see nor call them.
         self._living = {**self.tools, **(unseen or {})}
+        # Those that the agent can see and not call: a route that leaves the prompt as it was.
+        self._forbidden = frozenset(forbidden)
         self.tool_timeout_s = tool_timeout_s
         self.max_result_chars = max_result_chars
         self.gates = gates if gates is not None else {}
@@ -94,7 +97,7 @@ class ToolEnv(BaseEnv):
             "calls": counted(call.name or "unreadable" for call in calls),
             "failed_calls": counted(o.failure for o in outcomes if o.failure),
             "tool_info": [o.info for o in outcomes],
-            "cost": sum(self.tools[call.name].price for call in calls if call.name in self.tools),
+            "cost": sum(self.tools[call.name].price for call in calls if self._may_call(call.name)),
         }
         down = [o.text for o in outcomes if o.infrastructure]
         if down:
@@ -130,11 +133,14 @@ class ToolEnv(BaseEnv):
         return await all_of(self._call(call) for call in calls)
 
     async def _call(self, call: ToolCall) -> CallOutcome:
-        tool = self.tools.get(call.name)
+        tool = self.tools.get(call.name) if self._may_call(call.name) else None
         if isinstance(call.arguments, str):
             return CallOutcome("error: the call is not a JSON object with name and arguments", failure="bad_json")
         if tool is None:
-            known = ", ".join(self.tools) or "none"
+            known = ", ".join(filter(self._may_call, self.tools)) or "none"
+            if call.name in self.tools:
+                text = f"error: {call.name} is not to be used for this request; tools: {known}"
+                return CallOutcome(self._shorten(text), failure="forbidden_tool")
             text = f"error: there is no tool {call.name!r}; tools: {known}"
             return CallOutcome(self._shorten(text), failure="unknown_tool")
         problems = validate_arguments(tool.tool_schema, call.arguments)
@@ -156,6 +162,9 @@ class ToolEnv(BaseEnv):
                 return CallOutcome(f"error: {call.name} {late}", failure="timeout")
             text = f"error: {call.name} failed: {type(fault).__name__}: {fault}"
             return CallOutcome(self._shorten(text), failure="exception")
+
+    def _may_call(self, name: str) -> bool:
+        return name in self.tools and name not in self._forbidden
 
     def _kwargs(self, name: str, which: str) -> dict[str, Any]:
         return self.task.tools_kwargs.get(name, {}).get(which) or {}

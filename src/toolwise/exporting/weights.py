@@ -20,7 +20,7 @@ def describe(folder: Path) -> str:
 
     names = {short: long for long, short in DTYPES.items()}
     count: Counter[str] = Counter()
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in _weights_of(folder):
         with safe_open(file, framework="pt") as weights:
             count.update(weights.get_slice(name).get_dtype() for name in weights.keys())  # noqa: SIM118
     if not count:
@@ -35,7 +35,7 @@ def convert(folder: Path, dtype: str) -> None:
     """All weights in `folder` to `dtype`, in place, and its config.json to say so; integers stay as they are."""
     if dtype not in DTYPES:
         raise ModelError(f"--dtype is {dtype!r}: use one of {', '.join(DTYPES)}")
-    sizes = [_convert_file(file, dtype) for file in sorted(folder.glob("*.safetensors"))]
+    sizes = [_convert_file(file, dtype) for file in _weights_of(folder)]
     for index in folder.glob("*.safetensors.index.json"):
         told = json.loads(index.read_bytes())
         told.setdefault("metadata", {})["total_size"] = sum(sizes)
@@ -43,6 +43,11 @@ def convert(folder: Path, dtype: str) -> None:
     config = json.loads((folder / "config.json").read_bytes())
     _say_dtype(config, dtype)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _weights_of(folder: Path) -> list[Path]:
+    """The model's; a router's head beside it stays in fp32 whatever the model is in."""
+    return [file for file in sorted(folder.glob("*.safetensors")) if file.name != "router.safetensors"]
 
 
 def _convert_file(file: Path, dtype: str) -> int:

@@ -24,6 +24,7 @@ from toolwise.learner.mini_batches import mini_batches
 from toolwise.learner.optimizer import Optimizer
 from toolwise.learner.packing import Packed
 from toolwise.learner.reference import reference_of
+from toolwise.learner.router_learner import Routed, RouterLearner
 from toolwise.learner.rows import require_tokens
 from toolwise.learner.settings import ActorSettings
 from toolwise.learner.terms import Sums, policy_terms
@@ -57,7 +58,9 @@ class Actor:
         needs: frozenset[Annotation] = frozenset(),
         critic: Critic | None = None,
         policy_fingerprint: Callable[[], str | None] | None = None,
+        beside: Sequence[Tensor] = (),
     ) -> None:
+        """`beside` are weights of others that its optimiser moves too."""
         if settings.kl == "loss":
             check_kl_loss(settings.kl_estimator)
         self.model = model
@@ -65,7 +68,8 @@ class Actor:
         self.critic = critic
         self.version = 0
         self.adapters = None if settings.lora is None else Adapters(model, settings.lora)
-        self.optimizer = Optimizer(model.parameters(), settings)
+        self.optimizer = Optimizer([*model.parameters(), *beside], settings)
+        self.router: RouterLearner | None = None
         self.kl = KlCoefficient(settings.kl_coef, settings.kl_target, settings.kl_horizon)
         self.canary = Canary(settings.canary, policy_fingerprint=policy_fingerprint)
         self.wanted = needs | _own_needs(settings, critic)
@@ -83,6 +87,19 @@ class Actor:
     def device(self) -> torch.device:
         found: torch.device = next(self.model.parameters()).device
         return found
+
+    def route(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        do_sample: bool = True,
+        seed: int = 0,
+        multipliers: Sequence[float] = (),
+    ) -> Routed:
+        """`router_logits` [batch, 3], `router_action` and `router_log_prob` of original prompts, as tokens."""
+        if self.router is None:
+            raise ConfigError("this actor has no router: set router.enable=true")
+        return self.router.route(prompts, do_sample=do_sample, seed=seed, multipliers=multipliers)
 
     def annotate(self, scored: Sequence[ScoredRollout]) -> list[AnnotatedRollout]:
         """Steps J, K and L of document 4: only what the estimator or the settings ask for is computed."""

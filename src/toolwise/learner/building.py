@@ -14,6 +14,7 @@ from toolwise.learner.critic import Critic, CriticSettings
 from toolwise.learner.forward import can_share_prefixes
 from toolwise.learner.lora import LoraSettings
 from toolwise.learner.pricing import PricedEstimator
+from toolwise.learner.router_building import build_head, build_router_learner
 from toolwise.learner.settings import ActorSettings
 from toolwise.protocols import AdvantageEstimator
 
@@ -37,7 +38,17 @@ def build_learner(
     settings = actor_settings(config)
     # A model that our attention cannot serve is computed padded: there a shared prefix would not fit the budget.
     settings = replace(settings, share_prefixes=settings.share_prefixes and can_share_prefixes(model))
-    actor = Actor(model, settings, needs=estimator.needs, critic=critic, policy_fingerprint=policy_fingerprint)
+    head = build_head(config, model) if config.router.enable else None
+    actor = Actor(
+        model,
+        settings,
+        needs=estimator.needs,
+        critic=critic,
+        policy_fingerprint=policy_fingerprint,
+        beside=[*head.parameters()] if head is not None and config.router.optimizer == "actor" else [],
+    )
+    if head is not None:
+        actor.router = build_router_learner(config, actor.model, head, actor.optimizer)
     priced = PricedEstimator(estimator, actor.kl) if config.algorithm.kl == "reward" else estimator
     return actor, priced
 

@@ -40,6 +40,9 @@ class SupervisedSettings:
     """Share of the steps over which the rate rises; it then falls to a tenth along a cosine."""
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0
+    lora_rank: int = 0
+    """0: the whole model learns; else adapters of that rank do, and are merged into what is saved."""
+    lora_alpha: float = 32.0
     seed: int = 0
 
 
@@ -143,9 +146,8 @@ def teach_steps(
 ) -> Iterator[dict[str, float]]:
     """Teach `model` in place, giving each step's figures."""
     device = next(model.parameters()).device
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=settings.lr, weight_decay=settings.weight_decay, betas=(0.9, 0.98)
-    )
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=settings.lr, weight_decay=settings.weight_decay, betas=(0.9, 0.98))
     model.train()
     source = batches(examples, settings)
     for step in range(settings.steps):
@@ -158,7 +160,7 @@ def teach_steps(
         logits = model.lm_head(hidden[at]).float()
         loss = cross_entropy(logits, labels[at])
         loss.backward()  # type: ignore[no-untyped-call]
-        norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_grad_norm))
+        norm = float(torch.nn.utils.clip_grad_norm_(weights, settings.max_grad_norm))
         if math.isfinite(norm):
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -1,22 +1,81 @@
-"""Batched generation over a stock `transformers` model: prefill each distinct prompt once, then decode together.
+"""Batched generation over any `transformers` model, as it is: prefill each distinct prompt once, decode together.
 
-Draws are keyed by (request seed, position), so a request's tokens do not depend on its companions, and log-probs are
-taken after temperature in fp32: what the learner must reproduce.
+For models that the engine cannot run, and `rollout.engine = "transformers"`. Tokens are drawn as the engine draws them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 from array import array
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from toolwise.engine import sampler
+from toolwise.engine.sampler import uniforms
 from toolwise.errors import PolicyError
 from toolwise.protocols import Generation, Sampling
+
+__all__ = ["Batches", "RoomyLayer", "draw", "generate_batch", "uniforms"]
+_Waiting = tuple[Sequence[int], Sampling, "asyncio.Future[Generation]"]
+
+
+class Batches:
+    """Requests that wait at the same time become one batch; those that come meanwhile wait for the next."""
+
+    def __init__(self, model: Any, pad_id: int, max_batch: int) -> None:
+        self.model, self.pad_id, self.max_batch = model, pad_id, max_batch
+        self.version = 0
+        self.linger_s = 0.002
+        self._waiting: list[_Waiting] = []
+        self._serving: asyncio.Task[None] | None = None
+        # A thread of its own: tools that hang in the loop's shared ones must not keep the model from working.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="toolwise-generate")
+
+    def weights_changed(self, version: int) -> None:
+        self.version = version
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
+        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        self._waiting.append((token_ids, sampling, future))
+        if self._serving is None or self._serving.done():
+            self._serving = asyncio.create_task(self._serve())
+        return await future
+
+    async def _serve(self) -> None:
+        """Take whoever waits, as one batch, until nobody does."""
+        while True:
+            await self._gather()
+            waiting = [w for w in self._waiting if not w[2].done()]
+            batch, self._waiting = waiting[: self.max_batch], waiting[self.max_batch :]
+            if not batch:
+                return
+            prompts, samplings, futures = zip(*batch, strict=True)
+            settings = {"pad_id": self.pad_id, "policy_version": self.version}
+            work = partial(generate_batch, self.model, prompts, samplings, **settings)
+            try:
+                results = await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            except Exception as fault:  # every requester hears of it; none waits for ever
+                for future in futures:
+                    if not future.done():
+                        future.set_exception(PolicyError(f"generation failed: {type(fault).__name__}: {fault}"))
+                continue
+            for future, result in zip(futures, results, strict=True):
+                if not future.done():
+                    future.set_result(result)
+
+    async def _gather(self) -> None:
+        """Let everyone who is about to ask do so: wait while more keep coming. A batch costs far more than this."""
+        await asyncio.sleep(0)
+        count = -1
+        while count < len(self._waiting) < self.max_batch:
+            count = len(self._waiting)
+            await asyncio.sleep(self.linger_s)
 
 
 class RoomyLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
@@ -59,33 +118,9 @@ def roomy_cache(layers: int) -> DynamicCache:
     return cache
 
 
-def uniforms(seeds: np.ndarray[Any, Any], positions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """One number in [0, 1) for each (seed, position): splitmix64, twice."""
-    with np.errstate(over="ignore"):
-        state = _mix(seeds.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15))
-        state = _mix(state ^ (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0xD1342543DE82EF95))
-    return np.asarray((state >> np.uint64(11)).astype(np.float64) * 2.0**-53)
-
-
-def _mix(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.asarray(x ^ (x >> np.uint64(31)))
-
-
 def draw(logits: torch.Tensor, samplings: Sequence[Sampling], position: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token a row and its log-prob after temperature."""
-    temperature = torch.tensor([s.temperature for s in samplings], device=logits.device)[:, None]
-    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
-    greedy = torch.tensor([not s.do_sample for s in samplings], device=logits.device)
-    tokens = logprobs.argmax(-1)
-    if not bool(greedy.all()):
-        seeds = np.array([s.seed & 0xFFFF_FFFF_FFFF_FFFF for s in samplings], dtype=np.uint64)
-        u = torch.from_numpy(uniforms(seeds, np.full(len(seeds), position))).to(logits.device)
-        cumulative = logprobs.double().exp().cumsum(-1)
-        sampled = torch.searchsorted(cumulative, (u * cumulative[:, -1])[:, None], right=True).squeeze(-1)
-        tokens = torch.where(greedy, tokens, sampled.clamp(max=logits.shape[-1] - 1))
-    return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
+    """One token a row, all at the same position of their replies, and its log-prob after temperature."""
+    return sampler.draw(logits, samplings, [position] * len(samplings))
 
 
 @torch.inference_mode()

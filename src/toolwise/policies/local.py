@@ -1,23 +1,22 @@
-"""The policy in this process: shares the learner's own model, and gathers waiting requests into one batch."""
+"""The policy in this process: an engine over the learner's own model, and an episode's tokens kept as they were."""
 
 from __future__ import annotations
 
-import asyncio
+import logging
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import Any, Literal
 
+from toolwise.engine import Engine, can_attend
 from toolwise.errors import ContextFullError, PolicyError
 from toolwise.messages import Message
-from toolwise.policies.decoding import generate_batch
+from toolwise.policies.decoding import Batches
 from toolwise.protocols import Generation, Metrics, Sampling
 from toolwise.rollout.chat import ChatTokenizer
 from toolwise.rollout.parsers import PARSERS, Parsed, sniff, to_action
 from toolwise.rollout.tokens import OnChange, TokenBuffer
 
-_Waiting = tuple[Sequence[int], Sampling, "asyncio.Future[Generation]"]
+log = logging.getLogger("toolwise.policies")
 
 
 class LocalPolicy:
@@ -32,21 +31,28 @@ class LocalPolicy:
         parser: str = "hermes",
         max_batch: int = 256,
         on_change: OnChange = "append",
+        engine: Literal["toolwise", "transformers"] = "toolwise",
+        deterministic: bool = False,
     ) -> None:
+        """`engine` "transformers" takes any model, in batches that end together; `deterministic` makes what "toolwise"
+        gives a request the same to the bit whatever else runs."""
         self.model = model
         self.chat = chat
         self.sampling = replace(sampling, stop_token_ids=sampling.stop_token_ids or (chat.end_id,))
         self.parse = _parser(parser, chat)
         self.on_change = on_change
-        self.max_batch = max_batch
         self.max_context = int(getattr(model.config, "max_position_embeddings", 0)) or 1 << 30
         self.vocabulary = int(getattr(model.config, "vocab_size", 0)) or 1 << 30
-        self.version = 0
-        self.linger_s = 0.002
-        self._waiting: list[_Waiting] = []
-        self._serving: asyncio.Task[None] | None = None
-        # A thread of its own: tools that hang in the loop's shared ones must not keep the model from working.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="toolwise-generate")
+        self.max_batch = max_batch
+        self.engine: Engine | Batches = _engine(engine, model, chat, max_batch, deterministic)
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self.engine.weights_changed(version)
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
         self._check(token_ids, sampling)
@@ -55,11 +61,7 @@ class LocalPolicy:
                 f"a prompt of {len(token_ids)} tokens and {sampling.max_new_tokens} new ones do not fit the model's "
                 f"{self.max_context}: shorten the prompt or lower rollout.max_new_tokens"
             )
-        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        self._waiting.append((token_ids, sampling, future))
-        if self._serving is None or self._serving.done():
-            self._serving = asyncio.create_task(self._serve())
-        return await future
+        return await self.engine.generate(token_ids, sampling)
 
     def _check(self, token_ids: Sequence[int], sampling: Sampling) -> None:
         """Refuse alone what would bring down the whole batch it is in."""
@@ -72,42 +74,6 @@ class LocalPolicy:
         if sampling.max_new_tokens < 1 or not sampling.temperature > 0:
             raise PolicyError("max_new_tokens must be at least 1 and temperature above 0 (do_sample=False is greedy)")
 
-    async def _serve(self) -> None:
-        """Take whoever waits, as one batch, until nobody does."""
-        while True:
-            await self._gather()
-            waiting = [w for w in self._waiting if not w[2].done()]
-            batch, self._waiting = waiting[: self.max_batch], waiting[self.max_batch :]
-            if not batch:
-                return
-            prompts, samplings, futures = zip(*batch, strict=True)
-            work = partial(
-                generate_batch,
-                self.model,
-                prompts,
-                samplings,
-                pad_id=self.chat.pad_id,
-                policy_version=self.version,
-            )
-            try:
-                results = await asyncio.get_running_loop().run_in_executor(self._thread, work)
-            except Exception as fault:  # every requester hears of it; none waits for ever
-                for future in futures:
-                    if not future.done():
-                        future.set_exception(PolicyError(f"generation failed: {type(fault).__name__}: {fault}"))
-                continue
-            for future, result in zip(futures, results, strict=True):
-                if not future.done():
-                    future.set_result(result)
-
-    async def _gather(self) -> None:
-        """Let everyone who is about to ask do so: wait while more keep coming. A batch costs far more than this."""
-        await asyncio.sleep(0)
-        count = -1
-        while count < len(self._waiting) < self.max_batch:
-            count = len(self._waiting)
-            await asyncio.sleep(self.linger_s)
-
     def session(self, *, seed: int, do_sample: bool, prompt_ids: Sequence[int] | None = None) -> LocalSession:
         return LocalSession(self, replace(self.sampling, seed=seed, do_sample=do_sample), prompt_ids)
 
@@ -119,7 +85,16 @@ class LocalPolicy:
         return await session.get_action(observation, available_tools_specs)
 
     def metrics(self) -> Metrics:
-        return {"policy/version": float(self.version)}
+        own = self.engine.metrics() if isinstance(self.engine, Engine) else {}
+        return {"policy/version": float(self.version)} | own
+
+
+def _engine(name: str, model: Any, chat: ChatTokenizer, max_batch: int, deterministic: bool) -> Engine | Batches:
+    if name == "toolwise" and can_attend(model):
+        return Engine(model, max_requests=max_batch, deterministic=deterministic, decode=chat.decode)
+    if name == "toolwise":
+        log.warning("%s cannot run in the engine: generating with transformers", type(model).__name__)
+    return Batches(model, chat.pad_id, max_batch)
 
 
 def _parser(name: str, chat: ChatTokenizer) -> Callable[[str], Parsed]:

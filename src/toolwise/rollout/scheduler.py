@@ -175,6 +175,7 @@ class RolloutScheduler:
             decision.task,
             self.tools,
             offered=decision.tools,
+            forbidden=decision.forbidden,
             tool_timeout_s=self.tool_timeout_s,
             max_result_chars=self.max_result_chars,
             gates=self.limits.tools,

@@ -17,7 +17,9 @@ class DirectRouter:
 
     seed: int
 
-    def decide(self, tasks: Sequence[Task], n: int, step: int, *, label: str = "step") -> list[RouteDecision]:
+    def decide(
+        self, tasks: Sequence[Task], n: int, step: int, *, label: str = "step", explore: bool = True
+    ) -> list[RouteDecision]:
         # A task that comes up again within a step, under another label, must not repeat its rollouts.
         salt = 0 if label == "step" else zlib.crc32(label.encode()) << 24
         return [
@@ -33,6 +35,9 @@ class DirectRouter:
 
     def learn(self, scored: Sequence[ScoredRollout]) -> Metrics:
         return {}
+
+    def save(self, folder: Any) -> None:
+        """There is nothing to save beside the weights."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -44,18 +44,18 @@ def draw_curves(run_dir: str | os.PathLike[str], out_png: str | os.PathLike[str]
 
 def render_curves(run: RunFolder, palette: Palette = LIGHT) -> bytes:
     panels = _panels(run)
-    figure = _new_figure(palette, (1200, 700))
+    figure = new_figure(palette, (1200, 700))
     figure.text(0.06, 0.955, _plain(run.name), color=palette.ink, fontsize=14, fontweight="bold", va="center")
     figure.text(0.06, 0.908, _headline_text(run), color=palette.muted, fontsize=10, va="center")
     if not panels:
         figure.text(0.5, 0.5, "nothing logged yet", color=palette.muted, ha="center", fontsize=12)
-        return _png(figure)
+        return png(figure)
     grid = figure.add_gridspec(1, len(panels), left=0.06, right=0.975, top=0.775, bottom=0.11, wspace=0.2)
     for column, draw in enumerate(panels):
         axes = figure.add_subplot(grid[0, column])
-        _style(axes, palette)
+        style(axes, palette)
         draw(axes, run, palette)
-    return _png(figure)
+    return png(figure)
 
 
 def draw_seeds(run_dirs: Sequence[str | os.PathLike[str]], out_png: str | os.PathLike[str]) -> Path:
@@ -65,9 +65,9 @@ def draw_seeds(run_dirs: Sequence[str | os.PathLike[str]], out_png: str | os.Pat
     curves = [series for run in runs if (series := run.series(f"eval/{name}"))[0]]
     if not curves:
         raise ToolwiseError(f"no validation lines in {', '.join(map(str, run_dirs)) or 'no runs'}; nothing to draw")
-    figure = _new_figure(LIGHT, (900, 560))
+    figure = new_figure(LIGHT, (900, 560))
     axes = figure.add_axes((0.09, 0.12, 0.87, 0.76))
-    _style(axes, LIGHT)
+    style(axes, LIGHT)
     for index, (steps, values) in enumerate(curves):
         label = f"{len(curves)} runs, one line each" if index == 0 else None
         axes.plot(steps, values, color=LIGHT.before, linewidth=1.3, label=label, zorder=2)
@@ -76,10 +76,10 @@ def draw_seeds(run_dirs: Sequence[str | os.PathLike[str]], out_png: str | os.Pat
         by_step = [dict(zip(*curve, strict=True)) for curve in curves]
         mean = [sum(values[step] for values in by_step) / len(by_step) for step in shared]
         axes.plot(shared, mean, color=LIGHT.after, linewidth=2.4, marker="o", markersize=5, label="mean", zorder=3)
-    _title(axes, f"{_words(name)}, held-out tasks", LIGHT)
-    _finish_steps(axes, LIGHT, share=name == "correct")
+    title(axes, f"{_words(name)}, held-out tasks", LIGHT)
+    finish_steps(axes, LIGHT, share=name == "correct")
     out = Path(out_png)
-    out.write_bytes(_png(figure))
+    out.write_bytes(png(figure))
     return out
 
 
@@ -112,15 +112,15 @@ def _training_names(name: str) -> tuple[str, ...]:
 def _draw_measure(axes: Any, run: RunFolder, palette: Palette) -> None:
     name = _measure(run) or "score"
     _draw_series(axes, run.series(*_training_names(name)), run.series(f"eval/{name}"), palette.after)
-    _title(axes, _words(name), palette)
-    _finish_steps(axes, palette, share=name == "correct")
+    title(axes, _words(name), palette)
+    finish_steps(axes, palette, share=name == "correct")
 
 
 def _draw_cost(axes: Any, run: RunFolder, palette: Palette) -> None:
     _draw_series(axes, run.series("cost/mean"), run.series("eval/cost"), palette.cost)
-    _title(axes, "cost of tools, per task", palette)
+    title(axes, "cost of tools, per task", palette)
     axes.set_ylim(bottom=0)
-    _finish_steps(axes, palette, share=False)
+    finish_steps(axes, palette, share=False)
 
 
 def _draw_series(axes: Any, training: Series, validation: Series, colour: str) -> None:
@@ -164,7 +164,7 @@ def _draw_kinds(axes: Any, run: RunFolder, palette: Palette) -> None:
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="x", length=0)
     of = f" ({len(shown)} of {len(rows)})" if len(shown) < len(rows) else ""
-    _title(axes, f"share correct by kind{of}", palette)
+    title(axes, f"share correct by kind{of}", palette)
     _legend(axes, palette)
 
 
@@ -199,7 +199,7 @@ def _smooth(values: Sequence[float]) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def _new_figure(palette: Palette, size_px: tuple[int, int]) -> Any:
+def new_figure(palette: Palette, size_px: tuple[int, int]) -> Any:
     # A bare Figure instead of pyplot: nothing global, no window, safe from any thread.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -209,7 +209,7 @@ def _new_figure(palette: Palette, size_px: tuple[int, int]) -> Any:
     return figure
 
 
-def _style(axes: Any, palette: Palette) -> None:
+def style(axes: Any, palette: Palette) -> None:
     axes.set_facecolor(palette.paper)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -220,11 +220,11 @@ def _style(axes: Any, palette: Palette) -> None:
     axes.set_axisbelow(True)
 
 
-def _title(axes: Any, text: str, palette: Palette) -> None:
+def title(axes: Any, text: str, palette: Palette) -> None:
     axes.set_title(text, loc="left", color=palette.ink, fontsize=11, pad=26)
 
 
-def _finish_steps(axes: Any, palette: Palette, *, share: bool) -> None:
+def finish_steps(axes: Any, palette: Palette, *, share: bool) -> None:
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -251,7 +251,7 @@ def _legend(axes: Any, palette: Palette) -> None:
     )
 
 
-def _png(figure: Any) -> bytes:
+def png(figure: Any) -> bytes:
     buffer = BytesIO()
     figure.savefig(buffer, format="png", dpi=DPI, facecolor=figure.get_facecolor())
     return buffer.getvalue()

@@ -20,6 +20,7 @@ from toolwise.view.selection import (
     largest_advantage,
     telling_groups,
 )
+from toolwise.view.thinking import render_thinking, thinking_columns
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -106,11 +107,17 @@ def _render(run: RunFolder, light: bytes, dark: bytes) -> str:
         headline=headline(run.summary),
         rows=rows_by_kind(run.summary),
         curves={"light": _data_uri(light), "dark": _data_uri(dark)},
+        thinking=_thinking(run),
         tasks=[_task_view(change) for change in changed_tasks(run.rollouts_before, run.rollouts_after)],
         groups=_group_views(run.latest_training),
         config=clean_text(run.config_text) if run.config_text is not None else None,
         table=_training_table(run),
     )
+
+
+def _thinking(run: RunFolder) -> dict[str, str] | None:
+    light, dark = render_thinking(run, LIGHT), render_thinking(run, DARK)
+    return {"light": _data_uri(light), "dark": _data_uri(dark)} if light and dark else None
 
 
 def _after_label(run: RunFolder) -> str:
@@ -206,6 +213,7 @@ def _shades(turns: Sequence[Turn], advantages: Sequence[float | None], scale: fl
 def _training_table(run: RunFolder) -> dict[str, Any]:
     lines = [line for line in run.metrics if any(name in COLUMNS for name in line)]
     extra = sorted({n for line in lines for n in line if n.startswith("reward/") and n.endswith("/mean")})
+    extra += thinking_columns(lines)
     columns = [name for name in (*COLUMNS, *extra) if any(line.get(name) is not None for line in lines)]
     if len(lines) > MOST_STEPS:
         lines = [lines[round(i * (len(lines) - 1) / (MOST_STEPS - 1))] for i in range(MOST_STEPS)]

@@ -1,0 +1,213 @@
+"""The engine on a GPU beside `transformers.generate`, in one run: tokens a second, and the share of what is possible.
+
+    python benchmarks/engine.py                 all of it, about three minutes on an H200
+    python benchmarks/engine.py 135m 1.6b       256 requests of 512 + 128 tokens, distinct prompts, cold cache
+    python benchmarks/engine.py groups          32 groups of 8 that share a prompt of 1,024 tokens, 128 new ones
+
+Random weights in bf16, EOS ignored, log-probs on, prefill included. Roofline: the prompts' products at the matmul rate
+measured here and, for each decode step, weights and caches read once at the copy rate measured here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from toolwise.engine import Engine, graphs
+from toolwise.engine.fused import FusedRunner
+from toolwise.protocols import Sampling
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "135m": {
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 1536,
+        "tie_word_embeddings": True,
+    },
+    "1.6b": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "tie_word_embeddings": True,
+    },
+}
+REQUESTS, PROMPT, NEW = 256, 512, 128
+GROUPS, SIZE, SHARED = 32, 8, 1024
+
+
+def make(shape: str) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(**SHAPES[shape], vocab_size=49152, head_dim=64, max_position_embeddings=8192)
+    with torch.device("cuda"):
+        return LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+
+def prompts(count: int, length: int, seed: int) -> list[list[int]]:
+    drawn = torch.randint(0, 49152, (count, length), generator=torch.Generator().manual_seed(seed))
+    ids: list[list[int]] = drawn.tolist()
+    return ids
+
+
+def ask(engine: Engine, asked: list[list[int]], new: int) -> float:
+    """Seconds until the last has its tokens."""
+
+    async def all_of_them() -> None:
+        samplings = (Sampling(max_new_tokens=new, seed=n) for n in range(len(asked)))
+        found = await asyncio.gather(*(engine.generate(p, s) for p, s in zip(asked, samplings, strict=True)))
+        assert all(len(g.token_ids) == new for g in found)
+
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    asyncio.run(all_of_them())
+    return time.perf_counter() - began
+
+
+class Stopwatch:
+    """Time spent decoding ahead, and the tokens that came of it."""
+
+    def __init__(self, engine: Engine) -> None:
+        assert isinstance(engine.runner, FusedRunner)
+        self.seconds, self.tokens, ahead = 0.0, 0, engine.runner.decode_ahead
+
+        def timed(requests: Any, steps: int) -> Any:
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            found = ahead(requests, steps)
+            self.seconds += time.perf_counter() - began
+            self.tokens += sum(map(len, found[0]))
+            return found
+
+        engine.runner.decode_ahead = timed  # type: ignore[method-assign]
+
+
+def machine() -> tuple[float, float]:
+    """FLOP/s of a large bf16 product, bytes/s of a large copy (read and written)."""
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    big, other = (torch.empty(4 << 30, device="cuda", dtype=torch.uint8) for _ in range(2))
+    return 2 * 8192**3 / seconds(lambda: a @ a), 2 * big.numel() / seconds(lambda: other.copy_(big))
+
+
+def seconds(work: Any, times: int = 10) -> float:
+    work()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(times):
+        work()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - began) / times
+
+
+def rooflines(model: Any, flops: float, bandwidth: float) -> tuple[float, float]:
+    """Tokens a second: end to end, and of decoding alone."""
+    config = model.config
+    weights = sum(p.numel() for p in model.parameters())
+    layers, kv_heads, size = config.num_hidden_layers, config.num_key_value_heads, config.head_dim
+    per_token = 2 * layers * kv_heads * size * 2
+    decode_s = NEW * (2 * weights + REQUESTS * (PROMPT + NEW / 2) * per_token) / bandwidth
+    attention = 4 * layers * config.num_attention_heads * size * REQUESTS * PROMPT**2 / 2
+    body = weights - config.vocab_size * config.hidden_size
+    prefill_s = (2 * body * REQUESTS * PROMPT + attention) / flops
+    return REQUESTS * NEW / (prefill_s + decode_s), REQUESTS * NEW / decode_s
+
+
+def generate_s(model: Any) -> float:
+    """Seconds of transformers' own, with log-probs."""
+    ids = torch.tensor(prompts(REQUESTS, PROMPT, 2), device="cuda")
+    settings = {"min_new_tokens": NEW, "max_new_tokens": NEW, "do_sample": True, "top_k": 0, "pad_token_id": 0}
+    settings |= {"return_dict_in_generate": True, "output_scores": True, "eos_token_id": None}
+
+    def generate() -> Any:
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+        return model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
+
+    return seconds(generate, times=1)
+
+
+def against_generate(shape: str, flops: float, bandwidth: float) -> None:
+    model = make(shape)
+    engine = Engine(model, memory_mb=24_000)
+    ask(engine, prompts(REQUESTS, PROMPT, 1), NEW)  # kernels are compiled and steps captured
+    figures = []
+    for attempt in range(3):
+        engine.weights_changed(attempt)  # nothing cached
+        watch = Stopwatch(engine)
+        took = ask(engine, prompts(REQUESTS, PROMPT, 2), NEW)
+        figures.append((took, watch.seconds, watch.tokens))
+    took, decode_s, decoded = min(figures)
+    ours, decoding = REQUESTS * NEW / took, decoded / decode_s
+    engine.drop_cache()
+    theirs = REQUESTS * NEW / generate_s(model)
+    whole, alone = rooflines(model, flops, bandwidth)
+    print(
+        f"{shape:6}  end to end {ours:9,.0f} tokens/s ({ours / whole:.0%} of the roofline, {ours / theirs:.1f} x "
+        f"generate's {theirs:,.0f})  decoding {decoding:9,.0f} ({decoding / alone:.0%})  "
+        f"peak {torch.cuda.max_memory_allocated() >> 20:,} MiB  all runs {[round(f[0], 3) for f in figures]} s",
+        flush=True,
+    )
+    del engine, model
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def groups(shape: str) -> None:
+    model = make(shape)
+    shared = prompts(GROUPS, SHARED, 3)
+    asked = [[*p, member] for p in shared for member in range(SIZE)]
+    found: dict[str, tuple[float, float]] = {}
+    worth = graphs.WORTH_SHARING
+    for name, cache, worth_it in (("nothing", False, 9.0), ("prefill", True, 9.0), ("decoding too", True, worth)):
+        graphs.WORTH_SHARING = worth_it
+        engine = Engine(model, memory_mb=40_000, prefix_cache=cache)
+        ask(engine, asked, NEW)
+        times = []
+        for attempt in range(3):
+            engine.weights_changed(2 * attempt)
+            first = ask(engine, asked, 1)
+            engine.weights_changed(2 * attempt + 1)
+            times.append((first, ask(engine, asked, NEW)))
+        found[name] = min(f for f, _ in times), min(w for _, w in times)
+        engine.drop_cache()
+        prefill, whole = found[name]
+        than = found["nothing"]
+        print(
+            f"{shape:6}  shared: {name:12}  first tokens {prefill:.3f} s ({than[0] / prefill:.2f} x)  "
+            f"all {whole:.3f} s ({than[1] / whole:.2f} x)  {GROUPS * SIZE * NEW / whole:9,.0f} tokens/s",
+            flush=True,
+        )
+        del engine
+    graphs.WORTH_SHARING = worth
+    del model
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def main() -> None:
+    if not torch.cuda.is_available():
+        sys.exit("this benchmark needs a GPU; benchmarks/engine_cpu.py does not")
+    flops, bandwidth = machine()
+    torch.cuda.empty_cache()
+    print(
+        f"{torch.cuda.get_device_name()}  torch {torch.__version__}  {flops / 1e12:.0f} TFLOP/s  "
+        f"{bandwidth / 1e12:.2f} TB/s  load {os.getloadavg()[0]:.1f}",
+        flush=True,
+    )
+    for part in sys.argv[1:] or ["135m", "1.6b", "groups"]:
+        if part == "groups":
+            groups("135m")
+        else:
+            against_generate(part, flops, bandwidth)
+
+
+if __name__ == "__main__":
+    main()

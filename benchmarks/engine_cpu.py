@@ -1,0 +1,148 @@
+"""The engine on a CPU: multi-turn requests of mixed lengths beside batched `generate`, and what a later turn costs.
+
+    python benchmarks/engine_cpu.py                      the model that ships, two threads, about two minutes
+    python benchmarks/engine_cpu.py --model FOLDER       another one, such as SmolLM2 in Hugging Face's form
+    python benchmarks/engine_cpu.py --part turns         one part alone: mixed, turns
+
+mixed: 64 conversations of four turns; what is said and how long the replies are differs from turn to turn. All replies
+of a turn come before the next is asked for, because `generate` can do no better. Both draw every reply to its full
+length; `generate` draws all to the longest, and is not asked for log-probs.
+turns: 64 conversations of ten turns of 24 + 24 tokens each: the time of each turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import time
+from typing import Any
+
+import torch
+
+from toolwise.engine import Engine
+from toolwise.models import load_model
+from toolwise.protocols import Sampling
+
+CONVERSATIONS, TURNS, LATER_TURNS = 64, 4, 10
+SAID, REPLIES = (8, 96), (4, 96)
+Talk = list[list[int]]
+Turn = list[tuple[list[int], int]]
+"""What is said in each conversation, and how long the reply is to be."""
+
+
+def mixed_turns(vocabulary: int, seed: int) -> list[Turn]:
+    drawn = random.Random(seed)
+
+    def one() -> tuple[list[int], int]:
+        said = [drawn.randrange(10, vocabulary) for _ in range(drawn.randint(*SAID))]
+        return said, min(REPLIES[1], REPLIES[0] + int(drawn.expovariate(1 / 24)))
+
+    return [[one() for _ in range(CONVERSATIONS)] for _ in range(TURNS)]
+
+
+def equal_turns(vocabulary: int, seed: int) -> list[Turn]:
+    drawn = random.Random(seed)
+    return [
+        [([drawn.randrange(10, vocabulary) for _ in range(24)], 24) for _ in range(CONVERSATIONS)]
+        for _ in range(LATER_TURNS)
+    ]
+
+
+def with_engine(model: Any, turns: list[Turn]) -> tuple[list[float], dict[str, float]]:
+    engine = Engine(model)
+    talk: Talk = [[] for _ in range(CONVERSATIONS)]
+    seconds = []
+
+    async def reply(turn: Turn) -> list[Any]:
+        work = (
+            engine.generate(ids, Sampling(max_new_tokens=new, seed=i))
+            for i, (ids, (_, new)) in enumerate(zip(talk, turn, strict=True))
+        )
+        return list(await asyncio.gather(*work))
+
+    for turn in turns:
+        for ids, (said, _) in zip(talk, turn, strict=True):
+            ids += said
+        began = time.perf_counter()
+        replies = asyncio.run(reply(turn))
+        seconds.append(time.perf_counter() - began)
+        for ids, found in zip(talk, replies, strict=True):
+            ids += found.token_ids
+    return seconds, engine.metrics()
+
+
+@torch.inference_mode()
+def with_generate(model: Any, turns: list[Turn]) -> list[float]:
+    talk: Talk = [[] for _ in range(CONVERSATIONS)]
+    seconds = []
+    for turn in turns:
+        for ids, (said, _) in zip(talk, turn, strict=True):
+            ids += said
+        began = time.perf_counter()
+        width = max(map(len, talk))
+        ids = torch.tensor([[0] * (width - len(row)) + row for row in talk])
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in talk])
+        longest = max(new for _, new in turn)
+        out = model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=longest,
+            min_new_tokens=longest,
+            do_sample=True,
+            top_k=0,
+            pad_token_id=0,
+        )
+        seconds.append(time.perf_counter() - began)
+        for row, found, (_, new) in zip(talk, out[:, width:].tolist(), turn, strict=True):
+            row += found[:new]
+    return seconds
+
+
+def mixed(model: Any, repeats: int) -> None:
+    turns = mixed_turns(model.config.vocab_size, 0)
+    tokens = sum(new for turn in turns for _, new in turn)
+    ours, theirs = [], []
+    for _ in range(repeats):  # in turn, so that what others do on the machine meets both
+        seconds, metrics = with_engine(model, turns)
+        ours.append(sum(seconds))
+        theirs.append(sum(with_generate(model, turns)))
+    best, other = min(ours), min(theirs)
+    print(
+        f"mixed   engine {best:.2f} s ({tokens / best:.0f} tokens/s)   generate {other:.2f} s ({tokens / other:.0f} "
+        f"tokens/s)   {other / best:.2f} x   prefilled {metrics['engine/prefilled_tokens']:.0f}, reused "
+        f"{metrics['engine/reused_tokens']:.0f}, decoded {metrics['engine/decoded_tokens']:.0f}   ({load()})"
+    )
+
+
+def turns(model: Any, repeats: int) -> None:
+    plan = equal_turns(model.config.vocab_size, 1)
+    runs = [with_engine(model, plan)[0] for _ in range(repeats)]
+    best = [min(run[turn] for run in runs) for turn in range(LATER_TURNS)]
+    told = " ".join(f"{second * 1000:.0f}" for second in best)
+    print(f"turns   {told} ms   turn 10 is {best[9] / best[1]:.2f} x turn 2   ({load()})")
+
+
+def load() -> str:
+    return f"load {os.getloadavg()[0]:.1f}, {torch.get_num_threads()} threads"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="builtin:small")
+    parser.add_argument("--part", choices=["mixed", "turns"])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    model, _ = load_model(given.model, device="cpu")
+    with_engine(model, [[([1, 2, 3], 2)] * CONVERSATIONS])  # the first call of anything is slow
+    if given.part != "turns":
+        mixed(model, given.repeats)
+    if given.part != "mixed":
+        turns(model, given.repeats)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,337 @@
+"""Does the budget hold, and how near to the oracle does the router come? The table of docs/results.md.
+
+    python scripts/router_experiment.py --out runs/router --budgets 0.2,0.4,0.6 --seeds 5 --jobs 16
+
+Four stages, each kept in OUT and not made again:
+
+    actor    the model that ships, taught to do as its route says (scripts/router_actor.py)
+    pool     so many real rollouts of every (task, route), training and held-out tasks
+    runs     the router of `[router]`, labels off, the actor frozen; a process a run. A step draws its rollouts from the
+             training pool, with replacement, since a frozen actor's rollouts of a (task, route) are all alike in law.
+             --real B makes one run of that budget with rollouts made on the spot, to see that this changes nothing
+    report   on the held-out pool: what the trained policy, drawing its routes, costs and earns on average over all
+             draws of each row; OUT/report.md and OUT/report.json
+
+What was settled before the seeds were run: tools cost 1 a call; hard routes, without words (the schemas say it);
+the same settings for all budgets, controls included, tuned on seed 100 (`--seed-offset 100`) alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", TOKENIZERS_PARALLELISM="false")
+sys.path.insert(0, str(Path(__file__).parent))
+
+ROLLOUTS = 6
+ROUTER: dict[str, Any] = {
+    "enable": True,
+    "train_actor": False,
+    "routes": "stratified",
+    "hidden": 64,
+    "lr": 3e-3,
+    "lr_schedule": "cosine",
+    "min_lr_ratio": 0.1,
+    "entropy_coef": 0.05,
+    "wording": "silent",
+    "hard": True,
+    "usage": "executed",
+}
+BUDGET = {"rate": 0.2, "proportional": 2.0}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much of everything."""
+
+    tasks: dict[str, int]
+    draws: dict[str, int]
+    """Rollouts of each (task, route)."""
+    batch: int
+    """Prompts a step; of a run with real rollouts a quarter."""
+
+
+FULL = Scale({"train": 2000, "heldout": 1200}, {"train": 8, "heldout": 16}, 256)
+SMALL = Scale({"train": 300, "heldout": 150}, {"train": 4, "heldout": 6}, 96)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run."""
+
+    name: str
+    budget: float
+    seed: int
+    router: dict[str, Any] = field(default_factory=dict)
+    dual: dict[str, Any] = field(default_factory=dict)
+    prices: dict[str, float] = field(default_factory=lambda: {"calculator": 1.0, "search": 1.0})
+    real: bool = False
+    exactly: bool = True
+    """To the bit, at the price of time where there are rollouts."""
+
+
+def jobs_of(budgets: Sequence[float], seeds: Sequence[int], real: float | None) -> list[Job]:
+    """The runs themselves, and the controls: what must fail, and what must move."""
+    middle = budgets[len(budgets) // 2]
+    made = [Job(f"budget-{b:g}-{s}", b, s) for s in seeds for b in budgets]
+    made += [Job(f"value-{middle:g}-{s}", middle, s, {"mode": "value", "temperature": 0.05}) for s in seeds[:1]]
+    for s in seeds[:3]:
+        made += [
+            Job(f"lambda-0-{s}", middle, s, dual={"rate": 0.0, "proportional": 0.0}),
+            Job(f"std-{s}", middle, s, {"divide_by_std_as_a_control": True}, {"cap": 20.0}),
+            Job(f"dear-search-{s}", middle, s, prices={"calculator": 1.0, "search": 2.0}),
+        ]
+    made += [] if real is None else [Job(f"real-{real:g}", real, seeds[0], real=True, exactly=False)]
+    return made
+
+
+def settings_of(job: Job, out: Path, scale: Scale, steps: int) -> dict[str, Any]:
+    return {
+        "name": job.name,
+        "seed": job.seed,
+        "deterministic": job.exactly,
+        "model": {"path": str(out / "actor"), "device": "cpu"},
+        "data": {
+            "train": str(out / "tasks" / "train.jsonl"),
+            "batch_size": scale.batch // 4 if job.real else scale.batch,
+        },
+        "tools": [{"name": name, "price": price} for name, price in job.prices.items()],
+        "rollout": {"n": ROLLOUTS, "max_new_tokens": 48},
+        "multi_turn": {"max_turns": 6},
+        "reward": {
+            "function": "toolwise.demo.reward:small_world_reward",
+            "kwargs": {"price_per_call": 0.0},
+            "sandbox": {"tier": "off"},
+        },
+        "router": {**ROUTER, **job.router, "budgets": [{"limit": job.budget, **BUDGET, **job.dual}]},
+        "trainer": {"total_steps": steps, "console": False},
+    }
+
+
+def config_of(job: Job, out: Path, scale: Scale, steps: int = 1) -> Any:
+    from toolwise.config import RunConfig
+    from toolwise.settings import build
+
+    return build(RunConfig, settings_of(job, out, scale, steps), source=job.name)
+
+
+# The pool.
+
+
+def write_tasks(out: Path, scale: Scale) -> None:
+    from toolwise.demo.tasks import write_rows
+
+    for split, count in scale.tasks.items():
+        path = out / "tasks" / f"{split}.jsonl"
+        if not path.exists():
+            write_rows(path, count, seed=11, split=split)
+
+
+def fill(out: Path, scale: Scale, split: str, shard: int, shards: int) -> None:
+    """One process's part of a pool."""
+    _one_thread()
+    from toolwise.data import load_tasks
+    from toolwise.frontier.pool import Plan, fill_pool
+    from toolwise.learner.router_building import conditioning_of
+    from toolwise.routing.actions import ROUTES, RouteAction
+    from toolwise.run import build_scheduler, local_policy
+    from toolwise.scoring import build_scoring
+    from toolwise.tools.catalog import build_tools
+    from toolwise.types import RouteDecision, Task
+
+    config = config_of(Job("pool", 1.0, 0, exactly=False), out, scale)
+    tools, conditioning = build_tools(list(config.tools)), conditioning_of(config)
+
+    def begin(route: RouteAction) -> Callable[[Task, int], RouteDecision]:
+        def decide(task: Task, seed: int) -> RouteDecision:
+            routed = conditioning(task, route, tools)
+            return RouteDecision(task, f"{task.task_id}/{route}", 1, seed, routed.messages, routed.tools, route.value)
+
+        return decide
+
+    tasks = load_tasks(out / "tasks" / f"{split}.jsonl")[shard::shards]
+    plan = Plan(tasks, {route.value: begin(route) for route in ROUTES}, scale.draws[split], "correct", seed=3)
+    scheduler = build_scheduler(config, local_policy(config, config.model.path), tools)
+    scoring = build_scoring(config.reward)
+    path = out / "pool" / f"{split}-{shard}-of-{shards}.jsonl"
+    asyncio.run(fill_pool(plan, path, scheduler, scoring, lambda rollout: rollout.usage.cost))
+    scoring.close()
+
+
+Pool = dict[tuple[str, str], list[dict[str, Any]]]
+"""(task id, route) -> draws: score, calls"""
+
+
+def read_pool(out: Path, split: str) -> Pool:
+    pool: Pool = {}
+    for path in sorted((out / "pool").glob(f"{split}-*.jsonl")):
+        for line in path.read_text(encoding="utf-8").splitlines()[1:]:
+            cell = json.loads(line)
+            pool[cell["task_id"], cell["route"]] = cell["draws"]
+    return pool
+
+
+# One run.
+
+
+def train(job: Job, out: Path, scale: Scale, steps: int) -> None:
+    """A line a step, and a last one with the trained policy's chances on the held-out tasks."""
+    _one_thread()
+    path = out / "runs" / f"{job.name}.jsonl"
+    began, lines = time.perf_counter(), []
+    run, held_out = _assembled(job, out, scale, steps)
+    source = _real(run) if job.real else _simulated(run, job, read_pool(out, "train"))
+    for step, metrics in enumerate(source):
+        kept = {name: value for name, value in metrics.items() if name.startswith("router/")}
+        lines.append({"step": step, **kept})
+        if step + 1 == steps:
+            break
+    prompts = [run.router.prompt_of(task) for task in held_out]
+    weighed = run.router.model.weigh(prompts, run.router.multipliers)
+    lines.append(
+        {
+            "done": True,
+            "seconds": time.perf_counter() - began,
+            "lambda": run.router.multipliers,
+            "probs": [w.probs for w in weighed],
+            "foreseen": [[w.rewards, w.costs] for w in weighed] if weighed[0].rewards is not None else None,
+        }
+    )
+    run.close()
+    partial = path.with_suffix(".tmp")
+    partial.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    partial.rename(path)
+
+
+def _assembled(job: Job, out: Path, scale: Scale, steps: int) -> tuple[Any, list[Any]]:
+    """The run; each prompt of a task passes the frozen trunk once in the whole experiment."""
+    from toolwise.data import load_tasks
+    from toolwise.learner.router_features import prompt_features
+    from toolwise.run import assemble
+
+    run = assemble(config_of(job, out, scale, steps))
+    held_out = load_tasks(out / "tasks" / "heldout.jsonl")
+    learner = run.learner.router
+    assert learner is not None
+    known: dict[tuple[int, ...], Any] = {}
+    prompts = [tuple(run.router.prompt_of(task)) for task in (*run.batches.tasks, *held_out)]  # type: ignore[union-attr]
+    import torch
+
+    with torch.no_grad():
+        for first in range(0, len(prompts), 512):
+            part = prompts[first : first + 512]
+            known |= dict(zip(part, prompt_features(run.learner.model, part), strict=True))
+    learner.encode = lambda given: torch.stack([known[tuple(prompt)] for prompt in given])
+    return run, held_out
+
+
+def _real(run: Any) -> Iterator[dict[str, float]]:
+    from toolwise.loop import train_step
+
+    while True:
+        yield asyncio.run(train_step(run)).metrics
+
+
+def _simulated(run: Any, job: Job, pool: Pool) -> Iterator[dict[str, float]]:
+    """Routes decided, credited and learned by the router itself; only the rollouts come from the pool."""
+    step = 0
+    while True:
+        decisions = run.router.decide(next(run.batches), ROLLOUTS, step)
+        yield run.router.learn([s for d in decisions for s in drawn(d, pool, Random(f"{job.seed}/{d.group_id}"))])
+        step += 1
+
+
+def drawn(decision: Any, pool: Pool, rng: Random) -> list[Any]:
+    from toolwise.types import EvaluateResult, Rollout, ScoredRollout, StopReason, Usage
+
+    found = rng.choices(pool[decision.task.task_id, decision.route], k=decision.n)
+    return [
+        ScoredRollout(
+            Rollout(
+                f"{decision.group_id}#{offset}",
+                decision.group_id,
+                0,
+                offset,
+                decision.task,
+                decision.route,
+                (),
+                decision.prompt,
+                StopReason.ANSWERED,
+                Usage(calls=draw["calls"]),
+            ),
+            EvaluateResult(score=draw["score"]),
+            (),
+        )
+        for offset, draw in enumerate(found)
+    ]
+
+
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+# All of it.
+
+
+def in_parallel(count: int, work: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> None:
+    """A fresh process for each: torch does not like to be forked."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(min(count, max(1, len(arguments))), maxtasksperchild=1) as pool:
+        for waiting in [pool.apply_async(work, one) for one in arguments]:
+            waiting.get()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--budgets", type=lambda text: [float(b) for b in text.split(",")], default=[0.2, 0.4, 0.6])
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--seed-offset", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--real", type=float, help="one more run, of this budget, with real rollouts")
+    parser.add_argument("--only", default="", help="runs whose name begins so")
+    parser.add_argument("--small", action="store_true", help="few tasks and draws: to see that everything works")
+    args = parser.parse_args()
+    out, scale = args.out, SMALL if args.small else FULL
+    for folder in ("tasks", "pool", "runs"):
+        (out / folder).mkdir(parents=True, exist_ok=True)
+    if not (out / "actor").exists():
+        from router_actor import teach
+
+        teach(out / "actor")
+    write_tasks(out, scale)
+    began = time.perf_counter()
+    if not (out / "pool" / "done").exists():
+        in_parallel(
+            args.jobs, fill, [(out, scale, split, i, args.jobs) for split in scale.tasks for i in range(args.jobs)]
+        )
+        (out / "pool" / "done").touch()
+    print(f"pool after {time.perf_counter() - began:.0f} s", flush=True)
+    seeds = [args.seed_offset + seed for seed in range(args.seeds)]
+    jobs = [job for job in jobs_of(args.budgets, seeds, args.real) if job.name.startswith(args.only)]
+    wanted = [job for job in jobs if not (out / "runs" / f"{job.name}.jsonl").exists()]
+    # The real one takes longest: it begins first.
+    wanted.sort(key=lambda job: not job.real)
+    in_parallel(args.jobs, train, [(job, out, scale, args.steps) for job in wanted])
+    print(f"runs after {time.perf_counter() - began:.0f} s, load {os.getloadavg()[0]:.1f}", flush=True)
+    from router_report import report
+
+    report(out, jobs, config_of(jobs[0], out, scale))
+
+
+if __name__ == "__main__":
+    main()

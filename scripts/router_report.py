@@ -1,0 +1,167 @@
+"""The report of scripts/router_experiment.py: trained policies on the held-out pool, beside chance and the oracle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ALLOWED = {"ANSWER": (), "SEARCH-FAMILY": ("search",), "CALCULATE-FAMILY": ("calculator",)}
+"""What a route lets the model call, and so what it pays for."""
+REPLICATES = 2000
+
+
+def outcomes_of(out: Path, prices: dict[str, float]) -> Any:
+    """The held-out pool at these prices."""
+    from router_experiment import read_pool
+
+    from toolwise.frontier.outcomes import Outcomes
+
+    pool = read_pool(out, "heldout")
+    rows = list(dict.fromkeys(task_id for task_id, _ in pool))
+    scores = np.array([[[draw["score"] for draw in pool[row, route]] for route in ALLOWED] for row in rows], float)
+    costs = np.array(
+        [
+            [
+                [sum(prices[t] * draw["calls"].get(t, 0) for t in allowed) for draw in pool[row, route]]
+                for route, allowed in ALLOWED.items()
+            ]
+            for row in rows
+        ],
+        float,
+    )
+    return Outcomes(tuple(rows), tuple(ALLOWED), scores, costs)
+
+
+def in_order(out: Path, outcomes: Any) -> list[int]:
+    """Where the tasks of the runs stand in the outcomes."""
+    from toolwise.data import load_tasks
+
+    place = {row: i for i, row in enumerate(outcomes.row_ids)}
+    return [place[task.task_id] for task in load_tasks(out / "tasks" / "heldout.jsonl")]
+
+
+def judged(job: Any, lines: list[dict[str, Any]], out: Path, weights: Any) -> dict[str, Any]:
+    """One run: the policy as it was trained, drawing its routes."""
+    from toolwise.frontier.bootstrap import estimate
+    from toolwise.frontier.spending import oracle_curve, random_curve
+
+    outcomes = outcomes_of(out, job.prices)
+    probs = np.empty((len(outcomes.row_ids), len(ALLOWED)))
+    probs[in_order(out, outcomes)] = lines[-1]["probs"]
+    scores, costs = outcomes.over_draws("scores"), outcomes.over_draws("costs")
+    cost, score = weights @ (probs * costs).sum(axis=1), weights @ (probs * scores).sum(axis=1)
+    low = random_curve(scores, costs, weights, free=0).at(cost)
+    oracle = oracle_curve(scores, costs, weights)
+    high = oracle.at(cost)
+    steps = [line["router/cost/mean"] for line in lines[:-1]]
+    last = steps[-max(1, len(steps) // 4) :]
+    return {
+        "name": job.name,
+        "budget": job.budget,
+        "cost": float(cost[0]),
+        "oracle needs": float(oracle.costs[0, -1]),
+        "step cost": float(np.mean(last)),
+        "step std": float(np.std(last)),
+        "score": float(score[0]),
+        "random": float(low[0]),
+        "oracle": float(high[0]),
+        "closed": vars_of(estimate((score - low) / (high - low))),
+        "lambda": lines[-1]["lambda"],
+        "shares": dict(zip(ALLOWED, probs.mean(axis=0).tolist(), strict=True)),
+        "seconds": lines[-1]["seconds"],
+        "probs": probs,
+    }
+
+
+def vars_of(found: Any) -> dict[str, float]:
+    return {"value": found.value, "low": found.low, "high": found.high}
+
+
+def classified(out: Path, config: Any, outcomes: Any) -> Any:
+    """The log-probs of a classifier that was given the kinds of the training tasks, on the features the head sees."""
+    import torch
+
+    from toolwise.data import load_tasks
+    from toolwise.frontier.classifier import fit_classifier
+    from toolwise.frontier.evaluating import KIND_TARGETS
+    from toolwise.learner.router_building import original_prompt
+    from toolwise.learner.router_features import prompt_features
+    from toolwise.models import load_model
+    from toolwise.tools.catalog import build_tools
+
+    model, chat = load_model(config.model.path, device="cpu")
+    tools = build_tools(list(config.tools))
+    found = {}
+    for split in ("train", "heldout"):
+        tasks = load_tasks(out / "tasks" / f"{split}.jsonl")
+        with torch.no_grad():
+            features = prompt_features(model, [original_prompt(chat, task, tools) for task in tasks])
+        found[split] = (tasks, features.double().numpy())
+    routes = list(ALLOWED)
+    wanted = [KIND_TARGETS[task.extra_info["kind"]] for task in found["train"][0]]
+    labels = [routes.index(target) if target in routes else None for target in wanted]
+    values = np.empty((len(outcomes.row_ids), len(routes)))
+    values[in_order(out, outcomes)] = fit_classifier(found["train"][1], labels, len(routes)).log_probs(
+        found["heldout"][1]
+    )
+    return values
+
+
+def ahead_of_classifier(run: dict[str, Any], values: Any, outcomes: Any, weights: Any) -> dict[str, float]:
+    """The run's score less the classifier's, which is held to the cost that the run really had."""
+    from toolwise.frontier.bootstrap import estimate
+    from toolwise.routing.threshold import find_threshold
+
+    scores, costs = outcomes.over_draws("scores"), outcomes.over_draws("costs")
+    means = np.broadcast_to(costs.mean(axis=0), costs.shape)
+    threshold = find_threshold(values, means, costs, run["cost"], scores)
+    theirs = (threshold.probabilities(values, means) * scores).sum(axis=1)
+    return vars_of(estimate(weights @ ((run["probs"] * scores).sum(axis=1) - theirs)))
+
+
+def report(out: Path, jobs: Sequence[Any], config: Any) -> None:
+    """OUT/report.md and OUT/report.json."""
+    from toolwise.frontier.bootstrap import row_weights
+
+    plain = outcomes_of(out, {"calculator": 1.0, "search": 1.0})
+    weights = row_weights(len(plain.row_ids), REPLICATES, 0)
+    values = classified(out, config, plain)
+    runs = []
+    for job in jobs:
+        path = out / "runs" / f"{job.name}.jsonl"
+        if path.exists():
+            lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            runs.append(judged(job, lines, out, weights))
+            if job.prices["search"] == 1.0:
+                runs[-1]["ahead"] = ahead_of_classifier(runs[-1], values, plain, weights)
+    head = ["run", "B", "cost", "step std", "λ", "score", "random", "oracle", "gap closed", "− classifier", "A / S / C"]
+    rows = [head, ["---"] * len(head)]
+    for run in runs:
+        closed, ahead = run["closed"], run.get("ahead")
+        rows.append(
+            [
+                run["name"],
+                f"{run['budget']:g}",
+                f"{run['cost']:.3f}",
+                f"{run['step std']:.3f}",
+                f"{run['lambda'][0]:.2f}",
+                f"{run['score']:.3f}",
+                f"{run['random']:.3f}",
+                f"{run['oracle']:.3f}",
+                f"{closed['value']:.0%} ({closed['low']:.0%} to {closed['high']:.0%})",
+                f"{ahead['value']:+.3f} ({ahead['low']:+.3f} to {ahead['high']:+.3f})" if ahead else "",
+                " / ".join(f"{share:.2f}" for share in run["shares"].values()),
+            ]
+        )
+        del run["probs"]
+    text = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    told = {name: weights[0] @ plain.over_draws("scores")[:, i] for i, name in enumerate(ALLOWED)}
+    paid = {name: weights[0] @ plain.over_draws("costs")[:, i] for i, name in enumerate(ALLOWED)}
+    always = "; ".join(f"always {name}: {told[name]:.3f} at {paid[name]:.3f}" for name in ALLOWED)
+    (out / "report.md").write_text(f"{len(plain.row_ids)} held-out tasks. {always}\n\n{text}\n", encoding="utf-8")
+    (out / "report.json").write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")
+    print(f"{always}\n{text}", flush=True)

@@ -1,0 +1,156 @@
+"""Teach a tiny model the thinking levels in the house of rooms, and print the forced-level table: docs/results.md.
+
+    python scripts/thinking_warm_start.py --out runs/rooms
+
+A fresh Llama of some 0.9 million weights with a token a word, taught as `toolwise sft` teaches, on walks whose levels
+are drawn at random. The same walks teach any other model: `python -m toolwise.demo.rooms.demonstrations`, and
+`toolwise sft`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from itertools import chain
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.update(OMP_WAIT_POLICY="PASSIVE", TOKENIZERS_PARALLELISM="false")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "scripts")]
+
+import torch  # noqa: E402
+from thinking_table import forced_table, show  # noqa: E402
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+
+from toolwise.demo.rooms.demonstrations import demonstrations, lessons, task_rows, write_rows  # noqa: E402
+from toolwise.learner.supervised import (  # noqa: E402
+    Example,
+    SupervisedSettings,
+    teach_steps,
+    tokenize_conversation,
+)
+from toolwise.messages import Message  # noqa: E402
+from toolwise.models import load_model, locate  # noqa: E402
+from toolwise.rollout.chat import ChatTokenizer  # noqa: E402
+
+CONTROL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+TAGS = [f"<{slash}{tag}>" for tag in ("level", "think", "action") for slash in ("", "/")]
+TEMPLATE = """\
+{%- for message in messages %}
+{{- '<|' + message.role + '|>' + (message.content or '') + '<|end|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
+PIECES = r" ?[A-Za-z]+|[0-9]|[^A-Za-z0-9]"
+"""A word with the space before it; every digit and every other character by itself, so that a mark is one token."""
+
+
+def fresh_model(folder: Path, *, seed: int, width: int, layers: int) -> int:
+    """A Llama that knows no word yet, and a tokenizer of the world's words; gives the number of its weights."""
+    said = " ".join(message["content"] for row in demonstrations(2000) for message in row["messages"])
+    more = (
+        "Nothing happens. You cannot do that. You are out. The floor gives way. The walk is over. 0123456789 question"
+    )
+    words = sorted(set(re.findall(PIECES, re.sub("|".join(TAGS), " ", f"{said} {more}"))))
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(["<|unk|>", *words])}, unk_token="<|unk|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CONTROL])
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<|unk|>",
+        pad_token="<|pad|>",
+        eos_token="<|end|>",
+        chat_template=TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        extra_special_tokens=CONTROL[2:],
+    )
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(fast),
+            hidden_size=width,
+            intermediate_size=3 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=width // 32,
+            num_key_value_heads=width // 32,
+            max_position_embeddings=1024,
+            tie_word_embeddings=False,
+            bos_token_id=None,
+            eos_token_id=fast.eos_token_id,
+            pad_token_id=fast.pad_token_id,
+        )
+    )
+    model.save_pretrained(folder)
+    fast.save_pretrained(folder)
+    return sum(weights.numel() for weights in model.parameters())
+
+
+def make_examples(folder: str, count: int, taught: int, seed: int) -> list[Example]:
+    """Walks and lessons as tokens, in a process of their own: this takes longer than teaching a small model."""
+    chat = ChatTokenizer(PreTrainedTokenizerFast.from_pretrained(folder))
+    return [
+        tokenize_conversation(chat, [Message.model_validate(message) for message in row["messages"]])
+        for row in chain(demonstrations(count, seed=seed), lessons(taught, seed=seed))
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--count", type=int, default=30_000, help="walks to teach on")
+    parser.add_argument("--lessons", type=int, default=20_000, help="lessons in reading a map beside them")
+    parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument("--batch-tokens", type=int, default=8192)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--limit-s", type=float, default=1e9, help="stop teaching then, wherever it is")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", help="begin from this model in place of a fresh one")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--houses", type=int, default=200, help="held-out houses in the table")
+    args = parser.parse_args()
+
+    began = time.time()
+    start = Path(args.model) if args.model else args.out / "fresh"
+    write_rows(args.out / "train.jsonl", task_rows(range(2000), "train"))
+    write_rows(args.out / "heldout.jsonl", task_rows(range(1000), "heldout"))
+    if not args.model:
+        weights = fresh_model(start, seed=args.seed, width=args.width, layers=args.layers)
+        print(f"{weights:,} weights", flush=True)
+    workers = min(args.jobs, args.count)
+    shares = (args.count // workers, args.lessons // workers)
+    parts = [(locate(str(start)), *shares, args.seed * workers + worker) for worker in range(workers)]
+    with ProcessPoolExecutor(workers) as pool:
+        examples = [example for part in pool.map(make_examples, *zip(*parts, strict=True)) for example in part]
+    tokens = sum(len(example.ids) for example in examples) / len(examples)
+    print(f"{len(examples)} walks and lessons of {tokens:.0f} tokens; {time.time() - began:.0f} s", flush=True)
+    model, chat = load_model(str(start))
+    settings = SupervisedSettings(
+        steps=args.steps, batch_tokens=args.batch_tokens, row_tokens=512, lr=args.lr, seed=args.seed
+    )
+    for step, figures in enumerate(teach_steps(model, examples, settings, pad_id=chat.pad_id), start=1):
+        if step % max(1, args.steps // 20) == 0:
+            print(f"step {step}: loss {figures['loss']:.4f}; {time.time() - began:.0f} s", flush=True)
+        if time.time() - began > args.limit_s:
+            print(f"stopped at step {step} of {args.steps}", flush=True)
+            break
+    taught = args.out / "taught"
+    model.to("cpu").eval().save_pretrained(taught)
+    chat.tokenizer.save_pretrained(taught)
+    table = forced_table(str(taught), houses=args.houses)
+    (args.out / "table.json").write_text(json.dumps(table, indent=1) + "\n")
+    print(show(table))
+    print(f"{time.time() - began:.0f} s, load average {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    main()

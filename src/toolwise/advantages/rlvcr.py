@@ -1,0 +1,272 @@
+"""RLVCR: how hard to think is learned by what the level used was worth for the action taken, beside the rollout's own
+advantage. For each step the same action is scored after the thoughts of all four levels (thinking/); with A_think of
+`levels.py`:
+
+    A = A_traj + w · A_think                    gate = "none", the document's; on all tokens of the step
+    A = A_traj + w · sign(A_traj) · A_think     gate = "signed"; on level and thought, the action keeps A_traj
+    A = w_l · A_traj, all four rows train       combine = "reweight", CoPO's; steps of rollouts that beat their group
+
+A_traj is GRPO's, or GiGPO's. gate "none" has two biases: an action is likelier after the thought it was drawn after,
+and confidence in bad actions is praised; "signed" asks for confidence in good actions and for doubt in bad ones.
+u_l has the price of thinking tokens (λ, from the `Deliberation`) and, annealed to 0 over training, diversity: weight ·
+(1 − share of l among the steps of its group). Steps without a group of levels have no A_think. The level is sampled by
+the policy and in the loss, as all that it sampled is.
+
+`shuffle` is a control: thinking advantages are dealt out anew among the steps of the batch, so that whatever a run
+gains with it is not owed to what they say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from toolwise.advantages.alternative_rows import alternative_rows
+from toolwise.advantages.arrays import CreditError, Doubles, Ints, check_choice
+from toolwise.advantages.credit import credit, equal_scores_teach, least_group, with_credit
+from toolwise.advantages.grpo import Grpo
+from toolwise.advantages.levels import (
+    FLOOR_NATS,
+    LEVELS,
+    Mode,
+    Score,
+    all_advantages,
+    copo_weights,
+    diversity,
+    level_scores,
+)
+from toolwise.protocols import AdvantageEstimator, Annotation, Metrics
+from toolwise.thinking.groups import ThinkingStep
+from toolwise.types import AnnotatedRollout, CreditedRollout
+
+Gate = Literal["none", "signed"]
+Combine = Literal["additive", "reweight"]
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """The steps that have a group, as arrays over their levels."""
+
+    places: list[tuple[int, int]]
+    """(rollout, step) in the order of the batch."""
+    steps: list[ThinkingStep]
+    utilities: Doubles
+    used: Ints
+    advantages: Doubles
+    """A_think of every level."""
+
+    @property
+    def own(self) -> Doubles:
+        return np.asarray(self.advantages[np.arange(len(self.used)), self.used])
+
+
+@dataclass(frozen=True, slots=True)
+class Rlvcr:
+    """`adv_estimator = "rlvcr"`"""
+
+    trajectory: AdvantageEstimator = field(default_factory=Grpo)
+    step_advantage_w: float = 1.0
+    thinking_diversity_w: float = 0.5
+    mode: Mode = "mean_norm"
+    score: Score = "logprob"
+    gate: Gate = "none"
+    combine: Combine = "additive"
+    shuffle: bool = False
+    seed: int = 0
+    success_score: float | None = None
+    """reweight: rollouts with this score or more; without it, those with an advantage above 0."""
+    importance_cap: float = 2.0
+    """reweight: the bound of an action token's weight in a context that it was not drawn in."""
+    reweight_floor: float = FLOOR_NATS
+
+    def __post_init__(self) -> None:
+        for name, known in (("mode", Mode), ("score", Score), ("gate", Gate), ("combine", Combine)):
+            check_choice(name, getattr(self, name), get_args(known))
+        if self.combine == "reweight" and self.gate != "none":
+            raise CreditError('gate = "signed" belongs to combine = "additive"; with "reweight" leave gate = "none"')
+
+    @property
+    def needs(self) -> frozenset[Annotation]:
+        return self.trajectory.needs
+
+    @property
+    def least_group(self) -> int:
+        return least_group(self.trajectory)
+
+    @property
+    def equal_scores_teach(self) -> bool:
+        """Rollouts of equal scores may still have thought unequally well, unless the gate shuts them out."""
+        ungated = self.combine == "additive" and self.gate == "none" and self.step_advantage_w != 0.0
+        return ungated or equal_scores_teach(self.trajectory)
+
+    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
+        return self.credit(rollouts)[0]
+
+    def credit(self, rollouts: Sequence[AnnotatedRollout]) -> tuple[list[CreditedRollout], Metrics]:
+        base, metrics = credit(self.trajectory, rollouts)
+        compared = self.compare(rollouts)
+        metrics |= figures(compared)
+        if not compared.places:
+            return base, metrics
+        if self.combine == "reweight":
+            credited, more = self._reweighted(rollouts, base, compared)
+        else:
+            credited, more = self._added(base, compared)
+        return credited, metrics | more
+
+    def compare(self, rollouts: Sequence[AnnotatedRollout]) -> Compared:
+        """What every level was worth at every step that has a group."""
+        found = [
+            (number, index, step)
+            for number, rollout in enumerate(rollouts)
+            for index, step in enumerate(_steps(rollout))
+            if step.group is not None
+        ]
+        logprobs, entropies, tokens, bonus = (np.full((len(found), LEVELS), np.nan) for _ in range(4))
+        used, price = np.zeros(len(found), dtype=np.intp), np.zeros(len(found))
+        shares = diversity(
+            [step.level for rollout in rollouts for step in _steps(rollout)],
+            [rollout.scored.rollout.group_id for rollout in rollouts for _ in _steps(rollout)],
+        )
+        for row, (number, _, step) in enumerate(found):
+            deliberation, group = rollouts[number].thinking, step.group
+            assert deliberation is not None  # it is where the step came from
+            assert group is not None
+            used[row], price[row] = group.level - 1, deliberation.price
+            weight = self.thinking_diversity_w * deliberation.anneal
+            bonus[row] = weight * shares[rollouts[number].scored.rollout.group_id]
+            for score in group.scores:
+                place = (row, score.level - 1)
+                logprobs[place], entropies[place] = score.action_logprob, score.action_entropy
+                tokens[place] = score.thinking_tokens
+        utilities = level_scores(logprobs, entropies, self.score) - price[:, None] * tokens + bonus
+        places = [(number, index) for number, index, _ in found]
+        advantages = all_advantages(utilities, self.mode)
+        return Compared(places, [step for _, _, step in found], utilities, used, advantages)
+
+    def _added(self, base: Sequence[CreditedRollout], compared: Compared) -> tuple[list[CreditedRollout], Metrics]:
+        own = self._dealt(compared.own, base)
+        tokens = [list(rollout.advantages) for rollout in base]
+        for (number, index), step, extra in zip(compared.places, compared.steps, own.tolist(), strict=True):
+            before = tokens[number][index]
+            if self.gate == "signed":
+                where = np.arange(len(before)) < step.head
+                extra *= float(np.sign(base[number].steps[index].advantage or 0.0))
+            else:
+                where = np.ones(len(before), dtype=bool)
+            tokens[number][index] = (before + np.float32(self.step_advantage_w * extra) * where).astype(np.float32)
+        return [_with_tokens(rollout, found) for rollout, found in zip(base, tokens, strict=True)], {}
+
+    def _reweighted(
+        self, rollouts: Sequence[AnnotatedRollout], base: Sequence[CreditedRollout], compared: Compared
+    ) -> tuple[list[CreditedRollout], Metrics]:
+        weights = copo_weights(compared.utilities, self.score, floor=self.reweight_floor)
+        if self.shuffle:
+            order = _shuffled(len(weights), f"{self.seed}/{_name(base)}")
+            weights = weights[order]
+        tokens = [list(rollout.advantages) for rollout in base]
+        extra: list[CreditedRollout] = []
+        for row, ((number, index), step) in enumerate(zip(compared.places, compared.steps, strict=True)):
+            advantage = base[number].steps[index].advantage or 0.0
+            if not np.isfinite(weights[row]).all() or not self._succeeded(rollouts[number], advantage):
+                continue
+            tokens[number][index] = tokens[number][index] * np.float32(weights[row, compared.used[row]])
+            extra += alternative_rows(base[number], index, step, advantage * weights[row], cap=self.importance_cap)
+        credited = [_with_tokens(rollout, found) for rollout, found in zip(base, tokens, strict=True)]
+        return credited + extra, {"thinking/rows_added": float(len(extra))}
+
+    def _succeeded(self, rollout: AnnotatedRollout, advantage: float) -> bool:
+        if self.success_score is not None and rollout.scored.score < self.success_score:
+            return False
+        return advantage > 0.0  # 0 where the group's scores are all equal: nothing there to weigh
+
+    def _dealt(self, own: Doubles, base: Sequence[CreditedRollout]) -> Doubles:
+        if not self.shuffle:
+            return own
+        return np.asarray(own[_shuffled(len(own), f"{self.seed}/{_name(base)}")])
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """Another estimator's credit, and the figures that RLVCR would have: `rlvcr.enable` without `adv_estimator`.
+
+    `priced`: each score less λ times the rollout's thinking tokens a step. The same price as RLVCR's, but outside the
+    four: it presses on thought wherever it is. What RLVCR is compared with."""
+
+    inner: AdvantageEstimator
+    rlvcr: Rlvcr
+    priced: bool = False
+
+    @property
+    def needs(self) -> frozenset[Annotation]:
+        return self.inner.needs
+
+    @property
+    def least_group(self) -> int:
+        return least_group(self.inner)
+
+    @property
+    def equal_scores_teach(self) -> bool:
+        return self.priced or equal_scores_teach(self.inner)
+
+    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
+        return self.credit(rollouts)[0]
+
+    def credit(self, rollouts: Sequence[AnnotatedRollout]) -> tuple[list[CreditedRollout], Metrics]:
+        seen = [_less_thinking(r) for r in rollouts] if self.priced else rollouts
+        credited, metrics = credit(self.inner, seen)
+        # The score stays what the reward said; only credit has seen the price.
+        kept = [replace(found, annotated=rollout) for found, rollout in zip(credited, rollouts, strict=True)]
+        return kept, metrics | figures(self.rlvcr.compare(rollouts))
+
+
+def figures(compared: Compared) -> Metrics:
+    """Mean A_think by the level that was used, and by level whether used or not."""
+    if not compared.places:
+        return {}
+    own = compared.own
+    found = {"thinking/advantage": float(own.mean()), "thinking/frac_positive": float((own > 0).mean())}
+    for level in range(LEVELS):
+        mine, column = own[compared.used == level], compared.advantages[:, level]
+        if len(mine):
+            found[f"thinking/advantage_used_{level + 1}"] = float(mine.mean())
+        if np.isfinite(column).any():
+            found[f"thinking/advantage_level_{level + 1}"] = float(np.nanmean(column))
+    return found
+
+
+def _less_thinking(rollout: AnnotatedRollout) -> AnnotatedRollout:
+    steps, scored = _steps(rollout), rollout.scored
+    if rollout.thinking is None or not steps:
+        return rollout
+    cost = rollout.thinking.price * sum(step.thinking_tokens for step in steps) / len(steps)
+    result = scored.result.model_copy(update={"score": scored.score - cost})
+    return replace(rollout, scored=replace(scored, result=result))
+
+
+def _steps(rollout: AnnotatedRollout) -> Sequence[ThinkingStep]:
+    return () if rollout.thinking is None else rollout.thinking.steps
+
+
+def _with_tokens(rollout: CreditedRollout, tokens: Sequence[Any]) -> CreditedRollout:
+    """The rollout with other advantages; a step's own is the mean of its tokens'."""
+    steps = tuple(
+        with_credit(step, float(a.mean()) if len(a) else step.advantage or 0.0, step.return_to_go)
+        for step, a in zip(rollout.steps, tokens, strict=True)
+    )
+    return CreditedRollout(rollout.annotated, steps, tuple(tokens), rollout.returns)
+
+
+def _shuffled(count: int, seed: str) -> list[int]:
+    order = list(range(count))
+    Random(seed).shuffle(order)
+    return order
+
+
+def _name(base: Sequence[CreditedRollout]) -> str:
+    """Another order for each batch, the same again in the same run."""
+    return base[0].rollout.rollout_id if base else ""

@@ -1,0 +1,178 @@
+"""RLVCR over arrays or tensors [batch, length], in document 5's names: a row is one step of one rollout.
+
+`thinking_level_entropies` is one number a row, at each of its tokens. What it means depends on `step_uid`:
+
+    without    the document's: the thinking advantage of the level that was used, normalised within its four already,
+               price and diversity included (`thinking_fields` gives it)
+    with       the rows of one `step_uid` are the levels of one step: the one that was used and its alternatives. The
+               field is then the action's mean log-prob (score "logprob", "confidence") or its mean entropy
+               ("neg_entropy") in the row's own context, `thinking_token_costs` the row's thinking tokens, and the four
+               are compared here.
+
+Formulas: `levels.py`, `rlvcr.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolwise.advantages.arrays import CreditError, Doubles, Ints, check_choice, codes_of
+from toolwise.advantages.grpo import group_advantages
+from toolwise.advantages.levels import LEVELS, Mode, Score, all_advantages, copo_weights, diversity, level_scores
+from toolwise.advantages.rlvcr import Combine, Gate
+from toolwise.advantages.tensors import Array, Masked, as_given, as_numpy, twin
+
+RowRewards = Literal["episode", "step"]
+Bools = NDArray[np.bool_]
+
+
+def compute_rlvcr_outcome_advantage(
+    token_level_rewards: Array,
+    thinking_level_entropies: Any,
+    thinking_token_costs: Any,
+    response_mask: Any,
+    uid: Sequence[Any],
+    traj_uid: Sequence[Any],
+    step_advantage_w: float = 1.0,
+    thinking_diversity_w: float = 0.5,
+    mode: Mode = "mean_norm",
+    gate: Gate = "none",
+    combine: Combine = "additive",
+    *,
+    score: Score = "logprob",
+    price: float = 0.0,
+    step_uid: Sequence[Any] | None = None,
+    levels: Sequence[int] | None = None,
+    sampled: Sequence[bool] | None = None,
+    thought_mask: Any = None,
+    trajectory_advantages: Sequence[float] | None = None,
+    norm_by_std: bool = True,
+    row_rewards: RowRewards = "episode",
+) -> tuple[Array, Array]:
+    """(advantages, returns), equal for outcome rewards, zero off the mask.
+
+    `uid` names a row's task, `traj_uid` its rollout. `row_rewards`: each row has its rollout's whole reward
+    ("episode", as verl-agent lays them out), or its own part of it ("step"). `trajectory_advantages` take the place of
+    GRPO's, one a row (GiGPO's, for instance). `levels` (1 to 4) and `sampled` (False for an alternative) go with
+    `step_uid`. `thought_mask` marks the tokens of level and thought, which gate "signed" needs. Rows of alternatives
+    get 0 under "additive", and their weight times their step's advantage under "reweight", without importance weights:
+    those need log-probs, and are the learner's.
+    """
+    where = Masked.of(response_mask, rewards=token_level_rewards, entropies=thinking_level_entropies)
+    for name, value, known in (("mode", mode, Mode), ("gate", gate, Gate), ("combine", combine, Combine)):
+        check_choice(name, value, get_args(known))
+    rows = _Rows.of(len(where.mask), uid, traj_uid, step_uid, levels, sampled)
+    if trajectory_advantages is None:
+        rewards = where.row_sums(token_level_rewards)
+        base = _episode_advantages(rewards, rows, row_rewards, norm_by_std)
+    else:
+        base = np.asarray(trajectory_advantages, dtype=np.float64)
+    field, costs = (_row_means(where, values) for values in (thinking_level_entropies, thinking_token_costs))
+    thought = where.mask if thought_mask is None else where.mask & as_numpy(thought_mask).astype(bool)
+    if gate == "signed" and thought_mask is None:
+        raise CreditError('gate = "signed" changes level and thought tokens alone: give thought_mask')
+    if step_uid is None:
+        if combine == "reweight" or price:
+            raise CreditError("price and reweight compare the levels of a step: give step_uid, levels and sampled")
+        extra = np.nan_to_num(field)
+    else:
+        utilities = level_scores(field, field, score) - price * costs
+        utilities += thinking_diversity_w * rows.bonus()
+        if combine == "reweight":
+            spread = where.mask * rows.reweighted(base, utilities, score)[:, None]
+            return _pair(spread, token_level_rewards)
+        extra = rows.within(utilities, mode)
+    signs = np.sign(base) if gate == "signed" else np.ones(len(base))
+    spread = base[:, None] * where.mask + (step_advantage_w * signs * extra)[:, None] * thought
+    return _pair(spread * rows.sampled[:, None], token_level_rewards)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Whose step each row is, and which of its levels."""
+
+    groups: list[Any]
+    rollouts: Ints
+    steps: Ints
+    levels: Ints
+    sampled: Bools
+
+    @classmethod
+    def of(cls, count: int, uid: Any, traj_uid: Any, step_uid: Any, levels: Any, sampled: Any) -> _Rows:
+        if step_uid is not None and (levels is None or sampled is None):
+            raise CreditError("step_uid makes rows the levels of a step: give levels (1 to 4) and sampled with it")
+        given = {"uid": uid, "traj_uid": traj_uid, "step_uid": step_uid, "levels": levels, "sampled": sampled}
+        for name, values in given.items():
+            if values is not None and len(values) != count:
+                raise CreditError(f"{len(values)} {name} for {count} rows; give one for each")
+        numbers = np.ones(count, dtype=np.intp) if levels is None else np.asarray(as_numpy(levels), dtype=np.intp)
+        if count and not 1 <= int(numbers.min()) <= int(numbers.max()) <= LEVELS:
+            raise CreditError(f"levels lie between {numbers.min()} and {numbers.max()}; they must lie within 1 to 4")
+        return cls(
+            list(uid.tolist() if hasattr(uid, "tolist") else uid),
+            codes_of(traj_uid),
+            np.arange(count) if step_uid is None else codes_of(step_uid),
+            numbers - 1,
+            np.ones(count, dtype=bool) if sampled is None else np.asarray(as_numpy(sampled), dtype=bool),
+        )
+
+    def bonus(self) -> Doubles:
+        """1 − the share of the row's level among the levels used in its group."""
+        used = [int(level) + 1 if own else None for level, own in zip(self.levels, self.sampled, strict=True)]
+        shares = diversity(used, self.groups)
+        return np.array([shares[group][level] for group, level in zip(self.groups, self.levels, strict=True)])
+
+    def table(self, values: Doubles) -> Doubles:
+        """[steps, levels], nan where a step has no such row."""
+        found = np.full((int(self.steps.max(initial=-1)) + 1, LEVELS), np.nan)
+        found[self.steps, self.levels] = values
+        return found
+
+    def within(self, utilities: Doubles, mode: Mode) -> Doubles:
+        """A_think of every row; 0 where it is nothing."""
+        return np.nan_to_num(all_advantages(self.table(utilities), mode)[self.steps, self.levels])
+
+    def reweighted(self, base: Doubles, utilities: Doubles, score: Score) -> Doubles:
+        """Every row of a complete step with an advantage above 0 has its weight of it; others keep their own."""
+        weights = copo_weights(self.table(utilities), score)[self.steps, self.levels]
+        own = np.zeros(int(self.steps.max(initial=-1)) + 1)
+        own[self.steps[self.sampled]] = base[self.sampled]
+        weighed = np.isfinite(weights) & (own[self.steps] > 0)
+        return np.where(weighed, np.nan_to_num(weights) * own[self.steps], np.where(self.sampled, base, 0.0))
+
+
+def _episode_advantages(rewards: Doubles, rows: _Rows, row_rewards: RowRewards, norm_by_std: bool) -> Doubles:
+    """GRPO over rollouts, each counted once however many steps it has."""
+    check_choice("row_rewards", row_rewards, get_args(RowRewards))
+    own = np.flatnonzero(rows.sampled)
+    codes = rows.rollouts
+    count = int(codes.max(initial=-1)) + 1
+    first = np.full(count, -1, dtype=np.intp)
+    first[codes[own][::-1]] = own[::-1]
+    if row_rewards == "step":
+        totals = np.bincount(codes[own], rewards[own], count).astype(np.float64, copy=False)
+    else:
+        totals = np.where(first >= 0, rewards[first], 0.0)
+        if not np.array_equal(totals[codes[own]], rewards[own]):
+            raise CreditError('rows of one traj_uid have unequal rewards: with a part each, give row_rewards="step"')
+    there = np.flatnonzero(first >= 0)
+    advantages = np.zeros(count)
+    groups = [rows.groups[first[number]] for number in there]
+    advantages[there] = group_advantages(totals[there], groups, norm_by_std=norm_by_std)
+    return np.asarray(advantages[codes])
+
+
+def _row_means(where: Masked, values: Any) -> Doubles:
+    """The mean over a row's tokens; nan, for which there is no level, where one of them is."""
+    lengths = np.maximum(where.lengths, 1)
+    return np.asarray(np.where(where.mask, as_numpy(values), 0.0).sum(1, dtype=np.float64) / lengths)
+
+
+def _pair(spread: Any, like: Array) -> tuple[Array, Array]:
+    made = as_given(spread, like)
+    return made, twin(made)

@@ -1,0 +1,148 @@
+"""`toolwise eval --budgets`: accuracy against cost, beside those who route otherwise."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from toolwise.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.status import Status
+
+    from toolwise.config import RunConfig
+    from toolwise.frontier.evaluating import Evaluated
+
+_GOES_ON = re.compile(r"^(…|\.\.\.)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What was asked for on the command line."""
+
+    budgets: str
+    draws: int = 16
+    metric: str = "auto"
+    otc: Path | None = None
+    out: Path | None = None
+    store: bool = True
+
+
+def show_frontier(source: Path, data: Path | None, overrides: Sequence[str], asked: Asked, *, as_json: bool) -> None:
+    """Pool, compare, show, write; the thresholds go into the checkpoint."""
+    import json
+
+    from rich.console import Console
+
+    from toolwise import waiting
+    from toolwise.data import load_tasks
+    from toolwise.frontier.evaluating import evaluate_frontier
+    from toolwise.frontier.report import as_json as to_json
+    from toolwise.routed.calibration import store_calibration
+    from toolwise.routed.loading import find_routed, load_routing
+
+    budgets = read_budgets(asked.budgets)
+    config, model = find_routed(source, overrides)
+    file = data or config.data.val
+    if file is None:
+        raise ConfigError(f"{source} names no data.val: add --data FILE")
+    tasks = load_tasks(file, limit=config.data.val_limit if data is None else None)
+    otc = None if asked.otc is None else _other(asked.otc)
+    folder = asked.out or _folder(model)
+    routing = load_routing(source, config=config)
+    console = Console(stderr=True)
+
+    async def work(status: Status) -> Evaluated:
+        return await evaluate_frontier(
+            routing,
+            tasks,
+            budgets,
+            folder,
+            otc=otc,
+            draws=asked.draws,
+            metric=asked.metric,
+            seed=config.seed,
+            on_done=lambda what, done, of: status.update(
+                f"{what}: {done:,} of {of:,} groups of {asked.draws} rollouts"
+            ),
+        )
+
+    with console.status("") as status:
+        found = waiting.run(work(status))
+    found.write(folder, str(source))
+    if asked.store:
+        store_calibration(model, found.calibration)
+    if as_json:
+        typer.echo(json.dumps(to_json(found.frontier), indent=2))
+        return
+    _show(found, str(source))
+    typer.echo(f"written: {folder / 'frontier.json'}, {folder / 'frontier.png'}")
+    if asked.store:
+        typer.echo(f"thresholds for these budgets are now in {model}: toolwise run {source} QUESTION --budget B")
+
+
+def _show(found: Evaluated, title: str) -> None:
+    from rich.console import Console
+
+    from toolwise.frontier.report import tables
+
+    for table in tables(found.frontier, title):
+        Console().print(table)
+    for note in found.notes:
+        typer.echo(note)
+    if found.time is not None:
+        typer.echo(found.time.describe())
+
+
+def _folder(model: Path) -> Path:
+    """Beside a run's checkpoints, one for each of them; or beside an exported model."""
+    step = model.resolve().parent
+    sealed = (step / "manifest.json").is_file()
+    return step.parent.parent / "frontier" / step.name if sealed else model.with_name(f"{model.name}-frontier")
+
+
+def _other(source: Path) -> tuple[RunConfig, Path]:
+    """Another run's actor: its latest checkpoint, or the one that is named."""
+    from toolwise.cli.evaluate import resolve
+
+    config, model = resolve(source, None, [])
+    return config, Path(model)
+
+
+def read_budgets(text: str) -> list[float]:
+    """Numbers between commas; `0,0.1,…,1` goes on as it began, with `…` or `...`."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    found: list[float] = []
+    for place, part in enumerate(parts):
+        if _GOES_ON.match(part):
+            found += _between(found, parts[place + 1 :], text)
+        else:
+            found.append(_number(part, text))
+    if not found:
+        raise ConfigError(f"--budgets {text!r} names none: write numbers, such as 0,0.1,…,1")
+    return sorted(set(found))
+
+
+def _between(before: Sequence[float], after: Sequence[str], text: str) -> list[float]:
+    if len(before) < 2 or not after:
+        raise ConfigError(f"--budgets {text!r}: … needs two numbers before it and one after, such as 0,0.1,…,1")
+    step, last = before[-1] - before[-2], _number(after[0], text)
+    if not step > 0 or last < before[-1] or (last - before[-1]) / step > 10_000:
+        raise ConfigError(f"--budgets {text!r}: … must go upwards to the last number, in steps that lead there")
+    count = round((last - before[-1]) / step)
+    return [round(before[-1] + step * k, 12) for k in range(1, count)]
+
+
+def _number(part: str, text: str) -> float:
+    try:
+        value = float(part)
+    except ValueError:
+        raise ConfigError(f"--budgets {text!r}: {part!r} is no number; write numbers, such as 0,0.1,…,1") from None
+    if not 0 <= value < float("inf"):
+        raise ConfigError(f"--budgets {text!r}: {part} is no budget; write numbers from 0 up")
+    return value

@@ -1,0 +1,93 @@
+"""`toolwise run`: put one question to a routed checkpoint."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from toolwise.cli.train import Overrides
+
+if TYPE_CHECKING:
+    from toolwise.routed.agent import Answered
+
+
+class Route(StrEnum):
+    AUTO = "auto"
+    ANSWER = "answer"
+    SEARCH = "search"
+    CALCULATE = "calculate"
+
+
+def run(
+    source: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A run, a checkpoint, or an exported folder.")],
+    question: Annotated[str, typer.Argument(help="What to ask.")],
+    budget: Annotated[
+        float | None, typer.Option(min=0, help="What questions may cost on average; the router is held to it.")
+    ] = None,
+    route: Annotated[Route, typer.Option(help="Take the choice out of the router's hands.")] = Route.AUTO,
+    cap: Annotated[
+        float | None, typer.Option(min=0, help="What this one may cost at most: calls beyond it are refused.")
+    ] = None,
+    tools: Annotated[
+        list[str] | None, typer.Option(help="A tool in place of the run's own; may be given again.")
+    ] = None,
+    documents: Annotated[
+        Path | None, typer.Option(help="What search searches: a text of a document a line, or .jsonl with `text`.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of whatever is left to chance.")] = 0,
+    do_sample: Annotated[bool, typer.Option("--sample", help="Draw tokens instead of taking the likeliest.")] = False,
+    overrides: Overrides = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+) -> None:
+    """Route a question, and answer it with the tools that the route leaves."""
+    from toolwise.routed.agent import RoutedAgent
+    from toolwise.routed.loading import read_documents
+
+    found = None if documents is None else read_documents(documents)
+    agent = RoutedAgent.load(source, tools=tools, documents=found, overrides=overrides or [])
+    answered = agent.ask(question, budget=budget, route=route.value, cap=cap, seed=seed, do_sample=do_sample)
+    if as_json:
+        typer.echo(json.dumps(_told(answered), ensure_ascii=False, indent=2))
+    else:
+        _show(answered)
+
+
+def _told(answered: Answered) -> dict[str, object]:
+    return {
+        "text": answered.text,
+        "route": answered.route,
+        "odds": dict(answered.odds),
+        "cost": answered.cost,
+        "calls": dict(answered.calls),
+        "refused": answered.refused,
+        "seconds": answered.seconds,
+        "saved_s": answered.saved_s,
+        "stop_reason": answered.rollout.stop_reason.value,
+        "fault": answered.rollout.fault,
+        "messages": [message.to_openai() for message in answered.rollout.messages],
+    }
+
+
+def _show(answered: Answered) -> None:
+    odds = ", ".join(f"{name} {share:.2f}" for name, share in answered.odds.items())
+    typer.echo(f"route: {answered.route}  ({odds})")
+    for message in answered.rollout.messages:
+        for call in message.tool_calls or ():
+            typer.echo(f"  {call.name}({json.dumps(call.arguments, ensure_ascii=False)})")
+        if message.role == "tool":
+            typer.echo(f"    {message.content}")
+    typer.echo(answered.text)
+    refused = f", {answered.refused} calls refused" if answered.refused else ""
+    typer.echo(f"cost {answered.cost:g}{refused}, {answered.seconds:.2f} s", err=True)
+    if answered.saved_s is not None:
+        typer.echo(
+            f"answered directly: with all tools such questions took {answered.with_tools_s:.2f} s, "
+            f"{answered.saved_s:+.2f} s saved",
+            err=True,
+        )
+    if answered.rollout.fault:
+        typer.echo(f"the rollout ended in a fault: {answered.rollout.fault}", err=True)

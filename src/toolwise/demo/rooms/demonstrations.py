@@ -1,0 +1,137 @@
+"""What a model is taught before it learns: walks through houses, with thoughts of every level.
+
+    python -m toolwise.demo.rooms.demonstrations runs/rooms --count 20000
+    toolwise sft runs/rooms/teach.jsonl --out runs/rooms/taught
+
+The level of each step is drawn at random, easy or hard alike: the format is taught, and nothing about when to think.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from toolwise.demo.rooms.house import House, Plan, along, build_house, draw_map
+from toolwise.thinking.levels import LEVELS, Levels, load_levels
+
+SPLITS = {"train": 0, "heldout": 1, "teach": 2}
+"""Each split has houses of its own: house = 3 · index + split."""
+
+
+def house_number(index: int, split: str) -> int:
+    return len(SPLITS) * index + SPLITS[split]
+
+
+def prompt(plan: Plan, levels: Levels | None = None) -> list[dict[str, str]]:
+    """How an episode begins. A model that knows no levels is told of them; one that was taught them need not be."""
+    told = f"{plan.task}\n{levels.explain()}" if levels else plan.task
+    return [{"role": "system", "content": told}]
+
+
+def task_rows(
+    indices: Iterable[int], split: str, plan: Plan | None = None, *, levels: Levels | None = None
+) -> Iterator[dict[str, Any]]:
+    """Tasks as dataset rows, one a house."""
+    plan = plan or Plan()
+    changed = {name: value for name, value in _fields(plan).items() if value != _fields(Plan())[name]}
+    for index in indices:
+        number = house_number(index, split)
+        kwargs: dict[str, Any] = {"house": number} | ({"plan": changed} if changed else {})
+        yield {
+            "task_id": f"house-{number}",
+            "prompt": prompt(plan, levels),
+            "data_source": "toolwise/rooms",
+            "extra_info": {"env_kwargs": kwargs},
+        }
+
+
+def walk(
+    house: House, chosen: Sequence[int], plan: Plan, levels: Levels = LEVELS, *, explain: bool = False
+) -> list[dict[str, str]]:
+    """The right way through a house, `chosen` the level of each of its steps."""
+    messages = prompt(plan, levels if explain else None)
+    shown = ""
+    for place, number in zip(house.places, chosen, strict=True):
+        messages.append({"role": "user", "content": f"{shown}{place.sight}"})
+        reply = levels.numbered(number).write(place.action, place.parts)
+        messages.append({"role": "assistant", "content": reply})
+        shown = f"{house.map_text} " if place.kind == "map" else ""
+    return messages
+
+
+def demonstrations(
+    count: int,
+    *,
+    seed: int = 0,
+    plan: Plan | None = None,
+    levels: Levels = LEVELS,
+    explain: bool = False,
+) -> Iterator[dict[str, Any]]:
+    """`count` conversations to teach on, each in a house of its own."""
+    plan = plan or Plan()
+    random = Random(f"levels/{seed}")
+    for index in range(count):
+        house = build_house(house_number(seed * 1_000_003 + index, "teach"), plan)
+        chosen = [random.choice(levels.numbers) for _ in house.places]
+        yield {"messages": walk(house, chosen, plan, levels, explain=explain)}
+
+
+def lessons(count: int, *, seed: int = 0, plan: Plan | None = None, questions: int = 3) -> Iterator[dict[str, Any]]:
+    """Conversations that teach a fresh model to read a map, as any grown model can: no levels, no houses, no actions.
+
+    Without them the look-ups of a hall, a few in a long walk, take a small model very long to discover.
+    """
+    plan = plan or Plan()
+    random = Random(f"lessons/{seed}")
+    for _ in range(count):
+        following, text = draw_map(plan.marks, random)
+        messages: list[dict[str, str]] = []
+        for mark in random.sample(sorted(following), questions):
+            marks = along(following, mark, plan.marks)
+            told = f"{text} " if not messages else ""
+            messages.append({"role": "user", "content": f"{told}You are at {mark}."})
+            messages.append({"role": "assistant", "content": " ".join(f"{a}{b}" for a, b in pairwise(marks))})
+        yield {"messages": messages}
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    return path
+
+
+def _fields(plan: Plan) -> dict[str, int]:
+    return {name: getattr(plan, name) for name in ("halls", "doors", "locks", "marks", "hops")}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder for teach.jsonl, train.jsonl and heldout.jsonl")
+    parser.add_argument("--count", type=int, default=20_000, help="conversations to teach on")
+    parser.add_argument(
+        "--lessons", type=int, default=0, help="lessons in reading a map beside them, for a fresh model"
+    )
+    parser.add_argument("--tasks", type=int, default=2000, help="tasks to train on; half as many are held out")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--levels", type=Path, help="a template file of your own in place of thinking/levels.toml")
+    parser.add_argument("--explain", action="store_true", help="explain the levels in the system prompt")
+    args = parser.parse_args(arguments)
+    levels = load_levels(args.levels) if args.levels else LEVELS
+    told = levels if args.explain else None
+    teach = demonstrations(args.count, seed=args.seed, levels=levels, explain=args.explain)
+    for name, rows in (
+        ("teach", chain(teach, lessons(args.lessons, seed=args.seed))),
+        ("train", task_rows(range(args.tasks), "train", levels=told)),
+        ("heldout", task_rows(range(args.tasks // 2), "heldout", levels=told)),
+    ):
+        print(write_rows(args.out / f"{name}.jsonl", rows))
+
+
+if __name__ == "__main__":
+    main()

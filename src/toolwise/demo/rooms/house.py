@@ -1,0 +1,183 @@
+"""One house: its places in the order in which one passes them, and the map that its halls are crossed by.
+
+In most places what to do is in sight: an open door, a key, a lock and the key to it. In a hall one stands at a mark and
+must take the door `hops` marks further along the map, which was seen once, rooms ago: "37" leads from 3 to 7, and the
+arrows are in no order. Following them is one look-up after the other: easy to write down, hard to do at one glance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from random import Random
+from typing import Literal
+
+Kind = Literal["map", "door", "key", "lock", "hall"]
+
+SIDES = ("left", "right", "up", "down")
+COLOURS = ("red", "blue", "green", "white")
+WORDS = {3: "three", 4: "four", 5: "five", 6: "six"}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one may be, what is to be seen there, and the one action that leads on."""
+
+    kind: Kind
+    sight: str
+    action: str
+    parts: Mapping[str, str]
+    """What there is to think there: state, goal, reflection and candidates, for `Level.write`."""
+
+    @property
+    def hard(self) -> bool:
+        return self.kind == "hall"
+
+
+@dataclass(frozen=True, slots=True)
+class House:
+    """The places, the map as it is written, and how the whole is begun."""
+
+    places: tuple[Place, ...]
+    map_text: str
+
+    @property
+    def gold_actions(self) -> list[str]:
+        return [place.action for place in self.places]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What houses are like."""
+
+    halls: int = 2
+    doors: int = 1
+    locks: int = 1
+    marks: int = 8
+    """On the map, one of which is the door to take."""
+    hops: int = 4
+    """How far along the map that door is."""
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.hops < self.marks <= 9 or self.hops not in WORDS:
+            raise ValueError(f"hops must be 3 to 6 and less than marks, marks at most 9; got {self.hops}, {self.marks}")
+        if min(self.halls, self.doors, self.locks) < 0:
+            raise ValueError("halls, doors and locks must not be negative")
+
+    @property
+    def task(self) -> str:
+        """What the agent is told at the start."""
+        return f"Get out. In a hall take the door {WORDS[self.hops]} on."
+
+    @property
+    def steps(self) -> int:
+        """Actions from the start to the way out."""
+        return 1 + self.halls + self.doors + 2 * self.locks
+
+
+def build_house(seed: int, plan: Plan | None = None) -> House:
+    """The house of that number: the same every time."""
+    plan = plan or Plan()
+    random = Random(f"house/{seed}")
+    following, map_text = draw_map(plan.marks, random)
+    starts = random.sample(range(1, plan.marks + 1), min(plan.halls, plan.marks))
+    parts: list[list[Place]] = [[_hall(start, following, plan.hops)] for start in starts]
+    parts += [[_door(random.choice(SIDES))] for _ in range(plan.doors)]
+    parts += [_locked(random.choice(COLOURS), random) for _ in range(plan.locks)]
+    random.shuffle(parts)
+    places = [_map(), *(place for part in parts for place in part)]
+    return House(tuple(places), map_text)
+
+
+def draw_map(marks: int, random: Random) -> tuple[dict[int, int], str]:
+    """Where each mark leads, one ring through all of them; and the same as text."""
+    order = random.sample(range(1, marks + 1), marks)
+    following = {mark: order[(i + 1) % marks] for i, mark in enumerate(order)}
+    arrows = random.sample(sorted(following), marks)
+    return following, "Map: " + " ".join(f"{mark}{following[mark]}" for mark in arrows) + "."
+
+
+def along(following: Mapping[int, int], start: int, hops: int) -> list[int]:
+    """The marks one passes, the first and the last with them."""
+    marks = [start]
+    for _ in range(hops):
+        marks.append(following[marks[-1]])
+    return marks
+
+
+def _map() -> Place:
+    return Place(
+        kind="map",
+        sight="A map is here.",
+        action="take map",
+        parts={
+            "state": "map here.",
+            "goal": "out.",
+            "reflection": "need it.",
+            "candidates": "take map is right.",
+        },
+    )
+
+
+def _door(side: str) -> Place:
+    return Place(
+        kind="door",
+        sight=f"The {side} door is open.",
+        action=f"go {side}",
+        parts={
+            "state": f"{side} open.",
+            "goal": "out.",
+            "reflection": "it is free.",
+            "candidates": f"go {side} is right.",
+        },
+    )
+
+
+def _locked(colour: str, random: Random) -> list[Place]:
+    """A room with a key, and the lock that it fits, beside another that hangs there too."""
+    other = random.choice([c for c in COLOURS if c != colour])
+    keys = random.sample([colour, other], 2)
+    return [
+        Place(
+            kind="key",
+            sight=f"The door has a {colour} lock. Here are a {keys[0]} key and a {keys[1]} key.",
+            action=f"take {colour} key",
+            parts={
+                "state": f"{colour} lock.",
+                "goal": "out.",
+                "reflection": "need its key.",
+                "candidates": f"take {other} key is wrong. take {colour} key is right.",
+            },
+        ),
+        Place(
+            kind="lock",
+            sight=f"You have the {colour} key. The door is shut.",
+            action=f"use {colour} key",
+            parts={
+                "state": f"have {colour} key.",
+                "goal": "out.",
+                "reflection": "it fits.",
+                "candidates": f"use {colour} key is right.",
+            },
+        ),
+    ]
+
+
+def _hall(start: int, following: Mapping[int, int], hops: int) -> Place:
+    """The thought goes along the map: not at all when one only looks, half-way when one reflects, to the end when one
+    weighs the doors."""
+    marks = along(following, start, hops)
+    arrows = [f"{a}{b}" for a, b in pairwise(marks)]
+    half = hops // 2
+    return Place(
+        kind="hall",
+        sight=f"A hall. You are at {start}.",
+        action=str(marks[-1]),
+        parts={
+            "state": f"at {start}.",
+            "goal": "out.",
+            "reflection": " ".join(arrows[:half]) + ".",
+            "candidates": " ".join(arrows[half:]) + f" so {marks[-1]} is right.",
+        },
+    )

@@ -1,0 +1,282 @@
+"""Where keys and values live: fixed-size blocks, shared through a tree of what they hold.
+
+A node of the tree is one block and the tokens whose keys and values are in it; its path from the root is all that came
+before them. Requests hold the nodes of their path and write into blocks of their own, which join the tree when full.
+Nodes that nobody holds stay as a cache, and the oldest leaves give way when blocks run short.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Key = tuple[int, ...]
+
+
+class Node:
+    """A block in the tree. One with fewer tokens than fit is a leaf that others copy and go on from."""
+
+    __slots__ = ("block", "children", "hidden", "keys", "parent", "refs", "tokens")
+
+    def __init__(self, parent: Node | None, tokens: Key, block: int) -> None:
+        self.parent, self.tokens, self.block = parent, tokens, block
+        self.children: dict[Key, Node] = {}
+        self.keys: list[Key] = []
+        """The children's keys in order: those with most in common are neighbours."""
+        self.refs = 0
+        self.hidden: Any = None
+        """What the model made of the last token, where somebody asked: whoever ends here need not run it again."""
+
+
+@dataclass(slots=True)
+class Lease:
+    """What one request holds: nodes of the tree, then blocks of its own; `held` tokens of theirs are computed."""
+
+    path: list[Node] = field(default_factory=list)
+    own: list[int] = field(default_factory=list)
+    table: list[int] = field(default_factory=list)
+    """All of their blocks, in order."""
+    held: int = 0
+    hidden: Any = None
+    """The last token's hidden state, where the tree had all that was asked for."""
+
+
+class Blocks:
+    """`count` blocks of `size` tokens. Without `share` nothing is kept or found; `whole` shares full blocks alone."""
+
+    def __init__(self, count: int, size: int, *, share: bool = True, whole: bool = False) -> None:
+        self.count, self.size, self.share, self.whole = count, size, share, whole
+        self.copies: dict[int, int] = {}
+        """Block -> block whose content it is to get before the next forward pass; all at the same time."""
+        self.evictions = 0
+        self._free = list(range(count - 1, -1, -1))
+        self._root = Node(None, (), -1)
+        self._idle: OrderedDict[Node, None] = OrderedDict()
+        """Leaves that nobody holds, the oldest first."""
+        self._cached = 0
+        """Nodes that nobody holds: whoever holds a node holds all above it, so each of them can be evicted in time."""
+
+    @property
+    def available(self) -> int:
+        return len(self._free) + self._cached
+
+    @property
+    def in_use(self) -> int:
+        return self.count - self.available
+
+    def needed(self, tokens: int) -> int:
+        return -(-tokens // self.size)
+
+    # --- a request's life: open, extend, commit, close
+
+    def open(self, tokens: Sequence[int], *, end: int) -> Lease:
+        """Hold as much of `tokens[:end]` as the tree has; all of it only where the last hidden state is there too."""
+        path, source, held = self._match(tokens, end)
+        last = source if source is not None else path[-1] if path else None
+        hidden = None
+        if held == end and end:
+            hidden = last.hidden if last is not None and held % self.size == len(last.tokens) % self.size else None
+            if hidden is None:
+                path, source, held = self._match(tokens, end - 1)
+        for node in path:
+            self._hold(node)
+        lease = Lease(path, [], [node.block for node in path], held, hidden)
+        if source is not None:
+            block = self._take(protect=source)
+            if block is None:
+                lease.held, lease.hidden = len(path) * self.size, None
+            else:
+                self._copy(source.block, block)
+                lease.own.append(block)
+                lease.table.append(block)
+        return lease
+
+    def next_block(self, tokens: Sequence[int], end: int) -> tuple[int, Key]:
+        """The first block of `tokens[:end]` that the tree does not have: where it belongs, and what it will hold."""
+        node, start = self._root, 0
+        while start + self.size <= end:
+            found = node.children.get(tuple(tokens[start : start + self.size]))
+            if found is None:
+                break
+            node, start = found, start + self.size
+        return id(node), tuple(tokens[start : min(end, start + self.size)])
+
+    def extend(self, lease: Lease, length: int) -> bool:
+        """Room for `length` tokens, or nothing at all and False."""
+        missing = self.needed(length) - len(lease.table)
+        if missing > self.available:
+            return False
+        for _ in range(missing):
+            block = self._take()
+            assert block is not None
+            lease.own.append(block)
+            lease.table.append(block)
+        return True
+
+    def commit(self, lease: Lease, tokens: Sequence[int], held: int, *, share_up_to: int | None = None) -> None:
+        """`held` tokens are computed now: blocks that became full join the tree."""
+        lease.held = held
+        if not self.share:
+            return
+        limit = held if share_up_to is None else min(held, share_up_to)
+        parent = lease.path[-1] if lease.path else self._root
+        while (len(lease.path) + 1) * self.size <= limit:
+            start = len(lease.path) * self.size
+            key = tuple(tokens[start : start + self.size])
+            block, node = lease.own.pop(0), parent.children.get(key)
+            if node is None:
+                node = self._insert(parent, key, block)
+            else:  # somebody computed the same meanwhile: one of the two is enough
+                lease.table[len(lease.path)] = node.block
+                self._give_back(block)
+            self._hold(node)
+            lease.path.append(node)
+            parent = node
+
+    def freeze(self, lease: Lease, tokens: Sequence[int], hidden: Any) -> None:
+        """Make `tokens`, all computed, an end to go on from, for others as well: its last block is copied."""
+        parent, key = self._end_of(lease, tokens)
+        if not self.share or self.whole:
+            return
+        if not key:
+            parent.hidden = hidden
+        elif key in parent.children:
+            parent.children[key].hidden = hidden
+        elif self._free:  # a convenience, not worth evicting for
+            block = self._free.pop()
+            self._copy(lease.table[len(tokens) // self.size], block)
+            self._insert(parent, key, block).hidden = hidden
+            self._idle[parent.children[key]] = None
+            self._cached += 1
+
+    def close(self, lease: Lease, tokens: Sequence[int], hidden: Any = None, *, keep: bool = True) -> None:
+        """Give everything back. What is in the tree stays there as a cache, the last block too where `keep`."""
+        kept: list[Node] = []
+        if keep and self.share and not self.whole:
+            parent, key = self._end_of(lease, tokens[: lease.held])
+            if key and key not in parent.children and lease.own:
+                kept = [self._insert(parent, key, lease.own.pop(0))]
+                kept[0].refs = 1
+            if hidden is not None:
+                end = parent.children.get(key) if key else parent
+                if end is not None:
+                    end.hidden = hidden
+        for block in lease.own:
+            self._give_back(block)
+        for node in reversed([*lease.path, *kept]):
+            self._let_go(node)
+        lease.path, lease.own, lease.table, lease.held, lease.hidden = [], [], [], 0, None
+
+    def clear(self) -> None:
+        """Forget all that nobody holds."""
+        while self._idle:
+            self._evict(self._idle.popitem(last=False)[0])
+        self.copies.clear()
+
+    def check(self, leases: Iterable[Lease]) -> None:
+        """Every block is in one place, and every node knows how many hold it; raises AssertionError otherwise."""
+        nodes, held, own = list(self._nodes()), Counter[int](), []
+        for lease in leases:
+            held.update(id(node) for node in lease.path)
+            own += lease.own
+            assert lease.table == [node.block for node in lease.path] + lease.own, "a table does not say what is held"
+        places = [*self._free, *own, *(node.block for node in nodes)]
+        assert sorted(places) == list(range(self.count)), "a block is lost, or is in two places"
+        assert all(node.refs == held[id(node)] for node in nodes), "a node does not know how many hold it"
+        assert self._cached == sum(not node.refs for node in nodes), "cached blocks are miscounted"
+        assert set(self._idle) == {n for n in nodes if not n.refs and not n.children}, "a leaf is not up for eviction"
+        assert all(sorted(n.children) == n.keys for n in nodes), "children are out of order"
+
+    # --- the tree
+
+    def _match(self, tokens: Sequence[int], end: int) -> tuple[list[Node], Node | None, int]:
+        """Full blocks of `tokens[:end]` in the tree, then the block that has most of what follows, to copy."""
+        path: list[Node] = []
+        if not self.share:
+            return path, None, 0
+        node, size = self._root, self.size
+        while (len(path) + 1) * size <= end:
+            found = node.children.get(tuple(tokens[len(path) * size : (len(path) + 1) * size]))
+            if found is None:
+                break
+            path.append(found)
+            node = found
+        held = len(path) * size
+        rest = tuple(tokens[held : min(end, held + size)])
+        if self.whole or not rest:
+            return path, None, held
+        place = bisect_left(node.keys, rest)
+        near = [(_common(key, rest), key) for key in node.keys[max(0, place - 1) : place + 1]]
+        common, key = max(near, default=(0, ()))
+        return (path, node.children[key], held + common) if common else (path, None, held)
+
+    def _end_of(self, lease: Lease, tokens: Sequence[int]) -> tuple[Node, Key]:
+        """The node that a sequence ends in or under, and the tokens beyond it, fewer than a block."""
+        full = len(tokens) // self.size
+        parent = lease.path[full - 1] if full else self._root
+        return parent, tuple(tokens[full * self.size :])
+
+    def _insert(self, parent: Node, key: Key, block: int) -> Node:
+        node = Node(parent, key, block)
+        parent.children[key] = node
+        insort(parent.keys, key)
+        self._idle.pop(parent, None)
+        return node
+
+    def _hold(self, node: Node) -> None:
+        if not node.refs and node in self._idle:
+            del self._idle[node]
+            self._cached -= 1
+        elif not node.refs and node.children:
+            self._cached -= 1
+        node.refs += 1
+
+    def _let_go(self, node: Node) -> None:
+        node.refs -= 1
+        if not node.refs:
+            self._cached += 1
+            if not node.children:
+                self._idle[node] = None
+
+    def _take(self, protect: Node | None = None) -> int | None:
+        if not self._free:
+            victim = next((leaf for leaf in self._idle if leaf is not protect), None)
+            if victim is None:
+                return None
+            del self._idle[victim]
+            self._evict(victim)
+            self.evictions += 1
+        block = self._free.pop()
+        self.copies.pop(block, None)
+        return block
+
+    def _evict(self, node: Node) -> None:
+        self._cached -= 1
+        self._give_back(node.block)
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.tokens]
+        del parent.keys[bisect_left(parent.keys, node.tokens)]
+        if not parent.children and not parent.refs and parent is not self._root:
+            self._idle[parent] = None
+
+    def _give_back(self, block: int) -> None:
+        self._free.append(block)
+
+    def _copy(self, source: int, target: int) -> None:
+        """A block that is itself still to be copied has its content elsewhere."""
+        self.copies[target] = self.copies.get(source, source)
+
+    def _nodes(self) -> Iterable[Node]:
+        waiting = list(self._root.children.values())
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting.extend(node.children.values())
+
+
+def _common(a: Key, b: Key) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

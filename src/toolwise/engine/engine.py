@@ -1,0 +1,348 @@
+"""The engine: requests come and go one by one, a thread of its own steps through the model, nobody waits for others.
+
+    schedule ─► run ─► take in        and again, until there is nobody left
+
+It holds the learner's own parameters. After they change, `weights_changed` says so: what the cache has is forgotten,
+requests on their way are computed anew, and each token says by which version it was drawn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+from torch import Tensor
+
+from toolwise.engine.attention import can_attend
+from toolwise.engine.blocks import Blocks
+from toolwise.engine.fused import FusedRunner, can_fuse
+from toolwise.engine.graphs import MOST_STEPS, AheadDecoder
+from toolwise.engine.request import LogitsMask, Request, Scored
+from toolwise.engine.results import Decode, Results
+from toolwise.engine.runner import Runner
+from toolwise.engine.sampler import NotANumberError, head_of
+from toolwise.engine.scheduler import Plan, Scheduler
+from toolwise.errors import ContextFullError, ModelError, PolicyError
+from toolwise.protocols import Generation, Metrics, Sampling
+
+CPU_BATCH_TOKENS, GPU_BATCH_TOKENS = 4096, 32_768
+MOST_STEPS_IN_A_QUEUE = 8
+"""Steps ahead while others wait for a place: they should not wait long for those that are done."""
+FIXED_ROWS = 64
+"""Rows of each forward pass where results must be the same to the bit."""
+
+
+class Engine:
+    """`generate`, `score` and `encode` over one tree of cached blocks, for any event loop that asks."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        blocks: int | None = None,
+        memory_mb: int | None = None,
+        block_size: int = 16,
+        max_batch_tokens: int | None = None,
+        max_requests: int = 256,
+        prefix_cache: bool = True,
+        deterministic: bool = False,
+        decode: Decode | None = None,
+        fused: bool | None = None,
+    ) -> None:
+        """`blocks` or `memory_mb` is the size of the cache, a share of what is free where neither is given;
+        `deterministic` makes a result the same to the bit whatever else runs; `decode` turns tokens into text, for
+        stop strings; `fused` takes the way of kernels, which a GPU that has them for this model takes by itself."""
+        if not can_attend(model):
+            raise ModelError(
+                f"{type(model).__name__} does not attend through transformers' attention interface as plain causal "
+                'attention: set rollout.engine = "transformers"'
+            )
+        config = model.get_decoder().config
+        on_gpu = next(model.parameters()).device.type == "cuda"
+        max_batch_tokens = max_batch_tokens or (GPU_BATCH_TOKENS if on_gpu else CPU_BATCH_TOKENS)
+        fused = can_fuse(model) if fused is None else fused
+        self.model = model
+        self.max_context = int(getattr(config, "max_position_embeddings", 0)) or 1 << 30
+        self.vocabulary = int(config.vocab_size)
+        self.version = 0
+        self._weights = self._weights_now()
+        self.linger_s = 0.001
+        fixed_rows = FIXED_ROWS if deterministic else None
+        head = head_of(model, fixed_rows)
+        self.runner = (
+            FusedRunner(model, block_size, head, max_requests=max_requests, max_context=self.max_context)
+            if fused and not deterministic
+            else Runner(model, block_size, fixed_rows=fixed_rows)
+        )
+        count = blocks or min(
+            max(1, self.runner.blocks_for(memory_mb)), max_requests * -(-self.max_context // block_size)
+        )
+        self.blocks = Blocks(count, block_size, share=prefix_cache, whole=deterministic)
+        self.scheduler = Scheduler(
+            self.blocks,
+            max_batch_tokens=fixed_rows or max_batch_tokens,
+            max_requests=max_requests,
+            fixed_pieces=deterministic,
+        )
+        self.results = Results(self.blocks, head, decode)
+        self.steps = 0
+        self._news: deque[Callable[[], None]] = deque()
+        """What the engine's thread is to do before its next step: take requests in, let them go, forget."""
+        self._finished: list[Request] = []
+        self._lock = threading.Lock()
+        self._working = False
+        # A thread of its own: tools that hang in the loop's shared ones must not keep the model from working.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="toolwise-engine")
+
+    # --- what callers ask
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        stop_strings: Sequence[str] = (),
+        logits_mask: LogitsMask | None = None,
+    ) -> Generation:
+        """Continue a prompt until a stop token, a stop string or its length; the one that stopped it is part of it."""
+        if sampling.max_new_tokens < 1 or not sampling.temperature > 0:
+            raise PolicyError("max_new_tokens must be at least 1 and temperature above 0 (do_sample=False is greedy)")
+        if stop_strings and self.results.decode is None:
+            raise PolicyError("stop strings need the engine to read text: give Engine(decode=tokenizer.decode)")
+        request = self._request("generate", prompt_ids, sampling, more=sampling.max_new_tokens)
+        request.stop_strings, request.logits_mask = tuple(stop_strings), logits_mask
+        found: Generation = await self._answer(request)
+        return found
+
+    async def score(
+        self, prefix_ids: Sequence[int], continuations: Sequence[Sequence[int]], temperature: float = 1.0
+    ) -> list[Scored]:
+        """Log-probs and entropies of the tokens of each continuation. The prefix is computed once."""
+        if not temperature > 0:
+            raise PolicyError("temperature must be above 0")
+        sampling = Sampling(temperature=temperature)
+        wanted = [self._to_score(prefix_ids, continuation, sampling) for continuation in continuations]
+        if len(wanted) > 1 and self.blocks.share:
+            await self.encode(prefix_ids)
+        found: list[Scored] = await asyncio.gather(*map(self._answer, wanted))
+        return found
+
+    async def encode(self, prompt_ids: Sequence[int], *, pool: Literal["last", "mean"] = "last") -> Tensor:
+        """[d] in fp32, what the model makes of a prompt. What is generated after the same prompt computes none of it
+        again; "mean" computes every token itself."""
+        request = self._request("read", prompt_ids, Sampling())
+        request.mean = pool == "mean"
+        found: Tensor = await self._answer(request)
+        return found
+
+    def weights_changed(self, version: int, *, keep_cache: bool = False) -> None:
+        """The parameters are others now. `keep_cache` goes on with what the old ones computed."""
+
+        def change() -> None:
+            self.version, self._weights = version, self._weights_now()
+            if not keep_cache:
+                self._forget()
+
+        self._tell(change)
+
+    def drop_cache(self) -> None:
+        """Give the cache's memory back, at once where nobody generates; it comes again with the next request."""
+
+        def drop() -> None:
+            self._forget()
+            self.runner.release()
+
+        self._tell(drop)
+
+    def metrics(self) -> Metrics:
+        return {
+            "engine/prefilled_tokens": float(self.results.prefilled_tokens),
+            "engine/reused_tokens": float(self.scheduler.reused_tokens),
+            "engine/decoded_tokens": float(self.results.decoded_tokens),
+            "engine/preemptions": float(self.scheduler.preemptions),
+            "engine/evictions": float(self.blocks.evictions),
+            "engine/blocks_in_use": float(self.blocks.in_use),
+            "engine/blocks": float(self.blocks.count),
+            "engine/steps": float(self.steps),
+        }
+
+    def check(self) -> None:
+        """Raises AssertionError where a block is lost or held twice; for tests, between steps."""
+        self.blocks.check(r.lease for r in self.scheduler.running if r.lease is not None)
+
+    # --- what the engine's thread does
+
+    def step(self) -> None:
+        """One turn: each line feeds the next."""
+        plan = self.scheduler.schedule()
+        finished = self._decode_ahead(plan)
+        if finished is None:
+            states, rows = self._run(plan)
+            finished = self.results.take_in(plan, states, rows, self.version)
+        self.steps += 1
+        self._finish(finished)
+
+    def _run(self, plan: Plan) -> tuple[Tensor, dict[Request, list[int]]]:
+        self._prepare()
+        return self.runner.run(plan, self.scheduler.pieces)
+
+    def _decode_ahead(self, plan: Plan) -> list[Request] | None:
+        """Many steps at once, where all that is to do is to decode, and there are kernels and room for it."""
+        if not isinstance(self.runner, FusedRunner) or not plan or not all(map(AheadDecoder.suits, plan)):
+            return None
+        left = {r: r.sampling.max_new_tokens - r.sampled for r in plan}
+        steps = min(MOST_STEPS_IN_A_QUEUE if self.scheduler.waiting else MOST_STEPS, max(left.values()))
+        for request, most in left.items():
+            assert request.lease is not None
+            if not self.blocks.extend(request.lease, request.held + min(steps, most)):
+                return None
+        self._prepare()
+        tokens, logprobs = self.runner.decode_ahead(list(plan), steps)
+        return self.results.take_ahead(list(plan), tokens, logprobs, self.version)
+
+    def _prepare(self) -> None:
+        if not self.runner.keys:
+            self.runner.allocate(self.blocks.count)
+        copies, self.blocks.copies = self.blocks.copies, {}
+        self.runner.copy(copies)
+
+    def _finish(self, finished: Iterable[Request]) -> None:
+        finished = list(finished)
+        for request in finished:
+            self.scheduler.finish(request, keep=request.fault is None)
+        if any(isinstance(request.fault, NotANumberError) for request in finished):
+            self._forget()
+            self.runner.release()  # what is NaN in a block spoils whoever gets it next, behind the mask
+        self._finished += finished
+
+    def _fail(self, fault: Exception) -> None:
+        """Whoever was in the step hears of it, none waits for ever; the others are computed anew."""
+        error = PolicyError(f"generation failed: {type(fault).__name__}: {fault}")
+        victims = list(self.scheduler.running) or self.scheduler.requests
+        for request in victims:
+            request.fault = error
+            self.scheduler.finish(request, keep=False)
+        self._forget()
+        self._finished += victims
+
+    def _forget(self) -> None:
+        for request in list(self.scheduler.running):
+            self.scheduler.preempt(request)
+        self.blocks.clear()
+
+    def _weights_now(self) -> int:
+        """Grows whenever a parameter is written to: so that a change that nobody told of is not overlooked."""
+        return sum(0 if p.is_inference() else p._version for p in self.model.parameters())
+
+    def _work(self) -> None:
+        self._gather()
+        while True:
+            go_on = self._take_news()
+            # Not before: whoever has heard of the last result finds an engine at rest.
+            finished, self._finished = self._finished, []
+            deliver(finished)
+            if not go_on:
+                return
+            try:
+                self.step()
+            except Exception as fault:
+                self._fail(fault)
+
+    def _take_news(self) -> bool:
+        """What came between two steps; False when there is nothing left to do."""
+        with self._lock:
+            if self._news and self._weights != (now := self._weights_now()):
+                self._weights = now
+                self._forget()
+            while self._news:
+                self._news.popleft()()
+            self._working = bool(self.scheduler.running or self.scheduler.waiting)
+            return self._working
+
+    def _gather(self) -> None:
+        """Let everyone who is about to ask do so: wait while more keep coming. A step costs more than this."""
+        count = 0
+        while count < len(self._news) < self.scheduler.max_requests:
+            count = len(self._news)
+            time.sleep(self.linger_s)
+
+    # --- between the two
+
+    def _tell(self, news: Callable[[], None]) -> None:
+        """Done now where the engine rests, by its own thread before the next step where it works."""
+        with self._lock:
+            if self._working:
+                self._news.append(news)
+            else:
+                news()
+
+    async def _answer(self, request: Request) -> Any:
+        with self._lock:
+            self._news.append(lambda: None if request.cancelled else self.scheduler.add(request))
+            begin, self._working = not self._working, True
+        if begin:
+            self._thread.submit(self._work)
+        try:
+            return await request.future
+        except asyncio.CancelledError:
+            request.cancelled = True
+            self._tell(lambda: self.scheduler.finish(request))
+            raise
+
+    def _request(self, kind: Any, prompt_ids: Sequence[int], sampling: Sampling, *, more: int = 0) -> Request:
+        """Refuse alone what would bring down the whole batch it is in."""
+        ids = list(prompt_ids)
+        if not ids:
+            raise PolicyError("a prompt of no tokens: give at least one message, or prompt_ids that are not empty")
+        if not 0 <= min(ids) <= max(ids) < self.vocabulary:
+            raise PolicyError(
+                f"prompt_ids name tokens outside the model's {self.vocabulary}: are they another model's?"
+            )
+        length = len(ids) + more
+        if length > self.max_context:
+            raise ContextFullError(
+                f"a prompt of {len(ids)} tokens and {more} new ones do not fit the model's {self.max_context}: "
+                "shorten the prompt or lower rollout.max_new_tokens"
+            )
+        if self.blocks.needed(length) > self.blocks.count:
+            raise ContextFullError(
+                f"a prompt of {len(ids)} tokens and {more} new ones do not fit the engine's cache of "
+                f"{self.blocks.count * self.blocks.size}: give it more memory, or shorten the prompt"
+            )
+        loop = asyncio.get_running_loop()
+        return Request(kind, ids, len(ids), sampling, loop.create_future(), loop)
+
+    def _to_score(self, prefix_ids: Sequence[int], continuation: Sequence[int], sampling: Sampling) -> Request:
+        whole = self._request("score", [*prefix_ids, *continuation], sampling)
+        whole.prompt_length, whole.targets = len(prefix_ids), tuple(continuation)
+        if not prefix_ids or not continuation:
+            raise PolicyError("a prefix and each of its continuations must have a token at least")
+        whole.tokens.pop()
+        return whole
+
+
+def deliver(finished: Iterable[Request]) -> None:
+    """To each event loop what its requests came for, in one call."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Request]] = defaultdict(list)
+    for request in finished:
+        by_loop[request.loop].append(request)
+    for loop, requests in by_loop.items():
+        try:
+            loop.call_soon_threadsafe(_resolve, requests)
+        except RuntimeError:  # the loop is closed, and nobody waits there any more
+            continue
+
+
+def _resolve(requests: Sequence[Request]) -> None:
+    for request in requests:
+        if request.future.done():
+            continue
+        if request.fault is not None:
+            request.future.set_exception(request.fault)
+        else:
+            request.future.set_result(request.result())

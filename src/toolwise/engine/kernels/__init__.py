@@ -1,0 +1,73 @@
+"""The arithmetic of a generation step: paged attention, cache writes, norms, activation and sampling.
+
+Each name is a pure function over tensors. On a GPU it is a Triton kernel that needs no host synchronisation and can be
+captured in a CUDA graph; anywhere else it is plain torch (`reference`), the same formula in the same order of rounding.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module, util
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from toolwise.engine.kernels.reference import (
+        add_rms_norm,
+        paged_attention_decode,
+        paged_attention_prefill,
+        rms_norm,
+        rope_and_store,
+        sample,
+        shared_prefix_decode,
+        silu_mul,
+        store_kv,
+    )
+
+__all__ = [
+    "add_rms_norm",
+    "available",
+    "paged_attention_decode",
+    "paged_attention_prefill",
+    "rms_norm",
+    "rope_and_store",
+    "sample",
+    "shared_prefix_decode",
+    "silu_mul",
+    "store_kv",
+]
+
+_HOMES = {
+    "add_rms_norm": "pointwise",
+    "paged_attention_decode": "attention",
+    "paged_attention_prefill": "prefill",
+    "rms_norm": "pointwise",
+    "rope_and_store": "cache",
+    "sample": "sampling",
+    "shared_prefix_decode": "prefix",
+    "silu_mul": "pointwise",
+    "store_kv": "cache",
+}
+
+
+def available(device: torch.device | str) -> bool:
+    """Whether the Triton kernels can run on `device`."""
+    return torch.device(device).type == "cuda" and util.find_spec("triton") is not None
+
+
+def kernel(name: str, device: torch.device | str) -> Any:
+    """The function `name` for tensors on `device`: look it up once where calls are many."""
+    home = _HOMES[name] if available(device) else "reference"
+    return getattr(import_module(f"toolwise.engine.kernels.{home}"), name)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def dispatch(first: torch.Tensor, *args: Any, **options: Any) -> Any:
+        return kernel(name, first.device)(first, *args, **options)
+
+    dispatch.__name__ = name
+    globals()[name] = dispatch
+    return dispatch

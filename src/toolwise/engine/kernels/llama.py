@@ -1,0 +1,278 @@
+"""A decoder forward over a stock Llama, Qwen2 or Qwen3's own modules, in the fewest launches: the engine's fast path.
+
+Nothing is copied. `FusedDecoder(model)` moves each layer's q, k, v weights (and gate, up) next to each other in one
+tensor and makes the parameters views of it (`param.data = view`): one product does the work of three, while optimisers
+that update in place, `load_state_dict` and `save_pretrained` see the same parameters as before. Whatever gives a
+parameter new storage (`model.to`) undoes the layout: compare `storage_key` and make a new one, which restores it.
+`refusal` says in one line why a model cannot take this path; its stock forward then serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from toolwise.engine.kernels import available, kernel
+from toolwise.errors import PolicyError
+
+FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+STEADY_ROPES = ("default", "linear", "llama3", "yarn")
+"""Rope whose angles depend on the position alone, so that a table of them serves every request."""
+
+Attend = Callable[[int, torch.Tensor], torch.Tensor]
+"""(layer, its q, k, v rows [T, H + 2·KVH, D]) -> [T, H, D]: rope, cache write and attention of one layer."""
+
+
+@dataclass(frozen=True)
+class PagedCache:
+    """Every layer's keys and values [blocks, block size, kv heads, head dim], and the rope table [positions, D]."""
+
+    keys: Sequence[torch.Tensor]
+    values: Sequence[torch.Tensor]
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """Groups that share their first blocks, as `shared_prefix_decode` takes them; the step's tables are the tails."""
+
+    tables: torch.Tensor
+    lengths: torch.Tensor
+    member_starts: torch.Tensor
+    members: torch.Tensor
+    most_members: int
+
+
+def refusal(model: Any) -> str | None:
+    """Why this model needs its stock forward, or None."""
+    config = model.config
+    if type(model).__name__ not in FAMILIES:
+        return f"{type(model).__name__} is none of {', '.join(FAMILIES)}"
+    if config.hidden_act != "silu":
+        return f"its activation is {config.hidden_act}, not silu"
+    if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
+        return "some of its layers attend through a window"
+    if model.model.rotary_emb.rope_type not in STEADY_ROPES:
+        return f"its rope ({model.model.rotary_emb.rope_type}) changes with the length"
+    dim = model.model.layers[0].self_attn.head_dim
+    if dim < 16 or dim & (dim - 1):
+        return f"its head size {dim} is not a power of two from 16 up"
+    for layer in model.model.layers:
+        parts = (*_attention_inputs(layer), layer.self_attn.o_proj, *_mlp_inputs(layer), layer.mlp.down_proj)
+        if any(type(part) is not nn.Linear for part in parts):
+            return "its projections are not plain linear layers"
+    return None
+
+
+def _attention_inputs(layer: Any) -> tuple[Any, ...]:
+    return layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj
+
+
+def _mlp_inputs(layer: Any) -> tuple[Any, ...]:
+    return layer.mlp.gate_proj, layer.mlp.up_proj
+
+
+def _side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The one tensor that these are consecutive slices of, or None."""
+    at = tensors[0].data_ptr()
+    for tensor in tensors:
+        if tensor.data_ptr() != at or not tensor.is_contiguous() or _storage(tensor) != _storage(tensors[0]):
+            return None
+        at += tensor.numel() * tensor.element_size()
+    first = tensors[0].detach()
+    return first.as_strided((sum(len(t) for t in tensors), *first.shape[1:]), first.stride())
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _joined(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    """One tensor over all of them; they become views of it where they are not yet."""
+    whole = _side_by_side(parameters)
+    if whole is not None:
+        return whole
+    # An inference tensor under a parameter could never be trained again.
+    with torch.inference_mode(False), torch.no_grad():
+        whole = torch.cat([p.data for p in parameters])
+        start = 0
+        for parameter in parameters:
+            parameter.data = whole[start : start + len(parameter)]
+            start += len(parameter)
+    return whole
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one layer's launches read: views of the model's own parameters."""
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    out: nn.Linear
+    mlp_norm: torch.Tensor
+    gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down: nn.Linear
+
+
+class FusedDecoder:
+    """The model's layers as few launches; made once a layout and cheap to make again."""
+
+    def __init__(self, model: Any) -> None:
+        reason = refusal(model)
+        if reason is not None:
+            raise PolicyError(f"the fused forward does not fit this model: {reason}; use its stock forward")
+        config = model.config
+        attention = model.model.layers[0].self_attn
+        self.model = model
+        self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.dim, self.scale, self.eps = attention.head_dim, attention.scaling, config.rms_norm_eps
+        self.layers = [_layer(layer) for layer in model.model.layers]
+        device = next(model.parameters()).device
+        self.on_gpu = available(device)
+        self.rms_norm, self.add_rms_norm = kernel("rms_norm", device), kernel("add_rms_norm", device)
+        self.silu_mul, self.rope_and_store = kernel("silu_mul", device), kernel("rope_and_store", device)
+        self.decode: Callable[..., torch.Tensor] = kernel("paged_attention_decode", device)
+        self.prefill: Callable[..., torch.Tensor] = kernel("paged_attention_prefill", device)
+        self.shared_decode: Callable[..., torch.Tensor] = kernel("shared_prefix_decode", device)
+
+    def storage_key(self) -> tuple[int, ...]:
+        """Changes when a parameter has moved, so that captured graphs and this object are stale."""
+        return tuple(p.data_ptr() for p in self.model.parameters())
+
+    def forward(self, ids: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Token ids [T] to normed hidden states [T, W]; `attend` keeps the cache."""
+        residual: torch.Tensor = self.model.model.embed_tokens(ids)
+        hidden: torch.Tensor = self.rms_norm(residual, self.layers[0].input_norm, self.eps)
+        after = [layer.input_norm for layer in self.layers[1:]] + [self.model.model.norm.weight]
+        for index, (layer, next_norm) in enumerate(zip(self.layers, after, strict=True)):
+            qkv = F.linear(hidden, layer.qkv, layer.qkv_bias).view(len(ids), -1, self.dim)
+            mixed = layer.out(attend(index, qkv).flatten(1))
+            hidden, residual = self.add_rms_norm(mixed, residual, layer.mlp_norm, self.eps)
+            active = self.silu_mul(F.linear(hidden, layer.gate_up, layer.gate_up_bias))
+            hidden, residual = self.add_rms_norm(layer.down(active), residual, next_norm, self.eps)
+        return hidden
+
+    def forward_decode(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        cache: PagedCache,
+        slots: torch.Tensor,
+        block_tables: torch.Tensor,
+        lengths: torch.Tensor,
+        prefixes: Prefixes | None = None,
+        splits: int | None = None,
+    ) -> torch.Tensor:
+        """One new token a request: ids, positions, slots, lengths [B], these with the new token (tails' if shared)."""
+        cos, sin = cache.cos[positions], cache.sin[positions]
+
+        def attend(index: int, qkv: torch.Tensor) -> torch.Tensor:
+            keys, values = cache.keys[index], cache.values[index]
+            if self.on_gpu and prefixes is None:
+                new = self._new_tokens(index, qkv, cos, sin, slots)
+                return self.decode(
+                    qkv[:, : self.heads], keys, values, block_tables, lengths, self.scale, new=new, splits=splits
+                )
+            q = self._rope_and_store(index, qkv, cos, sin, cache, slots)
+            if prefixes is None:
+                return self.decode(q, keys, values, block_tables, lengths, self.scale)
+            shared = (prefixes.tables, prefixes.lengths, prefixes.member_starts, prefixes.members)
+            return self.shared_decode(
+                q, keys, values, *shared, prefixes.most_members, block_tables, lengths, self.scale
+            )
+
+        return self.forward(ids, attend)
+
+    def forward_prefill(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        cache: PagedCache,
+        slots: torch.Tensor,
+        block_tables: torch.Tensor,
+        query_starts: torch.Tensor,
+        context_lengths: torch.Tensor,
+        max_query_length: int,
+    ) -> torch.Tensor:
+        """Chunks of prompts one after the other: ids, positions, slots [T]; see `paged_attention_prefill`."""
+        cos, sin = cache.cos[positions], cache.sin[positions]
+
+        def attend(index: int, qkv: torch.Tensor) -> torch.Tensor:
+            q = self._rope_and_store(index, qkv, cos, sin, cache, slots)
+            return self.prefill(
+                q, cache.keys[index], cache.values[index], block_tables, query_starts, context_lengths, self.scale,
+                max_query_length,
+            )  # fmt: skip
+
+        return self.forward(ids, attend)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.model.lm_head(hidden)
+        return logits
+
+    def rope_table(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The model's own cos and sin for every position, [positions, D], in its dtype."""
+        weight = self.model.model.embed_tokens.weight
+        ids = torch.arange(positions, device=weight.device)[None]
+        cos, sin = self.model.model.rotary_emb(weight, ids)
+        return cos[0].contiguous(), sin[0].contiguous()
+
+    def _parts(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        values_from = self.heads + self.kv_heads
+        return qkv[:, : self.heads], qkv[:, self.heads : values_from], qkv[:, values_from:]
+
+    def _rope_and_store(
+        self,
+        index: int,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: PagedCache,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        q, k, v = self._parts(qkv)
+        layer = self.layers[index]
+        self.rope_and_store(
+            q, k, v, cos, sin, cache.keys[index], cache.values[index], slots,
+            q_weight=layer.q_norm, k_weight=layer.k_norm, eps=self.eps,
+        )  # fmt: skip
+        return q
+
+    def _new_tokens(
+        self, index: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor
+    ) -> Any:
+        from toolwise.engine.kernels.attention import NewTokens
+
+        _, k, v = self._parts(qkv)
+        layer = self.layers[index]
+        return NewTokens(k, v, cos, sin, slots, layer.q_norm, layer.k_norm, self.eps)
+
+
+def _layer(layer: Any) -> Layer:
+    qkv, gate_up = _attention_inputs(layer), _mlp_inputs(layer)
+    biased = [part.bias is not None for part in qkv]
+    if any(biased) != all(biased):
+        raise PolicyError("the fused forward needs a bias on all of q, k and v or on none; use the stock forward")
+    attention = layer.self_attn
+    return Layer(
+        input_norm=layer.input_layernorm.weight,
+        qkv=_joined([part.weight for part in qkv]),
+        qkv_bias=_joined([part.bias for part in qkv]) if all(biased) else None,
+        q_norm=attention.q_norm.weight if hasattr(attention, "q_norm") else None,
+        k_norm=attention.k_norm.weight if hasattr(attention, "k_norm") else None,
+        out=attention.o_proj,
+        mlp_norm=layer.post_attention_layernorm.weight,
+        gate_up=_joined([part.weight for part in gate_up]),
+        gate_up_bias=_joined([part.bias for part in gate_up]) if gate_up[0].bias is not None else None,
+        down=layer.mlp.down_proj,
+    )

@@ -1,0 +1,92 @@
+"""Norms and activation of a decoder layer, one pass over memory each, rounded as transformers rounds.
+
+rms_norm(x) = w · bf16(x / √(mean x² + ε));  add_rms_norm: r' = x + r, rms_norm(r');  silu_mul: bf16(silu(g)) · u
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,import-not-found,import-untyped"
+# ruff: noqa: N803  (capitals are compile-time constants)
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rms_norm(
+    x, residual, weight, out, new_residual, x_stride, eps,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, PADDED)
+    inside = at < WIDTH
+    value = tl.load(x + row * x_stride + at, mask=inside, other=0.0)
+    gain = tl.load(weight + at, mask=inside, other=0.0)
+    dtype = value.dtype
+    if ADD:
+        before = tl.load(residual + row * WIDTH + at, mask=inside, other=0.0)
+        value = (value.to(tl.float32) + before.to(tl.float32)).to(dtype)
+        tl.store(new_residual + row * WIDTH + at, value, mask=inside)
+    wide = value.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+    normed = (wide * inverse).to(dtype).to(tl.float32) * gain.to(tl.float32)
+    tl.store(out + row * WIDTH + at, normed.to(dtype), mask=inside)
+
+
+@triton.jit
+def _silu_mul(gate, up, out, gate_stride, up_stride, WIDTH: tl.constexpr, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = at < WIDTH
+    g = tl.load(gate + row * gate_stride + at, mask=inside, other=0.0)
+    u = tl.load(up + row * up_stride + at, mask=inside, other=0.0)
+    wide = g.to(tl.float32)
+    active = (wide / (1.0 + tl.exp(-wide))).to(g.dtype).to(tl.float32)
+    tl.store(out + row * WIDTH + at, (active * u.to(tl.float32)).to(g.dtype), mask=inside)
+
+
+def _warps(width: int) -> int:
+    return min(8, max(1, width // 256))
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS norm over the last dimension of x[..., W]: a model's hidden states, or the heads of q and k."""
+    width = x.shape[-1]
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows = x.reshape(-1, width)
+    if rows.shape[0]:
+        _rms_norm[(rows.shape[0],)](
+            rows, rows, weight, out, out, rows.stride(0), eps, width, triton.next_power_of_2(width), False,
+            num_warps=_warps(width),
+        )  # fmt: skip
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rms_norm(x + residual), x + residual) for x, residual [T, W]."""
+    width = x.shape[-1]
+    out, new_residual = torch.empty_like(residual), torch.empty_like(residual)
+    if x.shape[0]:
+        _rms_norm[(x.shape[0],)](
+            x, residual, weight, out, new_residual, x.stride(0), eps, width, triton.next_power_of_2(width), True,
+            num_warps=_warps(width),
+        )  # fmt: skip
+    return out, new_residual
+
+
+def silu_mul(gate_up: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+    """silu(gate) · up, from [T, 2F] with the gate first or from two tensors [T, F]."""
+    if up is None:
+        gate, up = gate_up.chunk(2, dim=-1)
+    else:
+        gate = gate_up
+    tokens, width = gate.shape
+    out = torch.empty(tokens, width, dtype=gate.dtype, device=gate.device)
+    tile = min(1024, triton.next_power_of_2(width))
+    if tokens:
+        _silu_mul[(tokens, triton.cdiv(width, tile))](
+            gate, up, out, gate.stride(0), up.stride(0), width, tile, num_warps=4 if tile >= 512 else 1
+        )
+    return out

@@ -1,0 +1,92 @@
+"""Decode attention where the requests of a group share their first blocks: the common keys are read once a group.
+
+    o = merge(attention of the group's stacked queries over the shared blocks, attention of each over its own tail)
+
+The queries of all members (times the heads of a key-value head) are rows of one program, so a prompt of P tokens
+shared by n rollouts costs P reads instead of n·P; log-sum-exps put prefix and tail together exactly.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,import-not-found,import-untyped"
+# ruff: noqa: N803  (capitals are compile-time constants)
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from toolwise.engine.kernels.attention import LOG2_E, Tiles, attend, decode_into, finish, merge, packed, splits_for
+
+MOST_ROWS = 64
+
+
+@triton.jit(do_not_specialize=["slots_in_all"])
+def _prefix(
+    q, k_cache, v_cache, tables, lengths, starts, members, out, lse, q_stride, table_stride, scale, slots_in_all,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    KEYS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Program (kv head, row tile × split, group): ROWS of the group's members × heads over one part of the prefix."""
+    kv_head, group = tl.program_id(0), tl.program_id(2)
+    tile, split = tl.program_id(1) // SPLITS, tl.program_id(1) % SPLITS
+    start = tl.load(starts + group)
+    count = (tl.load(starts + group + 1) - start) * GROUP
+    if tile * ROWS < count:
+        row, d = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM)
+        real = row < count
+        request = tl.load(members + start + row // GROUP, mask=real, other=0).to(tl.int64)
+        heads = kv_head * GROUP + row % GROUP
+        mine = tl.load(q + (request * q_stride + heads * DIM)[:, None] + d[None, :], mask=real[:, None], other=0.0)
+        length = tl.load(lengths + group)
+        share = tl.cdiv(tl.cdiv(length, KEYS), SPLITS) * KEYS
+        first = split * share
+        last = tl.minimum(first + share, length)
+        acc, top, total = attend(
+            mine, tl.zeros([ROWS, DIM], tl.float32), tl.full([ROWS], float("-inf"), tl.float32),
+            tl.zeros([ROWS], tl.float32), k_cache, v_cache, tables + group.to(tl.int64) * table_stride,
+            first, last, row, kv_head, scale, KV_HEADS, DIM, BLOCK, KEYS, False,
+        )  # fmt: skip
+        rows = (request * slots_in_all + split) * (KV_HEADS * GROUP) + heads
+        finish(acc, top, total, out, lse, rows, real, DIM, True)
+
+
+def shared_prefix_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    prefix_tables: torch.Tensor,
+    prefix_lengths: torch.Tensor,
+    member_starts: torch.Tensor,
+    members: torch.Tensor,
+    most_members: int,
+    tail_tables: torch.Tensor,
+    tail_lengths: torch.Tensor,
+    scale: float,
+    out: torch.Tensor | None = None,
+    *,
+    tiles: Tiles | None = None,
+    tail_splits: int | None = None,
+) -> torch.Tensor:
+    """Attention of q[B, H, D], request b of group g over prefix g's keys and then its own tail's.
+
+    Groups g = 0..G-1: blocks `prefix_tables[G, MAXP]`, `prefix_lengths[G]` keys, rows `members[starts[g]:starts[g+1]]`
+    of the batch (int32). Every row of the batch must be a member once; one that shares nothing goes into a group whose
+    prefix length is 0. Groups past the last have equal starts. `most_members` bounds a group's size (grid).
+    """
+    tiles, q = tiles or Tiles(), packed(q)
+    batch, heads, dim = q.shape
+    _, block, kv_heads, _ = k_cache.shape
+    groups, group = prefix_lengths.shape[0], heads // kv_heads
+    rows = min(MOST_ROWS, max(16, triton.next_power_of_2(most_members * group)))
+    row_tiles = triton.cdiv(most_members * group, rows)
+    splits = splits_for(groups * kv_heads * row_tiles, prefix_tables.shape[1] * block, tiles)
+    tails = tail_splits or splits_for(batch * kv_heads, tail_tables.shape[1] * block, tiles)
+    parts = torch.empty(batch, splits + tails, heads, dim, dtype=torch.float32, device=q.device)
+    lse = torch.empty(batch, splits + tails, heads, dtype=torch.float32, device=q.device)
+    _prefix[(kv_heads, row_tiles * splits, groups)](
+        q, k_cache, v_cache, prefix_tables, prefix_lengths, member_starts, members, parts, lse,
+        q.stride(0), prefix_tables.stride(0), scale * LOG2_E, splits + tails,
+        kv_heads, group, rows, dim, block, tiles.keys, splits, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    decode_into(q, k_cache, v_cache, tail_tables, tail_lengths, scale, parts, lse, splits, tails, tiles)
+    out = torch.empty(batch, heads, dim, dtype=q.dtype, device=q.device) if out is None else out
+    return merge(parts, lse, out)

@@ -1,0 +1,173 @@
+"""The kernels again in plain torch: what each must compute, and what runs where there is no GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+
+def gather(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
+    """The first `length` keys (or values) of a block table, [length, KVH, D]."""
+    block = cache.shape[1]
+    return cache[table[: -(-length // block)].long()].flatten(0, 1)[:length]
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, causal: bool = False
+) -> torch.Tensor:
+    """q[n, H, D] over k, v[c, KVH, D]; causal: the queries are the last n of the c positions."""
+    n, heads, _ = q.shape
+    repeats = heads // k.shape[1]
+    k, v = (x.repeat_interleave(repeats, 1).transpose(0, 1) for x in (k, v))
+    mask = torch.ones(n, k.shape[1], dtype=torch.bool, device=q.device).tril(k.shape[1] - n) if causal else None
+    return F.scaled_dot_product_attention(q.transpose(0, 1), k, v, attn_mask=mask, scale=scale).transpose(0, 1)
+
+
+def paged_attention_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    for row, length in enumerate(lengths.tolist()):
+        if length:
+            k, v = (gather(cache, block_tables[row], length) for cache in (k_cache, v_cache))
+            out[row] = _attention(q[row : row + 1], k, v, scale)[0]
+    return out
+
+
+def shared_prefix_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    prefix_tables: torch.Tensor,
+    prefix_lengths: torch.Tensor,
+    member_starts: torch.Tensor,
+    members: torch.Tensor,
+    most_members: int,
+    tail_tables: torch.Tensor,
+    tail_lengths: torch.Tensor,
+    scale: float,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    starts, tails = member_starts.tolist(), tail_lengths.tolist()
+    for group, length in enumerate(prefix_lengths.tolist()):
+        for row in members[starts[group] : starts[group + 1]].tolist():
+            k, v = (
+                torch.cat([gather(c, prefix_tables[group], length), gather(c, tail_tables[row], tails[row])])
+                for c in (k_cache, v_cache)
+            )
+            if len(k):
+                out[row] = _attention(q[row : row + 1], k, v, scale)[0]
+    return out
+
+
+def paged_attention_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lengths: torch.Tensor,
+    scale: float,
+    max_query_length: int | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    starts = query_starts.tolist()
+    for row, length in enumerate(context_lengths.tolist()):
+        chunk = slice(starts[row], starts[row + 1])
+        if chunk.start < chunk.stop:
+            k, v = (gather(cache, block_tables[row], length) for cache in (k_cache, v_cache))
+            out[chunk] = _attention(q[chunk], k, v, scale, causal=True)
+    return out
+
+
+def store_kv(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    real = slots >= 0
+    k_cache.flatten(0, 1)[slots[real]] = k[real]
+    v_cache.flatten(0, 1)[slots[real]] = v[real]
+
+
+def _rotate_half(x: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([-second, first], dim=-1)
+
+
+def rope_and_store(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    for x, weight in ((q, q_weight), (k, k_weight)):
+        straight = x if weight is None else rms_norm(x, weight, eps)
+        x.copy_(straight * cos[:, None] + _rotate_half(straight) * sin[:, None])
+    store_kv(k, v, k_cache, v_cache, slots)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    residual = residual + x
+    return rms_norm(residual, weight, eps), residual
+
+
+def silu_mul(gate_up: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1) if up is None else (gate_up, up)
+    return F.silu(gate) * up
+
+
+def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """`toolwise.policies.decoding.uniforms` on int64 tensors, whose products wrap and whose shifts are signed."""
+
+    def signed(constant: int) -> int:
+        return constant - (1 << 64) if constant >> 63 else constant
+
+    def shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+        return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+    def mixed(x: torch.Tensor) -> torch.Tensor:
+        x = (x ^ shifted(x, 30)) * signed(0xBF58476D1CE4E5B9)
+        x = (x ^ shifted(x, 27)) * signed(0x94D049BB133111EB)
+        return x ^ shifted(x, 31)
+
+    state = mixed(seeds + signed(0x9E3779B97F4A7C15))
+    state = mixed(state ^ ((positions + 1) * signed(0xD1342543DE82EF95)))
+    return shifted(state, 11).double() * 2.0**-53
+
+
+def sample(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    greedy: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logprobs = torch.log_softmax(logits.float() / temperatures[:, None], dim=-1)
+    cumulative = logprobs.double().exp().cumsum(-1)
+    goal = (uniforms(seeds, positions) * cumulative[:, -1])[:, None]
+    drawn = torch.searchsorted(cumulative, goal, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
+    tokens = torch.where(greedy, logprobs.argmax(-1), drawn)
+    return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)

@@ -1,0 +1,189 @@
+"""One forward pass for everybody: a plan's tokens in one row through the stock model, over the paged cache.
+
+`prepare` makes the tensors and `forward` runs them, so that a step of a fixed shape can be captured and replayed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toolwise.engine.attention import Context, paged_attention
+from toolwise.engine.grouping import group_pieces, order
+from toolwise.engine.request import Request
+from toolwise.engine.scheduler import Plan
+from toolwise.errors import ModelError
+
+Pieces = Callable[[Request, int], Iterator[tuple[int, int]]]
+MOST_CPU_BYTES = 4 << 30
+
+
+@dataclass(slots=True)
+class Inputs:
+    """A batch as tensors."""
+
+    ids: Tensor
+    """[1, T]"""
+    positions: Tensor
+    context: Context
+    wanted: Tensor
+    """[R] tokens of the row whose hidden states somebody asked for."""
+
+
+class Runner:
+    """The model, and the cache that its attention reads and writes: a layer each [blocks, block size, heads, size]."""
+
+    def __init__(self, model: Any, block_size: int, *, fixed_rows: int | None = None) -> None:
+        self.trunk = model.get_decoder()
+        self.block_size = block_size
+        self.fixed_rows = fixed_rows
+        """Forward passes have as many rows, padded: a product's rounding depends on its shape."""
+        weight = model.get_input_embeddings().weight
+        self.device, self.dtype = weight.device, weight.dtype
+        self.by_tables = self.device.type == "cuda"
+        """Attention reads block tables by itself, and nothing is gathered for it."""
+        config = self.trunk.config
+        self.layers = int(config.num_hidden_layers)
+        self.heads = int(config.num_attention_heads)
+        self.key_heads = int(getattr(config, "num_key_value_heads", None) or self.heads)
+        self.head_size = int(getattr(config, "head_dim", None) or config.hidden_size // self.heads)
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    @property
+    def block_bytes(self) -> int:
+        return 2 * self.layers * self.block_size * self.key_heads * self.head_size * int(self.dtype.itemsize)
+
+    def blocks_for(self, memory_mb: int | None) -> int:
+        """How many blocks fit, by default into a share of the memory that is free now."""
+        if memory_mb is not None:
+            return (memory_mb << 20) // self.block_bytes
+        if self.device.type == "cuda":
+            return int(torch.cuda.mem_get_info(self.device)[0] * 0.5) // self.block_bytes
+        free: int = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return min(free // 4, MOST_CPU_BYTES) // self.block_bytes
+
+    def allocate(self, blocks: int) -> None:
+        """Zeros and not whatever was there: what a mask hides is still multiplied, and 0 * NaN is NaN."""
+        shape = (blocks, self.block_size, self.key_heads, self.head_size)
+        self.keys, self.values = ([self._zeros(shape) for _ in range(self.layers)] for _ in range(2))
+
+    def release(self) -> None:
+        self.keys, self.values = [], []
+
+    def copy(self, copies: dict[int, int]) -> None:
+        """Block contents, all at the same time."""
+        if not copies:
+            return
+        target = torch.tensor(list(copies), device=self.device)
+        source = torch.tensor(list(copies.values()), device=self.device)
+        for cached in (*self.keys, *self.values):
+            cached[target] = cached[source]
+
+    @torch.inference_mode()
+    def run(self, plan: Plan, pieces: Pieces) -> tuple[Tensor, dict[Request, list[int]]]:
+        """Hidden states that somebody asked for, and whose they are."""
+        inputs, rows = self.prepare(plan, pieces)
+        if inputs is None:
+            return torch.empty(0), rows
+        return self.forward(inputs), rows
+
+    def prepare(self, plan: Plan, pieces: Pieces) -> tuple[Inputs | None, dict[Request, list[int]]]:
+        parts = [(request, *piece) for request, count in plan.items() if count for piece in pieces(request, count)]
+        if not parts:
+            return None, {}
+        parts = [parts[i] for i in order([(start, length) for _, start, length in parts])]
+        ids: list[int] = []
+        wanted: list[int] = []
+        rows: dict[Request, list[int]] = {}
+        for request, start, length in parts:
+            end = start + length
+            first = max(start, request.first_wanted)
+            if first < end:
+                begun = len(ids) - start
+                rows.setdefault(request, []).extend(range(len(wanted), len(wanted) + end - first))
+                wanted.extend(range(begun + first, begun + end))
+            ids += request.tokens[start:end] if length > 1 else (request.tokens[start],)
+        positions, slots = self._places(parts)
+        padding = max(0, (self.fixed_rows or 0) - len(ids))
+        inputs = Inputs(
+            self._tensor(ids + [0] * padding)[None],
+            self._tensor(np.concatenate([positions, np.zeros(padding, dtype=np.int64)]))[None],
+            self._context(parts, self._tensor(slots)),
+            self._tensor(wanted),
+        )
+        return inputs, rows
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        context = inputs.context
+        with paged_attention(self.trunk.config):
+            out = self.trunk(
+                input_ids=inputs.ids, position_ids=inputs.positions, use_cache=False, toolwise_paged=context
+            )
+        if context.calls != self.layers:
+            raise ModelError(
+                f"{type(self.trunk).__name__}: {context.calls} of {self.layers} layers attended to the paged cache: "
+                'set rollout.engine = "transformers" for this model'
+            )
+        states: Tensor = out.last_hidden_state[0]
+        return states[inputs.wanted]
+
+    def _places(self, parts: list[tuple[Request, int, int]]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Position and slot of each token."""
+        size = self.block_size
+        positions = np.concatenate([np.arange(start, start + length) for _, start, length in parts])
+        if len(positions) == len(parts):
+            blocks = np.array([_lease(r).table[start // size] for r, start, _ in parts], dtype=np.int64)
+        else:
+            found = [np.array(_lease(r).table)[np.arange(start, start + n) // size] for r, start, n in parts]
+            blocks = np.concatenate(found)
+        return positions, blocks * size + positions % size
+
+    def _context(self, parts: list[tuple[Request, int, int]], slots: Tensor) -> Context:
+        context = Context(self.keys, self.values, slots)
+        held, lengths = [start for _, start, _ in parts], [length for _, _, length in parts]
+        tables = [_lease(request).table for request, _, _ in parts]
+        if not self.by_tables:
+            context.groups = group_pieces(
+                held,
+                lengths,
+                tables,
+                self.block_size,
+                sharers=self.heads // self.key_heads,
+                dtype=self.dtype,
+                alike=self.fixed_rows is not None,
+            )
+            return context
+        columns = max(map(len, tables))
+        padded = np.zeros((len(tables), columns), dtype=np.int32)
+        for row, table in enumerate(tables):
+            padded[row, : len(table)] = table
+        context.block_tables = self._tensor(padded)
+        context.query_starts = self._tensor(np.array([0, *accumulate(lengths)], dtype=np.int32))
+        context.context_lengths = self._tensor(np.add(held, lengths, dtype=np.int32))
+        context.longest = max(lengths)
+        context.decoding = context.longest == 1
+        return context
+
+    def _tensor(self, values: Any) -> Tensor:
+        return torch.as_tensor(values, dtype=torch.int64 if isinstance(values, list) else None).to(
+            self.device, non_blocking=True
+        )
+
+    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        # Pages of zeros come from the system as they are touched; torch would write all of them now.
+        size = int(np.prod(shape)) * self.dtype.itemsize
+        return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(self.dtype).view(shape)
+
+
+def _lease(request: Request) -> Any:
+    return request.lease

@@ -1,0 +1,147 @@
+"""Who runs in the next forward pass, and how many tokens of each: those who decode, then prompts, then newcomers.
+
+Memory is taken as tokens come, and when it is short the request that came last gives way: its blocks go back, and it
+is computed again later. The one that came first always has its way, so everyone's turn comes.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+
+from toolwise.engine.blocks import Blocks, Key
+from toolwise.engine.request import Request
+
+Plan = dict[Request, int]
+"""Tokens to compute of each request; 0 where the tree has all and the request only gets what it came for."""
+
+
+class Scheduler:
+    """`fixed_pieces`: a prompt is computed in blocks and a reply token by token, whatever there is room for."""
+
+    def __init__(self, blocks: Blocks, *, max_batch_tokens: int, max_requests: int, fixed_pieces: bool = False) -> None:
+        self.blocks = blocks
+        self.max_batch_tokens = max_batch_tokens
+        self.max_requests = max_requests
+        self.fixed_pieces = fixed_pieces
+        self.running: list[Request] = []
+        """In the order of arrival."""
+        self.waiting: list[Request] = []
+        """In the order of arrival too: whoever had to give way is before those who came later."""
+        self.preemptions = 0
+        self.reused_tokens = 0
+        self._arrived = 0
+
+    @property
+    def requests(self) -> list[Request]:
+        return [*self.running, *self.waiting]
+
+    def add(self, request: Request) -> None:
+        request.number, self._arrived = self._arrived, self._arrived + 1
+        self.waiting.append(request)
+
+    def schedule(self) -> Plan:
+        plan: Plan = {}
+        decoding = [r for r in self.running if r.pending == 1]
+        prompts = [r for r in self.running if r.pending != 1]
+        for request in (*decoding, *prompts):
+            if request.lease is not None:  # it may have had to give way meanwhile
+                self._go_on(request, plan)
+        self._admit(plan)
+        return plan
+
+    def finish(self, request: Request, *, keep: bool = True) -> None:
+        """It is done, failed or cancelled: everything it holds is given back now."""
+        if request.lease is not None:
+            ends_here = request.kind == "read" and request.held == len(request.tokens) and not request.mean
+            self.blocks.close(request.lease, request.tokens, request.hidden if ends_here else None, keep=keep)
+            request.lease = None
+        for queue in (self.running, self.waiting):
+            if request in queue:
+                queue.remove(request)
+
+    def preempt(self, request: Request) -> None:
+        assert request.lease is not None
+        self.blocks.close(request.lease, request.tokens)
+        request.start_again()
+        self.running.remove(request)
+        insort(self.waiting, request, key=lambda r: r.number)
+        self.preemptions += 1
+
+    def pieces(self, request: Request, count: int) -> Iterator[tuple[int, int]]:
+        """(start, length) of what is attended at a time, `count` tokens in all."""
+        if not self.fixed_pieces:
+            yield request.held, count
+            return
+        start = request.held
+        while start < request.held + count:
+            length = self._piece(request, start)
+            yield start, length
+            start += length
+
+    def _piece(self, request: Request, start: int) -> int:
+        return min(self.blocks.size - start % self.blocks.size, max(request.prompt_length - start, 1))
+
+    def _share(self, request: Request, budget: int) -> int:
+        """How many tokens of a request to compute when there is room for `budget`."""
+        if not self.fixed_pieces:
+            return min(request.pending, budget)
+        count = 0
+        while count < request.pending:
+            piece = self._piece(request, request.held + count)
+            if count + piece > budget:
+                break
+            count += piece
+        return count
+
+    def _go_on(self, request: Request, plan: Plan) -> None:
+        count = self._share(request, self.max_batch_tokens - sum(plan.values()))
+        if not count:
+            return
+        assert request.lease is not None
+        while not self.blocks.extend(request.lease, request.held + count):
+            youngest = self.running[-1]
+            self.preempt(youngest)
+            plan.pop(youngest, None)
+            if youngest is request:
+                return
+        plan[request] = count
+
+    def _admit(self, plan: Plan) -> None:
+        budget = self.max_batch_tokens - sum(plan.values())
+        leaders = self._leaders()
+        for request in list(self.waiting):
+            if budget <= 0 or len(self.running) >= self.max_requests:
+                return
+            place = self.blocks.next_block(request.tokens, request.reusable)
+            if place in leaders:  # what it needs is being computed: next time it will be there
+                leaders[place].followed = True
+                continue
+            if not self._enough_for(request):
+                return
+            request.lease = self.blocks.open(request.tokens, end=request.reusable)
+            count = self._share(request, budget)
+            if (request.pending and not count) or not self.blocks.extend(request.lease, request.held + count):
+                self.blocks.close(request.lease, request.tokens, keep=False)
+                request.start_again()
+                return
+            self.reused_tokens += request.held
+            self.waiting.remove(request)
+            insort(self.running, request, key=lambda r: r.number)
+            plan[request] = count
+            budget -= count
+            if self._computes_prompt(request):
+                leaders[place] = request
+
+    def _leaders(self) -> dict[tuple[int, Key], Request]:
+        """Requests whose prompt is being computed, by the block that comes next in the tree."""
+        return {self.blocks.next_block(r.tokens, r.prompt_length): r for r in self.running if self._computes_prompt(r)}
+
+    def _computes_prompt(self, request: Request) -> bool:
+        shared = self.blocks.size if self.blocks.whole else 1
+        return self.blocks.share and not request.sampled and request.pending >= shared
+
+    def _enough_for(self, request: Request) -> bool:
+        """Room for all its tokens and for those who run to go on; a lone request is let in whatever there is."""
+        needed = self.blocks.needed(len(request.tokens) + 1) + len(self.running)
+        return not self.running or needed <= self.blocks.available

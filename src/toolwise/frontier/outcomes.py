@@ -1,0 +1,90 @@
+"""What came of every row under every route, draw by draw: all that a frontier is computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from toolwise.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+
+ALL_TOOLS = "ALL-TOOLS"
+"""Not a route: the prompt as it is, with every tool it offers."""
+OTC = "OTC"
+"""Another actor, trained with a fewest-calls-among-correct reward; unrouted too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """[rows, routes, draws] each; NaN where a draw could not be scored."""
+
+    row_ids: tuple[str, ...]
+    routes: tuple[str, ...]
+    """The routes, and after them whatever is compared with them: ALL_TOOLS, OTC."""
+    scores: Floats
+    costs: Floats
+
+    def __post_init__(self) -> None:
+        shape = (len(self.row_ids), len(self.routes))
+        for name in ("scores", "costs"):
+            if getattr(self, name).shape[:2] != shape or getattr(self, name).ndim != 3:
+                raise ValueError(f"{name} is {getattr(self, name).shape}, not rows × routes × draws = {shape} × …")
+
+    def over_draws(self, what: str) -> Floats:
+        """The mean of "scores" or "costs" over the draws that could be scored, [rows, routes]."""
+        import numpy as np
+
+        values = np.where(np.isnan(self.scores), np.nan, getattr(self, what))
+        counts = (~np.isnan(values)).sum(axis=2)
+        sums = np.nan_to_num(values, nan=0.0).sum(axis=2)
+        return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+
+    def whole(self) -> tuple[Outcomes, int]:
+        """The rows that were scored under every route, and how many were not."""
+        import numpy as np
+
+        kept = ~np.isnan(self.over_draws("scores")).any(axis=1)
+        if not kept.any():
+            raise DataError("no row was scored under every route: see why in the pool's rollouts, then run again")
+        return self.rows(np.flatnonzero(kept)), int((~kept).sum())
+
+    def rows(self, chosen: Sequence[int] | NDArray[np.int64]) -> Outcomes:
+        return replace(
+            self,
+            row_ids=tuple(self.row_ids[i] for i in chosen),
+            scores=self.scores[chosen],
+            costs=self.costs[chosen],
+        )
+
+    def only(self, routes: Sequence[str]) -> Outcomes:
+        """The same rows under some of the routes, in the order given."""
+        places = [self.routes.index(name) for name in routes]
+        return replace(
+            self,
+            routes=tuple(routes),
+            scores=self.scores[:, places],
+            costs=self.costs[:, places],
+        )
+
+    def draws(self, chosen: slice) -> Outcomes:
+        """The same with some of the draws."""
+        return replace(self, scores=self.scores[:, :, chosen], costs=self.costs[:, :, chosen])
+
+    def beside(self, other: Outcomes) -> Outcomes:
+        """The same rows under more routes; rows and draws must be the same."""
+        import numpy as np
+
+        if self.row_ids != other.row_ids or self.scores.shape[2] != other.scores.shape[2]:
+            raise ValueError("outcomes of other rows, or of another number of draws")
+        return Outcomes(
+            self.row_ids,
+            (*self.routes, *other.routes),
+            np.concatenate([self.scores, other.scores], axis=1),
+            np.concatenate([self.costs, other.costs], axis=1),
+        )

@@ -1,0 +1,145 @@
+"""A frontier for people: a table, a picture, and JSON for whoever goes on with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+from toolwise.frontier.bootstrap import Estimate
+from toolwise.frontier.comparing import Frontier, Point
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_COLOURS = {
+    "router": "#1f6f8b",
+    "oracle": "#1f2933",
+    "random": "#b9c3cd",
+    "classifier": "#b8622b",
+    "best blind lottery": "#97a3af",
+}
+_FIXED = "#66727f"
+
+
+def as_json(frontier: Frontier) -> dict[str, Any]:
+    """Every figure with its interval; what is not a number is null."""
+    told: dict[str, Any] = _plain(asdict(frontier))
+    return told
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def tables(frontier: Frontier, title: str) -> list[Table]:
+    """One of budgets, one for each other router, one of those who know of no budget."""
+    left = f"; {frontier.left_out:,} more could not be scored" if frontier.left_out else ""
+    judged, *others = frontier.gap_closed
+    first = _table(["budget", "cost", judged, "random", "oracle", "gap closed"], title)
+    first.caption = f"{frontier.rows:,} rows × {frontier.draws} draws{left}; random and oracle at the router's cost"
+    for i, point in enumerate(frontier.curves[judged]):
+        same = [f"{frontier.at_its_cost[name][i].value:.3f}" for name in ("random", "oracle")]
+        gap = _share(frontier.gap_closed[judged][i])
+        first.add_row(f"{point.budget:g}", f"{point.cost.value:.3f}", _number(point.score), *same, gap)
+    shown = [first]
+    for name in others:
+        ahead = frontier.ahead if name == "classifier" else []
+        table = _table(["budget", "cost", name, "gap closed", *([f"{judged} ahead by"] if ahead else [])])
+        for i, point in enumerate(frontier.curves[name]):
+            cells = [f"{point.budget:g}", f"{point.cost.value:.3f}", _number(point.score)]
+            cells.append(_share(frontier.gap_closed[name][i]))
+            table.add_row(*cells, *([_number(ahead[i], sign=True)] if ahead else []))
+        shown.append(table)
+    fixed = _table(["no budget", "cost", "score"])
+    for name, found in frontier.fixed.items():
+        fixed.add_row(name, _number(found.cost), _number(found.score))
+    if frontier.as_trained:
+        told = frontier.as_trained
+        beyond = f", {_number(told['ahead'], sign=True)} ahead of the classifier" if "ahead" in told else ""
+        fixed.caption = f"{judged}, as trained: {_share(told['gap_closed'])} of the gap closed{beyond}"
+    return [*shown, fixed]
+
+
+def _table(columns: Sequence[str], title: str | None = None) -> Table:
+    from rich.table import Table
+
+    table = Table(title=title)
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="right" if place else "left", no_wrap=True)
+    return table
+
+
+def _number(found: Estimate, *, sign: bool = False) -> str:
+    if not math.isfinite(found.value):
+        return "–"
+    form = "+.3f" if sign else ".3f"
+    short = "+.2f" if sign else ".2f"
+    return f"{found.value:{form}} [{found.low:{short}} {found.high:{short}}]"
+
+
+def _share(found: Estimate) -> str:
+    if not math.isfinite(found.value):
+        return "–"
+    return f"{found.value:.0%} [{found.low:.0%} {found.high:.0%}]"
+
+
+def picture(frontier: Frontier, title: str, score_name: str = "score") -> bytes:
+    """Score against cost, as PNG: curves with their intervals, and a dot for whoever knows of no budget."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6), dpi=110, facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for name, points in frontier.curves.items():
+        _draw_curve(axes, name, points)
+    for name, point in frontier.fixed.items():
+        axes.plot([point.cost.value], [point.score.value], "o", color=_FIXED, markersize=4)
+        axes.annotate(
+            name.lower(),
+            (point.cost.value, point.score.value),
+            xytext=(5, -9),
+            textcoords="offset points",
+            fontsize=8,
+            color=_FIXED,
+        )
+    axes.set_xlabel("mean cost a prompt")
+    axes.set_ylabel(score_name)
+    axes.set_title(f"{title}  ({frontier.rows:,} rows × {frontier.draws} draws)", fontsize=11, loc="left")
+    axes.grid(color="#e4e7eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.legend(frameon=False, fontsize=9, loc="lower right")
+    figure.tight_layout()
+    out = BytesIO()
+    figure.savefig(out, format="png", metadata={"Software": None})
+    return out.getvalue()
+
+
+def _draw_curve(axes: Any, name: str, points: Sequence[Point]) -> None:
+    colour = _COLOURS.get(name, _FIXED)
+    by_cost = sorted(points, key=lambda point: point.cost.value)
+    costs = [point.cost.value for point in by_cost]
+    dashed = name not in ("router", "classifier")
+    axes.plot(
+        costs,
+        [point.score.value for point in by_cost],
+        color=colour,
+        linestyle="--" if dashed else "-",
+        marker="" if dashed else "o",
+        markersize=3.5,
+        linewidth=2 if name == "router" else 1.3,
+        label=name,
+        zorder=3 if name == "router" else 2,
+    )
+    if not dashed:
+        lows, highs = [p.score.low for p in by_cost], [p.score.high for p in by_cost]
+        axes.fill_between(costs, lows, highs, color=colour, alpha=0.15, linewidth=0)

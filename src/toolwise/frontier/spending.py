@@ -1,0 +1,93 @@
+"""Curves of score against cost over a set of rows: the oracle's, and those of whoever does not look at the prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from toolwise.routing.threshold import hull_moves
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Broken lines, one a bootstrap replicate: [replicates, corners], costs rising along each."""
+
+    costs: Floats
+    scores: Floats
+
+    def at(self, costs: Floats) -> Floats:
+        """The score at a cost of its own for each replicate; before the beginning and after the end it is theirs."""
+        import numpy as np
+
+        lines = zip(costs, self.costs, self.scores, strict=True)
+        return np.array([np.interp(cost, xs, ys) for cost, xs, ys in lines])
+
+    def reached(self, costs: Floats) -> Floats:
+        """What is really spent where so much may be."""
+        import numpy as np
+
+        return np.clip(costs, self.costs[:, 0], self.costs[:, -1])
+
+
+def oracle_curve(
+    scores: Floats,
+    costs: Floats,
+    weights: Floats,
+    *,
+    paid_scores: Floats | None = None,
+    paid_costs: Floats | None = None,
+) -> Curve:
+    """The best spending of every budget by somebody who knows each row's chances under each route.
+
+    A fractional knapsack: rows begin at their cheapest route and step along their hulls, the steepest step of all
+    rows first. Steps that gain nothing are not taken. With `paid_…` the choice is made by `scores` and `costs` and
+    paid for by these: other draws of the same rows, so that luck is not taken for knowledge.
+    """
+    import numpy as np
+
+    moves = hull_moves(scores, costs)
+    gains = moves.slope > 0
+    row, before, after = moves.row[gains], moves.before[gains], moves.after[gains]
+    lines = []
+    for paid in (costs if paid_costs is None else paid_costs, scores if paid_scores is None else paid_scores):
+        start = weights @ paid[np.arange(len(paid)), moves.first]
+        steps = weights[:, row] * (paid[row, after] - paid[row, before])
+        lines.append(np.concatenate([start[:, None], start[:, None] + np.cumsum(steps, axis=1)], axis=1))
+    return Curve(np.maximum.accumulate(lines[0], axis=1), lines[1])
+
+
+def random_curve(scores: Floats, costs: Floats, weights: Floats, free: int) -> Curve:
+    """Routes by lot: route `free` or, equally often each, one of the others; more of the others, more cost."""
+    import numpy as np
+
+    mean_costs, mean_scores = weights @ costs, weights @ scores
+    others = [route for route in range(scores.shape[1]) if route != free]
+    ends = [(line[:, free], line[:, others].mean(axis=1)) for line in (mean_costs, mean_scores)]
+    return Curve(np.stack(ends[0], axis=1), np.stack(ends[1], axis=1))
+
+
+def blind_curve(scores: Floats, costs: Floats, weights: Floats) -> Curve:
+    """The best lottery over routes that does not look at the prompt: the upper hull of the routes' own points."""
+    import numpy as np
+
+    mean_costs, mean_scores = weights @ costs, weights @ scores
+    lines = [_hull_line(xs, ys) for xs, ys in zip(mean_costs, mean_scores, strict=True)]
+    longest = max(len(xs) for xs, _ in lines)
+    padded = [(_padded(xs, longest), _padded(ys, longest)) for xs, ys in lines]
+    return Curve(np.stack([xs for xs, _ in padded]), np.stack([ys for _, ys in padded]))
+
+
+def _hull_line(costs: Floats, scores: Floats) -> tuple[list[float], list[float]]:
+    moves = hull_moves(scores[None, :], costs[None, :])
+    corners = [int(moves.first[0]), *(int(route) for route in moves.after[moves.slope > 0])]
+    return [float(costs[c]) for c in corners], [float(scores[c]) for c in corners]
+
+
+def _padded(line: list[float], length: int) -> list[float]:
+    return line + [line[-1]] * (length - len(line))

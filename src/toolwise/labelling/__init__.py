@@ -1,0 +1,1 @@
+"""Labels for tools and rows, from a language model or from rules: optional shaping for the router, never needed."""

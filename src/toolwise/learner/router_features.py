@@ -1,0 +1,90 @@
+"""What stands for a prompt: the trunk's states of its last token, or their mean; each prompt through the trunk once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from toolwise.errors import ModelError
+from toolwise.learner.forward import can_share_prefixes, hidden_states
+from toolwise.learner.packing import pack
+
+Pool = Literal["last", "mean"]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRow:
+    """A prompt as packing wants it: the token after a prompt is what the state of its last one would predict."""
+
+    ids: Sequence[int]
+    sampled: Sequence[bool]
+
+
+def prompt_row(prompt: Sequence[int], pool: Pool) -> PromptRow:
+    """With one token more, which is never computed; marked are the tokens whose predecessor's state is wanted."""
+    before = len(prompt) - 1 if pool == "last" else 0
+    return PromptRow([*prompt, 0], [False] * (before + 1) + [True] * (len(prompt) - before))
+
+
+def prompt_features(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    pool: Pool = "last",
+    layers: Sequence[int] = (-1,),
+    max_tokens: int = 16_384,
+) -> Tensor:
+    """[prompts, width] in fp32. Prompts are packed without padding, and what they have in common is computed once."""
+    rows = [prompt_row(prompt, pool) for prompt in prompts]
+    sums: Tensor | None = None
+    for packed in pack(rows, max_tokens, share_prefixes=can_share_prefixes(model), device=model.device):
+        states = _states(model, packed, layers)[packed.source].float()
+        if sums is None:
+            sums = states.new_zeros(len(rows), states.shape[1])
+        sums = sums.index_add(0, packed.row, states)
+    if sums is None:
+        return torch.zeros(0, feature_width(model, layers), device=model.device)
+    counts = torch.tensor([sum(row.sampled) for row in rows], device=sums.device)
+    return sums / counts[:, None]
+
+
+def feature_width(model: Any, layers: Sequence[int] = (-1,)) -> int:
+    trunk = model.get_decoder()
+    width = int(trunk.get_input_embeddings().weight.shape[1])
+    return int(getattr(trunk.config, "hidden_size", width)) * len(layers)
+
+
+def _states(model: Any, packed: Any, layers: Sequence[int]) -> Tensor:
+    """[T, width]: the states of all the layers asked for, side by side."""
+    inner = [layer for layer in layers if layer != -1]
+    if inner and not can_share_prefixes(model):
+        raise ModelError(f"{type(model).__name__} is computed padded, layer by layer unseen: set router.layers to [-1]")
+    with _overheard(model.get_decoder(), inner) as heard:
+        last = hidden_states(model, packed)
+    if not inner:
+        return last
+    return torch.cat([last if layer == -1 else heard[layer].reshape(last.shape) for layer in layers], dim=-1)
+
+
+@contextmanager
+def _overheard(trunk: Any, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """What layers in the middle give: 0 is the first, -2 the last but one."""
+    heard: dict[int, Tensor] = {}
+
+    def listen(layer: int) -> Any:
+        def keep(module: Any, inputs: Any, output: Any) -> None:
+            heard[layer] = output[0] if isinstance(output, tuple) else output
+
+        return trunk.layers[layer].register_forward_hook(keep)
+
+    handles = [listen(layer) for layer in layers]
+    try:
+        yield heard
+    finally:
+        for handle in handles:
+            handle.remove()

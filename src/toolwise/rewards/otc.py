@@ -1,0 +1,71 @@
+"""OTC: among the rollouts of a task that are right, those with the fewest calls earn the most (arXiv 2504.14870).
+
+    score = r_tool(m) if the rollout is right, else 0
+    r_tool(m) = sin(f·π / 2n),  f = 2nm / (m + n)     n > 0: the fewest calls of a right rollout of the group
+    r_tool(m) = cos(m·π / (2m + c))                    n = 0: some right rollout made no call at all
+
+m is a rollout's own number of calls. r_tool is 1 at m = n and falls as m grows beyond it. What trains an actor to be
+sparing without a router: a baseline of the frontier.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from toolwise.errors import ConfigError
+from toolwise.messages import Message, as_messages
+from toolwise.rewards.function import Reward, read_result, reward_function
+from toolwise.rewards.transcript import calls_of
+from toolwise.types import EvaluateResult, MetricResult
+
+
+def tool_productivity(calls: int, fewest: int, smoothing: float = 1.0) -> float:
+    """r_tool of a rollout with so many calls, where the leanest right one made `fewest`."""
+    if fewest == 0:
+        return 1.0 if calls == 0 else math.cos(calls * math.pi / (2 * calls + smoothing))
+    return math.sin(2 * fewest * calls / (calls + fewest) * math.pi / (2 * fewest))
+
+
+@reward_function(mode="group")
+def otc_reward(
+    group_messages: Sequence[Sequence[Message]],
+    ground_truth: Any,
+    correct: str = "",
+    threshold: float = 1.0,
+    smoothing: float = 1.0,
+    correct_kwargs: dict[str, Any] | None = None,
+) -> list[EvaluateResult]:
+    """`correct` names a pointwise reward; a rollout is right where its metric "correct", or else its score, is
+    `threshold` or more."""
+    if not correct:
+        raise ConfigError("otc: `correct` is missing: name a reward that tells right from wrong, as module:function")
+    if not smoothing > 0:
+        raise ConfigError(f"otc: smoothing is {smoothing}; give a number above 0")
+    judge = Reward.of(correct, correct_kwargs or {})
+    if judge.mode != "pointwise":
+        raise ConfigError(f"otc: {correct} is a {judge.mode} reward; name one that scores a rollout at a time")
+    judged = [read_result(judge(as_messages(messages), ground_truth, **judge.kwargs)) for messages in group_messages]
+    calls = [sum(len(calls_of(m)) for m in as_messages(ms) if m.role == "assistant") for ms in group_messages]
+    right = [_worth(result) >= threshold if result.counts else False for result in judged]
+    fewest = min((count for count, good in zip(calls, right, strict=True) if good), default=0)
+    return [
+        _scored(result, good, count, fewest, smoothing)
+        for result, good, count in zip(judged, right, calls, strict=True)
+    ]
+
+
+def _worth(result: EvaluateResult) -> float:
+    metric = result.metrics.get("correct")
+    return metric.score if metric is not None else result.score or 0.0
+
+
+def _scored(result: EvaluateResult, good: bool, calls: int, fewest: int, smoothing: float) -> EvaluateResult:
+    if not result.counts:
+        return result
+    return EvaluateResult(
+        score=tool_productivity(calls, fewest, smoothing) if good else 0.0,
+        reason=f"{'right' if good else 'wrong'} with {calls} calls; the leanest right one made {fewest}",
+        metrics={"correct": MetricResult(score=float(good)), "calls": MetricResult(score=float(calls))},
+    )

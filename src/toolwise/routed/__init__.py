@@ -1,0 +1,1 @@
+"""A trained router at work: route, conditioned prompt, one rollout with real tools; nothing learns here."""

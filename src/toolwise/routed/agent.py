@@ -1,0 +1,150 @@
+"""`RoutedAgent`: the trained router at work. Route, conditioned prompt, one rollout with real tools."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from toolwise import waiting
+from toolwise.errors import ConfigError
+from toolwise.messages import Message, as_messages
+from toolwise.routed.capped import OVER_BUDGET, CappedEnv
+from toolwise.routed.loading import load_routing
+from toolwise.routed.routing import Routing
+from toolwise.routing.actions import ROUTES, RouteAction
+from toolwise.run import build_scheduler, check_tools
+from toolwise.types import Rollout, Task
+
+Question = str | Sequence[Message | Mapping[str, Any]] | Task
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What came of one question."""
+
+    text: str
+    """The agent's last words."""
+    route: str
+    odds: Mapping[str, float]
+    """route -> how likely the router thought it"""
+    cost: float
+    """Of the calls that were served, in the unit of the budget."""
+    calls: Mapping[str, int]
+    refused: int
+    """Calls beyond the cap."""
+    seconds: float
+    """Routing included."""
+    rollout: Rollout
+    with_tools_s: float | None = None
+    """Of a question that was answered directly: what such questions took with all tools, where that was measured."""
+
+    @property
+    def saved_s(self) -> float | None:
+        """Seconds that answering directly saved."""
+        return None if self.with_tools_s is None else self.with_tools_s - self.seconds
+
+
+class RoutedAgent:
+    """Answers questions as its router decides. No reference, critic or reward model is loaded.
+
+    >>> agent = RoutedAgent.load("runs/demo", documents=["Alder has 12 mills."])
+    >>> agent.ask("How many mills does Alder have?", budget=0.3).text
+    """
+
+    def __init__(self, routing: Routing) -> None:
+        self.routing = routing
+        self.scheduler = build_scheduler(routing.config, routing.policy, dict(routing.tools))
+        self._asked = 0
+
+    @classmethod
+    def load(
+        cls,
+        source: str | Path,
+        *,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None,
+        overrides: Sequence[str] = (),
+    ) -> RoutedAgent:
+        """From a run, a checkpoint or an exported folder; `tools` and `documents` take the place of the run's own."""
+        return cls(load_routing(source, tools=tools, documents=documents, overrides=overrides))
+
+    async def answer(
+        self,
+        question: Question,
+        *,
+        budget: float | None = None,
+        route: str = "auto",
+        cap: float | None = None,
+        do_sample: bool = False,
+        seed: int = 0,
+    ) -> Answered:
+        """One question, routed and answered.
+
+        `budget` is what questions may cost on average: the router is held to it by the threshold that was calibrated
+        for it. `cap` is what this one may cost at most: calls beyond it are refused, and the model is told. `route`
+        takes the choice out of the router's hands.
+        """
+        began = time.perf_counter()
+        task = self._task(question)
+        check_tools(task, dict(self.routing.tools))
+        (weighed,) = self.routing.weigh([task])
+        if route == "auto":
+            chosen = self.routing.choose(weighed, task, budget=budget, seed=seed)
+        else:
+            chosen = RouteAction.parse(route)
+        rollout, refused = await self._roll_out(task, chosen, cap, do_sample, seed)
+        known = self.routing.calibration
+        return Answered(
+            text=_last_words(rollout),
+            route=chosen.value,
+            odds={name.value: odds for name, odds in zip(ROUTES, weighed.probs, strict=True)},
+            cost=self.routing.cost_of(rollout),
+            calls=dict(rollout.usage.calls),
+            refused=refused,
+            seconds=time.perf_counter() - began,
+            rollout=rollout,
+            with_tools_s=known.with_tools_s if known is not None and chosen is RouteAction.ANSWER else None,
+        )
+
+    def ask(self, question: Question, **how: Any) -> Answered:
+        """`answer` for those who do not await, from a notebook too."""
+        work = partial(waiting.run, self.answer(question, **how))
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return work()
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(work).result()
+
+    async def _roll_out(
+        self, task: Task, route: RouteAction, cap: float | None, do_sample: bool, seed: int
+    ) -> tuple[Rollout, int]:
+        (request,) = self.scheduler.requests([self.routing.decide(task, route, seed=seed)], do_sample=do_sample)
+        if cap is not None:
+            if not cap >= 0:
+                raise ConfigError(f"the cap is {cap}: give a number from 0 up")
+            families = self.routing.families_of(task)
+            request.env = CappedEnv(request.env, cap, lambda calls: self.routing.price_of(calls, families))
+        await request.run()
+        rollout = request.finished()
+        return rollout, rollout.usage.failed_calls.get(OVER_BUDGET, 0)
+
+    def _task(self, question: Question) -> Task:
+        if isinstance(question, Task):
+            return question
+        self._asked += 1
+        messages = [Message(role="user", content=question)] if isinstance(question, str) else as_messages(question)
+        if not messages:
+            raise ConfigError("the question is empty: give a text, or at least one message")
+        return Task(task_id=f"question-{self._asked}", prompt=messages)
+
+
+def _last_words(rollout: Rollout) -> str:
+    said = [message.content or "" for message in rollout.messages if message.role == "assistant"]
+    return said[-1] if said else ""

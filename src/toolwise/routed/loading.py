@@ -1,0 +1,118 @@
+"""From a run, a checkpoint or an exported model to a router at work."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from toolwise import checkpoint
+from toolwise.config import RunConfig, load_config
+from toolwise.data.files import read_rows
+from toolwise.errors import CheckpointError, ConfigError, DataError
+from toolwise.routed.calibration import FACTS, calibration_of
+from toolwise.routed.routing import Routing
+from toolwise.run import local_policy
+from toolwise.settings import apply_overrides, build
+from toolwise.tools.catalog import build_tools
+
+
+def load_routing(
+    source: str | Path,
+    *,
+    config: RunConfig | None = None,
+    tools: Sequence[Any] | None = None,
+    documents: Sequence[Any] | None = None,
+    overrides: Sequence[str] = (),
+) -> Routing:
+    """The router of a run's latest checkpoint, of a checkpoint, or of an exported folder.
+
+    `tools` take the place of the run's own, `documents` are what its search tool searches; an exported folder knows
+    of neither. `config` takes the place of the one found beside the checkpoint.
+    """
+    found, model = find_routed(Path(source), overrides)
+    config = found if config is None else config
+    entries = list(tools) if tools is not None else list(config.tools)
+    built = build_tools(_with_documents(entries, documents) if documents is not None else entries)
+    from toolwise.learner.router_building import conditioning_of, cost_of
+    from toolwise.learner.router_head import load_head
+
+    head, facts = load_head(model)
+    policy = local_policy(config, str(model))
+    multipliers = facts.get("multipliers") or {}
+    return Routing(
+        config=config,
+        policy=policy,
+        head=head.to(policy.model.device),
+        tools=built if config.multi_turn.enable else {},
+        conditioning=conditioning_of(config),
+        cost=cost_of(config, built),
+        multipliers=tuple(float(multipliers.get(unit, 0.0)) for unit in head.settings.units),
+        calibration=calibration_of(facts),
+    )
+
+
+def find_routed(source: Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, Path]:
+    """The configuration, and the folder with the model and its head."""
+    if (source / FACTS).is_file() and not (source.parent / checkpoint.MANIFEST).is_file():
+        return _exported(source, overrides), source
+    if (source / FACTS).is_file():  # the model's folder within a checkpoint
+        source = source.parent
+    named = (source / checkpoint.MANIFEST).is_file()
+    run = source.resolve().parent.parent if named else source
+    if not (run / "config.toml").is_file():
+        raise CheckpointError(
+            f"{source} is no run, no checkpoint of one, and no exported model with a router ({FACTS}): name one"
+        )
+    config = load_config(run / "config.toml", overrides)
+    damaged: list[str] = []
+    found = checkpoint.load(source) if named else checkpoint.latest(run / "checkpoints", warnings_out=damaged)
+    if damaged:  # an older one would pass for the one that was asked for
+        raise CheckpointError(f"{damaged[0].removeprefix('passed over: ')}: name RUN/checkpoints/step-…")
+    if found is None:
+        raise CheckpointError(f"{source} has no whole checkpoint yet: wait for its first one")
+    return config, found.path / "model"
+
+
+def _exported(folder: Path, overrides: Sequence[str]) -> RunConfig:
+    try:
+        facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        settings = {"router": facts.get("router") or {}}
+    except (OSError, ValueError, AttributeError) as fault:
+        raise CheckpointError(f"{folder / FACTS} cannot be read ({fault}): export the model again") from None
+    return build(RunConfig, apply_overrides(settings, overrides), source=str(folder / FACTS))
+
+
+def _with_documents(entries: Sequence[Any], documents: Sequence[Any]) -> list[Any]:
+    """The same tools, with a search that searches `documents`."""
+    if not any(_name_of(entry) == "search" for entry in entries):
+        raise ConfigError("documents are for the tool search, which is not among the tools: add --tools search")
+    return [
+        {**(entry if isinstance(entry, Mapping) else {"name": entry}), "documents": list(documents)}
+        if _name_of(entry) == "search"
+        else entry
+        for entry in entries
+    ]
+
+
+def _name_of(entry: Any) -> Any:
+    return entry.get("name") if isinstance(entry, Mapping) else entry
+
+
+def read_documents(path: str | Path) -> list[Any]:
+    """What to search: the lines of a text, or rows that are strings or have `text` (and `title`)."""
+    path = Path(path)
+    if path.suffix.lower() in (".txt", ".md"):
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as fault:
+            raise DataError(f"{path}: cannot be read ({fault}); give a text, or .jsonl, .json or .parquet") from fault
+        found: list[Any] = [line.strip() for line in lines if line.strip()]
+    else:
+        found = [{key: row[key] for key in ("title", "text") if key in row} for row in read_rows(path)]
+        if any("text" not in row for row in found):
+            raise DataError(f"{path}: a row has no `text`; write objects with text, and title where there is one")
+    if not found:
+        raise DataError(f"{path}: holds no documents; write one a line")
+    return found

@@ -1,0 +1,171 @@
+"""What a rollout's use of tools costs, in one unit or several: after the rollout, before the budget.
+
+    any      price · [a tool was used]
+    family   c_search · [search was used] + c_calc · [calculation was used] + c_other · [another tool was used]
+    calls    price · number of calls
+    prices   for each unit, the sum over calls of what one call of that tool costs
+
+The first three are in the unit "cost", and give each family's part of it beside (`search`, `calculate`, `other`), so
+that a family can have a budget of its own. A unit that has no budget is reported and never subtracted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
+
+from toolwise.errors import ConfigError
+from toolwise.references import did_you_mean
+from toolwise.routing.families import Family
+from toolwise.routing.usage import RouteUsage
+from toolwise.tools.base import BaseTool
+
+UNIT = "cost"
+"""The unit of every cost that has only one."""
+
+
+class Cost(Protocol):
+    """From what was used to what it costs."""
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """The units it gives, always all of them."""
+        ...
+
+    def __call__(self, usage: RouteUsage) -> dict[str, float]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AnyCost:
+    """`cost = "any"`: one price for using tools at all."""
+
+    price: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_price("price", self.price)
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        return (UNIT,)
+
+    def __call__(self, usage: RouteUsage) -> dict[str, float]:
+        return {UNIT: self.price * usage.used_any_tool}
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyCost:
+    """`cost = "family"`: a price for each family that was used, however often."""
+
+    c_search: float = 1.0
+    c_calc: float = 1.0
+    c_other: float = 1.0
+    """Tools of neither family are kept in both tool routes, so they are not free."""
+
+    def __post_init__(self) -> None:
+        for name in ("c_search", "c_calc", "c_other"):
+            check_price(name, getattr(self, name))
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        return _WITH_FAMILIES
+
+    def __call__(self, usage: RouteUsage) -> dict[str, float]:
+        prices = {Family.SEARCH: self.c_search, Family.CALCULATE: self.c_calc, Family.OTHER: self.c_other}
+        return _summed({family: price * bool(usage.calls.get(family)) for family, price in prices.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class CallsCost:
+    """`cost = "calls"`: every call costs the same."""
+
+    price: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_price("price", self.price)
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        return _WITH_FAMILIES
+
+    def __call__(self, usage: RouteUsage) -> dict[str, float]:
+        return _summed({family: self.price * usage.calls.get(family, 0) for family in Family})
+
+
+@dataclass(frozen=True, slots=True)
+class PricesCost:
+    """`cost = "prices"`: what one call of each tool costs, in as many units as one likes.
+
+    `prices`: unit -> {tool name, or family, or "*" for all others -> price of a call}. What nothing names is free.
+    """
+
+    prices: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.prices:
+            raise ConfigError('cost "prices" has no prices; give a table of units, such as usd = { search = 0.01 }')
+        for unit, table in self.prices.items():
+            if not isinstance(table, Mapping):
+                raise ConfigError(f"prices.{unit} is {table!r}; give a table of tools, such as {{ search = 0.01 }}")
+            for tool, price in table.items():
+                check_price(f"prices.{unit}.{tool}", price)
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        return tuple(self.prices)
+
+    def __call__(self, usage: RouteUsage) -> dict[str, float]:
+        return {
+            unit: math.fsum(
+                count * self.price_of(unit, tool, usage.families.get(tool, Family.OTHER))
+                for tool, count in usage.calls_by_tool.items()
+            )
+            for unit in self.prices
+        }
+
+    def price_of(self, unit: str, tool: str, family: Family) -> float:
+        table = self.prices[unit]
+        return next((float(table[key]) for key in (tool, family.value, family.value.lower(), "*") if key in table), 0.0)
+
+
+COSTS: dict[str, Callable[..., Cost]] = {
+    "any": AnyCost,
+    "family": FamilyCost,
+    "calls": CallsCost,
+    "prices": PricesCost,
+}
+
+
+def build_cost(kind: str, **settings: Any) -> Cost:
+    """The cost of that name, with those settings that it has."""
+    if kind not in COSTS:
+        raise ConfigError(f"there is no cost {kind!r}{did_you_mean(kind, COSTS) or f'; choose of {_listed(COSTS)}'}")
+    made: Any = COSTS[kind]
+    known = [each.name for each in fields(made)]
+    for name in settings:
+        if name not in known:
+            raise ConfigError(f"cost {kind!r} has no setting {name!r}; it has {_listed(known)}")
+    return COSTS[kind](**settings)
+
+
+def tool_prices(tools: Mapping[str, BaseTool], unit: str = UNIT) -> PricesCost:
+    """What the tools themselves say that a call costs; those that a prompt only describes cost what tools do that say
+    nothing."""
+    return PricesCost({unit: {name: tool.price for name, tool in tools.items()} | {"*": BaseTool.price}})
+
+
+def check_price(name: str, price: Any) -> None:
+    if isinstance(price, bool) or not isinstance(price, int | float) or not 0 <= price < math.inf:
+        raise ConfigError(f"{name} must be a number from 0 up, got {price!r}")
+
+
+def _summed(parts: Mapping[Family, float]) -> dict[str, float]:
+    return {UNIT: float(sum(parts.values()))} | {family.value.lower(): float(c) for family, c in parts.items()}
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names)
+
+
+_WITH_FAMILIES = (UNIT, *(family.value.lower() for family in Family))

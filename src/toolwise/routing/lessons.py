@@ -1,0 +1,80 @@
+"""What crosses between a router and the head that it asks: plain numbers, so that no tensor leaves the learner."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Protocol
+
+from toolwise.protocols import Metrics, Stateful
+
+
+@dataclass(frozen=True, slots=True)
+class Weighed:
+    """The head's word on one prompt."""
+
+    logprobs: tuple[float, ...]
+    """Of each route."""
+    memory: Any = None
+    """What the head wants back with the lesson: the prompt, and its features where they will not change."""
+    rewards: tuple[float, ...] | None = None
+    """value: what each route is foreseen to earn"""
+    costs: tuple[tuple[float, ...], ...] | None = None
+    """value: and to cost, in each unit"""
+
+    @property
+    def probs(self) -> tuple[float, ...]:
+        return tuple(math.exp(x) for x in self.logprobs)
+
+    def draw(self, rng: Random) -> int:
+        """A route, by chance."""
+        return rng.choices(range(len(self.logprobs)), self.probs)[0]
+
+    def best(self) -> int:
+        """The likeliest route; of equals the first, which costs the least."""
+        return max(range(len(self.logprobs)), key=self.logprobs.__getitem__)
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """One rollout, as the router sees it."""
+
+    route: int
+    reward: float
+    """r_task"""
+    costs: tuple[float, ...]
+    """In each unit that is budgeted."""
+    advantage: float = 0.0
+    """Of a route that was drawn from the policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """One prompt with all that came of it."""
+
+    weighed: Weighed
+    taken: tuple[Taken, ...]
+    advantages: tuple[float | None, ...] | None = None
+    """Of every route, where they were stratified; None where nothing is known of one."""
+    label: int | None = None
+    """The route that somebody says is right."""
+
+
+class RouterModel(Stateful, Protocol):
+    """The head and what is under it."""
+
+    def weigh(self, prompts: Sequence[Sequence[int]], multipliers: Sequence[float]) -> list[Weighed]:
+        """Each prompt through the trunk once, whatever many rollouts it begins."""
+        ...
+
+    def learn(self, lessons: Sequence[Lesson], multipliers: Sequence[float]) -> Metrics: ...
+
+    def imitate(self, weighed: Sequence[Weighed], labels: Sequence[int]) -> Metrics:
+        """One supervised step, before anything was tried."""
+        ...
+
+    def save(self, folder: Any, facts: dict[str, Any]) -> None:
+        """The head beside a model's weights."""
+        ...

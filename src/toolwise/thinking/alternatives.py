@@ -1,0 +1,139 @@
+"""The thoughts of the other levels: written by the policy itself from the same history with the level forced, and cut
+before the action. The writer never sees the action: a thought written backwards from it would prove nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from toolwise.errors import ContextFullError, PolicyError, ToolwiseError
+from toolwise.protocols import Generation, Sampling
+from toolwise.thinking.groups import Alternative, ReadStep
+from toolwise.thinking.levels import END_THINK, Level, Levels
+from toolwise.thinking.models import ThinkingModel
+from toolwise.thinking.reading import Fault, read
+from toolwise.thinking.tokens import token_spans
+
+FAILURES = {
+    Fault.UNCLOSED_THOUGHT: "unclosed",
+    Fault.EMPTY_THOUGHT: "empty",
+}
+
+
+class Codec(Protocol):
+    """Text to tokens and back; `ChatTokenizer` is one."""
+
+    end_id: int
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], stop_ids: Sequence[int] = ()) -> str: ...
+
+
+class LeakError(PolicyError):
+    """A thought whose writer saw more than the history and its level."""
+
+
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Writes alternatives; all that are asked for at once are generated together."""
+
+    model: ThinkingModel
+    codec: Codec
+    levels: Levels
+    sampling: Sampling
+    """`max_new_tokens` is the longest thought; its seed is that of the run."""
+
+    def wanted(self, step: ReadStep) -> list[Level]:
+        """The levels that the policy did not use."""
+        return [level for level in self.levels if level.number != step.reading.level]
+
+    def worst_case(self, step: ReadStep) -> int:
+        """Tokens that a step's alternatives may take at most."""
+        return self.sampling.max_new_tokens * sum(level.thinks for level in self.wanted(step))
+
+    async def write(self, steps: Sequence[ReadStep], *, turn: int = 0) -> list[tuple[Alternative, ...]]:
+        """For each step one alternative for every level it did not use, failed ones included."""
+        asked = [(step, level) for step in steps for level in self.wanted(step)]
+        found = iter(await asyncio.gather(*(self._write(step, level, turn) for step, level in asked)))
+        return [tuple(next(found) for _ in self.wanted(step)) for step in steps]
+
+    async def _write(self, step: ReadStep, level: Level, turn: int) -> Alternative:
+        opening = self.codec.encode(level.opening)
+        prompt = [*step.history, *opening]
+        if not level.thinks:
+            return Alternative(level.number, prompt, len(opening), opening, text=level.opening)
+        sampling = replace(self.sampling, seed=_seed(self.sampling.seed, turn, step, level), stop_token_ids=self._stops)
+        try:
+            generation = await self.model.generate(prompt, sampling)
+        except ContextFullError:
+            return Alternative(level.number, prompt, failure="context_full")
+        except ToolwiseError:
+            return Alternative(level.number, prompt, failure="fault")
+        return check_unseen(step, self._cut(level, prompt, opening, generation), opening)
+
+    @property
+    def _stops(self) -> tuple[int, ...]:
+        """Where the end of a thought is one token, nothing beyond it need be written."""
+        close = self.codec.encode(END_THINK)
+        return (self.codec.end_id, *(close if len(close) == 1 else ()))
+
+    def _cut(self, level: Level, prompt: list[int], opening: list[int], generation: Generation) -> Alternative:
+        """The level and the thought without what follows them."""
+        ids = [*opening, *generation.token_ids]
+        if ids[-1] == self.codec.end_id:
+            ids.pop()
+        made = Alternative(
+            level.number,
+            prompt,
+            len(opening),
+            generated=len(generation.token_ids),
+            policy_version=generation.policy_version,
+        )
+        text = self.codec.decode(ids)
+        end = text.find(END_THINK, len(level.opening)) + len(END_THINK)
+        reading = read(text[:end] if end >= len(END_THINK) else text)
+        faults = [fault for fault in reading.faults if fault is not Fault.NO_ACTION]
+        if faults:
+            too_long = faults[0] is Fault.UNCLOSED_THOUGHT and generation.finish_reason == "length"
+            return replace(made, failure="too_long" if too_long else FAILURES.get(faults[0], "malformed"))
+        if reading.level != level.number or reading.thought is None:
+            return replace(made, failure="malformed")
+        spans = token_spans(ids, self.codec.decode, reading)
+        head = ids[: len(spans.head)]
+        return replace(
+            made,
+            head_ids=head,
+            logprobs=list(generation.logprobs)[: len(head) - len(opening)],
+            text=text[:end],
+            thought=reading.thought,
+            thinking_tokens=len(spans.thought),
+        )
+
+
+def check_unseen(step: ReadStep, alternative: Alternative, opening: Sequence[int]) -> Alternative:
+    """The alternative, if its writer was given the history and the forced level and nothing else."""
+    if list(alternative.prompt_ids) != [*step.history, *opening]:
+        raise LeakError(
+            f"rollout {step.rollout_id}, step {step.index}, level {alternative.level}: the thought was not written "
+            "from the history and its level alone, so that it proves nothing: prompt with exactly these tokens"
+        )
+    return alternative
+
+
+def names_action(thought: str | None, action: str | None) -> bool:
+    """Whether a thought says the action, white space and case aside."""
+    if not thought or not action:
+        return False
+    said, wanted = (" ".join(text.casefold().split()) for text in (thought, action))
+    return bool(wanted) and wanted in said
+
+
+def _seed(seed: int, turn: int, step: ReadStep, level: Level) -> int:
+    """A draw of its own for each alternative, the same in the same run."""
+    name = f"{seed}/{turn}/{step.rollout_id}/{step.index}/{level.number}"
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1

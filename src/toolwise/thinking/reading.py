@@ -1,0 +1,256 @@
+"""What a model wrote -> level, thought, action, where each of them stands, and everything that is wrong with it.
+
+Any text can be read, in time linear in its length. Where the action is, `rollout.parsers` and this agree: what the
+world was given is what is scored here.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from toolwise.thinking.levels import COUNT
+
+Span = tuple[int, int]
+"""Characters from, up to."""
+Kind = Literal["action", "tool_call", "answer"]
+
+
+class Fault(StrEnum):
+    """One thing that is wrong with a reply."""
+
+    NO_LEVEL = "no_level"
+    REPEATED_LEVEL = "repeated_level"
+    UNCLOSED_LEVEL = "unclosed_level"
+    BAD_LEVEL = "bad_level"
+    """Not one of 1, 2, 3, 4."""
+    LATE_LEVEL = "late_level"
+    """It comes after the thought or the action that it should announce."""
+    NO_THOUGHT = "no_thought"
+    """None at a level above 1."""
+    EMPTY_THOUGHT = "empty_thought"
+    NEEDLESS_THOUGHT = "needless_thought"
+    """One at level 1."""
+    REPEATED_THOUGHT = "repeated_thought"
+    UNCLOSED_THOUGHT = "unclosed_thought"
+    UNOPENED_THOUGHT = "unopened_thought"
+    NESTED_TAG = "nested_tag"
+    """A tag inside a thought or an action."""
+    ACTION_FIRST = "action_first"
+    """The action stands before the thought."""
+    NO_ACTION = "no_action"
+    EMPTY_ACTION = "empty_action"
+    REPEATED_ACTION = "repeated_action"
+    UNCLOSED_ACTION = "unclosed_action"
+    STRAY_TEXT = "stray_text"
+    """Words or tags between the parts, or after the action."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """Where the parts stand in the text. None where there is no such part."""
+
+    level: Span | None
+    """What stands between the level's tags."""
+    thought: Span | None
+    """What stands between the thought's tags."""
+    action: Span | None
+    """What is scored: the words inside `<action>`, whose tag belongs to the context; a tool call with its tags, and an
+    answer as it stands, since whether to call or to answer is part of the decision."""
+    head: Span
+    """All that comes before the action: the text that is cut before `<action>`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What was found in a reply."""
+
+    level: int | None
+    """1 to 4; None where none was written that is one."""
+    thought: str | None
+    action: str | None
+    kind: Kind | None
+    faults: tuple[Fault, ...]
+    """In the order of `Fault`, each once; none in a reply that is as it should be."""
+    spans: Spans
+
+    @property
+    def valid(self) -> bool:
+        return not self.faults
+
+
+_TAG = re.compile(r"<(?P<end>/?)(?P<name>level|think|action)>", re.IGNORECASE | re.ASCII)
+_CALL = re.compile(r"<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>", re.IGNORECASE | re.ASCII)
+_NUMBER = re.compile(rf"[1-{COUNT}]", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tag:
+    name: str
+    """level, think or action; with a slash before it where it ends one."""
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A part with its tags: [start, end), and what is inside of them."""
+
+    start: int
+    inside: Span
+    end: int
+
+
+def read(text: str) -> Reading:
+    """The level, the thought and the action in `text`, and what is wrong with it."""
+    tags = [_Tag(m["end"] + m["name"].lower(), m.start(), m.end()) for m in _TAG.finditer(text)]
+    faults: set[Fault] = set()
+    thought = _find_thought(text, tags, faults)
+    level = _find_level(text, tags, thought, faults)
+    action, kind = _find_action(text, tags, level, thought, faults)
+    if thought is not None and Fault.UNCLOSED_THOUGHT in faults:
+        thought = _cut(thought, action)
+    number = _read_number(text, level, faults)
+    _judge_thought(text, number, thought, faults)
+    _judge_rest(text, tags, [b for b in (level, thought, action) if b is not None], faults)
+    head = action.start if action else max((b.end for b in (level, thought) if b), default=len(text))
+    return Reading(
+        level=number,
+        thought=text[slice(*thought.inside)].strip() if thought else None,
+        action=text[slice(*action.inside)] if action else None,
+        kind=kind,
+        faults=tuple(fault for fault in Fault if fault in faults),
+        spans=Spans(
+            level=level.inside if level else None,
+            thought=thought.inside if thought else None,
+            action=action.inside if action else None,
+            head=(0, head),
+        ),
+    )
+
+
+def _find_thought(text: str, tags: list[_Tag], faults: set[Fault]) -> _Block | None:
+    """From the first opening to the first end after it, as the parsers have it; without an end, as far as it goes."""
+    opening = next((tag for tag in tags if tag.name == "think"), None)
+    closing = next((tag for tag in tags if tag.name == "/think" and (not opening or tag.start >= opening.end)), None)
+    if opening and closing:
+        return _Block(opening.start, (opening.end, closing.start), closing.end)
+    if opening:
+        faults.add(Fault.UNCLOSED_THOUGHT)
+        return _Block(opening.start, (opening.end, len(text)), len(text))
+    if closing:  # its beginning may have stood in the prompt
+        faults.add(Fault.UNOPENED_THOUGHT)
+        start = max((tag.end for tag in tags if tag.name == "/level" and tag.end <= closing.start), default=0)
+        return _Block(start, (start, closing.start), closing.end)
+    return None
+
+
+def _find_level(text: str, tags: list[_Tag], thought: _Block | None, faults: set[Fault]) -> _Block | None:
+    """The first one outside the thought."""
+    outside = [tag for tag in tags if not _within(tag, thought)]
+    openings = [tag for tag in outside if tag.name == "level"]
+    if not openings:
+        faults.add(Fault.NO_LEVEL)
+        return None
+    if len(openings) > 1:
+        faults.add(Fault.REPEATED_LEVEL)
+    first = openings[0]
+    if any(tag.start < first.start and tag.name in ("think", "action") for tag in tags):
+        faults.add(Fault.LATE_LEVEL)
+    after = next((tag for tag in tags if tag.start >= first.end), None)
+    if after is not None and after.name == "/level":
+        return _Block(first.start, (first.end, after.start), after.end)
+    faults.add(Fault.UNCLOSED_LEVEL)
+    digits = re.compile(r"\s*\d*", re.ASCII).match(text, first.end)
+    end = digits.end() if digits else first.end
+    return _Block(first.start, (first.end, end), end)
+
+
+def _find_action(
+    text: str, tags: list[_Tag], level: _Block | None, thought: _Block | None, faults: set[Fault]
+) -> tuple[_Block | None, Kind | None]:
+    """The last block after the thought; else what else follows it: a call or an answer."""
+    if Fault.UNCLOSED_THOUGHT in faults:  # it ends where the action begins
+        after = thought.inside[0] if thought else 0
+    else:
+        after = thought.end if thought else level.end if level else 0
+    openings = [tag for tag in tags if tag.name == "action" and tag.start >= after]
+    if not openings and thought:
+        openings = [tag for tag in tags if tag.name == "action" and tag.end <= thought.start]
+        if openings:
+            faults.add(Fault.ACTION_FIRST)
+    if not openings:
+        return _find_words(text, after, faults)
+    if len(openings) > 1:
+        faults.add(Fault.REPEATED_ACTION)
+    last = openings[-1]
+    closing = next((tag for tag in tags if tag.name == "/action" and tag.start >= last.end), None)
+    if closing is None:
+        faults.add(Fault.UNCLOSED_ACTION)
+    inside = _stripped(text, last.end, closing.start if closing else len(text))
+    if inside[0] == inside[1]:
+        faults.add(Fault.EMPTY_ACTION)
+    return _Block(last.start, inside, closing.end if closing else len(text)), "action"
+
+
+def _find_words(text: str, after: int, faults: set[Fault]) -> tuple[_Block | None, Kind | None]:
+    """What follows the thought where it is no `<action>`."""
+    inside = _stripped(text, after, len(text))
+    if inside[0] == inside[1] or Fault.UNCLOSED_THOUGHT in faults:
+        faults.add(Fault.NO_ACTION)
+        return None, None
+    kind: Kind = "tool_call" if _CALL.search(text, *inside) else "answer"
+    return _Block(inside[0], inside, inside[1]), kind
+
+
+def _read_number(text: str, level: _Block | None, faults: set[Fault]) -> int | None:
+    if level is None:
+        return None
+    written = text[slice(*level.inside)].strip()
+    if not _NUMBER.fullmatch(written):
+        faults.add(Fault.BAD_LEVEL)
+        return None
+    return int(written)
+
+
+def _judge_thought(text: str, level: int | None, thought: _Block | None, faults: set[Fault]) -> None:
+    if thought is None:
+        if level is None or level > 1:
+            faults.add(Fault.NO_THOUGHT)
+        return
+    if level == 1:
+        faults.add(Fault.NEEDLESS_THOUGHT)
+    elif not text[slice(*thought.inside)].strip():
+        faults.add(Fault.EMPTY_THOUGHT)
+
+
+def _judge_rest(text: str, tags: list[_Tag], blocks: list[_Block], faults: set[Fault]) -> None:
+    """What stands between the parts and behind them, and tags inside of them."""
+    at = 0
+    for block in [*sorted(blocks, key=lambda b: b.start), _Block(len(text), (len(text), len(text)), len(text))]:
+        if text[at : block.start].strip():
+            faults.add(Fault.STRAY_TEXT)
+        if any(tag.name == "think" and at <= tag.start < block.start for tag in tags):
+            faults.add(Fault.REPEATED_THOUGHT)
+        if any(block.inside[0] <= tag.start and tag.end <= block.inside[1] for tag in tags):
+            faults.add(Fault.NESTED_TAG)
+        at = max(at, block.end)
+
+
+def _within(tag: _Tag, block: _Block | None) -> bool:
+    return block is not None and block.inside[0] <= tag.start and tag.end <= block.inside[1]
+
+
+def _cut(thought: _Block, action: _Block | None) -> _Block:
+    """A thought without an end ends where the action begins."""
+    end = max(thought.inside[0], min(thought.end, action.start if action else thought.end))
+    return _Block(thought.start, (thought.inside[0], end), end)
+
+
+def _stripped(text: str, start: int, end: int) -> Span:
+    """The same stretch without the white space at its ends."""
+    inside = text[start:end]
+    left = start + len(inside) - len(inside.lstrip())
+    return left, max(left, start + len(inside.rstrip()))

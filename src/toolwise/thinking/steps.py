@@ -1,0 +1,128 @@
+"""Which steps are thought over again: scored rollouts -> steps as they read -> those that a batch can afford."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from random import Random
+from typing import Literal
+
+from toolwise.thinking.alternatives import Codec, Writer
+from toolwise.thinking.groups import Alternative, ReadStep
+from toolwise.thinking.models import NoLogprobsError
+from toolwise.thinking.reading import read
+from toolwise.thinking.tokens import token_spans
+from toolwise.types import ScoredRollout, StepData
+
+Which = Literal["all", "mixed", "successful"]
+MOST_WAVES = 8
+"""Within a bound on tokens, alternatives are written in waves: what one leaves unspent, the next may use."""
+
+
+def read_steps(scored: Sequence[ScoredRollout], codec: Codec) -> list[ReadStep]:
+    """Every step of every rollout in which the policy sampled something."""
+    steps = [step for s in scored for step in s.steps]
+    if steps and all(step.policy_logprobs is None for step in steps):
+        raise NoLogprobsError(
+            "algorithm.rlvcr.enable: the policy gives text and no log-probs, so that its thoughts cannot be compared: "
+            "use the local policy, or set enable = false"
+        )
+    return [
+        read_step(s.rollout.rollout_id, s.rollout.group_id, index, step, codec)
+        for s in scored
+        for index, step in enumerate(s.steps)
+        if step.policy_logprobs is not None
+    ]
+
+
+def read_step(rollout_id: str, group_id: str, index: int, step: StepData, codec: Codec) -> ReadStep:
+    given = step.policy_logprobs or {}
+    missing = [key for key in ("prompt_ids", "token_ids", "logprobs") if given.get(key) is None]
+    if missing:
+        raise NoLogprobsError(
+            f"rollout {rollout_id}, step {index}: the policy gives no {missing[0]}, so that its thoughts cannot be "
+            "compared: use the local policy, or set algorithm.rlvcr.enable = false"
+        )
+    ids = list(given["token_ids"])
+    if ids and ids[-1] == codec.end_id:
+        ids.pop()
+    text = codec.decode(ids)
+    reading = read(text)
+    kind = step.step_info.get("step_kind")
+    return ReadStep(
+        rollout_id,
+        group_id,
+        index,
+        given["prompt_ids"],
+        ids,
+        given["logprobs"],
+        text,
+        reading,
+        token_spans(ids, codec.decode, reading),
+        None if kind is None else str(kind),
+    )
+
+
+def choose_steps(
+    steps: Sequence[ReadStep],
+    scored: Sequence[ScoredRollout],
+    *,
+    which: Which = "all",
+    share: float = 1.0,
+    success_score: float | None = None,
+    seed: str = "0",
+) -> list[ReadStep]:
+    """A share of the steps that may be compared, drawn at random, in an order of its own."""
+    rollouts = _rollouts(scored, which, success_score)
+    able = [step for step in steps if step.comparable and step.rollout_id in rollouts]
+    Random(seed).shuffle(able)
+    return able[: math.ceil(share * len(able))]
+
+
+def _rollouts(scored: Sequence[ScoredRollout], which: Which, success_score: float | None) -> set[str]:
+    """Ids of the rollouts whose steps may be chosen."""
+    groups: dict[str, list[ScoredRollout]] = defaultdict(list)
+    for s in scored:
+        groups[s.rollout.group_id].append(s)
+    found: set[str] = set()
+    for members in groups.values():
+        if which == "all":
+            found |= {s.rollout.rollout_id for s in members}
+            continue
+        scores = [s.score for s in members if s.result.counts]
+        mean = math.fsum(scores) / len(scores) if scores else 0.0
+        mixed = len(set(scores)) > 1
+        for s in members:
+            if not s.result.counts:
+                continue
+            succeeded = s.score >= success_score if success_score is not None else mixed and s.score > mean
+            if succeeded if which == "successful" else mixed:
+                found.add(s.rollout.rollout_id)
+    return found
+
+
+async def write_within(
+    writer: Writer, steps: Sequence[ReadStep], most_tokens: int | None, *, turn: int = 0
+) -> tuple[list[ReadStep], list[tuple[Alternative, ...]]]:
+    """The steps that fit, and their alternatives. `most_tokens` is kept whatever the model writes: a wave holds no more
+    steps than could be paid for if every thought came out as long as it may."""
+    if most_tokens is None:
+        return list(steps), await writer.write(steps, turn=turn)
+    done: list[ReadStep] = []
+    written: list[tuple[Alternative, ...]] = []
+    left = most_tokens
+    for _ in range(MOST_WAVES):
+        wave, reserved = [], 0
+        for step in steps[len(done) :]:
+            reserved += writer.worst_case(step)
+            if reserved > left:
+                break
+            wave.append(step)
+        if not wave:
+            break
+        found = await writer.write(wave, turn=turn)
+        left -= sum(other.generated for others in found for other in others)
+        done += wave
+        written += found
+    return done, written

@@ -1,0 +1,233 @@
+"""RLVCR over rollouts: by hand, against a slow twin, and what its gates, targets, prices and controls promise."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from rlvcr_cases import (
+    ACTION,
+    HEAD,
+    random_batch,
+    slow_advantage,
+    slow_tokens,
+    slow_trajectory,
+    slow_utilities,
+    slow_weights,
+    thinking_step,
+    thoughtful,
+)
+
+from toolwise.advantages import ESTIMATORS, Gigpo, Grpo, Rlvcr, Watched, build_estimator
+from toolwise.advantages.arrays import CreditError
+from toolwise.types import AnnotatedRollout, CreditedRollout
+
+FOUR = {1: -3.0, 2: -2.0, 3: -1.0, 4: -2.0}
+
+
+def pair(**kwargs: Any) -> list[AnnotatedRollout]:
+    """A rollout that won by level 3 and one that lost by level 1."""
+    return [
+        thoughtful(1.0, [thinking_step(3, FOUR)], name="won", **kwargs),
+        thoughtful(0.0, [thinking_step(1, FOUR)], name="lost", **kwargs),
+    ]
+
+
+def tokens(credited: CreditedRollout) -> list[float]:
+    return [round(float(x), 5) for a in credited.advantages for x in a]
+
+
+def test_the_documents_form_by_hand() -> None:
+    plain = Rlvcr(Grpo(norm_by_std=False), thinking_diversity_w=0.0)
+    won, lost = plain(pair())
+    # A_traj ±0.5; level 3 is 1 above the four's mean of −2, level 1 is 1 below it
+    assert tokens(won) == [1.5] * (HEAD + 1 + ACTION)
+    assert tokens(lost) == [-1.5] * (HEAD + 1 + ACTION)
+    assert won.steps[0].advantage == 1.5
+
+
+def test_the_signed_gate_by_hand() -> None:
+    won, lost = Rlvcr(Grpo(norm_by_std=False), thinking_diversity_w=0.0, gate="signed")(pair())
+    assert tokens(won) == [1.5] * HEAD + [0.5] * (1 + ACTION)
+    # The lost rollout's level was a bad one for its action, and the action was bad: that level is not blamed more.
+    assert tokens(lost) == [0.5] * HEAD + [-0.5] * (1 + ACTION)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("gate", ["none", "signed"])
+@pytest.mark.parametrize("mode", ["mean_norm", "mean_std_norm"])
+@pytest.mark.parametrize("score", ["logprob", "confidence", "neg_entropy"])
+def test_additive_and_gated_forms_equal_a_slow_twin(seed: int, gate: str, mode: str, score: str) -> None:
+    batch = random_batch(seed, price=0.07, anneal=0.6)
+    settings: dict[str, Any] = {"gate": gate, "mode": mode, "score": score, "step_advantage_w": 0.8}
+    for found, wanted in zip(Rlvcr(**settings)(batch), slow_tokens(batch, **settings), strict=True):
+        for a, b in zip(found.advantages, wanted, strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_reweighted_form_equals_a_slow_twin(seed: int) -> None:
+    batch = random_batch(seed, price=0.02)
+    found = Rlvcr(combine="reweight", thinking_diversity_w=0.3, importance_cap=1.5)(batch)
+    by_name = {c.rollout.rollout_id: c for c in found}
+    base = slow_trajectory(batch)
+    rows = 0
+    for number, rollout in enumerate(batch):
+        name = rollout.scored.rollout.rollout_id
+        assert rollout.thinking is not None
+        for index, step in enumerate(rollout.thinking.steps):
+            group, own = step.group, by_name[name].advantages[index]
+            weights = group and slow_weights(slow_utilities(batch, number, index, score="logprob", diversity_w=0.3))
+            if not group or not weights or base[number] <= 0:
+                np.testing.assert_allclose(own, base[number], atol=1e-5)
+                continue
+            np.testing.assert_allclose(own, weights[group.level] * base[number], rtol=1e-5)
+            for score in group.scores:
+                if score.alternative is None:
+                    continue
+                rows += 1
+                row = by_name[f"{name}/step-{index}/level-{score.level}"]
+                advantage = weights[score.level] * base[number]
+                ratio = np.exp(score.action_logprobs.astype(float) - group.used.action_logprobs.astype(float))
+                np.testing.assert_allclose(row.advantages[-1], advantage * np.minimum(ratio, 1.5), rtol=1e-5)
+                if score.thinking_tokens:
+                    np.testing.assert_allclose(row.advantages[0], advantage, rtol=1e-5)
+    assert len(found) == len(batch) + rows
+
+
+def test_without_a_weight_it_is_what_lies_underneath() -> None:
+    batch = random_batch(3)
+    for base in (Grpo(), Gigpo(state_anchor="last_observation")):
+        for found, wanted in zip(Rlvcr(base, step_advantage_w=0.0)(batch), base(batch), strict=True):
+            assert tokens(found) == tokens(wanted)
+
+
+def test_gigpo_underneath_gives_each_step_its_own_sign() -> None:
+    batch = pair()
+    base = Gigpo(normalization="mean_norm", state_anchor="last_observation")
+    under = base(batch)
+    found = Rlvcr(base, gate="signed", thinking_diversity_w=0.0)(batch)
+    for a, b, think in zip(found, under, (1.0, -1.0), strict=True):
+        step = b.steps[0].advantage or 0.0
+        assert a.advantages[0][0] == pytest.approx(step + np.sign(step) * think)
+        assert a.advantages[0][-1] == pytest.approx(step)
+
+
+def test_steps_without_a_group_have_no_thinking_advantage() -> None:
+    batch = [
+        thoughtful(1.0, [thinking_step(3), thinking_step(None), thinking_step(2, {2: -1.0, 4: -3.0})], name="a"),
+        thoughtful(0.0, [thinking_step(1)], name="b"),
+    ]
+    base = Grpo()(batch)
+    found = Rlvcr(thinking_diversity_w=0.0)(batch)
+    assert tokens(found[1]) == tokens(base[1])
+    assert found[0].advantages[0].tolist() == base[0].advantages[0].tolist()
+    assert found[0].advantages[1].tolist() == base[0].advantages[1].tolist()
+    assert found[0].advantages[2][0] == pytest.approx(base[0].advantages[2][0] + 1.0)
+
+
+def test_a_batch_that_nobody_thought_over_is_its_base() -> None:
+    batch = [AnnotatedRollout(r.scored) for r in pair()]
+    found, metrics = Rlvcr().credit(batch)
+    assert [tokens(c) for c in found] == [tokens(c) for c in Grpo()(batch)]
+    assert metrics == {}
+
+
+def test_the_price_is_inside_the_four() -> None:
+    same, spent = dict.fromkeys((1, 2, 3, 4), -1.0), {1: 0, 2: 2, 3: 4, 4: 6}
+    batch = [
+        thoughtful(1.0, [thinking_step(1, same, tokens=spent)], name="short", price=0.1),
+        thoughtful(1.0, [thinking_step(4, same, tokens=spent)], name="long", price=0.1),
+    ]
+    short, long = Rlvcr(thinking_diversity_w=0.0)(batch)
+    assert (tokens(short)[0], tokens(long)[0]) == (0.3, -0.3)
+
+
+def test_diversity_lifts_what_the_group_does_not_use_and_fades() -> None:
+    same = dict.fromkeys((1, 2, 3, 4), -1.0)
+    for anneal, wanted in ((1.0, -0.375), (0.5, -0.1875), (0.0, 0.0)):
+        batch = [thoughtful(1.0, [thinking_step(2, same)], name=n, anneal=anneal) for n in ("a", "b")]
+        # All steps use level 2: it has no bonus, the three others have 0.5 each.
+        assert tokens(Rlvcr()(batch)[0])[0] == pytest.approx(wanted)
+
+
+def test_shuffled_advantages_are_the_same_ones_elsewhere() -> None:
+    batch = random_batch(1)
+    own, shuffled = Rlvcr(Grpo(), thinking_diversity_w=0.0), Rlvcr(Grpo(), thinking_diversity_w=0.0, shuffle=True)
+    base = [a[0] for c in Grpo()(batch) for a in c.advantages]
+    parts = [
+        [a[0] - b for a, b in zip([a for c in e(batch) for a in c.advantages], base, strict=True)]
+        for e in (own, shuffled)
+    ]
+    compared = [i for i, r in enumerate(s.group is not None for b in batch for s in b.thinking.steps) if r]
+    left, right = ([part[i] for i in compared] for part in parts)
+    assert left != pytest.approx(right)
+    assert sorted(left) == pytest.approx(sorted(right), abs=1e-6)
+    assert [tokens(c) for c in shuffled(batch)] == [tokens(c) for c in shuffled(batch)]
+
+
+def test_figures_say_what_each_level_was_worth() -> None:
+    _, metrics = Rlvcr(thinking_diversity_w=0.0).credit(pair())
+    assert metrics["thinking/advantage_used_3"] == pytest.approx(1.0)
+    assert metrics["thinking/advantage_used_1"] == pytest.approx(-1.0)
+    assert metrics["thinking/advantage_level_2"] == pytest.approx(0.0)
+    assert metrics["thinking/advantage"] == pytest.approx(0.0)
+    assert metrics["thinking/frac_positive"] == 0.5
+
+
+def test_watched_credits_as_the_other_does_and_reports_as_rlvcr() -> None:
+    batch = pair()
+    watched = Watched(Grpo(), Rlvcr())
+    found, metrics = watched.credit(batch)
+    assert [tokens(c) for c in found] == [tokens(c) for c in Grpo()(batch)]
+    assert metrics == Rlvcr().credit(batch)[1]
+    assert not watched.equal_scores_teach
+
+
+def test_a_price_on_whole_rollouts_is_not_in_their_scores() -> None:
+    batch = [
+        thoughtful(1.0, [thinking_step(4, tokens={4: 6}), thinking_step(1)], name="long", price=0.1),
+        thoughtful(1.0, [thinking_step(1)], name="short", price=0.1),
+    ]
+    priced = Watched(Grpo(norm_by_std=False), Rlvcr(), priced=True)
+    long, short = priced(batch)
+    assert (tokens(long)[0], tokens(short)[0]) == (-0.15, 0.15)  # 3 thinking tokens a step, against none
+    assert long.annotated.scored.score == 1.0
+    assert priced.equal_scores_teach
+
+
+def test_equal_scores_teach_only_where_the_gate_is_open() -> None:
+    assert Rlvcr().equal_scores_teach
+    assert not Rlvcr(gate="signed").equal_scores_teach
+    assert not Rlvcr(step_advantage_w=0.0).equal_scores_teach
+    assert not Rlvcr(combine="reweight").equal_scores_teach
+    assert Rlvcr(Gigpo(), gate="signed").equal_scores_teach
+
+
+def test_it_stands_in_the_table_and_takes_its_settings() -> None:
+    assert ESTIMATORS["rlvcr"] is Rlvcr
+    made: Any = build_estimator("rlvcr", gate="signed", step_advantage_w=0.3, enable=True)
+    assert (made.gate, made.step_advantage_w) == ("signed", 0.3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"mode": "max"}, "mode is 'max'"),
+        ({"gate": "up"}, "gate is 'up'"),
+        ({"combine": "reweight", "gate": "signed"}, "leave gate"),
+    ],
+)
+def test_settings_that_make_no_sense_are_told(settings: dict[str, Any], told: str) -> None:
+    with pytest.raises(CreditError, match=told):
+        Rlvcr(**settings)
+
+
+def test_the_slow_twin_is_not_the_fast_one_in_disguise() -> None:
+    assert slow_advantage({1: -1.0, 2: -3.0}, 1, "mean_norm") == 1.0
+    assert slow_advantage({1: -1.0}, 1, "mean_norm") == 0.0

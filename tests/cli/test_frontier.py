@@ -1,0 +1,23 @@
+"""How budgets are written on the command line; the whole of `eval --budgets` is in test_run.py."""
+
+from __future__ import annotations
+
+import pytest
+
+from toolwise.cli.frontier import read_budgets
+from toolwise.errors import ConfigError
+
+
+def test_budgets_go_on_as_they_began() -> None:
+    assert read_budgets("0,0.1,…,1") == [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
+    assert read_budgets("0, 0.25, ..., 1, 3") == [0.0, 0.25, 0.5, 0.75, 1.0, 3.0]
+
+
+def test_budgets_come_in_order_and_once() -> None:
+    assert read_budgets("0.6,0.2,0.6") == [0.2, 0.6]
+
+
+@pytest.mark.parametrize("text", ["", "x", ",", "0,…", "…,1", "0,…,1", "1,0.5,…,0", "0,1e-9,…,1", "-1", "nan", "inf"])
+def test_budgets_that_make_no_sense_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--budgets"):
+        read_budgets(text)

@@ -1,0 +1,103 @@
+"""Demonstrations: the right way, in the format, with levels that tell nothing of when to think; and what they teach."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from toolwise.data.files import read_rows
+from toolwise.data.rows import read_task
+from toolwise.demo.rooms.demonstrations import SPLITS, demonstrations, house_number, lessons, main, task_rows, walk
+from toolwise.demo.rooms.env import RoomsEnv
+from toolwise.demo.rooms.house import Plan, build_house
+from toolwise.thinking.levels import LEVELS, TEMPLATE, load_levels
+from toolwise.thinking.reading import read
+
+
+def test_what_is_shown_is_what_the_world_would_say() -> None:
+    plan = Plan()
+    for number in range(20):
+        env = RoomsEnv(number)
+        said = walk(env.house, [1 + number % 4] * plan.steps, plan)
+        seen = [asyncio.run(env.reset())]
+        replies = [message["content"] for message in said if message["role"] == "assistant"]
+        for reply in replies:
+            sight, reward, done, _ = asyncio.run(env.step(reply))
+            seen.append(sight)
+        assert (reward, done) == (1.0, True)
+        assert [message["content"] for message in said if message["role"] == "user"] == seen[:-1]
+
+
+def test_every_reply_keeps_to_the_format() -> None:
+    for row in demonstrations(50):
+        for message in row["messages"]:
+            if message["role"] == "assistant":
+                assert read(message["content"]).valid, message
+
+
+def test_levels_are_drawn_alike_on_easy_and_on_hard_steps() -> None:
+    drawn: Counter[tuple[bool, int | None]] = Counter()
+    for row in demonstrations(2000):
+        sights = [m["content"] for m in row["messages"] if m["role"] == "user"]
+        replies = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
+        drawn.update(("hall" in sight, read(reply).level) for sight, reply in zip(sights, replies, strict=True))
+    for hard in (True, False):
+        total = sum(count for (kind, _), count in drawn.items() if kind is hard)
+        assert all(drawn[hard, level] / total == pytest.approx(0.25, abs=0.03) for level in (1, 2, 3, 4))
+
+
+def test_lessons_read_a_map_and_say_nothing_of_levels() -> None:
+    for row in lessons(20, seed=4):
+        asked = [m["content"] for m in row["messages"] if m["role"] == "user"]
+        told = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
+        arrows = set(asked[0].removeprefix("Map: ").partition(".")[0].split())
+        assert len(arrows) == 8
+        for question, answer in zip(asked, told, strict=True):
+            assert set(answer.split()) == arrows
+            assert answer[0] == question[-2]
+            assert all(a[1] == b[0] for a, b in pairwise(answer.split()))
+        assert "<" not in "".join(asked + told)
+
+
+def test_a_seed_gives_the_same_walks_and_another_gives_others() -> None:
+    assert list(demonstrations(5, seed=1)) == list(demonstrations(5, seed=1))
+    assert list(demonstrations(5, seed=1)) != list(demonstrations(5, seed=2))
+
+
+def test_no_split_shares_a_house_with_another() -> None:
+    numbers = [{house_number(index, split) for index in range(100)} for split in SPLITS]
+    assert len(set.union(*numbers)) == sum(map(len, numbers))
+
+
+def test_tasks_are_rows_that_a_run_can_read() -> None:
+    for number, row in enumerate(task_rows(range(3), "train", Plan(halls=1))):
+        task = read_task(Path("rooms"), number, row, {})
+        env = RoomsEnv(**task.extra_info["env_kwargs"])
+        assert env.house == build_house(house_number(number, "train"), Plan(halls=1))
+
+
+def test_a_model_that_knows_no_levels_is_told_of_them() -> None:
+    [row] = task_rows([0], "train", levels=LEVELS)
+    assert LEVELS.explain() in row["prompt"][0]["content"]
+    [taught] = demonstrations(1, explain=True)
+    assert taught["messages"][0] == row["prompt"][0]
+
+
+def test_a_template_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(TEMPLATE.read_text().replace("State: {state}", "I see {state}"))
+    [row] = demonstrations(1, levels=load_levels(path))
+    thoughts = [m["content"] for m in row["messages"] if "<think>" in m["content"]]
+    assert thoughts
+    assert all("I see" in thought and "State:" not in thought for thought in thoughts if "<level>1" not in thought)
+
+
+def test_the_command_writes_three_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(tmp_path), "--count", "7", "--lessons", "2", "--tasks", "4", "--seed", "3"])
+    assert [len(read_rows(Path(line))) for line in capsys.readouterr().out.splitlines()] == [9, 4, 2]
+    assert json.loads((tmp_path / "teach.jsonl").read_text().splitlines()[0]) == next(iter(demonstrations(1, seed=3)))

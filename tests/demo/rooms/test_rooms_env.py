@@ -1,0 +1,93 @@
+"""The house as an environment: sound, learnable from, and strict in halls alone."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolwise.demo.rooms.env import RoomsEnv
+from toolwise.envs.conformance.check import check_env
+
+
+def walk(env: RoomsEnv, *actions: str) -> list[tuple[Any, ...]]:
+    async def play() -> list[tuple[Any, ...]]:
+        await env.reset()
+        return [await env.step(action) for action in actions]
+
+    return asyncio.run(play())
+
+
+def test_the_checker_finds_nothing_wrong() -> None:
+    found = check_env(RoomsEnv, name="rooms")
+    assert found.ok, found.findings
+    assert {f.verdict for f in found.findings} == {"ok"}
+
+
+@given(house=st.integers(0, 10**6))
+def test_the_right_way_earns_one_at_its_end(house: int) -> None:
+    env = RoomsEnv(house)
+    steps = walk(env, *env.gold_actions())
+    assert [reward for _, reward, _, _ in steps] == [0.0] * (len(steps) - 1) + [1.0]
+    assert [info["step_kind"] for _, _, _, info in steps].count("hard") == 2
+    assert all(info["optimal"] and info["is_action_valid"] for _, _, _, info in steps)
+    assert steps[-1][0] == "You are out."
+    assert steps[-1][3]["success"]
+
+
+def test_the_map_is_seen_once_and_not_again() -> None:
+    env = RoomsEnv(3)
+    told = [sight for sight, _, _, _ in walk(env, *env.gold_actions())]
+    assert ["Map:" in sight for sight in told] == [True, *[False] * (len(told) - 1)]
+
+
+def test_a_wrong_door_in_a_hall_ends_the_walk() -> None:
+    env = RoomsEnv(3)
+    way = env.gold_actions()
+    hall = next(i for i, place in enumerate(env.house.places) if place.hard)
+    wrong = next(door for door in "12345678" if door != env.house.places[hall].action)
+    sight, reward, done, info = walk(env, *way[:hall], f"<action>{wrong}</action>")[-1]
+    assert (sight, reward, done) == ("The floor gives way.", 0.0, True)
+    assert not info["success"]
+    assert not info["truncated"]
+    assert "fallen" in env.state_key
+
+
+def test_other_mistakes_cost_a_turn_and_leave_one_where_one_was() -> None:
+    env = RoomsEnv(3)
+    useless, nonsense = walk(env, "<action>go left</action>", "<action>dance</action>")
+    assert useless[0] == "Nothing happens. A map is here."
+    assert nonsense[0] == "You cannot do that. A map is here."
+    assert (useless[3]["is_action_valid"], nonsense[3]["is_action_valid"]) == (True, False)
+    assert env.state_key == "house 3, place 0"
+
+
+def test_turns_run_out() -> None:
+    env = RoomsEnv(3, spare_turns=1)
+    steps = walk(env, *["<action>go left</action>"] * 7)
+    assert [done for _, _, done, _ in steps] == [False] * 6 + [True]
+    assert steps[-1][3]["truncated"]
+
+
+def test_the_action_is_found_in_a_whole_reply_and_alone() -> None:
+    reply = "<level>2</level><think>State: go left?</think><action> Take  Map </action>"
+    for said in (reply, "take map"):
+        env = RoomsEnv(3)
+        assert walk(env, said)[0][3]["optimal"]
+        assert env.state_key == "house 3, place 1"
+
+
+def test_rollouts_of_a_group_walk_through_one_house() -> None:
+    first, second, other = RoomsEnv(), RoomsEnv(), RoomsEnv(5)
+    for env in (first, second, other):
+        env.set_seed(11)
+    assert first.house == second.house != other.house
+    assert first.state_key == second.state_key
+
+
+def test_another_plan_makes_another_house() -> None:
+    env = RoomsEnv(3, plan={"halls": 0, "doors": 3, "locks": 0})
+    assert len(env.gold_actions()) == 4
+    assert walk(env, *env.gold_actions())[-1][1] == 1.0

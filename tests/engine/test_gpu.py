@@ -1,0 +1,84 @@
+"""On a GPU, through kernels and captured steps: what transformers says, and what a learner would say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from engine_cases import FAMILIES, counted, generate_all, greedily, random_ids, tiny
+
+from toolwise.engine import Engine
+from toolwise.engine.fused import FusedRunner
+from toolwise.protocols import Generation, Sampling
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+NEW = 70
+PROMPTS = [random_ids(length, seed) for seed, length in enumerate((1, 17, 30, 9, 64, 150))]
+GROUPS = [[*random_ids(100, 100 + group), member] for group in range(3) for member in range(4)]
+
+
+def on_gpu(family: str, dtype: torch.dtype = torch.float32) -> Any:
+    more = {"head_dim": 16} if family not in ("qwen3", "builtin") else {}
+    return tiny(family, **more).to(device="cuda", dtype=dtype)
+
+
+@torch.inference_mode()
+def forced(model: Any, ids: list[int], found: Generation, temperature: float = 1.0) -> torch.Tensor:
+    """Log-probs over the vocabulary at each sampled place."""
+    whole = torch.tensor([[*ids, *found.token_ids]], device="cuda")
+    logits = model(input_ids=whole).logits[0, len(ids) - 1 : -1]
+    return torch.log_softmax(logits.float() / temperature, dim=-1)
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_the_likeliest_in_fp32(family: str, kernels: bool) -> None:
+    model = on_gpu(family)
+    engine = counted(model, fused=kernels, block_size=16)
+    prompts = [*PROMPTS, *GROUPS]
+    for ids, found in zip(prompts, generate_all(engine, prompts, [greedily(model, NEW)] * len(prompts)), strict=True):
+        says = forced(model, ids, found)
+        chosen = says[range(len(found.token_ids)), list(found.token_ids)]
+        assert (says.max(-1).values - chosen).max() < 1e-4, "a token that is not the likeliest"
+        assert (chosen.cpu() - torch.tensor(list(found.logprobs))).abs().max() < 1e-4
+    if kernels:
+        assert isinstance(engine.runner, FusedRunner)
+        assert any(groups for _, groups, _ in engine.runner.shapes)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "builtin"])
+def test_bf16_log_probs_are_within_the_canary_s_bound(family: str) -> None:
+    model = on_gpu(family, torch.bfloat16)
+    samplings = [Sampling(max_new_tokens=NEW, seed=n, temperature=0.8) for n in range(len(GROUPS))]
+    for ids, found in zip(GROUPS, generate_all(Engine(model, blocks=512), GROUPS, samplings), strict=True):
+        chosen = forced(model, ids, found, 0.8)[range(len(found.token_ids)), list(found.token_ids)]
+        assert (chosen.cpu() - torch.tensor(list(found.logprobs))).abs().mean() < 0.05
+
+
+def test_a_request_draws_the_same_alone_and_in_company() -> None:
+    model = on_gpu("llama")
+    samplings = [Sampling(max_new_tokens=NEW, seed=n) for n in range(len(GROUPS))]
+    together = generate_all(Engine(model, blocks=512), GROUPS, samplings)
+    for n in (0, 5, 11):
+        [alone] = generate_all(Engine(model, blocks=512), [GROUPS[n]], [samplings[n]])
+        assert list(alone.token_ids) == list(together[n].token_ids)
+
+
+def test_the_next_token_is_the_new_weights_and_graphs_stay() -> None:
+    model, other = on_gpu("llama"), tiny("llama", 1, head_dim=16).to("cuda")
+    engine = Engine(model, blocks=256)
+    generate_all(engine, PROMPTS, [greedily(model, NEW)] * len(PROMPTS))
+    assert isinstance(engine.runner, FusedRunner)
+    decoder = engine.runner._ahead
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), other.parameters(), strict=True):
+            parameter.copy_(value)
+    engine.weights_changed(1)
+    for ids, found in zip(PROMPTS, generate_all(engine, PROMPTS, [greedily(model, NEW)] * len(PROMPTS)), strict=True):
+        says = forced(other, ids, found)
+        assert (says.max(-1).values - says[range(NEW), list(found.token_ids)]).max() < 1e-4
+    assert engine.runner._ahead is decoder
+    engine.drop_cache()
+    again = generate_all(engine, PROMPTS, [greedily(model, NEW)] * len(PROMPTS))
+    assert len(again[0].token_ids) == NEW

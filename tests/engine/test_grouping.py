@@ -1,0 +1,47 @@
+"""Pieces attend together where little is padding; and, where bits matter, in a shape that is their own affair."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolwise.engine.grouping import Group, group_pieces, order
+
+SIZE = 4
+
+
+def grouped(pieces: list[tuple[int, int]], **more: Any) -> list[Group]:
+    pieces = [pieces[i] for i in order(pieces)]
+    tables = [list(range(-(-sum(piece) // SIZE))) for piece in pieces]
+    held, lengths = [a for a, _ in pieces], [b for _, b in pieces]
+    return group_pieces(held, lengths, tables, SIZE, sharers=2, dtype=torch.float32, **more)
+
+
+some = st.lists(st.tuples(st.integers(0, 3000), st.sampled_from([1, 1, 1, 2, 5, 30])), min_size=1, max_size=40)
+
+
+@given(some, st.booleans())
+def test_every_piece_is_in_one_group_and_groups_are_stretches(pieces: list[tuple[int, int]], alike: bool) -> None:
+    groups = grouped(pieces, alike=alike)
+    assert sum(g.rows for g in groups) == len(pieces)
+    assert [g.tokens.start for g in groups] == [0, *(g.tokens.stop for g in groups[:-1])]
+    assert groups[-1].tokens.stop == sum(length for _, length in pieces)
+
+
+@given(some)
+def test_little_is_padding(pieces: list[tuple[int, int]]) -> None:
+    groups = grouped(pieces)
+    padded = sum(g.rows * g.keys * g.queries for g in groups)
+    wanted = sum((held + length) * length for held, length in pieces)
+    assert padded <= 2.2 * wanted + 30 * 512 * len(groups)
+    assert all(g.queries == 1 or g.tokens.stop - g.tokens.start >= g.rows * g.queries / 1.6 for g in groups)
+
+
+@given(some, st.tuples(st.integers(0, 3000), st.sampled_from([1, 2, 5])))
+def test_alike_means_that_company_changes_no_shape(pieces: list[tuple[int, int]], mine: tuple[int, int]) -> None:
+    [alone] = grouped([mine], alike=True)
+    shapes = {(g.queries, g.keys, g.causal, g.mask is None) for g in grouped([*pieces, mine], alike=True)}
+    assert (alone.queries, alone.keys, alone.causal, alone.mask is None) in shapes

@@ -1,0 +1,136 @@
+"""Draws keyed by seed and position, log-probs after temperature, masks, and faults that are a request's own."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_cases import VOCABULARY, random_ids, tiny
+
+from toolwise.engine.request import Request
+from toolwise.engine.sampler import NotANumberError, draw, head_of, sample, score
+from toolwise.errors import PolicyError
+from toolwise.protocols import Sampling
+
+
+def request(sampled: int = 0, **more: Any) -> Request:
+    loop = asyncio.new_event_loop()
+    try:
+        return Request("generate", [1] * (3 + sampled), 3, Sampling(), loop.create_future(), loop, **more)
+    finally:
+        loop.close()
+
+
+def test_each_row_has_a_position_of_its_own() -> None:
+    logits = torch.zeros(6, 50)
+    samplings = [Sampling(seed=7)] * 6
+    rows = draw(logits, samplings, [0, 1, 2, 0, 1, 2])[0].tolist()
+    assert rows[:3] == rows[3:]
+    assert len(set(rows[:3])) > 1
+
+
+def test_rare_tokens_come_as_often_as_they_should() -> None:
+    probabilities = torch.tensor([0.9] + [0.1 / 4095] * 4095)
+    n = 4000
+    logits = probabilities.log().expand(n, -1)
+    tokens = draw(logits, [Sampling(seed=i) for i in range(n)], [0] * n)[0]
+    rare = tokens[tokens > 0]
+    assert len(rare) == pytest.approx(400, abs=80)
+    assert float(rare.float().mean()) == pytest.approx(2048, abs=250)
+
+
+def test_the_largest_draw_still_has_a_probability() -> None:
+    """Behind the last token that can come there are others that cannot."""
+    logits = torch.full((1, 64), -torch.inf)
+    logits[0, :3] = 0.0
+    n = 3000
+    tokens = draw(logits.expand(n, -1), [Sampling(seed=i) for i in range(n)], [0] * n)[0]
+    assert set(tokens.tolist()) == {0, 1, 2}
+
+
+def test_a_mask_changes_what_is_drawn_and_not_its_logprob() -> None:
+    logits = torch.randn(1, VOCABULARY, generator=torch.Generator().manual_seed(3))
+    expected = torch.log_softmax(logits, -1)[0]
+    may = torch.zeros(VOCABULARY, dtype=torch.bool)
+    may[[4, 9]] = True
+    for position in range(8):
+        [(token, logprob)] = sample(logits, [request(position, logits_mask=lambda sampled: may)])
+        assert token in (4, 9)
+        assert logprob == pytest.approx(float(expected[token]), abs=1e-6)
+
+
+def test_a_mask_sees_what_was_sampled_and_may_allow_anything() -> None:
+    seen: list[list[int]] = []
+
+    def look(sampled: Any) -> None:
+        seen.append(list(sampled))
+
+    plain = sample(torch.zeros(1, 9), [request(2)])
+    assert sample(torch.zeros(1, 9), [request(2, logits_mask=look)]) == plain
+    assert seen == [[1, 1]]
+
+
+def test_a_mask_that_allows_nothing_is_a_fault_of_that_request_alone() -> None:
+    pair = [request(), request(logits_mask=lambda sampled: torch.zeros(9, dtype=torch.bool))]
+    sample(torch.zeros(2, 9), pair)
+    assert pair[0].fault is None
+    assert isinstance(pair[1].fault, PolicyError)
+    assert "allows no token" in str(pair[1].fault)
+
+
+def test_nan_is_a_fault_of_that_request_alone() -> None:
+    logits = torch.zeros(3, 9)
+    logits[1] = torch.nan
+    three = [request() for _ in range(3)]
+    sample(logits, three)
+    assert [type(r.fault) for r in three] == [type(None), NotANumberError, type(None)]
+
+
+def test_scores_are_logprobs_and_entropies() -> None:
+    logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
+    logprobs, entropies = score(logits, [3, 1, 4, 1, 5], 0.5)
+    expected = torch.distributions.Categorical(logits=logits / 0.5)
+    assert logprobs == pytest.approx(expected.log_prob(torch.tensor([3, 1, 4, 1, 5])).tolist(), abs=1e-5)
+    assert entropies == pytest.approx(expected.entropy().tolist(), abs=1e-5)
+
+
+def test_the_entropy_of_what_is_certain_is_none() -> None:
+    logits = torch.full((1, 5), -torch.inf)
+    logits[0, 2] = 1.0
+    assert score(logits, [2], 1.0) == ([0.0], [0.0])
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5, 11])
+def test_a_head_of_fixed_rows_gives_the_same_logits(rows: int) -> None:
+    model = tiny("llama")
+    states = torch.randn(rows, 32, generator=torch.Generator().manual_seed(rows))
+    with torch.inference_mode():
+        plain, fixed = head_of(model)(states), head_of(model, 4)(states)
+    torch.testing.assert_close(fixed, plain)
+    if rows > 4:
+        with torch.inference_mode():
+            alone = head_of(model, 4)(states[4:5])
+        assert torch.equal(alone[0], fixed[4]), "to the bit, wherever it stands"
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("final_logit_softcapping", 5.0), ("logit_scale", 0.25), ("logits_scaling", 4.0)]
+)
+def test_a_family_that_does_more_to_its_logits_is_followed(setting: str, value: float) -> None:
+    model = tiny("llama")
+    setattr(model.get_decoder().config, setting, value)
+    states = torch.randn(2, 32)
+    with torch.inference_mode():
+        plain = model.lm_head(states)
+        found = head_of(model)(states)
+    expected = torch.tanh(plain / 5.0) * 5.0 if setting == "final_logit_softcapping" else plain * 0.25
+    torch.testing.assert_close(found, expected)
+
+
+def test_seeds_of_any_size_and_random_ids() -> None:
+    tokens, _ = draw(torch.zeros(2, 8), [Sampling(seed=-1), Sampling(seed=2**70)], [0, 10**6])
+    assert set(tokens.tolist()) <= set(range(8))
+    assert np.array(random_ids(5, 0)).max() < VOCABULARY

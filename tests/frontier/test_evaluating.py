@@ -1,0 +1,84 @@
+"""From a routed model to its frontier: the parts that `tests/cli/test_run.py` does not see."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from toolwise.data import load_tasks
+from toolwise.demo.tasks import write_rows
+from toolwise.errors import ConfigError
+from toolwise.frontier.evaluating import classifier_values, route_values
+from toolwise.learner.router_head import HeadSettings, RouterHead, save_head
+from toolwise.models import locate
+from toolwise.routed.loading import load_routing
+from toolwise.routed.routing import Routing
+from toolwise.routing.actions import ROUTES
+from toolwise.types import Task
+
+KINDS = {"known": 0, "lookup": 1, "arithmetic": 2}
+
+
+def folder_of(tmp: Path, mode: str) -> Path:
+    torch.set_num_threads(1)
+    folder = tmp / mode
+    shutil.copytree(locate("builtin:small"), folder)
+    width = int(json.loads((folder / "config.json").read_text())["hidden_size"])
+    head = RouterHead(HeadSettings(width=width, routes=tuple(map(str, ROUTES)), mode=mode))  # type: ignore[arg-type]
+    with torch.no_grad():
+        head.out.weight.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
+    save_head(head, folder, {"router": {"enable": True, "mode": mode}})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def routing(tmp_path_factory: pytest.TempPathFactory) -> Routing:
+    return load_routing(folder_of(tmp_path_factory.mktemp("m"), "policy"), tools=["calculator", "search"])
+
+
+def rows(tmp_path: Path, count: int, split: str) -> list[Task]:
+    return load_tasks(write_rows(tmp_path / f"{split}.jsonl", count, seed=0, split=split))
+
+
+def test_the_classifier_tells_kinds_apart_that_it_was_not_trained_on(routing: Routing, tmp_path: Path) -> None:
+    held_out = rows(tmp_path, 200, "heldout")
+    found = classifier_values(routing, rows(tmp_path, 400, "train"), held_out)
+    assert np.allclose(np.exp(found.values).sum(axis=1), 1)
+    plain = [i for i, task in enumerate(held_out) if task.extra_info["kind"] in KINDS]
+    right = [found.values[i].argmax() == KINDS[held_out[i].extra_info["kind"]] for i in plain]
+    assert np.mean(right) > 0.75
+
+
+def test_labels_of_rows_come_before_kinds(routing: Routing, tmp_path: Path) -> None:
+    train = [
+        task.model_copy(update={"extra_info": {**task.extra_info, "router_target_action": "SEARCH-FAMILY"}})
+        for task in rows(tmp_path, 30, "train")
+    ]
+    found = classifier_values(routing, train, train[:5])
+    assert (found.values.argmax(axis=1) == 1).all()
+
+
+def test_without_labels_and_kinds_there_is_no_classifier(routing: Routing) -> None:
+    task = Task(task_id="t", prompt=[{"role": "user", "content": "?"}])
+    with pytest.raises(ConfigError, match="toolwise data label"):
+        classifier_values(routing, [task], [task])
+
+
+def test_the_heads_word_is_the_same_however_many_are_asked(routing: Routing, tmp_path: Path) -> None:
+    tasks = rows(tmp_path, 20, "heldout")
+    whole, part = route_values(routing, tasks), route_values(routing, tasks[:3])
+    assert whole.costs is None
+    assert whole.samples
+    assert np.allclose(whole.values[:3], part.values, atol=1e-4)
+
+
+def test_a_head_that_foresees_gives_rewards_and_costs(tmp_path: Path) -> None:
+    found = route_values(load_routing(folder_of(tmp_path, "value"), tools=["search"]), rows(tmp_path, 4, "heldout"))
+    assert found.costs is not None
+    assert found.values.shape == found.costs.shape == (4, 3)
+    assert not found.samples

@@ -1,0 +1,55 @@
+"""What people see of a frontier."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+from rich.console import Console
+
+from toolwise.frontier.comparing import Frontier, RouteValues, compare
+from toolwise.frontier.outcomes import ALL_TOOLS, Outcomes
+from toolwise.frontier.report import as_json, picture, tables
+
+ROUTES = ("ANSWER", "SEARCH-FAMILY", "CALCULATE-FAMILY")
+
+
+def frontier(*, classifier: bool = True) -> Frontier:
+    rng = np.random.default_rng(0)
+    scores = rng.integers(0, 2, (30, 4, 2)).astype(float)
+    costs = np.tile(np.array([0.0, 1.0, 1.0, 1.5])[:, None], (30, 1, 2))
+    outcomes = Outcomes(tuple(map(str, range(30))), (*ROUTES, ALL_TOOLS), scores, costs)
+    words = {"router": RouteValues(np.log(rng.dirichlet([1, 1, 1], 30)))}
+    if classifier:
+        words["classifier"] = RouteValues(np.log(rng.dirichlet([1, 1, 1], 30)))
+    return compare(outcomes, words, [0.0, 0.5], routes=ROUTES, replicates=50)
+
+
+def shown(found: Frontier, width: int) -> str:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    for table in tables(found, "a run"):
+        console.print(table)
+    return console.export_text()
+
+
+def test_the_tables_fit_a_terminal_and_hold_every_baseline() -> None:
+    text = shown(frontier(), 80)
+    assert "…" not in text
+    for name in ("router", "classifier", "random", "oracle", "always SEARCH-FAMILY", ALL_TOOLS, "router ahead by"):
+        assert name in text
+    assert "router ahead by" not in shown(frontier(classifier=False), 80)
+
+
+def test_the_json_is_json_and_has_nulls_where_there_is_no_number() -> None:
+    found = as_json(frontier())
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    assert found["gap_closed"]["router"][0]["value"] is None  # for nothing nobody can do better than anybody
+    assert set(found["curves"]) >= {"router", "classifier", "random", "oracle"}
+    point = found["curves"]["router"][1]
+    assert point["cost"]["low"] <= point["cost"]["value"] <= point["cost"]["high"]
+
+
+def test_the_picture_is_a_png() -> None:
+    png = picture(frontier(), "a run", "accuracy")
+    assert png.startswith(b"\x89PNG\r\n")
+    assert len(png) > 10_000

@@ -1,0 +1,46 @@
+"""Given continuations scored in packed passes: what they share once, whatever the passes are."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from learner_cases import tiny_model
+
+from toolwise.learner.batch import Cut
+from toolwise.learner.continuations import ContinuationScorer
+from toolwise.thinking.models import Contexts
+
+CONTEXTS = [
+    Contexts([3, 4, 5, 6, 7, 8], ([9, 10], [9, 11, 12], [13])),
+    Contexts([3, 4, 5, 6, 7, 8, 9, 14], ([9, 10],)),
+    Contexts([20], ([21, 22, 23],)),
+]
+
+
+def test_equal_to_one_at_a_time_however_they_are_cut() -> None:
+    model = tiny_model()
+    for cut in (Cut(), Cut(share_prefixes=False), Cut(max_tokens=6, chunk_tokens=2)):
+        found = ContinuationScorer(model, cut)(CONTEXTS, 0.7)
+        for context, scores in zip(CONTEXTS, found, strict=True):
+            for ids, score in zip(context.continuations, scores, strict=True):
+                with torch.no_grad():
+                    logits = model(input_ids=torch.tensor([[*context.prefix_ids, *ids]])).logits[0]
+                logp = torch.log_softmax(logits[len(context.prefix_ids) - 1 : -1] / 0.7, -1)
+                np.testing.assert_allclose(
+                    score.logprobs, logp.gather(-1, torch.tensor(ids)[:, None])[:, 0].numpy(), atol=1e-5
+                )
+                np.testing.assert_allclose(score.entropies, -(logp.exp() * logp).sum(-1).numpy(), atol=1e-5)
+
+
+def test_what_contexts_share_is_computed_once() -> None:
+    shared, whole = ContinuationScorer(tiny_model()), ContinuationScorer(tiny_model(), Cut(share_prefixes=False))
+    shared(CONTEXTS)
+    whole(CONTEXTS)
+    assert shared.given == whole.given == 8 + 9 + 7 + 10 + 4
+    # The last token of each row predicts nothing: 6 + (9) + (11) of one history, 14 after it, 9 again, and 20 21 22.
+    assert shared.computed == 6 + 1 + 1 + 1 + 1 + 3
+    assert whole.computed == 7 + 8 + 6 + 9 + 3
+
+
+def test_nothing_to_score_is_nothing() -> None:
+    assert ContinuationScorer(tiny_model())([]) == []

@@ -1,0 +1,89 @@
+"""Finding a router: in an exported folder, in a checkpoint, in a run, and where there is none."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from toolwise import checkpoint
+from toolwise.errors import CheckpointError, ConfigError, DataError
+from toolwise.routed.loading import find_routed, load_routing, read_documents
+from toolwise.tools.search.tool import SearchTool
+
+
+@pytest.fixture
+def run_folder(routed: Path, tmp_path: Path) -> Path:
+    (tmp_path / "config.toml").write_text('tools = ["calculator"]\n[router]\nenable = true\nwording = "silent"\n')
+
+    def fill(folder: Path) -> None:
+        shutil.copytree(routed, folder, dirs_exist_ok=True)
+
+    checkpoint.save(tmp_path / "checkpoints", 4, {"progress": {"step": 4}}, extra_files={"model": fill})
+    return tmp_path
+
+
+def test_a_run_a_checkpoint_and_its_model_all_lead_to_the_same(run_folder: Path) -> None:
+    step = run_folder / "checkpoints" / "step-000004"
+    for source in (run_folder, step, step / "model"):
+        config, model = find_routed(source, ["seed=5"])
+        assert model.resolve() == (step / "model").resolve()
+        assert (config.tools, config.seed) == (["calculator"], 5)
+
+
+def test_a_runs_own_tools_are_used_unless_others_are_given(run_folder: Path) -> None:
+    assert list(load_routing(run_folder).tools) == ["calculator"]
+    assert list(load_routing(run_folder, tools=["search"]).tools) == ["search"]
+
+
+def test_documents_become_what_search_searches(routed: Path) -> None:
+    entries = ["calculator", {"name": "search", "k": 2}]
+    tool = load_routing(routed, tools=entries, documents=["Alder has 12 mills."]).tools["search"]
+    assert isinstance(tool, SearchTool)
+    assert (tool.config["documents"], tool.config["k"]) == (["Alder has 12 mills."], 2)
+    with pytest.raises(ConfigError, match="--tools search"):
+        load_routing(routed, tools=["calculator"], documents=["x"])
+
+
+def test_where_there_is_no_router_it_is_said(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no exported model with a router"):
+        find_routed(tmp_path)
+    (tmp_path / "config.toml").write_text("")
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        find_routed(tmp_path)
+    (tmp_path / "router.json").write_text("{")
+    with pytest.raises(CheckpointError, match="export the model again"):
+        find_routed(tmp_path)
+
+
+def test_a_run_without_a_router_is_told_how_to_get_one(run_folder: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / "config.toml").write_text("")
+
+    def fill(folder: Path) -> None:
+        shutil.copytree(run_folder / "checkpoints/step-000004/model", folder, dirs_exist_ok=True)
+        for name in ("router.json", "router.safetensors"):
+            (folder / name).unlink()
+
+    checkpoint.save(plain / "checkpoints", 1, {"progress": {}}, extra_files={"model": fill})
+    with pytest.raises(CheckpointError, match=r"router\.enable=true"):
+        load_routing(plain)
+
+
+def test_documents_are_lines_or_rows(tmp_path: Path) -> None:
+    text = tmp_path / "d.txt"
+    text.write_text("Alder has 12 mills.\n\n  Brenna has 7 wells. \n")
+    assert read_documents(text) == ["Alder has 12 mills.", "Brenna has 7 wells."]
+    rows = tmp_path / "d.jsonl"
+    rows.write_text('{"title": "A", "text": "x", "more": 1}\n{"text": "y"}\n')
+    assert read_documents(rows) == [{"title": "A", "text": "x"}, {"text": "y"}]
+
+
+@pytest.mark.parametrize(("name", "content"), [("d.txt", "\n \n"), ("d.jsonl", '{"body": "x"}\n'), ("d.md", None)])
+def test_documents_that_are_none_are_refused(tmp_path: Path, name: str, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=name):
+        read_documents(tmp_path / name)

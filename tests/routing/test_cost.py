@@ -1,0 +1,83 @@
+"""From usage to cost, in one unit or several."""
+
+from __future__ import annotations
+
+import pytest
+
+from toolwise.errors import ConfigError
+from toolwise.routing.cost import COSTS, AnyCost, CallsCost, FamilyCost, PricesCost, build_cost, tool_prices
+from toolwise.routing.families import Family
+from toolwise.routing.usage import RouteUsage
+from toolwise.tools.catalog import build_tools
+
+FAMILIES = {"search": Family.SEARCH, "wiki": Family.SEARCH, "calculator": Family.CALCULATE, "mail": Family.OTHER}
+NOTHING = RouteUsage()
+SEARCHED = RouteUsage.of({"search": 2, "wiki": 1}, FAMILIES)
+BOTH = RouteUsage.of({"search": 1, "calculator": 3}, FAMILIES)
+MAILED = RouteUsage.of({"mail": 2}, FAMILIES)
+
+
+def test_any_tool_at_all() -> None:
+    cost = AnyCost(price=0.5)
+    assert [cost(usage)["cost"] for usage in (NOTHING, SEARCHED, BOTH, MAILED)] == [0.0, 0.5, 0.5, 0.5]
+
+
+def test_a_price_a_family() -> None:
+    cost = FamilyCost(c_search=2.0, c_calc=0.25)
+    assert [cost(usage)["cost"] for usage in (NOTHING, SEARCHED, BOTH, MAILED)] == [0.0, 2.0, 2.25, 1.0]
+    assert cost(BOTH) == {"cost": 2.25, "search": 2.0, "calculate": 0.25, "other": 0.0}
+
+
+def test_a_price_a_call() -> None:
+    cost = CallsCost(price=0.1)
+    assert cost(SEARCHED)["cost"] == pytest.approx(0.3)
+    assert cost(BOTH) == pytest.approx({"cost": 0.4, "search": 0.1, "calculate": 0.3, "other": 0.0})
+    assert cost(NOTHING)["cost"] == 0.0
+
+
+def test_prices_in_several_units() -> None:
+    cost = PricesCost({"usd": {"search": 0.01, "SEARCH": 0.1, "*": 1.0}, "seconds": {"calculate": 0.5}})
+    assert cost.units == ("usd", "seconds")
+    assert cost(SEARCHED) == pytest.approx({"usd": 2 * 0.01 + 0.1, "seconds": 0.0})
+    assert cost(BOTH) == pytest.approx({"usd": 0.01 + 3.0, "seconds": 1.5})
+    assert cost(MAILED) == {"usd": 2.0, "seconds": 0.0}
+
+
+def test_prices_that_tools_carry() -> None:
+    tools = build_tools([{"name": "calculator", "price": 0.25}, "search"])
+    assert tool_prices(tools)(BOTH) == {"cost": 1.0 + 3 * 0.25}
+
+
+def test_tools_that_are_only_described_are_not_free() -> None:
+    assert tool_prices({})(SEARCHED) == {"cost": 3.0}
+
+
+@pytest.mark.parametrize("kind", COSTS)
+def test_every_cost_gives_all_its_units_whatever_was_used(kind: str) -> None:
+    cost = build_cost(kind, **({"prices": {"usd": {"*": 1}}} if kind == "prices" else {}))
+    for usage in (NOTHING, SEARCHED, BOTH, MAILED):
+        assert tuple(cost(usage)) == cost.units
+        assert all(isinstance(value, float) for value in cost(usage).values())
+
+
+def test_settings_come_by_name() -> None:
+    assert build_cost("family", c_search=3.0) == FamilyCost(c_search=3.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "told"),
+    [
+        ("familly", {}, "there is no cost 'familly'; did you mean 'family'?"),
+        ("zzz", {}, "choose of any, family, calls, prices"),
+        ("any", {"c_search": 1.0}, "cost 'any' has no setting 'c_search'; it has price"),
+        ("any", {"price": -1.0}, "price must be a number from 0 up, got -1.0"),
+        ("family", {"c_calc": float("nan")}, "c_calc must be a number"),
+        ("calls", {"price": True}, "price must be a number from 0 up, got True"),
+        ("prices", {}, "has no prices"),
+        ("prices", {"prices": {"usd": 3}}, "prices.usd is 3; give a table"),
+        ("prices", {"prices": {"usd": {"search": "much"}}}, "prices.usd.search must be a number"),
+    ],
+)
+def test_bad_costs_are_named(kind: str, settings: dict[str, object], told: str) -> None:
+    with pytest.raises(ConfigError, match=told.replace("?", "\\?")):
+        build_cost(kind, **settings)

@@ -1,0 +1,239 @@
+"""Families of tools: who decides, what the rules say, and the labels that follow for rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolwise.data.rlla import gold_calls
+from toolwise.errors import ConfigError
+from toolwise.messages import Message
+from toolwise.routing.actions import MIXED, RouteAction
+from toolwise.routing.families import (
+    Family,
+    described_tools,
+    families_of_task,
+    family_of,
+    family_of_call,
+    heuristic_target,
+    load_rules,
+    own_family,
+    wanted_calls,
+)
+from toolwise.tools.base import BaseTool
+from toolwise.tools.catalog import build_tools
+from toolwise.tools.function import FAMILIES, tool
+from toolwise.types import Task
+
+SEARCH, CALCULATE, OTHER = Family.SEARCH, Family.CALCULATE, Family.OTHER
+
+
+@tool
+def look_up_city(city: str) -> str:
+    """Looks up a city in the register."""
+    return city
+
+
+@tool(family="OTHER")
+def search_party(city: str) -> str:
+    """Searches for people, by sending some."""
+    return city
+
+
+def task_with(text: str = "hello", **fields: Any) -> Task:
+    return Task(task_id="t", prompt=[Message(role="user", content=text)], **fields)
+
+
+def rlla_task(*tools: tuple[str, str], ground_truth: Any = None) -> Task:
+    entries = "\n".join(f"{i}. Name: {n}\nDescription: {d}\nParameters: {{}}" for i, (n, d) in enumerate(tools, 1))
+    system = f"**Available Tools**\nIn your response, you can use the following tools:\n{entries}\n\n**Steps**"
+    prompt = [Message(role="system", content=system), Message(role="user", content="hi")]
+    return Task(task_id="t", prompt=prompt, ground_truth=ground_truth)
+
+
+def test_the_families_are_those_that_tools_carry() -> None:
+    assert tuple(Family) == FAMILIES
+
+
+@pytest.mark.parametrize(
+    ("name", "description", "family"),
+    [
+        ("web_search", "", SEARCH),
+        ("T1LidfQ", "Fetches an Instagram media download link for a given post.", SEARCH),
+        ("earnings", "This function retrieves the earnings information for a given company.", SEARCH),
+        ("si_0kdhbc", "Performs a search using the Zenserp API and returns the results page.", SEARCH),
+        ("getForecast", "", SEARCH),
+        ("median", "Calculates the median of a list of numbers.", CALCULATE),
+        ("age_calculator", "", CALCULATE),
+        ("uFcwOv", "Finds the duplicate number in a list of integers.", CALCULATE),
+        ("simplify", "Simplifies a basic mathematical symbolic expression.", CALCULATE),
+        ("zySgxa", "Estimating the derivative of a function at a given point.", CALCULATE),
+        ("send_mail", "Sends a mail.", OTHER),
+        ("addTextOverlay", "Add a text overlay to an image", OTHER),
+        ("generate_password", "Generates a random password of specified length.", OTHER),
+        ("", "", OTHER),
+    ],
+)
+def test_the_rules_say(name: str, description: str, family: Family) -> None:
+    assert family_of(name, description) is family
+
+
+def test_looking_up_comes_before_what_is_looked_up() -> None:
+    assert family_of("x", "Retrieves a list of integers from the database.") is SEARCH
+    assert family_of("x", "Finds a list of integers that sum up to a target.") is CALCULATE
+
+
+def test_words_are_whole_words() -> None:
+    assert family_of("budgets", "Forgets the widgets") is OTHER
+
+
+def test_rules_are_data_that_a_user_can_replace(tmp_path: Path) -> None:
+    path = tmp_path / "rules.toml"
+    path.write_text('skip = ["oh"]\n[[rule]]\nfamily = "calculate"\nverb = ["foresee"]\n')
+    rules = load_rules(path)
+    assert family_of("crystal_ball", "Oh foreseeing the future", rules) is CALCULATE
+    assert family_of("search", "Searches", rules) is OTHER
+    task = task_with()
+    found = families_of_task(task, {"look_up_city": look_up_city}, rules=rules)
+    assert found == {"look_up_city": OTHER}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('[[rule]]\nfamily = "SEEK"', "there is no family 'SEEK'; write SEARCH, CALCULATE, OTHER"),
+        (
+            '[[rule]]\nfamily = "SEARCH"\nwords = ["a"]',
+            "rule 1: 'words' must be a list under name, verb or description",
+        ),
+        ('[[rule]]\nfamily = "SEARCH"\nname = "a"', "rule 1: 'name' must be a list"),
+        ("rules = 3", "it may hold `skip`"),
+        ("= 3", "write \\[\\[rule\\]\\] tables"),
+    ],
+)
+def test_a_bad_rules_file_is_named(tmp_path: Path, text: str, told: str) -> None:
+    path = tmp_path / "rules.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        load_rules(path)
+    with pytest.raises(ConfigError, match=r"none\.toml"):
+        load_rules(tmp_path / "none.toml")
+
+
+def test_a_tool_speaks_for_itself_only_where_it_does() -> None:
+    tools = build_tools(["calculator", "search", "shell", {"name": "python", "family": "OTHER"}, look_up_city])
+    assert own_family(tools["calculator"]) is CALCULATE
+    assert own_family(tools["search"]) is SEARCH
+    assert own_family(tools["python"]) is OTHER
+    assert own_family(search_party) is OTHER
+    assert own_family(look_up_city) is None
+
+
+def test_an_attribute_set_on_one_tool_is_its_own_word() -> None:
+    made = build_tools([{"name": look_up_city, "price": 2.0}])["look_up_city"]
+    assert own_family(made) is None
+    made.family = "CALCULATE"
+    assert own_family(made) is CALCULATE
+
+
+def test_the_first_that_knows_decides() -> None:
+    tools: dict[str, BaseTool] = {"look_up_city": look_up_city, "search_party": search_party}
+    task = task_with()
+    assert families_of_task(task, tools) == {"look_up_city": SEARCH, "search_party": OTHER}
+    labels = {"look_up_city": "CALCULATE", "search_party": "CALCULATE"}
+    assert families_of_task(task, tools, None, labels) == {"look_up_city": CALCULATE, "search_party": OTHER}
+    overrides = {"look_up_city": OTHER, "search_party": "search"}
+    assert families_of_task(task, tools, overrides, labels) == {"look_up_city": OTHER, "search_party": SEARCH}
+
+
+def test_only_the_tools_that_a_task_offers_count() -> None:
+    tools = build_tools(["calculator", "search"])
+    assert families_of_task(task_with(tools=["search"]), tools) == {"search": SEARCH}
+    assert list(families_of_task(task_with(tools=["search", "calculator"]), tools)) == ["search", "calculator"]
+    assert families_of_task(task_with(tools=[]), tools) == {}
+    assert families_of_task(task_with("1. Name: a\nDescription: Searches\nParameters: {}"), {}) == {}
+
+
+def test_tools_of_a_text_block_count_too() -> None:
+    task = rlla_task(("a b", "Searches it"), ("c", "Computes it"), ("d", "Sends it"), ("c", "Searches it"))
+    assert described_tools(task) == {"a b": "Searches it", "c": "Computes it", "d": "Sends it"}
+    assert families_of_task(task) == {"a b": SEARCH, "c": CALCULATE, "d": OTHER}
+    assert families_of_task(task, None, {"d": "SEARCH"}, {"c": "OTHER", "d": "OTHER"}) == {
+        "a b": SEARCH,
+        "c": OTHER,
+        "d": SEARCH,
+    }
+
+
+def test_an_unknown_family_is_refused() -> None:
+    with pytest.raises(ConfigError, match="there is no family 'LOOK'"):
+        families_of_task(rlla_task(("a", "b")), None, {"a": "LOOK"})
+
+
+def test_a_call_is_known_by_a_name_that_was_cut_at_its_bracket() -> None:
+    families = {"DAX Points (2022)": CALCULATE}
+    assert family_of_call("DAX Points (2022)", families) is CALCULATE
+    assert family_of_call("DAX Points ", families) is CALCULATE
+    assert family_of_call("DAX", families) is OTHER
+    assert family_of_call("search_web", families) is SEARCH
+    assert family_of_call("", families) is OTHER
+    assert family_of_call("  ", families) is OTHER
+
+
+def gold(*names: str) -> str:
+    lines = "\n".join(f'{{"name": "{name}", "parameters": {{}}}}' for name in names)
+    return f"<think> so </think>\n<tool_call>\n{lines}\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("ground_truth", "target"),
+    [
+        ("<think> a <tool_call> is not needed </think>\n<response> yes </response>", RouteAction.ANSWER),
+        (gold("find"), RouteAction.SEARCH_FAMILY),
+        (gold("find", "find", "send"), RouteAction.SEARCH_FAMILY),
+        (gold("reckon"), RouteAction.CALCULATE_FAMILY),
+        (gold("reckon", "find"), MIXED),
+        (gold("send"), MIXED),
+        ([{"name": "reckon", "arguments": {}}], RouteAction.CALCULATE_FAMILY),
+        ([], RouteAction.ANSWER),
+        ("reckon(a=1)", RouteAction.CALCULATE_FAMILY),
+        ("42", None),
+        ("Paris", None),
+        (None, None),
+    ],
+)
+def test_a_row_is_labelled_by_its_gold_calls(ground_truth: Any, target: Any) -> None:
+    task = rlla_task(("find", "Searches"), ("reckon", "Computes"), ("send", "Sends"), ground_truth=ground_truth)
+    assert heuristic_target(task) == target
+
+
+def test_labels_of_tools_change_labels_of_rows() -> None:
+    task = rlla_task(("find", "Searches"), ground_truth=gold("find"))
+    assert heuristic_target(task, {"find": CALCULATE}) is RouteAction.CALCULATE_FAMILY
+
+
+def test_the_480_rows(rlla_tasks: list[Task]) -> None:
+    """The figures that docs/routing.md gives."""
+    calls: Counter[Family] = Counter()
+    tools: Counter[Family] = Counter()
+    for task in rlla_tasks:
+        families = families_of_task(task)
+        tools.update(families.values())
+        calls.update(family_of_call(call["name"], families) for call in gold_calls(task.ground_truth))
+    targets = Counter(heuristic_target(task) for task in rlla_tasks)
+    assert tools == {SEARCH: 1024, CALCULATE: 252, OTHER: 205}
+    assert calls == {SEARCH: 468, CALCULATE: 125, OTHER: 106}
+    assert targets == {
+        RouteAction.SEARCH_FAMILY: 279,
+        RouteAction.CALCULATE_FAMILY: 76,
+        RouteAction.ANSWER: 63,
+        MIXED: 62,
+    }
+
+
+def test_every_gold_row_tells_its_calls(rlla_tasks: list[Task]) -> None:
+    assert sum(len(wanted_calls(task.ground_truth) or ()) for task in rlla_tasks) == 699
+    assert all(wanted_calls(task.ground_truth) is not None for task in rlla_tasks)

@@ -1,0 +1,170 @@
+"""What a rollout used: executed calls, and calls that only stand in the text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from toolwise.data.rlla import gold_calls
+from toolwise.messages import Message, ToolCall
+from toolwise.routing.families import Family, families_of_task
+from toolwise.routing.usage import UNREADABLE, RouteUsage, calls_in, usage_of, usage_of_messages, usage_of_text
+from toolwise.types import Rollout, StepData, StopReason, Task, Usage
+
+SEARCH, CALCULATE, OTHER = Family.SEARCH, Family.CALCULATE, Family.OTHER
+FAMILIES = {"search": SEARCH, "calculator": CALCULATE, "mail": OTHER}
+
+
+def rollout_of(
+    *replies: str, calls: Mapping[str, int] | None = None, actions: list[dict[str, Any]] | None = None
+) -> Rollout:
+    history = [Message(role="assistant", content='<tool_call>{"name": "mail", "arguments": {}}</tool_call>')]
+    task = Task(task_id="t", prompt=[*history, Message(role="user", content="hi")])
+    steps = [
+        StepData(
+            system_step_index=i,
+            observation_data=None,
+            action_taken={"type": "text"},
+            raw_policy_output=reply,
+            resulting_messages_history=[],
+        )
+        for i, reply in enumerate(replies)
+    ] + [
+        StepData(system_step_index=i, observation_data=None, action_taken=action, resulting_messages_history=[])
+        for i, action in enumerate(actions or [])
+    ]
+    return Rollout(
+        rollout_id="r",
+        group_id="g",
+        batch_data_id=0,
+        rollout_offset=0,
+        task=task,
+        route=None,
+        steps=tuple(steps),
+        messages=task.prompt,
+        stop_reason=StopReason.ANSWERED,
+        usage=Usage(calls=dict(calls or {})),
+    )
+
+
+def test_calls_are_counted_by_tool_and_by_family() -> None:
+    usage = usage_of(rollout_of(calls={"search": 2, "calculator": 1, "mail": 3}), FAMILIES)
+    assert usage.calls_by_tool == {"search": 2, "calculator": 1, "mail": 3}
+    assert usage.calls == {SEARCH: 2, CALCULATE: 1, OTHER: 3}
+    assert (usage.used_any_tool, usage.used_search, usage.used_calculate) == (True, True, True)
+
+
+@pytest.mark.parametrize(
+    ("calls", "flags"),
+    [
+        ({}, (False, False, False)),
+        ({"search": 1}, (True, True, False)),
+        ({"calculator": 2}, (True, False, True)),
+        ({"mail": 1}, (True, False, False)),
+    ],
+)
+def test_what_was_used_follows_from_the_calls(calls: dict[str, int], flags: tuple[bool, bool, bool]) -> None:
+    usage = usage_of(rollout_of(calls=calls), FAMILIES)
+    assert (usage.used_any_tool, usage.used_search, usage.used_calculate) == flags
+
+
+def test_a_call_that_reached_no_tool_was_not_made() -> None:
+    calls = {"search": 1, "calculator": 2, "nonsense": 1, UNREADABLE: 3}
+    assert usage_of(rollout_of(calls=calls), FAMILIES).calls_by_tool == {"search": 1, "calculator": 2}
+    routed = usage_of(rollout_of(calls=calls), FAMILIES, allowed=("search", "mail"))
+    assert routed.calls_by_tool == {"search": 1}
+    assert routed.refused == 6
+    nothing = usage_of(rollout_of(calls={"search": 4}), FAMILIES, allowed=())
+    assert (nothing.used_any_tool, nothing.refused) == (False, 4)
+
+
+TEXT = '<think> a <tool_call> </think>\n<tool_call>\n{"name": "search", "parameters": {}}\n</tool_call>'
+DESCRIBED = Message(role="system", content="1. Name: search\nDescription: Searches\nParameters: {}")
+
+
+def test_text_is_read_where_the_prompt_describes_its_tools() -> None:
+    """Whatever the parser made of it: nothing executes, so nothing was refused either."""
+    for calls in ({}, {"search": 1}):
+        spoken = rollout_of(TEXT, calls=calls)
+        spoken.task.prompt = [DESCRIBED, *spoken.task.prompt]
+        usage = usage_of(spoken, FAMILIES, allowed=())
+        assert usage.calls == {SEARCH: 1, CALCULATE: 0, OTHER: 0}
+        assert usage.refused == 0
+
+
+def test_elsewhere_only_calls_that_were_carried_out_count() -> None:
+    """Such as a call in the last turn, which nobody carried out any more."""
+    assert not usage_of(rollout_of(TEXT), FAMILIES).used_any_tool
+    both = rollout_of(TEXT, calls={"calculator": 1})
+    assert usage_of(both, FAMILIES).calls_by_tool == {"calculator": 1}
+    assert usage_of(both, FAMILIES, source="executed").calls_by_tool == {"calculator": 1}
+    assert usage_of(both, FAMILIES, source="text").calls_by_tool == {"search": 1}
+
+
+def test_calls_in_the_prompt_are_not_the_rollouts() -> None:
+    assert not usage_of(rollout_of("no"), FAMILIES, source="text").used_any_tool
+
+
+def test_a_policy_without_text_is_read_by_its_actions() -> None:
+    action = {"type": "tool_call", "content": "", "tool_calls": [ToolCall(name="search")]}
+    rollout = rollout_of(actions=[action, {"type": "text", "content": "done"}])
+    assert usage_of(rollout, FAMILIES, source="text").calls_by_tool == {"search": 1}
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ("<think> I use <tool_call> </think>\n<response> no </response>", {}),
+        ("plain words", {}),
+        ("", {}),
+        ('<tool_call>\n{"name": "search", "parameters": {}}\n{"name": "calculator", "parameters": {}}\n</tool_call>',
+         {"search": 1, "calculator": 1}),
+        ('<tool_call>{"name": "search", "arguments": {}}</tool_call><tool_call>{"name": "search", "arguments": {}}'
+         "</tool_call>", {"search": 2}),
+        ('<tool_call>\n{"name": "search", "parameters": {"q": "a"}', {UNREADABLE: 1}),
+        ('<tool_call>\n{"name": "search", "parameters": {}}\nnot json\n</tool_call>', {"search": 1, UNREADABLE: 1}),
+        ('<tool_call>\n{"name": "search", "parameters": {}}', {"search": 1}),
+        ("<tool_call>\n</tool_call>", {UNREADABLE: 1}),
+        ("<tool_call>[1, 2]</tool_call>", {UNREADABLE: 1}),
+        ('[TOOL_CALLS] [{"name": "search", "arguments": {}}]', {"search": 1}),
+    ],
+)  # fmt: skip
+def test_every_block_is_an_attempt_to_use_a_tool(text: str, calls: dict[str, int]) -> None:
+    usage = usage_of_text(text, FAMILIES)
+    assert usage.calls_by_tool == calls
+    assert usage.used_any_tool == bool(calls)
+
+
+def test_what_nobody_can_read_is_of_no_family() -> None:
+    usage = usage_of_text("<tool_call>oops</tool_call>", FAMILIES)
+    assert (usage.calls[OTHER], usage.used_search, usage.used_calculate) == (1, False, False)
+
+
+def test_a_tool_that_nobody_offered_is_judged_by_its_name() -> None:
+    usage = usage_of_text('<tool_call>{"name": "web_search", "parameters": {}}</tool_call>', {})
+    assert usage.used_search
+
+
+def test_messages_with_calls_are_taken_at_their_word() -> None:
+    messages = [
+        Message(role="user", content='<tool_call>{"name": "mail", "parameters": {}}</tool_call>'),
+        Message(role="assistant", content="<tool_call>no</tool_call>", tool_calls=[ToolCall(name="search")]),
+    ]
+    assert usage_of_messages(messages, FAMILIES).calls_by_tool == {"search": 1}
+    assert calls_in(messages[1])[0].name == "search"
+
+
+def test_the_gold_answers_of_480_rows(rlla_tasks: list[Task]) -> None:
+    for task in rlla_tasks:
+        families = families_of_task(task)
+        usage = usage_of_text(task.ground_truth, families)
+        wanted = gold_calls(task.ground_truth)
+        assert sum(usage.calls_by_tool.values()) == len(wanted)
+        assert usage.used_any_tool == bool(wanted)
+        assert set(usage.calls_by_tool) == {call["name"] for call in wanted}
+
+
+def test_no_calls_is_a_usage_too() -> None:
+    assert RouteUsage() == RouteUsage.of({"search": 0}, FAMILIES)

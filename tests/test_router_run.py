@@ -1,0 +1,151 @@
+"""Whole runs with a learned router: the wheel turns with several groups a prompt, and everything survives a stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from toolwise import checkpoint
+from toolwise.config import RunConfig
+from toolwise.demo.tasks import write_rows
+from toolwise.exporting import export_model
+from toolwise.learner.router_head import load_head
+from toolwise.loop import Turn, train_step
+from toolwise.routing.learned import LearnedRouter
+from toolwise.run import Run, assemble
+from toolwise.training import Training
+from toolwise.types import ScoredRollout
+
+torch.set_num_threads(1)
+
+
+def config(tmp_path: Path, *, steps: int = 2, sections: dict[str, Any] | None = None, **router: Any) -> RunConfig:
+    data = tmp_path / "tasks.jsonl"
+    if not data.exists():
+        write_rows(data, 12, seed=0, split="train")
+    return RunConfig.model_validate(
+        {
+            "deterministic": True,
+            "data": {"train": str(data), "batch_size": 3},
+            "tools": ["calculator", "search"],
+            "rollout": {"n": 6, "max_new_tokens": 40},
+            "multi_turn": {"max_turns": 4},
+            "reward": {
+                "function": "toolwise.demo.reward:small_world_reward",
+                "kwargs": {"price_per_call": 0.0},
+                "sandbox": {"tier": "off"},
+            },
+            "actor": {"lr": 1e-4},
+            "algorithm": {"zero_std_groups": "keep"},
+            "trainer": {"total_steps": steps, "save_every": 1, "console": False},
+            "router": {"enable": True, "lr": 0.05, "wording": "silent", "budgets": [{"limit": 0.1}], **router},
+            **(sections or {}),
+        }
+    )
+
+
+def turn(run: Run, count: int = 1) -> Turn:
+    for _ in range(count):
+        last = asyncio.run(train_step(run))
+    return last
+
+
+def weights(run: Run) -> list[torch.Tensor]:
+    return [w.detach().clone() for w in run.learner.model.parameters()]
+
+
+def test_a_step_has_a_group_for_each_prompt_and_route(tmp_path: Path) -> None:
+    run = assemble(config(tmp_path))
+    assert isinstance(run.router, LearnedRouter)
+    made = turn(run)
+    groups: dict[str, list[ScoredRollout]] = {}
+    for s in made.scored:
+        groups.setdefault(s.rollout.group_id, []).append(s)
+    assert len(made.scored) == 18
+    assert [len(members) for members in groups.values()] == [2] * 9
+    assert all(len({s.rollout.route for s in members}) == 1 for members in groups.values())
+    assert made.metrics["router/prompts"] == 3
+    assert made.metrics["actor/updates"] == 1
+    assert {"router/cost/lambda", "router/cost/mean", "router/cost/gap", "router/r_task", "router/entropy"} <= set(
+        made.metrics
+    )
+
+
+def test_answers_never_call_and_families_call_their_own(tmp_path: Path) -> None:
+    made = turn(assemble(config(tmp_path)), 2)
+    wrong = {"ANSWER": {"search", "calculator"}, "SEARCH-FAMILY": {"calculator"}, "CALCULATE-FAMILY": {"search"}}
+    for s in made.scored:
+        served = {name for step in s.steps for name in step.step_info.get("calls", {})}
+        failed = sum(s.rollout.usage.failed_calls.values())
+        assert not (served & wrong[s.rollout.route or ""]) or failed  # a forbidden call is an error that it reads
+
+
+def test_a_prompt_passes_the_trunk_once_for_its_route(tmp_path: Path) -> None:
+    run = assemble(config(tmp_path))
+    turn(run, 2)
+    assert run.learner.router is not None
+    assert run.learner.router.prefills == 2 * 3  # prompts, and not 2 × 18 rollouts
+
+
+@pytest.mark.parametrize("routes", ["one", "independent", "stratified"])
+def test_a_frozen_actor_is_bit_identical_afterwards(tmp_path: Path, routes: str) -> None:
+    run = assemble(config(tmp_path, train_actor=False, routes=routes))
+    before = weights(run)
+    made = turn(run, 3)
+    assert all(torch.equal(a, b) for a, b in zip(weights(run), before, strict=True))
+    assert not [name for name in made.metrics if name.startswith("actor/")]
+    assert made.credited == []
+    assert run.learner.version == run.policy.version == 0
+    assert run.learner.router is not None
+    assert run.learner.router.head.out.weight.abs().max() > 0
+
+
+def test_refills_count_prompts_and_not_groups(tmp_path: Path) -> None:
+    sections = {"algorithm": {"zero_std_groups": "refill", "max_refills": 1}}
+    made = turn(assemble(config(tmp_path, sections=sections)), 2)
+    assert made.metrics["groups/batches"] == 2  # three prompts of nine groups are not three usable prompts
+    assert made.metrics["router/prompts"] == 6
+
+
+@pytest.mark.parametrize("router", [{}, {"mode": "value"}, {"routes": "one", "optimizer": "actor", "backbone": "top"}])
+def test_a_run_goes_on_bit_for_bit(tmp_path: Path, router: dict[str, Any]) -> None:
+    given = config(tmp_path, **router)
+    straight = assemble(given)
+    turn(straight, 1)
+    saved = checkpoint.save(
+        tmp_path / "checkpoints",
+        1,
+        straight.registry().state_dict(),
+        extra_files={"model": straight.learner.save_model},
+    )
+    resumed = assemble(given)
+    resumed.registry().load_state_dict(saved.state())
+    resumed.learner.load_weights(saved.path / "model")
+    resumed.policy.version = resumed.learner.version
+    ends = [turn(run, 2) for run in (straight, resumed)]
+    same = [name for name in ends[0].metrics if not name.startswith("time/")]
+    assert {n: ends[0].metrics[n] for n in same} == {n: ends[1].metrics[n] for n in same}
+    for a, b in zip(weights(straight), weights(resumed), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_head_lies_beside_the_weights_and_is_exported_with_them(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    run = assemble(config(tmp_path, steps=1))
+    asyncio.run(Training(run, out, resume=False).go())
+    export = export_model(out, tmp_path / "exported", dtype="bfloat16")
+    head, told = load_head(export.out)
+    assert run.learner.router is not None
+    for a, b in zip(head.parameters(), run.learner.router.head.parameters(), strict=True):
+        assert torch.equal(a, b)  # in fp32, whatever the model is exported in
+    assert told["multipliers"].keys() == {"cost"}
+    assert told["router"]["wording"] == "silent"
+    with safe_open(export.out / "model.safetensors", framework="pt") as file:
+        assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
+    assert json.loads((export.out / "router.json").read_text())["head"]["routes"][0] == "ANSWER"

@@ -1,0 +1,131 @@
+"""Thoughts of the other levels: forced, cut before the action, never shown it; what fails leaves, and is told why."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from thinking_cases import REPLY, THOUGHTS, ScriptedThinker, history, read, small, writer
+
+from toolwise.errors import ContextFullError, PolicyError
+from toolwise.protocols import Generation, Sampling
+from toolwise.thinking.alternatives import LeakError, check_unseen, names_action
+from toolwise.thinking.levels import LEVELS
+
+
+def write(model: ScriptedThinker, reply: str = REPLY, **sampling: object) -> dict[int, object]:
+    [found] = asyncio.run(writer(model, **sampling).write([read(reply)]))
+    return {other.level: other for other in found}
+
+
+def test_the_other_three_levels_are_written_each_from_the_history_and_its_level() -> None:
+    model, (_, chat) = ScriptedThinker(), small()
+    found = write(model)
+    assert sorted(found) == [1, 2, 4]
+    assert model.asked == [[*history(), *chat.encode(LEVELS.numbered(k).opening)] for k in (2, 4)]
+
+
+def test_nothing_the_writer_is_given_names_the_action() -> None:
+    model = ScriptedThinker()
+    write(model)
+    assert all("go left" not in small()[1].decode(ids) for ids in model.asked)
+
+
+def test_a_thought_is_cut_before_the_action_where_its_writer_went_on() -> None:
+    _, chat = small()
+    found = write(ScriptedThinker({**THOUGHTS, 2: "State: a hall</think><action>go right</action>"}))
+    assert found[2].text == "<level>2</level><think>State: a hall</think>"
+    assert chat.decode(found[2].head_ids) == found[2].text
+    assert len(found[2].sampled_ids) == len(found[2].logprobs)
+    assert found[2].thought == "State: a hall"
+
+
+def test_a_thought_that_ends_in_one_token_stops_there() -> None:
+    found = write(ScriptedThinker({**THOUGHTS, 2: "State: a hall</think><action>go right</action>"}))
+    assert found[2].generated == len(small()[1].encode("State: a hall</think>"))
+
+
+def test_level_one_has_no_thought_and_costs_nothing() -> None:
+    model = ScriptedThinker()
+    found = write(model)
+    assert (found[1].text, found[1].generated, found[1].thinking_tokens) == ("<level>1</level>", 0, 0)
+    assert len(model.asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("State: a hall and no end", "too_long"),
+        ("</think>", "empty"),
+        ("   </think>", "empty"),
+        ("State <level>2</level> again</think>", "malformed"),
+        ("State <action>go left</action></think>", "malformed"),
+    ],
+)
+def test_what_is_no_thought_is_told_apart_and_has_no_tokens(words: str, why: str) -> None:
+    found = write(ScriptedThinker({**THOUGHTS, 2: words}), max_new_tokens=12)
+    assert found[2].failure == why
+    assert list(found[2].head_ids) == []
+    assert found[4].failure is None
+
+
+def test_a_reply_that_ends_without_closing_its_thought_is_unclosed() -> None:
+    class Ender(ScriptedThinker):
+        async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
+            return Generation([*small()[1].encode("hm"), small()[1].end_id], [-1.0] * 3, "stop", 0)
+
+    assert write(Ender())[2].failure == "unclosed"
+
+
+@pytest.mark.parametrize(("fault", "why"), [(ContextFullError("full"), "context_full"), (PolicyError("no"), "fault")])
+def test_a_writer_that_cannot_is_counted_and_no_crash(fault: Exception, why: str) -> None:
+    class Broken(ScriptedThinker):
+        async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
+            raise fault
+
+    found = write(Broken())
+    assert {found[k].failure for k in (2, 4)} == {why}
+    assert found[1].failure is None
+
+
+def test_a_prompt_with_the_action_in_it_is_a_leak() -> None:
+    _, chat = small()
+    step = read()
+    opening = chat.encode("<level>2</level><think>")
+    [[_, honest, _]] = asyncio.run(writer().write([step]))
+    assert check_unseen(step, honest, opening) is honest
+    shown = replace(honest, prompt_ids=[*step.history, *chat.encode("go left"), *opening])
+    with pytest.raises(LeakError, match="history and its level alone"):
+        check_unseen(step, shown, opening)
+
+
+def test_each_alternative_has_a_draw_of_its_own_and_the_same_again() -> None:
+    class Seeds(ScriptedThinker):
+        async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
+            seeds.append(sampling.seed)
+            return await super().generate(token_ids, sampling)
+
+    seeds: list[int] = []
+    steps = [read(index=0), read(index=1)]
+    asyncio.run(writer(Seeds()).write(steps))
+    asyncio.run(writer(Seeds()).write(steps))
+    asyncio.run(writer(Seeds()).write(steps, turn=1))
+    assert len(set(seeds[:4])) == 4
+    assert seeds[:4] == seeds[4:8]
+    assert not set(seeds[:4]) & set(seeds[8:])
+
+
+@pytest.mark.parametrize(
+    ("thought", "action", "named"),
+    [
+        ("I will Go  LEFT now", "go left", True),
+        ("I will go", "go left", False),
+        (None, "go left", False),
+        ("anything", None, False),
+        ("anything", "", False),
+    ],
+)
+def test_whether_a_thought_names_the_action(thought: str | None, action: str | None, named: bool) -> None:
+    assert names_action(thought, action) is named

@@ -1,0 +1,111 @@
+"""The levels: those that ship, what a template file may say, and what is told where it is wrong."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolwise.errors import ConfigError
+from toolwise.thinking.levels import LEVELS, TEMPLATE, load_levels
+from toolwise.thinking.reading import read
+
+words = st.text(st.characters(exclude_characters="<>", exclude_categories=("Cs",)), min_size=1).filter(
+    lambda text: text == text.strip() and text != ""
+)
+
+
+def test_there_are_four_and_each_thinks_more_than_the_one_before() -> None:
+    assert LEVELS.numbers == (1, 2, 3, 4)
+    parts = [set(level.parts) for level in LEVELS]
+    assert parts[0] == set()
+    assert all(less < more for less, more in pairwise(parts))
+    assert [level.thinks for level in LEVELS] == [False, True, True, True]
+
+
+def test_what_forces_a_level_stops_where_its_thought_or_its_action_begins() -> None:
+    assert [level.opening for level in LEVELS] == [
+        "<level>1</level>",
+        "<level>2</level><think>",
+        "<level>3</level><think>",
+        "<level>4</level><think>",
+    ]
+    assert LEVELS.numbered(2).head("door open") == "<level>2</level><think>door open</think>"
+    assert LEVELS.numbered(1).head() == "<level>1</level>"
+
+
+@given(number=st.sampled_from(LEVELS.numbers), action=words, part=words)
+def test_what_a_level_writes_is_read_back(number: int, action: str, part: str) -> None:
+    level = LEVELS.numbered(number)
+    parts = dict.fromkeys(("state", "goal", "reflection", "candidates"), part)
+    reading = read(level.write(action, parts))
+    assert (reading.level, reading.action, reading.kind, reading.faults) == (number, action, "action", ())
+    assert reading.thought == (level.thought(parts).strip() if number > 1 else None)
+
+
+def test_a_part_that_is_missing_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"level 3 \(reflect\) wants 'goal' in its thought"):
+        LEVELS.numbered(3).write("go", {"state": "here"})
+
+
+def test_the_prompt_explains_every_level() -> None:
+    told = LEVELS.explain()
+    for level in LEVELS:
+        assert level.instruction in told
+        assert f"<level>{level.number}</level>" in told
+    assert "{" not in told
+
+
+def changed(tmp_path: Path, old: str, new: str) -> Path:
+    text = TEMPLATE.read_text(encoding="utf-8")
+    assert old in text
+    path = tmp_path / "mine.toml"
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
+    return path
+
+
+def test_a_file_of_ones_own_replaces_it(tmp_path: Path) -> None:
+    levels = load_levels(changed(tmp_path, "<think>State: {state}</think>", "<think>Ich sehe {sight} — gut.</think>"))
+    assert levels.numbered(2).parts == ("sight",)
+    assert levels.numbered(2).write("geh", {"sight": "die Tür"}) == (
+        "<level>2</level><think>Ich sehe die Tür — gut.</think><action>geh</action>"
+    )
+    assert levels.numbered(3) == LEVELS.numbered(3)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ('name = "act"\n', "", "level 1: must have exactly name, instruction, skeleton"),
+        ('name = "act"', "name = 3", "level 1: name must be text"),
+        ('instruction = "say what the state is"', 'instruction = " "', "level 2: instruction must be text"),
+        ("<level>2</level>", "<level>3</level>", "level 2: the skeleton must be <level>2</level><think>…</think>"),
+        ("<level>1</level>", "<level>1</level><think>hm</think>", "level 1: the skeleton must be"),
+        ("<think>State: {state}</think>", "", "level 2: the skeleton must be"),
+        ("<think>State:", "<think><think>State:", "level 2: the skeleton must be"),
+        ("<action>{action}", "<action>action", "level 1: the skeleton must be"),
+        ("{levels}", "levels", "prompt must be text with {levels} in it"),
+        ("prompt =", "promt =", "has 'promt'; it may have prompt and four"),
+        ("[[level]]", "[level]", "cannot read"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_told_in_one_line(tmp_path: Path, old: str, new: str, told: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_levels(changed(tmp_path, old, new))
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_three_levels_are_not_enough(tmp_path: Path) -> None:
+    path = tmp_path / "three.toml"
+    path.write_text(TEMPLATE.read_text(encoding="utf-8").rpartition("[[level]]")[0], encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"has 3 \[\[level\]\] tables; there must be 4"):
+        load_levels(path)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="levels: cannot read"):
+        load_levels(tmp_path / "none.toml")

@@ -1,0 +1,33 @@
+"""The slow reference: what it draws it also scores, padded or not."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from thinking_cases import history, small, teacher_forced
+
+from toolwise.protocols import Sampling
+from toolwise.thinking.models import Contexts
+from toolwise.thinking.reference import ReferenceModel
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+def test_drawn_and_scored_log_probs_agree(padding: str) -> None:
+    model = ReferenceModel(small()[0], padding)  # type: ignore[arg-type]
+    drawn = asyncio.run(model.generate(history(), Sampling(temperature=0.8, max_new_tokens=5, seed=3)))
+    contexts = [Contexts(history(), (drawn.token_ids, [*drawn.token_ids, 5, 6]))]
+    [[found, longer]] = asyncio.run(model.score(contexts, 0.8))
+    np.testing.assert_allclose(found.logprobs, drawn.logprobs, atol=1e-5)
+    np.testing.assert_allclose(longer.logprobs[: len(found.logprobs)], drawn.logprobs, atol=1e-5)
+    np.testing.assert_allclose(found.logprobs, teacher_forced(history(), drawn.token_ids, 0.8), atol=1e-5)
+
+
+def test_it_stops_where_it_is_told_and_greedy_is_greedy() -> None:
+    model = ReferenceModel(small()[0])
+    first = asyncio.run(model.generate(history(), Sampling(do_sample=False, max_new_tokens=3)))
+    assert (len(first.token_ids), first.finish_reason) == (3, "length")
+    stop = Sampling(do_sample=False, max_new_tokens=3, stop_token_ids=(first.token_ids[0],))
+    again = asyncio.run(model.generate(history(), stop))
+    assert (list(again.token_ids), again.finish_reason) == ([first.token_ids[0]], "stop")

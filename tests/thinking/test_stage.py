@@ -1,0 +1,128 @@
+"""The whole stage: rollouts in, deliberations and figures out; its price moves and survives a crash."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from thinking_cases import REPLY, ScriptedThinker, scored, writer
+
+from toolwise.advantages import Rlvcr
+from toolwise.routing.budget import Budget, Multiplier
+from toolwise.thinking.stage import StageSettings, ThinkingStage, attach
+from toolwise.types import AnnotatedRollout
+
+DIRECT = "<level>1</level><action>go right</action>"
+ROLLOUTS = [
+    scored(1.0, [REPLY, DIRECT], name="a", step_kind="hard"),
+    scored(0.0, [DIRECT, "nonsense"], name="b", step_kind="easy"),
+]
+
+
+def stage(model: ScriptedThinker | None = None, price: Any = None, **settings: Any) -> ThinkingStage:
+    made = StageSettings(**({"max_added_tokens": None, "total_steps": 10} | settings))
+    return ThinkingStage(writer(model), made, price)
+
+
+def think(made: ThinkingStage, turn: int = 0, usable: Any = None) -> Any:
+    return asyncio.run(made.think(ROLLOUTS, ROLLOUTS if usable is None else usable, turn=turn))
+
+
+def test_every_step_has_its_level_and_the_comparable_ones_a_group() -> None:
+    found, _ = think(stage())
+    assert [step.level for step in found["a"].steps] == [3, 1]
+    assert [step.group is not None for step in found["a"].steps] == [True, True]
+    assert [(step.level, step.group is None) for step in found["b"].steps] == [(1, False), (None, True)]
+    assert [score.level for score in found["a"].steps[0].group.scores] == [1, 2, 3, 4]
+
+
+def test_only_what_will_be_learned_from_is_thought_over_and_all_is_counted() -> None:
+    model = ScriptedThinker()
+    found, metrics = think(stage(model), usable=ROLLOUTS[:1])
+    assert list(found) == ["a"]
+    assert metrics["thinking/steps_compared"] == 2
+    assert metrics["thinking/format_valid"] == 0.75
+
+
+def test_figures() -> None:
+    _, metrics = think(stage())
+    assert metrics["thinking/level_1_share"] == pytest.approx(2 / 3)
+    assert metrics["thinking/hard/level_3_share"] == 0.5
+    assert metrics["thinking/easy/level_1_share"] == 1.0
+    assert metrics["thinking/alternatives"] == 9
+    assert metrics["thinking/failed_alternatives"] == 0
+    assert metrics["thinking/groups"] == 3
+    assert metrics["thinking/lambda"] == 0.0
+    assert metrics["thinking/own_gap"] < 1e-5
+    assert metrics["thinking/added_tokens_ratio"] > 0
+    assert metrics["thinking/names_action"] == 0.0
+
+
+def test_a_validation_is_measured_and_nothing_thought_over() -> None:
+    model = ScriptedThinker()
+    found = stage(model).measure(ROLLOUTS)
+    assert found["thinking/hard/level_3_share"] == 0.5
+    assert found["thinking/tokens_per_step"] > 0
+    assert (model.asked, model.scorings) == ([], 0)
+
+
+def test_a_thought_that_names_the_action_is_counted() -> None:
+    words = {2: "I shall go left</think>", 3: "no</think>", 4: "I shall go left</think>"}
+    _, metrics = think(stage(ScriptedThinker(words)), usable=ROLLOUTS[:1])
+    # Two thoughts at the first step, three at the second, whose action is another one.
+    assert metrics["thinking/alternatives_name_action"] == pytest.approx(2 / 5)
+
+
+def test_the_bound_on_added_tokens_is_kept() -> None:
+    for most in (0.5, 1.0):
+        _, metrics = think(stage(max_added_tokens=most))
+        assert metrics["thinking/added_tokens_ratio"] <= most
+
+
+def test_diversity_fades_over_the_run() -> None:
+    assert [think(stage(), turn)[0]["a"].anneal for turn in (0, 5, 10, 20)] == [1.0, 0.5, 0.0, 0.0]
+
+
+def test_a_budget_moves_the_price_of_the_next_step() -> None:
+    price = Multiplier(Budget(limit=0.5, unit="tokens", rate=0.1))
+    made = stage(price=price)
+    found, metrics = think(made)
+    assert (found["a"].price, metrics["thinking/lambda"]) == (0.0, 0.0)
+    made.end_step()
+    spent = metrics["thinking/tokens_per_step"]
+    assert made.price_now == pytest.approx(0.1 * (spent - 0.5))
+    again, _ = think(made)
+    assert again["a"].price == made.price_now
+    other = stage(price=Multiplier(Budget(limit=0.5, unit="tokens", rate=0.1)))
+    other.load_state_dict(made.state_dict())
+    assert other.price_now == made.price_now
+    assert metrics["thinking/tokens/budget"] == 0.5
+
+
+def test_a_fixed_price_needs_no_budget() -> None:
+    made = ThinkingStage(writer(), StageSettings(price=0.25, max_added_tokens=None))
+    assert think(made)[0]["a"].price == 0.25
+    made.end_step()
+    assert made.state_dict() == {}
+
+
+def test_what_comes_out_is_what_the_estimator_reads() -> None:
+    found, _ = think(stage())
+    annotated = attach([AnnotatedRollout(s) for s in ROLLOUTS], found)
+    credited, metrics = Rlvcr(gate="signed").credit(annotated)
+    assert "thinking/advantage_used_3" in metrics
+    assert [len(a) for a in credited[0].advantages] == [
+        len(s.policy_logprobs["token_ids"]) for s in ROLLOUTS[0].steps if s.policy_logprobs
+    ]
+    first = credited[0].advantages[0]
+    head = annotated[0].thinking.steps[0].head
+    assert len(set(first[:head].tolist())) == 1
+    assert first[0] != first[head]
+    assert len(set(first[head:].tolist())) == 1
+
+
+def test_the_same_turn_again_gives_the_same() -> None:
+    (a, _), (b, _) = think(stage()), think(stage())
+    one, two = (x["a"].steps[0].group for x in (a, b))
+    assert [s.action_logprob for s in one.scores] == [s.action_logprob for s in two.scores]

@@ -23,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from toolwise.engine import Engine, graphs
 from toolwise.engine.fused import FusedRunner
 from toolwise.protocols import Sampling
+from toolwise.rollout.scheduler import fewer_collections
 
 SHAPES: dict[str, dict[str, Any]] = {
     "135m": {
@@ -202,11 +203,12 @@ def main() -> None:
         f"{bandwidth / 1e12:.2f} TB/s  load {os.getloadavg()[0]:.1f}",
         flush=True,
     )
-    for part in sys.argv[1:] or ["135m", "1.6b", "groups"]:
-        if part == "groups":
-            groups("135m")
-        else:
-            against_generate(part, flops, bandwidth)
+    with fewer_collections():  # as every batch of rollouts does
+        for part in sys.argv[1:] or ["135m", "1.6b", "groups"]:
+            if part == "groups":
+                groups("135m")
+            else:
+                against_generate(part, flops, bandwidth)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@
 mixed: 64 conversations of four turns; what is said and how long the replies are differs from turn to turn. All replies
 of a turn come before the next is asked for, because `generate` can do no better. Both draw every reply to its full
 length; `generate` draws all to the longest, and is not asked for log-probs.
-turns: 64 conversations of ten turns of 24 + 24 tokens each: the time of each turn.
+turns: one conversation, and 64 at once, of ten turns of 24 + 24 tokens: the time of each turn, and that no token was
+computed twice.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ def mixed_turns(vocabulary: int, seed: int) -> list[Turn]:
     return [[one() for _ in range(CONVERSATIONS)] for _ in range(TURNS)]
 
 
-def equal_turns(vocabulary: int, seed: int) -> list[Turn]:
+def equal_turns(vocabulary: int, seed: int, conversations: int) -> list[Turn]:
     drawn = random.Random(seed)
     return [
-        [([drawn.randrange(10, vocabulary) for _ in range(24)], 24) for _ in range(CONVERSATIONS)]
+        [([drawn.randrange(10, vocabulary) for _ in range(24)], 24) for _ in range(conversations)]
         for _ in range(LATER_TURNS)
     ]
 
 
 def with_engine(model: Any, turns: list[Turn]) -> tuple[list[float], dict[str, float]]:
     engine = Engine(model)
-    talk: Talk = [[] for _ in range(CONVERSATIONS)]
+    talk: Talk = [[] for _ in turns[0]]
     seconds = []
 
     async def reply(turn: Turn) -> list[Any]:
@@ -117,11 +118,17 @@ def mixed(model: Any, repeats: int) -> None:
 
 
 def turns(model: Any, repeats: int) -> None:
-    plan = equal_turns(model.config.vocab_size, 1)
-    runs = [with_engine(model, plan)[0] for _ in range(repeats)]
-    best = [min(run[turn] for run in runs) for turn in range(LATER_TURNS)]
-    told = " ".join(f"{second * 1000:.0f}" for second in best)
-    print(f"turns   {told} ms   turn 10 is {best[9] / best[1]:.2f} x turn 2   ({load()})")
+    for conversations in (1, CONVERSATIONS):
+        plan = equal_turns(model.config.vocab_size, 1, conversations)
+        runs = [with_engine(model, plan) for _ in range(repeats)]
+        best = [min(seconds[turn] for seconds, _ in runs) for turn in range(LATER_TURNS)]
+        told = " ".join(f"{second * 1000:.0f}" for second in best)
+        metrics = runs[0][1]
+        computed = metrics["engine/prefilled_tokens"] + metrics["engine/decoded_tokens"]
+        assert computed == conversations * (LATER_TURNS * 48 - 1), "a token was computed twice"
+        print(
+            f"turns   {conversations:2} at once: {told} ms   turn 10 is {best[9] / best[1]:.2f} x turn 2   ({load()})"
+        )
 
 
 def load() -> str:

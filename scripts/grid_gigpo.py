@@ -36,8 +36,8 @@ RATES = [2.5e-4, 5e-4, 1e-3, 2e-3]
 TUNING_SEEDS = [100, 101, 102]
 PAIRED_SEEDS = list(range(10))
 OTHER_SEEDS = [0, 1, 2]
-STEPS, TASKS, ROLLOUTS = 80, 8, 8
-LONGER = 100
+STEPS, TASKS, ROLLOUTS = 120, 4, 8
+LONGER = 160
 """Steps of the runs with a critic, and of those that hold a KL."""
 WANTED = 0.9
 KL_TARGET = 0.1
@@ -103,7 +103,7 @@ def warm_start(job: Job, out: Path, write: Callable[..., None]) -> None:
     fresh_model(fresh, job.seed)
     rows = list(taught_walks(episodes()[0], job.seed))
     figures = toolwise.sft(
-        str(fresh), rows, partial, steps=200, batch_tokens=1024, row_tokens=256, lr=2e-3, seed=job.seed
+        str(fresh), rows, partial, steps=200, batch_tokens=4096, row_tokens=256, lr=2e-3, seed=job.seed
     )
     partial.rename(taught)  # whole, or not there
     write(rows=len(rows), loss=figures["loss"])

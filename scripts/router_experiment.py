@@ -43,12 +43,13 @@ ROUTER: dict[str, Any] = {
     "lr": 3e-3,
     "lr_schedule": "cosine",
     "min_lr_ratio": 0.1,
-    "entropy_coef": 0.05,
+    "entropy_coef": 0.3,
+    "entropy_final": 0.03,
     "wording": "silent",
     "hard": True,
     "usage": "executed",
 }
-BUDGET = {"rate": 0.2, "proportional": 2.0}
+BUDGET = {"rate": 0.1, "proportional": 1.0}
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,10 @@ class Scale:
     draws: dict[str, int]
     """Rollouts of each (task, route)."""
     batch: int
-    """Prompts a step; of a run with real rollouts a quarter."""
+    """Prompts a step; a run with real rollouts has a quarter, and 2 steps where others have 5."""
 
 
-FULL = Scale({"train": 2000, "heldout": 1200}, {"train": 8, "heldout": 16}, 256)
+FULL = Scale({"train": 4000, "heldout": 1200}, {"train": 4, "heldout": 16}, 256)
 SMALL = Scale({"train": 300, "heldout": 150}, {"train": 4, "heldout": 6}, 96)
 
 
@@ -89,8 +90,14 @@ def jobs_of(budgets: Sequence[float], seeds: Sequence[int], real: float | None) 
     for s in seeds[:3]:
         made += [
             Job(f"lambda-0-{s}", middle, s, dual={"rate": 0.0, "proportional": 0.0}),
-            Job(f"std-{s}", middle, s, {"divide_by_std_as_a_control": True}, {"cap": 20.0}),
             Job(f"dear-search-{s}", middle, s, prices={"calculator": 1.0, "search": 2.0}),
+        ]
+    # At a fixed λ, where only cost differs: centred advantages answer to it, those divided by their deviation do not.
+    for price in (0.001, 0.1):
+        fixed = {"rate": 0.0, "proportional": 0.0, "initial": price}
+        made += [
+            Job(f"fixed-{price:g}-centred-{seeds[0]}", middle, seeds[0], dual=fixed),
+            Job(f"fixed-{price:g}-std-{seeds[0]}", middle, seeds[0], {"divide_by_std_as_a_control": True}, fixed),
         ]
     made += [] if real is None else [Job(f"real-{real:g}", real, seeds[0], real=True, exactly=False)]
     return made
@@ -190,6 +197,7 @@ def train(job: Job, out: Path, scale: Scale, steps: int) -> None:
     _one_thread()
     path = out / "runs" / f"{job.name}.jsonl"
     began, lines = time.perf_counter(), []
+    steps = steps * 2 // 5 if job.real else steps
     run, held_out = _assembled(job, out, scale, steps)
     source = _real(run) if job.real else _simulated(run, job, read_pool(out, "train"))
     for step, metrics in enumerate(source):

@@ -57,6 +57,7 @@ def judged(job: Any, lines: list[dict[str, Any]], out: Path, weights: Any) -> di
     low = random_curve(scores, costs, weights, free=0).at(cost)
     oracle = oracle_curve(scores, costs, weights)
     high = oracle.at(cost)
+    tied = scores.max(axis=1) - scores.min(axis=1) < 0.1
     steps = [line["router/cost/mean"] for line in lines[:-1]]
     last = steps[-max(1, len(steps) // 4) :]
     return {
@@ -64,6 +65,7 @@ def judged(job: Any, lines: list[dict[str, Any]], out: Path, weights: Any) -> di
         "budget": job.budget,
         "cost": float(cost[0]),
         "oracle needs": float(oracle.costs[0, -1]),
+        "tied cost": float((probs * costs).sum(axis=1)[tied].mean()) if tied.any() else 0.0,
         "step cost": float(np.mean(last)),
         "step std": float(np.std(last)),
         "score": float(score[0]),
@@ -138,7 +140,20 @@ def report(out: Path, jobs: Sequence[Any], config: Any) -> None:
             runs.append(judged(job, lines, out, weights))
             if job.prices["search"] == 1.0:
                 runs[-1]["ahead"] = ahead_of_classifier(runs[-1], values, plain, weights)
-    head = ["run", "B", "cost", "step std", "λ", "score", "random", "oracle", "gap closed", "− classifier", "A / S / C"]
+    head = [
+        "run",
+        "B",
+        "cost",
+        "step std",
+        "λ",
+        "score",
+        "random",
+        "oracle",
+        "gap closed",
+        "− classifier",
+        "cost where only cost differs",
+        "A / S / C",
+    ]
     rows = [head, ["---"] * len(head)]
     for run in runs:
         closed, ahead = run["closed"], run.get("ahead")
@@ -154,6 +169,7 @@ def report(out: Path, jobs: Sequence[Any], config: Any) -> None:
                 f"{run['oracle']:.3f}",
                 f"{closed['value']:.0%} ({closed['low']:.0%} to {closed['high']:.0%})",
                 f"{ahead['value']:+.3f} ({ahead['low']:+.3f} to {ahead['high']:+.3f})" if ahead else "",
+                f"{run['tied cost']:.3f}",
                 " / ".join(f"{share:.2f}" for share in run["shares"].values()),
             ]
         )

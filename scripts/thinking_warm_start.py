@@ -50,14 +50,24 @@ TEMPLATE = """\
 PIECES = r" ?[A-Za-z]+|[0-9]|[^A-Za-z0-9]"
 """A word with the space before it; every digit and every other character by itself, so that a mark is one token."""
 
+SELDOM = [
+    "Nothing happens. A map is here.",
+    "You cannot do that. The door has a hall.",
+    "Nothing happens. You have the map.",
+    "You are out.",
+    "The floor gives way.",
+    "The walk is over.",
+    "question",
+    "0123456789",
+]
+"""What the world says to those who err, and what a chat template is probed with."""
+
 
 def fresh_model(folder: Path, *, seed: int, width: int, layers: int) -> int:
     """A Llama that knows no word yet, and a tokenizer of the world's words; gives the number of its weights."""
-    said = " ".join(message["content"] for row in demonstrations(2000) for message in row["messages"])
-    more = (
-        "Nothing happens. You cannot do that. You are out. The floor gives way. The walk is over. 0123456789 question"
-    )
-    words = sorted(set(re.findall(PIECES, re.sub("|".join(TAGS), " ", f"{said} {more}"))))
+    said = [message["content"] for row in demonstrations(2000) for message in row["messages"]]
+    parts = [part for text in [*said, *SELDOM] for part in re.split("|".join(TAGS), text)]
+    words = sorted({word for part in parts for word in re.findall(PIECES, part)})
     tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(["<|unk|>", *words])}, unk_token="<|unk|>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,35 @@ def test_a_prompt_passes_the_trunk_once_for_its_route(tmp_path: Path) -> None:
     turn(run, 2)
     assert run.learner.router is not None
     assert run.learner.router.prefills == 2 * 3  # prompts, and not 2 × 18 rollouts
+
+
+def test_words_that_only_follow_leave_the_prompts_prefill_to_the_rollouts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine reads each original prompt once, for its route; no rollout computes it again."""
+    run = assemble(config(tmp_path, conditioning="append", wording="", train_actor=False))
+    monkeypatch.setattr("toolwise.learner.router_learner.prompt_features", lambda *given, **how: pytest.fail("twice"))
+    read: list[Sequence[int]] = []
+    real = run.policy.engine.encode  # type: ignore[union-attr]
+
+    async def counting(prompt: Sequence[int], **how: Any) -> torch.Tensor:
+        read.append(prompt)
+        return await real(prompt, **how)
+
+    monkeypatch.setattr(run.policy.engine, "encode", counting)
+    made = turn(run)
+    assert len(read) == 3
+    assert isinstance(run.router, LearnedRouter)
+    for s in made.scored:
+        routed = list((s.steps[0].policy_logprobs or {})["prompt_ids"])
+        kept = next(prompt for prompt in read if common(prompt, routed) >= len(prompt) - 2)
+        assert len(routed) > len(kept)  # all but the end of the user's turn, which the added words push on
+    figures = run.policy.metrics()
+    assert figures["engine/reused_tokens"] > 18 * 16  # a block of each rollout at least
+
+
+def common(left: Sequence[int], right: Sequence[int]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
 
 
 @pytest.mark.parametrize("routes", ["one", "independent", "stratified"])

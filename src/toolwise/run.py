@@ -149,7 +149,7 @@ def _with_model(
         config=config,
         batches=batches,
         validation_tasks=held_out,
-        router=_router(config, learner, policy.chat, tools, batches.tasks),
+        router=_router(config, learner, policy, tools, batches.tasks),
         scheduler=build_scheduler(config, policy, tools),
         policy=policy,
         scoring=scoring,
@@ -172,13 +172,14 @@ def _labelled(config: RunConfig, tasks: Sequence[Task]) -> Sequence[Task]:
 
 
 def _router(
-    config: RunConfig, learner: Actor, chat: ChatTokenizer, tools: dict[str, BaseTool], tasks: Sequence[Task]
+    config: RunConfig, learner: Actor, policy: Any, tools: dict[str, BaseTool], tasks: Sequence[Task]
 ) -> DirectRouter | LearnedRouter:
     if learner.router is None:
         return DirectRouter(config.seed)
     from toolwise.learner.router_building import build_router
 
-    return build_router(config, learner.router, chat, tools if config.multi_turn.enable else {}, tasks)
+    offered = tools if config.multi_turn.enable else {}
+    return build_router(config, learner.router, policy.chat, offered, tasks, getattr(policy, "engine", None))
 
 
 def _critic_model(config: RunConfig, path: str) -> Any:

@@ -40,6 +40,11 @@ def test_little_is_padding(pieces: list[tuple[int, int]]) -> None:
     assert all(g.queries == 1 or g.tokens.stop - g.tokens.start >= g.rows * g.queries / 1.6 for g in groups)
 
 
+@given(some, st.integers(1, 5000))
+def test_no_group_gathers_more_than_it_may(pieces: list[tuple[int, int]], most: int) -> None:
+    assert all(g.rows == 1 or g.rows * g.keys <= most for g in grouped(pieces, most_keys=most))
+
+
 @given(some, st.tuples(st.integers(0, 3000), st.sampled_from([1, 2, 5])))
 def test_alike_means_that_company_changes_no_shape(pieces: list[tuple[int, int]], mine: tuple[int, int]) -> None:
     [alone] = grouped([mine], alike=True)

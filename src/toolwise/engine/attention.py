@@ -22,6 +22,19 @@ from toolwise.errors import ModelError
 NAME = "toolwise_paged"
 
 
+class Scratch:
+    """Memory that is written anew by each layer: fresh memory would be given by the system page by page, which takes
+    several times as long as filling it."""
+
+    def __init__(self) -> None:
+        self._held: Tensor | None = None
+
+    def room(self, size: int, like: Tensor) -> Tensor:
+        if self._held is None or len(self._held) < size or self._held.dtype != like.dtype:
+            self._held = torch.empty(size + size // 4, dtype=like.dtype)
+        return self._held[:size]
+
+
 @dataclass(slots=True)
 class Context:
     """What attention must know of a batch: where tokens are written and what each piece may see."""
@@ -42,6 +55,8 @@ class Context:
     decoding: bool = False
     """Every piece is one token."""
     groups: list[Group] = field(default_factory=list)
+    scratch: tuple[Scratch, Scratch] = field(default_factory=lambda: (Scratch(), Scratch()))
+    """Where a group's keys and values are gathered."""
     calls: int = 0
     """How often an attention layer asked: a model that does not ask did not see this context."""
 
@@ -105,7 +120,7 @@ def attend(
     real = len(context.slots)
     keys.flatten(0, 1).index_copy_(0, context.slots, key[:real])
     values.flatten(0, 1).index_copy_(0, context.slots, value[:real])
-    outs = [_in_group(query[group.tokens], keys, values, group, scale) for group in context.groups]
+    outs = [_in_group(query[group.tokens], keys, values, group, scale, context.scratch) for group in context.groups]
     if real < len(query):
         outs.append(torch.zeros_like(query[real:]))
     return (outs[0] if len(outs) == 1 else torch.cat(outs))[None], None
@@ -126,13 +141,15 @@ def _in_kernels(
     return kernels.paged_attention_prefill(query, keys, values, tables, starts, lengths, scale, context.longest)
 
 
-def _in_group(query: Tensor, keys: Tensor, values: Tensor, group: Group, scale: float) -> Tensor:
+def _in_group(
+    query: Tensor, keys: Tensor, values: Tensor, group: Group, scale: float, scratch: tuple[Scratch, Scratch]
+) -> Tensor:
     """[tokens of the group, heads, size]"""
     heads, size = query.shape[1:]
     key_heads = keys.shape[2]
     if group.padded is not None:
         query = query[group.padded]
-    k, v = (_gathered(cached, group) for cached in (keys, values))
+    k, v = (_gathered(cached, group, room) for cached, room in zip((keys, values), scratch, strict=True))
     # The heads that share keys are further queries of theirs: nothing is repeated.
     q = query.view(group.rows, group.queries, key_heads, heads // key_heads, size).permute(0, 2, 3, 1, 4)
     if group.causal:
@@ -147,7 +164,9 @@ def _in_group(query: Tensor, keys: Tensor, values: Tensor, group: Group, scale: 
     return out if group.real is None else out[group.real]
 
 
-def _gathered(cached: Tensor, group: Group) -> Tensor:
+def _gathered(cached: Tensor, group: Group, scratch: Scratch) -> Tensor:
     """[rows, key heads, keys, size]: whole blocks at a time, which is as fast as memory can be copied."""
-    held = cached.flatten(1).index_select(0, group.blocks).view(group.rows, -1, *cached.shape[2:])
-    return held[:, : group.keys].transpose(1, 2)
+    blocks = cached.flatten(1)
+    out = scratch.room(len(group.blocks) * blocks.shape[1], blocks).view(-1, blocks.shape[1])
+    torch.index_select(blocks, 0, group.blocks, out=out)
+    return out.view(group.rows, -1, *cached.shape[2:])[:, : group.keys].transpose(1, 2)

@@ -56,6 +56,8 @@ class Blocks:
         self._root = Node(None, (), -1)
         self._idle: OrderedDict[Node, None] = OrderedDict()
         """Leaves that nobody holds, the oldest first."""
+        self._walked: tuple[Sequence[int], list[Node]] = (), []
+        """The tokens that were looked for last, and the nodes they led to."""
         self._cached = 0
         """Nodes that nobody holds: whoever holds a node holds all above it, so each of them can be evicted in time."""
 
@@ -96,13 +98,9 @@ class Blocks:
 
     def next_block(self, tokens: Sequence[int], end: int) -> tuple[int, Key]:
         """The first block of `tokens[:end]` that the tree does not have: where it belongs, and what it will hold."""
-        node, start = self._root, 0
-        while start + self.size <= end:
-            found = node.children.get(tuple(tokens[start : start + self.size]))
-            if found is None:
-                break
-            node, start = found, start + self.size
-        return id(node), tuple(tokens[start : min(end, start + self.size)])
+        path = self._walk(tokens, end)
+        start = len(path) * self.size
+        return id(path[-1] if path else self._root), tuple(tokens[start : min(end, start + self.size)])
 
     def extend(self, lease: Lease, length: int) -> bool:
         """Room for `length` tokens, or nothing at all and False."""
@@ -194,24 +192,33 @@ class Blocks:
 
     def _match(self, tokens: Sequence[int], end: int) -> tuple[list[Node], Node | None, int]:
         """Full blocks of `tokens[:end]` in the tree, then the block that has most of what follows, to copy."""
-        path: list[Node] = []
         if not self.share:
-            return path, None, 0
-        node, size = self._root, self.size
-        while (len(path) + 1) * size <= end:
-            found = node.children.get(tuple(tokens[len(path) * size : (len(path) + 1) * size]))
-            if found is None:
-                break
-            path.append(found)
-            node = found
-        held = len(path) * size
-        rest = tuple(tokens[held : min(end, held + size)])
+            return [], None, 0
+        path = self._walk(tokens, end)
+        node = path[-1] if path else self._root
+        held = len(path) * self.size
+        rest = tuple(tokens[held : min(end, held + self.size)])
         if self.whole or not rest:
             return path, None, held
         place = bisect_left(node.keys, rest)
         near = [(_common(key, rest), key) for key in node.keys[max(0, place - 1) : place + 1]]
         common, key = max(near, default=(0, ()))
         return (path, node.children[key], held + common) if common else (path, None, held)
+
+    def _walk(self, tokens: Sequence[int], end: int) -> list[Node]:
+        """The nodes of the full blocks of `tokens[:end]`. Whoever comes next often begins like the one before."""
+        size, (known, walked) = self.size, self._walked
+        full = min(end // size, len(walked))
+        path = walked[:full] if full and known[: full * size] == tokens[: full * size] else []
+        node = path[-1] if path else self._root
+        while (len(path) + 1) * size <= end:
+            found = node.children.get(tuple(tokens[len(path) * size : (len(path) + 1) * size]))
+            if found is None:
+                break
+            path.append(found)
+            node = found
+        self._walked = tokens, path[:]
+        return path
 
     def _end_of(self, lease: Lease, tokens: Sequence[int]) -> tuple[Node, Key]:
         """The node that a sequence ends in or under, and the tokens beyond it, fewer than a block."""
@@ -259,6 +266,7 @@ class Blocks:
         parent = node.parent
         assert parent is not None
         del parent.children[node.tokens]
+        self._walked = (), []
         del parent.keys[bisect_left(parent.keys, node.tokens)]
         if not parent.children and not parent.refs and parent is not self._root:
             self._idle[parent] = None

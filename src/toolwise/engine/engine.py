@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from toolwise.engine.attention import can_attend
@@ -30,7 +31,7 @@ from toolwise.engine.scheduler import Plan, Scheduler
 from toolwise.errors import ContextFullError, ModelError, PolicyError
 from toolwise.protocols import Generation, Metrics, Sampling
 
-CPU_BATCH_TOKENS, GPU_BATCH_TOKENS = 4096, 32_768
+CPU_BATCH_TOKENS, MOST_GPU_BATCH_TOKENS = 4096, 65_536
 MOST_STEPS_IN_A_QUEUE = 8
 """Steps ahead while others wait for a place: they should not wait long for those that are done."""
 FIXED_ROWS = 64
@@ -63,8 +64,7 @@ class Engine:
                 'attention: set rollout.engine = "transformers"'
             )
         config = model.get_decoder().config
-        on_gpu = next(model.parameters()).device.type == "cuda"
-        max_batch_tokens = max_batch_tokens or (GPU_BATCH_TOKENS if on_gpu else CPU_BATCH_TOKENS)
+        max_batch_tokens = max_batch_tokens or _batch_tokens(model)
         fused = can_fuse(model) if fused is None else fused
         self.model = model
         self.max_context = int(getattr(config, "max_position_embeddings", 0)) or 1 << 30
@@ -324,6 +324,16 @@ class Engine:
             raise PolicyError("a prefix and each of its continuations must have a token at least")
         whole.tokens.pop()
         return whole
+
+
+def _batch_tokens(model: Any) -> int:
+    """Tokens of one forward pass: on a GPU as many as a twentieth of its memory has room for between two layers."""
+    weight, config = model.get_input_embeddings().weight, model.get_decoder().config
+    if weight.device.type != "cuda":
+        return CPU_BATCH_TOKENS
+    widest = 6 * int(getattr(config, "intermediate_size", 0) or 4 * config.hidden_size) * weight.element_size()
+    room = torch.cuda.get_device_properties(weight.device).total_memory // 20
+    return int(min(MOST_GPU_BATCH_TOKENS, max(CPU_BATCH_TOKENS, room // widest)))
 
 
 def deliver(finished: Iterable[Request]) -> None:

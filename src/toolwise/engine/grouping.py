@@ -13,6 +13,8 @@ MOST_WASTE = 0.25
 """Share of a group's keys that may be padding before it is worth a call of its own."""
 SPARE_KEYS = 512
 """As many padded keys cost no more than a call."""
+NEAR_BYTES = 3 << 19
+"""Keys of one layer that a group gathers at most: they are still in the core's own cache when they are read."""
 
 
 @dataclass(slots=True)
@@ -48,14 +50,16 @@ def group_pieces(
     *,
     sharers: int,
     dtype: torch.dtype,
+    most_keys: int = 1 << 30,
     alike: bool = False,
 ) -> list[Group]:
-    """Groups of neighbours with little padding. `sharers`: query heads a key head. With `alike` a piece is computed in
-    a shape that depends on itself alone, so that its company does not change a bit of it."""
+    """Groups of neighbours with little padding, of `most_keys` where there are several in it. `sharers`: query heads a
+    key head. With `alike` a piece is computed in a shape that depends on itself alone, so that its company does not
+    change a bit of it."""
     groups: list[Group] = []
     first = token = 0
     while first < len(held):
-        last = _last_alike(held, lengths, first, block_size) if alike else _last_near(held, lengths, first)
+        last = _last_alike(held, lengths, first, block_size) if alike else _last_near(held, lengths, first, most_keys)
         here = slice(first, last)
         tokens = slice(token, token + sum(lengths[here]))
         made = _group(held[here], lengths[here], tables[here], block_size, whole_blocks=alike)
@@ -64,13 +68,15 @@ def group_pieces(
     return groups
 
 
-def _last_near(held: Sequence[int], lengths: Sequence[int], first: int) -> int:
+def _last_near(held: Sequence[int], lengths: Sequence[int], first: int, most_keys: int) -> int:
     """Where the group of `first` ends for the sake of padding."""
     last, real = first + 1, held[first] + lengths[first]
     most = real
     while last < len(held):
         end, queries = held[last] + lengths[last], lengths[last]
         longest = max(most, end)
+        if longest * (last + 1 - first) > most_keys:
+            break
         padded, wanted = longest * (last + 1 - first) * queries, (real + end) * queries
         if padded > wanted * (1 + MOST_WASTE) + SPARE_KEYS or queries > 1.5 * lengths[first]:
             break

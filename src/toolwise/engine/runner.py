@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolwise.engine.attention import Context, paged_attention
-from toolwise.engine.grouping import group_pieces, order
+from toolwise.engine.attention import Context, Scratch, paged_attention
+from toolwise.engine.grouping import NEAR_BYTES, group_pieces, order
 from toolwise.engine.request import Request
 from toolwise.engine.scheduler import Plan
 from toolwise.errors import ModelError
@@ -54,6 +54,7 @@ class Runner:
         self.heads = int(config.num_attention_heads)
         self.key_heads = int(getattr(config, "num_key_value_heads", None) or self.heads)
         self.head_size = int(getattr(config, "head_dim", None) or config.hidden_size // self.heads)
+        self._scratch = (Scratch(), Scratch())
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
@@ -147,7 +148,7 @@ class Runner:
         return positions, blocks * size + positions % size
 
     def _context(self, parts: list[tuple[Request, int, int]], slots: Tensor) -> Context:
-        context = Context(self.keys, self.values, slots)
+        context = Context(self.keys, self.values, slots, scratch=self._scratch)
         held, lengths = [start for _, start, _ in parts], [length for _, _, length in parts]
         tables = [_lease(request).table for request, _, _ in parts]
         if not self.by_tables:
@@ -158,6 +159,7 @@ class Runner:
                 self.block_size,
                 sharers=self.heads // self.key_heads,
                 dtype=self.dtype,
+                most_keys=NEAR_BYTES // (self.key_heads * self.head_size * int(self.dtype.itemsize)),
                 alike=self.fixed_rows is not None,
             )
             return context

@@ -9,7 +9,7 @@ from toolwise.config import RunConfig
 from toolwise.envs.tool_env import spec_of
 from toolwise.errors import ConfigError
 from toolwise.learner.optimizer import Optimizer
-from toolwise.learner.router_features import feature_width
+from toolwise.learner.router_features import feature_width, read_by
 from toolwise.learner.router_head import HeadSettings, RouterHead
 from toolwise.learner.router_learner import RouterLearner, RouterSettings
 from toolwise.rollout.chat import ChatTokenizer
@@ -19,7 +19,6 @@ from toolwise.routing.conditioning import Conditioning, Teaching
 from toolwise.routing.cost import Cost, build_cost, tool_prices
 from toolwise.routing.families import Family, offered_tools
 from toolwise.routing.learned import LearnedRouter, target_of
-from toolwise.routing.lessons import RouterModel
 from toolwise.routing.wording import load_wording
 from toolwise.tools.base import BaseTool
 from toolwise.types import Task
@@ -79,11 +78,19 @@ def router_settings(config: RunConfig) -> RouterSettings:
 
 
 def build_router(
-    config: RunConfig, model: RouterModel, chat: ChatTokenizer, tools: Mapping[str, BaseTool], tasks: Sequence[Task]
+    config: RunConfig,
+    model: RouterLearner,
+    chat: ChatTokenizer,
+    tools: Mapping[str, BaseTool],
+    tasks: Sequence[Task],
+    engine: Any = None,
 ) -> LearnedRouter:
-    """The router that asks `model`; `tasks` are those it will be trained on."""
+    """The router that asks `model`; `tasks` are those it will be trained on, `engine` is what will generate."""
     router = config.router
     check_router(config, tasks)
+    # Words that only follow the prompt leave it as it is: what the engine has read for the route, rollouts go on from.
+    if router.conditioning == "append" and router.layers == [-1] and hasattr(engine, "encode"):
+        model.encode = read_by(engine, router.pool)
     return LearnedRouter(
         model,
         prompt_of=lambda task: original_prompt(chat, task, tools),

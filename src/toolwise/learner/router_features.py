@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -51,6 +53,25 @@ def prompt_features(
         return torch.zeros(0, feature_width(model, layers), device=model.device)
     counts = torch.tensor([sum(row.sampled) for row in rows], device=sums.device)
     return sums / counts[:, None]
+
+
+class Reader(Protocol):
+    """What generates, where it can also read: a prompt that it has read it need not compute again to go on from it."""
+
+    async def encode(self, prompt_ids: Sequence[int], *, pool: Pool = "last") -> Tensor: ...
+
+
+def read_by(reader: Reader, pool: Pool) -> Callable[[Sequence[Sequence[int]]], Tensor]:
+    """Features by whoever generates. Waits for them in a loop of its own, so that it can be called from anywhere."""
+
+    async def read_all(prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+        return await asyncio.gather(*(reader.encode(prompt, pool=pool) for prompt in prompts))
+
+    def encode(prompts: Sequence[Sequence[int]]) -> Tensor:
+        with ThreadPoolExecutor(1, thread_name_prefix="toolwise-router") as thread:
+            return torch.stack(thread.submit(asyncio.run, read_all(prompts)).result())
+
+    return encode
 
 
 def feature_width(model: Any, layers: Sequence[int] = (-1,)) -> int:

@@ -103,7 +103,7 @@ def warm_start(job: Job, out: Path, write: Callable[..., None]) -> None:
     fresh_model(fresh, job.seed)
     rows = list(taught_walks(episodes()[0], job.seed))
     figures = toolwise.sft(
-        str(fresh), rows, partial, steps=200, batch_tokens=4096, row_tokens=256, lr=2e-3, seed=job.seed
+        str(fresh), rows, partial, steps=600, batch_tokens=2048, row_tokens=128, lr=4e-3, seed=job.seed
     )
     partial.rename(taught)  # whole, or not there
     write(rows=len(rows), loss=figures["loss"])

@@ -35,12 +35,32 @@ class DataConfig(Section):
     val_limit: PositiveInt | None = None
 
 
+class VllmConfig(Section):
+    """The server of `rollout.engine = "vllm"`: docs/engine.md."""
+
+    base_url: str = ""
+    """Of one that runs: http://localhost:8000/v1. Without it one is started here, and ended with the run."""
+    command: list[str] = Field(default_factory=lambda: ["vllm", "serve"], min_length=1)
+    """What starts it, with any options of yours; the model, the port and what training needs are added."""
+    model: str = ""
+    """The name that it serves the model under; the first that it lists, where none is given."""
+    api_key_env: str = ""
+    """The environment's variable that holds its key, where it wants one."""
+    weights_dir: Path | None = None
+    """A folder that this process writes and the server reads; a temporary one where none is given."""
+    start_s: PositiveFloat = 600.0
+    """How long a server may take to start."""
+    timeout_s: PositiveFloat = 600.0
+    """Of one request, or of one step of a weight transfer."""
+
+
 class RolloutConfig(Section):
     n: PositiveInt = 8
     """Rollouts a task: the group that advantages are compared within."""
     engine: Literal["toolwise", "transformers", "vllm"] = "toolwise"
     """What generates: our engine over the learner's own weights; transformers' forward pass in batches, which takes any
     model; or a vLLM server."""
+    vllm: VllmConfig = VllmConfig()
     do_sample: bool = True
     temperature: PositiveFloat = 1.0
     max_new_tokens: PositiveInt = 256

@@ -68,6 +68,7 @@ _PLACES: dict[str, Place] = {
     "data.train": _path,
     "data.val": _path,
     "model.path": _folder_that_is_there,
+    "rollout.vllm.weights_dir": _path,
     "critic.path": _folder_that_is_there,
     "tools.*": _tool,
     "router.labels": _path,

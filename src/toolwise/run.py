@@ -78,7 +78,8 @@ class Run:
     """Thinks steps over again at other levels, where `algorithm.rlvcr.enable` is set."""
 
     def close(self) -> None:
-        """Ends the worker processes of rewards and tools."""
+        """Ends the worker processes of rewards and tools, and a generation server of our own."""
+        self.policy.close()
         self.scoring.close()
         isolation.close()
 
@@ -192,10 +193,7 @@ def local_policy(config: RunConfig, path: str) -> LocalPolicy:
     """The model at `path` in this process, on the device and in the precision that the configuration says."""
     from toolwise.models import load_model, locate
 
-    locate(path)
-    engine = config.rollout.engine
-    if engine == "vllm":
-        raise ConfigError('rollout.engine is "vllm", which this command cannot train with: use "toolwise"')
+    folder = locate(path)
     settle_threads(config)  # not before now: a fault in the input is told without waiting for torch
     from toolwise.policies.local import LocalPolicy
 
@@ -203,6 +201,11 @@ def local_policy(config: RunConfig, path: str) -> LocalPolicy:
     if model.device.type == "cpu" and config.model.dtype == "bfloat16":
         raise ConfigError("model.dtype is bfloat16 on a CPU: many cannot multiply it, some crash; use float32")
     rollout = config.rollout
+    engine: Any = rollout.engine
+    if engine == "vllm":
+        from toolwise.policies.vllm.building import build_vllm
+
+        engine = build_vllm(config, model, folder)
     return LocalPolicy(
         model,
         chat,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from toolwise.engine import Engine, can_attend
 from toolwise.errors import ContextFullError, PolicyError
@@ -17,6 +17,16 @@ from toolwise.rollout.parsers import PARSERS, Parsed, sniff, to_action
 from toolwise.rollout.tokens import OnChange, TokenBuffer
 
 log = logging.getLogger("toolwise.policies")
+
+
+class Generator(Protocol):
+    """What draws the tokens: our engine, transformers' batches, or a vLLM server."""
+
+    version: int
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation: ...
+
+    def weights_changed(self, version: int) -> None: ...
 
 
 class LocalPolicy:
@@ -31,20 +41,23 @@ class LocalPolicy:
         parser: str = "hermes",
         max_batch: int = 256,
         on_change: OnChange = "append",
-        engine: Literal["toolwise", "transformers"] = "toolwise",
+        engine: Literal["toolwise", "transformers"] | Generator = "toolwise",
         deterministic: bool = False,
     ) -> None:
         """`engine` "transformers" takes any model, in batches that end together; `deterministic` makes what "toolwise"
-        gives a request the same to the bit whatever else runs."""
+        gives a request the same to the bit whatever else runs. Any other generator must draw from `model`'s weights."""
         self.model = model
         self.chat = chat
         self.sampling = replace(sampling, stop_token_ids=sampling.stop_token_ids or (chat.end_id,))
         self.parse = _parser(parser, chat)
         self.on_change = on_change
-        self.max_context = int(getattr(model.config, "max_position_embeddings", 0)) or 1 << 30
         self.vocabulary = int(getattr(model.config, "vocab_size", 0)) or 1 << 30
         self.max_batch = max_batch
-        self.engine: Engine | Batches = _engine(engine, model, chat, max_batch, deterministic)
+        self.engine: Generator = (
+            _engine(engine, model, chat, max_batch, deterministic) if isinstance(engine, str) else engine
+        )
+        room = (getattr(model.config, "max_position_embeddings", 0), getattr(self.engine, "max_context", 0))
+        self.max_context = min((int(tokens) for tokens in room if tokens), default=1 << 30)
 
     @property
     def version(self) -> int:
@@ -85,8 +98,13 @@ class LocalPolicy:
         return await session.get_action(observation, available_tools_specs)
 
     def metrics(self) -> Metrics:
-        own = self.engine.metrics() if isinstance(self.engine, Engine) else {}
+        own: Metrics = self.engine.metrics() if hasattr(self.engine, "metrics") else {}
         return {"policy/version": float(self.version)} | own
+
+    def close(self) -> None:
+        """Ends what the engine has started outside this process."""
+        if hasattr(self.engine, "close"):
+            self.engine.close()
 
 
 def _engine(name: str, model: Any, chat: ChatTokenizer, max_batch: int, deterministic: bool) -> Engine | Batches:

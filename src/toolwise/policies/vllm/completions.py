@@ -1,0 +1,87 @@
+"""One request to `/v1/completions` over token ids, and its reply read back to the token: `generate` on the wire."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from toolwise.policies.openai.faults import ServerError
+from toolwise.protocols import Sampling
+
+# Servers have defaults of their own for these, and take some from the model's folder; log-probs to learn from are those
+# of the whole distribution.
+_UNSHAPED = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What was sampled after a prompt."""
+
+    token_ids: array[int]
+    logprobs: array[float]
+    finish_reason: Literal["stop", "length"]
+
+
+def completion_body(model: str, token_ids: Sequence[int], sampling: Sampling) -> dict[str, Any]:
+    """A server has no log-probs at another temperature for greedy draws: theirs are those of temperature 1."""
+    return _UNSHAPED | {
+        "model": model,
+        "prompt": list(token_ids),
+        "max_tokens": sampling.max_new_tokens,
+        "temperature": sampling.temperature if sampling.do_sample else 0.0,
+        "seed": sampling.seed & 0x7FFF_FFFF_FFFF_FFFF,
+        "logprobs": 0,  # of the sampled token, and of no other
+        "return_token_ids": True,
+        # Where a reply ends is ours to say; a stop token stays in `token_ids`.
+        "ignore_eos": True,
+        "stop_token_ids": list(sampling.stop_token_ids),
+    }
+
+
+def read_completion(body: Any, prompt: Sequence[int]) -> Completion:
+    """The reply to a `completion_body` of `prompt`; a `ServerError` where it is not that."""
+    choices = body.get("choices") if isinstance(body, dict) else None
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        raise ServerError("bad_reply", f"the reply has no choices: {str(body)[:80]!r}", again=True)
+    choice = choices[0]
+    finish = choice.get("finish_reason")
+    if finish not in ("stop", "length"):  # "abort": the server gave up in the middle, which is not the model's word
+        raise ServerError("bad_reply", f"the server ended the reply with finish_reason {finish!r}", again=True)
+    ids = _ids(choice, "token_ids")
+    if _ids(choice, "prompt_token_ids") != array("i", prompt):
+        raise ServerError("bad_reply", "the server read another prompt than the one it was given: does it cut prompts?")
+    logprobs = _logprobs(choice)
+    if not ids or len(ids) != len(logprobs):
+        raise ServerError("bad_reply", f"the reply has {len(ids)} token ids and {len(logprobs)} log-probs")
+    return Completion(ids, logprobs, finish)
+
+
+def _ids(choice: dict[str, Any], name: str) -> array[int]:
+    value = choice.get(name)
+    if value is None:
+        raise ServerError("bad_reply", f"the reply has no {name}: vLLM 0.20 or later gives them, other servers do not")
+    if not isinstance(value, list) or not all(type(i) is int and 0 <= i < 2**31 for i in value):
+        raise ServerError("bad_reply", f"{name} is no list of token ids")
+    return array("i", value)
+
+
+def _logprobs(choice: dict[str, Any]) -> array[float]:
+    logprobs = choice.get("logprobs")
+    values = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
+    try:
+        found = array("f", values or ())
+    except TypeError:
+        raise ServerError("bad_reply", "choices[0].logprobs.token_logprobs is no list of numbers") from None
+    if any(math.isnan(value) for value in found):
+        raise ServerError("bad_reply", "the reply has log-probs that are NaN: are the server's weights broken?")
+    return found

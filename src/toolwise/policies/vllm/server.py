@@ -1,0 +1,120 @@
+"""A vLLM server of our own: started with what training needs, watched until it answers, and gone when we are."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from toolwise.errors import ConfigError, PolicyError
+
+NAME = "policy"
+"""What the model is called there."""
+_END_S = 20.0
+# vLLM is several processes. This one ends them all when its input closes, which it does however we end.
+_WATCH = 'read -r _; kill -s TERM -- "-$0"; sleep 5; kill -s KILL -- "-$0"'
+
+
+class VllmServer:
+    """`command` starts it, as ["vllm", "serve"] with any options; the model, the port and what exact log-probs and
+    weight transfer need are added."""
+
+    def __init__(self, command: Sequence[str], model: Path, *, tokenizer: str, dtype: str, start_s: float) -> None:
+        self._log = Path(tempfile.mkdtemp(prefix="toolwise-vllm-")) / "server.log"
+        port = _free_port()
+        self.base_url = f"http://127.0.0.1:{port}/v1"
+        options = {
+            "--model": str(model),
+            "--tokenizer": tokenizer,
+            "--served-model-name": NAME,
+            "--dtype": dtype,
+            "--logprobs-mode": "processed_logprobs",
+            "--generation-config": "vllm",
+            "--host": "127.0.0.1",
+            "--port": str(port),
+        }
+        own = {"VLLM_SERVER_DEV_MODE": "1"}
+        usual = {"VLLM_NO_USAGE_STATS": "1"}
+        words = [*command, *(part for pair in options.items() for part in pair)]
+        try:
+            with self._log.open("wb") as log:
+                self._process = subprocess.Popen(
+                    words,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=usual | os.environ | own,
+                    start_new_session=True,  # Ctrl-C is ours to answer: the step ends first
+                )
+        except OSError as fault:
+            shutil.rmtree(self._log.parent, ignore_errors=True)
+            raise ConfigError(
+                f"rollout.vllm.command: {command[0]!r} cannot be started ({fault.strerror}): install vLLM in an "
+                "environment of its own and name its program, or give rollout.vllm.base_url"
+            ) from None
+        watch = subprocess.Popen(
+            ["sh", "-c", _WATCH, str(self._process.pid)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self._end = weakref.finalize(self, _end, self._process, watch, self._log.parent)
+        try:
+            self._wait(start_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._end()
+
+    def _wait(self, start_s: float) -> None:
+        import httpx
+
+        ends = time.monotonic() + start_s
+        while time.monotonic() < ends:
+            if (status := self._process.poll()) is not None:
+                raise PolicyError(f"vLLM ended with status {status} before it served: {self._last_words()}")
+            try:
+                if httpx.get(f"{self.base_url.removesuffix('/v1')}/health", timeout=5.0).is_success:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.5)
+        raise PolicyError(
+            f"vLLM did not answer within {start_s:g} s: raise rollout.vllm.start_s ({self._last_words()})"
+        )
+
+    def _last_words(self) -> str:
+        """The last line of its log that tells of an error, else the last line."""
+        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+        errors = [line for line in lines if "Error" in line or "error:" in line]
+        return (errors or lines or ["it said nothing"])[-1][:300]
+
+
+def _end(process: subprocess.Popen[bytes], watch: subprocess.Popen[bytes], place: Path) -> None:
+    """Politely, then not: the whole group, since vLLM's engine is a process beside its server."""
+    with suppress(subprocess.TimeoutExpired):
+        process.terminate()
+        process.wait(_END_S)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    watch.kill()
+    watch.communicate()
+    shutil.rmtree(place, ignore_errors=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,86 @@
+"""The folder that weights travel in: a plain checkpoint whose head is a tensor of its own."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from toolwise.errors import PolicyError
+from toolwise.policies.vllm.weights import WeightsFolder, checkpoint_state, tied_names
+
+
+class Adapted(nn.Module):
+    """What peft makes of a linear layer, as far as it matters here."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, base_layer.out_features, bias=False)})
+        self.active_adapters = ["default"]
+
+    def get_delta_weight(self, adapter: str) -> torch.Tensor:
+        up, down = self.lora_B[adapter].weight, self.lora_A[adapter].weight
+        assert isinstance(up, torch.Tensor)
+        assert isinstance(down, torch.Tensor)
+        return up @ down
+
+
+def test_what_is_written_is_the_model_with_an_untied_head(loaded: Any, tmp_path: Path) -> None:
+    model = loaded[0]
+    weights = WeightsFolder(tmp_path / "new")
+    folder = weights.write(model)
+    state = load_file(folder / "model.safetensors")
+    assert torch.equal(state["lm_head.weight"], model.lm_head.weight)
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is False
+    again = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([[1, 2, 3, 4]])
+    with torch.inference_mode():
+        assert torch.equal(again(ids).logits, model(ids).logits)
+    assert model.config.tie_word_embeddings is True
+    weights.close()
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_a_head_of_its_own_is_nothing_to_untie(loaded: Any) -> None:
+    model = copy.deepcopy(loaded[0])
+    assert tied_names(model) == ("model.embed_tokens.weight", "lm_head.weight")
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() + 1)
+    assert tied_names(model) is None
+    assert torch.equal(checkpoint_state(model)["lm_head.weight"], model.lm_head.weight)
+
+
+def test_adapters_are_added_in(loaded: Any) -> None:
+    model = copy.deepcopy(loaded[0])
+    plain = checkpoint_state(model)
+    attention = model.model.layers[0].self_attn
+    attention.q_proj = Adapted(attention.q_proj)
+    merged = checkpoint_state(model)
+    assert set(merged) == set(plain)
+    changed = "model.layers.0.self_attn.q_proj.weight"
+    delta = attention.q_proj.get_delta_weight("default").detach()
+    assert float(delta.abs().max()) > 0
+    assert torch.allclose(merged[changed], plain[changed] + delta)
+    assert all(torch.equal(merged[name], plain[name]) for name in plain if name != changed)
+
+
+def test_only_the_last_weights_stay(loaded: Any, tmp_path: Path) -> None:
+    weights = WeightsFolder(tmp_path)
+    first, second = weights.write(loaded[0]), weights.write(loaded[0])
+    assert first != second
+    weights.keep_last()
+    assert (first.exists(), second.exists()) == (False, True)
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PolicyError, match=r"rollout\.vllm\.weights_dir"):
+        WeightsFolder(tmp_path / "file")

@@ -2,7 +2,7 @@
 
     python scripts/thinking_warm_start.py --out runs/rooms
 
-A fresh Llama of some 0.9 million weights with a token a word, taught as `toolwise sft` teaches, on walks whose levels
+A fresh Llama of some 0.7 million weights with a token a word, taught as `toolwise sft` teaches, on walks whose levels
 are drawn at random. The same walks teach any other model: `python -m toolwise.demo.rooms.demonstrations`, and
 `toolwise sft`.
 """
@@ -117,11 +117,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--count", type=int, default=30_000, help="walks to teach on")
     parser.add_argument("--lessons", type=int, default=20_000, help="lessons in reading a map beside them")
-    parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--batch-tokens", type=int, default=8192)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--limit-s", type=float, default=1e9, help="stop teaching then, wherever it is")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", help="begin from this model in place of a fresh one")

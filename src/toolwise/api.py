@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -18,8 +19,11 @@ from toolwise.settings import apply_overrides, build
 from toolwise.types import Task
 
 if TYPE_CHECKING:
+    from toolwise.run import Run
     from toolwise.scoring import Source
     from toolwise.training import RunResult
+
+log = logging.getLogger("toolwise")
 
 T = TypeVar("T")
 Tasks = str | Path | Sequence[Task | Mapping[str, Any]]
@@ -78,18 +82,33 @@ def evaluate(
     from toolwise.summary import summarize_validation
 
     held_out = read_tasks(tasks, "tasks") or []
-    whole = ["data.batch_size=1"]
+    learns_nothing = ["data.batch_size=1", "router.label_coef=0", "router.warm_start_epochs=0"]
     run = assemble(
-        read_config(config, [*overrides, *whole], model),
+        read_config(config, [*overrides, *learns_nothing], model),
         tasks=held_out,
         validation_tasks=held_out,
         tools=tools,
         reward=reward,
     )
     try:
+        _recall_router(run, str(model))
         return summarize_validation(run_async(validate(run)), run.config.multi_turn.held_out_tools)
     finally:
         run.close()
+
+
+def _recall_router(run: Run, model: str) -> None:
+    """Routes as the model was trained to choose them; one that never was draws them at random."""
+    from toolwise.models import locate
+    from toolwise.routed.calibration import FACTS
+
+    if not run.config.router.enable:
+        return
+    folder = Path(locate(model))
+    if (folder / FACTS).is_file():
+        run.router.load(folder)
+    else:
+        log.warning("%s has no router (%s): one that was never trained draws the routes", model, FACTS)
 
 
 def sft(

@@ -158,6 +158,7 @@ async def think(
 
 async def score(run: Run, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
     """Rewards for all, aligned to steps; the run stops only where too many could not be had."""
+    rollouts = run.router.account(rollouts)
     results = await run.scoring.evaluate(rollouts, step=run.progress.step)
     faults = [(r, result.error) for r, result in zip(rollouts, results, strict=True) if result.error is not None]
     if len(faults) > run.config.reward.max_error_rate * len(rollouts):

@@ -30,7 +30,7 @@ class BudgetConfig(Section):
 
 
 class RouterConfig(Section):
-    """When to answer, when to search, when to calculate: docs/router.md."""
+    """When to answer, when to search, when to calculate: docs/routing.md."""
 
     enable: bool = False
     mode: Literal["policy", "value"] = "policy"

@@ -116,7 +116,7 @@ def assemble(
         held_out = (
             validation_tasks if validation_tasks is not None else load_split(config, "val", config.data.val_limit)
         )
-        train = _labelled(config, train)
+        train, held_out = labelled(config, train), labelled(config, held_out)
         for task in (*train, *held_out):
             check_tools(task, found_tools)
         scoring.check([*train, *held_out])
@@ -162,7 +162,8 @@ def _with_model(
     )
 
 
-def _labelled(config: RunConfig, tasks: Sequence[Task]) -> Sequence[Task]:
+def labelled(config: RunConfig, tasks: Sequence[Task]) -> Sequence[Task]:
+    """Tasks with what `router.labels` says of them, where it says anything."""
     if config.router.labels is None:
         return tasks
     from toolwise.labelling.labels import join_labels, read_labels

@@ -78,6 +78,7 @@ class Training:
                 if run.progress.step == 0 and run.progress.before is None and run.config.validation.before:
                     run.progress.before = await self._validate()
                     self._save()
+                run.router.warm_start()
                 while run.progress.step < total and not self.interrupted:
                     self._note(await train_step(run))
                     self._figures = {}

@@ -1,13 +1,18 @@
-"""`toolwise demo`: train the model that ships, live, in a few minutes on a laptop."""
+"""`toolwise demo`: train the model that ships and its router, live, in a few minutes on a laptop."""
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from toolwise.cli.train import Overrides, go
+
+if TYPE_CHECKING:
+    from toolwise.frontier.evaluating import Evaluated
 
 
 def demo(
@@ -16,9 +21,12 @@ def demo(
         Path | None, typer.Option(help="The run's folder. [default: runs/demo-TIME]", show_default=False)
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in --out.")] = False,
+    frontier: Annotated[
+        bool, typer.Option(help="At the end, what the router gets for other budgets, beside baselines.")
+    ] = True,
     overrides: Overrides = None,
 ) -> None:
-    """Train a small agent that ships with the project, live, and show what it learned."""
+    """Train a small agent and its router within a budget, live, and show what they learned."""
     from toolwise.api import new_folder, read_config
     from toolwise.demo.recipe import demo_settings, write_tasks
     from toolwise.errors import ConfigError
@@ -31,3 +39,51 @@ def demo(
     check_folder(folder, config, resume=resume)
     write_tasks(read_config(demo_settings(folder, config.seed)))  # not to where --set points: those files are not ours
     go(config, folder, resume)
+    if frontier and config.router.enable:
+        _show_frontier(folder)
+
+
+def _show_frontier(folder: Path) -> None:
+    """Accuracy against cost, and what to try next."""
+    from rich.console import Console
+
+    from toolwise import waiting
+    from toolwise.demo.frontier import small_frontier
+    from toolwise.view.report import write_report
+
+    async def work() -> Evaluated:
+        with Console(stderr=True).status("the frontier") as status:
+            return await small_frontier(
+                folder, on_done=lambda what, done, of: status.update(f"the frontier: {done} of {of} groups of rollouts")
+            )
+
+    try:
+        found = waiting.run(work())
+    except KeyboardInterrupt:
+        sys.stdout.flush()
+        print(f"toolwise: the run is whole, its frontier is not: --resume --out {folder} goes on", file=sys.stderr)
+        os._exit(130)  # an ordinary exit would wait for the model to finish what it is generating
+    write_report(folder)
+    _tell(found, folder)
+
+
+def _tell(found: Evaluated, folder: Path) -> None:
+    from rich.console import Console
+
+    from toolwise.frontier.report import tables
+
+    console = Console()
+    first, *_, fixed = tables(found.frontier, "share correct against cost, held-out tasks")
+    for table in (first, fixed):
+        console.print(table)
+    if found.time is not None:
+        typer.echo(found.time.describe())
+    question = "How many bridges does Alder have?"
+    for line in (
+        f"  {folder / 'frontier.png'}, {folder / 'frontier.json'}, and in {folder / 'report.html'}",
+        "try next:",
+        f'  toolwise run {folder} "{question}"',
+        f'  toolwise run {folder} "What is 417 * 38?" --budget 0.3',
+        f"  toolwise eval {folder} --budgets 0,0.1,…,1    # the whole frontier, with intervals",
+    ):
+        typer.echo(line)

@@ -1,4 +1,4 @@
-"""The demo's recipe: tasks from the small world, the model that ships, and settings for two CPU cores."""
+"""The demo's recipe: tasks from the small world, the model that ships, a router with a budget; for two CPU cores."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from pathlib import Path
 from toolwise.config import RunConfig
 from toolwise.demo.tasks import write_rows
 
-TRAIN_TASKS, HELD_OUT_TASKS = 2000, 240
+TRAIN_TASKS, HELD_OUT_TASKS = 4000, 240
+KINDS = ("known", "lookup", "arithmetic")
+"""What one route can settle. Two-step questions need both families in turn, and so have no route."""
+BUDGET = 0.4
+"""Calls a question, on average. Two of three questions need one, so the router has to choose whom to disappoint."""
 
 
 def demo_settings(out: Path, seed: int) -> dict[str, object]:
@@ -19,15 +23,27 @@ def demo_settings(out: Path, seed: int) -> dict[str, object]:
         "data": {
             "train": str(out / "tasks" / "train.jsonl"),
             "val": str(out / "tasks" / "heldout.jsonl"),
-            "batch_size": 16,
+            "batch_size": 24,
         },
         "tools": ["calculator", "search"],
-        "rollout": {"n": 8, "max_new_tokens": 48},
+        "rollout": {"n": 9, "max_new_tokens": 48},
         "multi_turn": {"max_turns": 6},
-        "reward": {"function": "toolwise.demo.reward:small_world_reward", "kwargs": {"price_per_call": 0.1}},
+        # Right or wrong is all that the reward says: what calls cost is the budget's business.
+        "reward": {"function": "toolwise.demo.reward:small_world_reward", "kwargs": {"price_per_call": 0.0}},
         "actor": {"lr": 1e-4, "warmup_steps": 3, "mini_batches": 2, "micro_batch_tokens": 4096},
-        "validation": {"every": 4},
-        "trainer": {"total_steps": 40, "save_every": 5},
+        "router": {
+            "enable": True,
+            "cost": "calls",
+            "wording": "silent",
+            "hidden": 64,
+            "lr": 3e-3,
+            "epochs": 4,
+            "entropy_coef": 0.3,
+            "entropy_final": 0.1,
+            "budgets": [{"limit": BUDGET, "rate": 0.3, "proportional": 1.0}],
+        },
+        "validation": {"every": 5},
+        "trainer": {"total_steps": 60, "save_every": 5},
     }
 
 
@@ -35,5 +51,5 @@ def write_tasks(config: RunConfig) -> None:
     """The tasks that the configuration names, drawn by its seed."""
     assert config.data.train is not None
     assert config.data.val is not None
-    write_rows(config.data.train, TRAIN_TASKS, seed=config.seed, split="train")
-    write_rows(config.data.val, HELD_OUT_TASKS, seed=config.seed, split="heldout")
+    write_rows(config.data.train, TRAIN_TASKS, seed=config.seed, split="train", kinds=KINDS)
+    write_rows(config.data.val, HELD_OUT_TASKS, seed=config.seed, split="heldout", kinds=KINDS)

@@ -9,7 +9,7 @@ two_step    look something up, then calculate with it
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -53,16 +53,16 @@ def make_row(kind: str, rng: Random, index: int, split: str) -> dict[str, Any]:
     }
 
 
-def make_rows(count: int, *, seed: int, split: str) -> Iterator[dict[str, Any]]:
+def make_rows(count: int, *, seed: int, split: str, kinds: Sequence[str] = KINDS) -> Iterator[dict[str, Any]]:
     """`count` tasks, the kinds in equal shares and in random order."""
     rng = Random(f"{seed}/{SPLITS[split]}")
     for index in range(count):
-        yield make_row(rng.choice(KINDS), rng, index, split)
+        yield make_row(rng.choice(kinds), rng, index, split)
 
 
-def write_rows(path: Path, count: int, *, seed: int, split: str) -> Path:
+def write_rows(path: Path, count: int, *, seed: int, split: str, kinds: Sequence[str] = KINDS) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = make_rows(count, seed=seed, split=split)
+    rows = make_rows(count, seed=seed, split=split, kinds=kinds)
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return path
 

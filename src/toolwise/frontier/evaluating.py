@@ -22,7 +22,7 @@ from toolwise.routed.routing import Routing, values_of
 from toolwise.routed.timing import TimeSaved, time_saved
 from toolwise.routing.actions import MIXED, ROUTES, RouteAction
 from toolwise.routing.learned import target_of
-from toolwise.run import build_scheduler, check_tools, load_split, local_policy
+from toolwise.run import build_scheduler, check_tools, labelled, load_split, local_policy
 from toolwise.scoring import build_scoring
 from toolwise.types import RouteDecision, Task
 
@@ -112,7 +112,7 @@ def classifier_values(routing: Routing, train: Sequence[Task] | None, tasks: Seq
     import numpy as np
 
     if train is None:
-        train = load_split(routing.config, "train", routing.config.data.limit)
+        train = labelled(routing.config, load_split(routing.config, "train", routing.config.data.limit))
     labels = [_label(task) for task in train]
     if not any(label is not None for label in labels):
         raise ConfigError("no training task has a label or a known kind: run toolwise data label, set router.labels")

@@ -6,7 +6,7 @@ prompt until the lesson comes, so that a prompt goes through the trunk once howe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from toolwise.errors import CheckpointError
 from toolwise.learner.optimizer import Optimizer, OptimizerSettings
 from toolwise.learner.router_batch import RouterBatch
 from toolwise.learner.router_features import prompt_features
-from toolwise.learner.router_head import RouterHead, save_head
+from toolwise.learner.router_head import RouterHead, load_head, save_head
 from toolwise.learner.router_loss import (
     NO_LABEL,
     calibration_error,
@@ -148,8 +148,7 @@ class RouterLearner:
         return metrics | {f"router/{name}": value for name, value in sums.items()}
 
     def imitate(self, weighed: Sequence[Weighed], labels: Sequence[int]) -> Metrics:
-        """A step of cross-entropy alone."""
-        self.updates += 1
+        """A step of cross-entropy alone, at the rate of the update to come: schedules count those that follow."""
         batch = RouterBatch.of(
             [Lesson(w, (), label=label) for w, label in zip(weighed, labels, strict=True)], self._like
         )
@@ -170,7 +169,7 @@ class RouterLearner:
             self.optimizer.collect()
             for name, value in figures.items():
                 sums[name] = sums.get(name, 0.0) + value
-        norms = self.optimizer.step(self.updates)
+        norms = self.optimizer.step(self.updates + only_labels)
         if self.trunk:
             self.moved()
         return sums | norms
@@ -248,6 +247,12 @@ class RouterLearner:
     def save(self, folder: Any, facts: dict[str, Any]) -> None:
         save_head(self.head, Path(folder), facts)
 
+    @torch.no_grad()
+    def load(self, folder: Any) -> dict[str, Any]:
+        found, facts = load_head(Path(folder))
+        self._adopt(dict(found.named_parameters()), f"{folder} has a router with")
+        return facts
+
     def state_dict(self) -> dict[str, Any]:
         """The trunk's weights are in the model's own file; the optimiser's state is here unless it is the actor's."""
         state: dict[str, Any] = {"head": dict(self.head.named_parameters()), "updates": self.updates}
@@ -257,14 +262,17 @@ class RouterLearner:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        own = dict(self.head.named_parameters())
-        if own.keys() != state["head"].keys() or any(own[k].shape != state["head"][k].shape for k in own):
-            raise CheckpointError("the checkpoint's router has another head than the run's: check [router]")
-        for name, weight in own.items():
-            weight.copy_(state["head"][name])
+        self._adopt(state["head"], "the checkpoint's router has")
         if not self.shares_optimizer:
             self.optimizer.load_state_dict(state["optimizer"])
         self.updates = state["updates"]
+
+    def _adopt(self, weights: Mapping[str, Tensor], whose: str) -> None:
+        own = dict(self.head.named_parameters())
+        if own.keys() != weights.keys() or any(own[k].shape != weights[k].shape for k in own):
+            raise CheckpointError(f"{whose} another head than the run's: check [router]")
+        for name, weight in own.items():
+            weight.copy_(weights[name])
 
 
 def trunk_weights(model: Any, backbone: str, top_layers: int) -> list[Tensor]:

@@ -164,6 +164,11 @@ class Budgets:
         """unit -> λ"""
         return {unit: multiplier.value for unit, multiplier in self.multipliers.items()}
 
+    def begin_at(self, prices: Mapping[str, float]) -> None:
+        """λ as somebody found them; what is not told stays."""
+        for unit in prices.keys() & self.multipliers.keys():
+            self.multipliers[unit].value = self.multipliers[unit].integral = float(prices[unit])
+
     def check_units(self, units: Iterable[str]) -> None:
         """That every budget is in a unit which something costs."""
         known = tuple(units)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolwise.protocols import Metrics
-from toolwise.types import RouteDecision, ScoredRollout, Task
+from toolwise.types import Rollout, RouteDecision, ScoredRollout, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,16 @@ class DirectRouter:
 
     def save(self, folder: Any) -> None:
         """There is nothing to save beside the weights."""
+
+    def load(self, folder: Any) -> None:
+        """Nor to load."""
+
+    def warm_start(self) -> None:
+        """Nor to learn."""
+
+    def account(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+        """What was spent is what the tools say."""
+        return rollouts
 
     def state_dict(self) -> dict[str, Any]:
         return {}

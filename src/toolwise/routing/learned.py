@@ -23,9 +23,9 @@ from toolwise.routing.credit import mixed_share
 from toolwise.routing.lessons import Lesson, RouterModel, Taken, Weighed
 from toolwise.routing.outcomes import Came, credit_routes, policy_weights
 from toolwise.routing.prompts import allowed_tools
-from toolwise.routing.usage import usage_of
+from toolwise.routing.usage import counts_text, usage_of
 from toolwise.tools.base import BaseTool
-from toolwise.types import RouteDecision, ScoredRollout, Task
+from toolwise.types import Rollout, RouteDecision, ScoredRollout, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class LearnedRouter:
     ) -> list[RouteDecision]:
         """One decision for each (prompt, route). With `explore=False` each prompt gets one route, and is forgotten."""
         if explore:
-            self._warm_start()
+            self.warm_start()
         weighed = self.model.weigh([self.prompt_of(task) for task in tasks], self.multipliers)
         decisions: list[RouteDecision] = []
         for place, (task, found) in enumerate(zip(tasks, weighed, strict=True)):
@@ -183,22 +183,43 @@ class LearnedRouter:
             figures |= {"router/mixed_share": mixed_share(targets), "router/label_agreement": _mean(agreed)}
         return figures
 
-    def _warm_start(self) -> None:
+    def account(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
+        """Where nothing executes, what was written is what was spent, in the first budget's unit; figures of rollouts
+        that go by the tools' own accounts would all be 0."""
+        unit = next(iter(self.budgets.prices), self.cost.units[0])
+        return [self._written(r, unit) if counts_text(r, self.teaching.usage) else r for r in rollouts]
+
+    def _written(self, rollout: Rollout, unit: str) -> Rollout:
+        usage = usage_of(rollout, self.conditioning.families_of(rollout.task, self.tools), source="text")
+        told = replace(rollout.usage, calls=dict(usage.calls_by_tool), cost=self.cost(usage)[unit])
+        return replace(rollout, usage=told)
+
+    def warm_start(self) -> None:
         """Once, before the first route is tried: the head learns the labels by heart, in batches of its own."""
         if self._warmed or not self.teaching.warm_start_epochs:
             return
         self._warmed = True
+        size = self.teaching.warm_start_batch
         labelled = [(task, label) for task in self.tasks if (label := _label(target_of(task))) is not None]
+        known: list[tuple[Weighed, int]] = []
+        for start in range(0, len(labelled), size):  # each prompt through the trunk once, however many epochs
+            part = labelled[start : start + size]
+            weighed = self.model.weigh([self.prompt_of(task) for task, _ in part], self.multipliers)
+            known += zip(weighed, (label for _, label in part), strict=True)
         for epoch in range(self.teaching.warm_start_epochs):
-            Random(f"warm start/{self.seed}/{epoch}").shuffle(labelled)
-            for start in range(0, len(labelled), self.teaching.warm_start_batch):
-                part = labelled[start : start + self.teaching.warm_start_batch]
-                weighed = self.model.weigh([self.prompt_of(task) for task, _ in part], self.multipliers)
-                self.model.imitate(weighed, [label for _, label in part])
+            Random(f"warm start/{self.seed}/{epoch}").shuffle(known)
+            for start in range(0, len(known), size):
+                some = known[start : start + size]
+                self.model.imitate([weighed for weighed, _ in some], [label for _, label in some])
 
     def save(self, folder: Any) -> None:
         """The head beside a model's weights, with all that routing the same way elsewhere takes."""
         self.model.save(folder, {**self.facts, "multipliers": self.budgets.prices})
+
+    def load(self, folder: Any) -> None:
+        """What `save` wrote: routes are chosen as they were there."""
+        self.budgets.begin_at(self.model.load(folder).get("multipliers") or {})
+        self._warmed = True
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -78,3 +78,7 @@ class RouterModel(Stateful, Protocol):
     def save(self, folder: Any, facts: dict[str, Any]) -> None:
         """The head beside a model's weights."""
         ...
+
+    def load(self, folder: Any) -> dict[str, Any]:
+        """The head that lies there in the place of one's own; gives the facts that were saved with it."""
+        ...

@@ -66,9 +66,14 @@ def usage_of(
 
     "auto" goes by the text where the prompt itself describes its tools, as RLLA's do: nobody carries those calls out.
     """
-    if source == "text" or (source == "auto" and style_of(rollout.task.prompt) == "rlla"):
+    if counts_text(rollout, source):
         return usage_of_messages([_said(step) for step in rollout.steps], families)
     return _executed(rollout.usage.calls, families, families if allowed is None else allowed)
+
+
+def counts_text(rollout: Rollout, source: Source) -> bool:
+    """Whether the calls of a rollout are those that were written, there being nobody who carries them out."""
+    return source == "text" or (source == "auto" and style_of(rollout.task.prompt) == "rlla")
 
 
 def usage_of_messages(messages: Sequence[Message], families: Mapping[str, Family]) -> RouteUsage:

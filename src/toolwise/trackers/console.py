@@ -16,15 +16,18 @@ from rich.table import Table
 from rich.text import Text
 
 from toolwise.trackers.conversation import clean_text, shorten, turns_of, verdict
+from toolwise.trackers.routes import budget_of, route_shares, say_shares, share_bar
 
 FIGURES: tuple[tuple[str, tuple[str, ...], str | None], ...] = (
-    ("score", ("score/mean",), "eval/score"),
+    ("score", ("router/r_task", "score/mean"), "eval/score"),
     ("correct", ("correct/mean", "reward/correct/mean"), "eval/correct"),
-    ("cost", ("cost/mean",), "eval/cost"),
+    ("cost", ("router/cost/mean", "cost/mean"), "eval/cost"),
+    ("λ", ("router/cost/lambda",), None),
     ("entropy", ("actor/entropy",), None),
     ("tokens/s", ("time/tokens_per_s",), None),
 )
-"""The figures worth watching: name, where a training line has it, where a validation line has it."""
+"""The figures worth watching: name, where a training line has it, where a validation line has it. A router tries routes
+that it would not take, so its policy's own score and cost come before the means of all rollouts."""
 
 DWELL_S = 4.0
 """How long a rollout stays on the live display at least: long enough to be read."""
@@ -84,6 +87,8 @@ class ConsoleTracker:
         self._pace: list[tuple[float, int]] = []
         self._training: dict[str, list[float]] = {name: [] for name, _, _ in FIGURES}
         self._validation: dict[str, list[float]] = {name: [] for name, _, _ in FIGURES}
+        self._routes: dict[str, float] = {}
+        self._budget: float | None = None
         self._slots: list[tuple[float, RenderableType]] = []
         self._printed_at = self._rollout_at = -math.inf
         self._live: Live | None = None
@@ -136,8 +141,10 @@ class ConsoleTracker:
         self._live.refresh()
 
     def _remember(self, metrics: Mapping[str, float]) -> None:
+        self._routes = route_shares(metrics) or self._routes
+        self._budget = self._budget if budget_of(metrics) is None else budget_of(metrics)
         for name, training, validation in FIGURES:
-            value = _first(metrics, training)
+            value = _trained(name, metrics, training)
             if value is not None:
                 self._training[name].append(value)
             value = _first(metrics, (validation,)) if validation else None
@@ -156,13 +163,18 @@ class ConsoleTracker:
         if evaluated:
             parts.append("validation")
         for name, training, validation in FIGURES:
-            value = _first(metrics, (validation,) if evaluated and validation else training)
+            value = _first(metrics, (validation,)) if evaluated and validation else _trained(name, metrics, training)
             if value is not None:
-                parts.append(f"{name} {say_figure(name, value)}")
+                parts.append(f"{name} {self._said(name, value)}")
+        parts += [say_shares(shares)] if (shares := route_shares(metrics)) else []
         left = self._seconds_left()
         if left is not None and not evaluated and step < self._total:
             parts.append(f"{say_time(left)} left")
         return "  ".join(parts)
+
+    def _said(self, name: str, value: float) -> str:
+        within = f" of {self._budget:g}" if name == "cost" and self._budget is not None else ""
+        return say_figure(name, value) + within
 
     def _print(self, line: str) -> None:
         """To whatever stdout is; a reader who has gone away (a closed pipe) does not end a run."""
@@ -176,6 +188,8 @@ class ConsoleTracker:
 
     def _display(self) -> RenderableType:
         parts: list[RenderableType] = [self._header(), self._table()]
+        if self._routes:
+            parts.append(Text("routes   ", style="dim") + share_bar(self._routes))
         slots = list(self._slots)
         if slots and self._console.width >= 110:
             side_by_side = Table.grid(expand=True, padding=(0, 1))
@@ -213,7 +227,7 @@ class ConsoleTracker:
             course = [say_figure(name, held_out[0]), say_figure(name, held_out[-1])] if held_out else []
             table.add_row(
                 Text(name, style="dim"),
-                Text(say_figure(name, seen[-1]) if seen else "–", style="bold"),
+                Text(self._said(name, seen[-1]) if seen else "–", style="bold"),
                 Text(sparkline(seen), style="cyan"),
                 Text(" → ".join(course[: len(held_out)])),
             )
@@ -236,6 +250,13 @@ def _first(metrics: Mapping[str, Any], names: Sequence[str]) -> float | None:
         if value is not None and math.isfinite(value):
             return float(value)
     return None
+
+
+def _trained(name: str, metrics: Mapping[str, Any], names: Sequence[str]) -> float | None:
+    """From a training line. Of a router only what its policy would do counts, and no share correct is known of that."""
+    if name == "correct" and "router/r_task" in metrics:
+        return None
+    return _first(metrics, names)
 
 
 def show_record(console: Console, record: Mapping[str, Any]) -> None:

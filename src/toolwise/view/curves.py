@@ -16,6 +16,8 @@ from toolwise.view.run_folder import RunFolder, Series, open_run
 
 DPI = 110
 MOST_KINDS = 8
+POLICY_REWARD = "router/r_task"
+"""What a router's policy earns, weighed by the odds of its routes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,22 +113,27 @@ def _training_names(name: str) -> tuple[str, ...]:
 
 def _draw_measure(axes: Any, run: RunFolder, palette: Palette) -> None:
     name = _measure(run) or "score"
-    _draw_series(axes, run.series(*_training_names(name)), run.series(f"eval/{name}"), palette.after)
+    training, label = run.series(*_training_names(name)), "training"
+    if run.series(POLICY_REWARD)[0]:  # all rollouts of a routed run are more than its policy would take
+        training, label = run.series(POLICY_REWARD), "training: reward of the policy"
+    _draw_series(axes, training, run.series(f"eval/{name}"), palette.after, label)
     title(axes, _words(name), palette)
     finish_steps(axes, palette, share=name == "correct")
 
 
 def _draw_cost(axes: Any, run: RunFolder, palette: Palette) -> None:
-    _draw_series(axes, run.series("cost/mean"), run.series("eval/cost"), palette.cost)
+    _draw_series(axes, run.series("router/cost/mean", "cost/mean"), run.series("eval/cost"), palette.cost)
+    if (limit := run.series("router/cost/budget"))[0]:
+        axes.plot(*limit, color=palette.ink, linewidth=1.1, linestyle="--", label="budget")
     title(axes, "cost of tools, per task", palette)
     axes.set_ylim(bottom=0)
     finish_steps(axes, palette, share=False)
 
 
-def _draw_series(axes: Any, training: Series, validation: Series, colour: str) -> None:
+def _draw_series(axes: Any, training: Series, validation: Series, colour: str, label: str = "training") -> None:
     steps, values = training
     if steps:
-        axes.plot(steps, values, color=colour, alpha=0.28, linewidth=1.1, label="training", zorder=2)
+        axes.plot(steps, values, color=colour, alpha=0.28, linewidth=1.1, label=label, zorder=2)
         if len(values) >= 20:
             axes.plot(steps, _smooth(values), color=colour, alpha=0.55, linewidth=1.4, zorder=2)
     if validation[0]:
@@ -165,7 +172,7 @@ def _draw_kinds(axes: Any, run: RunFolder, palette: Palette) -> None:
     axes.tick_params(axis="x", length=0)
     of = f" ({len(shown)} of {len(rows)})" if len(shown) < len(rows) else ""
     title(axes, f"share correct by kind{of}", palette)
-    _legend(axes, palette)
+    legend(axes, palette)
 
 
 def _after_word(run: RunFolder) -> str:
@@ -233,10 +240,10 @@ def finish_steps(axes: Any, palette: Palette, *, share: bool) -> None:
     if share:
         axes.set_ylim(-0.02, 1.02)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    _legend(axes, palette)
+    legend(axes, palette)
 
 
-def _legend(axes: Any, palette: Palette) -> None:
+def legend(axes: Any, palette: Palette) -> None:
     """Between title and picture, where no line can be hidden by it."""
     axes.legend(
         loc="lower left",

@@ -12,6 +12,8 @@ from toolwise.trackers.console import say_figure, say_time
 from toolwise.trackers.conversation import Turn, clean_text, shorten, turns_of, verdict
 from toolwise.view.comparison import headline, rows_by_kind
 from toolwise.view.curves import DARK, LIGHT, render_curves
+from toolwise.view.frontier import frontier_rows, read_frontier, render_frontier
+from toolwise.view.routing import render_routing, routing_columns
 from toolwise.view.run_folder import RunFolder, open_run
 from toolwise.view.selection import (
     TaskChange,
@@ -107,12 +109,29 @@ def _render(run: RunFolder, light: bytes, dark: bytes) -> str:
         headline=headline(run.summary),
         rows=rows_by_kind(run.summary),
         curves={"light": _data_uri(light), "dark": _data_uri(dark)},
+        routing=_routing(run),
+        frontier=_frontier(run),
         thinking=_thinking(run),
         tasks=[_task_view(change) for change in changed_tasks(run.rollouts_before, run.rollouts_after)],
         groups=_group_views(run.latest_training),
         config=clean_text(run.config_text) if run.config_text is not None else None,
         table=_training_table(run),
     )
+
+
+def _routing(run: RunFolder) -> dict[str, str] | None:
+    light, dark = render_routing(run, LIGHT), render_routing(run, DARK)
+    return {"light": _data_uri(light), "dark": _data_uri(dark)} if light and dark else None
+
+
+def _frontier(run: RunFolder) -> dict[str, Any] | None:
+    found = read_frontier(run)
+    if found is None:
+        return None
+    pictures = {
+        name: _data_uri(render_frontier(found, palette)) for name, palette in (("light", LIGHT), ("dark", DARK))
+    }
+    return frontier_rows(found) | pictures
 
 
 def _thinking(run: RunFolder) -> dict[str, str] | None:
@@ -213,7 +232,8 @@ def _shades(turns: Sequence[Turn], advantages: Sequence[float | None], scale: fl
 def _training_table(run: RunFolder) -> dict[str, Any]:
     lines = [line for line in run.metrics if any(name in COLUMNS for name in line)]
     extra = sorted({n for line in lines for n in line if n.startswith("reward/") and n.endswith("/mean")})
-    extra += thinking_columns(lines)
+    extra += routing_columns(lines)
+    extra += [name for name in thinking_columns(lines) if name not in extra]
     columns = [name for name in (*COLUMNS, *extra) if any(line.get(name) is not None for line in lines)]
     if len(lines) > MOST_STEPS:
         lines = [lines[round(i * (len(lines) - 1) / (MOST_STEPS - 1))] for i in range(MOST_STEPS)]

@@ -78,6 +78,12 @@ def test_it_is_started_with_what_training_needs_and_ended_whole(tmp_path: Path) 
     server.close()  # once more does nothing
 
 
+def test_the_model_is_the_first_word_after_serve(tmp_path: Path) -> None:
+    server = start([*command(tmp_path), "serve", "--mine", "1"])
+    assert told_by(server)["argv"][:4] == ["serve", "/models/w", "--mine", "1"]
+    server.close()
+
+
 def test_it_ends_when_whoever_started_it_is_killed(tmp_path: Path) -> None:
     starter = (
         "import json, os, sys, httpx; from pathlib import Path\n"

@@ -71,7 +71,7 @@ def prompts(chat: Any) -> list[list[int]]:
 
 def all_of(generator: Any, chat: Any, sampling: Sampling) -> list[Generation]:
     async def together() -> list[Generation]:
-        return await asyncio.gather(*(generator.generate(prompt, sampling) for prompt in prompts(chat)))
+        return [*await asyncio.gather(*(generator.generate(prompt, sampling) for prompt in prompts(chat)))]
 
     return run(together())
 
@@ -129,7 +129,7 @@ def test_where_a_reply_ends_is_ours_to_say(engine: VllmEngine, loaded: Any) -> N
 
 def test_a_prompt_too_long_is_an_ending(engine: VllmEngine) -> None:
     with pytest.raises(ContextFullError, match="4096"):
-        run(engine.generate([5] * 4096, Sampling(max_new_tokens=8)))
+        run(engine.generate([5] * 5000, Sampling(max_new_tokens=8)))
 
 
 def test_two_steps_of_training_pass_the_canary(

@@ -22,10 +22,10 @@ def rooms_settings(model: str | Path, tasks: Path | None = None, *, seed: int = 
         "model": {"path": str(model)},
         "data": {**data, "batch_size": 8},
         "env": {"name": "toolwise.demo.rooms.env:RoomsEnv"},
-        "rollout": {"n": 8, "max_new_tokens": MAX_NEW_TOKENS, "tool_parser": "none"},
+        "rollout": {"n": 16, "max_new_tokens": MAX_NEW_TOKENS, "tool_parser": "none"},
         "multi_turn": {"max_turns": 8, "max_invalid_in_a_row": 3},
         "reward": {"function": "env"},
-        "actor": {"lr": 3e-4, "warmup_steps": 3},
+        "actor": {"lr": 1e-4, "warmup_steps": 3},
         "validation": {"do_sample": True},
-        "trainer": {"total_steps": 60, "console": False},
+        "trainer": {"total_steps": 80, "console": False},
     }

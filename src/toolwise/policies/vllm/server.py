@@ -32,7 +32,6 @@ class VllmServer:
         port = _free_port()
         self.base_url = f"http://127.0.0.1:{port}/v1"
         options = {
-            "--model": str(model),
             "--tokenizer": tokenizer,
             "--served-model-name": NAME,
             "--dtype": dtype,
@@ -43,7 +42,7 @@ class VllmServer:
         }
         own = {"VLLM_SERVER_DEV_MODE": "1"}
         usual = {"VLLM_NO_USAGE_STATS": "1"}
-        words = [*command, *(part for pair in options.items() for part in pair)]
+        words = [*_serving(command, str(model)), *(part for pair in options.items() for part in pair)]
         try:
             with self._log.open("wb") as log:
                 self._process = subprocess.Popen(
@@ -112,6 +111,14 @@ def _end(process: subprocess.Popen[bytes], watch: subprocess.Popen[bytes], place
     watch.kill()
     watch.communicate()
     shutil.rmtree(place, ignore_errors=True)
+
+
+def _serving(command: Sequence[str], model: str) -> list[str]:
+    """`vllm serve` takes the model as its first word, `python -m vllm.entrypoints.openai.api_server` as an option."""
+    if "serve" not in command:
+        return [*command, "--model", model]
+    place = list(command).index("serve") + 1
+    return [*command[:place], model, *command[place:]]
 
 
 def _free_port() -> int:

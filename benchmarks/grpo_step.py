@@ -1,0 +1,256 @@
+"""The whole GRPO step beside TRL 1.16's: generate, reward, log-probs, loss, backward, optimiser; CPU, fp32.
+
+    make bench-env                                                TRL in .venv-bench, once
+    python benchmarks/grpo_step.py                                a random Llama of 0.9 M parameters
+    python benchmarks/grpo_step.py --model FOLDER --rounds 1 --steps 1      SmolLM2: scripts/make_smollm2.py
+    python benchmarks/grpo_step.py --only ours
+
+8 prompts of about 140 tokens, 4 rollouts each of 64 tokens; the end of turn is never drawn, so both do the same work.
+The same model folder, prompts, reward, clip, learning rate and loss (a mean over tokens, no KL, one epoch); no step
+leaves a group out. Ours is `toolwise.loop.train_step` on an assembled run, reward sandbox and canary on; theirs is
+`GRPOTrainer.train` (grpo_step_trl.py). Each in a process of its own, one after the other, in turn for `--rounds`; the
+first step of each warms up. Memory is the peak of the process over what it had after its imports; ours with what the
+sandbox's processes hold beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+PROMPTS, GROUP, NEW_TOKENS, PROMPT_TOKENS = 8, 4, 64, 140
+LEARNING_RATE, CLIP, MAX_GRAD_NORM = 1e-6, 0.2, 1.0
+HERE = Path(__file__).parent
+BENCH_ENV = HERE.parent / ".venv-bench"
+SMALL = HERE.parent / "src" / "toolwise" / "models" / "small"
+SHAPE = {
+    "hidden_size": 128,
+    "intermediate_size": 288,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
+WORDS = "the price of apples and pears in seven towns is listed below so add what each of them costs today".split()
+
+
+def score(text: str) -> float:
+    """Something that differs from one sample to the next."""
+    return len(set(text)) / 64
+
+
+def reward(messages: list[Any], ground_truth: Any = None) -> float:
+    return score(messages[-1].content or "")
+
+
+def memory_mb(field: str) -> float:
+    """`VmRSS`, what the process holds, or `VmHWM`, the most it ever held."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1024
+
+
+def children_mb() -> float:
+    """What the processes under this one hold, pages that they share counted once."""
+    found, ids = 0.0, [os.getpid()]
+    for parent in ids:
+        for task in Path(f"/proc/{parent}/task").iterdir():
+            ids += [int(child) for child in (task / "children").read_text().split()]
+    for child in ids[1:]:
+        lines = Path(f"/proc/{child}/smaps_rollup").read_text().splitlines()
+        found += next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
+    return found
+
+
+def make_model(folder: Path) -> None:
+    """Random weights under the tokenizer that ships."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(SMALL)
+    ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE, **ids, vocab_size=2048, max_position_embeddings=4096))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def make_prompts(folder: Path, count: int) -> list[str]:
+    from transformers import AutoTokenizer
+
+    tokenizer, drawn = AutoTokenizer.from_pretrained(folder), random.Random(0)
+
+    def one() -> str:
+        words = ["List", str(drawn.randrange(1000))]
+        while True:
+            turn = [{"role": "user", "content": " ".join(words)}]
+            told = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+            if len(tokenizer.encode(told, add_special_tokens=False)) >= PROMPT_TOKENS:
+                return " ".join(words)
+            words.append(drawn.choice(WORDS))
+
+    return [one() for _ in range(count)]
+
+
+def settings(job: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model": {"path": job["model"], "device": "cpu"},
+        "data": {"batch_size": PROMPTS, "shuffle": False},
+        "rollout": {"n": GROUP, "max_new_tokens": NEW_TOKENS, "engine": "toolwise", "tool_parser": "none"},
+        "multi_turn": {"enable": False},
+        "algorithm": {"adv_estimator": "grpo", "zero_std_groups": "keep"},
+        "actor": {
+            "lr": LEARNING_RATE,
+            "clip_ratio_low": CLIP,
+            "clip_ratio_high": CLIP,
+            "dual_clip": 0.0,
+            "max_grad_norm": MAX_GRAD_NORM,
+            "loss_aggregation": "token",
+            "micro_batch_tokens": job["micro_batch"],
+        },
+    }
+
+
+def ours(job: dict[str, Any]) -> dict[str, Any]:
+    import torch
+    import transformers.models.llama.modeling_llama
+
+    import toolwise.learner.building
+    import toolwise.policies.local
+    from toolwise.loop import train_step
+    from toolwise.run import RunConfig, assemble
+    from toolwise.types import Message, Task
+
+    torch.set_num_threads(job["threads"])
+    imports = memory_mb("VmRSS")
+    tasks = [
+        Task(task_id=str(i), prompt=[Message(role="user", content=text)]) for i, text in enumerate(job["prompts"])
+    ]
+    run = assemble(RunConfig.model_validate(settings(job)), tasks=tasks, reward=f"{__file__}:reward")
+    run.policy.sampling = replace(run.policy.sampling, stop_token_ids=(-1,))  # no token: nothing ends early
+    steps = []
+
+    async def go() -> None:
+        for _ in range(job["steps"] + 1):
+            cpu, began = time.process_time(), time.perf_counter()
+            turn = await train_step(run)
+            seconds = time.perf_counter() - began
+            assert turn.metrics["tokens/sampled"] == PROMPTS * GROUP * NEW_TOKENS, turn.metrics
+            assert len(turn.credited) == PROMPTS * GROUP
+            steps.append(
+                {
+                    "seconds": seconds,
+                    "cpu": time.process_time() - cpu,
+                    "generate": turn.metrics["time/rollout_s"],
+                    "grad_norm": turn.metrics["actor/grad_norm"],
+                }
+            )
+
+    asyncio.run(go())
+    prompt_tokens = sum(len(run.chat.start(task.prompt)) for task in tasks)
+    peak, beside = memory_mb("VmHWM") - imports, children_mb()
+    run.close()
+    return {"steps": steps, "peak_mb": peak, "beside_mb": beside, "imports_mb": imports, "prompt_tokens": prompt_tokens}
+
+
+def measure(side: str, job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """One side in a process of its own; what it says besides goes to stderr."""
+    file = folder / "job.json"
+    file.write_text(json.dumps(job))
+    environment = {**os.environ, "OMP_NUM_THREADS": str(job["threads"]), "OMP_WAIT_POLICY": "PASSIVE"}
+    script = HERE / ("grpo_step.py" if side == "ours" else "grpo_step_trl.py")
+    python = sys.executable if side == "ours" else str(BENCH_ENV / "bin" / "python")
+    command = [python, str(script), "--job", str(file)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=False)
+    if done.returncode:
+        sys.exit(done.returncode)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def report(side: str, rounds: list[dict[str, Any]]) -> dict[str, float]:
+    steps = [step for found in rounds for step in found["steps"][1:]]
+    seconds = [step["seconds"] for step in steps]
+    figures = {
+        "best": min(seconds),
+        "median": statistics.median(seconds),
+        "cpu": min(step["cpu"] for step in steps),
+        "generate": min(step["generate"] for step in steps),
+        "peak": max(found["peak_mb"] + found.get("beside_mb", 0.0) for found in rounds),
+    }
+    beside = max(found.get("beside_mb", 0.0) for found in rounds)
+    norm = statistics.median(step["grad_norm"] for step in steps)
+    print(
+        f"{side:5}  best {figures['best']:.2f} s  median {figures['median']:.2f} s  processor {figures['cpu']:.2f} s  "
+        f"generate {figures['generate']:.2f} s  peak over imports {figures['peak']:.0f} MiB ({beside:.0f} of it the "
+        f"sandbox's)  imports {rounds[0]['imports_mb']:.0f} MiB  gradient {norm:.3g}",
+        flush=True,
+    )
+    return figures
+
+
+def compare(options: argparse.Namespace, folder: Path) -> None:
+    model = options.model
+    if model is None:
+        model = folder / "model"
+        make_model(model)
+    job = {
+        "model": str(Path(model).resolve()),
+        "prompts": make_prompts(Path(model), PROMPTS * (options.steps + 1)),
+        "steps": options.steps,
+        "threads": options.threads,
+        "micro_batch": options.micro_batch,
+        "trl_batch": options.trl_batch,
+    }
+    sides = [options.only] if options.only else ["ours", "trl"]
+    found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+    loads = []
+    for _ in range(options.rounds):
+        for side in sides:
+            loads.append(os.getloadavg()[0])
+            found[side].append(measure(side, job, folder))
+    prompt_tokens = {measured["prompt_tokens"] for rounds in found.values() for measured in rounds}
+    assert len(prompt_tokens) == 1, f"the two sides did not get the same prompts: {prompt_tokens}"
+    print(
+        f"{PROMPTS} prompts of {prompt_tokens.pop() / len(job['prompts']):.0f} tokens x {GROUP} x {NEW_TOKENS}, "
+        f"{options.threads} threads, {options.rounds} x {options.steps} steps (load {min(loads):.1f} to "
+        f"{max(*loads, os.getloadavg()[0]):.1f})"
+    )
+    told = {side: report(side, rounds) for side, rounds in found.items()}
+    if len(told) == 2:
+        ratios = {name: told["ours"][name] / told["trl"][name] for name in told["ours"]}
+        print("ours over TRL's  " + "  ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="a folder in Hugging Face's form")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--micro-batch", type=int, default=4096, help="tokens that ours computes at a time")
+    parser.add_argument("--trl-batch", type=int, default=PROMPTS * GROUP, help="rows that TRL computes at a time")
+    parser.add_argument("--only", choices=("ours", "trl"))
+    parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.job is not None:
+        print(json.dumps(ours(json.loads(options.job.read_text()))))
+        return
+    if options.only != "ours" and not (BENCH_ENV / ".ready").exists():
+        sys.exit("TRL is not here: make bench-env first, or --only ours")
+    with tempfile.TemporaryDirectory() as folder:
+        compare(options, Path(folder))
+
+
+if __name__ == "__main__":
+    main()

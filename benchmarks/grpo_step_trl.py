@@ -1,0 +1,124 @@
+"""TRL 1.16's side of grpo_step.py, which runs it in .venv-bench: its own `GRPOTrainer.train`, with a clock around a step.
+
+Its settings are its defaults but for what must be the same on both sides, and two that only cost it time on a CPU:
+activation checkpointing is off, and all rows of a step are computed at once unless `--trl-batch` says fewer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import transformers.models.llama.modeling_llama
+from datasets import Dataset
+from grpo_step import CLIP, GROUP, LEARNING_RATE, MAX_GRAD_NORM, NEW_TOKENS, PROMPTS, memory_mb, score
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+
+class Clock(TrainerCallback):
+    """From the beginning of a step to after the optimiser's."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self.began = self.cpu = 0.0
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.began, self.cpu = time.perf_counter(), time.process_time()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.steps.append({"seconds": time.perf_counter() - self.began, "cpu": time.process_time() - self.cpu})
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        if logs and "grad_norm" in logs:
+            assert logs["completions/mean_length"] == NEW_TOKENS, logs
+            self.steps[-1]["grad_norm"] = float(logs["grad_norm"])
+
+
+class TimedTrainer(GRPOTrainer):
+    generate_seconds: list[float]
+    prompt_tokens = 0
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        began = time.perf_counter()
+        rolled_out = super()._generate(prompts)
+        self.generate_seconds.append(time.perf_counter() - began)
+        self.prompt_tokens += sum(map(len, rolled_out[0]))
+        return rolled_out
+
+
+def reward(completions: list[list[dict[str, Any]]], **_: Any) -> list[float]:
+    return [score(completion[-1]["content"]) for completion in completions]
+
+
+def theirs(job: dict[str, Any], folder: str) -> dict[str, Any]:
+    torch.set_num_threads(job["threads"])
+    imports = memory_mb("VmRSS")
+    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+    rows = PROMPTS * GROUP
+    settings = GRPOConfig(
+        output_dir=folder,
+        per_device_train_batch_size=job["trl_batch"],
+        gradient_accumulation_steps=rows // job["trl_batch"],
+        num_generations=GROUP,
+        max_steps=job["steps"] + 1,
+        max_completion_length=NEW_TOKENS,
+        generation_kwargs={"min_new_tokens": NEW_TOKENS},
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        max_grad_norm=MAX_GRAD_NORM,
+        epsilon=CLIP,
+        beta=0.0,
+        loss_type="dapo",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        shuffle_dataset=False,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+    )
+    prompts = Dataset.from_list([{"prompt": [{"role": "user", "content": text}]} for text in job["prompts"]])
+    clock = Clock()
+    trainer = TimedTrainer(
+        model,
+        reward_funcs=reward,
+        args=settings,
+        train_dataset=prompts,
+        processing_class=AutoTokenizer.from_pretrained(job["model"]),
+        callbacks=[clock],
+    )
+    trainer.generate_seconds = []
+    trainer.train()
+    assert len(clock.steps) == len(trainer.generate_seconds) == job["steps"] + 1
+    for step, seconds in zip(clock.steps, trainer.generate_seconds, strict=True):
+        step["generate"] = seconds
+    return {
+        "steps": clock.steps,
+        "peak_mb": memory_mb("VmHWM") - imports,
+        "imports_mb": imports,
+        "prompt_tokens": trainer.prompt_tokens // GROUP,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--job", type=Path, required=True)
+    job = json.loads(parser.parse_args().job.read_text())
+    transformers.logging.set_verbosity_error()
+    with contextlib.redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as folder:
+        figures = theirs(job, folder)
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""What a training line says of a router, for the display: route shares, and what is spent against the budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import cycle, pairwise
+
+from rich.text import Text
+
+WORDS = {"ANSWER": "answer", "SEARCH-FAMILY": "search", "CALCULATE-FAMILY": "calculate"}
+_STYLES = ("green", "cyan", "yellow", "magenta")
+_SHARE = "router/share/"
+
+
+def route_shares(metrics: Mapping[str, float]) -> dict[str, float]:
+    """route -> the share that the policy gives it; empty where nothing routes."""
+    found = {name.removeprefix(_SHARE): value for name, value in metrics.items() if name.startswith(_SHARE)}
+    return {WORDS.get(name, name.lower()): share for name, share in found.items() if math.isfinite(share)}
+
+
+def budget_of(metrics: Mapping[str, float], unit: str = "cost") -> float | None:
+    return metrics.get(f"router/{unit}/budget")
+
+
+def say_shares(shares: Mapping[str, float]) -> str:
+    return " ".join(f"{name} {share:.0%}" for name, share in shares.items())
+
+
+def share_bar(shares: Mapping[str, float], width: int = 40) -> Text:
+    """The shares as one bar, with their names behind it in the same colours."""
+    bar, names = Text(), Text()
+    lengths = _lengths(list(shares.values()), width)
+    for length, (name, share), style in zip(lengths, shares.items(), cycle(_STYLES), strict=False):
+        bar.append("█" * length, style=style)
+        names.append(f"  {name} {share:.0%}", style=style)
+    return bar + names
+
+
+def _lengths(shares: Sequence[float], width: int) -> list[int]:
+    """Whole characters that add up to `width`."""
+    total = math.fsum(shares) or 1.0
+    edges = [round(width * math.fsum(shares[:i]) / total) for i in range(len(shares) + 1)]
+    return [after - before for before, after in pairwise(edges)]

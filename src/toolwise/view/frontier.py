@@ -1,0 +1,104 @@
+"""A run's frontier on its page, read from the frontier.json in its folder: share correct against what tools cost."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from toolwise.errors import CheckpointError
+from toolwise.trackers.conversation import clean_text
+from toolwise.view.curves import LIGHT, Palette, legend, new_figure, png, style, title
+from toolwise.view.run_folder import RunFolder
+
+CURVES = ("router", "random", "oracle")
+Frontier = Mapping[str, Any]
+
+
+def read_frontier(run: RunFolder) -> Frontier | None:
+    """What frontier/report.py wrote; None where there is none yet."""
+    file = run.path / "frontier.json"
+    if not file.exists():
+        return None
+    try:
+        told = json.loads(file.read_bytes())
+        _points(told, "router"), told["fixed"], told["rows"], told["draws"]
+    except (ValueError, KeyError, TypeError) as fault:
+        raise CheckpointError(f"{file}: cannot be read ({fault!r}); delete it to see the run without it") from None
+    return dict(told)
+
+
+def frontier_rows(frontier: Frontier) -> dict[str, Any]:
+    """Two tables: a row a budget, and a row for each who knows of none."""
+    same = frontier["at_its_cost"]
+    held = [
+        [f"{point['budget']:g}", _said(point["cost"]), _said(point["score"], interval=True)]
+        + [_said(same[name][place]) for name in ("random", "oracle")]
+        + [_share(frontier["gap_closed"]["router"][place])]
+        for place, point in enumerate(_points(frontier, "router"))
+    ]
+    fixed = [
+        [clean_text(name).lower(), _said(point["cost"]), _said(point["score"], interval=True)]
+        for name, point in frontier["fixed"].items()
+    ]
+    return {"held": held, "fixed": fixed, "rows": frontier["rows"], "draws": frontier["draws"]}
+
+
+def render_frontier(frontier: Frontier, palette: Palette = LIGHT) -> bytes:
+    """Score against cost: curves for whoever can keep to a budget, a dot for whoever cannot."""
+    figure = new_figure(palette, (1200, 620))
+    axes = figure.add_axes((0.06, 0.11, 0.91, 0.74))
+    style(axes, palette)
+    looks = {
+        "router": (palette.after, "-", 2.4),
+        "random": (palette.before, "--", 1.5),
+        "oracle": (palette.ink, "--", 1.3),
+    }
+    for name in CURVES:
+        points = sorted(_points(frontier, name), key=lambda point: point["cost"]["value"])
+        xs, ys = ([point[what]["value"] for point in points] for what in ("cost", "score"))
+        colour, line, width = looks[name]
+        axes.plot(xs, ys, color=colour, linestyle=line, linewidth=width, label=_LABELS[name], zorder=3)
+        if name == "router":
+            axes.plot(xs, ys, "o", color=colour, markersize=5, zorder=4)
+            axes.fill_between(xs, *_band(points), color=colour, alpha=0.13, linewidth=0, zorder=1)
+    for name, point in frontier["fixed"].items():
+        at = (point["cost"]["value"], point["score"]["value"])
+        axes.plot(*at, "o", color=palette.cost, markersize=6, zorder=5)
+        axes.annotate(name.lower(), at, xytext=(7, -11), textcoords="offset points", fontsize=9, color=palette.muted)
+    axes.set_xlabel("calls a question", color=palette.muted, fontsize=9.5)
+    title(axes, f"score against cost, {frontier['rows']} held-out questions × {frontier['draws']} draws", palette)
+    legend(axes, palette)
+    return png(figure)
+
+
+_LABELS = {
+    "router": "the router, held to a budget",
+    "random": "routes by lot",
+    "oracle": "the oracle, who knows what each route would come to",
+}
+
+
+def _points(frontier: Frontier, name: str) -> Sequence[Mapping[str, Any]]:
+    points: Sequence[Mapping[str, Any]] = frontier["curves"][name]
+    return points
+
+
+def _band(points: Sequence[Mapping[str, Any]]) -> list[list[float]]:
+    return [[_number(point["score"][end]) for point in points] for end in ("low", "high")]
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _said(found: Mapping[str, Any], *, interval: bool = False) -> str:
+    if not isinstance(found["value"], int | float):
+        return "–"
+    within = f" [{_number(found['low']):.2f} {_number(found['high']):.2f}]" if interval else ""
+    return f"{found['value']:.3f}{within}"
+
+
+def _share(found: Mapping[str, Any]) -> str:
+    return f"{found['value']:.0%}" if isinstance(found["value"], int | float) else "–"

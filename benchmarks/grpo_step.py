@@ -2,15 +2,16 @@
 
     make bench-env                                                TRL in .venv-bench, once
     python benchmarks/grpo_step.py                                a random Llama of 0.9 M parameters
-    python benchmarks/grpo_step.py --model FOLDER --rounds 1 --steps 1      SmolLM2: scripts/make_smollm2.py
+    python benchmarks/grpo_step.py --model FOLDER --rounds 1 --steps 1 --warm-up 0      SmolLM2, a matter of minutes:
+                                                                  scripts/make_smollm2.py makes the folder
     python benchmarks/grpo_step.py --only ours
 
 8 prompts of about 140 tokens, 4 rollouts each of 64 tokens; the end of turn is never drawn, so both do the same work.
 The same model folder, prompts, reward, clip, learning rate and loss (a mean over tokens, no KL, one epoch); no step
 leaves a group out. Ours is `toolwise.loop.train_step` on an assembled run, reward sandbox and canary on; theirs is
-`GRPOTrainer.train` (grpo_step_trl.py). Each in a process of its own, one after the other, in turn for `--rounds`; the
-first step of each warms up. Memory is the peak of the process over what it had after its imports; ours with what the
-sandbox's processes hold beside it.
+`GRPOTrainer.train` (grpo_step_trl.py). Each in a process of its own, one after the other, in turn for `--rounds`, of
+which the first `--warm-up` steps do not count. Memory is the peak of the process over what it had after its imports;
+ours with what the sandbox's processes hold beside it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,7 @@ SHAPE = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }
-WORDS = "the price of apples and pears in seven towns is listed below so add what each of them costs today".split()
+WORDS = ["the", "price", "of", "apples", "and", "pears", "in", "seven", "towns", "is", "listed", "below", "add", "them"]
 
 
 def score(text: str) -> float:
@@ -123,25 +125,22 @@ def settings(job: dict[str, Any]) -> dict[str, Any]:
 
 def ours(job: dict[str, Any]) -> dict[str, Any]:
     import torch
-    import transformers.models.llama.modeling_llama
 
-    import toolwise.learner.building
-    import toolwise.policies.local
+    for name in ("transformers.models.llama.modeling_llama", "toolwise.learner.building", "toolwise.policies.local"):
+        import_module(name)  # what assembling a run would import: none of it is the step's memory
     from toolwise.loop import train_step
     from toolwise.run import RunConfig, assemble
     from toolwise.types import Message, Task
 
     torch.set_num_threads(job["threads"])
     imports = memory_mb("VmRSS")
-    tasks = [
-        Task(task_id=str(i), prompt=[Message(role="user", content=text)]) for i, text in enumerate(job["prompts"])
-    ]
+    tasks = [Task(task_id=str(i), prompt=[Message(role="user", content=text)]) for i, text in enumerate(job["prompts"])]
     run = assemble(RunConfig.model_validate(settings(job)), tasks=tasks, reward=f"{__file__}:reward")
     run.policy.sampling = replace(run.policy.sampling, stop_token_ids=(-1,))  # no token: nothing ends early
     steps = []
 
     async def go() -> None:
-        for _ in range(job["steps"] + 1):
+        for _ in range(job["steps"]):
             cpu, began = time.process_time(), time.perf_counter()
             turn = await train_step(run)
             seconds = time.perf_counter() - began
@@ -178,8 +177,8 @@ def measure(side: str, job: dict[str, Any], folder: Path) -> dict[str, Any]:
     return found
 
 
-def report(side: str, rounds: list[dict[str, Any]]) -> dict[str, float]:
-    steps = [step for found in rounds for step in found["steps"][1:]]
+def report(side: str, rounds: list[dict[str, Any]], warm_up: int) -> dict[str, float]:
+    steps = [step for found in rounds for step in found["steps"][warm_up:]]
     seconds = [step["seconds"] for step in steps]
     figures = {
         "best": min(seconds),
@@ -200,14 +199,14 @@ def report(side: str, rounds: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def compare(options: argparse.Namespace, folder: Path) -> None:
-    model = options.model
+    model, steps = options.model, options.warm_up + options.steps
     if model is None:
         model = folder / "model"
         make_model(model)
     job = {
         "model": str(Path(model).resolve()),
-        "prompts": make_prompts(Path(model), PROMPTS * (options.steps + 1)),
-        "steps": options.steps,
+        "prompts": make_prompts(Path(model), PROMPTS * steps),
+        "steps": steps,
         "threads": options.threads,
         "micro_batch": options.micro_batch,
         "trl_batch": options.trl_batch,
@@ -226,7 +225,7 @@ def compare(options: argparse.Namespace, folder: Path) -> None:
         f"{options.threads} threads, {options.rounds} x {options.steps} steps (load {min(loads):.1f} to "
         f"{max(*loads, os.getloadavg()[0]):.1f})"
     )
-    told = {side: report(side, rounds) for side, rounds in found.items()}
+    told = {side: report(side, rounds, options.warm_up) for side, rounds in found.items()}
     if len(told) == 2:
         ratios = {name: told["ours"][name] / told["trl"][name] for name in told["ours"]}
         print("ours over TRL's  " + "  ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items()))
@@ -236,9 +235,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a folder in Hugging Face's form")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--warm-up", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--micro-batch", type=int, default=4096, help="tokens that ours computes at a time")
+    parser.add_argument("--micro-batch", type=int, default=1024, help="tokens that ours computes at a time")
     parser.add_argument("--trl-batch", type=int, default=PROMPTS * GROUP, help="rows that TRL computes at a time")
     parser.add_argument("--only", choices=("ours", "trl"))
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)

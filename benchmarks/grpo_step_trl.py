@@ -1,4 +1,4 @@
-"""TRL 1.16's side of grpo_step.py, which runs it in .venv-bench: its own `GRPOTrainer.train`, with a clock around a step.
+"""TRL 1.16's side of grpo_step.py, which runs it in .venv-bench: its own `GRPOTrainer.train`, a clock around each step.
 
 Its settings are its defaults but for what must be the same on both sides, and two that only cost it time on a CPU:
 activation checkpointing is off, and all rows of a step are computed at once unless `--trl-batch` says fewer.
@@ -69,7 +69,7 @@ def theirs(job: dict[str, Any], folder: str) -> dict[str, Any]:
         per_device_train_batch_size=job["trl_batch"],
         gradient_accumulation_steps=rows // job["trl_batch"],
         num_generations=GROUP,
-        max_steps=job["steps"] + 1,
+        max_steps=job["steps"],
         max_completion_length=NEW_TOKENS,
         generation_kwargs={"min_new_tokens": NEW_TOKENS},
         learning_rate=LEARNING_RATE,
@@ -99,7 +99,7 @@ def theirs(job: dict[str, Any], folder: str) -> dict[str, Any]:
     )
     trainer.generate_seconds = []
     trainer.train()
-    assert len(clock.steps) == len(trainer.generate_seconds) == job["steps"] + 1
+    assert len(clock.steps) == len(trainer.generate_seconds) == job["steps"]
     for step, seconds in zip(clock.steps, trainer.generate_seconds, strict=True):
         step["generate"] = seconds
     return {

@@ -14,6 +14,11 @@ from pathlib import Path
 
 from toolwise.view.curves import draw_seeds
 
+COLUMNS = (
+    *("seed", "correct before", "after", "rise", "cost before", "after", "the policy's", "gap closed", "all tools"),
+    *("seconds", "peak memory", "load"),
+)
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -22,12 +27,14 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, required=True)
     args = parser.parse_args()
     folders = [args.out / f"seed-{seed}" for seed in range(args.seeds)]
-    print("| seed | correct before | after | rise | cost before | after | seconds | peak memory | load |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print(f"| {' | '.join(COLUMNS)} |")
+    print("|---" * len(COLUMNS) + "|")
     for seed, folder in enumerate(folders):
         command = [sys.executable, "-m", "toolwise", "demo", "--seed", str(seed), "--out", str(folder)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         summary = json.loads((folder / "summary.json").read_text())
+        frontier = json.loads((folder / "frontier.json").read_text())
+        trained, tools = frontier["fixed"]["router, as trained"], frontier["fixed"]["ALL-TOOLS"]
         before, after = summary["before"], summary["after"]
         cells = [
             str(seed),
@@ -36,6 +43,9 @@ def main() -> None:
             f"{after['correct'] - before['correct']:+.3f}",
             f"{before['cost']:.2f}",
             f"{after['cost']:.2f}",
+            f"{trained['cost']['value']:.2f}",
+            f"{frontier['as_trained']['gap_closed']['value']:.0%}",
+            f"{tools['score']['value']:.2f} for {tools['cost']['value']:.2f}",
             f"{summary['seconds']:.0f}",
             f"{summary['peak_rss_mb']:.0f} MB",
             f"{os.getloadavg()[0]:.1f}",

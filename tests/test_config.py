@@ -55,6 +55,14 @@ def test_paths_in_a_file_are_relative_to_the_file(tmp_path: Path, monkeypatch: p
     ]
 
 
+def test_labels_and_wording_of_the_router_are_files_and_silence_is_none(tmp_path: Path) -> None:
+    router = {"labels": "labels.jsonl", "wording": "words/mine.toml"}
+    found = load_config(write(tmp_path / "run.toml", {"router": router})).router
+    assert (found.labels, found.wording) == (tmp_path / "labels.jsonl", str(tmp_path / "words/mine.toml"))
+    for word in ("silent", ""):
+        assert load_config(write(tmp_path / "run.toml", {"router": {"wording": word}})).router.wording == word
+
+
 def test_paths_on_the_command_line_are_relative_to_where_one_is(tmp_path: Path) -> None:
     file = write(tmp_path / "runs" / "run.toml", {"data": {"train": "train.jsonl"}})
     found = load_config(file, ["data.train=mine.jsonl", "reward.function=judge.py:judge"])

@@ -334,12 +334,13 @@ def test_a_step_changes_the_weights_and_reports_every_figure() -> None:
     assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert run.policy.model is run.learner.model
     assert set(turn.metrics) >= DOCUMENTED
-    assert {name.split("/")[0] for name in set(turn.metrics) - DOCUMENTED} == {"stop"}
+    assert {name.split("/")[0] for name in set(turn.metrics) - DOCUMENTED} == {"stop", "engine"}
     assert all(math.isfinite(value) for value in turn.metrics.values())
     assert turn.metrics["rollouts"] == 4
     assert turn.metrics["score/mean"] == 0.5
     assert turn.metrics["actor/updates"] == 1
     assert turn.metrics["canary/logprob_gap_max"] < 1e-3
+    assert turn.metrics["engine/prefilled_tokens"] > 0
     assert (run.progress.step, run.learner.version, run.policy.version) == (1, 1, 1)
     assert len(turn.scored) == len(turn.credited) == 4
 

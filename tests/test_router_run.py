@@ -14,12 +14,17 @@ from safetensors import safe_open
 
 from toolwise import checkpoint
 from toolwise.config import RunConfig
+from toolwise.data import load_tasks
 from toolwise.demo.tasks import write_rows
 from toolwise.exporting import export_model
+from toolwise.labelling.labels import Label, write_labels
 from toolwise.learner.router_head import load_head
-from toolwise.loop import Turn, train_step
-from toolwise.routing.learned import LearnedRouter
-from toolwise.run import Run, assemble
+from toolwise.loop import Turn, score, train_step
+from toolwise.policies.scripted import ScriptedPolicy
+from toolwise.routing.actions import MIXED, RouteAction
+from toolwise.routing.families import Family
+from toolwise.routing.learned import LearnedRouter, target_of
+from toolwise.run import Run, assemble, build_scheduler
 from toolwise.training import Training
 from toolwise.types import ScoredRollout
 
@@ -85,6 +90,70 @@ def test_answers_never_call_and_families_call_their_own(tmp_path: Path) -> None:
         served = {name for step in s.steps for name in step.step_info.get("calls", {})}
         failed = sum(s.rollout.usage.failed_calls.values())
         assert not (served & wrong[s.rollout.route or ""]) or failed  # a forbidden call is an error that it reads
+
+
+def test_a_forbidden_call_is_an_error_that_the_model_reads(tmp_path: Path) -> None:
+    """Under words that only follow, every tool is still shown: what refuses it is the world."""
+    run = assemble(config(tmp_path, conditioning="append", wording=""))
+    assert isinstance(run.router, LearnedRouter)
+    [decision] = [d for d in run.router.decide(run.batches.tasks[:1], 3, 0) if d.route == "CALCULATE-FAMILY"]
+    said = '<tool_call>\n{"name": "search", "arguments": {"query": "bridges"}}\n</tool_call>'
+    scheduler = build_scheduler(run.config, ScriptedPolicy([said, "none"]), run.scheduler.tools)
+    [rollout] = asyncio.run(scheduler.roll_out([decision], do_sample=True))
+    [read] = [m.content for m in rollout.messages if m.role == "tool"]
+    assert read == "error: search is not to be used for this request; tools: calculator"
+    assert (dict(rollout.usage.failed_calls), rollout.usage.cost) == ({"forbidden_tool": 1}, 0.0)
+    scored = asyncio.run(score(run, [rollout]))
+    assert run.router.learn(scored)["router/cost/mean"] == 0.0
+
+
+def test_labels_of_a_file_are_joined_to_the_tasks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sections = {"data": {"train": str(tmp_path / "tasks.jsonl"), "val": str(tmp_path / "tasks.jsonl"), "batch_size": 3}}
+    config(tmp_path)  # writes the tasks
+    names = [task.task_id for task in load_tasks(tmp_path / "tasks.jsonl")]
+    told = [
+        Label(names[0], RouteAction.SEARCH_FAMILY, {"calculator": Family.OTHER}),
+        Label(names[1], MIXED),
+        Label("no", MIXED),
+    ]
+    write_labels(told, tmp_path / "labels.csv")
+    with caplog.at_level("INFO", logger="toolwise"):
+        run = assemble(config(tmp_path, sections=sections, labels=str(tmp_path / "labels.csv"), label_coef=0.1))
+    assert "2 of 12 tasks have a label; 10 have none" in caplog.text
+    assert "1 labels name no task, first no" in caplog.text
+    for found in (run.batches.tasks, run.validation_tasks):
+        assert [target_of(task) for task in found] == ["SEARCH-FAMILY", "MIXED", *[None] * 10]
+    assert isinstance(run.router, LearnedRouter)
+    families = run.router.conditioning.families_of(run.batches.tasks[0], run.router.tools)
+    assert families["search"] is Family.SEARCH  # and the calculator's own word comes before a label's
+    assert families["calculator"] is Family.CALCULATE
+
+
+def test_an_actors_advantage_does_not_depend_on_what_other_routes_earned(tmp_path: Path) -> None:
+    """Two runs that differ only in what ANSWER earns: the router learns otherwise, rollouts with tools do not."""
+
+    def credited(bonus: float) -> tuple[dict[str, float], Turn, torch.Tensor]:
+        def by_route(rollouts_messages: list[Any], ground_truths: list[Any]) -> list[float]:
+            return [
+                len(str(messages[-1].content)) % 7
+                + bonus * place * any("without tools" in str(m.content) for m in messages)
+                for place, messages in enumerate(rollouts_messages)
+            ]
+
+        run = assemble(config(tmp_path, wording="", sections={"reward": {"sandbox": {"tier": "off"}}}), reward=by_route)
+        made = turn(run)
+        assert run.learner.router is not None
+        means = {c.rollout.rollout_id: float(sum(map(sum, c.advantages))) for c in made.credited}
+        return means, made, run.learner.router.head.out.weight.detach().clone()
+
+    (plain, made, head), (paid, _, other) = credited(0.0), credited(5.0)
+    routes = {s.rollout.rollout_id: s.rollout.route for s in made.scored}
+    tools = [name for name in plain if routes[name] != "ANSWER"]
+    assert len(tools) == 12
+    assert any(plain[name] for name in tools)
+    assert {name: plain[name] for name in tools} == {name: paid[name] for name in tools}
+    assert any(plain[name] != paid[name] for name in plain if name not in tools)
+    assert not torch.equal(head, other)
 
 
 def test_a_prompt_passes_the_trunk_once_for_its_route(tmp_path: Path) -> None:

@@ -71,6 +71,9 @@ class RolloutConfig(Section):
     on_template_change: Literal["append", "fork"] = "append"
     """Where a template would write earlier turns otherwise (drop thoughts): go on after what was sampled, one row a
     rollout; or begin a new row as the template has it."""
+    cache_mb: PositiveInt | None = None
+    """Memory of the engine's cache; where it is not given, half of what a GPU has free when the run begins (training
+    needs its share too), or up to 4 GiB on a CPU."""
     max_batch: PositiveInt = 256
     """Requests that generate together at most."""
     max_concurrent: PositiveInt = 1024

@@ -34,7 +34,7 @@ class Turn:
 
 async def train_step(run: Run) -> Turn:
     """One turn of the wheel: each line feeds the next."""
-    began, left_before = time.perf_counter(), _left_behind()
+    began, left_before, drawn_before = time.perf_counter(), _left_behind(), _generation(run)
     with Watchdog() as watchdog:
         scored, usable, counts = await collect(run)
     rolled_out = time.perf_counter()
@@ -53,8 +53,18 @@ async def train_step(run: Run) -> Turn:
         "time/tokens_per_s": figures.get("tokens/sampled", 0.0) / max(rolled_out - began, 1e-9),
     }
     left = {name: count - left_before[name] for name, count in _left_behind().items()}
+    left |= {name: count - drawn_before.get(name, 0.0) for name, count in _generation(run).items()}
     times |= {"time/blocks": float(watchdog.blocks), "time/blocked_s": watchdog.blocked_s}
     return Turn(metrics | figures | counts | left | times, scored, credited)
+
+
+def _generation(run: Run) -> Metrics:
+    """What generating has taken since this process began: tokens computed and found again, retries, transfers."""
+    counts = run.policy.metrics() if hasattr(run.policy, "metrics") else {}
+    return {name: count for name, count in counts.items() if name not in _NO_COUNTS}
+
+
+_NO_COUNTS = {"policy/version", "engine/blocks", "engine/blocks_in_use"}
 
 
 def _left_behind() -> Metrics:

@@ -216,6 +216,7 @@ def local_policy(config: RunConfig, path: str) -> LocalPolicy:
         on_change=rollout.on_template_change,
         engine=engine,
         deterministic=config.deterministic,
+        cache_mb=rollout.cache_mb,
     )
 
 

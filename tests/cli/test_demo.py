@@ -9,15 +9,24 @@ from typing import Any
 
 import pytest
 
+from toolwise.demo.recipe import BUDGET
+from toolwise.routing.actions import ROUTES
+
 Cli = Callable[..., Any]
 SMALL = [
-    *("--set", "data.batch_size=2", "--set", "rollout.n=2", "--set", "data.val_limit=4"),
+    *("--set", "data.batch_size=2", "--set", "rollout.n=3", "--set", "data.val_limit=4"),
     *("--set", "trainer.total_steps=1", "--set", "rollout.max_new_tokens=24", "--set", "multi_turn.max_turns=2"),
 ]
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory, cli: Cli) -> Path:
+def told() -> list[str]:
+    """What the demo said."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory, cli: Cli, told: list[str]) -> Path:
     """A demo started from its own folder by a relative path."""
     folder = tmp_path_factory.mktemp("demo")
     with pytest.MonkeyPatch.context() as patched:
@@ -25,16 +34,54 @@ def demo(tmp_path_factory: pytest.TempPathFactory, cli: Cli) -> Path:
         ended = cli("demo", "--out", "first", *SMALL)
         assert ended.status == 0, ended.err
         assert "correct before" in ended.out
+        told.append(ended.out)
     return folder / "first"
 
 
 def test_a_run_folder_comes_of_it(demo: Path) -> None:
-    assert {"tasks", "config.toml", "metrics.jsonl", "rollouts", "checkpoints", "summary.json", "report.html"} <= {
-        path.name for path in demo.iterdir()
-    }
+    wanted = {"tasks", "config.toml", "metrics.jsonl", "rollouts", "checkpoints", "summary.json", "report.html"}
+    assert wanted | {"frontier.json", "frontier.png"} <= {path.name for path in demo.iterdir()}
     summary = json.loads((demo / "summary.json").read_bytes())
     assert summary["name"] == "demo"
     assert (summary["before"]["n"], summary["after"]["n"]) == (4, 4)
+
+
+def test_the_router_learned_beside_the_actor(demo: Path) -> None:
+    lines = [json.loads(line) for line in (demo / "metrics.jsonl").read_text().splitlines()]
+    (trained,) = [line for line in lines if "router/cost/lambda" in line]
+    assert trained["router/cost/budget"] == BUDGET
+    assert trained["router/updates"] >= 1
+    assert sum(trained[f"router/rollouts/{route}"] for route in ROUTES) == 6
+
+
+def test_the_frontier_is_shown_and_what_to_try_next(demo: Path, told: list[str]) -> None:
+    assert "gap closed" in told[0]
+    assert "ALL-TOOLS" in told[0]
+    assert 'toolwise run first "What is 417 * 38?" --budget 0.3' in told[0]
+    page = (demo / "report.html").read_text(encoding="utf-8")
+    assert "<h2>Routing</h2>" in page
+    assert "<h2>The frontier</h2>" in page
+
+
+def test_without_a_router_there_is_no_frontier(tmp_path: Path, cli: Cli) -> None:
+    ended = cli("demo", "--out", tmp_path / "plain", *SMALL, "--set", "router.enable=false")
+    assert ended.status == 0, ended.err
+    assert not (tmp_path / "plain" / "frontier.json").exists()
+
+
+def test_whoever_stops_the_frontier_is_told_how_to_go_on(demo: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def stopped(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    def leave(status: int) -> None:
+        raise SystemExit(status)
+
+    monkeypatch.setattr("toolwise.demo.frontier.small_frontier", stopped)
+    monkeypatch.setattr("os._exit", leave)
+    monkeypatch.chdir(demo.parent)
+    ended = cli("demo", "--out", "first", "--resume", *SMALL)
+    assert ended.status == 130
+    assert "--resume --out first goes on" in ended.err
 
 
 def test_the_folder_can_be_moved_and_still_be_evaluated_and_resumed(
@@ -46,7 +93,8 @@ def test_the_folder_can_be_moved_and_still_be_evaluated_and_resumed(
         monkeypatch.chdir(tmp_path)
         ended = cli("eval", "moved", "--json")
         assert ended.status == 0, ended.err
-        assert json.loads(ended.out) == json.loads((moved / "summary.json").read_bytes())["after"]
+        figures, after = json.loads(ended.out), json.loads((moved / "summary.json").read_bytes())["after"]
+        assert (figures["n"], set(figures["by_kind"])) == (after["n"], set(after["by_kind"]))  # routes are drawn anew
         ended = cli("demo", "--out", "moved", "--resume", *SMALL, "--set", "trainer.total_steps=2")
         assert ended.status == 0, ended.err
         assert json.loads((moved / "summary.json").read_bytes())["steps"] == 2

@@ -8,7 +8,7 @@ import torch
 
 from toolwise.config import RunConfig
 from toolwise.data import load_tasks
-from toolwise.demo.recipe import HELD_OUT_TASKS, TRAIN_TASKS, demo_settings, write_tasks
+from toolwise.demo.recipe import BUDGET, HELD_OUT_TASKS, KINDS, TRAIN_TASKS, demo_settings, write_tasks
 from toolwise.run import assemble
 from toolwise.settings import build
 
@@ -23,8 +23,17 @@ def test_the_recipe_is_a_run(tmp_path: Path) -> None:
     found = config(tmp_path)
     assert found.seed == 3
     assert found.model.path == "builtin:small"
-    assert found.rollout.n >= 2
+    assert found.rollout.n >= 6, "three routes, and a group of each"
     assert found.reward.function == "toolwise.demo.reward:small_world_reward"
+
+
+def test_its_router_has_a_budget_that_binds(tmp_path: Path) -> None:
+    router = config(tmp_path).router
+    assert router.enable
+    assert router.hard
+    assert [budget.limit for budget in router.budgets] == [BUDGET]
+    needed = sum(kind != "known" for kind in KINDS) / len(KINDS)  # one call each
+    assert 0 < BUDGET < needed
 
 
 def test_asking_for_the_recipe_writes_nothing(tmp_path: Path) -> None:
@@ -39,6 +48,7 @@ def test_its_tasks_are_written_where_it_names_them(tmp_path: Path) -> None:
     assert found.data.val is not None
     train, held_out = load_tasks(found.data.train), load_tasks(found.data.val)
     assert (len(train), len(held_out)) == (TRAIN_TASKS, HELD_OUT_TASKS)
+    assert {t.extra_info["kind"] for t in (*train, *held_out)} == set(KINDS)
     assert {t.extra_info["split"] for t in train} == {"train"}
     assert {t.extra_info["split"] for t in held_out} == {"heldout"}
     assert all(str(path).startswith(str(tmp_path)) for path in (found.data.train, found.data.val))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,7 +105,7 @@ def test_a_frozen_trunk_stays_bit_for_bit_and_is_passed_once_a_prompt() -> None:
 def test_only_the_layers_that_were_named_move(backbone: Any, moved: str) -> None:
     model = tiny_model()
     before = {name: weight.clone() for name, weight in model.named_parameters()}
-    router = learner(model, replace(FAST, backbone=backbone, lr=1e-2, prompts_at_a_time=3))
+    router = learner(model, replace(FAST, backbone=backbone, lr=1e-2, micro_batch_tokens=16))
     router.learn(strata(router, [0, 1, 2, 1]))  # the head begins at zero: the first step moves nothing under it
     router.learn(strata(router, [0, 1, 2, 1]))
     changed = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
@@ -116,9 +117,9 @@ def test_only_the_layers_that_were_named_move(backbone: Any, moved: str) -> None
 
 def test_the_cut_of_prompts_changes_nothing() -> None:
     found = []
-    for size in (1, 3, 64):
+    for size in (1, 16, 16_384):
         model = tiny_model()
-        router = learner(model, replace(FAST, backbone="full", prompts_at_a_time=size, entropy_coef=0.3))
+        router = learner(model, replace(FAST, backbone="full", micro_batch_tokens=size, entropy_coef=0.3))
         for _ in range(3):
             figures = router.learn(strata(router, [0, 1, 2, 1]))
         found.append((figures, [*model.parameters(), *router.head.parameters()]))
@@ -162,6 +163,28 @@ def test_labels_pull_and_mixed_rows_do_not() -> None:
     actions = router.route(PROMPTS, do_sample=False).router_action.tolist()
     assert [actions[0], *actions[2:]] == [2, 1, 2]
     assert figures["router/label_loss"] < 0.3
+
+
+def test_a_warm_start_takes_nothing_from_the_schedule() -> None:
+    router = learner(tiny_model(), replace(FAST, lr_schedule="linear", schedule_steps=2, entropy_final=0.0))
+    for _ in range(5):
+        router.imitate(router.weigh(PROMPTS), [0, 1, 2, 1])
+    assert router.entropy_coef == FAST.entropy_coef
+    fresh = learner(tiny_model(), replace(FAST, lr_schedule="linear", schedule_steps=2))
+    rates = [r.learn(strata(r, [0, 1, 2, 1]))["router/lr"] for r in (router, fresh)]
+    assert rates[0] == rates[1] > 0
+
+
+def test_a_head_of_another_run_is_loaded_whole_or_not_at_all(tmp_path: Path) -> None:
+    taught = learner(tiny_model(), FAST)
+    taught.imitate(taught.weigh(PROMPTS), [0, 1, 2, 1])
+    taught.save(tmp_path, {"multipliers": {"cost": 0.5}})
+    other = learner(tiny_model(), FAST)
+    assert other.load(tmp_path)["multipliers"] == {"cost": 0.5}
+    assert torch.equal(other.head.out.weight, taught.head.out.weight)
+    wide = RouterLearner(tiny_model(), RouterHead(replace(taught.head.settings, hidden=8)), FAST)
+    with pytest.raises(CheckpointError, match="has a router with another head than the run's"):
+        wide.load(tmp_path)
 
 
 def test_a_warm_start_learns_labels_alone() -> None:

@@ -62,6 +62,9 @@ class ToldModel:
     def save(self, folder: Any, facts: dict[str, Any]) -> None:
         raise NotImplementedError
 
+    def load(self, folder: Any) -> dict[str, Any]:
+        return {"multipliers": {"cost": 0.7, "gone": 2.0}}
+
     def state_dict(self) -> dict[str, Any]:
         return {"told": len(self.lessons)}
 
@@ -253,6 +256,21 @@ def test_labels_reach_the_lessons_and_mixed_ones_do_not() -> None:
     assert metrics["router/mixed_share"] == pytest.approx(1 / 3)
     assert metrics["router/label_agreement"] == pytest.approx(0.3)
     assert target_of(labelled[2]) == "MIXED"
+
+
+def test_what_was_saved_beside_a_model_brings_its_prices_along() -> None:
+    made = router(model := ToldModel(), warm_start_epochs=1, tasks=tasks(1, router_target_action="ANSWER"))
+    made.load("anywhere")
+    assert made.budgets.prices == {"cost": 0.7}
+    made.decide(tasks(1), 3, 0)
+    assert model.imitated == []  # it has learned already
+
+
+def test_a_warm_start_asks_for_each_prompt_once() -> None:
+    made = router(model := ToldModel(), warm_start_epochs=3, tasks=tasks(5, router_target_action="ANSWER"))
+    made.warm_start()
+    assert sum(map(len, model.asked)) == 5
+    assert sum(map(len, model.imitated)) == 15
 
 
 def test_a_warm_start_comes_once_and_before_anything_is_tried() -> None:

@@ -85,7 +85,7 @@ def test_the_mean_cost_is_the_budget_wherever_it_can_be(tables: tuple[np.ndarray
     free = costs <= costs.min(axis=1, keepdims=True)
     rows = np.arange(len(values))
     best = np.where(values == values.max(axis=1, keepdims=True), -costs, -9).argmax(axis=1)
-    tool = np.where(free, -9, values - 1e-6 * np.arange(3)).argmax(axis=1)
+    tool = np.where(free, -9, values - 1e-6 * costs).argmax(axis=1)
     most = np.where(free[rows, best] & ~free.all(axis=1), costs[rows, tool], costs[rows, best]).mean()
     assert np.isclose(spent, np.clip(budget, costs.min(axis=1).mean(), max(most, costs.min(axis=1).mean())), atol=1e-9)
 

@@ -275,3 +275,44 @@ def test_a_sparkline_goes_from_low_to_high_and_stays_in_its_width() -> None:
 @pytest.mark.parametrize(("seconds", "said"), [(4.4, "4s"), (63, "1m03s"), (3720, "1h02m"), (-1, "0s")])
 def test_times_are_said_shortly(seconds: float, said: str) -> None:
     assert say_time(seconds) == said
+
+
+ROUTED = {
+    "score/mean": 0.1,
+    "reward/correct/mean": 0.2,
+    "cost/mean": 0.9,
+    "router/r_task": 0.7,
+    "router/cost/mean": 0.42,
+    "router/cost/budget": 0.4,
+    "router/cost/lambda": 0.85,
+    "router/share/ANSWER": 0.5,
+    "router/share/SEARCH-FAMILY": 0.3,
+    "router/share/CALCULATE-FAMILY": 0.2,
+}
+
+
+def test_of_a_router_the_policy_is_shown_and_not_the_mean_of_all_it_tries() -> None:
+    tracker, out = plain_tracker(every_s=0)
+    tracker.log(1, ROUTED)
+    line = out.getvalue()
+    assert "score 0.700  cost 0.420 of 0.4  λ 0.850" in line
+    assert "answer 50% search 30% calculate 20%" in line
+    assert "correct" not in line
+
+
+def test_a_validation_of_a_routed_run_is_held_against_its_budget() -> None:
+    tracker, out = plain_tracker(every_s=0)
+    tracker.log(1, ROUTED)
+    tracker.log(1, {"eval/score": 0.8, "eval/correct": 0.8, "eval/cost": 0.44})
+    assert "validation  score 0.800  correct 80.0%  cost 0.440 of 0.4" in out.getvalue()
+
+
+def test_the_live_display_has_a_bar_of_routes() -> None:
+    console = screen_console()
+    tracker = ConsoleTracker(10, title="t", console=console)
+    tracker.log(1, ROUTED)
+    tracker.close()
+    drawn = text_on(console)
+    assert "answer 50%  search 30%  calculate 20%" in drawn
+    assert "0.420 of 0.4" in drawn
+    assert "λ" in drawn

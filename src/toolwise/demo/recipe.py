@@ -10,7 +10,7 @@ from toolwise.demo.tasks import write_rows
 TRAIN_TASKS, HELD_OUT_TASKS = 4000, 240
 KINDS = ("known", "lookup", "arithmetic")
 """What one route can settle. Two-step questions need both families in turn, and so have no route."""
-BUDGET = 0.4
+BUDGET = 0.5
 """Calls a question, on average. Two of three questions need one, so the router has to choose whom to disappoint."""
 
 
@@ -37,13 +37,15 @@ def demo_settings(out: Path, seed: int) -> dict[str, object]:
             "wording": "silent",
             "hidden": 64,
             "lr": 3e-3,
+            "lr_schedule": "cosine",
+            "min_lr_ratio": 0.1,
             "epochs": 4,
-            "entropy_coef": 0.3,
-            "entropy_final": 0.1,
-            "budgets": [{"limit": BUDGET, "rate": 0.3, "proportional": 1.0}],
+            "entropy_coef": 0.2,
+            "entropy_final": 0.05,
+            "budgets": [{"limit": BUDGET, "rate": 0.2, "proportional": 0.5}],
         },
         "validation": {"every": 5},
-        "trainer": {"total_steps": 60, "save_every": 5},
+        "trainer": {"total_steps": 70, "save_every": 5},
     }
 
 

@@ -74,6 +74,7 @@ def router_settings(config: RunConfig) -> RouterSettings:
         label_coef=router.label_coef,
         backbone=router.backbone,
         top_layers=router.top_layers,
+        micro_batch_tokens=config.actor.micro_batch_tokens,
     )
 
 

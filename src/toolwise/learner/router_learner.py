@@ -50,8 +50,8 @@ class RouterSettings(OptimizerSettings):
     label_coef: float = 0.0
     backbone: Literal["frozen", "top", "full"] = "frozen"
     top_layers: int = 1
-    prompts_at_a_time: int = 64
-    """Whose activations are kept for the backward pass, where the trunk learns too."""
+    micro_batch_tokens: int = 16_384
+    """Tokens of prompts in memory at a time; with their activations, where the trunk learns too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,8 @@ class RouterLearner:
 
     def _encode(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         s = self.head.settings
-        return prompt_features(self.model, prompts, pool=s.pool, layers=s.layers)
+        most = self.settings.micro_batch_tokens
+        return prompt_features(self.model, prompts, pool=s.pool, layers=s.layers, max_tokens=most)
 
     @torch.no_grad()
     def weigh(self, prompts: Sequence[Sequence[int]], multipliers: Sequence[float] = ()) -> list[Weighed]:
@@ -162,7 +163,7 @@ class RouterLearner:
         if self.trunk:
             self.optimizer.adopt_weights()  # the actor's own update has moved them
         sums: dict[str, float] = {}
-        for part in batch.parts(self.settings.prompts_at_a_time if self.trunk else len(batch.lessons)):
+        for part in batch.parts(self._prompts_at_a_time(batch) if self.trunk else len(batch.lessons)):
             with self._others_frozen():
                 loss, figures = self._loss(part, batch, multipliers, only_labels)
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -173,6 +174,10 @@ class RouterLearner:
         if self.trunk:
             self.moved()
         return sums | norms
+
+    def _prompts_at_a_time(self, batch: RouterBatch) -> int:
+        longest = max(len(lesson.weighed.memory[0]) for lesson in batch.lessons)
+        return max(1, self.settings.micro_batch_tokens // max(1, longest))
 
     def _loss(
         self, part: RouterBatch, whole: RouterBatch, multipliers: Sequence[float], only_labels: bool

@@ -43,9 +43,11 @@ class LocalPolicy:
         on_change: OnChange = "append",
         engine: Literal["toolwise", "transformers"] | Generator = "toolwise",
         deterministic: bool = False,
+        cache_mb: int | None = None,
     ) -> None:
         """`engine` "transformers" takes any model, in batches that end together; `deterministic` makes what "toolwise"
-        gives a request the same to the bit whatever else runs. Any other generator must draw from `model`'s weights."""
+        gives a request the same to the bit whatever else runs, `cache_mb` is the size of its cache. Any other generator
+        must draw from `model`'s weights."""
         self.model = model
         self.chat = chat
         self.sampling = replace(sampling, stop_token_ids=sampling.stop_token_ids or (chat.end_id,))
@@ -54,7 +56,7 @@ class LocalPolicy:
         self.vocabulary = int(getattr(model.config, "vocab_size", 0)) or 1 << 30
         self.max_batch = max_batch
         self.engine: Generator = (
-            _engine(engine, model, chat, max_batch, deterministic) if isinstance(engine, str) else engine
+            _engine(engine, model, chat, max_batch, deterministic, cache_mb) if isinstance(engine, str) else engine
         )
         room = (getattr(model.config, "max_position_embeddings", 0), getattr(self.engine, "max_context", 0))
         self.max_context = min((int(tokens) for tokens in room if tokens), default=1 << 30)
@@ -107,9 +109,13 @@ class LocalPolicy:
             self.engine.close()
 
 
-def _engine(name: str, model: Any, chat: ChatTokenizer, max_batch: int, deterministic: bool) -> Engine | Batches:
+def _engine(
+    name: str, model: Any, chat: ChatTokenizer, max_batch: int, deterministic: bool, cache_mb: int | None
+) -> Engine | Batches:
     if name == "toolwise" and can_attend(model):
-        return Engine(model, max_requests=max_batch, deterministic=deterministic, decode=chat.decode)
+        return Engine(
+            model, memory_mb=cache_mb, max_requests=max_batch, deterministic=deterministic, decode=chat.decode
+        )
     if name == "toolwise":
         log.warning("%s cannot run in the engine: generating with transformers", type(model).__name__)
     return Batches(model, chat.pad_id, max_batch)

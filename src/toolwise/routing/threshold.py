@@ -72,7 +72,8 @@ def _steps(values: Floats, costs: Floats) -> Moves:
     rows = np.arange(len(values))
     free = costs <= costs.min(axis=1, keepdims=True)
     others = np.where(free, -np.inf, values)
-    tool = others.argmax(axis=1)
+    # Of equals the cheapest, as `choose` has it.
+    tool = np.where(others == others.max(axis=1, keepdims=True), -costs, -np.inf).argmax(axis=1)
     slope = others[rows, tool] - values[rows, hull.first]
     last = rows[np.isfinite(slope) & (slope <= 0)]  # the rest reach a tool on their hull
     return Moves(

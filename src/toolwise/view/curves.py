@@ -115,7 +115,7 @@ def _draw_measure(axes: Any, run: RunFolder, palette: Palette) -> None:
     name = _measure(run) or "score"
     training, label = run.series(*_training_names(name)), "training"
     if run.series(POLICY_REWARD)[0]:  # all rollouts of a routed run are more than its policy would take
-        training, label = run.series(POLICY_REWARD), "training: reward of the policy"
+        training, label = run.series(POLICY_REWARD), "training reward"
     _draw_series(axes, training, run.series(f"eval/{name}"), palette.after, label)
     title(axes, _words(name), palette)
     finish_steps(axes, palette, share=name == "correct")

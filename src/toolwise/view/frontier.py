@@ -63,14 +63,24 @@ def render_frontier(frontier: Frontier, palette: Palette = LIGHT) -> bytes:
         if name == "router":
             axes.plot(xs, ys, "o", color=colour, markersize=5, zorder=4)
             axes.fill_between(xs, *_band(points), color=colour, alpha=0.13, linewidth=0, zorder=1)
-    for name, point in frontier["fixed"].items():
-        at = (point["cost"]["value"], point["score"]["value"])
-        axes.plot(*at, "o", color=palette.cost, markersize=6, zorder=5)
-        axes.annotate(name.lower(), at, xytext=(7, -11), textcoords="offset points", fontsize=9, color=palette.muted)
+    _draw_fixed(axes, frontier["fixed"], palette)
     axes.set_xlabel("calls a question", color=palette.muted, fontsize=9.5)
     title(axes, f"score against cost, {frontier['rows']} held-out questions × {frontier['draws']} draws", palette)
     legend(axes, palette)
     return png(figure)
+
+
+def _draw_fixed(axes: Any, fixed: Mapping[str, Mapping[str, Any]], palette: Palette) -> None:
+    """A dot each; of two that lie together the upper one has its name above it."""
+    known: list[tuple[float, float]] = []
+    for name, point in sorted(fixed.items(), key=lambda item: float(item[1]["score"]["value"])):
+        at = (float(point["cost"]["value"]), float(point["score"]["value"]))
+        close = any(abs(at[0] - x) < 0.2 and abs(at[1] - y) < 0.03 for x, y in known)
+        known.append(at)
+        axes.plot(*at, "o", color=palette.cost, markersize=6, zorder=5)
+        offset = (9, 6 if close else -12)
+        axes.annotate(name.lower(), at, xytext=offset, textcoords="offset points", fontsize=9, color=palette.muted)
+    axes.margins(x=0.09)
 
 
 _LABELS = {

@@ -42,10 +42,10 @@ def render_thinking(run: RunFolder, palette: Palette = LIGHT) -> bytes | None:
         drawn.append(_draw_worth)
     if _success_by_tokens(run)[0]:
         drawn.append(_draw_success)
-    if prices_of(run):
-        drawn.append(_draw_prices)
     if not drawn:
         return None
+    if prices_of(run):
+        drawn.append(_draw_prices)
     figure = new_figure(palette, (1200, 520))
     grid = figure.add_gridspec(1, len(drawn), left=0.05, right=0.98, top=0.78, bottom=0.14, wspace=0.25)
     for column, draw in enumerate(drawn):

@@ -36,16 +36,22 @@ def test_two_steps_of_training_pass_the_canary(
     assert stand_in.asked.count("collective_rpc") == 4  # alike, the model's own, and after each update
 
 
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [({"ignores_weights": True}, "keeps the output head"), ({"ignores_after": 2}, "disagree on the log-probs")],
+    ids=["from the beginning", "after the first update"],
+)
 def test_weights_that_do_not_arrive_stop_the_run(
-    tmp_path: Path, cli: Cli, make_config: MakeConfig, stand_in: Any
+    tmp_path: Path, cli: Cli, make_config: MakeConfig, stand_in: Any, fault: dict[str, Any], told: str
 ) -> None:
-    """The weights are the server's own, so that all is well until the first update."""
-    stand_in.ignores_weights = True
+    """Found before the first rollout, or by the canary."""
+    for name, value in fault.items():
+        setattr(stand_in, name, value)
     rollout = {"engine": "vllm", "vllm": {"base_url": stand_in.url}, "n": 4, "max_new_tokens": 32}
     settings = {"rollout": rollout, "algorithm": {"zero_std_groups": "keep"}, "validation": {"before": False}}
     ended = cli("train", make_config(tmp_path, settings), "--out", tmp_path / "run")
     assert ended.status == 2
-    assert "keeps the output head" in ended.err
+    assert told in ended.err
 
 
 def test_a_server_is_refused_before_any_weight_is_sent(stand_in: Any, loaded: Any) -> None:

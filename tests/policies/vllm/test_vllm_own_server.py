@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -93,7 +94,12 @@ def test_it_ends_when_whoever_started_it_is_killed(tmp_path: Path) -> None:
         "os.kill(os.getpid(), 9)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", starter, *command(tmp_path)], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", starter, *command(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=os.environ | {"TMPDIR": str(tmp_path)},  # what a killed process cannot remove
     )
     assert done.returncode == -9
     wait_until_gone(json.loads(done.stdout)["pids"])

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ class WeightsFolder:
             raise PolicyError(f"rollout.vllm.weights_dir: {fault}") from fault
         self.path.chmod(0o755)  # a server under another account reads here too
         self._written: list[Path] = []
+        self._remove = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
     def write(self, model: Any, state: Mapping[str, torch.Tensor] | None = None) -> Path:
         """`state` takes the place of the model's own."""
@@ -47,7 +49,7 @@ class WeightsFolder:
             shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
+        self._remove()
 
 
 @torch.no_grad()

@@ -88,11 +88,10 @@ def _show(figures: dict[str, Any], model: str) -> None:
     from rich.table import Table
 
     parts = {"all": figures, **figures["by_kind"]}
-    names = [name for name in figures if name != "by_kind"]
     table = Table(title=model, caption="one rollout a task")
-    for column in ("tasks", *names):
+    for column in ("tasks", *parts):  # a router reports more figures than fit side by side
         table.add_column(column, justify="left" if column == "tasks" else "right")
-    for kind, part in parts.items():
-        found = [part.get(name, "") for name in names]
-        table.add_row(kind, *(f"{value:.3f}" if isinstance(value, float) else str(value) for value in found))
+    for name in (name for name in figures if name != "by_kind"):
+        found = [part.get(name, "") for part in parts.values()]
+        table.add_row(name, *(f"{value:.3f}" if isinstance(value, float) else str(value) for value in found))
     Console().print(table)

@@ -42,7 +42,7 @@ def demo_settings(out: Path, seed: int) -> dict[str, object]:
             "epochs": 4,
             "entropy_coef": 0.2,
             "entropy_final": 0.05,
-            "budgets": [{"limit": BUDGET, "rate": 0.2, "proportional": 0.5}],
+            "budgets": [{"limit": BUDGET, "rate": 0.3, "proportional": 0.5}],
         },
         "validation": {"every": 5},
         "trainer": {"total_steps": 70, "save_every": 5},

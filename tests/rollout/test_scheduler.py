@@ -316,7 +316,8 @@ def told(rollout: Rollout) -> Any:
 
 def real_rollouts(*, lock_step: bool, temperature: float = 1.0) -> list[Rollout]:
     model, chat = loaded()
-    policy = LocalPolicy(model, chat, Sampling(max_new_tokens=24, temperature=temperature))
+    # A run that is `deterministic` has both: who is in a batch with whom is a matter of time otherwise.
+    policy = LocalPolicy(model, chat, Sampling(max_new_tokens=24, temperature=temperature), deterministic=lock_step)
     scheduler = RolloutScheduler(policy, build_tools(["calculator"]), max_episode_steps=3, lock_step=lock_step)
     tasks = [Task(task_id=f"t{i}", prompt=[Message(role="user", content=f"What is {i} + 17?")]) for i in range(4)]
     return run(scheduler.roll_out(DirectRouter(3).decide(tasks, 3, 0)))

@@ -59,6 +59,7 @@ class ToolEnv(BaseEnv):
         # Those that the agent can see and not call: a route that leaves the prompt as it was.
         self._forbidden = frozenset(forbidden)
         self.tool_timeout_s = tool_timeout_s
+        self._late = f"took longer than {tool_timeout_s:g} s"
         self.max_result_chars = max_result_chars
         self.gates = gates if gates is not None else {}
         self._instances: dict[str, str] = {}
@@ -147,11 +148,15 @@ class ToolEnv(BaseEnv):
         if problems:
             return CallOutcome(f"error: {'; '.join(problems)}", failure="bad_arguments")
         kwargs = self._kwargs(call.name, "execute_kwargs")
-        late = TimeoutError(f"took longer than {self.tool_timeout_s:g} s")
+        late, gate = TimeoutError(self._late), self.gates.get(call.name, OPEN)
         try:
-            async with self.gates.get(call.name, OPEN):
+            if gate.limit is not None:
+                await gate.enter()
+            try:
                 work = tool.execute(self._instances[call.name], call.arguments, **kwargs)
                 text, reward, info = await end_within(self.tool_timeout_s, work, late)
+            finally:
+                gate.leave()
             failure = "tool_error" if info.get("ok") is False else None
             return CallOutcome(self._shorten(text), as_reward(reward), failure, info)
         except Exception as fault:  # a tool's fault is the model's to read and ours to count
@@ -170,7 +175,7 @@ class ToolEnv(BaseEnv):
         return self.task.tools_kwargs.get(name, {}).get(which) or {}
 
     async def _within_deadline(self, work: Coroutine[Any, Any, T]) -> T:
-        return await end_within(self.tool_timeout_s, work, TimeoutError(f"took longer than {self.tool_timeout_s:g} s"))
+        return await end_within(self.tool_timeout_s, work, TimeoutError(self._late))
 
     def _shorten(self, text: str) -> str:
         text = text.encode("utf-8", "replace").decode()  # half a character is no text, and no tokenizer takes it

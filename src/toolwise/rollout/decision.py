@@ -29,8 +29,9 @@ class Decision(NamedTuple):
             raise ValueError(f"a raw output of type {type(raw).__name__}; give a string or None")
         if logprobs is not None and not isinstance(logprobs, dict):
             raise ValueError(f"log-probs of type {type(logprobs).__name__}; give a TokenLogprobs or None")
-        for key in ("prompt_ids", "token_ids"):
-            count_tokens(logprobs, key)  # where that fails, it is here that it can still be told whose fault it is
+        if logprobs is not None:
+            for key in ("prompt_ids", "token_ids"):
+                count_tokens(logprobs, key)  # where that fails, it is here that it can still be told whose fault it is
         given = action.get("tool_calls") or ()
         calls = [call if isinstance(call, ToolCall) else ToolCall.model_validate(call) for call in given]
         if action["type"] == "tool_call" and not calls:  # one call may be told by its name and arguments alone

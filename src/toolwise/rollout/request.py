@@ -190,7 +190,8 @@ class AsyncRolloutRequest:
         try:
             if self._session is None:
                 self._session = self._open_session()
-            await self._place.take(self.limits.model)
+            if self.limits.model.limit is not None:  # asked here and not there: a coroutine a turn is worth the words
+                await self._place.take(self.limits.model)
             try:
                 answer = await self._session.get_action(Prefix(self.messages), specs)
             finally:
@@ -225,7 +226,8 @@ class AsyncRolloutRequest:
         interacting = env.phase_of(action) == "interaction"
         self._enter(RequestState.INTERACTING if interacting else RequestState.TOOL_CALLING)
         move = action if env.structured_actions else action.get("content") or ""
-        await self._place.take(self.limits.env)
+        if self.limits.env.limit is not None:
+            await self._place.take(self.limits.env)
         try:
             observation, reward, env_done, info = await env.step(move)
         finally:

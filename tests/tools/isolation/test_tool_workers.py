@@ -20,14 +20,14 @@ import os
 def echo(x: int = 0) -> int:
     return x
 def scribble(frame: str) -> str:
-    for descriptor in range(3, 64):
+    for descriptor in range(3, 4096):
         try: os.write(descriptor, bytes.fromhex(frame))
         except OSError: pass
     return ""
 def order() -> list[str]:
     return list({str(i) for i in range(100)})
 def close() -> str:
-    os.closerange(3, 64)
+    os.closerange(3, 4096)
     return ""
 NOT_A_TOOL = 3
 """

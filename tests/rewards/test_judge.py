@@ -45,14 +45,23 @@ class Server:
                     outer.headers.append(dict(self.headers))
                     behave = outer.behaviours.pop(0) if len(outer.behaviours) > 1 else outer.behaviours[0]
                     outer.at_once += 1
+                    self.inside = 1
                     outer.most_at_once = max(outer.most_at_once, outer.at_once)
                 try:
                     behave(self)
                 except OSError:  # the client has gone
                     pass
                 finally:
-                    with outer.lock:
-                        outer.at_once -= 1
+                    self.leave()
+
+            def send_response(self, code: int, message: str | None = None) -> None:
+                self.leave()  # before whoever waits can hear of it, and ask the next question
+                super().send_response(code, message)
+
+            def leave(self) -> None:
+                with outer.lock:
+                    outer.at_once -= self.inside
+                    self.inside = 0
 
             def log_message(self, format: str, *args: Any) -> None:
                 pass

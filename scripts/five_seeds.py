@@ -1,4 +1,4 @@
-"""Run the demo with several seeds, one after the other, and draw their curves: what docs/results.md shows.
+"""Run the demo with several seeds and draw their curves: what docs/results.md shows.
 
 python scripts/five_seeds.py --out runs/seeds --picture docs/images/seeds.png
 """
@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from toolwise.view.curves import draw_seeds
@@ -20,37 +21,44 @@ COLUMNS = (
 )
 
 
+def demo(seed: int, folder: Path) -> str:
+    """One run, and its line of the table."""
+    command = [sys.executable, "-m", "toolwise", "demo", "--seed", str(seed), "--out", str(folder)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    summary = json.loads((folder / "summary.json").read_text())
+    frontier = json.loads((folder / "frontier.json").read_text())
+    trained, tools = frontier["fixed"]["router, as trained"], frontier["fixed"]["ALL-TOOLS"]
+    before, after = summary["before"], summary["after"]
+    cells = [
+        str(seed),
+        f"{before['correct']:.3f}",
+        f"{after['correct']:.3f}",
+        f"{after['correct'] - before['correct']:+.3f}",
+        f"{before['cost']:.2f}",
+        f"{after['cost']:.2f}",
+        f"{trained['cost']['value']:.2f}",
+        f"{frontier['as_trained']['gap_closed']['value']:.0%}",
+        f"{tools['score']['value']:.2f} for {tools['cost']['value']:.2f}",
+        f"{summary['seconds']:.0f}",
+        f"{summary['peak_rss_mb']:.0f} MB",
+        f"{os.getloadavg()[0]:.1f}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--picture", type=Path, required=True)
+    parser.add_argument("--jobs", type=int, default=1, help="seeds at once; 1 where seconds are to mean something")
     args = parser.parse_args()
     folders = [args.out / f"seed-{seed}" for seed in range(args.seeds)]
     print(f"| {' | '.join(COLUMNS)} |")
     print("|---" * len(COLUMNS) + "|")
-    for seed, folder in enumerate(folders):
-        command = [sys.executable, "-m", "toolwise", "demo", "--seed", str(seed), "--out", str(folder)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        summary = json.loads((folder / "summary.json").read_text())
-        frontier = json.loads((folder / "frontier.json").read_text())
-        trained, tools = frontier["fixed"]["router, as trained"], frontier["fixed"]["ALL-TOOLS"]
-        before, after = summary["before"], summary["after"]
-        cells = [
-            str(seed),
-            f"{before['correct']:.3f}",
-            f"{after['correct']:.3f}",
-            f"{after['correct'] - before['correct']:+.3f}",
-            f"{before['cost']:.2f}",
-            f"{after['cost']:.2f}",
-            f"{trained['cost']['value']:.2f}",
-            f"{frontier['as_trained']['gap_closed']['value']:.0%}",
-            f"{tools['score']['value']:.2f} for {tools['cost']['value']:.2f}",
-            f"{summary['seconds']:.0f}",
-            f"{summary['peak_rss_mb']:.0f} MB",
-            f"{os.getloadavg()[0]:.1f}",
-        ]
-        print(f"| {' | '.join(cells)} |", flush=True)
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for line in pool.map(demo, range(args.seeds), folders):
+            print(line, flush=True)
     draw_seeds(folders, args.picture)
 
 

@@ -1,7 +1,8 @@
 """Attention over packed rows: each segment of a micro-batch attends to its path and, causally, to itself.
 
 Stands under transformers' attention interface as "toolwise_tree", for as long as `tree_attention` is open. Keys and
-values of a shared path are gathered from where they were computed, so that autograd adds up what all its readers ask.
+values of a shared path are gathered from where they were computed, so that autograd adds up what all its readers ask;
+on a GPU they are read where they stand (`branches.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import embedding, scaled_dot_product_attention, softmax
 
 from toolwise.errors import ModelError
+from toolwise.learner.branches import MOST_PARTS, Part, attend_in_parts, parts_of
 from toolwise.learner.packing import Segment
 
 NAME = "toolwise_tree"
@@ -40,6 +42,8 @@ class Layout:
     query_ends: Tensor
     key_ends: Tensor
     """Cumulative lengths from 0, int32."""
+    parts: tuple[Part, ...] | None = None
+    """The same for kernels that attend to shared paths without gathering them; None where nothing can."""
     keep_gathered: bool = False
     """Whether the backward pass finds the gathered keys in memory; it gathers them again otherwise."""
     calls: int = 0
@@ -54,7 +58,17 @@ class Layout:
         if any(segment.path for segment in segments):
             spans = [span for s in segments for span in (*s.path, (s.start, s.stop))]
             gathered = torch.cat([torch.arange(*span) for span in spans]).to(device)
-        return cls(queries, keys, gathered, _ends(queries, device), _ends(keys, device), keep_gathered)
+        deepest = max((len(segment.path) for segment in segments), default=0)
+        in_parts = torch.device(device).type == "cuda" and 0 < deepest < MOST_PARTS
+        return cls(
+            queries,
+            keys,
+            gathered,
+            _ends(queries, device),
+            _ends(keys, device),
+            parts_of(segments, device) if in_parts else None,
+            keep_gathered,
+        )
 
     def mask(self, queries: int, keys: int, window: int | None, like: Tensor) -> Tensor:
         """[queries, keys], 0 where a query sees a key and -inf where not; the last query sees the last key.
@@ -119,8 +133,11 @@ def attend(
     how = _How(query.shape[-1] ** -0.5 if scaling is None else scaling, dropout, sliding_window, softcap)
     # Tokens first: what is gathered is then one piece of memory a token.
     query, key, value = (states[0].transpose(0, 1) for states in _in_one_precision(query, key, value))
+    fits = _fits_kernel(query, how)
+    if fits and layout.parts is not None and how.window is None:
+        return attend_in_parts(query, key, value, layout.parts, how.scale)[None], None
     with _gathered(key, value, layout) as (key, value):
-        attended = _in_one_kernel if _fits_kernel(query, how) else _segment_by_segment
+        attended = _in_one_kernel if fits else _segment_by_segment
         out = attended(query, key, value, layout, how)
     return out[None], None
 

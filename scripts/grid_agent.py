@@ -21,11 +21,11 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "examples")]
 
 from grid_world import MOVES, Cell, GridEnv, grid_of  # noqa: E402
 
-WORLD: dict[str, Any] = {"layout": 4, "size": 6, "walls": 0.2, "goals": 4, "least_distance": 4, "strict": False}
-TURNS = 24
-GUIDED = 0.15
+WORLD: dict[str, Any] = {"layout": 4, "size": 6, "walls": 0.2, "goals": 4, "least_distance": 5, "strict": False}
+TURNS = 36
+GUIDED = 0.25
 """The share of taught moves that lead nearer to the goal; the others are drawn blindly."""
-REPEATED = 24
+REPEATED = 12
 """Taught walks an episode."""
 HELD_OUT = 5
 """No walk begins at every fifth pair of start and goal."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from toolwise.placing import place_paths
 from toolwise.router_config import RouterConfig
@@ -54,6 +54,23 @@ class VllmConfig(Section):
     """Of one request, or of one step of a weight transfer."""
 
 
+class GrammarConfig(Section):
+    """What every turn of a rollout must follow, one of these: pip install 'toolwise[grammar]'. What is drawn so is not
+    what the model would have drawn, which training does not correct for: docs/engine.md."""
+
+    json_schema: Path | None = None
+    regex: str = ""
+    lark: Path | None = None
+    tool_calls: bool = False
+    """Anything, but a tool call has a tool's name and arguments as its schema says; for the parsers hermes and qwen."""
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> GrammarConfig:
+        if sum(map(bool, (self.json_schema, self.regex, self.lark, self.tool_calls))) > 1:
+            raise ValueError("a turn follows one grammar: give json_schema, regex, lark or tool_calls")
+        return self
+
+
 class RolloutConfig(Section):
     n: PositiveInt = 8
     """Rollouts a task: the group that advantages are compared within."""
@@ -68,6 +85,7 @@ class RolloutConfig(Section):
     tool_parser: Literal["auto", "hermes", "qwen", "llama3", "mistral", "rlla", "action", "openai", "none"] = "hermes"
     """How calls are read from what the model writes. "auto" goes by the chat template, else by each text; "openai"
     leaves it to the server; "none" leaves text as it is (RLLA: nothing executes)."""
+    grammar: GrammarConfig = GrammarConfig()
     on_template_change: Literal["append", "fork"] = "append"
     """Where a template would write earlier turns otherwise (drop thoughts): go on after what was sampled, one row a
     rollout; or begin a new row as the template has it."""

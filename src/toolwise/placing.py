@@ -69,6 +69,8 @@ _PLACES: dict[str, Place] = {
     "data.val": _path,
     "model.path": _folder_that_is_there,
     "rollout.vllm.weights_dir": _path,
+    "rollout.grammar.json_schema": _path,
+    "rollout.grammar.lark": _path,
     "critic.path": _folder_that_is_there,
     "tools.*": _tool,
     "router.labels": _path,

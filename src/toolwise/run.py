@@ -196,8 +196,12 @@ def local_policy(config: RunConfig, path: str) -> LocalPolicy:
 
     folder = locate(path)
     settle_threads(config)  # not before now: a fault in the input is told without waiting for torch
+    from toolwise.engine.grammar import grammar_of
     from toolwise.policies.local import LocalPolicy
 
+    grammar = grammar_of(config.rollout.grammar)
+    if grammar is not None and config.rollout.engine != "toolwise":
+        raise ConfigError(f'rollout.grammar needs rollout.engine = "toolwise", given "{config.rollout.engine}"')
     model, chat = load_model(path, device=config.model.device, dtype=config.model.dtype)
     if model.device.type == "cpu" and config.model.dtype == "bfloat16":
         raise ConfigError("model.dtype is bfloat16 on a CPU: many cannot multiply it, some crash; use float32")
@@ -217,6 +221,7 @@ def local_policy(config: RunConfig, path: str) -> LocalPolicy:
         engine=engine,
         deterministic=config.deterministic,
         cache_mb=rollout.cache_mb,
+        grammar=grammar,
     )
 
 

@@ -33,6 +33,7 @@ EXTRAS = {
     "worlds": "textworld-express>=1.1 scienceworld>=1.2 gymnasium>=1.0",
     "peft": "peft>=0.17",
     "gguf": "gguf>=0.10",
+    "grammar": "llguidance>=1.9",
     "tensorboard": "tensorboard>=2.18",
     "wandb": "wandb>=0.19",
 }

@@ -71,11 +71,14 @@ def _tasks(config: RunConfig, data: Path | None) -> list[Task]:
 def _policy(
     config: RunConfig, kind: PolicyKind, model: str, base_url: str, api_key_env: str, script: Path | None
 ) -> AgentPolicy:
+    from toolwise.config import GrammarConfig
     from toolwise.errors import ConfigError
     from toolwise.run import local_policy, sampling_of
 
     if kind is PolicyKind.LOCAL:
         return local_policy(config, model or config.model.path)
+    if config.rollout.grammar != GrammarConfig():
+        raise ConfigError(f"rollout.grammar is for --policy local: {kind.value} cannot be held to it")
     if kind is PolicyKind.OPENAI:
         from toolwise.policies import OpenAIAgentPolicy
 

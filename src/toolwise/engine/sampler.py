@@ -72,7 +72,7 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """One token a row and its log-prob after temperature; `allowed`: tokens that may be drawn, a row each."""
     logprobs = torch.log_softmax(_tempered(logits, [s.temperature for s in samplings]), dim=-1)
-    drawable = logprobs if allowed is None else logprobs.masked_fill(~allowed, -torch.inf)
+    drawable = logprobs if allowed is None else _kept(logprobs, allowed)
     if not any(s.do_sample for s in samplings):
         tokens = drawable.argmax(-1)
         return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
@@ -87,6 +87,12 @@ def draw(
         greedy = torch.tensor([not s.do_sample for s in samplings], device=logits.device)
         tokens = torch.where(greedy, drawable.argmax(-1), tokens)
     return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
+
+
+def _kept(logprobs: Tensor, allowed: Tensor) -> Tensor:
+    """What may be drawn, up to a factor a row: all that is left may be too unlikely for fp32. Whole rows stay exact."""
+    kept = logprobs.masked_fill(~allowed, -torch.inf)
+    return kept - kept.amax(-1, keepdim=True).masked_fill(allowed.all(-1, keepdim=True), 0.0)
 
 
 def _below(total: Tensor) -> Tensor:
@@ -121,10 +127,10 @@ def _allowed(logits: Tensor, requests: Sequence[Request]) -> Tensor:
         try:
             may = request.logits_mask(request.tokens[request.prompt_length :])
             if may is not None:
-                may = torch.as_tensor(may, dtype=torch.bool, device=logits.device)
+                may = torch.as_tensor(may, dtype=torch.bool)  # where it is: a CPU need not wait for a GPU to look at it
                 if not bool(may.any()):
                     raise PolicyError("it allows no token at all")
-                allowed[row] = may
+                allowed[row] = may.to(logits.device)
         except Exception as fault:  # somebody else's code
             request.fault = PolicyError(f"the logits mask of a request failed: {type(fault).__name__}: {fault}")
     return allowed

@@ -8,8 +8,10 @@ from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 from toolwise.engine import Engine, can_attend
+from toolwise.engine.grammar import Constraint, Grammar, Vocabulary
 from toolwise.errors import ContextFullError, PolicyError
 from toolwise.messages import Message
+from toolwise.policies.calling import calls_grammar
 from toolwise.policies.decoding import Batches
 from toolwise.protocols import Generation, Metrics, Sampling
 from toolwise.rollout.chat import ChatTokenizer
@@ -44,10 +46,12 @@ class LocalPolicy:
         engine: Literal["toolwise", "transformers"] | Generator = "toolwise",
         deterministic: bool = False,
         cache_mb: int | None = None,
+        grammar: Grammar | Literal["tool_calls"] | None = None,
     ) -> None:
         """`engine` "transformers" takes any model, in batches that end together; `deterministic` makes what "toolwise"
         gives a request the same to the bit whatever else runs, `cache_mb` is the size of its cache. Any other generator
-        must draw from `model`'s weights."""
+        must draw from `model`'s weights. `grammar` is what every turn of a session must follow;
+        "tool_calls" holds the calls of a turn to the tools on offer."""
         self.model = model
         self.chat = chat
         self.sampling = replace(sampling, stop_token_ids=sampling.stop_token_ids or (chat.end_id,))
@@ -58,6 +62,9 @@ class LocalPolicy:
         self.engine: Generator = (
             _engine(engine, model, chat, max_batch, deterministic, cache_mb) if isinstance(engine, str) else engine
         )
+        self._grammar = grammar
+        self._grammars = None if grammar is None else self._vocabulary()
+        self.constraint()  # what is wrong with the grammar is told now
         room = (getattr(model.config, "max_position_embeddings", 0), getattr(self.engine, "max_context", 0))
         self.max_context = min((int(tokens) for tokens in room if tokens), default=1 << 30)
 
@@ -69,14 +76,36 @@ class LocalPolicy:
     def version(self, version: int) -> None:
         self.engine.weights_changed(version)
 
-    async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
+    async def generate(
+        self, token_ids: Sequence[int], sampling: Sampling, *, constraint: Constraint | None = None
+    ) -> Generation:
         self._check(token_ids, sampling)
         if len(token_ids) + sampling.max_new_tokens > self.max_context:
             raise ContextFullError(
                 f"a prompt of {len(token_ids)} tokens and {sampling.max_new_tokens} new ones do not fit the model's "
                 f"{self.max_context}: shorten the prompt or lower rollout.max_new_tokens"
             )
-        return await self.engine.generate(token_ids, sampling)
+        if constraint is None:
+            return await self.engine.generate(token_ids, sampling)
+        assert isinstance(self.engine, Engine)
+        return await self.engine.generate(token_ids, sampling, logits_mask=constraint.mask(sampling))
+
+    def constraint(self, tools: Sequence[dict[str, Any]] | None = None) -> Constraint | None:
+        """What a turn with these tools must follow."""
+        grammar = self._grammar
+        if grammar == "tool_calls":
+            grammar = calls_grammar(self.chat.tokenizer, tools) if tools else None
+        return None if grammar is None or self._grammars is None else self._grammars.compile(grammar)
+
+    def _vocabulary(self) -> Vocabulary:
+        if not isinstance(self.engine, Engine):
+            raise PolicyError(
+                f"a grammar needs our own engine, and {type(self.engine).__name__} generates: leave it out, or "
+                'set rollout.engine = "toolwise" with a model that it can run'
+            )
+        if self._grammar == "tool_calls" and self.parse is not PARSERS["hermes"]:
+            raise PolicyError('a grammar of tool calls is for the form of hermes: set rollout.tool_parser = "hermes"')
+        return Vocabulary(self.chat.tokenizer, self.vocabulary)
 
     def _check(self, token_ids: Sequence[int], sampling: Sampling) -> None:
         """Refuse alone what would bring down the whole batch it is in."""
@@ -145,7 +174,9 @@ class LocalSession:
         prompt = self.tokens.prompt(observation, available_tools_specs)
         # A seed of its own for each turn: positions begin anew with each generation.
         sampling = replace(self.sampling, seed=(self.sampling.seed * 1_000_003 + self._turn) & 0x7FFF_FFFF_FFFF_FFFF)
-        result = await self.policy.generate(prompt, sampling)
+        constraint = self.policy.constraint(available_tools_specs)
+        held = {} if constraint is None else {"constraint": constraint}
+        result = await self.policy.generate(prompt, sampling, **held)
         stops = sampling.stop_token_ids
         alignment = self.tokens.add(result.token_ids, closed=bool(result.token_ids) and result.token_ids[-1] in stops)
         self._turn += 1

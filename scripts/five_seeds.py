@@ -1,4 +1,5 @@
-"""Run the demo with several seeds and draw their curves: what docs/results.md shows.
+"""Run the demo with several seeds and draw their curves: what docs/results.md shows. Options that
+are not of this script go to `toolwise demo`.
 
 python scripts/five_seeds.py --out runs/seeds --picture docs/images/seeds.png
 """
@@ -11,6 +12,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from toolwise.view.curves import draw_seeds
@@ -21,9 +23,9 @@ COLUMNS = (
 )
 
 
-def demo(seed: int, folder: Path) -> str:
+def demo(more: list[str], seed: int, folder: Path) -> str:
     """One run, and its line of the table."""
-    command = [sys.executable, "-m", "toolwise", "demo", "--seed", str(seed), "--out", str(folder)]
+    command = [sys.executable, "-m", "toolwise", "demo", "--seed", str(seed), "--out", str(folder), *more]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     summary = json.loads((folder / "summary.json").read_text())
     frontier = json.loads((folder / "frontier.json").read_text())
@@ -52,12 +54,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--picture", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=1, help="seeds at once; 1 where seconds are to mean something")
-    args = parser.parse_args()
+    args, more = parser.parse_known_args()
     folders = [args.out / f"seed-{seed}" for seed in range(args.seeds)]
     print(f"| {' | '.join(COLUMNS)} |")
     print("|---" * len(COLUMNS) + "|")
     with ThreadPoolExecutor(args.jobs) as pool:
-        for line in pool.map(demo, range(args.seeds), folders):
+        for line in pool.map(partial(demo, more), range(args.seeds), folders):
             print(line, flush=True)
     draw_seeds(folders, args.picture)
 

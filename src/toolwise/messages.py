@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, MutableSequence, Sequence
+from itertools import islice
 from typing import Any, Generic, Literal, TypeVar, overload
 
 from pydantic import BaseModel, ConfigDict, Field, model_serializer, model_validator
@@ -145,8 +146,7 @@ class Prefix(Sequence[T], Generic[T]):
         return self._items[index % self._length]
 
     def __iter__(self) -> Iterator[T]:
-        for i in range(self._length):
-            yield self._items[i]
+        return islice(self._items, self._length)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Prefix) and other._items is self._items:

@@ -121,7 +121,7 @@ def test_a_model_that_attends_otherwise_is_refused_in_one_line() -> None:
 
 
 def test_the_counters_count() -> None:
-    engine = counted(tiny("llama"))
+    engine = counted(tiny("llama"), fused=False)
     generate_all(engine, [random_ids(10, 1)], [Sampling(max_new_tokens=5)])
     assert engine.metrics() == {
         "engine/prefilled_tokens": 10.0,

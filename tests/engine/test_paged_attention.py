@@ -122,3 +122,14 @@ def test_which_models_can_be_run() -> None:
     windowed = tiny("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=0)
     assert not can_attend(windowed)
     assert not can_attend(object())
+
+
+def test_the_last_to_leave_puts_the_models_own_way_back() -> None:
+    config = SimpleNamespace(_attn_implementation="sdpa")
+    one, two = paged_attention(config), paged_attention(config)
+    one.__enter__()
+    two.__enter__()
+    one.__exit__(None, None, None)
+    assert config._attn_implementation == "toolwise_paged", "another engine is still inside"
+    two.__exit__(None, None, None)
+    assert config._attn_implementation == "sdpa"

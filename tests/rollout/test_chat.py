@@ -362,3 +362,14 @@ def test_a_template_that_fails_is_refused_with_its_own_words() -> None:
 def test_a_tokenizer_without_a_pad_token_pads_with_its_end() -> None:
     assert chatml().pad_id == chatml().end_id
     assert shipped().pad_id != shipped().end_id
+
+
+def test_what_is_encoded_again_is_the_callers_own() -> None:
+    chat = ChatTokenizer(chatml().tokenizer)
+    first = chat.encode("the same words")
+    first.append(0)
+    assert chat.encode("the same words") == first[:-1]
+    for number in range(200):
+        chat.encode(f"others {number}")
+    assert len(chat._encoded) <= 64
+    assert chat.encode("the same words") == first[:-1]

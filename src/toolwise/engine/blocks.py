@@ -27,6 +27,7 @@ class Node:
         self.keys: list[Key] = []
         """The children's keys in order: those with most in common are neighbours."""
         self.refs = 0
+        """Leases that end here, and children that are held: whoever holds a node holds all above it."""
         self.hidden: Any = None
         """What the model made of the last token, where somebody asked: whoever ends here need not run it again."""
 
@@ -83,8 +84,8 @@ class Blocks:
             hidden = last.hidden if last is not None and held % self.size == len(last.tokens) % self.size else None
             if hidden is None:
                 path, source, held = self._match(tokens, end - 1)
-        for node in path:
-            self._hold(node)
+        if path:
+            self._hold(path[-1])
         lease = Lease(path, [], [node.block for node in path], held, hidden)
         if source is not None:
             block = self._take(protect=source)
@@ -105,6 +106,8 @@ class Blocks:
     def extend(self, lease: Lease, length: int) -> bool:
         """Room for `length` tokens, or nothing at all and False."""
         missing = self.needed(length) - len(lease.table)
+        if missing <= 0:
+            return True
         if missing > self.available:
             return False
         for _ in range(missing):
@@ -120,19 +123,24 @@ class Blocks:
         if not self.share:
             return
         limit = held if share_up_to is None else min(held, share_up_to)
-        parent = lease.path[-1] if lease.path else self._root
-        while (len(lease.path) + 1) * self.size <= limit:
-            start = len(lease.path) * self.size
-            key = tuple(tokens[start : start + self.size])
-            block, node = lease.own.pop(0), parent.children.get(key)
+        path, size = lease.path, self.size
+        before, full = len(path), limit // size
+        if full <= before:
+            return
+        parent = held_before = path[-1] if path else self._root
+        blocks, lease.own = lease.own[: full - before], lease.own[full - before :]
+        for place, block in zip(range(before, full), blocks, strict=True):
+            key = tuple(tokens[place * size : (place + 1) * size])
+            node = parent.children.get(key)
             if node is None:
                 node = self._insert(parent, key, block)
             else:  # somebody computed the same meanwhile: one of the two is enough
-                lease.table[len(lease.path)] = node.block
+                lease.table[place] = node.block
                 self._give_back(block)
-            self._hold(node)
-            lease.path.append(node)
+            path.append(node)
             parent = node
+        self._hold(parent)
+        self._let_go(held_before)
 
     def freeze(self, lease: Lease, tokens: Sequence[int], hidden: Any) -> None:
         """Make `tokens`, all computed, an end to go on from, for others as well: its last block is copied."""
@@ -147,25 +155,21 @@ class Blocks:
             block = self._free.pop()
             self._copy(lease.table[len(tokens) // self.size], block)
             self._insert(parent, key, block).hidden = hidden
-            self._idle[parent.children[key]] = None
-            self._cached += 1
 
     def close(self, lease: Lease, tokens: Sequence[int], hidden: Any = None, *, keep: bool = True) -> None:
         """Give everything back. What is in the tree stays there as a cache, the last block too where `keep`."""
-        kept: list[Node] = []
         if keep and self.share and not self.whole:
             parent, key = self._end_of(lease, tokens[: lease.held])
             if key and key not in parent.children and lease.own:
-                kept = [self._insert(parent, key, lease.own.pop(0))]
-                kept[0].refs = 1
+                self._insert(parent, key, lease.own.pop(0))
             if hidden is not None:
                 end = parent.children.get(key) if key else parent
                 if end is not None:
                     end.hidden = hidden
         for block in lease.own:
             self._give_back(block)
-        for node in reversed([*lease.path, *kept]):
-            self._let_go(node)
+        if lease.path:
+            self._let_go(lease.path[-1])
         lease.path, lease.own, lease.table, lease.held, lease.hidden = [], [], [], 0, None
 
     def clear(self) -> None:
@@ -178,11 +182,12 @@ class Blocks:
         """Every block is in one place, and every node knows how many hold it; raises AssertionError otherwise."""
         nodes, held, own = list(self._nodes()), Counter[int](), []
         for lease in leases:
-            held.update(id(node) for node in lease.path)
+            held.update(id(node) for node in lease.path[-1:])
             own += lease.own
             assert lease.table == [node.block for node in lease.path] + lease.own, "a table does not say what is held"
         places = [*self._free, *own, *(node.block for node in nodes)]
         assert sorted(places) == list(range(self.count)), "a block is lost, or is in two places"
+        held.update(id(node.parent) for node in nodes if node.refs)
         assert all(node.refs == held[id(node)] for node in nodes), "a node does not know how many hold it"
         assert self._cached == sum(not node.refs for node in nodes), "cached blocks are miscounted"
         assert set(self._idle) == {n for n in nodes if not n.refs and not n.children}, "a leaf is not up for eviction"
@@ -209,7 +214,8 @@ class Blocks:
         """The nodes of the full blocks of `tokens[:end]`. Whoever comes next often begins like the one before."""
         size, (known, walked) = self.size, self._walked
         full = min(end // size, len(walked))
-        path = walked[:full] if full and known[: full * size] == tokens[: full * size] else []
+        alike = full > 0 and (known is tokens or known[: full * size] == tokens[: full * size])
+        path = walked[:full] if alike else []
         node = path[-1] if path else self._root
         while (len(path) + 1) * size <= end:
             found = node.children.get(tuple(tokens[len(path) * size : (len(path) + 1) * size]))
@@ -227,26 +233,36 @@ class Blocks:
         return parent, tuple(tokens[full * self.size :])
 
     def _insert(self, parent: Node, key: Key, block: int) -> Node:
+        """A leaf that nobody holds yet."""
         node = Node(parent, key, block)
         parent.children[key] = node
-        insort(parent.keys, key)
+        if parent.keys:
+            insort(parent.keys, key)
+        else:
+            parent.keys.append(key)
         self._idle.pop(parent, None)
+        self._idle[node] = None
+        self._cached += 1
         return node
 
     def _hold(self, node: Node) -> None:
-        if not node.refs and node in self._idle:
-            del self._idle[node]
+        while node.parent is not None:
+            node.refs += 1
+            if node.refs > 1:
+                return
+            self._idle.pop(node, None)
             self._cached -= 1
-        elif not node.refs and node.children:
-            self._cached -= 1
-        node.refs += 1
+            node = node.parent
 
     def _let_go(self, node: Node) -> None:
-        node.refs -= 1
-        if not node.refs:
+        while node.parent is not None:
+            node.refs -= 1
+            if node.refs:
+                return
             self._cached += 1
             if not node.children:
                 self._idle[node] = None
+            node = node.parent
 
     def _take(self, protect: Node | None = None) -> int | None:
         if not self._free:

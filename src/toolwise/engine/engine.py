@@ -21,8 +21,10 @@ from torch import Tensor
 
 from toolwise.engine.attention import can_attend
 from toolwise.engine.blocks import Blocks
+from toolwise.engine.dense import DenseRunner
 from toolwise.engine.fused import FusedRunner, can_fuse
-from toolwise.engine.graphs import MOST_STEPS, AheadDecoder
+from toolwise.engine.graphs import MOST_STEPS
+from toolwise.engine.lean import fits
 from toolwise.engine.request import LogitsMask, Request, Scored
 from toolwise.engine.results import Decode, Results
 from toolwise.engine.runner import Runner
@@ -57,7 +59,8 @@ class Engine:
     ) -> None:
         """`blocks` or `memory_mb` is the size of the cache, a share of what is free where neither is given;
         `deterministic` makes a result the same to the bit whatever else runs; `decode` turns tokens into text, for
-        stop strings; `fused` takes the way of kernels, which a GPU that has them for this model takes by itself."""
+        stop strings; `fused` takes the way of kernels, which a GPU that has them for this model takes by itself, and
+        False the model's stock forward throughout, where a CPU would decode many steps at a time."""
         if not can_attend(model):
             raise ModelError(
                 f"{type(model).__name__} does not attend through transformers' attention interface as plain causal "
@@ -65,7 +68,6 @@ class Engine:
             )
         config = model.get_decoder().config
         max_batch_tokens = max_batch_tokens or _batch_tokens(model)
-        fused = can_fuse(model) if fused is None else fused
         self.model = model
         self.max_context = int(getattr(config, "max_position_embeddings", 0)) or 1 << 30
         self.vocabulary = int(config.vocab_size)
@@ -74,11 +76,13 @@ class Engine:
         self.linger_s = 0.001
         fixed_rows = FIXED_ROWS if deterministic else None
         head = head_of(model, fixed_rows)
-        self.runner = (
-            FusedRunner(model, block_size, head, max_requests=max_requests, max_context=self.max_context)
-            if fused and not deterministic
-            else Runner(model, block_size, fixed_rows=fixed_rows)
-        )
+        self.runner: Runner
+        if deterministic or fused is False:
+            self.runner = Runner(model, block_size, fixed_rows=fixed_rows)
+        elif fused or can_fuse(model):
+            self.runner = FusedRunner(model, block_size, head, max_requests=max_requests, max_context=self.max_context)
+        else:
+            self.runner = DenseRunner(model, block_size, head) if fits(model) else Runner(model, block_size)
         count = blocks or min(
             max(1, self.runner.blocks_for(memory_mb)), max_requests * -(-self.max_context // block_size)
         )
@@ -94,6 +98,8 @@ class Engine:
         self._news: deque[Callable[[], None]] = deque()
         """What the engine's thread is to do before its next step: take requests in, let them go, forget."""
         self._finished: list[Request] = []
+        self._known_prompt: list[int] = []
+        """The last one that was found to be of this model's tokens."""
         self._lock = threading.Lock()
         self._working = False
         # A thread of its own: tools that hang in the loop's shared ones must not keep the model from working.
@@ -192,17 +198,20 @@ class Engine:
         return self.runner.run(plan, self.scheduler.pieces)
 
     def _decode_ahead(self, plan: Plan) -> list[Request] | None:
-        """Many steps at once, where all that is to do is to decode, and there are kernels and room for it."""
-        if not isinstance(self.runner, FusedRunner) or not plan or not all(map(AheadDecoder.suits, plan)):
+        """Many steps at once, where all that is to do is to decode, and there is a way and room for it."""
+        runner = self.runner
+        if not isinstance(runner, FusedRunner | DenseRunner) or not plan or not all(map(runner.suits, plan)):
             return None
         left = {r: r.sampling.max_new_tokens - r.sampled for r in plan}
         steps = min(MOST_STEPS_IN_A_QUEUE if self.scheduler.waiting else MOST_STEPS, max(left.values()))
+        if isinstance(runner, DenseRunner) and not runner.has_room(list(plan)):
+            return None
         for request, most in left.items():
             assert request.lease is not None
             if not self.blocks.extend(request.lease, request.held + min(steps, most)):
                 return None
         self._prepare()
-        tokens, logprobs = self.runner.decode_ahead(list(plan), steps)
+        tokens, logprobs = runner.decode_ahead(list(plan), steps, lambda: bool(self._news))
         return self.results.take_ahead(list(plan), tokens, logprobs, self.version)
 
     def _prepare(self) -> None:
@@ -299,10 +308,12 @@ class Engine:
         ids = list(prompt_ids)
         if not ids:
             raise PolicyError("a prompt of no tokens: give at least one message, or prompt_ids that are not empty")
-        if not 0 <= min(ids) <= max(ids) < self.vocabulary:
-            raise PolicyError(
-                f"prompt_ids name tokens outside the model's {self.vocabulary}: are they another model's?"
-            )
+        if ids != self._known_prompt:  # the others of a group ask with the same
+            if not 0 <= min(ids) <= max(ids) < self.vocabulary:
+                raise PolicyError(
+                    f"prompt_ids name tokens outside the model's {self.vocabulary}: are they another model's?"
+                )
+            self._known_prompt = ids.copy()
         length = len(ids) + more
         if length > self.max_context:
             raise ContextFullError(

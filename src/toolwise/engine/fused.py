@@ -60,8 +60,12 @@ class FusedRunner(Runner):
             )  # fmt: skip
         return states[inputs.wanted]
 
-    def decode_ahead(self, requests: Sequence[Request], steps: int) -> tuple[list[list[int]], list[list[float]]]:
-        """Tokens and log-probs of each request, `steps` at most; room for them must be there."""
+    suits = staticmethod(AheadDecoder.suits)
+
+    def decode_ahead(
+        self, requests: Sequence[Request], steps: int, interrupted: Callable[[], bool] | None = None
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Tokens and log-probs of each request, `steps` at most; room for them must be there. Nothing interrupts it."""
         fused, cache = self._ready()
         if self._ahead is None:
             columns = -(-self.max_context // self.block_size)

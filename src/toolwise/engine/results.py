@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -55,7 +56,7 @@ class Results:
             request.logprobs.extend(figures)
             request.versions.extend([version] * len(new))
             request.stopped = new[-1] in request.sampling.stop_token_ids
-            if any(figure != figure for figure in figures):
+            if math.isnan(sum(figures)):
                 request.fault = sampler.NotANumberError()
             self.blocks.commit(request.lease, request.tokens, held)
         return [r for r in requests if r.fault is not None or self._done(r)]

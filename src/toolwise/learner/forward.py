@@ -1,7 +1,7 @@
 """The forward pass of the learner: a packed micro-batch through the model, and log-probs of its sampled tokens.
 
 Each token goes through the trunk once, whoever shares it. Logits exist for tokens that predict a sampled one, a chunk
-at a time, and are computed again in the backward pass.
+at a time, and are computed again in the backward pass where they are large.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from toolwise.learner.logits import drawn, head_of
 from toolwise.learner.packing import Packed
 
 CHUNK_TOKENS = 1024
+SMALL_BYTES = 1 << 24
+"""Of all logits of a micro-batch: so few are kept for the backward pass, since making them again takes time."""
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -104,13 +106,17 @@ def token_logprobs(
         return drawn(head(states), of, targets, temperature)
 
     states = hidden[packed.predictors]
+    small = len(states) * model.get_decoder().config.vocab_size * 4 <= SMALL_BYTES
     found: list[tuple[Tensor, Tensor]] = []
     done = 0
     for start in range(0, len(packed.predicted), chunk_tokens):
         here = slice(done, done + sum(packed.predicted[start : start + chunk_tokens]))
         few = states[start : start + chunk_tokens]
         of, targets = packed.predicted_by[here] - start, packed.target[here]
-        found.append(checkpoint(of_chunk, few, of, targets, use_reentrant=False, preserve_rng_state=False))
+        if small:
+            found.append(of_chunk(few, of, targets))
+        else:
+            found.append(checkpoint(of_chunk, few, of, targets, use_reentrant=False, preserve_rng_state=False))
         done = here.stop
     if not found:
         return hidden.new_zeros(0, dtype=torch.float32), hidden.new_zeros(0, dtype=torch.float32)

@@ -1,6 +1,6 @@
 """From hidden states to log-probs: the head of a causal language model, and what a token drawn from it was worth.
 
-Works on a chunk of tokens at a time; `forward` cuts the chunks and has them computed again in the backward pass.
+Works on a chunk of tokens at a time; `forward` cuts the chunks.
 """
 
 from __future__ import annotations
@@ -46,27 +46,28 @@ class _Drawn(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, of: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         x = logits.float() if logits.dtype.itemsize < 4 else logits
         logp = torch.log_softmax(x if temperature == 1.0 else x / temperature, dim=-1)
-        entropy = -torch.linalg.vecdot(logp.exp(), logp)
-        ctx.save_for_backward(logp, entropy, of, targets)
+        p = logp.exp()
+        entropy = -torch.linalg.vecdot(p, logp)
+        ctx.save_for_backward(p, entropy, of, targets)
         ctx.temperature, ctx.dtype = temperature, logits.dtype
         ctx.set_materialize_grads(False)
         return logp[of, targets], entropy[of]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
-        logp, entropy, of, targets = ctx.saved_tensors
+        p, entropy, of, targets = ctx.saved_tensors
         to_logprob, to_entropy = (None if g is None else g / ctx.temperature for g in grads)
         if to_logprob is None and to_entropy is None:
             return None, None, None, None
         by_row = torch.zeros_like(entropy)
         if to_logprob is not None:
             by_row.index_add_(0, of, to_logprob)
-        grad = logp.exp()
         if to_entropy is None:
-            grad.mul_(-by_row[:, None])
+            grad = p * -by_row[:, None]
         else:
             of_row = torch.zeros_like(entropy).index_add_(0, of, to_entropy)
-            grad.mul_((logp + entropy[:, None]).mul_(of_row[:, None]).add_(by_row[:, None]).neg_())
+            logp = p.clamp(min=torch.finfo(p.dtype).tiny).log_()  # a token that cannot come adds nothing
+            grad = (logp + entropy[:, None]).mul_(of_row[:, None]).add_(by_row[:, None]).neg_().mul_(p)
         if to_logprob is not None:
             grad.index_put_((of, targets), to_logprob, accumulate=True)
         return grad.to(ctx.dtype), None, None, None

@@ -79,6 +79,7 @@ class LocalPolicy:
     async def generate(
         self, token_ids: Sequence[int], sampling: Sampling, *, constraint: Constraint | None = None
     ) -> Generation:
+        token_ids = list(token_ids)  # gone through several times from here on, which a prefix of a buffer makes slow
         self._check(token_ids, sampling)
         if len(token_ids) + sampling.max_new_tokens > self.max_context:
             raise ContextFullError(

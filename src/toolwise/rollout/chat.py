@@ -27,6 +27,7 @@ _CALLING = [
     Message(role="assistant", content="", tool_calls=[ToolCall(id="call_0", name="tool", arguments={"x": 1})]),
     Message(role="tool", content="result", tool_call_id="call_0", name="tool"),
 ]
+REMEMBERED = 64
 _CLOCK = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 
 
@@ -53,6 +54,8 @@ class ChatTokenizer:
         self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.end_id
         self._now = now or datetime.now()
         self._templates: dict[str, str] = {}
+        self._encoded: dict[str, list[int]] = {}
+        """The last few texts: all rollouts of a group begin with the same."""
         self._nine_letter_ids = False
         self._check()
 
@@ -107,7 +110,13 @@ class ChatTokenizer:
         return text
 
     def encode(self, text: str) -> list[int]:
-        return self.controls.encode(text, self.end_text)
+        found = self._encoded.get(text)
+        if found is None:
+            found = self.controls.encode(text, self.end_text)
+            if len(self._encoded) >= REMEMBERED:
+                self._encoded.clear()
+            self._encoded[text] = found
+        return found.copy()
 
     def decode(self, token_ids: Sequence[int], stop_ids: Sequence[int] = ()) -> str:
         """The text of sampled tokens, tags kept, without the token that ended the turn."""

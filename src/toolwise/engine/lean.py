@@ -1,0 +1,124 @@
+"""One forward pass of a Llama, Qwen2 or Qwen3 on a CPU, a token a row, in as few calls as its own parameters allow.
+
+The stock forward takes several times as long for a small model as what it computes. `fits` says which models these
+are; anything else goes the stock way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Linear
+from torch.nn.functional import embedding, linear, rms_norm, silu
+
+from toolwise.engine.kernels.llama import FAMILIES, STEADY_ROPES
+
+Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+"""(layer, query [rows, heads, size], key, value, scale) -> [rows, heads * size]"""
+Rope = tuple[Tensor, Tensor]
+"""cos and sin of each row's position, [rows, 1, size]; sin with the sign that rotating takes."""
+
+
+def fits(model: Any) -> bool:
+    """Whether its layers are what `Lean` computes: in fp32, rope by the position alone, plain projections."""
+    weight = model.get_input_embeddings().weight
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or type(model).__name__ not in FAMILIES:
+        return False
+    trunk = model.get_decoder()
+    kinds = set(getattr(trunk.config, "layer_types", None) or ("full_attention",))
+    parts = [part for layer in trunk.layers for part in (*layer.self_attn.children(), *layer.mlp.children())]
+    plain = all(type(part) is Linear for part in parts if hasattr(part, "in_features"))
+    activated = trunk.config.hidden_act == "silu"
+    return plain and activated and kinds == {"full_attention"} and trunk.rotary_emb.rope_type in STEADY_ROPES
+
+
+def rope_rows(trunk: Any, begins: np.ndarray[Any, Any], steps: int) -> list[Rope]:
+    """Of each step, a position further."""
+    positions = torch.from_numpy(begins + np.arange(steps)[:, None])
+    cos, sin = trunk.rotary_emb(trunk.embed_tokens.weight, positions)
+    sin[..., : sin.shape[-1] // 2].neg_()
+    return list(zip(cos.unsqueeze(2), sin.unsqueeze(2), strict=True))
+
+
+class Lean:
+    """The parameters of a model as they are now, for the steps of one call: looking them up takes time too."""
+
+    def __init__(self, trunk: Any) -> None:
+        self.embeddings, self.norm = trunk.embed_tokens.weight, _norm(trunk.norm)
+        self.layers = [_Layer.of(layer) for layer in trunk.layers]
+
+    def forward(self, ids: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        """[rows, width] for the head, from a token a row."""
+        states = embedding(ids, self.embeddings)
+        for number, layer in enumerate(self.layers):
+            normed = _normed(states, layer.before_attention)
+            query, key, value = (linear(normed, *part).view(len(ids), -1, layer.size) for part in layer.projections)
+            if layer.query_norm is not None and layer.key_norm is not None:
+                query, key = _normed(query, layer.query_norm), _normed(key, layer.key_norm)
+            mixed = attend(number, _turned(query, rope), _turned(key, rope), value, layer.scale)
+            states = states + linear(mixed, *layer.out)
+            normed = _normed(states, layer.before_mlp)
+            states = states + linear(silu(linear(normed, *layer.gate)).mul_(linear(normed, *layer.up)), *layer.down)
+        return _normed(states, self.norm)
+
+
+Norm = tuple[Tensor, float]
+Projection = tuple[Tensor, Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    size: int
+    scale: float
+    projections: tuple[Projection, ...]
+    """Of queries, keys and values."""
+    query_norm: Norm | None
+    key_norm: Norm | None
+    out: Projection
+    before_attention: Norm
+    before_mlp: Norm
+    gate: Projection
+    up: Projection
+    down: Projection
+
+    @classmethod
+    def of(cls, layer: Any) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        headwise = hasattr(attention, "q_norm")
+        return cls(
+            size=attention.head_dim,
+            scale=attention.scaling,
+            projections=tuple(map(_projection, (attention.q_proj, attention.k_proj, attention.v_proj))),
+            query_norm=_norm(attention.q_norm) if headwise else None,
+            key_norm=_norm(attention.k_norm) if headwise else None,
+            out=_projection(attention.o_proj),
+            before_attention=_norm(layer.input_layernorm),
+            before_mlp=_norm(layer.post_attention_layernorm),
+            gate=_projection(mlp.gate_proj),
+            up=_projection(mlp.up_proj),
+            down=_projection(mlp.down_proj),
+        )
+
+
+def _norm(module: Any) -> Norm:
+    return module.weight, module.variance_epsilon
+
+
+def _projection(module: Any) -> Projection:
+    return module.weight, module.bias
+
+
+def _normed(states: Tensor, norm: Norm) -> Tensor:
+    weight, epsilon = norm
+    return rms_norm(states, weight.shape, weight, epsilon)
+
+
+def _turned(states: Tensor, rope: Rope) -> Tensor:
+    """Halves swapped, where stock code also turns the sign of one: here it is sin's."""
+    cos, sin = rope
+    return torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, -1), sin)

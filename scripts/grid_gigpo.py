@@ -37,7 +37,7 @@ TUNING_SEEDS = [100, 101, 102]
 PAIRED_SEEDS = list(range(10))
 OTHER_SEEDS = [0, 1, 2]
 STEPS, TASKS, ROLLOUTS = 90, 4, 8
-LONGER = 120
+LONGER = 60
 """Steps of the runs with a critic, and of those that hold a KL."""
 WANTED = 0.9
 OMEGA = 0.2
@@ -72,7 +72,7 @@ def sweep_jobs() -> list[Job]:
 
 def paired_jobs(best: dict[str, float]) -> list[Job]:
     return [
-        Job(f"paired-{estimator}-{seed}", "paired", estimator, seed, lr)
+        Job(f"paired-{estimator}-{seed}", "paired", estimator, seed, lr, stop_early=True)
         for seed in PAIRED_SEEDS
         for estimator, lr in best.items()
     ]

@@ -38,18 +38,10 @@ ROLLOUTS = 6
 ROUTER: dict[str, Any] = {
     "enable": True,
     "train_actor": False,
-    "routes": "stratified",
-    "hidden": 64,
-    "lr": 3e-3,
-    "lr_schedule": "cosine",
-    "min_lr_ratio": 0.1,
-    "entropy_coef": 0.3,
-    "entropy_final": 0.03,
     "wording": "silent",
-    "hard": True,
     "usage": "executed",
 }
-BUDGET = {"rate": 0.1, "proportional": 1.0}
+"""Everything else is as `[router]` has it."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +113,7 @@ def settings_of(job: Job, out: Path, scale: Scale, steps: int) -> dict[str, Any]
             "kwargs": {"price_per_call": 0.0},
             "sandbox": {"tier": "off"},
         },
-        "router": {**ROUTER, **job.router, "budgets": [{"limit": job.budget, **BUDGET, **job.dual}]},
+        "router": {**ROUTER, **job.router, "budgets": [{"limit": job.budget, **job.dual}]},
         "trainer": {"total_steps": steps, "console": False},
     }
 
@@ -206,7 +198,7 @@ def train(job: Job, out: Path, scale: Scale, steps: int) -> None:
         if step + 1 == steps:
             break
     prompts = [run.router.prompt_of(task) for task in held_out]
-    weighed = run.router.model.weigh(prompts, run.router.multipliers)
+    weighed = run.router.model.weigh(prompts, run.router.multipliers, settled=True)
     lines.append(
         {
             "done": True,
@@ -223,7 +215,7 @@ def train(job: Job, out: Path, scale: Scale, steps: int) -> None:
 
 
 def _assembled(job: Job, out: Path, scale: Scale, steps: int) -> tuple[Any, list[Any]]:
-    """The run; each prompt of a task passes the frozen trunk once in the whole experiment."""
+    """The run; each prompt of a task is rendered and passes the frozen trunk once in the whole of it."""
     from toolwise.data import load_tasks
     from toolwise.learner.router_features import prompt_features
     from toolwise.run import assemble
@@ -233,7 +225,9 @@ def _assembled(job: Job, out: Path, scale: Scale, steps: int) -> tuple[Any, list
     learner = run.learner.router
     assert learner is not None
     known: dict[tuple[int, ...], Any] = {}
-    prompts = [tuple(run.router.prompt_of(task)) for task in (*run.batches.tasks, *held_out)]  # type: ignore[union-attr]
+    rendered = {task.task_id: tuple(run.router.prompt_of(task)) for task in (*run.batches.tasks, *held_out)}  # type: ignore[union-attr]
+    run.router.prompt_of = lambda task: rendered[task.task_id]
+    prompts = list(rendered.values())
     import torch
 
     with torch.no_grad():

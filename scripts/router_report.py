@@ -83,34 +83,37 @@ def vars_of(found: Any) -> dict[str, float]:
     return {"value": found.value, "low": found.low, "high": found.high}
 
 
-def classified(out: Path, config: Any, outcomes: Any) -> Any:
-    """The log-probs of a classifier that was given the kinds of the training tasks, on the features the head sees."""
+def classified(out: Path, config: Any, outcomes: Any) -> dict[str, Any]:
+    """The log-probs of classifiers on the features that the head sees: by labels, and told the kinds."""
     import torch
 
     from toolwise.data import load_tasks
-    from toolwise.frontier.classifier import fit_classifier
-    from toolwise.frontier.evaluating import KIND_TARGETS
+    from toolwise.frontier.outcomes import CLASSIFIER, TOLD_THE_KINDS
+    from toolwise.frontier.rivals import learned_from, targets_by_kinds, targets_by_labels
     from toolwise.learner.router_building import original_prompt
     from toolwise.learner.router_features import prompt_features
     from toolwise.models import load_model
+    from toolwise.routing.actions import MIXED, RouteAction
     from toolwise.tools.catalog import build_tools
 
     model, chat = load_model(config.model.path, device="cpu")
     tools = build_tools(list(config.tools))
+    tasks = {split: load_tasks(out / "tasks" / f"{split}.jsonl") for split in ("train", "heldout")}
     found = {}
-    for split in ("train", "heldout"):
-        tasks = load_tasks(out / "tasks" / f"{split}.jsonl")
+    for split, given in tasks.items():
         with torch.no_grad():
-            features = prompt_features(model, [original_prompt(chat, task, tools) for task in tasks])
-        found[split] = (tasks, features.double().numpy())
-    routes = list(ALLOWED)
-    wanted = [KIND_TARGETS[task.extra_info["kind"]] for task in found["train"][0]]
-    labels = [routes.index(target) if target in routes else None for target in wanted]
-    values = np.empty((len(outcomes.row_ids), len(routes)))
-    values[in_order(out, outcomes)] = fit_classifier(found["train"][1], labels, len(routes)).log_probs(
-        found["heldout"][1]
-    )
-    return values
+            features = prompt_features(model, [original_prompt(chat, task, tools) for task in given])
+        found[split] = features.double().numpy()
+    told = {CLASSIFIER: targets_by_labels(tasks["train"], tools), TOLD_THE_KINDS: targets_by_kinds(tasks["train"])}
+    # Also told that no one route serves a MIXED question: the best that labels of kinds can do.
+    told["kinds, MIXED answered"] = [
+        RouteAction.ANSWER if target == MIXED else target for target in told[TOLD_THE_KINDS]
+    ]
+    words = {}
+    for name, targets in told.items():
+        words[name] = np.empty((len(outcomes.row_ids), len(ALLOWED)))
+        words[name][in_order(out, outcomes)] = learned_from(found["train"], targets, found["heldout"])
+    return words
 
 
 def ahead_of_classifier(run: dict[str, Any], values: Any, outcomes: Any, weights: Any) -> dict[str, float]:
@@ -125,13 +128,49 @@ def ahead_of_classifier(run: dict[str, Any], values: Any, outcomes: Any, weights
     return vars_of(estimate(weights @ ((run["probs"] * scores).sum(axis=1) - theirs)))
 
 
+def by_budget(runs: Sequence[dict[str, Any]], rivals: Sequence[str]) -> list[list[str]]:
+    """The runs that keep to a budget, a line each budget, as docs/results.md has them."""
+    head = ["B", "held-out cost, a seed each", "within 10 %", "deviation of a step's cost, last quarter", "score"]
+    head += ["random", "oracle", "of the gap", *(f"less *{name}*" for name in rivals)]
+    rows = [head, ["---"] * len(head)]
+    kept = [run for run in runs if run["name"].startswith("budget-")]
+    for budget in sorted({run["budget"] for run in kept}):
+        some = [run for run in kept if run["budget"] == budget]
+        near = sum(abs(run["cost"] - budget) <= 0.1 * budget for run in some)
+        aheads = [[run["ahead"][name] for run in some] for name in rivals]
+        rows.append(
+            [
+                f"{budget:g}",
+                " ".join(f"{run['cost']:.3f}" for run in some),
+                f"{near} of {len(some)}",
+                _span([run["step std"] for run in some]),
+                *(f"{np.mean([run[what] for run in some]):.3f}" for what in ("score", "random", "oracle")),
+                _span([run["closed"]["value"] for run in some], ".1%"),
+                *(
+                    f"{_span([a['value'] for a in each], '+.3f')}, "
+                    f"{sum(a['low'] > 0 for a in each)} above 0, {sum(a['high'] < 0 for a in each)} below"
+                    for each in aheads
+                ),
+            ]
+        )
+    return rows
+
+
+def _span(values: Sequence[float], form: str = ".3f") -> str:
+    return f"{min(values):{form}} to {max(values):{form}}"
+
+
+def _ahead(found: dict[str, float] | None) -> str:
+    return f"{found['value']:+.3f} ({found['low']:+.3f} to {found['high']:+.3f})" if found else ""
+
+
 def report(out: Path, jobs: Sequence[Any], config: Any) -> None:
     """OUT/report.md and OUT/report.json."""
     from toolwise.frontier.bootstrap import row_weights
 
     plain = outcomes_of(out, {"calculator": 1.0, "search": 1.0})
     weights = row_weights(len(plain.row_ids), REPLICATES, 0)
-    values = classified(out, config, plain)
+    words = classified(out, config, plain)
     runs = []
     for job in jobs:
         path = out / "runs" / f"{job.name}.jsonl"
@@ -139,7 +178,9 @@ def report(out: Path, jobs: Sequence[Any], config: Any) -> None:
             lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
             runs.append(judged(job, lines, out, weights))
             if job.prices["search"] == 1.0:
-                runs[-1]["ahead"] = ahead_of_classifier(runs[-1], values, plain, weights)
+                runs[-1]["ahead"] = {
+                    name: ahead_of_classifier(runs[-1], values, plain, weights) for name, values in words.items()
+                }
     head = [
         "run",
         "B",
@@ -150,13 +191,13 @@ def report(out: Path, jobs: Sequence[Any], config: Any) -> None:
         "random",
         "oracle",
         "gap closed",
-        "− classifier",
+        *(f"− {name}" for name in words),
         "cost where only cost differs",
         "A / S / C",
     ]
     rows = [head, ["---"] * len(head)]
     for run in runs:
-        closed, ahead = run["closed"], run.get("ahead")
+        closed, ahead = run["closed"], run.get("ahead", {})
         rows.append(
             [
                 run["name"],
@@ -168,13 +209,14 @@ def report(out: Path, jobs: Sequence[Any], config: Any) -> None:
                 f"{run['random']:.3f}",
                 f"{run['oracle']:.3f}",
                 f"{closed['value']:.0%} ({closed['low']:.0%} to {closed['high']:.0%})",
-                f"{ahead['value']:+.3f} ({ahead['low']:+.3f} to {ahead['high']:+.3f})" if ahead else "",
+                *(_ahead(ahead.get(name)) for name in words),
                 f"{run['tied cost']:.3f}",
                 " / ".join(f"{share:.2f}" for share in run["shares"].values()),
             ]
         )
         del run["probs"]
-    text = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    tables = (by_budget(runs, list(words)), rows)
+    text = "\n\n".join("\n".join(f"| {' | '.join(row)} |" for row in table) for table in tables)
     told = {name: weights[0] @ plain.over_draws("scores")[:, i] for i, name in enumerate(ALLOWED)}
     paid = {name: weights[0] @ plain.over_draws("costs")[:, i] for i, name in enumerate(ALLOWED)}
     always = "; ".join(f"always {name}: {told[name]:.3f} at {paid[name]:.3f}" for name in ALLOWED)

@@ -17,7 +17,7 @@ from toolwise import api
 from toolwise.cli import app
 from toolwise.config import RunConfig, load_config
 from toolwise.data import load_tasks
-from toolwise.frontier.evaluating import classifier_values
+from toolwise.frontier.rivals import rivals
 from toolwise.routed.loading import load_routing
 from toolwise.routing.learned import LearnedRouter, target_of
 from toolwise.routing.usage import usage_of_text
@@ -102,8 +102,8 @@ def test_the_whole_way(folder: Path) -> None:
     assert all(line["actor/updates"] == 1 and line["router/updates"] == 1 for line in steps)
     check_evaluation(folder, result)
     routing = load_routing(folder / "run")
-    word = classifier_values(routing, None, load_tasks(folder / "rlla/test.parquet"))  # the labels are the run's own
-    assert word.values.shape == (4, 3)
+    words, _ = rivals(routing, None, load_tasks(folder / "rlla/test.parquet"))  # the labels are the run's own
+    assert {name: word.values.shape for name, word in words.items()} == {"classifier": (4, 3)}
 
 
 def check_labels(tasks: Sequence[Task], steps: Sequence[dict[str, Any]]) -> None:

@@ -19,9 +19,9 @@ class BudgetConfig(Section):
     """"cost", or "search", "calculate", "other" (a family's part of it), or a unit of `prices`."""
     initial: float = Field(default=0.0, ge=0.0)
     """λ at the beginning."""
-    rate: float = Field(default=0.05, ge=0.0)
+    rate: float = Field(default=0.1, ge=0.0)
     """η: what an overspending of 1 adds to λ, a dual step."""
-    proportional: float = Field(default=0.5, ge=0.0)
+    proportional: float = Field(default=1.0, ge=0.0)
     """What it adds while it lasts; 0 is the plain rule."""
     derivative: float = Field(default=0.0, ge=0.0)
     every: PositiveInt = 1
@@ -44,7 +44,7 @@ class RouterConfig(Section):
     top_layers: PositiveInt = 1
     pool: Literal["last", "mean"] = "last"
     """What stands for a prompt: the state of its last token, or the mean of all."""
-    hidden: int = Field(default=0, ge=0)
+    hidden: int = Field(default=64, ge=0)
     """Width of a layer within the head; 0: linear."""
     layers: list[int] = Field(default_factory=lambda: [-1], min_length=1)
     """Whose states, side by side: -1 the last one, 0 the first."""
@@ -52,18 +52,22 @@ class RouterConfig(Section):
     """value: how sharply the better route is preferred where routes are drawn."""
     optimizer: Literal["own", "actor"] = "own"
     """Its own, with what follows, or the actor's with its schedule."""
-    lr: PositiveFloat = 1e-3
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    lr: PositiveFloat = 3e-3
+    lr_schedule: Literal["constant", "linear", "cosine"] = "cosine"
     warmup_steps: int = Field(default=0, ge=0)
-    min_lr_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
+    min_lr_ratio: float = Field(default=0.1, ge=0.0, le=1.0)
     weight_decay: float = Field(default=0.0, ge=0.0)
     max_grad_norm: PositiveFloat = 1.0
     epochs: PositiveInt = 1
     """Optimiser steps a batch; with several, PPO's clip holds them back."""
     clip_ratio: PositiveFloat = 0.2
-    entropy_coef: float = Field(default=0.1, ge=0.0)
+    entropy_coef: float = Field(default=0.3, ge=0.0)
+    """Of the bonus that keeps every route tried, in units of reward: a reward of another scale wants another one."""
     entropy_final: float | None = Field(default=None, ge=0.0)
-    """What the bonus has become by the end of the run; it stays where this is not given."""
+    """What the bonus has become by the end of the run: a tenth where this is not given."""
+    average_last: float = Field(default=0.25, ge=0.0, le=1.0)
+    """The share of the run, at its end, whose heads are averaged into the one that validates and is saved: a head of
+    one step swings about the budget, their mean does not. 0: the last one."""
     label_coef: float = Field(default=0.0, ge=0.0)
     """Weight of the cross-entropy on rows that have a label and are not MIXED."""
     labels: Path | None = None

@@ -112,6 +112,19 @@ def test_a_frontier_is_shown_written_and_stored_and_then_budgets_can_be_kept(run
     assert "route: ANSWER" in after.stdout
 
 
+@pytest.mark.long
+def test_two_processes_make_the_same_pool_as_one(run_folder: Path) -> None:
+    cells = []
+    for jobs in (1, 2):
+        out = run_folder / f"by-{jobs}"
+        told = ("--draws", "2", "--no-store", "--out", out, "--jobs", jobs, "--json", "--otc", run_folder)
+        result = call("eval", run_folder, "--budgets", "0.5", *told)
+        assert result.exit_code == 0, result.output
+        cells.append({name: sorted((out / name).read_text().splitlines()) for name in ("pool.jsonl", "otc.jsonl")})
+        assert {path.name for path in out.iterdir()} == {"pool.jsonl", "otc.jsonl", "frontier.json", "frontier.png"}
+    assert cells[0] == cells[1]
+
+
 def test_another_actor_stands_beside_it(run_folder: Path) -> None:
     out = run_folder / "with-otc"
     result = call(

@@ -74,20 +74,21 @@ def test_a_router_as_trained_is_judged_at_the_cost_it_has() -> None:
         told["gap_closed"].value,
         (own.score.value - told["random"].value) / (told["oracle"].value - told["random"].value),
     )
-    assert np.isclose(told["ahead"].value, own.score.value - told["classifier"].value)
-    assert told["ahead"].low > 0
-    assert abs(told["classifier_cost"].value - own.cost.value) < 0.06
+    assert np.isclose(told["ahead of classifier"].value, own.score.value - told["classifier"].value)
+    assert told["ahead of classifier"].low > 0
+    assert abs(told["classifier, cost"].value - own.cost.value) < 0.06
     silent = RouteValues(knowing().values, samples=False)
     assert compare(world(), {"router": silent}, [0.5], routes=ROUTES, replicates=10).as_trained == {}
 
 
 def test_a_worse_classifier_is_behind_by_a_paired_interval() -> None:
-    routers = {"router": knowing(), "classifier": knowing(noise=3.0)}
+    routers = {"router": knowing(), "classifier": knowing(noise=3.0), "told the kinds": knowing()}
     found = compare(world(), routers, [0.4], routes=ROUTES, replicates=300)
-    ahead = found.ahead[0]
+    [ahead] = found.ahead["classifier"]
     assert 0 < ahead.low <= ahead.value <= ahead.high
-    router, other = (found.curves[name][0].score.value for name in routers)
+    router, other, same = (found.curves[name][0].score.value for name in routers)
     assert np.isclose(ahead.value, router - other)
+    assert found.ahead["told the kinds"][0].value == router - same == 0.0
 
 
 def test_the_shares_of_routes_are_told() -> None:

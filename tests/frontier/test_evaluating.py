@@ -12,16 +12,13 @@ import torch
 
 from toolwise.data import load_tasks
 from toolwise.demo.tasks import write_rows
-from toolwise.errors import ConfigError
-from toolwise.frontier.evaluating import classifier_values, route_values
+from toolwise.frontier.evaluating import route_values
 from toolwise.learner.router_head import HeadSettings, RouterHead, save_head
 from toolwise.models import locate
 from toolwise.routed.loading import load_routing
 from toolwise.routed.routing import Routing
 from toolwise.routing.actions import ROUTES
 from toolwise.types import Task
-
-KINDS = {"known": 0, "lookup": 1, "arithmetic": 2}
 
 
 def folder_of(tmp: Path, mode: str) -> Path:
@@ -43,30 +40,6 @@ def routing(tmp_path_factory: pytest.TempPathFactory) -> Routing:
 
 def rows(tmp_path: Path, count: int, split: str) -> list[Task]:
     return load_tasks(write_rows(tmp_path / f"{split}.jsonl", count, seed=0, split=split))
-
-
-def test_the_classifier_tells_kinds_apart_that_it_was_not_trained_on(routing: Routing, tmp_path: Path) -> None:
-    held_out = rows(tmp_path, 200, "heldout")
-    found = classifier_values(routing, rows(tmp_path, 400, "train"), held_out)
-    assert np.allclose(np.exp(found.values).sum(axis=1), 1)
-    plain = [i for i, task in enumerate(held_out) if task.extra_info["kind"] in KINDS]
-    right = [found.values[i].argmax() == KINDS[held_out[i].extra_info["kind"]] for i in plain]
-    assert np.mean(right) > 0.75
-
-
-def test_labels_of_rows_come_before_kinds(routing: Routing, tmp_path: Path) -> None:
-    train = [
-        task.model_copy(update={"extra_info": {**task.extra_info, "router_target_action": "SEARCH-FAMILY"}})
-        for task in rows(tmp_path, 30, "train")
-    ]
-    found = classifier_values(routing, train, train[:5])
-    assert (found.values.argmax(axis=1) == 1).all()
-
-
-def test_without_labels_and_kinds_there_is_no_classifier(routing: Routing) -> None:
-    task = Task(task_id="t", prompt=[{"role": "user", "content": "?"}])
-    with pytest.raises(ConfigError, match="toolwise data label"):
-        classifier_values(routing, [task], [task])
 
 
 def test_the_heads_word_is_the_same_however_many_are_asked(routing: Routing, tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def test_every_setting_of_its_learning_comes_from_the_configuration() -> None:
         clip_ratio=0.3,
         entropy_coef=0.4,
         entropy_final=0.01,
+        average_last=0.5,
         label_coef=0.6,
         backbone="top",
         top_layers=2,
@@ -62,7 +63,16 @@ def test_every_setting_of_its_learning_comes_from_the_configuration() -> None:
     assert (s.lr, s.lr_schedule, s.warmup_steps, s.min_lr_ratio) == (0.5, "linear", 3, 0.1)
     assert (s.weight_decay, s.max_grad_norm, s.epochs, s.clip) == (0.2, 7.0, 2, 0.3)
     assert (s.entropy_coef, s.entropy_final, s.label_coef) == (0.4, 0.01, 0.6)
-    assert (s.backbone, s.top_layers, s.schedule_steps) == ("top", 2, 100)
+    assert (s.backbone, s.top_layers, s.schedule_steps, s.average_last) == ("top", 2, 100, 0.5)
+    assert router_settings(config(entropy_coef=0.4)).entropy_final == 0.04  # a tenth where nobody says
+
+
+def test_the_defaults_are_the_settings_that_docs_results_reports() -> None:
+    s, given = router_settings(config()), config(budgets=[{"limit": 0.2}]).router
+    assert (s.lr, s.lr_schedule, s.min_lr_ratio, s.average_last) == (3e-3, "cosine", 0.1, 0.25)
+    assert (s.entropy_coef, s.entropy_final) == (0.3, 0.03)
+    assert (given.hidden, given.routes, given.hard) == (64, "stratified", True)
+    assert (given.budgets[0].rate, given.budgets[0].proportional, given.budgets[0].every) == (0.1, 1.0, 1)
 
 
 def test_an_optimizer_of_its_own_or_the_actors() -> None:

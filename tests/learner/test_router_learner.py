@@ -232,6 +232,26 @@ def test_what_was_saved_goes_on_bit_for_bit() -> None:
     assert router.updates == again.updates == 6
 
 
+def test_the_last_heads_are_averaged_into_the_one_that_is_kept(tmp_path: Path) -> None:
+    settings = replace(FAST, schedule_steps=8, average_last=0.25)
+    router, best, heads = learner(settings=settings), [0, 1, 2, 1], []
+    for step in range(8):
+        router.learn(strata(router, best), [float(step)])
+        heads.append(router.head.out.weight.detach().clone())
+        first = router.weigh(PROMPTS)[0].logprobs
+        assert (router.weigh(PROMPTS, settled=True)[0].logprobs == first) == (step < 7)  # the mean of one is that one
+    router.save(tmp_path, {"multipliers": {"cost": 9.0}})
+    kept = learner(settings=settings)
+    assert kept.load(tmp_path)["multipliers"] == {"cost": 6.5}  # λ of the same updates
+    torch.testing.assert_close(kept.head.out.weight, (heads[6] + heads[7]) / 2)
+    assert kept.weigh(PROMPTS)[2].logprobs == router.weigh(PROMPTS, settled=True)[2].logprobs
+    again = learner(settings=replace(settings, schedule_steps=100), seed=9)
+    again.load_state_dict(copy.deepcopy(router.state_dict()))
+    assert again.average.count == 2
+    again.learn(strata(again, best), [1.0])
+    assert again.average.head is None  # given more steps, it has not come to its end
+
+
 def test_a_head_of_another_shape_is_refused() -> None:
     with pytest.raises(CheckpointError, match="another head"):
         learner(hidden=8).load_state_dict(learner(hidden=4).state_dict())

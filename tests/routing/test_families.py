@@ -210,6 +210,24 @@ def test_a_row_is_labelled_by_its_gold_calls(ground_truth: Any, target: Any) -> 
     assert heuristic_target(task) == target
 
 
+@pytest.mark.parametrize(
+    ("plan", "target"),
+    [
+        ([["find", "x"]], RouteAction.SEARCH_FAMILY),
+        ([["find", "x"], ["reckon", "1 + 1"]], MIXED),
+        ([["send"]], MIXED),
+        ([], None),
+        ("find", None),
+        ([["find"], 3], None),
+    ],
+)
+def test_where_the_truth_is_an_answer_a_plan_tells_the_calls(plan: Any, target: Any) -> None:
+    task = rlla_task(("find", "Searches"), ("reckon", "Computes"), ("send", "Sends"), ground_truth="42")
+    assert heuristic_target(task.model_copy(update={"extra_info": {"plan": plan}})) == target
+    told = task.model_copy(update={"extra_info": {"plan": plan}, "ground_truth": gold("reckon")})
+    assert heuristic_target(told) is RouteAction.CALCULATE_FAMILY  # the truth comes first
+
+
 def test_labels_of_tools_change_labels_of_rows() -> None:
     task = rlla_task(("find", "Searches"), ground_truth=gold("find"))
     assert heuristic_target(task, {"find": CALCULATE}) is RouteAction.CALCULATE_FAMILY

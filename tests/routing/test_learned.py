@@ -42,12 +42,16 @@ class ToldModel:
     def __init__(self, probs: Sequence[float] = (0.5, 0.3, 0.2)) -> None:
         self.logprobs = tuple(math.log(p) if p else -math.inf for p in probs)
         self.asked: list[list[Sequence[int]]] = []
+        self.settled: list[bool] = []
         self.lessons: list[list[Lesson]] = []
         self.multipliers: list[Sequence[float]] = []
         self.imitated: list[list[int]] = []
 
-    def weigh(self, prompts: Sequence[Sequence[int]], multipliers: Sequence[float]) -> list[Weighed]:
+    def weigh(
+        self, prompts: Sequence[Sequence[int]], multipliers: Sequence[float], *, settled: bool = False
+    ) -> list[Weighed]:
         self.asked.append(list(prompts))
+        self.settled.append(settled)
         return [Weighed(self.logprobs, tuple(prompt)) for prompt in prompts]
 
     def learn(self, lessons: Sequence[Lesson], multipliers: Sequence[float]) -> dict[str, float]:
@@ -187,6 +191,13 @@ def test_where_nothing_is_learned_each_prompt_gets_one_route_and_is_forgotten() 
     assert sampled.learn(rolled_out(decisions))["router/prompts"] == 0
     greedy = router(evaluate="argmax").decide(tasks(50), 1, 0, explore=False)
     assert {d.route for d in greedy} == {"ANSWER"}
+
+
+def test_the_head_that_will_be_kept_is_asked_where_nothing_is_tried() -> None:
+    made = router(model := ToldModel())
+    made.decide(tasks(2), 6, 0)
+    made.decide(tasks(2), 1, 0, explore=False)
+    assert model.settled == [False, True]
 
 
 def test_stratified_lessons_by_hand() -> None:

@@ -34,12 +34,13 @@ def evaluate(
     store: Annotated[
         bool, typer.Option(help="--budgets: put the thresholds that keep to them into the checkpoint.")
     ] = True,
+    jobs: Annotated[int, typer.Option(min=1, help="--budgets: processes that roll out, a core each.")] = 1,
 ) -> None:
     """Roll out and score, and learn nothing: one rollout a task, or with --budgets a whole frontier."""
     if budgets:
         from toolwise.cli.frontier import Asked, show_frontier
 
-        asked = Asked(budgets, draws, metric, otc, out, store)
+        asked = Asked(budgets, draws, metric, otc, out, store, jobs)
         return show_frontier(source, data, overrides or [], asked, as_json=as_json)
     from toolwise.api import evaluate as evaluate_model
     from toolwise.data import load_tasks

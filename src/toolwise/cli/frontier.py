@@ -31,6 +31,7 @@ class Asked:
     otc: Path | None = None
     out: Path | None = None
     store: bool = True
+    jobs: int = 1
 
 
 def show_frontier(source: Path, data: Path | None, overrides: Sequence[str], asked: Asked, *, as_json: bool) -> None:
@@ -41,7 +42,7 @@ def show_frontier(source: Path, data: Path | None, overrides: Sequence[str], ask
 
     from toolwise import waiting
     from toolwise.data import load_tasks
-    from toolwise.frontier.evaluating import evaluate_frontier
+    from toolwise.frontier.evaluating import Shared, evaluate_frontier
     from toolwise.frontier.report import as_json as to_json
     from toolwise.routed.calibration import store_calibration
     from toolwise.routed.loading import find_routed, load_routing
@@ -67,6 +68,7 @@ def show_frontier(source: Path, data: Path | None, overrides: Sequence[str], ask
             draws=asked.draws,
             metric=asked.metric,
             seed=config.seed,
+            shared=Shared(source, asked.jobs),
             on_done=lambda what, done, of: status.update(
                 f"{what}: {done:,} of {of:,} groups of {asked.draws} rollouts"
             ),

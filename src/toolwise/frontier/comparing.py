@@ -60,12 +60,12 @@ class Frontier:
     """For each router, a budget: (score − random's) / (oracle's − random's), all at the cost it really had."""
     as_trained: Mapping[str, Estimate]
     """Of the first router without any threshold, at the cost it came to have: `gap_closed`; random's, the oracle's, …
-    score; and where there is a classifier, its score when held to that cost, its cost, and how far `ahead` the
-    router is. Empty for a router that has no policy of its own."""
+    score; and of every other router by name its score when held to that cost, "…, cost", and "ahead of …": how far
+    the first is. Empty for a router that has no policy of its own."""
     at_its_cost: Mapping[str, list[Estimate]]
     """Random's, the oracle's, … score at the cost that the first router really had, a budget."""
-    ahead: list[Estimate] = field(default_factory=list)
-    """The router's score less the classifier's, a budget; empty where there is no classifier."""
+    ahead: Mapping[str, list[Estimate]] = field(default_factory=dict)
+    """The first router's score less that of every other one, a budget."""
     shares: list[dict[str, float]] = field(default_factory=list)
     """A budget: route -> the share of rows that the router gives it."""
 
@@ -91,15 +91,14 @@ def compare(
     words = {name: _taken(word, kept) for name, word in routers.items()}
     held = {name: [rows.held_to(word, budget) for budget in budgets] for name, word in words.items()}
     trained = {name: rows.paid(_odds(word)) for name, word in words.items() if word.samples}
-    judged, others = next(iter(held)), [name for name in held if name == "classifier"]
+    judged, *others = held
     curves = {name: [_on_line(level, budget, line, weights) for budget in budgets] for name, line in lines.items()}
     for name, spent in held.items():
         curves[name] = [_point(level, each, budget) for each, budget in zip(spent, budgets, strict=True)]
-    ahead = [
-        estimate(mine.score - other.score, level)
+    ahead = {
+        name: [estimate(own.score - other.score, level) for own, other in zip(held[judged], held[name], strict=True)]
         for name in others
-        for mine, other in zip(held[judged], held[name], strict=True)
-    ]
+    }
     return Frontier(
         rows=len(found.row_ids),
         left_out=left_out,
@@ -163,18 +162,18 @@ def _as_trained(
     level: float,
 ) -> dict[str, Estimate]:
     """The first router without any threshold, at the cost it came to have."""
-    judged = next(iter(words))
+    judged, *others = words
     if judged not in trained:
         return {}
     own = trained[judged]
     told = {"gap_closed": estimate(_gap(own, lines), level)}
     told |= {name: estimate(line.at(own.cost), level) for name, line in lines.items()}
-    if "classifier" in words:
-        other = rows.held_to(words["classifier"], float(own.cost[0]))
+    for name in others:
+        other = rows.held_to(words[name], float(own.cost[0]))
         told |= {
-            "classifier": estimate(other.score, level),
-            "classifier_cost": estimate(other.cost, level),
-            "ahead": estimate(own.score - other.score, level),
+            name: estimate(other.score, level),
+            f"{name}, cost": estimate(other.cost, level),
+            f"ahead of {name}": estimate(own.score - other.score, level),
         }
     return told
 

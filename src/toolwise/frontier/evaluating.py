@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolwise import checkpoint
 from toolwise.config import RunConfig
-from toolwise.errors import ConfigError
-from toolwise.frontier.classifier import fit_classifier
 from toolwise.frontier.comparing import Frontier, RouteValues, calibrate, compare
 from toolwise.frontier.outcomes import ALL_TOOLS, OTC, Outcomes
-from toolwise.frontier.pool import Plan, fill_pool
+from toolwise.frontier.pool import Plan, fill_pool, read_cells
 from toolwise.frontier.report import as_json, picture
+from toolwise.frontier.rivals import AT_ONCE, rivals
+from toolwise.frontier.sharing import absorb, in_processes, lines_in, share_of, shares_of
 from toolwise.routed.agent import RoutedAgent
 from toolwise.routed.calibration import Calibration, sorted_budgets
 from toolwise.routed.routing import Routing, values_of
 from toolwise.routed.timing import TimeSaved, time_saved
-from toolwise.routing.actions import MIXED, ROUTES, RouteAction
-from toolwise.routing.learned import target_of
-from toolwise.run import build_scheduler, check_tools, labelled, load_split, local_policy
+from toolwise.routing.actions import ROUTES, RouteAction
+from toolwise.run import build_scheduler, check_tools, local_policy
 from toolwise.scoring import build_scoring
 from toolwise.types import RouteDecision, Task
 
@@ -31,15 +30,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Floats = NDArray[np.float64]
-
-KIND_TARGETS = {
-    "known": RouteAction.ANSWER.value,
-    "lookup": RouteAction.SEARCH_FAMILY.value,
-    "arithmetic": RouteAction.CALCULATE_FAMILY.value,
-    "two_step": MIXED,
-}
-"""What a person would say of the kinds of the demo's small world; labels of the rows come first."""
-_AT_ONCE = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,24 +62,24 @@ async def evaluate_frontier(
     metric: str = "auto",
     replicates: int = 1000,
     seed: int = 0,
+    shared: Shared | None = None,
     on_done: Callable[[str, int, int], None] = lambda what, done, of: None,
 ) -> Evaluated:
     """`folder` keeps the pools, so that whoever is interrupted goes on. `otc` is another actor's configuration and
-    model; `train_tasks` are what the classifier learns from, the run's own training tasks where not given."""
+    model; `train_tasks` are what the classifiers learn from, the run's own training tasks where not given. With
+    `shared`, the pools are filled by so many processes."""
     wanted = sorted_budgets(budgets)
-    outcomes = await _pool(routing, tasks, folder / "pool.jsonl", draws, metric, seed, on_done)
-    if otc is not None:
-        outcomes = outcomes.beside(await _otc_pool(routing, otc, tasks, folder, draws, metric, seed, on_done))
+    asked = _Asked(tasks, folder, otc, draws, metric, seed)
+    if shared is not None and shared.jobs > 1:
+        await _fill_in_processes(routing, asked, shared, on_done)
+    first, *others = [await _filled(pool, routing, on_done) for pool in asked.pools(routing)]
+    outcomes = first if not others else first.beside(others[0])
     word = route_values(routing, tasks)
-    routers, notes = {"router": word}, []
-    try:
-        routers["classifier"] = classifier_values(routing, train_tasks, tasks)
-    except ConfigError as fault:
-        notes.append(f"no classifier: {fault}")
+    against, notes = rivals(routing, train_tasks, tasks)
     if otc is None:
         notes.append("no OTC actor: name one with --otc")
     routes = [route.value for route in ROUTES]
-    frontier = compare(outcomes, routers, wanted, routes=routes, replicates=replicates, seed=seed)
+    frontier = compare(outcomes, {"router": word} | against, wanted, routes=routes, replicates=replicates, seed=seed)
     saved = await time_saved(RoutedAgent(routing), tasks)
     if saved is None:
         notes.append("no time saved: as trained, the router likes no prompt best answered directly")
@@ -100,75 +90,120 @@ def route_values(routing: Routing, tasks: Sequence[Task]) -> RouteValues:
     """The head's word on every task."""
     import numpy as np
 
-    weighed = [word for part in _parts(tasks) for word in routing.weigh(part)]
+    weighed = [word for i in range(0, len(tasks), AT_ONCE) for word in routing.weigh(tasks[i : i + AT_ONCE])]
     pairs = [values_of(word) for word in weighed]
     foreseen = pairs[0][1] is not None
     costs = np.stack([cost for _, cost in pairs if cost is not None]) if foreseen else None
     return RouteValues(np.stack([values for values, _ in pairs]), costs, samples=not foreseen)
 
 
-def classifier_values(routing: Routing, train: Sequence[Task] | None, tasks: Sequence[Task]) -> RouteValues:
-    """A classifier of labels, on the features that the head sees."""
-    import numpy as np
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """How several processes come to the same routing: each loads it from `source`."""
 
-    if train is None:
-        train = labelled(routing.config, load_split(routing.config, "train", routing.config.data.limit))
-    labels = [_label(task) for task in train]
-    if not any(label is not None for label in labels):
-        raise ConfigError("no training task has a label or a known kind: run toolwise data label, set router.labels")
-    seen, asked = (np.concatenate([routing.features(part) for part in _parts(given)]) for given in (train, tasks))
-    return RouteValues(fit_classifier(seen, labels, len(ROUTES)).log_probs(asked))
+    source: Path
+    jobs: int
 
 
-def _label(task: Task) -> int | None:
-    target = target_of(task) or KIND_TARGETS.get(str(task.extra_info.get("kind")))
-    return None if target is None or target == MIXED else RouteAction.parse(target).index
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """All that a pool depends on but the routing itself: what a process of its own is told."""
+
+    tasks: Sequence[Task]
+    folder: Path
+    otc: tuple[RunConfig, Path] | None
+    draws: int
+    metric: str
+    seed: int
+
+    def pools(self, routing: Routing) -> list[_Pool]:
+        """Every row under every route and as it is; and the other actor's rows as they are, scored and priced alike."""
+
+        def begin(route: RouteAction | None) -> Callable[[Task, int], RouteDecision]:
+            return lambda task, seed: routing.decide(task, route, seed=seed)
+
+        def plan(routes: Mapping[str, RouteAction | None], made_by: Mapping[str, Any]) -> Plan:
+            begun = {name: begin(route) for name, route in routes.items()}
+            return Plan(self.tasks, begun, self.draws, self.metric, self.seed, made_by)
+
+        routes: dict[str, RouteAction | None] = {route.value: route for route in ROUTES}
+        made_by = _made_by(routing)
+        own = plan(routes | {ALL_TOOLS: None}, made_by)
+        pools = [_Pool(own, self.folder / "pool.jsonl", routing.config, lambda: routing.policy)]
+        if self.otc is not None:
+            config, model = self.otc
+            other = plan({OTC: None}, {**made_by, "model": str(model.resolve())})
+            pools.append(_Pool(other, self.folder / "otc.jsonl", config, lambda: local_policy(config, str(model))))
+        return pools
 
 
-def _parts(tasks: Sequence[Task]) -> list[Sequence[Task]]:
-    return [tasks[first : first + _AT_ONCE] for first in range(0, len(tasks), _AT_ONCE)]
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """A file of outcomes, and who makes them."""
+
+    plan: Plan
+    path: Path
+    config: RunConfig
+    policy: Callable[[], Any]
+
+    @property
+    def missing(self) -> list[Task]:
+        """Tasks of which the file lacks anything."""
+        known, names = read_cells(self.path, self.plan), list(self.plan.routes)
+        return [task for task in self.plan.tasks if any((task.task_id, name) not in known for name in names)]
+
+    def share(self, number: int, of: int) -> _Pool:
+        """Every so many-th of the missing tasks, in a file of its own."""
+        mine = replace(self.plan, tasks=self.missing[number::of])
+        return replace(self, plan=mine, path=share_of(self.path, number, of))
 
 
-async def _pool(
-    routing: Routing, tasks: Sequence[Task], path: Path, draws: int, metric: str, seed: int, on_done: Any
-) -> Outcomes:
-    def begin(route: RouteAction | None) -> Callable[[Task, int], RouteDecision]:
-        return lambda task, seed: routing.decide(task, route, seed=seed)
+async def _fill_in_processes(routing: Routing, asked: _Asked, shared: Shared, on_done: Any) -> None:
+    """What is missing is shared out; afterwards the pools have all there is."""
+    pools = asked.pools(routing)
+    cells = sum(len(pool.plan.tasks) * len(pool.plan.routes) for pool in pools)
 
-    routes: dict[str, Callable[[Task, int], RouteDecision]] = {route.value: begin(route) for route in ROUTES}
-    plan = Plan(tasks, routes | {ALL_TOOLS: begin(None)}, draws, metric, seed, _made_by(routing))
-    return await _filled(plan, path, routing, routing.policy, routing.config, ALL_TOOLS.lower(), on_done)
+    def tell() -> None:
+        files = [file for pool in pools for file in (pool.path, *shares_of(pool.path))]
+        on_done(f"{shared.jobs} processes", min(lines_in(files), cells), cells)
 
-
-async def _otc_pool(
-    routing: Routing,
-    otc: tuple[RunConfig, Path],
-    tasks: Sequence[Task],
-    folder: Path,
-    draws: int,
-    metric: str,
-    seed: int,
-    on_done: Any,
-) -> Outcomes:
-    """The other actor on the same tasks with the same tools, scored and priced alike."""
-    config, model = otc
-    made_by = {**_made_by(routing), "model": str(model.resolve())}
-    plan = Plan(tasks, {OTC: lambda task, seed: routing.decide(task, None, seed=seed)}, draws, metric, seed, made_by)
-    return await _filled(plan, folder / "otc.jsonl", routing, local_policy(config, str(model)), config, OTC, on_done)
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    for pool in pools:
+        absorb(pool.path, pool.plan)
+    longest = max(len(pool.missing) for pool in pools)
+    if longest:
+        await in_processes(_fill_share, (shared.source, routing.config, asked), min(shared.jobs, longest), tell)
+    for pool in pools:
+        absorb(pool.path, pool.plan)
 
 
-async def _filled(
-    plan: Plan, path: Path, routing: Routing, policy: Any, config: RunConfig, what: str, on_done: Any
-) -> Outcomes:
-    for task in plan.tasks:
+def _fill_share(source: Path, config: RunConfig, asked: _Asked, number: int, of: int) -> None:
+    """One process's part."""
+    import asyncio
+
+    import torch
+
+    from toolwise.routed.loading import load_routing
+
+    torch.set_num_threads(1)  # as many processes as cores: more threads would only wait for each other
+    routing = load_routing(source, config=config)
+    for pool in asked.pools(routing):
+        share = pool.share(number, of)
+        if share.plan.tasks:
+            asyncio.run(_filled(share, routing))
+
+
+async def _filled(pool: _Pool, routing: Routing, on_done: Any = lambda what, done, of: None) -> Outcomes:
+    for task in pool.plan.tasks:
         check_tools(task, dict(routing.tools))
+    what = list(pool.plan.routes)[-1].lower()
     scoring = build_scoring(routing.config.reward)
     try:
-        scoring.check(plan.tasks)
+        scoring.check(pool.plan.tasks)
         return await fill_pool(
-            plan,
-            path,
-            build_scheduler(config, policy, dict(routing.tools)),
+            pool.plan,
+            pool.path,
+            build_scheduler(pool.config, pool.policy(), dict(routing.tools)),
             scoring,
             routing.cost_of,
             on_done=lambda done, of: on_done(what, done, of),

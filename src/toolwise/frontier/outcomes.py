@@ -18,6 +18,8 @@ ALL_TOOLS = "ALL-TOOLS"
 """Not a route: the prompt as it is, with every tool it offers."""
 OTC = "OTC"
 """Another actor, trained with a fewest-calls-among-correct reward; unrouted too."""
+CLASSIFIER, TOLD_THE_KINDS = "classifier", "told the kinds"
+"""Other routers, over the same routes: rivals.py."""
 
 
 @dataclass(frozen=True, slots=True)

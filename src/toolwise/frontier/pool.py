@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -136,6 +136,12 @@ def read_cells(path: Path, plan: Plan) -> dict[Cell, dict[str, Any]]:
         differs = next((key for key, value in plan.head().items() if told.get(key) != value), "its first line")
         raise DataError(f"{path} is the pool of something else ({differs} differs): give another --out, or remove it")
     return {(line["task_id"], line["route"]): line for line in found[1:] if len(line["draws"]) == plan.draws}
+
+
+def write_cells(path: Path, plan: Plan, lines: Iterable[Mapping[str, Any]]) -> None:
+    """More cells, behind those that the pool has."""
+    with _opened(path, plan) as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
 def _opened(path: Path, plan: Plan) -> IO[str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolwise.frontier.bootstrap import Estimate
 from toolwise.frontier.comparing import Frontier, Point
+from toolwise.frontier.outcomes import CLASSIFIER, TOLD_THE_KINDS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,7 +19,8 @@ _COLOURS = {
     "router": "#1f6f8b",
     "oracle": "#1f2933",
     "random": "#b9c3cd",
-    "classifier": "#b8622b",
+    CLASSIFIER: "#b8622b",
+    TOLD_THE_KINDS: "#c9a227",
     "best blind lottery": "#97a3af",
 }
 _FIXED = "#66727f"
@@ -50,20 +52,19 @@ def tables(frontier: Frontier, title: str) -> list[Table]:
         first.add_row(f"{point.budget:g}", f"{point.cost.value:.3f}", _number(point.score), *same, gap)
     shown = [first]
     for name in others:
-        ahead = frontier.ahead if name == "classifier" else []
-        table = _table(["budget", "cost", name, "gap closed", *([f"{judged} ahead by"] if ahead else [])])
+        table = _table(["budget", "cost", name, "gap closed", f"{judged} ahead by"])
         for i, point in enumerate(frontier.curves[name]):
             cells = [f"{point.budget:g}", f"{point.cost.value:.3f}", _number(point.score)]
             cells.append(_share(frontier.gap_closed[name][i]))
-            table.add_row(*cells, *([_number(ahead[i], sign=True)] if ahead else []))
+            table.add_row(*cells, _number(frontier.ahead[name][i], sign=True))
         shown.append(table)
     fixed = _table(["no budget", "cost", "score"])
     for name, found in frontier.fixed.items():
         fixed.add_row(name, _number(found.cost), _number(found.score))
     if frontier.as_trained:
         told = frontier.as_trained
-        beyond = f", {_number(told['ahead'], sign=True)} ahead of the classifier" if "ahead" in told else ""
-        fixed.caption = f"{judged}, as trained: {_share(told['gap_closed'])} of the gap closed{beyond}"
+        beyond = [f"{_number(told[f'ahead of {name}'], sign=True)} ahead of {name}" for name in others]
+        fixed.caption = "; ".join([f"{judged}, as trained: {_share(told['gap_closed'])} of the gap closed", *beyond])
     return [*shown, fixed]
 
 
@@ -128,7 +129,7 @@ def _draw_curve(axes: Any, name: str, points: Sequence[Point]) -> None:
     colour = _COLOURS.get(name, _FIXED)
     by_cost = sorted(points, key=lambda point: point.cost.value)
     costs = [point.cost.value for point in by_cost]
-    dashed = name not in ("router", "classifier")
+    dashed = name not in ("router", CLASSIFIER, TOLD_THE_KINDS)
     axes.plot(
         costs,
         [point.score.value for point in by_cost],

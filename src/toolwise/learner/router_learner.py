@@ -18,6 +18,7 @@ from torch import Tensor
 
 from toolwise.errors import CheckpointError
 from toolwise.learner.optimizer import Optimizer, OptimizerSettings
+from toolwise.learner.router_average import HeadAverage
 from toolwise.learner.router_batch import RouterBatch
 from toolwise.learner.router_features import prompt_features
 from toolwise.learner.router_head import RouterHead, load_head, save_head
@@ -47,6 +48,8 @@ class RouterSettings(OptimizerSettings):
     entropy_coef: float = 0.1
     entropy_final: float | None = None
     """What the bonus has become by `schedule_steps`, along a line; None: it stays."""
+    average_last: float = 0.0
+    """The share of `schedule_steps`, at their end, over which heads are averaged into the one that is kept."""
     label_coef: float = 0.0
     backbone: Literal["frozen", "top", "full"] = "frozen"
     top_layers: int = 1
@@ -89,6 +92,7 @@ class RouterLearner:
         self.encode = encode or self._encode
         self.moved = moved
         self.updates = 0
+        self.average = HeadAverage()
         self.prefills = 0
         """Prompts that went through the trunk to be weighed."""
 
@@ -98,13 +102,16 @@ class RouterLearner:
         return prompt_features(self.model, prompts, pool=s.pool, layers=s.layers, max_tokens=most)
 
     @torch.no_grad()
-    def weigh(self, prompts: Sequence[Sequence[int]], multipliers: Sequence[float] = ()) -> list[Weighed]:
+    def weigh(
+        self, prompts: Sequence[Sequence[int]], multipliers: Sequence[float] = (), *, settled: bool = False
+    ) -> list[Weighed]:
         if not prompts:
             return []
         features = self.encode(prompts).detach()
         self.prefills += len(prompts)
-        found = self.head(features)
-        logprobs = self.head.logits(found, multipliers).log_softmax(-1).tolist()
+        head, prices = self.average.of(self.head, multipliers) if settled else (self.head, multipliers)
+        found = head(features)
+        logprobs = head.logits(found, prices).log_softmax(-1).tolist()
         values = found.tolist() if self.head.settings.mode == "value" else None
         return [
             Weighed(
@@ -146,7 +153,16 @@ class RouterLearner:
         for _ in range(s.epochs):
             for name, value in self._step(batch, multipliers).items():
                 sums[name] = sums.get(name, 0.0) + value / s.epochs
+        if self._ends:
+            self.average.add(self.head, multipliers)
+        else:
+            self.average.forget()  # a run that had ended was given more steps
         return metrics | {f"router/{name}": value for name, value in sums.items()}
+
+    @property
+    def _ends(self) -> bool:
+        s = self.settings
+        return s.average_last > 0 and self.updates > s.schedule_steps * (1.0 - s.average_last)
 
     def imitate(self, weighed: Sequence[Weighed], labels: Sequence[int]) -> Metrics:
         """A step of cross-entropy alone, at the rate of the update to come: schedules count those that follow."""
@@ -250,17 +266,21 @@ class RouterLearner:
         }
 
     def save(self, folder: Any, facts: dict[str, Any]) -> None:
-        save_head(self.head, Path(folder), facts)
+        told: dict[str, float] = facts.get("multipliers", {})
+        head, prices = self.average.of(self.head, list(told.values()))
+        save_head(head, Path(folder), facts | {"multipliers": dict(zip(told, prices, strict=True))})
 
     @torch.no_grad()
     def load(self, folder: Any) -> dict[str, Any]:
         found, facts = load_head(Path(folder))
         self._adopt(dict(found.named_parameters()), f"{folder} has a router with")
+        self.average.forget()
         return facts
 
     def state_dict(self) -> dict[str, Any]:
         """The trunk's weights are in the model's own file; the optimiser's state is here unless it is the actor's."""
         state: dict[str, Any] = {"head": dict(self.head.named_parameters()), "updates": self.updates}
+        state["average"] = self.average.state_dict()
         if not self.shares_optimizer:
             state["optimizer"] = self.optimizer.state_dict()
         return state
@@ -270,6 +290,7 @@ class RouterLearner:
         self._adopt(state["head"], "the checkpoint's router has")
         if not self.shares_optimizer:
             self.optimizer.load_state_dict(state["optimizer"])
+        self.average.load_state_dict(state.get("average") or {}, self.head)
         self.updates = state["updates"]
 
     def _adopt(self, weights: Mapping[str, Tensor], whose: str) -> None:

@@ -79,6 +79,8 @@ class Watchdog:
         if self._stop.wait(self.patience_s / 5):
             return False
         answered = self._answered = threading.Event()
+        if self._stop.is_set():  # it ended just now, and set the question before
+            return False
         try:
             loop.call_soon_threadsafe(answered.set)
         except RuntimeError:  # the loop is closed

@@ -187,12 +187,14 @@ def family_of_call(name: str, families: Mapping[str, Family]) -> Family:
 
 
 def heuristic_target(task: Task, families: Mapping[str, Family] | None = None) -> Target | None:
-    """The route that a task's ground truth would take, by the families of its calls; None where it tells no calls.
+    """The route that a task's gold calls would take, by their families; None where neither its ground truth nor its
+    plan tells of calls.
 
     No call: ANSWER. Calls of one family, with or without OTHER ones: that family. Of both, or of OTHER alone (which
     both routes keep): MIXED.
     """
     names = wanted_calls(task.ground_truth)
+    names = planned_calls(task.extra_info.get("plan")) if names is None else names
     if names is None:
         return None
     known = families if families is not None else families_of_task(task)
@@ -212,3 +214,12 @@ def wanted_calls(ground_truth: Any) -> list[str] | None:
         return [call.name for call in expected_calls(ground_truth)]
     except DataError:
         return None
+
+
+def planned_calls(plan: Any) -> list[str] | None:
+    """Names of the tools in `extra_info.plan`: the calls that would settle a task whose ground truth is an answer, as
+    [tool, argument] each; None where there is no such plan."""
+    if not isinstance(plan, list) or not plan:
+        return None
+    named = all(isinstance(call, list) and call and isinstance(call[0], str) for call in plan)
+    return [call[0] for call in plan] if named else None

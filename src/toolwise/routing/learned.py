@@ -82,7 +82,8 @@ class LearnedRouter:
         """One decision for each (prompt, route). With `explore=False` each prompt gets one route, and is forgotten."""
         if explore:
             self.warm_start()
-        weighed = self.model.weigh([self.prompt_of(task) for task in tasks], self.multipliers)
+        prompts = [self.prompt_of(task) for task in tasks]
+        weighed = self.model.weigh(prompts, self.multipliers, settled=not explore)
         decisions: list[RouteDecision] = []
         for place, (task, found) in enumerate(zip(tasks, weighed, strict=True)):
             prompt_id = f"{label}-{step}/{place}/{task.task_id}"

@@ -65,8 +65,11 @@ class Lesson:
 class RouterModel(Stateful, Protocol):
     """The head and what is under it."""
 
-    def weigh(self, prompts: Sequence[Sequence[int]], multipliers: Sequence[float]) -> list[Weighed]:
-        """Each prompt through the trunk once, whatever many rollouts it begins."""
+    def weigh(
+        self, prompts: Sequence[Sequence[int]], multipliers: Sequence[float], *, settled: bool = False
+    ) -> list[Weighed]:
+        """Each prompt through the trunk once, whatever many rollouts it begins. `settled`: by the head that will be
+        kept, where that is not the one that learns."""
         ...
 
     def learn(self, lessons: Sequence[Lesson], multipliers: Sequence[float]) -> Metrics: ...

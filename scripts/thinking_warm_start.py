@@ -2,9 +2,9 @@
 
     python scripts/thinking_warm_start.py --out runs/rooms
 
-A fresh Llama of some 0.7 million weights with a token a word, taught as `toolwise sft` teaches, on walks whose levels
-are drawn at random. The same walks teach any other model: `python -m toolwise.demo.rooms.demonstrations`, and
-`toolwise sft`.
+A fresh Llama of some 0.7 million weights with a token a word, taught as `toolwise sft` teaches: walks whose levels are
+drawn at random, lessons in reading a map, and walks whose agent is told its levels. The same conversations teach any
+other model: `python -m toolwise.demo.rooms.demonstrations`, and `toolwise sft`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,13 @@ from thinking_table import forced_table, show  # noqa: E402
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
-from toolwise.demo.rooms.demonstrations import demonstrations, lessons, task_rows, write_rows  # noqa: E402
+from toolwise.demo.rooms.demonstrations import (  # noqa: E402
+    demonstrations,
+    lessons,
+    task_rows,
+    told_walks,
+    write_rows,
+)
 from toolwise.learner.supervised import (  # noqa: E402
     Example,
     SupervisedSettings,
@@ -103,12 +109,12 @@ def fresh_model(folder: Path, *, seed: int, width: int, layers: int) -> int:
     return sum(weights.numel() for weights in model.parameters())
 
 
-def make_examples(folder: str, count: int, taught: int, seed: int) -> list[Example]:
+def make_examples(folder: str, count: int, taught: int, told: int, seed: int) -> list[Example]:
     """Walks and lessons as tokens, in a process of their own: this takes longer than teaching a small model."""
     chat = ChatTokenizer(PreTrainedTokenizerFast.from_pretrained(folder))
     return [
         tokenize_conversation(chat, [Message.model_validate(message) for message in row["messages"]])
-        for row in chain(demonstrations(count, seed=seed), lessons(taught, seed=seed))
+        for row in chain(demonstrations(count, seed=seed), lessons(taught, seed=seed), told_walks(told, seed=seed))
     ]
 
 
@@ -117,7 +123,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--count", type=int, default=30_000, help="walks to teach on")
     parser.add_argument("--lessons", type=int, default=20_000, help="lessons in reading a map beside them")
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--told", type=int, default=30_000, help="walks whose agent is told its levels, beside them")
+    parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch-tokens", type=int, default=8192)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--width", type=int, default=128)
@@ -137,7 +144,7 @@ def main() -> None:
         weights = fresh_model(start, seed=args.seed, width=args.width, layers=args.layers)
         print(f"{weights:,} weights", flush=True)
     workers = min(args.jobs, args.count)
-    shares = (args.count // workers, args.lessons // workers)
+    shares = (args.count // workers, args.lessons // workers, args.told // workers)
     parts = [(locate(str(start)), *shares, args.seed * workers + worker) for worker in range(workers)]
     with ProcessPoolExecutor(workers) as pool:
         examples = [example for part in pool.map(make_examples, *zip(*parts, strict=True)) for example in part]

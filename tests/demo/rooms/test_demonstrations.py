@@ -12,7 +12,16 @@ import pytest
 
 from toolwise.data.files import read_rows
 from toolwise.data.rows import read_task
-from toolwise.demo.rooms.demonstrations import SPLITS, demonstrations, house_number, lessons, main, task_rows, walk
+from toolwise.demo.rooms.demonstrations import (
+    SPLITS,
+    demonstrations,
+    house_number,
+    lessons,
+    main,
+    task_rows,
+    told_walks,
+    walk,
+)
 from toolwise.demo.rooms.env import RoomsEnv
 from toolwise.demo.rooms.house import Plan, build_house
 from toolwise.thinking.levels import LEVELS, TEMPLATE, load_levels
@@ -64,6 +73,21 @@ def test_lessons_read_a_map_and_say_nothing_of_levels() -> None:
         assert "<" not in "".join(asked + told)
 
 
+def test_who_is_told_levels_uses_them_and_what_is_told_is_drawn_evenly() -> None:
+    kinds = {"map is here": "map", "door is open": "door", "has a": "key", "You have": "lock", "hall": "hall"}
+    drawn: Counter[tuple[str, int]] = Counter()
+    for row in told_walks(800, seed=2):
+        said = [m["content"] for m in row["messages"]]
+        words = said[0].removeprefix(Plan().task).rstrip(".").split()
+        rule = {word[:-1]: int(word[-1]) for word in words}
+        assert sorted(rule) == sorted(kinds.values())
+        for sight, reply in zip(said[1::2], said[2::2], strict=True):
+            [kind] = [name for words_of_it, name in kinds.items() if words_of_it in sight]
+            assert read(reply).level == rule[kind]
+        drawn.update(rule.items())
+    assert all(drawn[kind, level] / 800 == pytest.approx(0.25, abs=0.06) for kind in kinds.values() for level in (1, 4))
+
+
 def test_a_seed_gives_the_same_walks_and_another_gives_others() -> None:
     assert list(demonstrations(5, seed=1)) == list(demonstrations(5, seed=1))
     assert list(demonstrations(5, seed=1)) != list(demonstrations(5, seed=2))
@@ -98,6 +122,6 @@ def test_a_template_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_the_command_writes_three_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    main([str(tmp_path), "--count", "7", "--lessons", "2", "--tasks", "4", "--seed", "3"])
-    assert [len(read_rows(Path(line))) for line in capsys.readouterr().out.splitlines()] == [9, 4, 2]
+    main([str(tmp_path), "--count", "7", "--lessons", "2", "--told", "1", "--tasks", "4", "--seed", "3"])
+    assert [len(read_rows(Path(line))) for line in capsys.readouterr().out.splitlines()] == [10, 4, 2]
     assert json.loads((tmp_path / "teach.jsonl").read_text().splitlines()[0]) == next(iter(demonstrations(1, seed=3)))

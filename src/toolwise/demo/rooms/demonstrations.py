@@ -4,6 +4,7 @@
     toolwise sft runs/rooms/teach.jsonl --out runs/rooms/taught
 
 The level of each step is drawn at random, easy or hard alike: the format is taught, and nothing about when to think.
+A fresh model needs `--lessons` and `--told` walks beside them.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, get_args
 
-from toolwise.demo.rooms.house import House, Plan, along, build_house, draw_map
+from toolwise.demo.rooms.house import House, Kind, Plan, along, build_house, draw_map
 from toolwise.thinking.levels import LEVELS, Levels, load_levels
 
 SPLITS = {"train": 0, "heldout": 1, "teach": 2}
@@ -81,6 +82,24 @@ def demonstrations(
         yield {"messages": walk(house, chosen, plan, levels, explain=explain)}
 
 
+def told_walks(
+    count: int, *, seed: int = 0, plan: Plan | None = None, levels: Levels = LEVELS
+) -> Iterator[dict[str, Any]]:
+    """Walks of an agent that is told which level to use at which kind of place, and does; the levels are drawn at
+    random for each walk. Any grown model does as it is told. One that never had to look at the place when it chose a
+    level takes very long to find out that it may; which level is worth its tokens, nobody tells it.
+    """
+    plan = plan or Plan()
+    random = Random(f"told/{seed}")
+    for index in range(count):
+        house = build_house(house_number(seed * 1_000_003 + index, "teach"), plan)
+        at = {kind: random.choice(levels.numbers) for kind in get_args(Kind)}
+        messages = walk(house, [at[place.kind] for place in house.places], plan, levels)
+        rule = " ".join(f"{kind}{number}" for kind, number in at.items())
+        messages[0] = {"role": "system", "content": f"{plan.task} {rule}."}
+        yield {"messages": messages}
+
+
 def lessons(count: int, *, seed: int = 0, plan: Plan | None = None, questions: int = 3) -> Iterator[dict[str, Any]]:
     """Conversations that teach a fresh model to read a map, as any grown model can: no levels, no houses, no actions.
 
@@ -117,6 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--lessons", type=int, default=0, help="lessons in reading a map beside them, for a fresh model"
     )
+    parser.add_argument("--told", type=int, default=0, help="walks whose agent is told its levels, for a fresh model")
     parser.add_argument("--tasks", type=int, default=2000, help="tasks to train on; half as many are held out")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--levels", type=Path, help="a template file of your own in place of thinking/levels.toml")
@@ -125,8 +145,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     levels = load_levels(args.levels) if args.levels else LEVELS
     told = levels if args.explain else None
     teach = demonstrations(args.count, seed=args.seed, levels=levels, explain=args.explain)
+    told_too = told_walks(args.told, seed=args.seed, levels=levels)
     for name, rows in (
-        ("teach", chain(teach, lessons(args.lessons, seed=args.seed))),
+        ("teach", chain(teach, lessons(args.lessons, seed=args.seed), told_too)),
         ("train", task_rows(range(args.tasks), "train", levels=told)),
         ("heldout", task_rows(range(args.tasks // 2), "heldout", levels=told)),
     ):

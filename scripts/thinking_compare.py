@@ -1,0 +1,408 @@
+"""Learning how hard to think: RLVCR in its forms against GRPO, GRPO with a price, and GiGPO: docs/results.md.
+
+    python scripts/thinking_compare.py --model runs/rooms/taught --out runs/thinking --records runs/thinking.jsonl
+    python scripts/thinking_report.py --records runs/thinking.jsonl --picture docs/images/thinking.png > section.md
+
+All arms begin from the same taught model (`scripts/thinking_warm_start.py`), whose levels are drawn evenly, and learn
+in the house of rooms. Every run is a process of its own and leaves OUT/runs/NAME.jsonl: a line a step, one with the
+evaluation, and a last one with `"done": true`. Runs that have it are not made again, so that what did not end within
+the limit goes on with the next call. What was settled before any of the paired runs was made, on other seeds:
+
+    evaluation  after 20 steps and after 40, no choice of checkpoints: one episode in each of 1,000 held-out houses, at
+                temperature 1, the same houses and the same seeds for all arms
+    sweep       the same learning rates for each arm, on seeds of its own (100, 101) and 200 houses of its own; the best
+                has the highest mean worth over both evaluations. Controls take the rate of what they control
+    worth       success, less 0.01 for each thinking token a step beyond the budget, where the arm has one
+    paired      seeds 0 to 4
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", TOKENIZERS_PARALLELISM="false")
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "src")]
+
+RATES = [1e-4, 2e-4, 4e-4]
+TUNING_SEEDS = [100, 101]
+SEEDS = list(range(5))
+EVALUATED = (20, 40)
+"""After which steps: while they learn, and when they have learned."""
+TASKS, ROLLOUTS = 4, 16
+HOUSES, TUNING_HOUSES = 1000, 200
+TRAINED_ON = 2000
+"""Houses: few come up twice in a run."""
+LIMIT = 12.0
+"""The budget: thinking tokens a step."""
+LONGEST_THOUGHT = 40
+"""Tokens of an alternative's thought at most; taught ones have up to 33."""
+
+PRICE = {"limit": LIMIT, "price": 0.02, "rate": 5e-4, "proportional": 2e-3, "cap": 0.04}
+COMPARED = {"share": 0.34, "max_thought_tokens": LONGEST_THOUGHT, "budget": PRICE}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to learn: its estimator, and what it changes in `algorithm.rlvcr`."""
+
+    title: str
+    estimator: str
+    rlvcr: dict[str, Any]
+    rate_of: str = ""
+    """Whose learning rate it takes; its own where none is named."""
+
+    @property
+    def priced(self) -> bool:
+        return "budget" in self.rlvcr
+
+
+SIGNED = {
+    **COMPARED,
+    "gate": "signed",
+    "steps": "successful",
+    "share": 1.0,
+    "mode": "mean_std_norm",
+    "thinking_diversity_w": 0.0,
+}
+ARMS = {
+    "grpo": Arm("GRPO", "grpo", {"share": 0.0}),
+    "gigpo": Arm("GiGPO", "gigpo", {"share": 0.0}),
+    "price": Arm("GRPO + price", "grpo", {"share": 0.0, "price_rollouts": True, "budget": PRICE}),
+    "document": Arm("RLVCR, the document's", "rlvcr", COMPARED),
+    "signed": Arm("RLVCR, gated", "rlvcr", SIGNED),
+    "reweight": Arm("RLVCR, reweighted", "rlvcr", {**COMPARED, "combine": "reweight", "steps": "successful"}),
+    "w0": Arm("RLVCR, w = 0", "rlvcr", {**COMPARED, "step_advantage_w": 0.0}, rate_of="grpo"),
+    "shuffled": Arm("RLVCR, gated, shuffled", "rlvcr", {**SIGNED, "shuffle": True}, rate_of="signed"),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run."""
+
+    name: str
+    kind: str
+    """sweep or paired"""
+    arm: str
+    seed: int
+    lr: float
+    evaluated: tuple[int, ...]
+    """After which steps; the last is the last of the run."""
+    houses: int
+    """Episodes of an evaluation."""
+    changes: tuple[str, ...] = ()
+    """Further settings as `a.b=c`, to try things out; none in the comparison."""
+
+
+def sweep_jobs() -> list[Job]:
+    return [
+        Job(f"sweep-{arm}-{lr:g}-{seed}", "sweep", arm, seed, lr, EVALUATED, TUNING_HOUSES)
+        for seed in TUNING_SEEDS
+        for arm, settings in ARMS.items()
+        if not settings.rate_of
+        for lr in sorted(RATES)
+    ]
+
+
+def paired_jobs(best: dict[str, float]) -> list[Job]:
+    return [
+        Job(f"paired-{arm}-{seed}", "paired", arm, seed, best[settings.rate_of or arm], EVALUATED, HOUSES)
+        for seed in SEEDS
+        for arm, settings in ARMS.items()
+    ]
+
+
+# One run.
+
+
+def settings_of(job: Job, model: Path, device: str) -> dict[str, Any]:
+    from toolwise.demo.rooms.recipe import rooms_settings
+
+    arm, settings = ARMS[job.arm], rooms_settings(model, seed=job.seed)
+    settings["name"] = job.name
+    settings["model"]["device"] = device
+    settings["data"]["batch_size"] = TASKS
+    settings["rollout"] |= {"n": ROLLOUTS, "cache_mb": 512}  # on a GPU it is shared by all runs
+    settings["reward"]["sandbox"] = {"tier": "off"}  # the world's own reward: there is nobody to be guarded against
+    settings["algorithm"] = {"adv_estimator": arm.estimator, "rlvcr": {"enable": True, **arm.rlvcr}}
+    settings["actor"] |= {"lr": job.lr, "canary": "warn"}
+    settings["trainer"] |= {"total_steps": job.evaluated[-1]}
+    return settings
+
+
+async def learn(job: Job, model: Path, device: str, write: Callable[..., None]) -> None:
+    """The loop of `toolwise train`, without its checkpoints: a run of minutes is sooner made again than resumed."""
+    import torch
+
+    from toolwise.api import read_config, read_tasks
+    from toolwise.demo.rooms.demonstrations import task_rows
+    from toolwise.loop import train_step
+    from toolwise.run import assemble
+
+    torch.set_num_threads(1)
+    tasks = read_tasks(list(task_rows(range(TRAINED_ON), "train")), "train")
+    run = assemble(read_config(settings_of(job, model, device), job.changes), tasks=tasks)
+    try:
+        for step in range(1, job.evaluated[-1] + 1):
+            metrics = (await train_step(run)).metrics
+            kept = {name: round(value, 5) for name, value in metrics.items() if name.startswith(KEPT)}
+            write(step=step, success=round(metrics["score/mean"], 5), **kept)
+            if step in job.evaluated:
+                write(evaluation={**await evaluate(run, job), "after": step})
+    finally:
+        run.close()
+
+
+KEPT = (
+    "thinking/easy/",
+    "thinking/hard/",
+    "thinking/tokens_per_step",
+    "thinking/lambda",
+    "thinking/advantage",
+    "thinking/groups",
+    "thinking/added_tokens_ratio",
+    "thinking/format_valid",
+    "turns/mean",
+    "tokens/sampled",
+    "actor/entropy",
+    "actor/grad_norm",
+    "actor/skipped",
+    "time/step_s",
+    "frac_zero",
+)
+
+
+async def evaluate(run: Any, job: Job) -> dict[str, Any]:
+    """One episode a house, drawn at temperature 1. Tuning has houses of its own, behind those of the paired runs."""
+    from toolwise.api import read_tasks
+    from toolwise.demo.rooms.demonstrations import task_rows
+    from toolwise.loop import score
+    from toolwise.thinking.steps import read_steps
+
+    first = HOUSES if job.kind == "sweep" else 0
+    tasks = read_tasks(list(task_rows(range(first, first + job.houses), "heldout")), "heldout")
+    decisions = run.router.decide(tasks, 1, 0, label="eval", explore=False)
+    scored = await score(run, await run.scheduler.roll_out(decisions, do_sample=True))
+    steps = defaultdict(list)
+    levels: dict[str, Counter[int]] = {"easy": Counter(), "hard": Counter()}
+    right: dict[str, Counter[int]] = {"easy": Counter(), "hard": Counter()}
+    optimal = {
+        (s.rollout.rollout_id, i): bool(step.step_info.get("optimal")) for s in scored for i, step in enumerate(s.steps)
+    }
+    for step in read_steps(scored, run.chat):
+        steps[step.rollout_id].append(step)
+        if step.kind in levels and step.reading.level is not None:
+            levels[step.kind][step.reading.level] += 1
+            right[step.kind][step.reading.level] += optimal[step.rollout_id, step.index]
+    by_house = sorted(scored, key=lambda s: s.rollout.batch_data_id)
+    every = [step for s in by_house for step in steps[s.rollout.rollout_id]]
+    return {
+        "success": "".join(str(int(s.score >= 1.0)) for s in by_house),
+        "steps": [len(steps[s.rollout.rollout_id]) for s in by_house],
+        "thinking_tokens": [sum(step.thinking_tokens for step in steps[s.rollout.rollout_id]) for s in by_house],
+        "levels": {kind: [count[level] for level in (1, 2, 3, 4)] for kind, count in levels.items()},
+        "right": {kind: [count[level] for level in (1, 2, 3, 4)] for kind, count in right.items()},
+        "format_valid": sum(step.reading.valid for step in every) / max(1, len(every)),
+    }
+
+
+def work(job: Job, model: Path, out: Path, device: str) -> None:
+    """One job, in a process of its own."""
+    began = time.monotonic()
+    path = out / "runs" / f"{job.name}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8", buffering=1) as lines:
+
+        def write(**line: Any) -> None:
+            lines.write(json.dumps({**line, "s": round(time.monotonic() - began, 2)}) + "\n")
+
+        write(job=asdict(job), settings=settings_of(job, model, device))
+        asyncio.run(learn(job, model, device, write))
+        write(done=True)
+
+
+# All runs.
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What the policy did in held-out houses, house by house."""
+
+    after: int
+    """Steps of learning."""
+    success: str
+    """A digit a house."""
+    steps: list[int]
+    thinking_tokens: list[int]
+    levels: dict[str, list[int]]
+    """Kind of step -> how often each level was used."""
+    right: dict[str, list[int]]
+    """The same, of the steps that were right."""
+    format_valid: float
+
+    @property
+    def share(self) -> float:
+        return self.success.count("1") / len(self.success)
+
+    @property
+    def tokens(self) -> float:
+        """Thinking tokens a step."""
+        return sum(self.thinking_tokens) / max(1, sum(self.steps))
+
+
+@dataclass(frozen=True)
+class Record:
+    """A finished run, as it stands on disk."""
+
+    job: Job
+    lines: list[dict[str, Any]]
+    """A step each."""
+    evaluations: list[Evaluation]
+    seconds: float
+
+    def at(self, after: int) -> Evaluation:
+        return next(e for e in self.evaluations if e.after == after)
+
+    @property
+    def worth(self) -> float:
+        priced = ARMS[self.job.arm].priced
+        worths = [e.share - 0.01 * max(0.0, e.tokens - LIMIT) * priced for e in self.evaluations]
+        return sum(worths) / len(worths)
+
+
+def finished(out: Path) -> dict[str, Record]:
+    found = {}
+    for path in sorted((out / "runs").glob("*.jsonl")):
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+        if lines and lines[-1].get("done"):
+            steps = [line for line in lines if "step" in line]
+            evaluations = [Evaluation(**line["evaluation"]) for line in lines if "evaluation" in line]
+            found[path.stem] = Record(_job(lines[0]["job"]), steps, evaluations, lines[-1]["s"])
+    return found
+
+
+def _job(told: dict[str, Any]) -> Job:
+    return Job(**{**told, "evaluated": tuple(told["evaluated"]), "changes": tuple(told["changes"])})
+
+
+def write_records(records: dict[str, Record], path: Path) -> None:
+    """All whole runs, one a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(asdict(r)) + "\n" for r in records.values()), encoding="utf-8")
+
+
+def read_records(path: Path) -> dict[str, Record]:
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {
+        row["job"]["name"]: Record(
+            _job(row["job"]), row["lines"], [Evaluation(**e) for e in row["evaluations"]], row["seconds"]
+        )
+        for row in rows
+    }
+
+
+def mean_worth(records: dict[str, Record], arm: str, lr: float) -> float:
+    own = [records[job.name] for job in sweep_jobs() if (job.arm, job.lr) == (arm, lr)]
+    return sum(r.worth for r in own) / len(own)
+
+
+def best_rates(records: dict[str, Record]) -> dict[str, float] | None:
+    """Of each arm that has a rate of its own, once the sweep is done."""
+    if not all(job.name in records for job in sweep_jobs()):
+        return None
+    arms = [name for name, arm in ARMS.items() if not arm.rate_of]
+    return {arm: max(RATES, key=lambda lr: mean_worth(records, arm, lr)) for arm in arms}
+
+
+def pending(out: Path, lr: float | None = None) -> tuple[list[Job], bool]:
+    """What can be begun now, the most urgent first; and whether that is all there will be. `lr`: for all, no sweep."""
+    records = finished(out)
+    best = best_rates(records) if lr is None else dict.fromkeys(ARMS, lr)
+    wanted = sweep_jobs() if best is None else paired_jobs(best)
+    return [job for job in wanted if job.name not in records], best is not None
+
+
+def run_all(model: Path, out: Path, jobs: int, limit_s: float, device: str, lr: float | None = None) -> bool:
+    """Whether everything is done. What is not done at the limit is ended, and made anew by the next call."""
+    began = time.monotonic()
+    spawn = multiprocessing.get_context("spawn")
+    running: dict[str, Any] = {}
+    failed: set[str] = set()
+    try:
+        while time.monotonic() - began < limit_s:
+            for name in [name for name, process in running.items() if not process.is_alive()]:
+                process = running.pop(name)
+                print(f"{time.monotonic() - began:6.1f} s  {name}: {process.exitcode or 'done'}", flush=True)
+                if process.exitcode:
+                    failed.add(name)
+            ready, last = pending(out, lr)
+            ready = [job for job in ready if job.name not in failed]
+            if (last or failed) and not ready and not running:
+                return not failed
+            for job in [job for job in ready if job.name not in running][: jobs - len(running)]:
+                running[job.name] = spawn.Process(target=work, args=(job, model, out, device), name=job.name)
+                running[job.name].start()
+            time.sleep(0.5)
+        return False
+    finally:
+        for process in running.values():
+            process.terminate()
+            process.join()
+
+
+def one(job: Job, model: Path, out: Path, device: str) -> None:
+    """A run by itself, to look at."""
+    work(job, model, out, device)
+    record = finished(out)[job.name]
+    last = record.evaluations[-1]
+    found = {"name": job.name, "success": last.share, "tokens": last.tokens, "levels": last.levels}
+    times = [line["time/step_s"] for line in record.lines]
+    print(json.dumps({**found, "step_s": sum(times[1:]) / max(1, len(times) - 1), "whole_s": record.seconds}))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="the taught folder of scripts/thinking_warm_start.py")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--records", type=Path, help="write all whole runs to this one file")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--limit-s", type=float, default=1e9, help="end after so many seconds; call again to go on")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--only", choices=list(ARMS), help="one run of this arm, to look at")
+    parser.add_argument("--name", help="of that run")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="settings of that run")
+    parser.add_argument("--seed", type=int, default=100)
+    parser.add_argument("--lr", type=float, help="of all arms, in place of the sweep")
+    parser.add_argument("--steps", type=int, default=EVALUATED[-1])
+    parser.add_argument("--houses", type=int, default=TUNING_HOUSES)
+    args = parser.parse_args(arguments)
+    (args.out / "runs").mkdir(parents=True, exist_ok=True)
+    if args.only:
+        lr = args.lr or RATES[-1]
+        name = args.name or f"one-{args.only}-{lr:g}-{args.seed}"
+        job = Job(name, "one", args.only, args.seed, lr, (args.steps,), args.houses, tuple(args.set))
+        one(job, args.model, args.out, args.device)
+        return
+    whole = run_all(args.model, args.out, args.jobs, args.limit_s, args.device, args.lr)
+    records = finished(args.out)
+    if args.records is not None:
+        write_records(records, args.records)
+    print(f"{len(records)} runs are whole; {'all is done' if whole else 'not all is done: call again'}")
+    print(json.dumps({"best": best_rates(records)}))
+    sys.exit(0 if whole else 75)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""What `scripts/thinking_compare.py` found: tables for docs/results.md (on stdout), figures as JSON, and the curves.
+
+python scripts/thinking_report.py --records runs/thinking.jsonl --picture docs/images/thinking.png --json figures.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+from thinking_compare import (
+    ARMS,
+    EVALUATED,
+    HOUSES,
+    LIMIT,
+    RATES,
+    ROLLOUTS,
+    SEEDS,
+    TASKS,
+    TUNING_SEEDS,
+    Evaluation,
+    Record,
+    best_rates,
+    mean_worth,
+    read_records,
+)
+
+from toolwise.frontier.bootstrap import Estimate, estimate
+
+FORMS = ("document", "signed", "reweight")
+"""RLVCR's."""
+KEEPS, FEWER = 0.02, 0.4
+"""What the best form may lose of GRPO's success, and the share of its thinking tokens that it must save."""
+REPLICATES = 4000
+
+
+class Arm:
+    """The paired runs of one arm: [seeds, houses]."""
+
+    def __init__(self, found: Sequence[Evaluation]) -> None:
+        self.success = np.array([[float(c) for c in e.success] for e in found])
+        self.tokens = np.array([e.thinking_tokens for e in found], dtype=float)
+        self.steps = np.array([e.steps for e in found], dtype=float)
+        self.levels = {kind: np.array([e.levels[kind] for e in found], dtype=float) for kind in ("easy", "hard")}
+        self.right = {kind: np.array([e.right[kind] for e in found], dtype=float) for kind in ("easy", "hard")}
+        self.valid = mean(e.format_valid for e in found)
+
+    def shares(self, kind: str) -> list[float]:
+        """Of each level on steps of this kind, the mean of the seeds."""
+        counts = self.levels[kind]
+        return [float(x) for x in (counts / counts.sum(1, keepdims=True).clip(1)).mean(0)]
+
+
+class Draws:
+    """Seeds drawn anew, and within them houses: the same for all arms, so that differences are paired."""
+
+    def __init__(self, seeds: int, houses: int, replicates: int = REPLICATES) -> None:
+        random = np.random.default_rng(0)
+        self.seeds = np.concatenate([np.arange(seeds)[None], random.integers(0, seeds, (replicates, seeds))])
+        drawn = random.multinomial(houses, np.full(houses, 1 / houses), size=replicates)
+        self.houses = np.concatenate([np.ones((1, houses)), drawn])
+
+    def means(self, values: Any, per: Any = None) -> Any:
+        """[1 + replicates]: the mean over seeds of Σ values ÷ Σ per; the first is the sample itself."""
+        top = self.houses @ values.T
+        below = self.houses @ (np.ones_like(values) if per is None else per).T
+        return np.take_along_axis(top / np.maximum(below, 1.0), self.seeds, axis=1).mean(1)
+
+    def over_seeds(self, values: Any) -> Any:
+        return values[self.seeds].mean(1)
+
+
+def figures(records: dict[str, Record]) -> dict[str, Any]:
+    rates = best_rates(records)  # none where one rate was given for all
+    return {
+        "rates": rates or {name: _paired(records, name)[0].job.lr for name in ARMS},
+        "sweep": {name: {f"{lr:g}": mean_worth(records, name, lr) for lr in RATES} for name in rates or ()},
+        "seconds": {name: mean(r.seconds for r in _paired(records, name)) for name in ARMS},
+        "after": {str(after): figures_at(records, after) for after in EVALUATED},
+    }
+
+
+def figures_at(records: dict[str, Record], after: int) -> dict[str, Any]:
+    """Of the evaluation after so many steps."""
+    arms = {name: Arm([r.at(after) for r in _paired(records, name)]) for name in ARMS}
+    draws = Draws(*arms["grpo"].success.shape)
+    success = {name: draws.means(arm.success) for name, arm in arms.items()}
+    tokens = {name: draws.means(arm.tokens, arm.steps) for name, arm in arms.items()}
+    best = best_form({n: (success[n][0], tokens[n][0]) for n in FORMS}, tokens["grpo"][0])
+    found: dict[str, Any] = {"arms": {}, "best": best, "differences": {}}
+    for name, arm in arms.items():
+        deep = {kind: arm.levels[kind][:, 3] / arm.levels[kind].sum(1).clip(1) for kind in ("easy", "hard")}
+        own = _paired(records, name)
+        found["arms"][name] = {
+            "lr": own[0].job.lr,
+            "success": _told(estimate(success[name])),
+            "by_seed": [r.at(after).share for r in own],
+            "tokens": _told(estimate(tokens[name])),
+            "tokens_by_seed": [r.at(after).tokens for r in own],
+            "easy": arm.shares("easy"),
+            "hard": arm.shares("hard"),
+            "deep_on_hard_less_easy": _told(estimate(draws.over_seeds(deep["hard"] - deep["easy"]))),
+            "right_on_hard": float((arm.right["hard"].sum(1) / arm.levels["hard"].sum(1).clip(1)).mean()),
+            "format_valid": arm.valid,
+            "lambda": mean(r.lines[after - 1].get("thinking/lambda", 0.0) for r in own),
+        }
+    for name in ARMS:
+        for other in ("grpo", "price", "shuffled"):
+            if name != other:
+                found["differences"][f"{name} - {other}"] = {
+                    "success": _told(estimate(success[name] - success[other])),
+                    "tokens_saved": _told(estimate(1.0 - tokens[name] / np.maximum(tokens[other], 1e-9))),
+                }
+    return found | {"verdict": verdict(found)}
+
+
+def _paired(records: dict[str, Record], arm: str) -> list[Record]:
+    return [records[f"paired-{arm}-{seed}"] for seed in SEEDS]
+
+
+def best_form(forms: dict[str, tuple[float, float]], grpo_tokens: float) -> str:
+    """Of RLVCR's forms the most successful among those that save enough; where none does, among all."""
+    saving = {name: s for name, (s, tokens) in forms.items() if tokens <= (1 - FEWER) * grpo_tokens}
+    return max(saving or forms, key=lambda name: forms[name][0])
+
+
+def verdict(found: dict[str, Any]) -> dict[str, bool]:
+    best, between = found["best"], found["differences"]
+    grpo, price, shuffled = (between[f"{best} - {other}"] for other in ("grpo", "price", "shuffled"))
+    return {
+        "keeps GRPO's success within 2 points": grpo["success"]["value"] >= -KEEPS,
+        "with 40 % fewer thinking tokens": grpo["tokens_saved"]["value"] >= FEWER,
+        "beats GRPO + price": _beats(price),
+        "beats the shuffled control": _beats(shuffled),
+        "thinks deeper on hard steps": found["arms"][best]["deep_on_hard_less_easy"]["low"] > 0,
+    }
+
+
+def _beats(pair: dict[str, dict[str, float]]) -> bool:
+    """Better in success or in tokens, beyond its interval, and not worse in the other."""
+    success, saved = pair["success"], pair["tokens_saved"]
+    more = success["low"] > 0 and saved["value"] >= -KEEPS
+    return bool(more or (saved["low"] > 0 and success["value"] >= -KEEPS))
+
+
+def _told(found: Estimate) -> dict[str, float]:
+    return {"value": found.value, "low": found.low, "high": found.high}
+
+
+def section(found: dict[str, Any]) -> str:
+    """Markdown; every number in it is one of `found`."""
+    lines = [
+        f"{len(SEEDS)} seeds × {HOUSES:,} held-out houses, temperature 1; 95 % intervals by bootstrap over seeds and, "
+        "within them, houses."
+    ]
+    for after, at in found["after"].items():
+        lines += ["", f"**After {after} steps** ({int(after) * TASKS * ROLLOUTS:,} rollouts):", "", *_tables(at)]
+    if not found["sweep"]:
+        return "\n".join(lines)
+    lines += [
+        "",
+        f"Learning rates, mean worth on seeds {', '.join(map(str, TUNING_SEEDS))}:",
+        "",
+        "| arm | " + " | ".join(f"{lr:g}" for lr in RATES) + " |",
+        "|---|" + "---|" * len(RATES),
+    ]
+    for name, worth in found["sweep"].items():
+        lines.append(f"| {ARMS[name].title} | " + " | ".join(f"{worth[f'{lr:g}']:.3f}" for lr in RATES) + " |")
+    return "\n".join(lines)
+
+
+def _tables(found: dict[str, Any]) -> list[str]:
+    """Of one evaluation: the arms, paired differences, and what was asked."""
+    lines = [
+        "| arm | learning rate | success | by seed | thinking tokens a step | level 4: easy / hard "
+        "| level 1: easy / hard | right on hard | λ |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, arm in found["arms"].items():
+        by_seed = " ".join(f"{100 * x:.0f}" for x in arm["by_seed"])
+        lines.append(
+            f"| {ARMS[name].title} | {arm['lr']:g} | {_percent(arm['success'])} | {by_seed} "
+            f"| {_number(arm['tokens'])} | {arm['easy'][3]:.0%} / {arm['hard'][3]:.0%} "
+            f"| {arm['easy'][0]:.0%} / {arm['hard'][0]:.0%} | {arm['right_on_hard']:.0%} | {arm['lambda']:.3f} |"
+        )
+    lines += ["", "| paired differences | success | thinking tokens saved |", "|---|---|---|"]
+    for name in (*FORMS, "w0", "shuffled", "price", "gigpo"):
+        for other in ("grpo", "price", "shuffled") if name in FORMS else ("grpo",):
+            pair = found["differences"][f"{name} - {other}"]
+            lines.append(
+                f"| {ARMS[name].title} − {ARMS[other].title} | {_percent(pair['success'], sign='+')} "
+                f"| {_percent(pair['tokens_saved'], sign='+')} |"
+            )
+    lines += ["", f"Best form: **{ARMS[found['best']].title}**."]
+    return lines + [f"- {what}: **{'yes' if true else 'no'}**" for what, true in found["verdict"].items()]
+
+
+def _percent(figure: dict[str, float], sign: str = "") -> str:
+    value, low, high = (100 * figure[name] for name in ("value", "low", "high"))
+    return f"{value:{sign}.1f} % [{low:{sign}.1f}, {high:{sign}.1f}]"
+
+
+def _number(figure: dict[str, float]) -> str:
+    return f"{figure['value']:.1f} [{figure['low']:.1f}, {figure['high']:.1f}]"
+
+
+COLOURS = {
+    "grpo": "#1f2933",
+    "gigpo": "#7b8794",
+    "price": "#b8622b",
+    "document": "#8e5ea2",
+    "signed": "#1f6f8b",
+    "reweight": "#3f9d57",
+    "w0": "#c9a227",
+    "shuffled": "#d16a8a",
+}
+
+
+def draw(records: dict[str, Record], found: dict[str, Any], path: Path) -> None:
+    """Success and thinking tokens of the training rollouts over steps, means of the seeds; success against tokens."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(14, 4.6), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    success, tokens, ends = figure.subplots(1, 3)
+    for name, arm in ARMS.items():
+        runs = [records[f"paired-{name}-{seed}"].lines for seed in SEEDS]
+        for axis, key in ((success, "success"), (tokens, "thinking/tokens_per_step")):
+            values = _smooth(np.mean([[line[key] for line in run] for run in runs], axis=0))
+            axis.plot(np.arange(1, len(values) + 1), values, color=COLOURS[name], linewidth=1.7, label=arm.title)
+        end = found["after"][str(EVALUATED[-1])]["arms"][name]
+        ends.scatter(end["tokens_by_seed"], end["by_seed"], color=COLOURS[name], s=12, alpha=0.45)
+        ends.scatter(end["tokens"]["value"], end["success"]["value"], color=COLOURS[name], s=70, label=arm.title)
+    for axis in (tokens, ends):
+        (axis.axhline if axis is tokens else axis.axvline)(LIMIT, color="#1f2933", linewidth=0.8, linestyle=":")
+    success.set(xlabel="step", ylabel="success of the training rollouts", ylim=(0, 1), title="Success")
+    tokens.set(xlabel="step", ylabel="thinking tokens a step", title="Thought; dotted: the budget")
+    ends.set(xlabel="thinking tokens a step", ylabel="success", ylim=(0, 1), title="Held-out houses; small: a seed")
+    ends.legend(frameon=False, fontsize=8, loc="lower right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def _smooth(values: Any, width: int = 5) -> Any:
+    """The mean of the last `width`: single steps are noisy."""
+    return np.array([values[max(0, i - width + 1) : i + 1].mean() for i in range(len(values))])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--records", type=Path, required=True)
+    parser.add_argument("--picture", type=Path)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    records = read_records(args.records)
+    found = figures(records)
+    if args.json is not None:
+        args.json.write_text(json.dumps(found, indent=2), encoding="utf-8")
+    if args.picture is not None:
+        draw(records, found, args.picture)
+    print(section(found))
+
+
+if __name__ == "__main__":
+    main()

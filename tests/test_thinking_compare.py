@@ -1,0 +1,142 @@
+"""The comparison's own arithmetic: which rate is best, which form is, and differences that are paired."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their module up, and the report imports the other
+    spec.loader.exec_module(module)
+    return module
+
+
+compare = load("thinking_compare")
+report = load("thinking_report")
+
+
+def record(job: Any, success: float, tokens: float, houses: int = 40) -> Any:
+    """A run with that success and these thinking tokens a step, one step a house, hard ones deep."""
+    won = round(success * houses)
+    evaluation: dict[str, Any] = {
+        "success": "1" * won + "0" * (houses - won),
+        "steps": [1] * houses,
+        "thinking_tokens": [tokens] * houses,
+        "levels": {"easy": [9, 0, 0, 1], "hard": [1, 0, 0, 9]},
+        "right": {"easy": [9, 0, 0, 1], "hard": [0, 0, 0, 9]},
+        "format_valid": 1.0,
+    }
+    lines = [{"step": n, "success": success, "thinking/tokens_per_step": tokens} for n in range(1, 41)]
+    found = [compare.Evaluation(after=after, **evaluation) for after in job.evaluated]
+    return compare.Record(job, lines, found, 10.0)
+
+
+def whole() -> dict[str, Any]:
+    """Every run of the comparison: 2e-4 is the best rate, the gated form saves half of GRPO's tokens."""
+    found = {job.name: record(job, 0.8 if job.lr == 2e-4 else 0.5, 10.0) for job in compare.sweep_jobs()}
+    best = compare.best_rates(found)
+    ends = {"grpo": (0.8, 24.0), "price": (0.5, 12.0), "signed": (0.8, 12.0), "shuffled": (0.4, 20.0)}
+    for job in compare.paired_jobs(best):
+        found[job.name] = record(job, *ends.get(job.arm, (0.6, 15.0)))
+    return found
+
+
+def test_rates_are_chosen_on_seeds_that_no_result_is_told_of() -> None:
+    found = whole()
+    assert set(compare.best_rates(found).values()) == {2e-4}
+    assert not {job.seed for job in compare.sweep_jobs()} & set(compare.SEEDS)
+    missing = {name: r for name, r in found.items() if name != compare.sweep_jobs()[0].name}
+    assert compare.best_rates(missing) is None
+
+
+def test_tokens_beyond_the_budget_cost_worth_where_there_is_a_budget() -> None:
+    priced, free = (compare.Job("x", "sweep", arm, 100, 1e-4, (1,), 1) for arm in ("price", "grpo"))
+    assert record(free, 0.5, 30.0).worth == 0.5
+    assert record(priced, 0.5, compare.LIMIT).worth == 0.5
+    assert record(priced, 0.5, compare.LIMIT + 10).worth == pytest.approx(0.4)
+
+
+def test_records_survive_the_disk(tmp_path: Path) -> None:
+    found = whole()
+    compare.write_records(found, tmp_path / "records.jsonl")
+    assert compare.read_records(tmp_path / "records.jsonl") == found
+
+
+def test_a_run_that_did_not_end_is_made_again(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    first, second = compare.sweep_jobs()[:2]
+    for job, last in ((first, '{"done": true, "s": 3.0}\n'), (second, "")):
+        lines = [
+            {"job": compare.asdict(job)},
+            {"step": 1},
+            {"evaluation": compare.asdict(record(job, 1.0, 1.0).at(40))},
+        ]
+        text = "".join(json.dumps({**line, "s": 1.0}) + "\n" for line in lines) + last
+        (tmp_path / "runs" / f"{job.name}.jsonl").write_text(text)
+    ready, last_of_all = compare.pending(tmp_path)
+    assert first.name not in {job.name for job in ready}
+    assert ready[0] == second
+    assert not last_of_all
+
+
+def test_the_best_form_is_the_most_successful_that_saves_enough() -> None:
+    forms = {"document": (0.9, 20.0), "signed": (0.7, 11.0), "reweight": (0.8, 12.0)}
+    assert report.best_form(forms, 24.0) == "reweight"
+    assert report.best_form(forms, 10.0) == "document"  # none saves: then the most successful of all
+
+
+def test_differences_are_paired_by_seed_and_house() -> None:
+    """Two arms that differ by the same in each house have an interval of no width, however houses differ."""
+    random = np.random.default_rng(1)
+    base = random.random((5, 200))
+    draws = report.Draws(5, 200, replicates=200)
+    found = report.estimate(draws.means(base + 0.1) - draws.means(base))
+    assert (found.value, found.low, found.high) == pytest.approx((0.1, 0.1, 0.1))
+    wide = report.estimate(draws.means(base))
+    assert wide.low < base.mean() < wide.high
+
+
+def test_the_report_says_what_the_runs_say() -> None:
+    figures = report.figures(whole())
+    found = figures["after"]["40"]
+    assert found["best"] == "signed"
+    assert found["differences"]["signed - grpo"]["tokens_saved"]["value"] == pytest.approx(0.5)
+    assert found["differences"]["signed - price"]["success"]["value"] == pytest.approx(0.3)
+    assert all(found["verdict"].values())
+    told = report.section(figures)
+    assert "| RLVCR, gated | 0.0002 | 80.0 %" in told
+    assert "beats the shuffled control: **yes**" in told
+
+
+def test_one_rate_for_all_leaves_the_sweep_out(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    ready, last_of_all = compare.pending(tmp_path, lr=3e-4)
+    assert last_of_all
+    assert {(job.kind, job.lr) for job in ready} == {("paired", 3e-4)}
+    assert len(ready) == len(compare.ARMS) * len(compare.SEEDS)
+
+
+def test_to_beat_is_to_be_better_in_one_and_no_worse_in_the_other() -> None:
+    def pair(success: float, saved: float) -> dict[str, dict[str, float]]:
+        found = {"success": success, "tokens_saved": saved}
+        return {name: {"value": value, "low": value - 0.01, "high": value + 0.01} for name, value in found.items()}
+
+    assert report._beats(pair(0.0, 0.5))
+    assert report._beats(pair(0.3, 0.0))
+    assert not report._beats(pair(0.3, -0.2))
+    assert not report._beats(pair(-0.1, 0.5))
+    assert not report._beats(pair(0.005, 0.005))

@@ -106,7 +106,7 @@ def make_prompts(folder: Path, count: int) -> list[str]:
 
 def settings(job: dict[str, Any]) -> dict[str, Any]:
     return {
-        "model": {"path": job["model"], "device": "cpu"},
+        "model": {"path": job["model"], "device": "cpu", **job["own_threads"]},
         "data": {"batch_size": PROMPTS, "shuffle": False},
         "rollout": {"n": GROUP, "max_new_tokens": NEW_TOKENS, "engine": "toolwise", "tool_parser": "none"},
         "multi_turn": {"enable": False},
@@ -124,7 +124,6 @@ def settings(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def ours(job: dict[str, Any]) -> dict[str, Any]:
-    import torch
 
     for name in ("transformers.models.llama.modeling_llama", "toolwise.learner.building", "toolwise.policies.local"):
         import_module(name)  # what assembling a run would import: none of it is the step's memory
@@ -132,7 +131,6 @@ def ours(job: dict[str, Any]) -> dict[str, Any]:
     from toolwise.run import RunConfig, assemble
     from toolwise.types import Message, Task
 
-    torch.set_num_threads(job["threads"])
     imports = memory_mb("VmRSS")
     tasks = [Task(task_id=str(i), prompt=[Message(role="user", content=text)]) for i, text in enumerate(job["prompts"])]
     run = assemble(RunConfig.model_validate(settings(job)), tasks=tasks, reward=f"{__file__}:reward")
@@ -166,7 +164,9 @@ def measure(side: str, job: dict[str, Any], folder: Path) -> dict[str, Any]:
     """One side in a process of its own; what it says besides goes to stderr."""
     file = folder / "job.json"
     file.write_text(json.dumps(job))
-    environment = {**os.environ, "OMP_NUM_THREADS": str(job["threads"]), "OMP_WAIT_POLICY": "PASSIVE"}
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
+    if side == "trl":
+        environment["OMP_NUM_THREADS"] = str(job["threads"])
     script = HERE / ("grpo_step.py" if side == "ours" else "grpo_step_trl.py")
     python = sys.executable if side == "ours" else str(BENCH_ENV / "bin" / "python")
     command = [python, str(script), "--job", str(file)]
@@ -208,6 +208,7 @@ def compare(options: argparse.Namespace, folder: Path) -> None:
         "prompts": make_prompts(Path(model), PROMPTS * steps),
         "steps": steps,
         "threads": options.threads,
+        "own_threads": {} if options.own_threads is None else {"threads": options.own_threads},
         "micro_batch": options.micro_batch,
         "trl_batch": options.trl_batch,
     }
@@ -237,7 +238,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--warm-up", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="of TRL's side")
+    parser.add_argument("--own-threads", type=int, help="of ours, in place of what it chooses")
     parser.add_argument("--micro-batch", type=int, default=1024, help="tokens that ours computes at a time")
     parser.add_argument("--trl-batch", type=int, default=PROMPTS * GROUP, help="rows that TRL computes at a time")
     parser.add_argument("--only", choices=("ours", "trl"))

@@ -145,6 +145,13 @@ def _share(saved: float | None) -> str:
     return "—" if saved is None else f"{saved:.0%}"
 
 
+def _middle(curves: list[list[tuple[int, float]]]) -> list[tuple[int, float]]:
+    """The mean of all; a run that got there and ended counts on with what it ended at."""
+    longest = max(curves, key=len)
+    filled = [[*curve, *[curve[-1]] * (len(longest) - len(curve))] for curve in curves]
+    return [(made, mean(curve[i][1] for curve in filled)) for i, (made, _) in enumerate(longest)]
+
+
 def draw(records: dict[str, Record], path: Path) -> None:
     """Success over rollouts: a thin line a seed, a bold one their mean; and KL over steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -161,9 +168,11 @@ def draw(records: dict[str, Record], path: Path) -> None:
         curves = [r.curve for r in records.values() if r.job.estimator == estimator and r.job.kind in ("paired", "ppo")]
         for curve in curves:
             left.plot(*zip(*curve, strict=True), color=colour, linewidth=0.7, alpha=0.35)
-        middle = [(points[0][0], mean(success for _, success in points)) for points in zip(*curves, strict=True)]
         left.plot(
-            *zip(*middle, strict=True), color=colour, linewidth=2.4, label=f"{label}, mean of {len(curves)} seeds"
+            *zip(*_middle(curves), strict=True),
+            color=colour,
+            linewidth=2.4,
+            label=f"{label}, mean of {len(curves)} seeds",
         )
     left.axhline(WANTED, color="#1f2933", linewidth=0.8, linestyle=":")
     left.set(xlabel="rollouts", ylabel="chance of success", ylim=(0, 1.02), title="Grid world")

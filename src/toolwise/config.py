@@ -19,6 +19,8 @@ class ModelConfig(Section):
     device: str = "auto"
     """"auto" takes a GPU where there is one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    threads: PositiveInt | None = None
+    """Of a CPU; by default one for a model under 4 million weights, for whom waking others costs more than it saves."""
 
 
 class DataConfig(Section):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -24,6 +23,7 @@ from toolwise.rollout.scheduler import RolloutScheduler
 from toolwise.routing.direct import DirectRouter
 from toolwise.scoring import Scoring, Source, build_scoring
 from toolwise.thinking.stage import ThinkingStage
+from toolwise.threads import settle_threads, share_threads
 from toolwise.tools import isolation
 from toolwise.tools.base import BaseTool
 from toolwise.tools.catalog import build_tools
@@ -203,6 +203,7 @@ def local_policy(config: RunConfig, path: str) -> LocalPolicy:
     if grammar is not None and config.rollout.engine != "toolwise":
         raise ConfigError(f'rollout.grammar needs rollout.engine = "toolwise", given "{config.rollout.engine}"')
     model, chat = load_model(path, device=config.model.device, dtype=config.model.dtype)
+    share_threads(config, model)
     if model.device.type == "cpu" and config.model.dtype == "bfloat16":
         raise ConfigError("model.dtype is bfloat16 on a CPU: many cannot multiply it, some crash; use float32")
     rollout = config.rollout
@@ -286,17 +287,6 @@ def _limits(config: RunConfig, tools: dict[str, BaseTool]) -> Limits:
         env=Gate(config.rollout.max_concurrent_envs),
         tools={name: Gate(limit) for name, limit in own.items() if limit is not None},
     )
-
-
-def settle_threads(config: RunConfig) -> None:
-    """On a shared machine idle threads must sleep, not spin; a deterministic run has one."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a GPU computes the same twice only with this
-    import torch
-
-    if config.deterministic:
-        torch.set_num_threads(1)
-        torch.use_deterministic_algorithms(True)
 
 
 def estimator_of(config: RunConfig) -> AdvantageEstimator:

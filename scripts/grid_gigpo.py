@@ -37,7 +37,7 @@ TUNING_SEEDS = [100, 101, 102]
 PAIRED_SEEDS = list(range(10))
 OTHER_SEEDS = [0, 1, 2]
 STEPS, TASKS, ROLLOUTS = 90, 4, 8
-LONGER = 60
+LONGER = 120
 """Steps of the runs with a critic, and of those that hold a KL."""
 WANTED = 0.9
 OMEGA = 0.2
@@ -83,8 +83,8 @@ def other_jobs() -> list[Job]:
     ppo = {"critic": {"lr": 1e-3}, "algorithm": {"gae_per": "turn", "gamma": 0.95}}
     kinds = {
         "free": {"kl": "loss", "kl_coef": 0.0},
-        "loss": {"kl": "loss", "kl_coef": 0.02, "kl_target": KL_TARGET, "kl_horizon": 80},
-        "reward": {"kl": "reward", "kl_coef": 0.02, "kl_target": KL_TARGET, "kl_horizon": 80},
+        "loss": {"kl": "loss", "kl_coef": 0.1, "kl_target": KL_TARGET, "kl_horizon": 20},
+        "reward": {"kl": "reward", "kl_coef": 0.1, "kl_target": KL_TARGET, "kl_horizon": 20},
     }
     return [Job(f"ppo-{seed}", "ppo", "gae", seed, 1e-3, ppo, steps=LONGER) for seed in OTHER_SEEDS] + [
         Job(f"kl-{name}-{seed}", "kl", "gigpo", seed, 1e-3, {"algorithm": settings}, steps=LONGER)

@@ -1,6 +1,6 @@
 """A real pretrained model through the engine, beside transformers' `generate`: SmolLM2, where somebody has its folder.
 
-    TOOLWISE_SMOLLM2=FOLDER pytest -m long tests/engine/test_smollm2.py        scripts/make_smollm2.py makes the folder
+TOOLWISE_SMOLLM2=FOLDER pytest -m long tests/engine/test_smollm2.py        scripts/make_smollm2.py makes the folder
 """
 
 from __future__ import annotations

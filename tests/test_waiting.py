@@ -268,12 +268,17 @@ def test_a_program_ends_though_a_thread_and_a_task_hang() -> None:
 
 
 def test_an_interrupt_ends_the_loop() -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
+
     async def interrupted() -> None:
         signal.raise_signal(signal.SIGINT)
         await asyncio.sleep(60)
 
-    with pytest.raises(KeyboardInterrupt):
-        waiting.run(interrupted())
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            waiting.run(interrupted())
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_loop_with_a_clock_of_its_own_says_so() -> None:

@@ -53,18 +53,30 @@ def test_one_share_is_the_pool_itself(tmp_path: Path) -> None:
     assert share_of(tmp_path / "pool.jsonl", 0, 1) == tmp_path / "pool.jsonl"
 
 
-def leave(folder: Path, number: int, of: int) -> None:
+WORK = """
+from pathlib import Path
+from toolwise.errors import ToolwiseError
+
+def leave(told, number, of):
+    folder = Path(told["folder"])
     (folder / f"{number}-of-{of}").touch()
     if number == 1 and (folder / "fail").exists():
         raise ToolwiseError("there is nothing to be had here")
+"""
 
 
 def test_every_process_has_its_number_and_one_that_fails_is_told_of(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asyncio.run(in_processes(leave, (tmp_path,), 2))
-    assert {path.name for path in tmp_path.iterdir()} == {"0-of-2", "1-of-2"}
-    (tmp_path / "fail").touch()
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "some_work.py").write_text(WORK)
+    monkeypatch.syspath_prepend(tmp_path / "code")
+    folder = tmp_path / "made"
+    folder.mkdir()
+    told = {"folder": str(folder)}
+    asyncio.run(in_processes("some_work:leave", told, 2))
+    assert {path.name for path in folder.iterdir()} == {"0-of-2", "1-of-2"}
+    (folder / "fail").touch()
     with pytest.raises(ToolwiseError, match="1 of 2 processes"):
-        asyncio.run(in_processes(leave, (tmp_path,), 2))
+        asyncio.run(in_processes("some_work:leave", told, 2))
     assert "toolwise: there is nothing to be had here" in capfd.readouterr().err

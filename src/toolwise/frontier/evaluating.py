@@ -116,6 +116,18 @@ class _Asked:
     metric: str
     seed: int
 
+    def to_json(self) -> dict[str, Any]:
+        otc = None if self.otc is None else [self.otc[0].model_dump(mode="json"), str(self.otc[1])]
+        tasks = [task.model_dump(mode="json") for task in self.tasks]
+        plain = {"draws": self.draws, "metric": self.metric, "seed": self.seed}
+        return {"tasks": tasks, "folder": str(self.folder), "otc": otc, **plain}
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> _Asked:
+        tasks = [Task.model_validate(task) for task in told["tasks"]]
+        otc = None if told["otc"] is None else (RunConfig.model_validate(told["otc"][0]), Path(told["otc"][1]))
+        return cls(tasks, Path(told["folder"]), otc, told["draws"], told["metric"], told["seed"])
+
     def pools(self, routing: Routing) -> list[_Pool]:
         """Every row under every route and as it is; and the other actor's rows as they are, scored and priced alike."""
 
@@ -172,12 +184,17 @@ async def _fill_in_processes(routing: Routing, asked: _Asked, shared: Shared, on
         absorb(pool.path, pool.plan)
     longest = max(len(pool.missing) for pool in pools)
     if longest:
-        await in_processes(_fill_share, (shared.source, routing.config, asked), min(shared.jobs, longest), tell)
+        told = {
+            "source": str(shared.source),
+            "config": routing.config.model_dump(mode="json"),
+            "asked": asked.to_json(),
+        }
+        await in_processes(f"{__name__}:fill_share", told, min(shared.jobs, longest), tell)
     for pool in pools:
         absorb(pool.path, pool.plan)
 
 
-def _fill_share(source: Path, config: RunConfig, asked: _Asked, number: int, of: int) -> None:
+def fill_share(told: Mapping[str, Any], number: int, of: int) -> None:
     """One process's part."""
     import asyncio
 
@@ -185,8 +202,9 @@ def _fill_share(source: Path, config: RunConfig, asked: _Asked, number: int, of:
 
     from toolwise.routed.loading import load_routing
 
+    asked = _Asked.from_json(told["asked"])
+    routing = load_routing(Path(told["source"]), config=RunConfig.model_validate(told["config"]))
     torch.set_num_threads(1)  # as many processes as cores: more threads would only wait for each other
-    routing = load_routing(source, config=config)
     for pool in asked.pools(routing):
         share = pool.share(number, of)
         if share.plan.tasks:

@@ -8,9 +8,11 @@ Whoever is interrupted goes on: files that were left behind are absorbed first, 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
+import json
+import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -37,27 +39,23 @@ def absorb(path: Path, plan: Plan) -> None:
 
 
 async def in_processes(
-    work: Callable[..., None], arguments: Sequence[Any], count: int, waiting: Callable[[], None] = lambda: None
+    work: str, told: Mapping[str, Any], count: int, waiting: Callable[[], None] = lambda: None
 ) -> None:
-    """`work(*arguments, number, count)` in `count` fresh processes; `waiting` is called every now and then."""
-    context = multiprocessing.get_context("spawn")  # torch does not like to be forked
-    started = [
-        context.Process(target=_guarded, args=(work, (*arguments, number, count)), daemon=True)
-        for number in range(count)
-    ]
+    """`work`, a "module:function", with (told, number, count) in `count` fresh processes. What they are told goes as
+    JSON; `waiting` is called every now and then."""
+    started: list[subprocess.Popen[bytes]] = []
     try:
-        for process in started:
-            process.start()
-        while any(process.is_alive() for process in started):
+        start = {"path": sys.path, "work": work, "told": told, "of": count}
+        started.extend(_started({**start, "number": number}) for number in range(count))
+        while any(process.poll() is None for process in started):
             waiting()
             await asyncio.sleep(0.2)
     finally:
         for process in started:
-            if process.pid is not None and process.is_alive():
+            if process.poll() is None:
                 process.terminate()
-            if process.pid is not None:
-                process.join()
-    codes = [process.exitcode for process in started if process.exitcode]
+            process.wait()
+    codes = [process.returncode for process in started if process.returncode]
     if codes:
         raise ToolwiseError(
             f"{len(codes)} of {count} processes that rolled out failed (exit code {codes[0]}): what they made is kept, "
@@ -65,10 +63,28 @@ async def in_processes(
         )
 
 
-def _guarded(work: Callable[..., None], arguments: Sequence[Any]) -> None:
-    """What is wrong is one line, as everywhere."""
+def _started(start: Mapping[str, Any]) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([sys.executable, "-c", _BOOT], stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    with process.stdin as pipe:
+        pipe.write(json.dumps(start).encode())
+    return process
+
+
+_BOOT = """
+import json, sys
+start = json.load(sys.stdin)
+sys.path[:] = start["path"]
+from toolwise.frontier.sharing import take_part
+take_part(start)
+"""
+
+
+def take_part(start: Mapping[str, Any]) -> None:
+    """In a process of its own. What is wrong is one line, as everywhere."""
+    module, _, function = start["work"].partition(":")
     try:
-        work(*arguments)
+        getattr(import_module(module), function)(start["told"], start["number"], start["of"])
     except ToolwiseError as fault:
         print(f"toolwise: {fault}", file=sys.stderr)
         raise SystemExit(1) from None

@@ -66,15 +66,16 @@ def taught_walks(numbers: list[int], seed: int) -> Iterator[dict[str, Any]]:
 
 
 def fresh_model(folder: Path, seed: int) -> None:
-    """A Llama of some 70,000 weights that knows no word yet, and a tokenizer with a token a word."""
+    """A Llama of some 70,000 weights that knows no word yet, and a tokenizer with a token a word and one a cell: what
+    it is to learn is the way, and not what two coordinates have to do with each other."""
     import torch
-    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+    from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    places = [f"{axis}{i}" for axis in "xy" for i in range(WORLD["size"])]
-    words = ["<|unk|>", *CONTROL, "at", "goal", *MOVES, *places]
+    cells = [f"x{x} y{y}" for x in range(WORLD["size"]) for y in range(WORLD["size"])]
+    words = ["<|unk|>", *CONTROL, "at", "goal", *MOVES, *cells]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<|unk|>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"x\d+ y\d+|\S+"), "removed", invert=True)
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CONTROL])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

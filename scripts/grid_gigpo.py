@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import multiprocessing
 import os
 import shutil
 import sys
@@ -31,6 +30,7 @@ from typing import Any
 
 from grid_agent import ROOT, TURNS, WORLD, Chances, OneWord, episodes, fresh_model, taught_walks
 from grid_world import make_rows
+from processes import run_all
 
 RATES = [2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3]
 TUNING_SEEDS = [100, 101, 102]
@@ -252,36 +252,6 @@ def pending(out: Path) -> tuple[list[Job], bool]:
     return [job for job in missing if job.kind == "warm" or f"warm-{job.seed}" in records], best is not None
 
 
-def run_all(out: Path, jobs: int, limit_s: float) -> bool:
-    """Whether everything is done. What is not done at the limit is ended, and made anew by the next call."""
-    began = time.monotonic()
-    spawn = multiprocessing.get_context("spawn")
-    running: dict[str, Any] = {}
-    failed: set[str] = set()
-    try:
-        while time.monotonic() - began < limit_s:
-            for name in [name for name, process in running.items() if not process.is_alive()]:
-                process = running.pop(name)
-                print(f"{time.monotonic() - began:6.1f} s  {name}: {process.exitcode or 'done'}", flush=True)
-                if process.exitcode:
-                    failed.add(name)
-            ready, last = pending(out)
-            ready = [job for job in ready if job.name not in failed]
-            if last and not ready and not running:
-                return not failed
-            if failed and not ready and not running:
-                return False
-            for job in [job for job in ready if job.name not in running][: jobs - len(running)]:
-                running[job.name] = spawn.Process(target=work, args=(job, out), name=job.name)
-                running[job.name].start()
-            time.sleep(0.3)
-        return False
-    finally:
-        for process in running.values():
-            process.terminate()
-            process.join()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -290,7 +260,7 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=1e9, help="end after so many seconds; call again to go on")
     args = parser.parse_args()
     (args.out / "runs").mkdir(parents=True, exist_ok=True)
-    whole = run_all(args.out, args.jobs, args.limit_s)
+    whole = run_all(lambda: pending(args.out), work, args.out, jobs=args.jobs, limit_s=args.limit_s)
     records = finished(args.out)
     if args.records is not None:
         write_records(records, args.records)

@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import multiprocessing
 import os
 import sys
 import time
@@ -30,6 +29,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from processes import run_all
 
 os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", TOKENIZERS_PARALLELISM="false")
 ROOT = Path(__file__).resolve().parent.parent
@@ -334,34 +335,6 @@ def pending(out: Path, lr: float | None = None) -> tuple[list[Job], bool]:
     return [job for job in wanted if job.name not in records], best is not None
 
 
-def run_all(model: Path, out: Path, jobs: int, limit_s: float, device: str, lr: float | None = None) -> bool:
-    """Whether everything is done. What is not done at the limit is ended, and made anew by the next call."""
-    began = time.monotonic()
-    spawn = multiprocessing.get_context("spawn")
-    running: dict[str, Any] = {}
-    failed: set[str] = set()
-    try:
-        while time.monotonic() - began < limit_s:
-            for name in [name for name, process in running.items() if not process.is_alive()]:
-                process = running.pop(name)
-                print(f"{time.monotonic() - began:6.1f} s  {name}: {process.exitcode or 'done'}", flush=True)
-                if process.exitcode:
-                    failed.add(name)
-            ready, last = pending(out, lr)
-            ready = [job for job in ready if job.name not in failed]
-            if (last or failed) and not ready and not running:
-                return not failed
-            for job in [job for job in ready if job.name not in running][: jobs - len(running)]:
-                running[job.name] = spawn.Process(target=work, args=(job, model, out, device), name=job.name)
-                running[job.name].start()
-            time.sleep(0.5)
-        return False
-    finally:
-        for process in running.values():
-            process.terminate()
-            process.join()
-
-
 def one(job: Job, model: Path, out: Path, device: str) -> None:
     """A run by itself, to look at."""
     work(job, model, out, device)
@@ -395,7 +368,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         job = Job(name, "one", args.only, args.seed, lr, (args.steps,), args.houses, tuple(args.set))
         one(job, args.model, args.out, args.device)
         return
-    whole = run_all(args.model, args.out, args.jobs, args.limit_s, args.device, args.lr)
+    whole = run_all(
+        lambda: pending(args.out, args.lr),
+        work,
+        *(args.model, args.out, args.device),
+        jobs=args.jobs,
+        limit_s=args.limit_s,
+    )
     records = finished(args.out)
     if args.records is not None:
         write_records(records, args.records)

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Key = tuple[int, ...]
+_NO_CHILDREN: dict[Any, Any] = {}
+"""A leaf's, of which there are many: never written to."""
 
 
 class Node:
@@ -23,9 +25,9 @@ class Node:
 
     def __init__(self, parent: Node | None, tokens: Key, block: int) -> None:
         self.parent, self.tokens, self.block = parent, tokens, block
-        self.children: dict[Key, Node] = {}
-        self.keys: list[Key] = []
-        """The children's keys in order: those with most in common are neighbours."""
+        self.children: dict[Key, Node] = _NO_CHILDREN
+        self.keys: list[Key] | None = None
+        """The children's keys in order, from when somebody looked: those with most in common are neighbours."""
         self.refs = 0
         """Leases that end here, and children that are held: whoever holds a node holds all above it."""
         self.hidden: Any = None
@@ -110,9 +112,7 @@ class Blocks:
             return True
         if missing > self.available:
             return False
-        for _ in range(missing):
-            block = self._take()
-            assert block is not None
+        for block in self._take_many(missing):
             lease.own.append(block)
             lease.table.append(block)
         return True
@@ -129,18 +129,23 @@ class Blocks:
             return
         parent = held_before = path[-1] if path else self._root
         blocks, lease.own = lease.own[: full - before], lease.own[full - before :]
+        new = 0
         for place, block in zip(range(before, full), blocks, strict=True):
             key = tuple(tokens[place * size : (place + 1) * size])
             node = parent.children.get(key)
             if node is None:
-                node = self._insert(parent, key, block)
+                node = self._attach(parent, key, block)
+                node.refs = 1  # of the one after it, or of this lease
+                new += 1
             else:  # somebody computed the same meanwhile: one of the two is enough
                 lease.table[place] = node.block
                 self._give_back(block)
             path.append(node)
             parent = node
-        self._hold(parent)
-        self._let_go(held_before)
+        known = path[-1 - new] if len(path) > new else self._root
+        if known is not held_before:  # what is new hangs from a node that this lease holds through it
+            self._hold(known)
+            self._let_go(held_before)
 
     def freeze(self, lease: Lease, tokens: Sequence[int], hidden: Any) -> None:
         """Make `tokens`, all computed, an end to go on from, for others as well: its last block is copied."""
@@ -191,7 +196,7 @@ class Blocks:
         assert all(node.refs == held[id(node)] for node in nodes), "a node does not know how many hold it"
         assert self._cached == sum(not node.refs for node in nodes), "cached blocks are miscounted"
         assert set(self._idle) == {n for n in nodes if not n.refs and not n.children}, "a leaf is not up for eviction"
-        assert all(sorted(n.children) == n.keys for n in nodes), "children are out of order"
+        assert all(n.keys is None or sorted(n.children) == n.keys for n in nodes), "children are out of order"
 
     # --- the tree
 
@@ -205,6 +210,8 @@ class Blocks:
         rest = tuple(tokens[held : min(end, held + self.size)])
         if self.whole or not rest:
             return path, None, held
+        if node.keys is None:
+            node.keys = sorted(node.children)
         place = bisect_left(node.keys, rest)
         near = [(_common(key, rest), key) for key in node.keys[max(0, place - 1) : place + 1]]
         common, key = max(near, default=(0, ()))
@@ -234,15 +241,19 @@ class Blocks:
 
     def _insert(self, parent: Node, key: Key, block: int) -> Node:
         """A leaf that nobody holds yet."""
-        node = Node(parent, key, block)
-        parent.children[key] = node
-        if parent.keys:
-            insort(parent.keys, key)
-        else:
-            parent.keys.append(key)
+        node = self._attach(parent, key, block)
         self._idle.pop(parent, None)
         self._idle[node] = None
         self._cached += 1
+        return node
+
+    def _attach(self, parent: Node, key: Key, block: int) -> Node:
+        node = Node(parent, key, block)
+        if parent.children is _NO_CHILDREN:
+            parent.children = {}
+        parent.children[key] = node
+        if parent.keys is not None:
+            insort(parent.keys, key)
         return node
 
     def _hold(self, node: Node) -> None:
@@ -264,6 +275,14 @@ class Blocks:
                 self._idle[node] = None
             node = node.parent
 
+    def _take_many(self, count: int) -> list[int]:
+        """As many as there are for sure."""
+        if len(self._free) < count or self.copies:
+            return [block for block in (self._take() for _ in range(count)) if block is not None]
+        taken = self._free[: -count - 1 : -1]
+        del self._free[-count:]
+        return taken
+
     def _take(self, protect: Node | None = None) -> int | None:
         if not self._free:
             victim = next((leaf for leaf in self._idle if leaf is not protect), None)
@@ -283,7 +302,8 @@ class Blocks:
         assert parent is not None
         del parent.children[node.tokens]
         self._walked = (), []
-        del parent.keys[bisect_left(parent.keys, node.tokens)]
+        if parent.keys is not None:
+            del parent.keys[bisect_left(parent.keys, node.tokens)]
         if not parent.children and not parent.refs and parent is not self._root:
             self._idle[parent] = None
 

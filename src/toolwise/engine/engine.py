@@ -308,11 +308,13 @@ class Engine:
         ids = list(prompt_ids)
         if not ids:
             raise PolicyError("a prompt of no tokens: give at least one message, or prompt_ids that are not empty")
-        if ids != self._known_prompt:  # the others of a group ask with the same
-            if not 0 <= min(ids) <= max(ids) < self.vocabulary:
-                raise PolicyError(
-                    f"prompt_ids name tokens outside the model's {self.vocabulary}: are they another model's?"
-                )
+        body = len(ids) - self.blocks.size  # the others of a group ask with the same, but for the end
+        unknown = ids[body:] if body > 0 and ids[:body] == self._known_prompt[:body] else ids
+        if not 0 <= min(unknown) <= max(unknown) < self.vocabulary:
+            raise PolicyError(
+                f"prompt_ids name tokens outside the model's {self.vocabulary}: are they another model's?"
+            )
+        if unknown is ids:
             self._known_prompt = ids.copy()
         length = len(ids) + more
         if length > self.max_context:

@@ -18,6 +18,7 @@ from torch import Tensor
 from toolwise.engine.kernels import kernel
 from toolwise.engine.kernels.llama import FusedDecoder, PagedCache, Prefixes
 from toolwise.engine.request import Request
+from toolwise.engine.runner import padded_tables
 from toolwise.engine.sharing import Shared, shared_groups
 
 MOST_STEPS = 32
@@ -178,11 +179,8 @@ class AheadDecoder:
         for group in groups:
             prefix[list(group.members)] = group.blocks
         self._load_rows(requests, prefix * self.block_size, shape[0])
-        width = max(len(table) - p for table, p in zip(tables, prefix, strict=True))
-        own = np.zeros((len(tables), width), dtype=np.int32)
-        for row, (table, p) in enumerate(zip(tables, prefix, strict=True)):
-            own[row, : len(table) - p] = table[p:]
-        self._state.tables[: len(own), :width].copy_(self._there(own))
+        own = padded_tables([table[p:] for table, p in zip(tables, prefix, strict=True)])
+        self._state.tables[: len(own), : own.shape[1]].copy_(self._there(own))
         if groups:
             self._load_groups(tables, groups, shape)
         self._state.step.zero_()

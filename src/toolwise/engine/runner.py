@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -163,11 +163,7 @@ class Runner:
                 alike=self.fixed_rows is not None,
             )
             return context
-        columns = max(map(len, tables))
-        padded = np.zeros((len(tables), columns), dtype=np.int32)
-        for row, table in enumerate(tables):
-            padded[row, : len(table)] = table
-        context.block_tables = self._tensor(padded)
+        context.block_tables = self._tensor(padded_tables(tables))
         context.query_starts = self._tensor(np.array([0, *accumulate(lengths)], dtype=np.int32))
         context.context_lengths = self._tensor(np.add(held, lengths, dtype=np.int32))
         context.longest = max(lengths)
@@ -175,9 +171,8 @@ class Runner:
         return context
 
     def _tensor(self, values: Any) -> Tensor:
-        return torch.as_tensor(values, dtype=torch.int64 if isinstance(values, list) else None).to(
-            self.device, non_blocking=True
-        )
+        there = np.array(values, dtype=np.int64) if isinstance(values, list) else values
+        return torch.from_numpy(there).to(self.device, non_blocking=True)
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
         if self.device.type != "cpu":
@@ -185,6 +180,14 @@ class Runner:
         # Pages of zeros come from the system as they are touched; torch would write all of them now.
         size = int(np.prod(shape)) * self.dtype.itemsize
         return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(self.dtype).view(shape)
+
+
+def padded_tables(tables: Sequence[Sequence[int]]) -> np.ndarray[Any, Any]:
+    """[tables, longest]: one a row, zeros behind."""
+    lengths = np.array([len(table) for table in tables])
+    padded = np.zeros((len(tables), lengths.max()), dtype=np.int32)
+    padded[np.arange(padded.shape[1]) < lengths[:, None]] = np.fromiter(chain.from_iterable(tables), dtype=np.int32)
+    return padded
 
 
 def _lease(request: Request) -> Any:

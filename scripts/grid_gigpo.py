@@ -9,8 +9,8 @@ records are one file of all whole runs. What was settled before any of the paire
 
     reached     the first step after which the chance of success, averaged over all training starts, is 90 % or more
                 (exact: `grid_agent.py`); what counts is all rollouts made until then. Not within the run: "not"
-    sweep       the same learning rates for both, on seeds of its own (100, 101, 102); the best has the fewest rollouts
-                to 90 % on average, where not reached counts as twice the run
+    sweep       the same learning rates for both, on seeds of its own (100 to 105); the best has the fewest rollouts to
+                90 % on average, where not reached counts as twice the run
     paired      seeds 0 to 9; each begins from its own model, taught by `toolwise.sft`, the same for all algorithms
 """
 
@@ -33,11 +33,11 @@ from grid_world import make_rows
 from processes import run_all
 
 RATES = [2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3]
-TUNING_SEEDS = [100, 101, 102]
+TUNING_SEEDS = list(range(100, 106))
 PAIRED_SEEDS = list(range(10))
 OTHER_SEEDS = [0, 1, 2]
 STEPS, TASKS, ROLLOUTS = 90, 4, 8
-LONGER = 120
+LONGER = 100
 """Steps of the runs with a critic, and of those that hold a KL."""
 WANTED = 0.9
 OMEGA = 0.2
@@ -83,8 +83,8 @@ def other_jobs() -> list[Job]:
     ppo = {"critic": {"lr": 1e-3}, "algorithm": {"gae_per": "turn", "gamma": 0.95}}
     kinds = {
         "free": {"kl": "loss", "kl_coef": 0.0},
-        "loss": {"kl": "loss", "kl_coef": 0.1, "kl_target": KL_TARGET, "kl_horizon": 20},
-        "reward": {"kl": "reward", "kl_coef": 0.1, "kl_target": KL_TARGET, "kl_horizon": 20},
+        "loss": {"kl": "loss", "kl_coef": 0.1, "kl_target": KL_TARGET, "kl_horizon": 100},
+        "reward": {"kl": "reward", "kl_coef": 0.1, "kl_target": KL_TARGET, "kl_horizon": 100},
     }
     return [Job(f"ppo-{seed}", "ppo", "gae", seed, 1e-3, ppo, steps=LONGER) for seed in OTHER_SEEDS] + [
         Job(f"kl-{name}-{seed}", "kl", "gigpo", seed, 1e-3, {"algorithm": settings}, steps=LONGER)

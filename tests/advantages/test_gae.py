@@ -209,7 +209,7 @@ def test_without_values_or_with_too_few_it_says_so(step: Step, rollout: Make) ->
         Gae()([rollout(1.0, steps=steps, values=[[1.0]])])
     with pytest.raises(CreditError, match="step 0: 0 values for 2 sampled tokens"):
         Gae(per="turn")([rollout(1.0, steps=steps, values=[[]])])
-    with pytest.raises(CreditError, match="has no reference log-probs; kl_coef needs a reference"):
+    with pytest.raises(CreditError, match="has no reference log-probs: the learner must annotate them"):
         Gae(kl_coef=0.1)([rollout(1.0, steps=steps, values=[[1.0, 1.0]])])
     with pytest.raises(CreditError, match="2 old and 1 reference log-probs for 2 sampled tokens"):
         Gae(kl_coef=0.1)([rollout(1.0, steps=steps, values=[[1.0, 1.0]], ref=[[0.0]])])

@@ -10,11 +10,12 @@ import pytest
 import torch
 from learner_cases import LR, credit, gradients, tiny_model
 
-from toolwise.advantages import Gae, Gigpo, Grpo, ReinforcePlusPlus
+from toolwise.advantages import Gae, Gigpo, Grpo, ReinforcePlusPlus, Rlvcr
+from toolwise.advantages.token_rewards import token_k1
 from toolwise.errors import ToolwiseError
 from toolwise.learner.actor import Actor
 from toolwise.learner.kl import KlCoefficient
-from toolwise.learner.pricing import PricedEstimator, token_k1
+from toolwise.learner.pricing import PricedEstimator
 from toolwise.protocols import MeasuredEstimator
 from toolwise.types import AnnotatedRollout
 
@@ -58,6 +59,22 @@ def test_an_estimator_over_token_rewards_charges_each_token() -> None:
     given = replace(annotated(1.0, [[-2.0, -1.5]]), values=(np.zeros(2, np.float32),))
     [found] = PricedEstimator(Gae(lam=1.0, whiten=False), KlCoefficient(0.1))([given])
     assert found.advantages[0].tolist() == pytest.approx([1.0 - 0.1 - 0.05, 1.0 - 0.05])
+
+
+def test_an_estimator_over_steps_charges_each_step() -> None:
+    """Two rollouts of two steps in the same two states, all worth 1 at the end: 0.1 · 2 nats in the first step of one,
+    in the second of the other. G is 0.8 and 1 for the one, 0.8 and 0.8 for the other; the scores are equal."""
+    group = [annotated(1.0, [[-3.0], [-1.0]], name="a"), annotated(1.0, [[-1.0], [-3.0]], name="b")]
+    for rollout in group:
+        for place, step in enumerate(rollout.scored.steps):
+            step.observation_data = place
+    inner = Gigpo(omega=0.0, gamma=1.0, normalization="mean_norm", state_anchor=str)
+    for estimator in (inner, Rlvcr(trajectory=inner)):
+        first, second = PricedEstimator(estimator, KlCoefficient(0.1))(group)
+        assert [step.return_to_go for step in first.steps] == pytest.approx([0.8, 1.0])
+        assert [step.return_to_go for step in second.steps] == pytest.approx([0.8, 0.8])
+        assert [float(a[0]) for a in first.advantages] == pytest.approx([0.0, 0.1])
+        assert [float(a[0]) for a in second.advantages] == pytest.approx([0.0, -0.1])
 
 
 def test_a_coefficient_that_moves_is_taken_as_it_stands() -> None:

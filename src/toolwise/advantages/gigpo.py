@@ -13,7 +13,8 @@ group, or all values equal: exactly 0. Statistics in float64.
 Shapes: one score and one group id a rollout; one reward and one anchor a step; one advantage and one return a step,
 and all sampled tokens of a step get its advantage. Grouping: A_E by group id, A_S by (group id, anchor): nothing is
 ever compared across tasks. What a state is: `anchors.py`. What a step earned, and where the final score goes:
-`step_rewards.py`.
+`step_rewards.py`. With `kl_coef` each step also costs kl_coef · Σ (log π_old − log π_ref) over its sampled tokens, the
+estimator k1, which A_E and A_S both see.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from toolwise.advantages.arrays import (
 )
 from toolwise.advantages.credit import credit_steps, with_credit
 from toolwise.advantages.step_rewards import Episodes, TerminalScore, episodes_of, episodes_of_rollouts
+from toolwise.advantages.token_rewards import token_k1
 from toolwise.protocols import Annotation, Metrics
 from toolwise.types import AnnotatedRollout, CreditedRollout, StepData
 
@@ -204,8 +206,9 @@ class Gigpo:
     state_anchor: str | StateHash = "auto"
     anchor_messages: int = 3
     anchor_similarity: float = 1.0
+    kl_coef: float = 0.0
+    """What a step's tokens cost for each nat that they leave the reference by."""
 
-    needs: ClassVar[frozenset[Annotation]] = frozenset()
     least_group: ClassVar[int] = 2
     equal_scores_teach: ClassVar[bool] = True
     """Rollouts that all reach the goal may still differ in how soon."""
@@ -214,6 +217,10 @@ class Gigpo:
         check_settings(self.omega, self.gamma, self.combine, self.normalization)
         check_choice("terminal_score", self.terminal_score, get_args(TerminalScore))
         self._anchor().check()
+
+    @property
+    def needs(self) -> frozenset[Annotation]:
+        return frozenset({"ref_logprobs"} if self.kl_coef else ())
 
     def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
         return self.credit(rollouts)[0]
@@ -225,6 +232,9 @@ class Gigpo:
             default_step_reward=self.default_step_reward,
             invalid_action_penalty=self.invalid_action_penalty,
         )
+        if self.kl_coef:
+            nats = [float(part.sum()) for rollout in rollouts for part in token_k1(rollout)]
+            episodes = episodes.less(self.kl_coef * np.array(nats))
         steps = [step for r in rollouts for step in r.scored.steps]
         found = gigpo_advantages(
             episodes,

@@ -40,6 +40,11 @@ class Episodes:
         """The rollout each step belongs to."""
         return np.repeat(np.arange(len(self.lengths)), self.lengths)
 
+    def less(self, costs: Doubles) -> Episodes:
+        """Each step's reward less its cost, and each score less those of all its steps."""
+        of_rollout = np.bincount(self.of_step, costs, len(self.lengths))
+        return Episodes(self.scores - of_rollout, self.groups, self.lengths, self.rewards - costs)
+
 
 def place_scores(
     base: Doubles, scores: Doubles, lengths: Ints, groups: Ints, how: TerminalScore, default_step_reward: float = 0.0

@@ -37,7 +37,9 @@ def tokens_of(rollouts: Sequence[AnnotatedRollout], *, kl_coef: float = 0.0, **s
     counts = np.array([sampled_tokens(step) for r in rollouts for step in r.scored.steps], dtype=np.intp)
     of_step = episodes.of_step
     per_rollout = np.bincount(of_step, counts, len(rollouts)).astype(np.intp)
-    rewards = -kl_coef * _kl(rollouts) if kl_coef else np.zeros(int(counts.sum()))
+    rewards = np.zeros(int(counts.sum()))
+    if kl_coef:
+        rewards -= kl_coef * np.concatenate([rewards[:0], *(part for r in rollouts for part in token_k1(r))])
     before = np.cumsum(counts)
     begins = np.cumsum(per_rollout) - per_rollout
     spoken = before > begins[of_step]  # the rollout has a token at or before this step
@@ -45,20 +47,19 @@ def tokens_of(rollouts: Sequence[AnnotatedRollout], *, kl_coef: float = 0.0, **s
     return Tokens(rewards, counts, of_step, per_rollout)
 
 
-def _kl(rollouts: Sequence[AnnotatedRollout]) -> Doubles:
+def token_k1(rollout: AnnotatedRollout) -> list[Doubles]:
+    """log π_old − log π_ref of each sampled token, an array a step."""
+    name, steps = rollout.scored.rollout.rollout_id, rollout.scored.steps
+    if rollout.ref_logprobs is None:
+        raise CreditError(f"rollout {name} has no reference log-probs: the learner must annotate them")
+    # Where the learner took none again, the log-probs the tokens were drawn with are the old ones.
+    drawn = [(step.policy_logprobs or {}).get("logprobs", ()) for step in steps]
     parts = []
-    for rollout in rollouts:
-        name, steps = rollout.scored.rollout.rollout_id, rollout.scored.steps
-        if rollout.ref_logprobs is None:
-            raise CreditError(f"rollout {name} has no reference log-probs; kl_coef needs a reference")
-        # Where the learner took none again, the log-probs the tokens were drawn with are the old ones.
-        drawn = [(step.policy_logprobs or {}).get("logprobs", ()) for step in steps]
-        old = drawn if rollout.old_logprobs is None else rollout.old_logprobs
-        for step, now, reference in zip(steps, old, rollout.ref_logprobs, strict=True):
-            if not len(now) == len(reference) == sampled_tokens(step):
-                raise CreditError(
-                    f"rollout {name}, step {step.system_step_index}: {len(now)} old and {len(reference)} reference "
-                    f"log-probs for {sampled_tokens(step)} sampled tokens"
-                )
-            parts.append(np.asarray(now, dtype=np.float64) - np.asarray(reference, dtype=np.float64))
-    return np.concatenate(parts) if parts else np.zeros(0)
+    for step, now, reference in zip(steps, rollout.old_logprobs or drawn, rollout.ref_logprobs, strict=True):
+        if not len(now) == len(reference) == sampled_tokens(step):
+            raise CreditError(
+                f"rollout {name}, step {step.system_step_index}: {len(now)} old and {len(reference)} reference "
+                f"log-probs for {sampled_tokens(step)} sampled tokens"
+            )
+        parts.append(np.asarray(now, dtype=np.float64) - np.asarray(reference, dtype=np.float64))
+    return parts

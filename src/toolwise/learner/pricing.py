@@ -1,7 +1,7 @@
 """KL in the reward: every sampled token costs β·(log π_old − log π_ref), the estimator k1, before credit is given.
 
-An estimator over token rewards (it has a field `kl_coef`) charges each token. One over scores sees each rollout's score
-less what its tokens cost together. Stands around the run's estimator; β is the learner's, and may move.
+An estimator that has a field `kl_coef` charges each token or each step itself. One over scores sees each rollout's
+score less what its tokens cost together. Stands around the run's estimator; β is the learner's, and may move.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from toolwise.advantages.credit import credit
-from toolwise.errors import ToolwiseError
+from toolwise.advantages.token_rewards import token_k1
 from toolwise.learner.kl import KlCoefficient
 from toolwise.protocols import AdvantageEstimator, Annotation, Metrics
 from toolwise.types import AnnotatedRollout, CreditedRollout
@@ -45,9 +45,9 @@ class PricedEstimator:
         beta, inner = self.coefficient.value, self.inner
         costs = [beta * float(sum(part.sum() for part in token_k1(rollout))) for rollout in rollouts]
         metrics = {"kl/cost": float(np.mean(costs)) if costs else 0.0}
-        if hasattr(inner, "kl_coef"):
-            charged: Any = replace(inner, kl_coef=beta)  # type: ignore[type-var]  # estimators are dataclasses
-            credited, more = credit(charged, rollouts)
+        finer = charged(inner, beta)
+        if finer is not None:
+            credited, more = credit(finer, rollouts)
         else:
             credited, more = credit(inner, [_less(r, cost) for r, cost in zip(rollouts, costs, strict=True)])
         # The score stays what the reward said; only credit has seen the price.
@@ -55,17 +55,14 @@ class PricedEstimator:
         return kept, metrics | more
 
 
-def token_k1(rollout: AnnotatedRollout) -> list[np.ndarray[Any, np.dtype[np.float64]]]:
-    """log π_old − log π_ref of each sampled token, an array a step."""
-    name = rollout.scored.rollout.rollout_id
-    if rollout.ref_logprobs is None:
-        raise ToolwiseError(f"rollout {name} has no reference log-probs: the learner must annotate them")
-    drawn = [(step.policy_logprobs or {}).get("logprobs", ()) for step in rollout.scored.steps]
-    old = rollout.old_logprobs if rollout.old_logprobs is not None else drawn
-    return [
-        np.asarray(now, dtype=np.float64) - np.asarray(reference, dtype=np.float64)
-        for now, reference in zip(old, rollout.ref_logprobs, strict=True)
-    ]
+def charged(estimator: Any, beta: float) -> AdvantageEstimator | None:
+    """The same with a price on each token or step, also where another holds it; None where it sees scores alone."""
+    changes: dict[str, Any] = {"kl_coef": beta} if hasattr(estimator, "kl_coef") else {}
+    for name in ("trajectory", "inner"):
+        held = charged(getattr(estimator, name), beta) if hasattr(estimator, name) else None
+        if held is not None:
+            changes[name] = held
+    return replace(estimator, **changes) if changes else None
 
 
 def _less(rollout: AnnotatedRollout, cost: float) -> AnnotatedRollout:

@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import sys
 from pathlib import Path
 from random import Random
-from types import ModuleType
 from typing import Any
 
+import grid_agent as agent
+import grid_gigpo as experiment
+import grid_world as world
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from toolwise.envs.conformance.check import check_env
-
-ROOT = Path(__file__).parent.parent
-
-
-def load(path: str) -> ModuleType:
-    """A file outside the package, under a name of its own."""
-    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-world = load("examples/grid_world.py")
-agent = load("scripts/grid_agent.py")
-experiment = load("scripts/grid_gigpo.py")
 
 
 def walk(env: Any, *moves: str) -> list[tuple[Any, ...]]:

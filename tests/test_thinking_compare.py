@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-
-SCRIPTS = Path(__file__).parent.parent / "scripts"
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up, and the report imports the other
-    spec.loader.exec_module(module)
-    return module
-
-
-compare = load("thinking_compare")
-report = load("thinking_report")
+import thinking_compare as compare
+import thinking_report as report
 
 
 def record(job: Any, success: float, tokens: float, houses: int = 40) -> Any:

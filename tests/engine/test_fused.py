@@ -18,6 +18,7 @@ from engine_cases import (
     tiny,
 )
 
+from toolwise.engine import graphs
 from toolwise.engine.fused import FusedRunner
 from toolwise.protocols import Sampling
 
@@ -87,6 +88,42 @@ def test_each_ends_at_its_own_length_and_stop_token() -> None:
     )
     assert list(ended.token_ids) == list(found[-1].token_ids)[: first + 1]
     assert ended.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("look", [1, 2, 7])
+def test_looking_up_more_often_changes_nothing_but_how_soon_it_hears(
+    look: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_for_kernels()
+    lengths = [3, 12, 12, 30, 31, 40]
+    samplings = [Sampling(max_new_tokens=n, seed=n) for n in lengths]
+    prompts = [PROMPTS[1]] * len(lengths)
+    plain = generate_all(counted(model, fused=True), prompts, samplings)
+    monkeypatch.setattr(graphs, "LOOK", look)
+    engine = counted(model, fused=True)
+    found = generate_all(engine, prompts, samplings)
+    assert [list(g.token_ids) for g in found] == [list(g.token_ids) for g in plain]
+    assert isinstance(engine.runner, FusedRunner)
+    assert {rows for rows, _, _ in engine.runner.shapes} >= {8, 4, 1}  # as some are done, steps get smaller
+
+
+def test_a_newcomer_is_heard_at_the_next_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "LOOK", 4)
+    model = tiny_for_kernels()
+    engine = counted(model, fused=True)
+    steps: list[int] = []
+    ahead = engine.runner.decode_ahead
+
+    def timed(requests: Any, most: int, interrupted: Any) -> Any:
+        if not steps:  # somebody comes while the first are decoding
+            engine._tell(lambda: None)
+        tokens, logprobs = ahead(requests, most, interrupted)
+        steps.append(max(map(len, tokens)))
+        return tokens, logprobs
+
+    monkeypatch.setattr(engine.runner, "decode_ahead", timed)
+    [found] = generate_all(engine, [PROMPTS[1]], [Sampling(max_new_tokens=41, seed=1)])
+    assert (steps[0], sum(steps), len(found.token_ids)) == (4, 40, 41)
 
 
 def test_it_goes_on_after_weights_change_in_place_and_after_they_move() -> None:

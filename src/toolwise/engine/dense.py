@@ -91,6 +91,8 @@ class Part:
 class DenseRunner(Runner):
     """As `Runner`, and many steps at once where all that is to do is to decode."""
 
+    most_steps = 32
+
     def __init__(self, model: Any, block_size: int, head: Callable[[Tensor], Tensor]) -> None:
         super().__init__(model, block_size)
         self.head = head

@@ -23,7 +23,6 @@ from toolwise.engine.attention import can_attend
 from toolwise.engine.blocks import Blocks
 from toolwise.engine.dense import DenseRunner
 from toolwise.engine.fused import FusedRunner, can_fuse
-from toolwise.engine.graphs import MOST_STEPS
 from toolwise.engine.lean import fits
 from toolwise.engine.request import LogitsMask, Request, Scored
 from toolwise.engine.results import Decode, Results
@@ -203,16 +202,20 @@ class Engine:
         if not isinstance(runner, FusedRunner | DenseRunner) or not plan or not all(map(runner.suits, plan)):
             return None
         left = {r: r.sampling.max_new_tokens - r.sampled for r in plan}
-        steps = min(MOST_STEPS_IN_A_QUEUE if self.scheduler.waiting else MOST_STEPS, max(left.values()))
+        steps = min(MOST_STEPS_IN_A_QUEUE if self.scheduler.waiting else runner.most_steps, max(left.values()))
         if isinstance(runner, DenseRunner) and not runner.has_room(list(plan)):
             return None
-        for request, most in left.items():
-            assert request.lease is not None
-            if not self.blocks.extend(request.lease, request.held + min(steps, most)):
+        while not all(self._room_for(r, min(steps, most)) for r, most in left.items()):
+            if steps <= MOST_STEPS_IN_A_QUEUE:
                 return None
+            steps //= 2
         self._prepare()
         tokens, logprobs = runner.decode_ahead(list(plan), steps, lambda: bool(self._news))
         return self.results.take_ahead(list(plan), tokens, logprobs, self.version)
+
+    def _room_for(self, request: Request, steps: int) -> bool:
+        assert request.lease is not None
+        return self.blocks.extend(request.lease, request.held + steps)
 
     def _prepare(self) -> None:
         if not self.runner.keys:

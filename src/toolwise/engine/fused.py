@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolwise.engine.graphs import AheadDecoder, Shape
+from toolwise.engine.graphs import MOST_STEPS, AheadDecoder, Shape
 from toolwise.engine.kernels import available
 from toolwise.engine.kernels.llama import FusedDecoder, PagedCache, refusal
 from toolwise.engine.request import Request
@@ -22,6 +22,8 @@ def can_fuse(model: Any) -> bool:
 
 class FusedRunner(Runner):
     """As `Runner`, over the model's own parameters, laid side by side (kernels/llama.py)."""
+
+    most_steps = MOST_STEPS
 
     def __init__(
         self, model: Any, block_size: int, head: Callable[[Tensor], Tensor], *, max_requests: int, max_context: int
@@ -63,14 +65,14 @@ class FusedRunner(Runner):
     suits = staticmethod(AheadDecoder.suits)
 
     def decode_ahead(
-        self, requests: Sequence[Request], steps: int, interrupted: Callable[[], bool] | None = None
+        self, requests: Sequence[Request], steps: int, interrupted: Callable[[], bool]
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Tokens and log-probs of each request, `steps` at most; room for them must be there. Nothing interrupts it."""
+        """Tokens and log-probs of each request, `steps` at most; room for them must be there."""
         fused, cache = self._ready()
         if self._ahead is None:
             columns = -(-self.max_context // self.block_size)
             self._ahead = AheadDecoder(fused, cache, self.head, rows=self.max_requests, columns=columns)
-        return self._ahead.run(requests, steps)
+        return self._ahead.run(requests, steps, interrupted)
 
     @property
     def shapes(self) -> tuple[Shape, ...]:

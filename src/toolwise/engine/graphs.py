@@ -21,7 +21,9 @@ from toolwise.engine.request import Request
 from toolwise.engine.runner import padded_tables
 from toolwise.engine.sharing import Shared, shared_groups
 
-MOST_STEPS = 32
+MOST_STEPS = 128
+"""Of one load: what the device is told takes the CPU as long as several steps take the device."""
+LOOK = 32
 """Steps between two looks at the news: what a newcomer, or somebody who gives up, waits at most."""
 MOST_STOPS = 8
 """Stop tokens of a request that the device knows; whoever has more decodes step by step."""
@@ -98,21 +100,32 @@ class AheadDecoder:
         )
 
     @torch.inference_mode()
-    def run(self, requests: Sequence[Request], steps: int) -> tuple[list[list[int]], list[list[float]]]:
-        """Tokens and log-probs of each request: `steps` of them, or up to and with its last."""
+    def run(
+        self, requests: Sequence[Request], steps: int, interrupted: Callable[[], bool]
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Tokens and log-probs of each request: `steps` of them, or up to and with its last; fewer where somebody else
+        wants something, or where so many are done that a smaller step would do."""
         shape = self._load(requests)
         self.shapes.add(shape)
         step = self._graph(shape)
-        for _ in range(steps):
-            step()
-        count = len(requests)
-        tokens = self._state.tokens[:steps, :count].cpu().numpy()
-        logprobs = self._state.logprobs[:steps, :count].cpu().numpy()
+        count, taken = len(requests), 0
+        while taken < steps:
+            for _ in range(min(LOOK, steps - taken)):
+                step()
+            taken = min(steps, taken + LOOK)
+            if taken < steps and (interrupted() or self._rows(self._going(count)) < shape[0]):
+                break
+        tokens = self._state.tokens[:taken, :count].cpu().numpy()
+        logprobs = self._state.logprobs[:taken, :count].cpu().numpy()
         drawn = (tokens >= 0).sum(0)
         return (
             [tokens[:n, i].tolist() for i, n in enumerate(drawn)],
             [logprobs[:n, i].tolist() for i, n in enumerate(drawn)],
         )
+
+    def _going(self, count: int) -> int:
+        """How many are not done yet; waits for the device."""
+        return int(self._state.fields["active"][:count].sum())
 
     # --- what a step is
 
@@ -231,8 +244,11 @@ class AheadDecoder:
         s.member_starts[: count + 1].copy_(self._there(starts.astype(np.int32)))
         s.members[:rows].copy_(self._there(np.array([i for m in members for i in m], dtype=np.int32)))
 
+    def _rows(self, count: int) -> int:
+        return min(self.rows, _padded(max(1, count)))
+
     def _shape(self, count: int, groups: Sequence[Shared]) -> Shape:
-        rows = min(self.rows, _padded(count))
+        rows = self._rows(count)
         if not groups:
             return rows, 0, 0
         wanted = len(groups) + rows - count

@@ -44,10 +44,11 @@ class Scheduler:
         plan: Plan = {}
         decoding = [r for r in self.running if r.pending == 1]
         prompts = [r for r in self.running if r.pending != 1]
+        room = self.max_batch_tokens
         for request in (*decoding, *prompts):
             if request.lease is not None:  # it may have had to give way meanwhile
-                self._go_on(request, plan)
-        self._admit(plan)
+                room -= self._go_on(request, plan, room)
+        self._admit(plan, room)
         return plan
 
     def finish(self, request: Request, *, keep: bool = True) -> None:
@@ -94,21 +95,23 @@ class Scheduler:
             count += piece
         return count
 
-    def _go_on(self, request: Request, plan: Plan) -> None:
-        count = self._share(request, self.max_batch_tokens - sum(plan.values()))
+    def _go_on(self, request: Request, plan: Plan, room: int) -> int:
+        """By how many tokens the plan has grown; it shrinks where others had to give way."""
+        count = self._share(request, room)
         if not count:
-            return
+            return 0
         assert request.lease is not None
+        freed = 0
         while not self.blocks.extend(request.lease, request.held + count):
             youngest = self.running[-1]
             self.preempt(youngest)
-            plan.pop(youngest, None)
+            freed += plan.pop(youngest, 0)
             if youngest is request:
-                return
+                return -freed
         plan[request] = count
+        return count - freed
 
-    def _admit(self, plan: Plan) -> None:
-        budget = self.max_batch_tokens - sum(plan.values())
+    def _admit(self, plan: Plan, budget: int) -> None:
         leaders = self._leaders()
         for request in list(self.waiting):
             if budget <= 0 or len(self.running) >= self.max_requests:

@@ -35,6 +35,8 @@ def _within(tables: Sequence[Sequence[int]], full: Sequence[int], members: tuple
         return [Shared(members, 0)]
     end = min(full[i] for i in members)
     first = tables[members[0]]
+    if all(tables[i][depth:end] == first[depth:end] for i in members):
+        depth = max(depth, end)
     while depth < end and all(tables[i][depth] == first[depth] for i in members):
         depth += 1
     together = Shared(members, depth)

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from toolwise.engine.kernels import kernel, reference
-from toolwise.engine.kernels.llama import FusedDecoder, PagedCache, Prefixes
+from toolwise.kernels import kernel, reference
+from toolwise.kernels.llama import FusedDecoder, PagedCache, Prefixes
 
 SHAPES: dict[str, dict[str, Any]] = {
     "135m": {
@@ -135,7 +135,7 @@ def check(name: str, got: torch.Tensor, want: torch.Tensor, bound: float) -> Non
 
 
 def check_attention(dtype: torch.dtype, bound: float) -> None:
-    from toolwise.engine.kernels.attention import NewTokens
+    from toolwise.kernels.attention import NewTokens
 
     label = str(dtype).removeprefix("torch.")
     shapes = ((9, 3, 64, 37), (32, 8, 64, 5), (32, 32, 64, 300), (8, 2, 128, 9), (6, 3, 32, 4))
@@ -220,7 +220,7 @@ def check_rest(dtype: torch.dtype, bound: float) -> None:
 
 
 def tune(b: Batch, caches: list[tuple[torch.Tensor, torch.Tensor]], q: torch.Tensor, layers: int) -> None:
-    from toolwise.engine.kernels.attention import Tiles
+    from toolwise.kernels.attention import Tiles
 
     decode = kernel("paged_attention_decode", DEVICE)
     for keys, warps, stages in (
@@ -244,7 +244,7 @@ def tune(b: Batch, caches: list[tuple[torch.Tensor, torch.Tensor]], q: torch.Ten
 
 
 def time_attention(shape: dict[str, Any], batch: int, tuned: bool) -> None:
-    from toolwise.engine.kernels.attention import NewTokens
+    from toolwise.kernels.attention import NewTokens
 
     layers = min(shape["num_hidden_layers"], 12)
     b = Batch(shape, batch, 512, 640)
@@ -296,7 +296,7 @@ def time_shared(
 
 
 def time_prefill(b: Batch, caches: list[tuple[torch.Tensor, torch.Tensor]], layers: int, real: int) -> None:
-    from toolwise.engine.kernels.attention import Tiles
+    from toolwise.kernels.attention import Tiles
 
     count, length = 32, 512
     q = randn(count * length, b.heads, b.dim)

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ import numpy as np
 import torch
 
 import toolwise
+from toolwise.learner import forward
 from toolwise.learner.forward import hidden_states, token_logprobs
+from toolwise.learner.fused import fused_parts
 from toolwise.learner.packing import Packed, pack
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -37,7 +40,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 8192, "vocab_size": 49152, "tie_word_embeddings": True,
     },
 }  # fmt: skip
-FORMS = {"flat": False, "shared": True}
+FORMS = {"stock": False, "flat": False, "shared": True}
+"""Whether prompts are shared. "stock": flat, with transformers' own norms and activations also on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +80,24 @@ def make_rows(options: argparse.Namespace, vocabulary: int) -> list[Row]:
     return rows
 
 
-def clipped_loss(rows: list[Row], packed: Packed, logprobs: torch.Tensor, count: int) -> torch.Tensor:
-    places = list(zip(packed.row.tolist(), packed.at.tolist(), strict=True))
-    old = torch.tensor([rows[r].old[at] for r, at in places], device=logprobs.device)
-    advantages = torch.tensor([rows[r].advantage for r, _ in places], device=logprobs.device)
+@dataclass(frozen=True)
+class Known:
+    """What the loss asks of each row, as it stands in a learner's batch."""
+
+    old: torch.Tensor
+    """[rows, longest]"""
+    advantages: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: list[Row], device: str) -> Known:
+        old = torch.zeros(len(rows), max(len(row.ids) for row in rows))
+        for place, row in enumerate(rows):
+            old[place, : len(row.old)] = torch.tensor(row.old)
+        return cls(old.to(device), torch.tensor([row.advantage for row in rows], device=device))
+
+
+def clipped_loss(known: Known, packed: Packed, logprobs: torch.Tensor, count: int) -> torch.Tensor:
+    old, advantages = known.old[packed.row, packed.at], known.advantages[packed.row]
     ratio = torch.exp((logprobs - old).clamp(max=20.0))
     return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).sum() / count
 
@@ -99,9 +117,11 @@ class Measured:
     timed_out: bool = False
 
 
-def run_once(model: Any, rows: list[Row], options: argparse.Namespace, share: bool, deadline: float) -> Measured:
+def run_once(
+    model: Any, rows: list[Row], known: Known, options: argparse.Namespace, share: bool, deadline: float
+) -> Measured:
     model.zero_grad(set_to_none=True)
-    found = Measured()
+    found, losses = Measured(), []
     began = now(options.device)
     batches = pack(rows, options.max_tokens, share_prefixes=share, device=options.device)
     found.packing_s = now(options.device) - began
@@ -112,13 +132,14 @@ def run_once(model: Any, rows: list[Row], options: argparse.Namespace, share: bo
             break
         hidden = hidden_states(model, packed)
         logprobs, _ = token_logprobs(model, hidden, packed, 1.0, chunk_tokens=options.chunk_tokens)
-        loss = clipped_loss(rows, packed, logprobs, count)
+        loss = clipped_loss(known, packed, logprobs, count)
         loss.backward()
-        found.loss += loss.item()
+        losses.append(loss.detach())
         found.computed += packed.T
         found.sampled += packed.S
         found.predicting += len(packed.predicted)
         found.micro_batches += 1
+    found.loss = sum(loss.item() for loss in losses)
     found.seconds = now(options.device) - began
     return found
 
@@ -166,7 +187,9 @@ def measure(model: Any, rows: list[Row], form: str, options: argparse.Namespace,
     The gradient goes to a file, where it does not count as memory of the next part.
     """
     deadline = now(options.device) + options.limit_s
-    runs = [run_once(model, rows, options, FORMS[form], deadline)]
+    known = Known.of(rows, options.device)
+    forward.fused_parts = nullcontext if form == "stock" else fused_parts  # type: ignore[assignment]
+    runs = [run_once(model, rows, known, options, FORMS[form], deadline)]
     if not runs[0].timed_out:
         with (gradients / form).open("wb") as file:
             for weight in model.parameters():
@@ -175,7 +198,7 @@ def measure(model: Any, rows: list[Row], form: str, options: argparse.Namespace,
     for _ in range(options.repeats):
         if now(options.device) + runs[-1].seconds > deadline:
             break
-        runs.append(run_once(model, rows, options, FORMS[form], deadline))
+        runs.append(run_once(model, rows, known, options, FORMS[form], deadline))
     best = min(runs[1:] or runs, key=lambda run: run.seconds / max(1, run.computed))
     return vars(best) | {"peak_mib": round(peak_mib(options.device)), "passes": len(runs) - 1}
 
@@ -192,8 +215,8 @@ def agreement(model: Any, options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"part": "agreement"}
     with torch.no_grad():
         theirs = torch.log_softmax(model(input_ids=ids, attention_mask=mask).logits.float(), -1)
-        for form, share in FORMS.items():
-            gaps = []
+        for form in options.forms:
+            share, gaps = FORMS[form], []
             for packed in pack(rows, 150, share_prefixes=share, device=options.device):
                 ours, _ = token_logprobs(model, hidden_states(model, packed), packed, 1.0, chunk_tokens=16)
                 gaps.append((ours - theirs[packed.row, packed.at - 1, packed.target]).abs())
@@ -234,6 +257,8 @@ def parts(model: Any, rows: list[Row], options: argparse.Namespace, gradients: P
     if {"flat", "shared"} <= figures.keys():
         model.zero_grad(set_to_none=True)
         yield compared(figures["flat"], figures["shared"]) | gradient_gap(model, gradients)
+    if {"stock", "shared"} <= figures.keys():
+        yield compared(figures["stock"], figures["shared"]) | {"part": "ratio to stock"}
 
 
 def compared(flat: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
@@ -250,9 +275,10 @@ def compared(flat: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
 
 def gradient_gap(model: Any, gradients: Path) -> dict[str, Any]:
     """How far the two gradients are apart, relative to the whole, and for the weight where it is furthest."""
-    if not all((gradients / form).exists() for form in FORMS):
+    forms = ("flat", "shared")
+    if not all((gradients / form).exists() for form in forms):
         return {}
-    flat, shared = (np.memmap(gradients / form, dtype=np.float32, mode="r") for form in FORMS)
+    flat, shared = (np.memmap(gradients / form, dtype=np.float32, mode="r") for form in forms)
     at, gaps, sizes = 0, [], []
     for weight in model.parameters():
         here = slice(at, at := at + weight.numel())
@@ -281,7 +307,7 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--chunk-tokens", type=int, default=1024, help="tokens whose logits exist at a time")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--limit-s", type=float, default=120.0, help="time for each form")
-    parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=list(FORMS))
+    parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=["flat", "shared"])
     parser.add_argument("--checkpointing", action="store_true", help="compute activations again in the backward pass")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="append each part as a line of JSON")

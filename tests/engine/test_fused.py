@@ -104,7 +104,7 @@ def test_looking_up_more_often_changes_nothing_but_how_soon_it_hears(
     found = generate_all(engine, prompts, samplings)
     assert [list(g.token_ids) for g in found] == [list(g.token_ids) for g in plain]
     assert isinstance(engine.runner, FusedRunner)
-    assert {rows for rows, _, _ in engine.runner.shapes} >= {8, 4, 1}  # as some are done, steps get smaller
+    assert 1 in {rows for rows, _, _ in engine.runner.shapes}  # as others are done, steps get smaller
 
 
 def test_a_newcomer_is_heard_at_the_next_look(monkeypatch: pytest.MonkeyPatch) -> None:

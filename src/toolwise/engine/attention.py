@@ -141,7 +141,7 @@ def attend(
 def _in_kernels(
     query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, context: Context, scale: float
 ) -> Tensor:
-    from toolwise.engine import kernels
+    from toolwise import kernels
 
     kernels.store_kv(key, value, keys, values, context.slots)
     tables, lengths, starts = context.block_tables, context.context_lengths, context.query_starts

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from toolwise.engine.graphs import MOST_STEPS, AheadDecoder, Shape
-from toolwise.engine.kernels import available
-from toolwise.engine.kernels.llama import FusedDecoder, PagedCache, refusal
 from toolwise.engine.request import Request
 from toolwise.engine.runner import Inputs, Runner
+from toolwise.kernels import available
+from toolwise.kernels.llama import FusedDecoder, PagedCache, refusal
 
 
 def can_fuse(model: Any) -> bool:

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolwise.engine.kernels import kernel
-from toolwise.engine.kernels.llama import FusedDecoder, PagedCache, Prefixes
 from toolwise.engine.request import Request
 from toolwise.engine.runner import padded_tables
 from toolwise.engine.sharing import Shared, shared_groups
+from toolwise.kernels import kernel
+from toolwise.kernels.llama import FusedDecoder, PagedCache, Prefixes
 
 MOST_STEPS = 128
 """Of one load: what the device is told takes the CPU as long as several steps take the device."""

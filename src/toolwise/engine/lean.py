@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Linear
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
-from toolwise.engine.kernels.llama import FAMILIES, STEADY_ROPES
+from toolwise.kernels.llama import FAMILIES, STEADY_ROPES
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """(layer, query [rows, heads, size], key, value, scale) -> [rows, heads * size]"""

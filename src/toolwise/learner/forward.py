@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from toolwise.errors import ModelError
 from toolwise.learner.attention import Layout, tree_attention
+from toolwise.learner.fused import fused_parts
 from toolwise.learner.logits import drawn, head_of
 from toolwise.learner.packing import Packed
 
@@ -38,7 +39,7 @@ def hidden_states(model: Any, packed: Packed) -> Tensor:
     trunk = model.get_decoder()
     if not can_share_prefixes(model):
         return _padded(trunk, packed)
-    with tree_attention(trunk.config), _recomputed_alike(trunk) as recomputed:
+    with tree_attention(trunk.config), fused_parts(trunk), _recomputed_alike(trunk) as recomputed:
         layout = Layout.of(packed.segments, packed.ids.device, keep_gathered=recomputed)
         out = trunk(
             input_ids=packed.ids[None],
@@ -59,8 +60,9 @@ def hidden_states(model: Any, packed: Packed) -> Tensor:
 def _recomputed_alike(trunk: Any) -> Iterator[bool]:
     """Activation checkpointing where the model has it enabled; gives whether it has.
 
-    A layer that is run again in the backward pass must attend by layout again, when `tree_attention` has long been
-    closed. And it must not wait for training mode, as it does in transformers: dropout would come with it.
+    A layer that is run again in the backward pass must attend by layout again, and be fused again, when what
+    `hidden_states` opened has long been closed. And it must not wait for training mode, as it does in transformers:
+    dropout would come with it.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -69,7 +71,7 @@ def _recomputed_alike(trunk: Any) -> Iterator[bool]:
 
     def run_again(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         def attending(*inner: Any, **named: Any) -> Any:
-            with tree_attention(trunk.config):
+            with tree_attention(trunk.config), fused_parts(trunk):
                 return layer(*inner, **named)
 
         return checkpoint(attending, *args, use_reentrant=False, **kwargs)

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from toolwise.engine.kernels.attention import LOG2_E, Tiles, attend, decode_into, finish, merge, packed, splits_for
+from toolwise.kernels.attention import LOG2_E, Tiles, attend, decode_into, finish, merge, packed, splits_for
 
 MOST_ROWS = 64
 

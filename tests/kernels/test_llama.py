@@ -19,8 +19,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from toolwise.engine.kernels.llama import FusedDecoder, PagedCache, Prefixes, refusal
 from toolwise.errors import PolicyError
+from toolwise.kernels.llama import FusedDecoder, PagedCache, Prefixes, refusal
 
 BLOCK = 16
 SHAPE: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The arithmetic of a generation step: paged attention, cache writes, norms, activation and sampling.
+"""Arithmetic in one pass over memory: paged attention, cache writes, norms, activation and sampling, for a GPU.
 
 Each name is a pure function over tensors. On a GPU it is a Triton kernel that needs no host synchronisation and can be
 captured in a CUDA graph; anywhere else it is plain torch (`reference`), the same formula in the same order of rounding.
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from toolwise.engine.kernels.reference import (
+    from toolwise.kernels.reference import (
         add_rms_norm,
         paged_attention_decode,
         paged_attention_prefill,
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         sample,
         shared_prefix_decode,
         silu_mul,
+        silu_mul_backward,
         store_kv,
     )
 
@@ -34,6 +35,7 @@ __all__ = [
     "sample",
     "shared_prefix_decode",
     "silu_mul",
+    "silu_mul_backward",
     "store_kv",
 ]
 
@@ -46,6 +48,7 @@ _HOMES = {
     "sample": "sampling",
     "shared_prefix_decode": "prefix",
     "silu_mul": "pointwise",
+    "silu_mul_backward": "pointwise",
     "store_kv": "cache",
 }
 
@@ -58,7 +61,7 @@ def available(device: torch.device | str) -> bool:
 def kernel(name: str, device: torch.device | str) -> Any:
     """The function `name` for tensors on `device`: look it up once where calls are many."""
     home = _HOMES[name] if available(device) else "reference"
-    return getattr(import_module(f"toolwise.engine.kernels.{home}"), name)
+    return getattr(import_module(f"toolwise.kernels.{home}"), name)
 
 
 def __getattr__(name: str) -> Any:

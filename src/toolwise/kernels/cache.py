@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from toolwise.engine.kernels.attention import packed, rotated
+from toolwise.kernels.attention import packed, rotated
 
 
 @triton.jit

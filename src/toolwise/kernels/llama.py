@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from toolwise.engine.kernels import available, kernel
 from toolwise.errors import PolicyError
+from toolwise.kernels import available, kernel
 
 FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 STEADY_ROPES = ("default", "linear", "llama3", "yarn")
@@ -251,7 +251,7 @@ class FusedDecoder:
     def _new_tokens(
         self, index: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor
     ) -> Any:
-        from toolwise.engine.kernels.attention import NewTokens
+        from toolwise.kernels.attention import NewTokens
 
         _, k, v = self._parts(qkv)
         layer = self.layers[index]

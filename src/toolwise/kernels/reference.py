@@ -139,6 +139,10 @@ def silu_mul(gate_up: torch.Tensor, up: torch.Tensor | None = None) -> torch.Ten
     return F.silu(gate) * up
 
 
+def silu_mul_backward(gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
+
+
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """`toolwise.policies.decoding.uniforms` on int64 tensors, whose products wrap and whose shifts are signed."""
 

@@ -45,6 +45,19 @@ def _silu_mul(gate, up, out, gate_stride, up_stride, WIDTH: tl.constexpr, TILE: 
     tl.store(out + row * WIDTH + at, (active * u.to(tl.float32)).to(g.dtype), mask=inside)
 
 
+@triton.jit
+def _silu_mul_backward(gate, up, grad, of_gate, of_up, count, TILE: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = at < count
+    g = tl.load(gate + at, mask=inside, other=0.0)
+    u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    d = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+    wide = g.to(tl.float32)
+    chance = 1.0 / (1.0 + tl.exp(-wide))
+    tl.store(of_up + at, (d * wide * chance).to(g.dtype), mask=inside)
+    tl.store(of_gate + at, (d * u * chance * (1.0 + wide * (1.0 - chance))).to(g.dtype), mask=inside)
+
+
 def _warps(width: int) -> int:
     return min(8, max(1, width // 256))
 
@@ -90,3 +103,13 @@ def silu_mul(gate_up: torch.Tensor, up: torch.Tensor | None = None) -> torch.Ten
             gate, up, out, gate.stride(0), up.stride(0), width, tile, num_warps=4 if tile >= 512 else 1
         )
     return out
+
+
+def silu_mul_backward(gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of silu(gate) · up with respect to both, from tensors of one shape that stand in one piece."""
+    of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
+    if gate.numel():
+        _silu_mul_backward[(triton.cdiv(gate.numel(), 2048),)](
+            gate, up, grad, of_gate, of_up, gate.numel(), 2048, num_warps=8
+        )
+    return of_gate, of_up

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from toolwise.engine.kernels.attention import LOG2_E, Tiles, attend, packed
+from toolwise.kernels.attention import LOG2_E, Tiles, attend, packed
 
 
 @triton.jit

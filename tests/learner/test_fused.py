@@ -1,0 +1,139 @@
+"""Norms and MLPs in few passes: the same numbers and gradients, in the model's own modules, and nobody else's."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from learner_cases import tiny_model
+from torch import nn
+
+from toolwise.kernels import reference
+from toolwise.learner import fused
+from toolwise.learner.forward import hidden_states, token_logprobs
+from toolwise.learner.fused import SiluMul, fused_form, fused_parts
+from toolwise.learner.packing import pack
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+class Row:
+    def __init__(self, seed: int) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        beginning = [3, 4, 5, 6, 7]  # which all share
+        self.ids = beginning + torch.randint(1, 20, (6,), generator=draw).tolist()
+        self.sampled = [False] * 5 + [True] * 6
+
+
+class Doubled(nn.Module):
+    """Looks like a norm and is none that we know: Gemma's, say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.full((8,), 0.5)), 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (1.0 + self.weight) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+
+class Gelu(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(8, 8) for _ in range(3))
+        self.act_fn = nn.GELU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+
+
+@pytest.fixture(autouse=True)
+def _forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "_PLAIN", {})
+
+
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, over the kernels' plain forms."""
+    monkeypatch.setattr(fused, "available", lambda device: True)
+
+
+def update(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    batches = pack([Row(i) for i in range(4)], 64, share_prefixes=True, device="cpu")
+    found = torch.cat([token_logprobs(model, hidden_states(model, p), p, 1.0)[0] for p in batches])
+    (found * torch.linspace(-1, 1, len(found))).sum().backward()
+    return found.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_an_update_is_the_same(checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.add_(0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)))
+    logprobs, gradients = update(model)
+    anywhere(monkeypatch)
+    calls = []
+    monkeypatch.setattr(fused, "rms_norm", lambda *a: calls.append("norm") or torch.nn.functional.rms_norm(*a))
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    again, others = update(model)
+    torch.testing.assert_close(again, logprobs, rtol=1e-5, atol=1e-6)
+    assert others.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(others[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+    layers = model.config.num_hidden_layers
+    tried = 1  # whether it is what it looks like
+    assert len(calls) == tried + 2 * layers * (1 + checkpointing) + 1
+
+
+def test_modules_are_as_they_were_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    anywhere(monkeypatch)
+    model = tiny_model()
+    trunk = model.get_decoder()
+
+    def exchanged() -> int:
+        return sum("forward" in vars(module) for module in trunk.modules())
+
+    with fused_parts(trunk):
+        assert exchanged() == 3 * model.config.num_hidden_layers + 1
+        with fused_parts(trunk):  # once is enough
+            pass
+        assert exchanged() == 3 * model.config.num_hidden_layers + 1
+    assert exchanged() == 0
+    with suppress(ZeroDivisionError), fused_parts(trunk):
+        raise ZeroDivisionError
+    assert exchanged() == 0
+
+
+def test_where_there_are_no_kernels_nothing_is_exchanged() -> None:
+    trunk = tiny_model().get_decoder()
+    with fused_parts(trunk):
+        assert not any("forward" in vars(m) for m in trunk.modules())
+
+
+@pytest.mark.parametrize("module", [Doubled(), Gelu(), nn.Linear(4, 4)])
+def test_what_computes_something_else_is_left_alone(module: nn.Module) -> None:
+    assert fused_form(module) is None
+
+
+def test_the_gradient_of_the_activation_is_that_of_its_formula() -> None:
+    gate, up = (torch.randn(3, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(SiluMul.apply, (gate, up))
+
+
+@needs_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernels_compute_what_the_formulas_say(dtype: torch.dtype) -> None:
+    gate, up, grad = (torch.randn(700, 1536, device="cuda", dtype=dtype) for _ in range(3))
+    own = [t.clone().requires_grad_() for t in (gate, up)]
+    out = SiluMul.apply(*own)
+    out.backward(grad)
+    exact = [t.double().requires_grad_() for t in (gate, up)]
+    truth = reference.silu_mul(*exact)
+    truth.backward(grad.double())
+    near = 1e-5 if dtype == torch.float32 else 2e-2
+    for ours, theirs in ((out, truth), (own[0].grad, exact[0].grad), (own[1].grad, exact[1].grad)):
+        torch.testing.assert_close(ours.double(), theirs, rtol=near, atol=near)

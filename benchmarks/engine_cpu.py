@@ -108,7 +108,9 @@ def mixed(model: Any, repeats: int) -> None:
     for _ in range(repeats):  # in turn, so that what others do on the machine meets both
         seconds, metrics = with_engine(model, turns)
         ours.append(sum(seconds))
+        print(f"        engine {ours[-1]:.2f} s", end="", flush=True)
         theirs.append(sum(with_generate(model, turns)))
+        print(f"   generate {theirs[-1]:.2f} s   ({load()})", flush=True)
     best, other = min(ours), min(theirs)
     print(
         f"mixed   engine {best:.2f} s ({tokens / best:.0f} tokens/s)   generate {other:.2f} s ({tokens / other:.0f} "

@@ -83,12 +83,12 @@ def other_jobs() -> list[Job]:
     ppo = {"critic": {"lr": 1e-3}, "algorithm": {"gae_per": "turn", "gamma": 0.95}}
     kinds = {
         "free": {"kl": "loss", "kl_coef": 0.0},
-        "loss": {"kl": "loss", "kl_coef": 0.1, "kl_target": KL_TARGET, "kl_horizon": 100},
-        "reward": {"kl": "reward", "kl_coef": 0.1, "kl_target": KL_TARGET, "kl_horizon": 100},
+        "loss": {"kl": "loss", "kl_coef": 0.4, "kl_target": KL_TARGET, "kl_horizon": 400},
+        "reward": {"kl": "reward", "kl_coef": 0.1, "kl_target": KL_TARGET, "kl_horizon": 400},
     }
     return [Job(f"ppo-{seed}", "ppo", "gae", seed, 1e-3, ppo, steps=LONGER) for seed in OTHER_SEEDS] + [
         Job(f"kl-{name}-{seed}", "kl", "gigpo", seed, 1e-3, {"algorithm": settings}, steps=LONGER)
-        for seed in OTHER_SEEDS[:2]
+        for seed in OTHER_SEEDS
         for name, settings in kinds.items()
     ]
 

@@ -146,14 +146,14 @@ def _share(saved: float | None) -> str:
 
 
 def _middle(curves: list[list[tuple[int, float]]]) -> list[tuple[int, float]]:
-    """The mean of all; a run that got there and ended counts on with what it ended at."""
+    """The median of all; a run that got there and ended counts on with what it ended at."""
     longest = max(curves, key=len)
     filled = [[*curve, *[curve[-1]] * (len(longest) - len(curve))] for curve in curves]
-    return [(made, mean(curve[i][1] for curve in filled)) for i, (made, _) in enumerate(longest)]
+    return [(made, median(curve[i][1] for curve in filled)) for i, (made, _) in enumerate(longest)]
 
 
 def draw(records: dict[str, Record], path: Path) -> None:
-    """Success over rollouts: a thin line a seed, a bold one their mean; and KL over steps."""
+    """Success over rollouts: a thin line a seed, a bold one their median; and KL over steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -172,7 +172,7 @@ def draw(records: dict[str, Record], path: Path) -> None:
             *zip(*_middle(curves), strict=True),
             color=colour,
             linewidth=2.4,
-            label=f"{label}, mean of {len(curves)} seeds",
+            label=f"{label}, median of {len(curves)} seeds",
         )
     left.axhline(WANTED, color="#1f2933", linewidth=0.8, linestyle=":")
     left.set(xlabel="rollouts", ylabel="chance of success", ylim=(0, 1.02), title="Grid world")
@@ -184,7 +184,7 @@ def draw(records: dict[str, Record], path: Path) -> None:
             first = record.job.seed == OTHER_SEEDS[0]
             right.plot(*zip(*points, strict=True), color=colour, linewidth=1.3, label=label if first else None)
     right.axhline(KL_TARGET, color="#1f2933", linewidth=0.8, linestyle=":")
-    right.set(xlabel="step", ylabel="nats a token", title=f"KL from the beginning; target {KL_TARGET:g}")
+    right.set(xlabel="step", ylabel="nats a token", title=f"KL from the beginning; target {KL_TARGET:g}", yscale="log")
     right.legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
         shared_prefix_decode,
         silu_mul,
         silu_mul_backward,
+        softmax_sums,
+        softmax_sums_backward,
         store_kv,
     )
 
@@ -36,6 +38,8 @@ __all__ = [
     "shared_prefix_decode",
     "silu_mul",
     "silu_mul_backward",
+    "softmax_sums",
+    "softmax_sums_backward",
     "store_kv",
 ]
 
@@ -49,6 +53,8 @@ _HOMES = {
     "shared_prefix_decode": "prefix",
     "silu_mul": "pointwise",
     "silu_mul_backward": "pointwise",
+    "softmax_sums": "softmax",
+    "softmax_sums_backward": "softmax",
     "store_kv": "cache",
 }
 

@@ -143,6 +143,27 @@ def silu_mul_backward(gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor) 
     return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
 
 
+def softmax_sums(logits: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
+    lse = torch.logsumexp(x, -1)
+    logp = x - lse[:, None]
+    return lse, -(logp.exp() * logp.clamp(min=torch.finfo(x.dtype).min)).sum(-1)
+
+
+def softmax_sums_backward(
+    logits: torch.Tensor,
+    scale: float,
+    lse: torch.Tensor,
+    entropy: torch.Tensor,
+    of_logprob: torch.Tensor,
+    of_entropy: torch.Tensor,
+) -> torch.Tensor:
+    logp = logits.to(lse.dtype) * scale - lse[:, None]
+    p = logp.exp()
+    surprise = torch.where(p == 0.0, 0.0, logp + entropy[:, None])
+    return (-p * (of_logprob[:, None] + of_entropy[:, None] * surprise)).to(logits.dtype)
+
+
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """`toolwise.policies.decoding.uniforms` on int64 tensors, whose products wrap and whose shifts are signed."""
 

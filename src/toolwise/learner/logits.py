@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from toolwise.kernels import available, kernel
+
 
 def head_of(model: Any) -> Callable[[Tensor], Tensor]:
     """From hidden states to logits, with what some families do to them after the projection."""
@@ -30,11 +32,12 @@ def head_of(model: Any) -> Callable[[Tensor], Tensor]:
 
 def drawn(logits: Tensor, of: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-prob of each target under row `of` of the logits, and that row's entropy; after temperature, in fp32."""
-    found: tuple[Tensor, Tensor] = _Drawn.apply(logits, of, targets, temperature)  # type: ignore[no-untyped-call]
+    way = InOnePass if available(logits.device) else Drawn
+    found: tuple[Tensor, Tensor] = way.apply(logits, of, targets, temperature)  # type: ignore[no-untyped-call]
     return found
 
 
-class _Drawn(torch.autograd.Function):
+class Drawn(torch.autograd.Function):
     """With x = logits / temperature, log p = log_softmax(x) and H = − Σ p log p:
 
         ∂ log p_t / ∂x = 1[t] − p        ∂H / ∂x = − p (log p + H)
@@ -59,15 +62,44 @@ class _Drawn(torch.autograd.Function):
         to_logprob, to_entropy = (None if g is None else g / ctx.temperature for g in grads)
         if to_logprob is None and to_entropy is None:
             return None, None, None, None
-        by_row = torch.zeros_like(entropy)
-        if to_logprob is not None:
-            by_row.index_add_(0, of, to_logprob)
+        by_row = _by_row(to_logprob, of, entropy)
         if to_entropy is None:
             grad = p * -by_row[:, None]
         else:
-            of_row = torch.zeros_like(entropy).index_add_(0, of, to_entropy)
+            of_row = _by_row(to_entropy, of, entropy)
             logp = p.clamp(min=torch.finfo(p.dtype).tiny).log_()  # a token that cannot come adds nothing
             grad = (logp + entropy[:, None]).mul_(of_row[:, None]).add_(by_row[:, None]).neg_().mul_(p)
         if to_logprob is not None:
             grad.index_put_((of, targets), to_logprob, accumulate=True)
         return grad.to(ctx.dtype), None, None, None
+
+
+class InOnePass(torch.autograd.Function):
+    """The same by kernels that read the logits as they are: nothing the size of a vocabulary is made in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, of: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        logits = logits.contiguous()
+        lse, entropy = kernel("softmax_sums", logits.device)(logits, 1.0 / temperature)
+        ctx.save_for_backward(logits, lse, entropy, of, targets)
+        ctx.temperature = temperature
+        ctx.set_materialize_grads(False)
+        return logits[of, targets].to(lse.dtype) / temperature - lse[of], entropy[of]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        logits, lse, entropy, of, targets = ctx.saved_tensors
+        to_logprob, to_entropy = (None if g is None else g / ctx.temperature for g in grads)
+        if to_logprob is None and to_entropy is None:
+            return None, None, None, None
+        rows = (_by_row(to_logprob, of, entropy), _by_row(to_entropy, of, entropy))
+        grad = kernel("softmax_sums_backward", logits.device)(logits, 1.0 / ctx.temperature, lse, entropy, *rows)
+        if to_logprob is not None:
+            grad.index_put_((of, targets), to_logprob.to(grad.dtype), accumulate=True)
+        return grad, None, None, None
+
+
+def _by_row(grad: Tensor | None, of: Tensor, like: Tensor) -> Tensor:
+    """What the tokens drawn from each row ask of it together."""
+    found = torch.zeros_like(like)
+    return found if grad is None else found.index_add_(0, of, grad)

@@ -1,0 +1,80 @@
+"""What a learner asks of a row of logits, read once, never copied to fp32: log Σ exp and entropy, and their gradient.
+
+x = scale · logits;  lse = log Σ exp x;  log p = x − lse;  H = − Σ p log p
+backward: − p (a + b (log p + H)), the gradient of a · log p_t + b · H with respect to x, but for the 1 at t
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,import-not-found,import-untyped"
+# ruff: noqa: N803  (capitals are compile-time constants)
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+TILE = 4096
+
+
+@triton.jit
+def _sums(logits, lse, entropy, stride, scale, VOCAB: tl.constexpr, TILE: tl.constexpr):
+    """Program (row): the sums so far stand relative to the largest x so far, and move when it does."""
+    row = tl.program_id(0).to(tl.int64)
+    top = float("-inf")
+    total = 0.0
+    weighted = 0.0
+    for start in range(0, VOCAB, TILE):
+        at = start + tl.arange(0, TILE)
+        x = tl.load(logits + row * stride + at, mask=at < VOCAB, other=float("-inf")).to(tl.float32) * scale
+        largest = tl.maximum(top, tl.max(x, 0))
+        base = tl.where(largest == float("-inf"), 0.0, largest)
+        moved = tl.where(top == float("-inf"), 0.0, top - base)
+        shrunk = tl.where(top == float("-inf"), 0.0, tl.exp(top - base))
+        away = tl.where(x == float("-inf"), 0.0, x - base)
+        part = tl.where(x == float("-inf"), 0.0, tl.exp(away))
+        weighted = shrunk * (weighted + moved * total) + tl.sum(part * away, 0)
+        total = shrunk * total + tl.sum(part, 0)
+        top = largest
+    tl.store(lse + row, top + tl.log(total))
+    tl.store(entropy + row, tl.log(total) - weighted / total)
+
+
+@triton.jit
+def _gradient(
+    logits, lse, entropy, of_logprob, of_entropy, grad, stride, scale, VOCAB: tl.constexpr, TILE: tl.constexpr
+):
+    """Program (row, tile)."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    x = tl.load(logits + row * stride + at, mask=at < VOCAB, other=float("-inf"))
+    logp = x.to(tl.float32) * scale - tl.load(lse + row)
+    p = tl.exp(logp)
+    surprise = tl.where(p == 0.0, 0.0, logp + tl.load(entropy + row))
+    found = -p * (tl.load(of_logprob + row) + tl.load(of_entropy + row) * surprise)
+    tl.store(grad + row * VOCAB + at, found.to(x.dtype), mask=at < VOCAB)
+
+
+def softmax_sums(logits: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(lse [N], entropy [N]) in fp32, for logits [N, V]."""
+    rows, vocabulary = logits.shape
+    lse, entropy = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
+    if rows:
+        _sums[(rows,)](logits, lse, entropy, logits.stride(0), scale, vocabulary, TILE, num_warps=8)
+    return lse, entropy
+
+
+def softmax_sums_backward(
+    logits: torch.Tensor,
+    scale: float,
+    lse: torch.Tensor,
+    entropy: torch.Tensor,
+    of_logprob: torch.Tensor,
+    of_entropy: torch.Tensor,
+) -> torch.Tensor:
+    """[N, V] as the logits are: − p (a + b (log p + H)) with a and b of each row."""
+    rows, vocabulary = logits.shape
+    grad = torch.empty(rows, vocabulary, dtype=logits.dtype, device=logits.device)
+    if rows:
+        _gradient[(rows, triton.cdiv(vocabulary, TILE))](
+            logits, lse, entropy, of_logprob, of_entropy, grad, logits.stride(0), scale, vocabulary, TILE, num_warps=8
+        )
+    return grad

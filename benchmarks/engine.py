@@ -81,10 +81,10 @@ class Stopwatch:
         assert isinstance(engine.runner, FusedRunner)
         self.seconds, self.tokens, ahead = 0.0, 0, engine.runner.decode_ahead
 
-        def timed(requests: Any, steps: int) -> Any:
+        def timed(requests: Any, *how: Any) -> Any:
             torch.cuda.synchronize()
             began = time.perf_counter()
-            found = ahead(requests, steps)
+            found = ahead(requests, *how)
             self.seconds += time.perf_counter() - began
             self.tokens += sum(map(len, found[0]))
             return found

@@ -4,8 +4,9 @@
     python scripts/grid_report.py --records runs/grid.jsonl --picture docs/images/grid_gigpo.png > section.md
 
 Every run is a process of its own and leaves OUT/runs/NAME.jsonl: a line a step, and a last one with `"done": true`.
-Runs that have that line are not made again, so that what did not end within the limit goes on with the next call; the
-records are one file of all whole runs. What was settled before any of the paired runs was made, on other seeds:
+Runs that have it, with the settings they would have now, are not made again, so that what did not end within the limit
+goes on with the next call; the records are one file of all whole runs. What was settled before any of the paired runs
+was made, on other seeds:
 
     reached     the first step after which the chance of success, averaged over all training starts, is 90 % or more
                 (exact: `grid_agent.py`); what counts is all rollouts made until then. Not within the run: "not"
@@ -248,7 +249,7 @@ def pending(out: Path) -> tuple[list[Job], bool]:
     wanted = [*(paired_jobs(best) if best else sweep_jobs()), *other_jobs()]
     seeds = sorted({job.seed for job in wanted}, key=lambda seed: (seed not in TUNING_SEEDS, seed))
     warm = [Job(f"warm-{seed}", "warm", "sft", seed) for seed in seeds]
-    missing = [job for job in [*warm, *wanted] if job.name not in records]
+    missing = [job for job in [*warm, *wanted] if job.name not in records or records[job.name].job != job]
     return [job for job in missing if job.kind == "warm" or f"warm-{job.seed}" in records], best is not None
 
 

@@ -35,15 +35,18 @@ def run_all(
     began = time.monotonic()
     spawn = multiprocessing.get_context("spawn")
     running: dict[str, Any] = {}
+    ended: set[str] = set()
     failed: set[str] = set()
     try:
         while time.monotonic() - began < limit_s:
             for name in [name for name, process in running.items() if not process.is_alive()]:
                 process = running.pop(name)
-                print(f"{time.monotonic() - began:6.1f} s  {name}: {process.exitcode or 'done'}", flush=True)
+                ended.add(name)
                 if process.exitcode:
                     failed.add(name)
+                print(f"{time.monotonic() - began:6.1f} s  {name}: {process.exitcode or 'done'}", flush=True)
             found, last = pending()
+            failed |= {job.name for job in found if job.name in ended}  # it ended, and left nothing that says so
             ready = [job for job in found if job.name not in failed and job.name not in running]
             if (last or failed) and not ready and not running:
                 return not failed

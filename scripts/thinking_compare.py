@@ -332,7 +332,8 @@ def pending(out: Path, lr: float | None = None) -> tuple[list[Job], bool]:
     records = finished(out)
     best = best_rates(records) if lr is None else dict.fromkeys(ARMS, lr)
     wanted = sweep_jobs() if best is None else paired_jobs(best)
-    return [job for job in wanted if job.name not in records], best is not None
+    missing = [job for job in wanted if job.name not in records or records[job.name].job != job]
+    return missing, best is not None
 
 
 def one(job: Job, model: Path, out: Path, device: str) -> None:

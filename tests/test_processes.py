@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
+import processes
 import pytest
 from processes import run_all
 
@@ -20,8 +23,10 @@ def work(job: Job, folder: Path) -> None:
     if job.name == "bad":
         raise SystemExit(3)
     if job.name == "slow":
+        (folder / "begun").write_text("")
         time.sleep(600)
-    (folder / job.name).write_text("done")
+    if job.name != "empty":
+        (folder / job.name).write_text("done")
 
 
 def left(folder: Path, jobs: list[Job]) -> tuple[list[Job], bool]:
@@ -46,8 +51,16 @@ def test_one_that_fails_is_said_and_holds_nobody_up(tmp_path: Path, capfd: pytes
     assert "bad: 3" in capfd.readouterr().out
 
 
-def test_the_limit_ends_what_is_running(tmp_path: Path) -> None:
-    began = time.monotonic()
-    assert not run_all(lambda: left(tmp_path, [Job("slow")]), work, tmp_path, jobs=1, limit_s=1)
-    assert time.monotonic() - began < 60
-    assert not list(tmp_path.iterdir())
+def test_one_that_leaves_nothing_behind_is_not_made_for_ever(tmp_path: Path) -> None:
+    assert not run_all(lambda: left(tmp_path, [Job("empty")]), work, tmp_path, jobs=1, limit_s=120)
+
+
+def test_the_limit_ends_what_is_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time stands still until the job has begun, and then it is over."""
+    clock = SimpleNamespace(monotonic=lambda: 9.0 if (tmp_path / "begun").exists() else 0.0, sleep=time.sleep)
+    monkeypatch.setattr(processes, "time", clock)
+    before = time.monotonic()
+    assert not run_all(lambda: left(tmp_path, [Job("slow")]), work, tmp_path, jobs=1, limit_s=5)
+    assert [path.name for path in tmp_path.iterdir()] == ["begun"]
+    assert time.monotonic() - before < 300  # it was not waited for
+    assert not multiprocessing.active_children()

@@ -201,8 +201,9 @@ class RlvcrConfig(Section):
     """What a level that nobody uses is worth more than one that all do, falling to 0 over the run."""
     mode: Literal["mean_norm", "mean_std_norm"] = "mean_norm"
     score: Literal["logprob", "confidence", "neg_entropy"] = "logprob"
-    gate: Literal["none", "signed"] = "none"
-    """"none" is document 5's form; "signed" rewards confidence in good actions and doubt in bad ones."""
+    gate: Literal["none", "signed", "success"] = "none"
+    """"none" is document 5's form; "signed" rewards confidence in good actions and doubt in bad ones; "success" the
+    first of these alone, also where all succeed."""
     combine: Literal["additive", "reweight"] = "additive"
     base: Literal["grpo", "gigpo"] = "grpo"
     """Where the rollout's own advantage comes from."""

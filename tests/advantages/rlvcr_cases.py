@@ -175,8 +175,10 @@ def slow_tokens(rollouts: Sequence[AnnotatedRollout], **settings: Any) -> list[l
                 for place in range(len(tokens)):
                     if gate == "none":
                         tokens[place] += extra
-                    elif place < HEAD:
+                    elif gate == "signed" and place < HEAD:
                         tokens[place] += extra * ((base[number] > 0) - (base[number] < 0))
+                    elif gate == "success" and place < HEAD and rollout.scored.score >= settings["success_score"]:
+                        tokens[place] += extra
             of_rollout.append(tokens)
         found.append(of_rollout)
     return found

@@ -58,13 +58,29 @@ def test_the_signed_gate_by_hand() -> None:
     assert tokens(lost) == [0.5] * HEAD + [-0.5] * (1 + ACTION)
 
 
+def test_the_gate_of_success_by_hand() -> None:
+    """The one that lost has no thinking advantage; two that won have theirs though neither is better than the other."""
+    settings: dict[str, Any] = {"thinking_diversity_w": 0.0, "gate": "success", "success_score": 1.0}
+    won, lost = Rlvcr(Grpo(norm_by_std=False), **settings)(pair())
+    assert tokens(won) == [1.5] * HEAD + [0.5] * (1 + ACTION)
+    assert tokens(lost) == [-0.5] * (HEAD + 1 + ACTION)
+    both = [thoughtful(1.0, [thinking_step(level, FOUR)], name=f"{level}") for level in (3, 1)]
+    well, badly = Rlvcr(Grpo(), **settings)(both)
+    assert tokens(well) == [1.0] * HEAD + [0.0] * (1 + ACTION)
+    assert tokens(badly) == [-1.0] * HEAD + [0.0] * (1 + ACTION)
+    unknown = Rlvcr(Grpo(norm_by_std=False), thinking_diversity_w=0.0, gate="success")
+    assert [tokens(c) for c in unknown(pair())] == [tokens(won), tokens(lost)]
+    assert [tokens(c) for c in unknown(both)] == [[0.0] * (HEAD + 1 + ACTION)] * 2
+
+
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("gate", ["none", "signed"])
+@pytest.mark.parametrize("gate", ["none", "signed", "success"])
 @pytest.mark.parametrize("mode", ["mean_norm", "mean_std_norm"])
 @pytest.mark.parametrize("score", ["logprob", "confidence", "neg_entropy"])
 def test_additive_and_gated_forms_equal_a_slow_twin(seed: int, gate: str, mode: str, score: str) -> None:
     batch = random_batch(seed, price=0.07, anneal=0.6)
     settings: dict[str, Any] = {"gate": gate, "mode": mode, "score": score, "step_advantage_w": 0.8}
+    settings["success_score"] = 1.0
     for found, wanted in zip(Rlvcr(**settings)(batch), slow_tokens(batch, **settings), strict=True):
         for a, b in zip(found.advantages, wanted, strict=True):
             np.testing.assert_allclose(a, b, atol=2e-5)
@@ -204,6 +220,8 @@ def test_a_price_on_whole_rollouts_is_not_in_their_scores() -> None:
 def test_equal_scores_teach_only_where_the_gate_is_open() -> None:
     assert Rlvcr().equal_scores_teach
     assert not Rlvcr(gate="signed").equal_scores_teach
+    assert not Rlvcr(gate="success").equal_scores_teach
+    assert Rlvcr(gate="success", success_score=1.0).equal_scores_teach
     assert not Rlvcr(step_advantage_w=0.0).equal_scores_teach
     assert not Rlvcr(combine="reweight").equal_scores_teach
     assert Rlvcr(Gigpo(), gate="signed").equal_scores_teach
@@ -220,7 +238,7 @@ def test_it_stands_in_the_table_and_takes_its_settings() -> None:
     [
         ({"mode": "max"}, "mode is 'max'"),
         ({"gate": "up"}, "gate is 'up'"),
-        ({"combine": "reweight", "gate": "signed"}, "leave gate"),
+        ({"combine": "reweight", "gate": "signed"}, "leave it"),
     ],
 )
 def test_settings_that_make_no_sense_are_told(settings: dict[str, Any], told: str) -> None:

@@ -44,16 +44,18 @@ def document_rows(batch: list[AnnotatedRollout], width: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("gate", ["none", "signed"])
+@pytest.mark.parametrize("gate", ["none", "signed", "success"])
 def test_the_documents_fields_give_what_the_estimator_gives(gate: Any) -> None:
     batch = random_batch(2, price=0.05)
     rows = document_rows(batch, LENGTH + 3)
     thought = np.zeros_like(rows["response_mask"])
     thought[:, :HEAD] = True
+    won = [r.scored.score >= 1.0 for r in batch for _ in r.scored.steps] if gate == "success" else None
     found, returns = compute_rlvcr_outcome_advantage(
-        **rows, step_advantage_w=0.7, gate=gate, thought_mask=thought if gate == "signed" else None
+        **rows, step_advantage_w=0.7, gate=gate, thought_mask=None if gate == "none" else thought, succeeded=won
     )
-    wanted = [step for rollout in slow_tokens(batch, step_advantage_w=0.7, gate=gate) for step in rollout]
+    settings = {"step_advantage_w": 0.7, "gate": gate, "success_score": 1.0}
+    wanted = [step for rollout in slow_tokens(batch, **settings) for step in rollout]
     np.testing.assert_allclose(found[:, :LENGTH], wanted, atol=2e-5)
     assert (found[:, LENGTH:] == 0).all()
     np.testing.assert_array_equal(found, returns)
@@ -169,6 +171,8 @@ def test_a_step_without_a_thinking_advantage_is_left_as_it_was() -> None:
     ("settings", "told"),
     [
         ({"gate": "signed"}, "thought_mask"),
+        ({"gate": "success"}, "thought_mask"),
+        ({"gate": "success", "thought_mask": np.ones((2, 1)), "succeeded": [True]}, "1 succeeded for 2 rows"),
         ({"combine": "reweight"}, "step_uid"),
         ({"price": 0.1}, "step_uid"),
         ({"step_uid": ["s", "s"]}, "levels"),

@@ -4,10 +4,12 @@ advantage. For each step the same action is scored after the thoughts of all fou
 
     A = A_traj + w · A_think                    gate = "none", the document's; on all tokens of the step
     A = A_traj + w · sign(A_traj) · A_think     gate = "signed"; on level and thought, the action keeps A_traj
+    A = A_traj + w · 1[succeeded] · A_think     gate = "success"; on the same
     A = w_l · A_traj, all four rows train       combine = "reweight", CoPO's; steps of rollouts that beat their group
 
 A_traj is GRPO's, or GiGPO's. gate "none" has two biases: an action is likelier after the thought it was drawn after,
-and confidence in bad actions is praised; "signed" asks for confidence in good actions and for doubt in bad ones.
+and confidence in bad actions is praised; "signed" asks for confidence in good actions and for doubt in bad ones. Where
+all of a group succeed A_traj is 0 and so is its sign: what is left to learn there, to think less, "success" still asks.
 u_l has the price of thinking tokens (λ, from the `Deliberation`) and, annealed to 0 over training, diversity: weight ·
 (1 − share of l among the steps of its group). Steps without a group of levels have no A_think. The level is sampled by
 the policy and in the loss, as all that it sampled is.
@@ -43,7 +45,7 @@ from toolwise.protocols import AdvantageEstimator, Annotation, Metrics
 from toolwise.thinking.groups import ThinkingStep
 from toolwise.types import AnnotatedRollout, CreditedRollout
 
-Gate = Literal["none", "signed"]
+Gate = Literal["none", "signed", "success"]
 Combine = Literal["additive", "reweight"]
 
 
@@ -78,7 +80,7 @@ class Rlvcr:
     shuffle: bool = False
     seed: int = 0
     success_score: float | None = None
-    """reweight: rollouts with this score or more; without it, those with an advantage above 0."""
+    """What succeeding is, where it is asked: this score or more; without it, an advantage above 0."""
     importance_cap: float = 2.0
     """reweight: the bound of an action token's weight in a context that it was not drawn in."""
     reweight_floor: float = FLOOR_NATS
@@ -87,7 +89,9 @@ class Rlvcr:
         for name, known in (("mode", Mode), ("score", Score), ("gate", Gate), ("combine", Combine)):
             check_choice(name, getattr(self, name), get_args(known))
         if self.combine == "reweight" and self.gate != "none":
-            raise CreditError('gate = "signed" belongs to combine = "additive"; with "reweight" leave gate = "none"')
+            raise CreditError(
+                f'gate = "{self.gate}" belongs to combine = "additive"; with "reweight" leave gate = "none"'
+            )
 
     @property
     def needs(self) -> frozenset[Annotation]:
@@ -100,8 +104,9 @@ class Rlvcr:
     @property
     def equal_scores_teach(self) -> bool:
         """Rollouts of equal scores may still have thought unequally well, unless the gate shuts them out."""
-        ungated = self.combine == "additive" and self.gate == "none" and self.step_advantage_w != 0.0
-        return ungated or equal_scores_teach(self.trajectory)
+        open_ = self.gate == "none" or (self.gate == "success" and self.success_score is not None)
+        teaches = self.combine == "additive" and open_ and self.step_advantage_w != 0.0
+        return teaches or equal_scores_teach(self.trajectory)
 
     def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
         return self.credit(rollouts)[0]
@@ -153,11 +158,10 @@ class Rlvcr:
         tokens = [list(rollout.advantages) for rollout in base]
         for (number, index), step, extra in zip(compared.places, compared.steps, own.tolist(), strict=True):
             before = tokens[number][index]
-            if self.gate == "signed":
+            where = np.ones(len(before), dtype=bool)
+            if self.gate != "none":
                 where = np.arange(len(before)) < step.head
-                extra *= float(np.sign(base[number].steps[index].advantage or 0.0))
-            else:
-                where = np.ones(len(before), dtype=bool)
+                extra *= self._gate(base[number], base[number].steps[index].advantage or 0.0)
             tokens[number][index] = (before + np.float32(self.step_advantage_w * extra) * where).astype(np.float32)
         return [_with_tokens(rollout, found) for rollout, found in zip(base, tokens, strict=True)], {}
 
@@ -178,6 +182,12 @@ class Rlvcr:
             extra += alternative_rows(base[number], index, step, advantage * weights[row], cap=self.importance_cap)
         credited = [_with_tokens(rollout, found) for rollout, found in zip(base, tokens, strict=True)]
         return credited + extra, {"thinking/rows_added": float(len(extra))}
+
+    def _gate(self, rollout: CreditedRollout, advantage: float) -> float:
+        if self.gate == "signed" or self.success_score is None:
+            sign = float(np.sign(advantage))
+            return sign if self.gate == "signed" else max(0.0, sign)
+        return float(rollout.annotated.scored.score >= self.success_score)
 
     def _succeeded(self, rollout: AnnotatedRollout, advantage: float) -> bool:
         if self.success_score is not None and rollout.scored.score < self.success_score:

@@ -53,15 +53,17 @@ def compute_rlvcr_outcome_advantage(
     trajectory_advantages: Sequence[float] | None = None,
     norm_by_std: bool = True,
     row_rewards: RowRewards = "episode",
+    succeeded: Sequence[bool] | None = None,
 ) -> tuple[Array, Array]:
     """(advantages, returns), equal for outcome rewards, zero off the mask.
 
     `uid` names a row's task, `traj_uid` its rollout. `row_rewards`: each row has its rollout's whole reward
     ("episode", as verl-agent lays them out), or its own part of it ("step"). `trajectory_advantages` take the place of
     GRPO's, one a row (GiGPO's, for instance). `levels` (1 to 4) and `sampled` (False for an alternative) go with
-    `step_uid`. `thought_mask` marks the tokens of level and thought, which gate "signed" needs. Rows of alternatives
-    get 0 under "additive", and their weight times their step's advantage under "reweight", without importance weights:
-    those need log-probs, and are the learner's.
+    `step_uid`. `thought_mask` marks the tokens of level and thought, which the gates "signed" and "success" need;
+    `succeeded`, one a row, opens the second, without it an advantage above 0. Rows of alternatives get 0 under
+    "additive", and their weight times their step's advantage under "reweight", without importance weights: those need
+    log-probs, and are the learner's.
     """
     where = Masked.of(response_mask, rewards=token_level_rewards, entropies=thinking_level_entropies)
     for name, value, known in (("mode", mode, Mode), ("gate", gate, Gate), ("combine", combine, Combine)):
@@ -74,8 +76,8 @@ def compute_rlvcr_outcome_advantage(
         base = np.asarray(trajectory_advantages, dtype=np.float64)
     field, costs = (_row_means(where, values) for values in (thinking_level_entropies, thinking_token_costs))
     thought = where.mask if thought_mask is None else where.mask & as_numpy(thought_mask).astype(bool)
-    if gate == "signed" and thought_mask is None:
-        raise CreditError('gate = "signed" changes level and thought tokens alone: give thought_mask')
+    if gate != "none" and thought_mask is None:
+        raise CreditError(f'gate = "{gate}" changes level and thought tokens alone: give thought_mask')
     if step_uid is None:
         if combine == "reweight" or price:
             raise CreditError("price and reweight compare the levels of a step: give step_uid, levels and sampled")
@@ -87,9 +89,19 @@ def compute_rlvcr_outcome_advantage(
             spread = where.mask * rows.reweighted(base, utilities, score)[:, None]
             return _pair(spread, token_level_rewards)
         extra = rows.within(utilities, mode)
-    signs = np.sign(base) if gate == "signed" else np.ones(len(base))
-    spread = base[:, None] * where.mask + (step_advantage_w * signs * extra)[:, None] * thought
+    spread = base[:, None] * where.mask + (step_advantage_w * _opened(gate, base, succeeded) * extra)[:, None] * thought
     return _pair(spread * rows.sampled[:, None], token_level_rewards)
+
+
+def _opened(gate: Gate, base: Doubles, succeeded: Sequence[bool] | None) -> Doubles:
+    """What each row's thinking advantage counts for."""
+    if gate == "none":
+        return np.ones(len(base))
+    if gate == "signed":
+        return np.asarray(np.sign(base))
+    if succeeded is not None and len(succeeded) != len(base):
+        raise CreditError(f"{len(succeeded)} succeeded for {len(base)} rows; give one for each")
+    return np.asarray(base > 0.0 if succeeded is None else as_numpy(succeeded), dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,11 @@ class Blocks:
         return len(self._free) + self._cached
 
     @property
+    def free(self) -> int:
+        """Blocks that hold nothing, not even as a cache."""
+        return len(self._free)
+
+    @property
     def in_use(self) -> int:
         return self.count - self.available
 
@@ -105,10 +110,14 @@ class Blocks:
         start = len(path) * self.size
         return id(path[-1] if path else self._root), tuple(tokens[start : min(end, start + self.size)])
 
+    def missing(self, lease: Lease, length: int) -> int:
+        """Blocks that it lacks for `length` tokens."""
+        return max(0, self.needed(length) - len(lease.table))
+
     def extend(self, lease: Lease, length: int) -> bool:
         """Room for `length` tokens, or nothing at all and False."""
-        missing = self.needed(length) - len(lease.table)
-        if missing <= 0:
+        missing = self.missing(lease, length)
+        if not missing:
             return True
         if missing > self.available:
             return False
@@ -277,10 +286,15 @@ class Blocks:
 
     def _take_many(self, count: int) -> list[int]:
         """As many as there are for sure."""
-        if len(self._free) < count or self.copies:
-            return [block for block in (self._take() for _ in range(count)) if block is not None]
-        taken = self._free[: -count - 1 : -1]
-        del self._free[-count:]
+        if len(self._free) >= count and not self.copies:
+            taken = self._free[: -count - 1 : -1]
+            del self._free[-count:]
+            return taken
+        taken = []
+        for _ in range(count):
+            block = self._take()
+            assert block is not None
+            taken.append(block)
         return taken
 
     def _take(self, protect: Node | None = None) -> int | None:

@@ -12,7 +12,7 @@ import asyncio
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from toolwise.engine.attention import can_attend
-from toolwise.engine.blocks import Blocks
+from toolwise.engine.blocks import Blocks, Lease
 from toolwise.engine.dense import DenseRunner
 from toolwise.engine.fused import FusedRunner, can_fuse
 from toolwise.engine.lean import fits
@@ -35,6 +35,7 @@ from toolwise.protocols import Generation, Metrics, Sampling
 CPU_BATCH_TOKENS, MOST_GPU_BATCH_TOKENS = 4096, 65_536
 MOST_STEPS_IN_A_QUEUE = 8
 """Steps ahead while others wait for a place: they should not wait long for those that are done."""
+MOST_STEPS_THAT_EVICT = 32
 FIXED_ROWS = 64
 """Rows of each forward pass where results must be the same to the bit."""
 
@@ -201,21 +202,28 @@ class Engine:
         runner = self.runner
         if not isinstance(runner, FusedRunner | DenseRunner) or not plan or not all(map(runner.suits, plan)):
             return None
-        left = {r: r.sampling.max_new_tokens - r.sampled for r in plan}
-        steps = min(MOST_STEPS_IN_A_QUEUE if self.scheduler.waiting else runner.most_steps, max(left.values()))
         if isinstance(runner, DenseRunner) and not runner.has_room(list(plan)):
             return None
-        while not all(self._room_for(r, min(steps, most)) for r, most in left.items()):
-            if steps <= MOST_STEPS_IN_A_QUEUE:
-                return None
-            steps //= 2
+        most = MOST_STEPS_IN_A_QUEUE if self.scheduler.waiting else runner.most_steps
+        steps = self._room_ahead({r: min(most, r.sampling.max_new_tokens - r.sampled) for r in plan})
+        if not steps:
+            return None
         self._prepare()
         tokens, logprobs = runner.decode_ahead(list(plan), steps, lambda: bool(self._news))
         return self.results.take_ahead(list(plan), tokens, logprobs, self.version)
 
-    def _room_for(self, request: Request, steps: int) -> bool:
-        assert request.lease is not None
-        return self.blocks.extend(request.lease, request.held + steps)
+    def _room_ahead(self, wanted: Mapping[Request, int]) -> int:
+        """Steps that all of them have room for, which they then hold; 0 where that is hardly any. What is cached gives
+        way for a few steps, not for many."""
+        steps = max(wanted.values())
+        while True:
+            ends = {r: r.held + min(steps, most) for r, most in wanted.items()}
+            missing = sum(self.blocks.missing(_lease(r), end) for r, end in ends.items())
+            if missing <= (self.blocks.free if steps > MOST_STEPS_THAT_EVICT else self.blocks.available):
+                return steps if all(self.blocks.extend(_lease(r), end) for r, end in ends.items()) else 0
+            if steps <= MOST_STEPS_IN_A_QUEUE:
+                return 0
+            steps //= 2
 
     def _prepare(self) -> None:
         if not self.runner.keys:
@@ -340,6 +348,11 @@ class Engine:
             raise PolicyError("a prefix and each of its continuations must have a token at least")
         whole.tokens.pop()
         return whole
+
+
+def _lease(request: Request) -> Lease:
+    assert request.lease is not None
+    return request.lease
 
 
 def _batch_tokens(model: Any) -> int:

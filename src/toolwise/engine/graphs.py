@@ -24,7 +24,7 @@ from toolwise.kernels.llama import FusedDecoder, PagedCache, Prefixes
 MOST_STEPS = 128
 """Of one load: what the device is told takes the CPU as long as several steps take the device."""
 LOOK = 32
-"""Steps between two looks at the news: what a newcomer, or somebody who gives up, waits at most."""
+"""Steps between two looks at the news: what a newcomer waits at most, or who is done, or who gives up."""
 MOST_STOPS = 8
 """Stop tokens of a request that the device knows; whoever has more decodes step by step."""
 WORTH_SHARING = 0.2
@@ -103,8 +103,8 @@ class AheadDecoder:
     def run(
         self, requests: Sequence[Request], steps: int, interrupted: Callable[[], bool]
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Tokens and log-probs of each request: `steps` of them, or up to and with its last; fewer where somebody else
-        wants something, or where so many are done that a smaller step would do."""
+        """Tokens and log-probs of each request: `steps` of them, or up to and with its last; fewer where somebody is
+        done, who should hear of it, or somebody else wants something."""
         shape = self._load(requests)
         self.shapes.add(shape)
         step = self._graph(shape)
@@ -113,7 +113,7 @@ class AheadDecoder:
             for _ in range(min(LOOK, steps - taken)):
                 step()
             taken = min(steps, taken + LOOK)
-            if taken < steps and (interrupted() or self._rows(self._going(count)) < shape[0]):
+            if taken < steps and (interrupted() or self._going(count) < count):
                 break
         tokens = self._state.tokens[:taken, :count].cpu().numpy()
         logprobs = self._state.logprobs[:taken, :count].cpu().numpy()
@@ -244,11 +244,8 @@ class AheadDecoder:
         s.member_starts[: count + 1].copy_(self._there(starts.astype(np.int32)))
         s.members[:rows].copy_(self._there(np.array([i for m in members for i in m], dtype=np.int32)))
 
-    def _rows(self, count: int) -> int:
-        return min(self.rows, _padded(max(1, count)))
-
     def _shape(self, count: int, groups: Sequence[Shared]) -> Shape:
-        rows = self._rows(count)
+        rows = min(self.rows, _padded(count))
         if not groups:
             return rows, 0, 0
         wanted = len(groups) + rows - count

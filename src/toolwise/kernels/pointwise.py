@@ -99,9 +99,10 @@ def silu_mul(gate_up: torch.Tensor, up: torch.Tensor | None = None) -> torch.Ten
     out = torch.empty(tokens, width, dtype=gate.dtype, device=gate.device)
     tile = min(1024, triton.next_power_of_2(width))
     if tokens:
-        _silu_mul[(tokens, triton.cdiv(width, tile))](
-            gate, up, out, gate.stride(0), up.stride(0), width, tile, num_warps=4 if tile >= 512 else 1
-        )
+        with torch.cuda.device_of(gate):
+            _silu_mul[(tokens, triton.cdiv(width, tile))](
+                gate, up, out, gate.stride(0), up.stride(0), width, tile, num_warps=4 if tile >= 512 else 1
+            )
     return out
 
 
@@ -109,7 +110,8 @@ def silu_mul_backward(gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor) 
     """Gradients of silu(gate) · up with respect to both, from tensors of one shape that stand in one piece."""
     of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
     if gate.numel():
-        _silu_mul_backward[(triton.cdiv(gate.numel(), 2048),)](
-            gate, up, grad, of_gate, of_up, gate.numel(), 2048, num_warps=8
-        )
+        with torch.cuda.device_of(gate):  # Triton launches where the current device is
+            _silu_mul_backward[(triton.cdiv(gate.numel(), 2048),)](
+                gate, up, grad, of_gate, of_up, gate.numel(), 2048, num_warps=8
+            )
     return of_gate, of_up

@@ -155,13 +155,16 @@ def softmax_sums_backward(
     scale: float,
     lse: torch.Tensor,
     entropy: torch.Tensor,
-    of_logprob: torch.Tensor,
-    of_entropy: torch.Tensor,
+    of: torch.Tensor,
+    targets: torch.Tensor,
+    to_logprob: torch.Tensor,
+    to_entropy: torch.Tensor,
 ) -> torch.Tensor:
     logp = logits.to(lse.dtype) * scale - lse[:, None]
     p = logp.exp()
-    surprise = torch.where(p == 0.0, 0.0, logp + entropy[:, None])
-    return (-p * (of_logprob[:, None] + of_entropy[:, None] * surprise)).to(logits.dtype)
+    a, b = (torch.zeros_like(lse).index_add_(0, of, part.to(lse.dtype)) for part in (to_logprob, to_entropy))
+    grad = -p * (a[:, None] + b[:, None] * torch.where(p == 0.0, 0.0, logp + entropy[:, None]))
+    return grad.index_put_((of, targets), to_logprob.to(lse.dtype), accumulate=True).to(logits.dtype)
 
 
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """What a learner asks of a row of logits, read once, never copied to fp32: log Σ exp and entropy, and their gradient.
 
 x = scale · logits;  lse = log Σ exp x;  log p = x − lse;  H = − Σ p log p
-backward: − p (a + b (log p + H)), the gradient of a · log p_t + b · H with respect to x, but for the 1 at t
+backward: − p (a + b (log p + H)) + Σ a_t at t, the gradient of Σ a_t log p_t + b · H with respect to x; a = Σ a_t
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,import-not-found,import-untyped"
@@ -40,9 +40,10 @@ def _sums(logits, lse, entropy, stride, scale, VOCAB: tl.constexpr, TILE: tl.con
 
 @triton.jit
 def _gradient(
-    logits, lse, entropy, of_logprob, of_entropy, grad, stride, scale, VOCAB: tl.constexpr, TILE: tl.constexpr
-):
-    """Program (row, tile)."""
+    logits, lse, entropy, of_logprob, of_entropy, starts, targets, weights, grad, stride, scale,
+    VOCAB: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Program (row, tile). What a token that was drawn asks is added before anything is rounded: 1 − p may be small."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * TILE + tl.arange(0, TILE)
     x = tl.load(logits + row * stride + at, mask=at < VOCAB, other=float("-inf"))
@@ -50,6 +51,8 @@ def _gradient(
     p = tl.exp(logp)
     surprise = tl.where(p == 0.0, 0.0, logp + tl.load(entropy + row))
     found = -p * (tl.load(of_logprob + row) + tl.load(of_entropy + row) * surprise)
+    for token in range(tl.load(starts + row), tl.load(starts + row + 1)):
+        found += tl.where(at == tl.load(targets + token), tl.load(weights + token), 0.0)
     tl.store(grad + row * VOCAB + at, found.to(x.dtype), mask=at < VOCAB)
 
 
@@ -58,7 +61,8 @@ def softmax_sums(logits: torch.Tensor, scale: float) -> tuple[torch.Tensor, torc
     rows, vocabulary = logits.shape
     lse, entropy = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
     if rows:
-        _sums[(rows,)](logits, lse, entropy, logits.stride(0), scale, vocabulary, TILE, num_warps=8)
+        with torch.cuda.device_of(logits):  # Triton launches where the current device is
+            _sums[(rows,)](logits, lse, entropy, logits.stride(0), scale, vocabulary, TILE, num_warps=8)
     return lse, entropy
 
 
@@ -67,14 +71,22 @@ def softmax_sums_backward(
     scale: float,
     lse: torch.Tensor,
     entropy: torch.Tensor,
-    of_logprob: torch.Tensor,
-    of_entropy: torch.Tensor,
+    of: torch.Tensor,
+    targets: torch.Tensor,
+    to_logprob: torch.Tensor,
+    to_entropy: torch.Tensor,
 ) -> torch.Tensor:
-    """[N, V] as the logits are: − p (a + b (log p + H)) with a and b of each row."""
+    """[N, V] as the logits are. `of`, in ascending order, is the row of each token that was drawn."""
     rows, vocabulary = logits.shape
     grad = torch.empty(rows, vocabulary, dtype=logits.dtype, device=logits.device)
-    if rows:
+    if not rows:
+        return grad
+    by_row = [torch.zeros_like(lse).index_add_(0, of, part.to(lse.dtype)) for part in (to_logprob, to_entropy)]
+    starts = torch.searchsorted(of.contiguous(), torch.arange(rows + 1, device=of.device))
+    weights = to_logprob.to(lse.dtype).contiguous()
+    with torch.cuda.device_of(logits):
         _gradient[(rows, triton.cdiv(vocabulary, TILE))](
-            logits, lse, entropy, of_logprob, of_entropy, grad, logits.stride(0), scale, vocabulary, TILE, num_warps=8
-        )
+            logits, lse, entropy, *by_row, starts, targets.contiguous(), weights, grad, logits.stride(0), scale,
+            vocabulary, TILE, num_warps=8,
+        )  # fmt: skip
     return grad

@@ -69,16 +69,19 @@ def _recomputed_alike(trunk: Any) -> Iterator[bool]:
     modules = [m for m in trunk.modules() if getattr(m, "gradient_checkpointing", False)]
     before = [(m, m.training, m._gradient_checkpointing_func) for m in modules]
 
-    def run_again(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        def attending(*inner: Any, **named: Any) -> Any:
-            with tree_attention(trunk.config), fused_parts(trunk):
-                return layer(*inner, **named)
+    def again(part: Any) -> Callable[..., Any]:
+        def run_again(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            def attending(*inner: Any, **named: Any) -> Any:
+                with tree_attention(trunk.config), fused_parts(part):
+                    return layer(*inner, **named)
 
-        return checkpoint(attending, *args, use_reentrant=False, **kwargs)
+            return checkpoint(attending, *args, use_reentrant=False, **kwargs)
+
+        return run_again
 
     try:
         for m in modules:
-            m._gradient_checkpointing_func = run_again
+            m._gradient_checkpointing_func = again(m)
             # The flag of the layer itself, not of what is in it: it decides this and nothing else.
             m.training = m.training or isinstance(m, GradientCheckpointingLayer)
         yield bool(modules)

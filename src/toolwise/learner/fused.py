@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -20,14 +21,14 @@ from torch.nn.functional import rms_norm, silu
 from toolwise.kernels import available, kernel
 
 Forward = Callable[[Tensor], Tensor]
-_PLAIN: dict[tuple[type, torch.dtype], bool] = {}
-"""Classes of modules that were tried, and whether they are what they look like."""
+_PLAIN: WeakKeyDictionary[Module, bool] = WeakKeyDictionary()
+"""Modules that were tried, and whether they are what they look like."""
 
 
 @contextmanager
-def fused_parts(trunk: Any) -> Iterator[None]:
-    """The trunk's norms and MLPs, fused where there are kernels; nothing changes elsewhere."""
-    changed = list(_fused(trunk)) if available(trunk.get_input_embeddings().weight.device) else []
+def fused_parts(whole: Module) -> Iterator[None]:
+    """The norms and MLPs of a trunk or a layer, fused where there are kernels; nothing changes elsewhere."""
+    changed = list(_fused(whole)) if available(next(whole.parameters()).device) else []
     for module, forward in changed:
         module.forward = forward
     try:
@@ -37,14 +38,14 @@ def fused_parts(trunk: Any) -> Iterator[None]:
             del module.forward
 
 
-def _fused(trunk: Module) -> Iterator[tuple[Module, Forward]]:
-    for module in trunk.modules():
-        fusing = fused_form(module)
-        if fusing is not None and "forward" not in vars(module):  # somebody else's exchange stays
+def _fused(whole: Module) -> Iterator[tuple[Module, Forward]]:
+    for module in whole.modules():
+        fusing = None if "forward" in vars(module) else fused_form(module)  # somebody else's exchange stays
+        if fusing is not None:
             yield module, fusing
 
 
-def fused_form(module: Module) -> Forward | None:
+def fused_form(module: Any) -> Forward | None:
     """What the module computes, in few passes; None where it is none of these, or computes something else."""
     if hasattr(module, "variance_epsilon"):
         return _norm(module) if _is_plain(module, _norm(module), getattr(module, "weight", None)) else None
@@ -73,21 +74,25 @@ def _written_out(gate: Tensor, up: Tensor) -> Tensor:
     return silu(gate) * up
 
 
-@torch.no_grad()
 def _is_plain(module: Module, formula: Forward, weight: Any) -> bool:
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         return False
-    key = type(module), weight.dtype
-    if key not in _PLAIN:
-        few = torch.linspace(-2.0, 2.0, 2 * weight.shape[-1], device=weight.device).view(2, -1).to(weight.dtype)
-        try:
-            theirs, ours = module(few).float(), formula(few).float()
-        except (TypeError, RuntimeError):  # it wants other things than hidden states
-            _PLAIN[key] = False
-        else:
-            near = 4 * torch.finfo(weight.dtype).eps
-            _PLAIN[key] = theirs.shape == ours.shape and torch.allclose(theirs, ours, rtol=near, atol=near)
-    return _PLAIN[key]
+    if module not in _PLAIN:
+        _PLAIN[module] = _alike(module, formula, weight) and _alike(getattr(module, "act_fn", silu), silu, weight)
+    return _PLAIN[module]
+
+
+@torch.no_grad()
+def _alike(theirs: Any, ours: Forward, weight: Tensor) -> bool:
+    """Whether both say the same of a few hidden states, up to rounding, relative to what they say: it may be small."""
+    few = torch.linspace(-3.0, 3.0, 2 * weight.shape[-1], device=weight.device).view(2, -1).to(weight.dtype)
+    try:
+        wanted, found = theirs(few).float(), ours(few).float()
+    except Exception:  # somebody else's code, which wants other things than hidden states
+        return False
+    if wanted.shape != found.shape:
+        return False
+    return bool((wanted - found).abs().max() <= 4 * torch.finfo(weight.dtype).eps * wanted.abs().max())
 
 
 class SiluMul(torch.autograd.Function):

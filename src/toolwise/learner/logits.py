@@ -31,7 +31,8 @@ def head_of(model: Any) -> Callable[[Tensor], Tensor]:
 
 
 def drawn(logits: Tensor, of: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target under row `of` of the logits, and that row's entropy; after temperature, in fp32."""
+    """Log-prob of each target under row `of` of the logits, and that row's entropy; after temperature, in fp32. `of` is
+    in ascending order."""
     way = InOnePass if available(logits.device) else Drawn
     found: tuple[Tensor, Tensor] = way.apply(logits, of, targets, temperature)  # type: ignore[no-untyped-call]
     return found
@@ -89,14 +90,11 @@ class InOnePass(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
         logits, lse, entropy, of, targets = ctx.saved_tensors
-        to_logprob, to_entropy = (None if g is None else g / ctx.temperature for g in grads)
-        if to_logprob is None and to_entropy is None:
+        if all(grad is None for grad in grads):
             return None, None, None, None
-        rows = (_by_row(to_logprob, of, entropy), _by_row(to_entropy, of, entropy))
-        grad = kernel("softmax_sums_backward", logits.device)(logits, 1.0 / ctx.temperature, lse, entropy, *rows)
-        if to_logprob is not None:
-            grad.index_put_((of, targets), to_logprob.to(grad.dtype), accumulate=True)
-        return grad, None, None, None
+        asked = (torch.zeros_like(entropy[of]) if grad is None else grad / ctx.temperature for grad in grads)
+        backward = kernel("softmax_sums_backward", logits.device)
+        return backward(logits, 1.0 / ctx.temperature, lse, entropy, of, targets, *asked), None, None, None
 
 
 def _by_row(grad: Tensor | None, of: Tensor, like: Tensor) -> Tensor:

@@ -361,8 +361,8 @@ def test_no_threads_or_descriptors_grow() -> None:
 
     with closing(ProgramSandbox("python", timeout_s=30.0, at_once=2)) as sandbox:
         asyncio.run(go(4))
-        before = len(os.listdir("/proc/self/fd"))
+        before, threads = len(os.listdir("/proc/self/fd")), set(threading.enumerate())
         asyncio.run(go(8))
         assert len(os.listdir("/proc/self/fd")) <= before
-        own = [t for t in threading.enumerate() if t in sandbox._executor()._threads]
-        assert 1 <= len(own) <= 2  # no more than may run at once
+        # The pool begins its threads when it needs them, up to two: when that is is chance.
+        assert set(threading.enumerate()) <= threads | sandbox._executor()._threads

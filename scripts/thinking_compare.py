@@ -77,15 +77,17 @@ SIGNED = {
     "mode": "mean_std_norm",
     "thinking_diversity_w": 0.0,
 }
+SUCCESS = {**SIGNED, "gate": "success", "success_score": 1.0}
 ARMS = {
     "grpo": Arm("GRPO", "grpo", {"share": 0.0}),
     "gigpo": Arm("GiGPO", "gigpo", {"share": 0.0}),
     "price": Arm("GRPO + price", "grpo", {"share": 0.0, "price_rollouts": True, "budget": PRICE}),
     "document": Arm("RLVCR, the document's", "rlvcr", COMPARED),
     "signed": Arm("RLVCR, gated", "rlvcr", SIGNED),
+    "success": Arm("RLVCR, gated by success", "rlvcr", SUCCESS),
     "reweight": Arm("RLVCR, reweighted", "rlvcr", {**COMPARED, "combine": "reweight", "steps": "successful"}),
     "w0": Arm("RLVCR, w = 0", "rlvcr", {**COMPARED, "step_advantage_w": 0.0}, rate_of="grpo"),
-    "shuffled": Arm("RLVCR, gated, shuffled", "rlvcr", {**SIGNED, "shuffle": True}, rate_of="signed"),
+    "shuffled": Arm("RLVCR, gated by success, shuffled", "rlvcr", {**SUCCESS, "shuffle": True}, rate_of="success"),
 }
 
 

@@ -32,7 +32,7 @@ from thinking_compare import (
 
 from toolwise.frontier.bootstrap import Estimate, estimate
 
-FORMS = ("document", "signed", "reweight")
+FORMS = ("document", "signed", "success", "reweight")
 """RLVCR's."""
 KEEPS, FEWER = 0.02, 0.4
 """What the best form may lose of GRPO's success, and the share of its thinking tokens that it must save."""
@@ -215,6 +215,7 @@ COLOURS = {
     "price": "#b8622b",
     "document": "#8e5ea2",
     "signed": "#1f6f8b",
+    "success": "#c0392b",
     "reweight": "#3f9d57",
     "w0": "#c9a227",
     "shuffled": "#d16a8a",

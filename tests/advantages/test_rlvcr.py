@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,17 @@ def test_the_gate_of_success_by_hand() -> None:
     unknown = Rlvcr(Grpo(norm_by_std=False), thinking_diversity_w=0.0, gate="success")
     assert [tokens(c) for c in unknown(pair())] == [tokens(won), tokens(lost)]
     assert [tokens(c) for c in unknown(both)] == [[0.0] * (HEAD + 1 + ACTION)] * 2
+
+
+def test_the_gate_of_success_is_for_the_level_alone() -> None:
+    """Where it is known which tokens say it: the thought keeps what its rollout is worth, and does not drift."""
+    two = replace(thinking_step(3, FOUR), level_tokens=2)
+    rollouts = [thoughtful(1.0, [two], name="a"), thoughtful(1.0, [two], name="b")]
+    settings: dict[str, Any] = {"thinking_diversity_w": 0.0, "success_score": 1.0}
+    for found in Rlvcr(Grpo(), gate="success", **settings)(rollouts):
+        assert tokens(found) == [1.0] * 2 + [0.0] * (HEAD - 2 + 1 + ACTION)
+    for found in Rlvcr(Grpo(), gate="none", **settings)(rollouts):
+        assert tokens(found) == [1.0] * (HEAD + 1 + ACTION)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -238,7 +250,7 @@ def test_it_stands_in_the_table_and_takes_its_settings() -> None:
     [
         ({"mode": "max"}, "mode is 'max'"),
         ({"gate": "up"}, "gate is 'up'"),
-        ({"combine": "reweight", "gate": "signed"}, "leave it"),
+        ({"combine": "reweight", "gate": "signed"}, "leave gate"),
     ],
 )
 def test_settings_that_make_no_sense_are_told(settings: dict[str, Any], told: str) -> None:

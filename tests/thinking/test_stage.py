@@ -120,6 +120,10 @@ def test_what_comes_out_is_what_the_estimator_reads() -> None:
     assert len(set(first[:head].tolist())) == 1
     assert first[0] != first[head]
     assert len(set(first[head:].tolist())) == 1
+    said = annotated[0].thinking.steps[0].level_tokens
+    assert 0 < said < head  # the level, and not the thought
+    won = Rlvcr(gate="success", success_score=min(s.score for s in ROLLOUTS)).credit(annotated)[0][0].advantages[0]
+    assert [won[0] == x for x in won.tolist()] == [True] * said + [False] * (len(won) - said)
 
 
 def test_the_same_turn_again_gives_the_same() -> None:

@@ -4,12 +4,13 @@ advantage. For each step the same action is scored after the thoughts of all fou
 
     A = A_traj + w · A_think                    gate = "none", the document's; on all tokens of the step
     A = A_traj + w · sign(A_traj) · A_think     gate = "signed"; on level and thought, the action keeps A_traj
-    A = A_traj + w · 1[succeeded] · A_think     gate = "success"; on the same
+    A = A_traj + w · 1[succeeded] · A_think     gate = "success"; on the level alone
     A = w_l · A_traj, all four rows train       combine = "reweight", CoPO's; steps of rollouts that beat their group
 
 A_traj is GRPO's, or GiGPO's. gate "none" has two biases: an action is likelier after the thought it was drawn after,
 and confidence in bad actions is praised; "signed" asks for confidence in good actions and for doubt in bad ones. Where
-all of a group succeed A_traj is 0 and so is its sign: what is left to learn there, to think less, "success" still asks.
+all of a group succeed A_traj is 0 and so is its sign: what is left to learn there, to think less, "success" still asks,
+of the level and not of the thought: with nothing against it, praise for whatever was thought makes thoughts drift.
 u_l has the price of thinking tokens (λ, from the `Deliberation`) and, annealed to 0 over training, diversity: weight ·
 (1 − share of l among the steps of its group). Steps without a group of levels have no A_think. The level is sampled by
 the policy and in the loss, as all that it sampled is.
@@ -158,9 +159,8 @@ class Rlvcr:
         tokens = [list(rollout.advantages) for rollout in base]
         for (number, index), step, extra in zip(compared.places, compared.steps, own.tolist(), strict=True):
             before = tokens[number][index]
-            where = np.ones(len(before), dtype=bool)
+            where = np.arange(len(before)) < self._meant(step, len(before))
             if self.gate != "none":
-                where = np.arange(len(before)) < step.head
                 extra *= self._gate(base[number], base[number].steps[index].advantage or 0.0)
             tokens[number][index] = (before + np.float32(self.step_advantage_w * extra) * where).astype(np.float32)
         return [_with_tokens(rollout, found) for rollout, found in zip(base, tokens, strict=True)], {}
@@ -182,6 +182,12 @@ class Rlvcr:
             extra += alternative_rows(base[number], index, step, advantage * weights[row], cap=self.importance_cap)
         credited = [_with_tokens(rollout, found) for rollout, found in zip(base, tokens, strict=True)]
         return credited + extra, {"thinking/rows_added": float(len(extra))}
+
+    def _meant(self, step: ThinkingStep, tokens: int) -> int:
+        """How many of a step's first tokens its thinking advantage is for."""
+        if self.gate == "success" and step.level_tokens is not None:
+            return step.level_tokens
+        return tokens if self.gate == "none" else step.head
 
     def _gate(self, rollout: CreditedRollout, advantage: float) -> float:
         if self.gate == "signed" or self.success_score is None:

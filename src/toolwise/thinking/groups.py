@@ -132,6 +132,8 @@ class ThinkingStep:
     """So many of its first tokens are the level and the thought."""
     group: ThinkingGroup | None = None
     """None where the step was not chosen, or fewer than two levels could be scored."""
+    level_tokens: int | None = None
+    """So many of its first tokens say the level; where nobody counted them, all of the head."""
 
 
 @dataclass(frozen=True, slots=True)

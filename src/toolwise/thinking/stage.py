@@ -157,4 +157,5 @@ def _key(step: ReadStep) -> tuple[str, int]:
 def _thinking_step(step: ReadStep | None, group: ThinkingGroup | None) -> ThinkingStep:
     if step is None:
         return ThinkingStep(None, 0, 0)
-    return ThinkingStep(step.reading.level, step.thinking_tokens, len(step.spans.head), group)
+    said = step.spans.level.stop if step.spans.level else None
+    return ThinkingStep(step.reading.level, step.thinking_tokens, len(step.spans.head), group, said)

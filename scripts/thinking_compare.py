@@ -77,7 +77,7 @@ SIGNED = {
     "mode": "mean_std_norm",
     "thinking_diversity_w": 0.0,
 }
-SUCCESS = {**SIGNED, "gate": "success", "success_score": 1.0}
+SUCCESS = {**SIGNED, "gate": "success", "success_score": 1.0, "step_advantage_w": 0.5}
 ARMS = {
     "grpo": Arm("GRPO", "grpo", {"share": 0.0}),
     "gigpo": Arm("GiGPO", "gigpo", {"share": 0.0}),

@@ -220,7 +220,7 @@ class RlvcrConfig(Section):
     shuffle: bool = False
     """A control, for experiments: thinking advantages dealt out anew among the steps of a batch."""
     price_rollouts: bool = False
-    """Another, under another estimator: each score less the price of the rollout's thinking tokens a step."""
+    """Under any estimator: credit is given for each score less the price of the rollout's thinking tokens a step."""
     levels: Path | None = None
     """A template of your own in place of thinking/levels.toml."""
     budget: ThinkingBudgetConfig = ThinkingBudgetConfig()

@@ -85,6 +85,19 @@ def test_the_gate_of_success_is_for_the_level_alone() -> None:
         assert tokens(found) == [1.0] * (HEAD + 1 + ACTION)
 
 
+def test_rollouts_may_pay_for_their_thoughts_too() -> None:
+    """4 and 0 tokens at 0.1: scores of 0.6 and 1 for credit, 1 and 1 for the gate and for everybody else."""
+    tokens_of = {1: 0, 2: 0, 3: 4, 4: 4}
+    batch = [thoughtful(1.0, [thinking_step(k, FOUR, tokens=tokens_of)], name=f"{k}", price=0.1) for k in (3, 1)]
+    settings: dict[str, Any] = {"thinking_diversity_w": 0.0, "gate": "success", "success_score": 1.0}
+    dear, cheap = Rlvcr(Grpo(norm_by_std=False), price_rollouts=True, **settings)(batch)
+    # u: −3, −2, −1.4, −2.4, whose mean is −2.2; so A_think is 0.8 for level 3 and −0.8 for level 1
+    assert tokens(dear) == [0.6] * HEAD + [-0.2] * (1 + ACTION)
+    assert tokens(cheap) == [-0.6] * HEAD + [0.2] * (1 + ACTION)
+    assert [c.annotated.scored.score for c in (dear, cheap)] == [1.0, 1.0]
+    assert Rlvcr(gate="signed", price_rollouts=True).equal_scores_teach
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("gate", ["none", "signed", "success"])
 @pytest.mark.parametrize("mode", ["mean_norm", "mean_std_norm"])

@@ -80,6 +80,8 @@ class Rlvcr:
     combine: Combine = "additive"
     shuffle: bool = False
     seed: int = 0
+    price_rollouts: bool = False
+    """A_traj is of each score less λ times the rollout's thinking tokens a step, as a `Watched` estimator's may be."""
     success_score: float | None = None
     """What succeeding is, where it is asked: this score or more; without it, an advantage above 0."""
     importance_cap: float = 2.0
@@ -107,13 +109,13 @@ class Rlvcr:
         """Rollouts of equal scores may still have thought unequally well, unless the gate shuts them out."""
         open_ = self.gate == "none" or (self.gate == "success" and self.success_score is not None)
         teaches = self.combine == "additive" and open_ and self.step_advantage_w != 0.0
-        return teaches or equal_scores_teach(self.trajectory)
+        return teaches or self.price_rollouts or equal_scores_teach(self.trajectory)
 
     def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
         return self.credit(rollouts)[0]
 
     def credit(self, rollouts: Sequence[AnnotatedRollout]) -> tuple[list[CreditedRollout], Metrics]:
-        base, metrics = credit(self.trajectory, rollouts)
+        base, metrics = _credit(self.trajectory, rollouts, priced=self.price_rollouts)
         compared = self.compare(rollouts)
         metrics |= figures(compared)
         if not compared.places:
@@ -233,11 +235,8 @@ class Watched:
         return self.credit(rollouts)[0]
 
     def credit(self, rollouts: Sequence[AnnotatedRollout]) -> tuple[list[CreditedRollout], Metrics]:
-        seen = [_less_thinking(r) for r in rollouts] if self.priced else rollouts
-        credited, metrics = credit(self.inner, seen)
-        # The score stays what the reward said; only credit has seen the price.
-        kept = [replace(found, annotated=rollout) for found, rollout in zip(credited, rollouts, strict=True)]
-        return kept, metrics | figures(self.rlvcr.compare(rollouts))
+        credited, metrics = _credit(self.inner, rollouts, priced=self.priced)
+        return credited, metrics | figures(self.rlvcr.compare(rollouts))
 
 
 def figures(compared: Compared) -> Metrics:
@@ -253,6 +252,16 @@ def figures(compared: Compared) -> Metrics:
         if np.isfinite(column).any():
             found[f"thinking/advantage_level_{level + 1}"] = float(np.nanmean(column))
     return found
+
+
+def _credit(
+    inner: AdvantageEstimator, rollouts: Sequence[AnnotatedRollout], *, priced: bool
+) -> tuple[list[CreditedRollout], Metrics]:
+    if not priced:
+        return credit(inner, rollouts)
+    credited, metrics = credit(inner, [_less_thinking(rollout) for rollout in rollouts])
+    # The score stays what the reward said; only credit has seen the price.
+    return [replace(found, annotated=rollout) for found, rollout in zip(credited, rollouts, strict=True)], metrics
 
 
 def _less_thinking(rollout: AnnotatedRollout) -> AnnotatedRollout:

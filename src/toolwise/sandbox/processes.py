@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -216,21 +216,24 @@ def sweep_leftovers(session: int, mark: str) -> None:
     if sys.platform != "linux":
         return
     for _ in range(_SWEEPS):
-        found = members_of(session, mark)
+        found = False
+        for pid in members_of(session, mark):
+            found = True
+            _kill_checked(pid, session, mark)
         if not found:
             return
-        for pid in found:
-            _kill_checked(pid, session, mark)
         time.sleep(0.005)
 
 
-def members_of(session: int, mark: str) -> list[int]:
-    """The living processes of a session, and those that carry its mark."""
-    return [pid for pid in _processes() if _belongs(pid, session, mark)]
+def members_of(session: int, mark: str) -> Iterator[int]:
+    """The living processes of a session, and those that carry its mark: as they are found, the newest first, so that
+    who has seen enough of a bomb need not look through all of it."""
+    return (pid for pid in _processes() if _belongs(pid, session, mark))
 
 
 def _processes() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+    found = (int(name) for name in os.listdir("/proc") if name.isdigit())
+    return sorted((pid for pid in found if pid != os.getpid()), reverse=True)
 
 
 def _belongs(pid: int, session: int, mark: str) -> bool:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from toolwise.sandbox.layers.bubblewrap import Monitor
@@ -35,7 +36,7 @@ def overfilled(folders: Iterable[Path], most_mb: int) -> str:
 
 def overgrown(popen: Running, mark: str, most_mb: int) -> tuple[str, str] | None:
     """The kind and the words for a program that has too many processes, or too much memory in all of them."""
-    places = _places(popen, mark)
+    places = list(islice(_places(popen, mark), MOST_PROCESSES + 1))  # the rest of a bomb would take seconds to count
     if len(places) > MOST_PROCESSES:
         return "too_big", f"it started more than {MOST_PROCESSES} processes"
     if sum(map(_private_bytes, places)) > most_mb * MEBIBYTE:
@@ -43,15 +44,14 @@ def overgrown(popen: Running, mark: str, most_mb: int) -> tuple[str, str] | None
     return None
 
 
-def _places(popen: Running, mark: str) -> list[str]:
+def _places(popen: Running, mark: str) -> Iterator[str]:
     """A folder of /proc for each of its processes."""
     if not isinstance(popen, Monitor):
-        return [f"/proc/{pid}" for pid in members_of(popen.pid, mark)]
+        yield from (f"/proc/{pid}" for pid in members_of(popen.pid, mark))
+        return
     inside = f"/proc/{popen.init}/root/proc"  # theirs, which lists no others
-    try:
-        return [f"{inside}/{name}" for name in os.listdir(inside) if name.isdigit()]
-    except OSError:
-        return []
+    with suppress(OSError):
+        yield from (f"{inside}/{name}" for name in os.listdir(inside) if name.isdigit())
 
 
 def _private_bytes(place: str) -> int:

@@ -105,7 +105,7 @@ SHELL = [
     _shell("kills_the_trainer", "kill -9 {parent}", "exit"),
     _shell("kills_its_parent", "kill -9 $PPID; echo alive", "ok", "alive"),
     _shell("kills_all", "trap '' TERM; kill -9 -1; echo alive", "ok died", tiers=("namespaced",)),
-    # By its number of processes, or by its time where the machine is too busy to count them first.
+    # By its number of processes; by its time where the kernel cannot ask us about births and the machine is busy.
     _shell("fork_bomb", "b() {{ b | b & }}; b; sleep 100", "too_big timeout"),
     _shell("daemon", "(setsid nohup sleep 1000 >/dev/null 2>&1 &); echo done", "ok", "done"),
     _shell("background", "sleep 1000 & echo done", "ok", "done"),

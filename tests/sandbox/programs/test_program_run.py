@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -10,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from toolwise.sandbox import SandboxError
+from toolwise.sandbox.layers.births import allow_birth
 from toolwise.sandbox.layers.hardening import Plan
+from toolwise.sandbox.programs import run
 from toolwise.sandbox.programs.run import Order, Stop, run_program
+from toolwise.sandbox.usage import MOST_PROCESSES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the layers are Linux's")
 
@@ -82,3 +87,50 @@ def test_a_folder_that_is_gone_is_an_error_of_ours(tmp_path: Path) -> None:
     order = _order(tmp_path, "print(1)")
     with pytest.raises(SandboxError, match="no process can be started"):
         run_program(replace(order, folders=(tmp_path / "nowhere",)), Stop())
+
+
+CHILDREN = "for i in $(seq 1000); do sleep 100 & done; wait"
+FILTERED = ("limits", "no_new_privs", "seccomp")
+
+
+def _shell_order(folder: Path, text: str) -> Order:
+    order = _order(folder, text, layers=FILTERED)
+    return replace(order, language="shell", plan=replace(order.plan, permissions=("subprocess",), memory_mb=256))
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_bomb_is_seen(tmp_path: Path, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    births: list[int] = []
+
+    def count(listener: int) -> None:
+        births.append(listener)
+        allow_birth(listener)
+
+    monkeypatch.setattr(run, "allow_birth", count)
+    if not asked:  # as where the kernel has no listener
+        monkeypatch.setattr(Order, "asks_for_births", False)
+    result = run_program(_shell_order(tmp_path, CHILDREN), Stop())
+    assert result is not None
+    assert result.kind == "too_big"
+    assert "processes" in result.message
+    assert (0 < len(births) <= 2 * MOST_PROCESSES) if asked else not births
+
+
+def test_many_short_lived_children_are_no_bomb(tmp_path: Path) -> None:
+    result = run_program(_shell_order(tmp_path, "for i in $(seq 200); do /bin/true; done; echo all"), Stop())
+    assert result is not None
+    assert (result.kind, result.stdout) == ("ok", "all\n")
+
+
+def test_births_are_free_where_the_kernel_cannot_ask(tmp_path: Path) -> None:
+    """Two filters that ask cannot be on one process: a program of a program that was given its births."""
+    source = (
+        "import os, socket\nfrom toolwise.sandbox.layers import births\n"
+        "for _ in range(2):\n"
+        "    ours, theirs = socket.socketpair()\n"
+        "    births.ask_for_births(theirs.detach())\n"
+        "    print(len(socket.recv_fds(ours, 1, 1)[1]))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.split() == ["1", "0"]

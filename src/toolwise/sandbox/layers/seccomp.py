@@ -7,7 +7,7 @@ import ctypes
 import errno
 import platform
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from toolwise.sandbox.layers import syscalls
 from toolwise.sandbox.layers.kernel import libc, raise_errno
@@ -132,11 +132,15 @@ class _Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
 
 
-def install(pid: int, permissions: Collection[str] = (), *, scoped: bool = False) -> None:
-    """Puts the filter on this process for good; no_new_privs must have been set."""
-    steps = assemble(platform.machine(), pid, permissions, scoped=scoped)
+def compiled(steps: Sequence[Instruction]) -> tuple[ctypes.Array[ctypes.c_char], _Program]:
+    """What the kernel takes; the first is the memory that the second points to, to be kept until it has."""
     code = b"".join(struct.pack("=HBBI", *step) for step in steps)
     buffer = ctypes.create_string_buffer(code, len(code))
-    program = _Program(len(steps), ctypes.addressof(buffer))
+    return buffer, _Program(len(steps), ctypes.addressof(buffer))
+
+
+def install(pid: int, permissions: Collection[str] = (), *, scoped: bool = False) -> None:
+    """Puts the filter on this process for good; no_new_privs must have been set."""
+    _buffer, program = compiled(assemble(platform.machine(), pid, permissions, scoped=scoped))
     if libc().prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0) != 0:
         raise_errno("seccomp")

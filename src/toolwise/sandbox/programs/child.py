@@ -16,6 +16,7 @@ import types
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from toolwise.sandbox.layers.births import ask_for_births
 from toolwise.sandbox.layers.denials import explain
 from toolwise.sandbox.layers.hardening import Plan, harden
 from toolwise.sandbox.layers.lifeline import live_with_parent
@@ -36,6 +37,8 @@ def main(start: dict[str, Any]) -> NoReturn:
     with os.fdopen(start["order"], "rb") as file:
         order = json.load(file)
     plan = Plan.from_json(order["plan"])
+    if start["births"] is not None:
+        ask_for_births(start["births"])
     got = harden(plan)
     os.write(told, json.dumps({"missing": got.missing}).encode() + b"\n")
     if got.missing:

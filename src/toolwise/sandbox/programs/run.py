@@ -8,6 +8,7 @@ import os
 import secrets
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,12 +21,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from toolwise.sandbox.faults import LONGEST_MESSAGE, SandboxError, printable
+from toolwise.sandbox.layers.births import allow_birth
 from toolwise.sandbox.layers.bubblewrap import INIT, View
 from toolwise.sandbox.layers.hardening import MEBIBYTE, Plan
 from toolwise.sandbox.processes import Running, end_tree, launch, program_environment, require_interpreter
 from toolwise.sandbox.programs.captured import Captured
 from toolwise.sandbox.targets import library_folders, own_folder
-from toolwise.sandbox.usage import overfilled, overgrown
+from toolwise.sandbox.usage import MOST_PROCESSES, overfilled, overgrown
 
 Language = Literal["python", "shell"]
 Kind = Literal["ok", "exit", "timeout", "memory", "denied", "died", "too_big"]
@@ -73,6 +75,10 @@ class Order:
     def may_have_children(self) -> bool:
         return "subprocess" in self.plan.permissions or "seccomp" not in self.plan.layers
 
+    @property
+    def asks_for_births(self) -> bool:
+        return "subprocess" in self.plan.permissions and "seccomp" in self.plan.layers
+
 
 class Stop:
     """Ends a run from another thread."""
@@ -116,6 +122,47 @@ def run_program(order: Order, stop: Stop) -> ProgramResult | None:
         return run.result(cut, code)
 
 
+class _Births:
+    """The trainer's end of a program's births, where it asks for them."""
+
+    def __init__(self, closing: ExitStack) -> None:
+        self.seen = 0
+        """Since the program was last looked at."""
+        self._closing = closing
+        self._channel: socket.socket | None = None
+        self._listener: int | None = None
+        self._poll: select.poll
+
+    @property
+    def many(self) -> bool:
+        return self.seen >= MOST_PROCESSES
+
+    def open(self, theirs: ExitStack) -> int:
+        """The end that the program is given, to be closed with `theirs`."""
+        ours, given = socket.socketpair()
+        self._channel = self._closing.enter_context(ours)
+        return theirs.enter_context(given).fileno()
+
+    def listen(self, poll: select.poll) -> None:
+        self._poll = poll
+        if self._channel is not None:
+            poll.register(self._channel, select.POLLIN)
+
+    def answer(self, ready: list[tuple[int, int]]) -> None:
+        for descriptor, event in ready:
+            if self._channel is not None and descriptor == self._channel.fileno():
+                self._poll.unregister(descriptor)
+                for listener in socket.recv_fds(self._channel, 1, 1)[1]:  # none, where births are free
+                    self._closing.callback(os.close, listener)
+                    self._poll.register(listener, select.POLLIN)
+                    self._listener = listener
+            elif descriptor == self._listener and event & select.POLLIN:
+                allow_birth(descriptor)
+                self.seen += 1
+            elif descriptor == self._listener:  # nobody is left who could ask
+                self._poll.unregister(descriptor)
+
+
 class _Run:
     def __init__(self, order: Order, stop: Stop, stopped: int, closing: ExitStack) -> None:
         require_interpreter()
@@ -128,16 +175,19 @@ class _Run:
             err, err_write = _pipe(closing, theirs)
             told, told_write = _pipe(closing, theirs)
             life_read, _ = _pipe(theirs, closing)
+            self._births = _Births(closing)
+            asking = self._births.open(theirs) if order.asks_for_births else None
             self._out, self._err = Captured(out, order.output_bytes), Captured(err, order.output_bytes)
             self._told = Captured(told, LONGEST_TOLD)
-            self.popen = self._launch(out_write, err_write, told_write, life_read)
+            self.popen = self._launch(out_write, err_write, told_write, life_read, asking)
 
-    def _launch(self, out: int, err: int, told: int, life: int) -> Running:
+    def _launch(self, out: int, err: int, told: int, life: int, births: int | None) -> Running:
         order, keep = self._order, library_folders()
         home, *more = order.plan.scratch, *order.plan.write
         start = {
             "life": life,
             "told": told,
+            "births": births,
             "parent": os.getpid() if order.view is None else INIT,
             "path": [*keep, str(own_folder().parent)],
             "keep": keep,
@@ -157,7 +207,7 @@ class _Run:
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=err,
-                    pass_fds=(told, life, file.fileno()),
+                    pass_fds=(told, life, file.fileno(), *([] if births is None else [births])),
                 )
             except OSError as fault:
                 raise SandboxError(f"no process can be started for a program: {fault}") from None
@@ -169,6 +219,7 @@ class _Run:
         pipes = [captured.descriptor for captured in (self._out, self._err, self._told)]
         for descriptor in (*pipes, self._stopped, *([] if ended is None else [ended])):
             poll.register(descriptor, select.POLLIN)
+        self._births.listen(poll)
         try:
             return self._watch(poll, ended)
         finally:
@@ -182,14 +233,19 @@ class _Run:
             now = time.monotonic()
             if now >= deadline:
                 return "timeout", f"it ran longer than {self._order.timeout_s:g} s and was ended"
-            if now >= look:
+            if now >= look or self._births.many:
+                began = time.thread_time()
                 cut = self._look()
                 if cut is not None:
                     return cut
-                look = time.monotonic() + max(LOOK_S, 10 * (time.monotonic() - now))  # a tenth of the time at most
-            ready = [found for found, _ in poll.poll(max(min(deadline, look) - time.monotonic(), 0) * 1000)]
+                self._births.seen = 0
+                # A tenth of a core at most. Not of the time that passed: a bomb would be looked at less the more it is.
+                look = time.monotonic() + max(LOOK_S, 10 * (time.thread_time() - began))
+            events = poll.poll(max(min(deadline, look) - time.monotonic(), 0) * 1000)
+            ready = [found for found, _ in events]
             if self._stop.asked:
                 return None
+            self._births.answer(events)
             for captured in (self._out, self._err, self._told):
                 if captured.descriptor in ready and captured.read() is None:
                     poll.unregister(captured.descriptor)

@@ -1,0 +1,91 @@
+"""Births asked for one by one: a process that may have children must have each of them allowed by the trainer.
+
+The kernel holds a fork until whoever has the listener answers, so that a bomb grows no faster than it is looked at,
+however busy the machine is. Where the kernel has no such thing (before Linux 5.5), or a container has taken its one
+place, births are free and bombs are ended when they are seen.
+"""
+
+from __future__ import annotations
+
+import _socket
+import array
+import ctypes
+import errno
+import fcntl
+import os
+import platform
+import struct
+
+from toolwise.sandbox.layers import seccomp, syscalls
+from toolwise.sandbox.layers.kernel import gain_no_privileges, libc, raise_errno
+
+ASK = 0x7FC00000
+"""SECCOMP_RET_USER_NOTIF: refusals of another filter come first."""
+SET_FILTER, NEW_LISTENER, UNDISTURBED = 1, 8, 32
+"""The last, since Linux 5.19: a signal does not make whoever waits for an answer ask again."""
+SECCOMP = {"x86_64": 317, "aarch64": 277, "arm64": 277}
+RECEIVE, SEND = 0xC0502100, 0xC0182101
+NOTICE, ANSWER = 80, "=QqiI"
+CONTINUE = 1
+
+
+def assemble(machine: str) -> list[seccomp.Instruction]:
+    """Asks for new processes; lets threads and all else through. Of another processor's calls the other filter says."""
+    arch, column = syscalls.PROCESSORS[machine]
+    ask, fine = (seccomp.RETURN, 0, 0, ASK), seccomp.FINE
+    program: list[seccomp.Instruction] = [
+        (seccomp.LOAD, 0, 0, seccomp.ARCH),
+        (seccomp.JUMP_EQUAL, 1, 0, arch),
+        fine,
+        (seccomp.LOAD, 0, 0, seccomp.NR),
+    ]
+    for name in ("fork", "vfork"):
+        number = syscalls.PROCESSES[name][column]
+        if number is not None:
+            program += [(seccomp.JUMP_EQUAL, 0, 1, number), ask]
+    clone = syscalls.LOOKED_INTO["clone"][column]
+    assert clone is not None
+    flags = (seccomp.LOAD, 0, 0, seccomp.ARGUMENTS)
+    program += [(seccomp.JUMP_EQUAL, 0, 3, clone), flags, (seccomp.JUMP_SET, 1, 0, seccomp.CLONE_THREAD), ask]
+    return [*program, fine]
+
+
+def ask_for_births(channel: int) -> None:
+    """In the process itself, before its other filter: from here on `channel`'s other end answers for it."""
+    try:
+        gain_no_privileges()
+        listener = _install()
+    except OSError:
+        os.close(channel)  # the other end reads that nobody will ask
+        return
+    way = _socket.socket(fileno=channel)  # the module under `socket`, which every program would wait for
+    try:
+        way.sendmsg([b"x"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, array.array("i", [listener]))])
+    finally:
+        way.close()
+        os.close(listener)
+
+
+def _install() -> int:
+    number = SECCOMP.get(platform.machine())
+    if number is None:
+        raise OSError(errno.ENOSYS, "no filter is written for this processor")
+    _code, program = seccomp.compiled(assemble(platform.machine()))
+    listener = -1
+    for flags in (NEW_LISTENER | UNDISTURBED, NEW_LISTENER):
+        if listener < 0:
+            listener = int(libc().syscall(number, SET_FILTER, flags, ctypes.byref(program)))
+    if listener < 0:
+        raise_errno("seccomp")
+    return listener
+
+
+def allow_birth(listener: int) -> None:
+    """Answers the one who waits, where there still is one."""
+    notice = bytearray(NOTICE)
+    try:
+        fcntl.ioctl(listener, RECEIVE, notice)
+        fcntl.ioctl(listener, SEND, bytearray(struct.pack(ANSWER, *struct.unpack_from("=Q", notice), 0, 0, CONTINUE)))
+    except OSError as fault:
+        if fault.errno != errno.ENOENT:  # it was killed while it waited
+            raise

@@ -58,5 +58,5 @@ def test_processes_and_their_memory_are_counted(monkeypatch: pytest.MonkeyPatch)
     assert grown is not None
     assert grown[0] == "memory"
     monkeypatch.setattr(usage, "MOST_PROCESSES", 0)
-    assert overgrown(started, "no mark", 500) == ("too_big", "it started more than 0 processes")
+    assert overgrown(started, "no mark", 500) == ("too_big", usage.TOO_MANY)
     started.communicate(b"\n")

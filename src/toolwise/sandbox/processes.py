@@ -225,10 +225,10 @@ def sweep_leftovers(session: int, mark: str) -> None:
         time.sleep(0.005)
 
 
-def members_of(session: int, mark: str) -> Iterator[int]:
+def members_of(session: int, mark: str, since: int = 0) -> Iterator[int]:
     """The living processes of a session, and those that carry its mark: as they are found, the newest first, so that
-    who has seen enough of a bomb need not look through all of it."""
-    return (pid for pid in _processes() if _belongs(pid, session, mark))
+    who has seen enough of a bomb need not look through all of it. `since`: nobody is older, in the kernel's ticks."""
+    return (pid for pid in _processes() if _belongs(pid, session, mark, since))
 
 
 def _processes() -> list[int]:
@@ -236,15 +236,29 @@ def _processes() -> list[int]:
     return sorted((pid for pid in found if pid != os.getpid()), reverse=True)
 
 
-def _belongs(pid: int, session: int, mark: str) -> bool:
+def _belongs(pid: int, session: int, mark: str, since: int = 0) -> bool:
     try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-        state, _, _, sid = stat[stat.rindex(b")") + 2 :].split()[:4]
-        if state in (b"Z", b"X"):
+        state, sid, birth = _stat(pid)
+        if state in (b"Z", b"X") or birth < since:
             return False
-        return int(sid) == session or f"{_MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+        return sid == session or f"{_MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
     except (OSError, ValueError):
         return False
+
+
+def born(pid: int) -> int:
+    """In the kernel's ticks; 0 where it is gone."""
+    try:
+        return _stat(pid)[2]
+    except (OSError, ValueError):
+        return 0
+
+
+def _stat(pid: int) -> tuple[bytes, int, int]:
+    """The state of a process, its session and its birth."""
+    text = Path(f"/proc/{pid}/stat").read_bytes()
+    words = text[text.rindex(b")") + 2 :].split()
+    return words[0], int(words[3]), int(words[19])
 
 
 def _kill_checked(pid: int, session: int, mark: str) -> None:

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from toolwise.sandbox.layers.bubblewrap import Monitor
 from toolwise.sandbox.layers.hardening import MEBIBYTE
-from toolwise.sandbox.processes import Running, members_of
+from toolwise.sandbox.processes import Running, born, members_of
 
 MOST_FILES = 10_000
 MOST_PROCESSES = 64
+TOO_MANY = f"it started more than {MOST_PROCESSES} processes"
 
 
 def overfilled(folders: Iterable[Path], most_mb: int) -> str:
@@ -36,18 +37,28 @@ def overfilled(folders: Iterable[Path], most_mb: int) -> str:
 
 def overgrown(popen: Running, mark: str, most_mb: int) -> tuple[str, str] | None:
     """The kind and the words for a program that has too many processes, or too much memory in all of them."""
-    places = list(islice(_places(popen, mark), MOST_PROCESSES + 1))  # the rest of a bomb would take seconds to count
+    places = _some_places(popen, mark)
     if len(places) > MOST_PROCESSES:
-        return "too_big", f"it started more than {MOST_PROCESSES} processes"
+        return "too_big", TOO_MANY
     if sum(map(_private_bytes, places)) > most_mb * MEBIBYTE:
         return "memory", f"its processes took more than memory_mb ({most_mb}) together"
     return None
 
 
+def too_many(popen: Running, mark: str) -> bool:
+    """The same of its processes alone, in a fraction of the time."""
+    return len(_some_places(popen, mark)) > MOST_PROCESSES
+
+
+def _some_places(popen: Running, mark: str) -> list[str]:
+    """No more than are too many: the rest of a bomb would take seconds to count."""
+    return list(islice(_places(popen, mark), MOST_PROCESSES + 1))
+
+
 def _places(popen: Running, mark: str) -> Iterator[str]:
     """A folder of /proc for each of its processes."""
     if not isinstance(popen, Monitor):
-        yield from (f"/proc/{pid}" for pid in members_of(popen.pid, mark))
+        yield from (f"/proc/{pid}" for pid in members_of(popen.pid, mark, born(popen.pid)))
         return
     inside = f"/proc/{popen.init}/root/proc"  # theirs, which lists no others
     with suppress(OSError):

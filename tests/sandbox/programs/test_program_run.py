@@ -122,8 +122,8 @@ def test_many_short_lived_children_are_no_bomb(tmp_path: Path) -> None:
     assert (result.kind, result.stdout) == ("ok", "all\n")
 
 
-def test_births_are_free_where_the_kernel_cannot_ask(tmp_path: Path) -> None:
-    """Two filters that ask cannot be on one process: a program of a program that was given its births."""
+def test_births_are_free_where_the_kernel_cannot_ask() -> None:
+    """Two filters that ask cannot be on one process."""
     source = (
         "import os, socket\nfrom toolwise.sandbox.layers import births\n"
         "for _ in range(2):\n"
@@ -134,3 +134,37 @@ def test_births_are_free_where_the_kernel_cannot_ask(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.split() == ["1", "0"]
+
+
+def test_nobody_inherits_the_listener_and_none_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inheritable = []
+
+    def look(listener: int) -> None:
+        inheritable.append(os.get_inheritable(listener))
+        allow_birth(listener)
+
+    monkeypatch.setattr(run, "allow_birth", look)
+    before = set(os.listdir("/proc/self/fd"))
+    result = run_program(_shell_order(tmp_path, "/bin/true; echo $(ls /proc/self/fd)"), Stop())
+    assert result is not None
+    assert result.stdout.split() == ["0", "1", "2", "3"], "the program has what `ls` opened and nothing of ours"
+    assert inheritable
+    assert not any(inheritable)
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_listener_that_is_lost_is_our_fault_and_not_the_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run.socket.socket, "recvmsg", lambda *_: (b"x", [], 0, None))
+    with pytest.raises(SandboxError, match="too many open files"):
+        run_program(_shell_order(tmp_path, "/bin/true"), Stop())
+
+
+def test_births_that_cannot_be_answered_are_our_fault_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(listener: int) -> None:
+        raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(run, "allow_birth", fail)
+    with pytest.raises(SandboxError, match="Invalid argument"):
+        run_program(_shell_order(tmp_path, "/bin/true; /bin/true"), Stop())

@@ -1,7 +1,7 @@
 """Births asked for one by one: a process that may have children must have each of them allowed by the trainer.
 
 The kernel holds a fork until whoever has the listener answers, so that a bomb grows no faster than it is looked at,
-however busy the machine is. Where the kernel has no such thing (before Linux 5.5), or a container has taken its one
+however busy the machine is. Where the kernel has no such thing (before Linux 5.19), or a container has taken its one
 place, births are free and bombs are ended when they are seen.
 """
 
@@ -11,10 +11,11 @@ import _socket
 import array
 import ctypes
 import errno
-import fcntl
+import functools
 import os
 import platform
 import struct
+from typing import Any
 
 from toolwise.sandbox.layers import seccomp, syscalls
 from toolwise.sandbox.layers.kernel import gain_no_privileges, libc, raise_errno
@@ -22,8 +23,8 @@ from toolwise.sandbox.layers.kernel import gain_no_privileges, libc, raise_errno
 ASK = 0x7FC00000
 """SECCOMP_RET_USER_NOTIF: refusals of another filter come first."""
 SET_FILTER, NEW_LISTENER, UNDISTURBED = 1, 8, 32
-"""The last, since Linux 5.19: a signal does not make whoever waits for an answer ask again."""
-SECCOMP = {"x86_64": 317, "aarch64": 277, "arm64": 277}
+"""The last, since Linux 5.19: once a birth is heard of, a signal does not make it fail. Until then one can, where its
+handler does not have calls started again."""
 RECEIVE, SEND = 0xC0502100, 0xC0182101
 NOTICE, ANSWER = 80, "=QqiI"
 CONTINUE = 1
@@ -67,25 +68,35 @@ def ask_for_births(channel: int) -> None:
 
 
 def _install() -> int:
-    number = SECCOMP.get(platform.machine())
-    if number is None:
+    if not seccomp.supported():
         raise OSError(errno.ENOSYS, "no filter is written for this processor")
+    number = syscalls.SECCOMP[syscalls.PROCESSORS[platform.machine()][1]]
     _code, program = seccomp.compiled(assemble(platform.machine()))
-    listener = -1
-    for flags in (NEW_LISTENER | UNDISTURBED, NEW_LISTENER):
-        if listener < 0:
-            listener = int(libc().syscall(number, SET_FILTER, flags, ctypes.byref(program)))
+    listener = int(libc().syscall(number, SET_FILTER, NEW_LISTENER | UNDISTURBED, ctypes.byref(program)))
     if listener < 0:
         raise_errno("seccomp")
     return listener
 
 
 def allow_birth(listener: int) -> None:
-    """Answers the one who waits, where there still is one."""
-    notice = bytearray(NOTICE)
-    try:
-        fcntl.ioctl(listener, RECEIVE, notice)
-        fcntl.ioctl(listener, SEND, bytearray(struct.pack(ANSWER, *struct.unpack_from("=Q", notice), 0, 0, CONTINUE)))
-    except OSError as fault:
-        if fault.errno != errno.ENOENT:  # it was killed while it waited
-            raise
+    """Answers the one who waits, where there still is one. Only when the listener is ready, and so without letting go
+    of the interpreter: to get it back beside a busy thread takes longer than a fork."""
+    notice = ctypes.create_string_buffer(NOTICE)
+    if _ioctl(listener, RECEIVE, notice):
+        answer = struct.pack(ANSWER, *struct.unpack_from("=Q", notice.raw), 0, 0, CONTINUE)
+        while not _ioctl(listener, SEND, ctypes.create_string_buffer(answer, len(answer))):
+            if ctypes.get_errno() != errno.EINTR:
+                return
+
+
+def _ioctl(listener: int, request: int, data: Any) -> bool:
+    """False where who waited was killed, or where we were called away and may ask again."""
+    done = int(_libc_with_the_interpreter().ioctl(listener, ctypes.c_ulong(request), data)) == 0
+    if not done and ctypes.get_errno() not in (errno.ENOENT, errno.EINTR):
+        raise_errno("seccomp's listener")
+    return done
+
+
+@functools.cache
+def _libc_with_the_interpreter() -> ctypes.PyDLL:
+    return ctypes.PyDLL(None, use_errno=True)

@@ -9,6 +9,7 @@ import secrets
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,7 @@ from toolwise.sandbox.layers.hardening import MEBIBYTE, Plan
 from toolwise.sandbox.processes import Running, end_tree, launch, program_environment, require_interpreter
 from toolwise.sandbox.programs.captured import Captured
 from toolwise.sandbox.targets import library_folders, own_folder
-from toolwise.sandbox.usage import MOST_PROCESSES, overfilled, overgrown
+from toolwise.sandbox.usage import MOST_PROCESSES, TOO_MANY, overfilled, overgrown, too_many
 
 Language = Literal["python", "shell"]
 Kind = Literal["ok", "exit", "timeout", "memory", "denied", "died", "too_big"]
@@ -37,6 +38,7 @@ LOOK_S = 0.1
 """How often a program's folder and processes are looked at."""
 MOST_OUTPUT = 16 * MEBIBYTE
 LONGEST_TOLD = 1 << 16
+_LISTENER = struct.Struct("i")
 _TOLD_KINDS: dict[str, Kind] = {"memory": "memory", "denied": "denied", "too_big": "too_big"}
 _BOOT = (
     "import json, sys; start = json.loads(sys.argv[1]); sys.path[:] = start['path']; "
@@ -152,15 +154,37 @@ class _Births:
         for descriptor, event in ready:
             if self._channel is not None and descriptor == self._channel.fileno():
                 self._poll.unregister(descriptor)
-                for listener in socket.recv_fds(self._channel, 1, 1)[1]:  # none, where births are free
-                    self._closing.callback(os.close, listener)
-                    self._poll.register(listener, select.POLLIN)
-                    self._listener = listener
+                self._listener = self._receive(self._channel)
             elif descriptor == self._listener and event & select.POLLIN:
-                allow_birth(descriptor)
-                self.seen += 1
-            elif descriptor == self._listener:  # nobody is left who could ask
-                self._poll.unregister(descriptor)
+                self._allow(descriptor)
+            elif descriptor == self._listener and event & (select.POLLHUP | select.POLLNVAL):
+                self._poll.unregister(descriptor)  # nobody is left who could ask
+
+    def _receive(self, channel: socket.socket) -> int | None:
+        """None where births are free."""
+        # Not `recv_fds`: whatever else is started in this process must not inherit the listener.
+        said, given, _, _ = channel.recvmsg(1, socket.CMSG_LEN(_LISTENER.size), socket.MSG_CMSG_CLOEXEC)
+        if not said:
+            return None
+        if not given:
+            raise SandboxError("a program's listener did not come through: are there too many open files?")
+        (listener,) = _LISTENER.unpack(given[0][2])
+        self._closing.callback(os.close, listener)
+        self._poll.register(listener, select.POLLIN)
+        return int(listener)
+
+    def _allow(self, listener: int) -> None:
+        """Those who wait already, without another round of everything else."""
+        ready = select.poll()
+        ready.register(listener, select.POLLIN)
+        while not self.many:
+            try:
+                allow_birth(listener)
+            except OSError as fault:
+                raise SandboxError(f"a program's births cannot be answered: {fault}") from None
+            self.seen += 1
+            if not any(event & select.POLLIN for _, event in ready.poll(0)):
+                return
 
 
 class _Run:
@@ -233,12 +257,15 @@ class _Run:
             now = time.monotonic()
             if now >= deadline:
                 return "timeout", f"it ran longer than {self._order.timeout_s:g} s and was ended"
-            if now >= look or self._births.many:
+            if self._births.many:
+                if too_many(self.popen, self.mark):
+                    return "too_big", TOO_MANY
+                self._births.seen = 0
+            if now >= look:
                 began = time.thread_time()
                 cut = self._look()
                 if cut is not None:
                     return cut
-                self._births.seen = 0
                 # A tenth of a core at most. Not of the time that passed: a bomb would be looked at less the more it is.
                 look = time.monotonic() + max(LOOK_S, 10 * (time.thread_time() - began))
             events = poll.poll(max(min(deadline, look) - time.monotonic(), 0) * 1000)

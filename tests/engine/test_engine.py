@@ -135,6 +135,16 @@ def test_the_counters_count() -> None:
     }
 
 
+def test_a_group_that_asks_the_same_is_answered_in_one_step() -> None:
+    engine = counted(tiny("llama"))
+    ids = random_ids(21, 1)
+    one = generate_all(engine, [ids] * 4, [Sampling(max_new_tokens=1, seed=n) for n in range(4)])
+    assert engine.metrics()["engine/steps"] == 1.0
+    assert engine.metrics()["engine/prefilled_tokens"] == 21.0
+    alone = [generate_all(counted(tiny("llama")), [ids], [Sampling(max_new_tokens=1, seed=n)])[0] for n in range(4)]
+    assert [list(g.token_ids) for g in one] == [list(g.token_ids) for g in alone]
+
+
 def test_dropping_and_rebuilding_the_cache_takes_milliseconds() -> None:
     import time
 

@@ -104,6 +104,32 @@ def test_one_who_needs_what_another_computes_waits_for_it() -> None:
     assert plan[twin] == 2, "the full blocks are there, and the rest it computes itself unless it was frozen"
 
 
+def test_followers_come_in_as_soon_as_the_tree_has_their_prompt() -> None:
+    on = scheduler(tokens=64)
+    ids = random_ids(10, 1)
+    leader, follower, alone = request(ids), request([*ids, 3]), request(random_ids(10, 9))
+    for r in (leader, follower, alone):
+        on.add(r)
+    plan = on.schedule()
+    assert on.waiting == [follower]
+    computed(on, plan)
+    assert on.admit_followers() == {}, "it has tokens of its own to compute"
+    assert on.running == [leader, follower, alone]
+    assert on.admit_followers() == {}
+    assert on.schedule()[follower] == follower.pending
+    on.blocks.check(r.lease for r in on.running if r.lease)
+
+
+def test_without_followers_nobody_comes_in_early() -> None:
+    on = scheduler(tokens=8)
+    first, second = request(random_ids(8, 1)), request(random_ids(8, 9))
+    for r in (first, second):
+        on.add(r)
+    computed(on, on.schedule())
+    assert on.admit_followers() == {}
+    assert on.waiting == [second], "its turn comes when those who are done have left"
+
+
 def test_a_leader_that_goes_away_keeps_nobody_waiting() -> None:
     on = scheduler(tokens=4)
     ids = random_ids(10, 1)

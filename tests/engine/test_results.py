@@ -69,6 +69,19 @@ def test_a_followed_prompt_leaves_its_end_for_others() -> None:
     assert results.prefilled_tokens == 6
 
 
+def test_whoever_waited_for_a_whole_prompt_is_drawn_in_the_same_step() -> None:
+    results, scheduler, _ = made()
+    ids = random_ids(6, 1)
+    leader, twin, longer = request(ids), request(list(ids)), request([*ids, 7])
+    for r in (leader, twin, longer):
+        scheduler.add(r)
+    results.take_in(scheduler.schedule(), torch.randn(1, 32), {leader: [0]}, 0, scheduler.admit_followers)
+    assert (twin.sampled, leader.sampled, longer.sampled) == (1, 1, 0)
+    assert scheduler.running == [leader, twin, longer], "who has a token of its own runs next"
+    assert scheduler.schedule() == {leader: 1, twin: 1, longer: 1}
+    scheduler.blocks.check(r.lease for r in scheduler.running if r.lease)
+
+
 def test_scores_come_in_pieces() -> None:
     results, scheduler, head = made()
     targets = random_ids(5, 3)

@@ -189,7 +189,7 @@ class Engine:
         finished = self._decode_ahead(plan)
         if finished is None:
             states, rows = self._run(plan)
-            finished = self.results.take_in(plan, states, rows, self.version)
+            finished = self.results.take_in(plan, states, rows, self.version, self.scheduler.admit_followers)
         self.steps += 1
         self._finish(finished)
 

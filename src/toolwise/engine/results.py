@@ -26,11 +26,26 @@ class Results:
         self.prefilled_tokens = self.decoded_tokens = 0
 
     @torch.inference_mode()
-    def take_in(self, plan: Plan, states: Tensor, rows: dict[Request, list[int]], version: int) -> list[Request]:
-        """Those who are done, each with its result or its fault."""
+    def take_in(
+        self,
+        plan: Plan,
+        states: Tensor,
+        rows: dict[Request, list[int]],
+        version: int,
+        meanwhile: Callable[[], Plan] = dict,
+    ) -> list[Request]:
+        """Those who are done, each with its result or its fault. `meanwhile` is asked before a device is waited for,
+        when what is in the plan is in the tree: who else, with nothing left to compute, is to get a result as well."""
         states, rows = _with_stored(plan, states, rows)
         for request, count in plan.items():
             self._commit(request, count)
+            if request.followed and not request.sampled and request in rows:
+                request.followed = False
+                assert request.lease is not None
+                self.blocks.freeze(request.lease, request.tokens, states[rows[request][-1]].clone())
+        more = meanwhile()
+        states, rows = _with_stored(more, states, rows)
+        plan = plan | more
         drawing = [r for r in plan if r.kind == "generate" and r in rows]
         if drawing:
             self._draw(drawing, states[[rows[r][-1] for r in drawing]], version)
@@ -75,10 +90,6 @@ class Results:
         self.blocks.commit(request.lease, request.tokens, request.held + count, share_up_to=up_to)
 
     def _draw(self, requests: list[Request], states: Tensor, version: int) -> None:
-        for row, request in enumerate(requests):
-            if request.followed and not request.sampled and request.lease is not None:
-                request.followed = False
-                self.blocks.freeze(request.lease, request.tokens, states[row].clone())
         drawn = sampler.sample(self.head(states), requests)
         for request, (token, logprob) in zip(requests, drawn, strict=True):
             if request.fault is None:

@@ -31,6 +31,8 @@ class Scheduler:
         self.preemptions = 0
         self.reused_tokens = 0
         self._arrived = 0
+        self._followers = False
+        """Whether somebody waits for what others compute."""
 
     @property
     def requests(self) -> list[Request]:
@@ -50,6 +52,14 @@ class Scheduler:
                 room -= self._go_on(request, plan, room)
         self._admit(plan, room)
         return plan
+
+    def admit_followers(self) -> Plan:
+        """Those who waited for a prompt that is in the tree by now, though a device may still be computing it. Who has
+        nothing to compute of its own is told; the others run next time."""
+        plan: Plan = {}
+        if self._followers:
+            self._admit(plan, self.max_batch_tokens)
+        return {request: count for request, count in plan.items() if not count}
 
     def finish(self, request: Request, *, keep: bool = True) -> None:
         """It is done, failed or cancelled: everything it holds is given back now."""
@@ -112,13 +122,13 @@ class Scheduler:
         return count - freed
 
     def _admit(self, plan: Plan, budget: int) -> None:
-        leaders = self._leaders()
+        leaders, self._followers = self._leaders(), False
         for request in list(self.waiting):
             if budget <= 0 or len(self.running) >= self.max_requests:
                 return
             place = self.blocks.next_block(request.tokens, request.reusable)
             if place in leaders:  # what it needs is being computed: next time it will be there
-                leaders[place].followed = True
+                leaders[place].followed = self._followers = True
                 continue
             if not self._enough_for(request):
                 return

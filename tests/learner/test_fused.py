@@ -10,11 +10,12 @@ import pytest
 import torch
 from learner_cases import tiny_model
 from torch import nn
+from transformers.models.llama import modeling_llama
 
 from toolwise.kernels import reference
 from toolwise.learner import fused
 from toolwise.learner.forward import hidden_states, token_logprobs
-from toolwise.learner.fused import SiluMul, fused_form, fused_parts
+from toolwise.learner.fused import Rotated, Rotation, SiluMul, fused_form, fused_parts
 from toolwise.learner.packing import pack
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -128,6 +129,65 @@ def test_a_class_may_have_several_activations() -> None:
 def test_the_gradient_of_the_activation_is_that_of_its_formula() -> None:
     gate, up = (torch.randn(3, 5, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
     assert torch.autograd.gradcheck(SiluMul.apply, (gate, up))
+
+
+def test_queries_and_keys_are_turned_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    anywhere(monkeypatch)
+    turned: list[bool] = []
+
+    def count(*args: Any, back: bool = False) -> torch.Tensor:
+        turned.append(back)
+        return reference.rotate(*args, back=back)
+
+    monkeypatch.setattr(fused, "kernel", lambda name, device: count if name == "rotate" else getattr(reference, name))
+    model = tiny_model()
+    theirs = modeling_llama.apply_rotary_pos_emb
+    update(model)
+    each = 2 * model.config.num_hidden_layers
+    assert sorted(turned) == [False] * each + [True] * each
+    assert modeling_llama.apply_rotary_pos_emb is theirs
+
+
+def test_a_rotation_is_exchanged_once_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    anywhere(monkeypatch)
+    trunk, theirs = tiny_model().get_decoder(), modeling_llama.apply_rotary_pos_emb
+    with fused_parts(trunk):
+        ours = modeling_llama.apply_rotary_pos_emb
+        assert isinstance(ours, Rotation)
+        with fused_parts(trunk):
+            assert modeling_llama.apply_rotary_pos_emb is ours
+        assert modeling_llama.apply_rotary_pos_emb is ours
+    with suppress(ZeroDivisionError), fused_parts(trunk):
+        raise ZeroDivisionError
+    assert modeling_llama.apply_rotary_pos_emb is theirs
+
+
+def test_rotations_of_other_kinds_are_left_alone() -> None:
+    def neighbours(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
+        pairs = [torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2) for x in (q, k)]
+        return tuple(x * cos[:, None] + p * sin[:, None] for x, p in zip((q, k), pairs, strict=True))
+
+    assert fused._turns_halves(modeling_llama.apply_rotary_pos_emb)
+    assert not fused._turns_halves(neighbours)
+    assert not fused._turns_halves(lambda q, k, cos, sin, *, sections: (q, k))
+
+
+@pytest.mark.parametrize(("rows", "size"), [(2, 8), (1, 4)])
+def test_what_is_not_packed_goes_the_models_own_way(rows: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of rows; angles for a part of each head."""
+    anywhere(monkeypatch)
+    asked = []
+    q, k, cos, sin = torch.randn(rows, 2, 3, 8), torch.randn(rows, 1, 3, 8), *torch.randn(2, rows, 3, size)
+    Rotation(lambda *given: asked.append(given) or (q, k))(q, k, cos, sin)
+    assert len(asked) == 1
+
+
+def test_the_gradient_of_a_rotation_is_that_of_its_formula() -> None:
+    x = torch.randn(3, 2, 8, dtype=torch.float64, requires_grad=True)
+    cos, sin = torch.randn(2, 3, 8, dtype=torch.float64)  # any: its halves need not be alike
+    assert torch.autograd.gradcheck(Rotated.apply, (x, cos, sin))
+    across = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda y: Rotated.apply(y.transpose(0, 1), cos, sin), (across,))
 
 
 @needs_gpu

@@ -14,10 +14,12 @@ import torch
 if TYPE_CHECKING:
     from toolwise.kernels.reference import (
         add_rms_norm,
+        merge,
         paged_attention_decode,
         paged_attention_prefill,
         rms_norm,
         rope_and_store,
+        rotate,
         sample,
         shared_prefix_decode,
         silu_mul,
@@ -30,10 +32,12 @@ if TYPE_CHECKING:
 __all__ = [
     "add_rms_norm",
     "available",
+    "merge",
     "paged_attention_decode",
     "paged_attention_prefill",
     "rms_norm",
     "rope_and_store",
+    "rotate",
     "sample",
     "shared_prefix_decode",
     "silu_mul",
@@ -45,10 +49,12 @@ __all__ = [
 
 _HOMES = {
     "add_rms_norm": "pointwise",
+    "merge": "heads",
     "paged_attention_decode": "attention",
     "paged_attention_prefill": "prefill",
     "rms_norm": "pointwise",
     "rope_and_store": "cache",
+    "rotate": "heads",
     "sample": "sampling",
     "shared_prefix_decode": "prefix",
     "silu_mul": "pointwise",

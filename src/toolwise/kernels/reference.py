@@ -121,6 +121,26 @@ def rope_and_store(
     store_kv(k, v, k_cache, v_cache, slots)
 
 
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    (first, second), (c1, c2), (s1, s2) = (
+        t.to(wide).chunk(2, dim=-1) for t in (x, cos[:, None], sin[:, None])
+    )  # fmt: skip
+    if back:
+        turned = [first * c1 + second * s2, second * c2 - first * s1]
+    else:
+        turned = [first * c1 - second * s1, second * c2 + first * s2]
+    return torch.cat(turned, dim=-1).to(x.dtype)
+
+
+def merge(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, its: torch.Tensor, places: torch.Tensor) -> None:
+    before = lse[:, places]
+    whole = torch.logaddexp(before, its)
+    kept, added = (torch.exp(some - whole).t()[:, :, None] for some in (before, its))
+    out[places] = (out[places] * kept + more * added).to(out.dtype)
+    lse[:, places] = whole
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)

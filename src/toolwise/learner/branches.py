@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from toolwise.kernels import merge
 from toolwise.learner.packing import Segment, Span
 
 MOST_PARTS = 6
@@ -135,11 +136,7 @@ class InParts(torch.autograd.Function):
             here, there = part.queries, part.keys
             assert here is not None
             more, its = kernel.forward(query[here], key[there], value[there], part, scale)
-            before = lse[:, here]
-            whole = torch.logaddexp(before, its)
-            kept, added = (torch.exp(some - whole).t()[:, :, None] for some in (before, its))
-            out[here] = (out[here] * kept + more * added).to(out.dtype)
-            lse[:, here] = whole
+            merge(out, lse, more, its, here)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.how = parts, scale, kernel
         return out

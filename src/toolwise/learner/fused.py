@@ -1,15 +1,20 @@
-"""Norms and activations of a decoder in one pass over memory each, where transformers takes five to ten: on a GPU.
+"""Norms, activations and positions of a decoder in one pass over memory each, where transformers takes five to ten: on
+a GPU.
 
-The model's own modules and parameters: only what their `forward` does is exchanged, while the learner runs them, and
-only where it is the plain formula, which is tried on a few numbers and not read off a name.
+The model's own modules and parameters: only what their `forward` does is exchanged, and the function that turns queries
+and keys by their positions, while the learner runs them; and only where it is the plain formula, which is tried on a
+few numbers and not read off a name.
 
-    norm   w · x / √(mean x² + ε), rounded once          MLP   down(silu(gate x) · up x)
+    norm   w · x / √(mean x² + ε), rounded once          MLP   down(silu(gate x) · up x)          positions   `Rotated`
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,8 +24,12 @@ from torch.nn import Module
 from torch.nn.functional import rms_norm, silu
 
 from toolwise.kernels import available, kernel
+from toolwise.kernels.reference import rotate
 
 Forward = Callable[[Tensor], Tensor]
+Rotate = Callable[..., tuple[Tensor, Tensor]]
+ROTATION = "apply_rotary_pos_emb"
+"""What transformers calls it in the file of every model that has it."""
 _PLAIN: WeakKeyDictionary[Module, bool] = WeakKeyDictionary()
 """Modules that were tried, and whether they are what they look like."""
 
@@ -28,14 +37,20 @@ _PLAIN: WeakKeyDictionary[Module, bool] = WeakKeyDictionary()
 @contextmanager
 def fused_parts(whole: Module) -> Iterator[None]:
     """The norms and MLPs of a trunk or a layer, fused where there are kernels; nothing changes elsewhere."""
-    changed = list(_fused(whole)) if available(next(whole.parameters()).device) else []
+    there = available(next(whole.parameters()).device)
+    changed = list(_fused(whole)) if there else []
+    homes = _homes_of_rotations(whole) if there else {}
     for module, forward in changed:
         module.forward = forward
+    for home, theirs in homes.items():
+        setattr(home, ROTATION, Rotation(theirs))
     try:
         yield
     finally:
         for module, _ in changed:
             del module.forward
+        for home, theirs in homes.items():
+            setattr(home, ROTATION, theirs)
 
 
 def _fused(whole: Module) -> Iterator[tuple[Module, Forward]]:
@@ -109,3 +124,66 @@ class SiluMul(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         gate, up = ctx.saved_tensors
         return kernel("silu_mul_backward", gate.device)(gate, up, grads[0].contiguous())
+
+
+class Rotation:
+    """Stands for a model's own function while the learner runs, and asks it for whatever is not packed rows."""
+
+    def __init__(self, theirs: Rotate) -> None:
+        self.theirs = theirs
+
+    def __call__(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: Any, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        """[1, heads, T, size] in and out, [1, T, size] of cosines and sines."""
+        packed = q.dim() == 4 and len(q) == 1 and cos.shape == sin.shape == (1, q.shape[2], q.shape[3])
+        if others or options or not packed or not available(q.device):
+            return self.theirs(q, k, cos, sin, *others, **options)
+        angles = cos[0].contiguous(), sin[0].contiguous()
+        turned = (Rotated.apply(x[0].transpose(0, 1), *angles) for x in (q, k))  # type: ignore[no-untyped-call]
+        q, k = (x.transpose(0, 1)[None] for x in turned)
+        return q, k
+
+
+class Rotated(torch.autograd.Function):
+    """[T, heads, size], the halves of each head turned by the angles of its token, [T, size]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        found: Tensor = kernel("rotate", x.device)(_whole_heads(x), cos, sin)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return kernel("rotate", grads[0].device)(_whole_heads(grads[0]), *ctx.saved_tensors, back=True), None, None
+
+
+def _whole_heads(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _homes_of_rotations(whole: Module) -> dict[ModuleType, Rotate]:
+    """The files whose models turn heads as we do, with the function that does."""
+    found = {}
+    for kind in {type(module) for module in whole.modules()}:
+        home = sys.modules.get(kind.__module__)
+        theirs = getattr(home, ROTATION, None)
+        if home is not None and theirs is not None and not isinstance(theirs, Rotation) and _turns_halves(theirs):
+            found[home] = theirs
+    return found
+
+
+@cache
+def _turns_halves(theirs: Rotate) -> bool:
+    """Some turn neighbours, or a part of each head."""
+    q, k = torch.linspace(-1, 1, 2 * 3 * 8).view(1, 2, 3, 8), torch.linspace(2, 1, 3 * 8).view(1, 1, 3, 8)
+    cos, sin = torch.linspace(0.1, 0.9, 3 * 8).view(1, 3, 8), torch.linspace(-0.8, 0.8, 3 * 8).view(1, 3, 8)
+    try:
+        turned = theirs(q, k, cos, sin)
+        return all(
+            torch.allclose(one[0].transpose(0, 1), rotate(x[0].transpose(0, 1), cos[0], sin[0]), atol=1e-6)
+            for one, x in zip(turned, (q, k), strict=True)
+        )
+    except Exception:  # somebody else's code, which wants other things
+        return False

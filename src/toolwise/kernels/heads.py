@@ -1,0 +1,91 @@
+"""What a learner does to each head of each token, in one pass over memory each.
+
+rotate: (x₁, x₂) → (x₁ c₁ − x₂ s₁, x₂ c₂ + x₁ s₂), the halves of a head turned by its token's angles; or its transpose
+merge:  o ← o · exp(l − L) + o' · exp(l' − L), l ← L = log(exp l + exp l'): attention to some keys and to others, as one
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,import-not-found,import-untyped"
+# ruff: noqa: N803  (capitals are compile-time constants)
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rotate(
+    x, cos, sin, out, token_stride, head_stride, angle_stride,
+    HEADS: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    """Program (token): all of its heads."""
+    token = tl.program_id(0).to(tl.int64)
+    head, at = tl.arange(0, PADDED)[:, None], tl.arange(0, WIDE)[None, :]
+    inside = (head < HEADS) & (at < HALF)
+    here = x + token * token_stride + head * head_stride + at
+    first = tl.load(here, mask=inside, other=0.0)
+    second = tl.load(here + HALF, mask=inside, other=0.0)
+    dtype = first.dtype
+    angle = token * angle_stride + at
+    c1 = tl.load(cos + angle, mask=at < HALF, other=0.0).to(tl.float32)
+    c2 = tl.load(cos + angle + HALF, mask=at < HALF, other=0.0).to(tl.float32)
+    s1 = tl.load(sin + angle, mask=at < HALF, other=0.0).to(tl.float32)
+    s2 = tl.load(sin + angle + HALF, mask=at < HALF, other=0.0).to(tl.float32)
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    if BACK:
+        turned, other = first * c1 + second * s2, second * c2 - first * s1
+    else:
+        turned, other = first * c1 - second * s1, second * c2 + first * s2
+    there = out + (token * HEADS + head) * 2 * HALF + at
+    tl.store(there, turned.to(dtype), mask=inside)
+    tl.store(there + HALF, other.to(dtype), mask=inside)
+
+
+@triton.jit
+def _merge(
+    out, lse, more, its, places, tokens, queries,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Program (query): all heads of the token that asks."""
+    query = tl.program_id(0).to(tl.int64)
+    token = tl.load(places + query)
+    head = tl.arange(0, PADDED)
+    real = head < HEADS
+    before = tl.load(lse + head * tokens + token, mask=real, other=0.0)
+    new = tl.load(its + head * queries + query, mask=real, other=0.0)
+    top = tl.maximum(before, new)
+    whole = top + tl.log(tl.exp(before - top) + tl.exp(new - top))
+    at = tl.arange(0, WIDE)[None, :]
+    inside = real[:, None] & (at < SIZE)
+    old = out + (token * HEADS + head[:, None]) * SIZE + at
+    kept = tl.load(old, mask=inside, other=0.0)
+    added = tl.load(more + (query * HEADS + head[:, None]) * SIZE + at, mask=inside, other=0.0)
+    found = kept.to(tl.float32) * tl.exp(before - whole)[:, None] + added.to(tl.float32) * tl.exp(new - whole)[:, None]
+    tl.store(old, found.to(kept.dtype), mask=inside)
+    tl.store(lse + head * tokens + token, whole, mask=real)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+    """x [T, H, D], whose last dimension stands in one piece; cos and sin [T, D]. [T, H, D] in one piece."""
+    tokens, heads, size = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if tokens:
+        with torch.cuda.device_of(x):  # Triton launches where the current device is
+            _rotate[(tokens,)](
+                x, cos, sin, out, x.stride(0), x.stride(1), cos.stride(0), heads, size // 2,
+                triton.next_power_of_2(heads), triton.next_power_of_2(size // 2), back, num_warps=4,
+            )  # fmt: skip
+    return out
+
+
+def merge(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, its: torch.Tensor, places: torch.Tensor) -> None:
+    """Into out [T, H, D] and lse [H, T] at `places` [Q], of which none is twice, more [Q, H, D] and its [H, Q]. All in
+    one piece, the sums in fp32."""
+    tokens, heads, size = out.shape
+    queries = more.shape[0]
+    if queries:
+        with torch.cuda.device_of(out):
+            _merge[(queries,)](
+                out, lse, more, its, places, tokens, queries, heads, size,
+                triton.next_power_of_2(heads), triton.next_power_of_2(size), num_warps=4,
+            )  # fmt: skip

@@ -61,10 +61,10 @@ def test_python_calls(text: str, calls: list[tuple[str, dict[str, Any]]]) -> Non
     ids=lambda text: text[:20],
 )
 def test_what_is_no_call_is_refused(text: str) -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(ValueError):
         parse_python_calls(text)
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
 
 
 @settings(deadline=None)

@@ -473,10 +473,10 @@ def test_a_verdict_in_a_reply(reply: str, score: float) -> None:
 
 
 def test_a_reply_of_nothing_but_brackets_is_soon_refused() -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(JudgeError):
         read_verdict('{"a":' * 3_900, (0, 10))
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
 
 
 @pytest.mark.parametrize(

@@ -112,13 +112,13 @@ def test_calls_that_cannot_be_read(text: str) -> None:
 
 @pytest.mark.parametrize("tag", ["<think>", "<tool_call>", "</think>", "<think></think>", "<tool_call></tool_call>\n"])
 def test_a_model_that_repeats_itself_does_not_cost_the_earth(tag: str) -> None:
-    text, began = tag * 50_000, time.perf_counter()
+    text, began = tag * 50_000, time.process_time()
     for tags in (TOOLS, RESPONSE, BOTH, NONE):
         is_well_formed(text, tags)
         is_well_formed(text, tags, literal=True)
     with pytest.raises(ValueError):
         read_calls(text)
-    assert time.perf_counter() - began < 2
+    assert time.process_time() - began < 2
 
 
 def test_the_thought() -> None:

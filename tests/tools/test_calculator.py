@@ -189,10 +189,10 @@ def test_the_deepest_mixed_nesting_needs_no_deep_stack() -> None:
     ],
 )
 def test_hostile_expressions_end_at_once(expression: str) -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     with contextlib.suppress(CalculatorError):
         assert len(format_number(evaluate(expression))) <= MAX_DIGITS + 10
-    assert time.perf_counter() - began < 0.5
+    assert time.process_time() - began < 0.5
 
 
 def test_powers_of_one_and_zero_are_not_refused_for_size() -> None:
@@ -282,13 +282,13 @@ def test_precedence_without_brackets_is_pythons(rest: list[tuple[str, int]], fir
 @given(st.one_of(st.text(max_size=60), st.text(alphabet="0123456789.,+-*/%^() epimaxsqrtround×−", max_size=60)))
 @settings(max_examples=400, deadline=None)
 def test_random_text_gives_a_number_or_a_calculator_error(text: str) -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     failure: CalculatorError | None = None
     try:
         assert math.isfinite(float(format_number(evaluate(text))[:300]))
     except CalculatorError as error:
         failure = error
-    assert time.perf_counter() - began < 1.0
+    assert time.process_time() - began < 1.0
     if failure is not None:
         assert "\n" not in str(failure)
         assert 1 <= failure.position <= len(text) + 1

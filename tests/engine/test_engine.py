@@ -137,12 +137,73 @@ def test_the_counters_count() -> None:
 
 def test_a_group_that_asks_the_same_is_answered_in_one_step() -> None:
     engine = counted(tiny("llama"))
+    engine.linger_s = 0.2  # until all have asked
     ids = random_ids(21, 1)
     one = generate_all(engine, [ids] * 4, [Sampling(max_new_tokens=1, seed=n) for n in range(4)])
     assert engine.metrics()["engine/steps"] == 1.0
     assert engine.metrics()["engine/prefilled_tokens"] == 21.0
     alone = [generate_all(counted(tiny("llama")), [ids], [Sampling(max_new_tokens=1, seed=n)])[0] for n in range(4)]
     assert [list(g.token_ids) for g in one] == [list(g.token_ids) for g in alone]
+
+
+def test_a_mean_is_kept_for_others_only_when_all_of_it_is_computed() -> None:
+    engine, greedy = Engine(tiny("llama"), blocks=256, max_batch_tokens=8), Sampling(max_new_tokens=12, do_sample=False)
+    few, prompt = random_ids(4, 1), random_ids(15, 3)
+
+    async def mixed() -> Any:
+        asked = (engine.generate(few, greedy), engine.generate(few, greedy), engine.encode(prompt, pool="mean"))
+        return await asyncio.gather(*asked, engine.generate(prompt, greedy))
+
+    found = run(mixed())[-1]
+    [later] = generate_all(engine, [prompt], [greedy])
+    [alone] = generate_all(Engine(tiny("llama"), blocks=256), [prompt], [greedy])
+    assert list(found.token_ids) == list(later.token_ids) == list(alone.token_ids)
+    assert list(later.logprobs) == pytest.approx(list(alone.logprobs), abs=1e-4)
+
+
+def test_means_of_different_prompts_do_not_wait_for_each_other() -> None:
+    engine = counted(tiny("llama"))
+    engine.linger_s = 0.2  # until all have asked
+
+    async def many() -> Any:
+        return await asyncio.gather(*(engine.encode(random_ids(12, n), pool="mean") for n in range(6)))
+
+    run(many())
+    assert engine.metrics()["engine/steps"] == 1.0
+
+
+def test_who_was_not_in_a_step_that_failed_is_answered() -> None:
+    engine = counted(tiny("llama"))
+    engine.linger_s = 0.2  # until all have asked
+    head, calls = engine.results.head, []
+
+    def fails_once(states: torch.Tensor) -> torch.Tensor:
+        calls.append(states)
+        if len(calls) == 1:
+            raise RuntimeError("out of memory")
+        return head(states)
+
+    engine.results.head = fails_once
+    ids = random_ids(20, 1)
+
+    async def group() -> Any:
+        asked = (engine.generate([*ids, *more], Sampling(max_new_tokens=3)) for more in ([], [3], [4]))
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    leader, *others = run(group())
+    assert "out of memory" in str(leader)
+    assert [len(g.token_ids) for g in others] == [3, 3]
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_scores_are_the_same_where_results_must_be_so_to_the_bit(prefix_cache: bool) -> None:
+    prefix, more = random_ids(16, 1), [random_ids(n, n) for n in (3, 5, 1)]
+
+    def scored(**how: Any) -> list[float]:
+        engine = Engine(tiny("llama"), blocks=64, block_size=4, prefix_cache=prefix_cache, **how)
+        return [x for s in run(engine.score(prefix, more)) for x in s.logprobs]
+
+    assert scored(deterministic=True) == pytest.approx(scored(), abs=1e-4)
 
 
 def test_dropping_and_rebuilding_the_cache_takes_milliseconds() -> None:

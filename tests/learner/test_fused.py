@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from contextlib import suppress
 from typing import Any
 
@@ -154,6 +155,7 @@ def test_a_rotation_is_exchanged_once_and_put_back(monkeypatch: pytest.MonkeyPat
     with fused_parts(trunk):
         ours = modeling_llama.apply_rotary_pos_emb
         assert isinstance(ours, Rotation)
+        assert ours.here
         with fused_parts(trunk):
             assert modeling_llama.apply_rotary_pos_emb is ours
         assert modeling_llama.apply_rotary_pos_emb is ours
@@ -178,8 +180,29 @@ def test_what_is_not_packed_goes_the_models_own_way(rows: int, size: int, monkey
     anywhere(monkeypatch)
     asked = []
     q, k, cos, sin = torch.randn(rows, 2, 3, 8), torch.randn(rows, 1, 3, 8), *torch.randn(2, rows, 3, size)
-    Rotation(lambda *given: asked.append(given) or (q, k))(q, k, cos, sin)
+    with Rotation.entered():
+        Rotation(lambda *given: asked.append(given) or (q, k))(q, k, cos, sin)
     assert len(asked) == 1
+
+
+def test_two_who_overlap_and_a_third_who_is_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    anywhere(monkeypatch)
+    one, other = tiny_model().get_decoder(), tiny_model().get_decoder()
+    theirs = modeling_llama.apply_rotary_pos_emb
+    first, second = fused_parts(one), fused_parts(other)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    ours: Any = modeling_llama.apply_rotary_pos_emb
+    assert isinstance(ours, Rotation)
+    assert ours.here
+    elsewhere: list[bool] = []
+    thread = threading.Thread(target=lambda: elsewhere.append(ours.here))
+    thread.start()
+    thread.join()
+    assert elsewhere == [False], "an engine that runs a model of the same file"
+    second.__exit__(None, None, None)
+    assert modeling_llama.apply_rotary_pos_emb is theirs
 
 
 def test_the_gradient_of_a_rotation_is_that_of_its_formula() -> None:

@@ -158,9 +158,10 @@ class Blocks:
 
     def freeze(self, lease: Lease, tokens: Sequence[int], hidden: Any) -> None:
         """Make `tokens`, all computed, an end to go on from, for others as well: its last block is copied."""
-        parent, key = self._end_of(lease, tokens)
         if not self.share or self.whole:
             return
+        assert lease.held >= len(tokens), "what is not computed is nothing to go on from"
+        parent, key = self._end_of(lease, tokens)
         if not key:
             parent.hidden = hidden
         elif key in parent.children:

@@ -97,6 +97,8 @@ class Engine:
         self.steps = 0
         self._news: deque[Callable[[], None]] = deque()
         """What the engine's thread is to do before its next step: take requests in, let them go, forget."""
+        self._in_step: Plan = {}
+        """Whose turn it is, to whom what goes wrong is told."""
         self._finished: list[Request] = []
         self._known_prompt: list[int] = []
         """The last one that was found to be of this model's tokens."""
@@ -185,13 +187,18 @@ class Engine:
 
     def step(self) -> None:
         """One turn: each line feeds the next."""
-        plan = self.scheduler.schedule()
+        self._in_step = plan = self.scheduler.schedule()
         finished = self._decode_ahead(plan)
         if finished is None:
             states, rows = self._run(plan)
-            finished = self.results.take_in(plan, states, rows, self.version, self.scheduler.admit_followers)
+            finished = self.results.take_in(plan, states, rows, self.version, self._let_followers_in)
         self.steps += 1
         self._finish(finished)
+
+    def _let_followers_in(self) -> Plan:
+        more = self.scheduler.admit_followers()
+        self._in_step |= more
+        return more
 
     def _run(self, plan: Plan) -> tuple[Tensor, dict[Request, list[int]]]:
         self._prepare()
@@ -204,7 +211,8 @@ class Engine:
             return None
         if isinstance(runner, DenseRunner) and not runner.has_room(list(plan)):
             return None
-        most = MOST_STEPS_IN_A_QUEUE if self.scheduler.waiting else runner.most_steps
+        others = bool(self.scheduler.waiting) or len(plan) < len(self.scheduler.running)
+        most = MOST_STEPS_IN_A_QUEUE if others else runner.most_steps
         steps = self._room_ahead({r: min(most, r.sampling.max_new_tokens - r.sampled) for r in plan})
         if not steps:
             return None
@@ -243,7 +251,7 @@ class Engine:
     def _fail(self, fault: Exception) -> None:
         """Whoever was in the step hears of it, none waits for ever; the others are computed anew."""
         error = PolicyError(f"generation failed: {type(fault).__name__}: {fault}")
-        victims = list(self.scheduler.running) or self.scheduler.requests
+        victims = [r for r in self._in_step if r in self.scheduler.running] or self.scheduler.requests
         for request in victims:
             request.fault = error
             self.scheduler.finish(request, keep=False)

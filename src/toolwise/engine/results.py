@@ -39,7 +39,7 @@ class Results:
         states, rows = _with_stored(plan, states, rows)
         for request, count in plan.items():
             self._commit(request, count)
-            if request.followed and not request.sampled and request in rows:
+            if request.followed and not request.sampled and not request.pending and request in rows:
                 request.followed = False
                 assert request.lease is not None
                 self.blocks.freeze(request.lease, request.tokens, states[rows[request][-1]].clone())

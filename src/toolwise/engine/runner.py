@@ -103,15 +103,17 @@ class Runner:
         parts = [parts[i] for i in order([(start, length) for _, start, length in parts])]
         ids: list[int] = []
         wanted: list[int] = []
-        rows: dict[Request, list[int]] = {}
+        found: dict[Request, list[tuple[int, range]]] = {}
         for request, start, length in parts:
             end = start + length
             first = max(start, request.first_wanted)
             if first < end:
                 begun = len(ids) - start
-                rows.setdefault(request, []).extend(range(len(wanted), len(wanted) + end - first))
+                found.setdefault(request, []).append((first, range(len(wanted), len(wanted) + end - first)))
                 wanted.extend(range(begun + first, begun + end))
             ids += request.tokens[start:end] if length > 1 else (request.tokens[start],)
+        # Pieces of one request may stand in another order than its tokens.
+        rows = {request: [row for _, some in sorted(its) for row in some] for request, its in found.items()}
         positions, slots = self._places(parts)
         padding = max(0, (self.fixed_rows or 0) - len(ids))
         inputs = Inputs(

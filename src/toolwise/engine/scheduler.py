@@ -31,8 +31,8 @@ class Scheduler:
         self.preemptions = 0
         self.reused_tokens = 0
         self._arrived = 0
-        self._followers = False
-        """Whether somebody waits for what others compute."""
+        self._followers: list[Request] = []
+        """Who waits for what others compute."""
 
     @property
     def requests(self) -> list[Request]:
@@ -50,15 +50,15 @@ class Scheduler:
         for request in (*decoding, *prompts):
             if request.lease is not None:  # it may have had to give way meanwhile
                 room -= self._go_on(request, plan, room)
-        self._admit(plan, room)
+        self._followers = []
+        self._admit(plan, room, list(self.waiting))
         return plan
 
     def admit_followers(self) -> Plan:
         """Those who waited for a prompt that is in the tree by now, though a device may still be computing it. Who has
         nothing to compute of its own is told; the others run next time."""
         plan: Plan = {}
-        if self._followers:
-            self._admit(plan, self.max_batch_tokens)
+        self._admit(plan, self.max_batch_tokens - len(self.running), [r for r in self._followers if r in self.waiting])
         return {request: count for request, count in plan.items() if not count}
 
     def finish(self, request: Request, *, keep: bool = True) -> None:
@@ -121,14 +121,15 @@ class Scheduler:
         plan[request] = count
         return count - freed
 
-    def _admit(self, plan: Plan, budget: int) -> None:
-        leaders, self._followers = self._leaders(), False
-        for request in list(self.waiting):
+    def _admit(self, plan: Plan, budget: int, waiting: list[Request]) -> None:
+        leaders = self._leaders()
+        for request in waiting:
             if budget <= 0 or len(self.running) >= self.max_requests:
                 return
-            place = self.blocks.next_block(request.tokens, request.reusable)
-            if place in leaders:  # what it needs is being computed: next time it will be there
-                leaders[place].followed = self._followers = True
+            place = self.blocks.next_block(request.tokens, request.reusable or request.prompt_length)
+            if request.reusable and place in leaders:  # what it needs is being computed: next time it will be there
+                leaders[place].followed = True
+                self._followers.append(request)
                 continue
             if not self._enough_for(request):
                 return

@@ -68,6 +68,9 @@ def _merge(
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool = False) -> torch.Tensor:
     """x [T, H, D], whose last dimension stands in one piece; cos and sin [T, D]. [T, H, D] in one piece."""
     tokens, heads, size = x.shape
+    assert size % 2 == 0, "halves"
+    assert x.stride(2) == cos.stride(1) == sin.stride(1) == 1, "in one piece"
+    assert cos.stride(0) == sin.stride(0), "in one piece"
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if tokens:
         with torch.cuda.device_of(x):  # Triton launches where the current device is
@@ -82,6 +85,7 @@ def merge(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, its: torch.T
     """Into out [T, H, D] and lse [H, T] at `places` [Q], of which none is twice, more [Q, H, D] and its [H, Q]. All in
     one piece, the sums in fp32."""
     tokens, heads, size = out.shape
+    assert all(t.is_contiguous() for t in (out, lse, more, its, places)), "in one piece"
     queries = more.shape[0]
     if queries:
         with torch.cuda.device_of(out):

@@ -11,6 +11,7 @@ few numbers and not read off a name.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -30,6 +31,7 @@ Forward = Callable[[Tensor], Tensor]
 Rotate = Callable[..., tuple[Tensor, Tensor]]
 ROTATION = "apply_rotary_pos_emb"
 """What transformers calls it in the file of every model that has it."""
+_EXCHANGING = threading.Lock()
 _PLAIN: WeakKeyDictionary[Module, bool] = WeakKeyDictionary()
 """Modules that were tried, and whether they are what they look like."""
 
@@ -37,20 +39,18 @@ _PLAIN: WeakKeyDictionary[Module, bool] = WeakKeyDictionary()
 @contextmanager
 def fused_parts(whole: Module) -> Iterator[None]:
     """The norms and MLPs of a trunk or a layer, fused where there are kernels; nothing changes elsewhere."""
-    there = available(next(whole.parameters()).device)
-    changed = list(_fused(whole)) if there else []
-    homes = _homes_of_rotations(whole) if there else {}
+    if not available(next(whole.parameters()).device):
+        yield
+        return
+    changed = list(_fused(whole))
     for module, forward in changed:
         module.forward = forward
-    for home, theirs in homes.items():
-        setattr(home, ROTATION, Rotation(theirs))
     try:
-        yield
+        with _rotations(whole):
+            yield
     finally:
         for module, _ in changed:
             del module.forward
-        for home, theirs in homes.items():
-            setattr(home, ROTATION, theirs)
 
 
 def _fused(whole: Module) -> Iterator[tuple[Module, Forward]]:
@@ -129,15 +129,34 @@ class SiluMul(torch.autograd.Function):
 class Rotation:
     """Stands for a model's own function while the learner runs, and asks it for whatever is not packed rows."""
 
+    _entered = threading.local()
+
     def __init__(self, theirs: Rotate) -> None:
         self.theirs = theirs
+        self.users = 0
+
+    @property
+    def here(self) -> bool:
+        """Whether this thread is a learner's: others may run models of the same file."""
+        return bool(getattr(self._entered, "depth", 0))
+
+    @classmethod
+    @contextmanager
+    def entered(cls) -> Iterator[None]:
+        cls._entered.depth = getattr(cls._entered, "depth", 0) + 1
+        try:
+            yield
+        finally:
+            cls._entered.depth -= 1
 
     def __call__(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: Any, **options: Any
     ) -> tuple[Tensor, Tensor]:
         """[1, heads, T, size] in and out, [1, T, size] of cosines and sines."""
-        packed = q.dim() == 4 and len(q) == 1 and cos.shape == sin.shape == (1, q.shape[2], q.shape[3])
-        if others or options or not packed or not available(q.device):
+        packed = (
+            q.dim() == 4 and len(q) == len(k) == 1 and cos.shape == sin.shape == (1, *q.shape[2:]) == (1, *k.shape[2:])
+        )
+        if others or options or not packed or not self.here or not available(q.device):
             return self.theirs(q, k, cos, sin, *others, **options)
         angles = cos[0].contiguous(), sin[0].contiguous()
         turned = (Rotated.apply(x[0].transpose(0, 1), *angles) for x in (q, k))  # type: ignore[no-untyped-call]
@@ -163,22 +182,38 @@ def _whole_heads(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _homes_of_rotations(whole: Module) -> dict[ModuleType, Rotate]:
-    """The files whose models turn heads as we do, with the function that does."""
-    found = {}
-    for kind in {type(module) for module in whole.modules()}:
-        home = sys.modules.get(kind.__module__)
-        theirs = getattr(home, ROTATION, None)
-        if home is not None and theirs is not None and not isinstance(theirs, Rotation) and _turns_halves(theirs):
-            found[home] = theirs
-    return found
+@contextmanager
+def _rotations(whole: Module) -> Iterator[None]:
+    """Ours in the files of these modules; theirs again when the last who asked for it is done."""
+    taken: list[tuple[ModuleType, Rotation]] = []
+    try:
+        with _EXCHANGING:
+            for home in {sys.modules[type(module).__module__] for module in whole.modules()}:
+                now = getattr(home, ROTATION, None)
+                if now is not None and not isinstance(now, Rotation) and _turns_halves(now):
+                    now = Rotation(now)
+                    setattr(home, ROTATION, now)
+                if isinstance(now, Rotation):
+                    now.users += 1
+                    taken.append((home, now))
+        with Rotation.entered():
+            yield
+    finally:
+        with _EXCHANGING:
+            for home, ours in taken:
+                ours.users -= 1
+                if not ours.users:
+                    setattr(home, ROTATION, ours.theirs)
 
 
 @cache
 def _turns_halves(theirs: Rotate) -> bool:
     """Some turn neighbours, or a part of each head."""
-    q, k = torch.linspace(-1, 1, 2 * 3 * 8).view(1, 2, 3, 8), torch.linspace(2, 1, 3 * 8).view(1, 1, 3, 8)
-    cos, sin = torch.linspace(0.1, 0.9, 3 * 8).view(1, 3, 8), torch.linspace(-0.8, 0.8, 3 * 8).view(1, 3, 8)
+    drawn = torch.Generator().manual_seed(0)
+    q, k, cos, sin = (
+        torch.rand((1, *shape), generator=drawn, dtype=torch.float32, device="cpu")
+        for shape in ((2, 3, 8), (1, 3, 8), (3, 8), (3, 8))
+    )
     try:
         turned = theirs(q, k, cos, sin)
         return all(

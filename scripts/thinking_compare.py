@@ -10,8 +10,9 @@ the limit goes on with the next call. What was settled before any of the paired 
 
     evaluation  after 20 steps and after 40, no choice of checkpoints: one episode in each of 1,000 held-out houses, at
                 temperature 1, the same houses and the same seeds for all arms
-    sweep       the same learning rates for each arm, on seeds of its own (100, 101) and 200 houses of its own; the best
-                has the highest mean worth over both evaluations. Controls take the rate of what they control
+    sweep       the same learning rates for each arm, falling along a line to nothing at the last step, on seeds of its
+                own (100, 101) and 200 houses of its own; the best has the highest mean worth over both evaluations.
+                Controls take the rate of what they control, and the second gate that of the first
     worth       success, less 0.01 for each thinking token a step beyond the budget, where the arm has one
     paired      seeds 0 to 4
 """
@@ -36,7 +37,7 @@ os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", TOKENIZERS_PAR
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src")]
 
-RATES = [1e-4, 2e-4, 4e-4]
+RATES = [2e-4, 4e-4, 8e-4]
 TUNING_SEEDS = [100, 101]
 SEEDS = list(range(5))
 EVALUATED = (20, 40)
@@ -83,7 +84,7 @@ ARMS = {
     "gigpo": Arm("GiGPO", "gigpo", {"share": 0.0}),
     "price": Arm("GRPO + price", "grpo", {"share": 0.0, "price_rollouts": True, "budget": PRICE}),
     "document": Arm("RLVCR, the document's", "rlvcr", COMPARED),
-    "signed": Arm("RLVCR, gated", "rlvcr", SIGNED),
+    "signed": Arm("RLVCR, gated by sign", "rlvcr", SIGNED, rate_of="success"),
     "success": Arm("RLVCR, gated by success", "rlvcr", SUCCESS),
     "reweight": Arm("RLVCR, reweighted", "rlvcr", {**COMPARED, "combine": "reweight", "steps": "successful"}),
     "w0": Arm("RLVCR, w = 0", "rlvcr", {**COMPARED, "step_advantage_w": 0.0}, rate_of="grpo"),
@@ -140,7 +141,7 @@ def settings_of(job: Job, model: Path, device: str) -> dict[str, Any]:
     settings["rollout"] |= {"n": ROLLOUTS, "cache_mb": 512}  # on a GPU it is shared by all runs
     settings["reward"]["sandbox"] = {"tier": "off"}  # the world's own reward: there is nobody to be guarded against
     settings["algorithm"] = {"adv_estimator": arm.estimator, "rlvcr": {"enable": True, **arm.rlvcr}}
-    settings["actor"] |= {"lr": job.lr, "canary": "warn"}
+    settings["actor"] |= {"lr": job.lr, "lr_schedule": "linear", "canary": "warn"}
     settings["trainer"] |= {"total_steps": job.evaluated[-1]}
     return settings
 

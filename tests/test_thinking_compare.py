@@ -101,7 +101,7 @@ def test_the_report_says_what_the_runs_say() -> None:
     assert found["differences"]["signed - price"]["success"]["value"] == pytest.approx(0.3)
     assert all(found["verdict"].values())
     told = report.section(figures)
-    assert "| RLVCR, gated | 0.0002 | 80.0 %" in told
+    assert "| RLVCR, gated by sign | 0.0002 | 80.0 %" in told
     assert "beats the shuffled control: **yes**" in told
 
 

@@ -8,7 +8,7 @@ in the house of rooms. Every run is a process of its own and leaves OUT/runs/NAM
 evaluation, and a last one with `"done": true`. Runs that have it are not made again, so that what did not end within
 the limit goes on with the next call. What was settled before any of the paired runs was made, on other seeds:
 
-    evaluation  after 20 steps and after 40, no choice of checkpoints: one episode in each of 1,000 held-out houses, at
+    evaluation  after 30 steps and after 60, no choice of checkpoints: one episode in each of 1,000 held-out houses, at
                 temperature 1, the same houses and the same seeds for all arms
     sweep       the same learning rates for each arm, falling along a line to nothing at the last step, on seeds of its
                 own (100, 101) and 200 houses of its own; the best has the highest mean worth over both evaluations.
@@ -37,10 +37,10 @@ os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", TOKENIZERS_PAR
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src")]
 
-RATES = [2e-4, 4e-4, 8e-4]
+RATES = [4e-4, 6e-4]
 TUNING_SEEDS = [100, 101]
 SEEDS = list(range(5))
-EVALUATED = (20, 40)
+EVALUATED = (30, 60)
 """After which steps: while they learn, and when they have learned."""
 TASKS, ROLLOUTS = 4, 16
 HOUSES, TUNING_HOUSES = 1000, 200

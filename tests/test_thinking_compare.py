@@ -23,14 +23,14 @@ def record(job: Any, success: float, tokens: float, houses: int = 40) -> Any:
         "right": {"easy": [9, 0, 0, 1], "hard": [0, 0, 0, 9]},
         "format_valid": 1.0,
     }
-    lines = [{"step": n, "success": success, "thinking/tokens_per_step": tokens} for n in range(1, 41)]
+    lines = [{"step": n, "success": success, "thinking/tokens_per_step": tokens} for n in range(1, 61)]
     found = [compare.Evaluation(after=after, **evaluation) for after in job.evaluated]
     return compare.Record(job, lines, found, 10.0)
 
 
 def whole() -> dict[str, Any]:
-    """Every run of the comparison: 2e-4 is the best rate, the gated form saves half of GRPO's tokens."""
-    found = {job.name: record(job, 0.8 if job.lr == 2e-4 else 0.5, 10.0) for job in compare.sweep_jobs()}
+    """Every run of the comparison: 4e-4 is the best rate, the gated form saves half of GRPO's tokens."""
+    found = {job.name: record(job, 0.8 if job.lr == 4e-4 else 0.5, 10.0) for job in compare.sweep_jobs()}
     best = compare.best_rates(found)
     ends = {"grpo": (0.8, 24.0), "price": (0.5, 12.0), "signed": (0.8, 12.0), "shuffled": (0.4, 20.0)}
     for job in compare.paired_jobs(best):
@@ -40,7 +40,7 @@ def whole() -> dict[str, Any]:
 
 def test_rates_are_chosen_on_seeds_that_no_result_is_told_of() -> None:
     found = whole()
-    assert set(compare.best_rates(found).values()) == {2e-4}
+    assert set(compare.best_rates(found).values()) == {4e-4}
     assert not {job.seed for job in compare.sweep_jobs()} & set(compare.SEEDS)
     missing = {name: r for name, r in found.items() if name != compare.sweep_jobs()[0].name}
     assert compare.best_rates(missing) is None
@@ -95,13 +95,13 @@ def test_differences_are_paired_by_seed_and_house() -> None:
 
 def test_the_report_says_what_the_runs_say() -> None:
     figures = report.figures(whole())
-    found = figures["after"]["40"]
+    found = figures["after"]["60"]
     assert found["best"] == "signed"
     assert found["differences"]["signed - grpo"]["tokens_saved"]["value"] == pytest.approx(0.5)
     assert found["differences"]["signed - price"]["success"]["value"] == pytest.approx(0.3)
     assert all(found["verdict"].values())
     told = report.section(figures)
-    assert "| RLVCR, gated by sign | 0.0002 | 80.0 %" in told
+    assert "| RLVCR, gated by sign | 0.0004 | 80.0 %" in told
     assert "beats the shuffled control: **yes**" in told
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 
 import pytest
@@ -123,7 +124,7 @@ def test_a_wait_without_end_is_told_with_whoever_waits() -> None:
         simulate(lost())
 
 
-def test_a_deadlock_is_told_though_somebody_does_not_heed_the_end() -> None:
+def test_a_deadlock_is_told_though_somebody_does_not_heed_the_end(caplog: pytest.LogCaptureFixture) -> None:
     async def deaf() -> None:
         try:
             await for_ever()
@@ -132,6 +133,8 @@ def test_a_deadlock_is_told_though_somebody_does_not_heed_the_end() -> None:
 
     with pytest.raises(Deadlock, match="deaf"):
         simulate(deaf())
+    gc.collect()
+    assert caplog.text == "", "asyncio has nothing to add when the task is destroyed, in whoever's time that is"
 
 
 def test_time_that_stands_still_is_told() -> None:

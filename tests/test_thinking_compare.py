@@ -23,7 +23,9 @@ def record(job: Any, success: float, tokens: float, houses: int = 40) -> Any:
         "right": {"easy": [9, 0, 0, 1], "hard": [0, 0, 0, 9]},
         "format_valid": 1.0,
     }
-    lines = [{"step": n, "success": success, "thinking/tokens_per_step": tokens} for n in range(1, 61)]
+    lines = [
+        {"step": n, "success": success, "thinking/tokens_per_step": tokens} for n in range(1, compare.EVALUATED[-1] + 1)
+    ]
     found = [compare.Evaluation(after=after, **evaluation) for after in job.evaluated]
     return compare.Record(job, lines, found, 10.0)
 
@@ -66,7 +68,7 @@ def test_a_run_that_did_not_end_is_made_again(tmp_path: Path) -> None:
         lines = [
             {"job": compare.asdict(job)},
             {"step": 1},
-            {"evaluation": compare.asdict(record(job, 1.0, 1.0).at(40))},
+            {"evaluation": compare.asdict(record(job, 1.0, 1.0).at(compare.EVALUATED[-1]))},
         ]
         text = "".join(json.dumps({**line, "s": 1.0}) + "\n" for line in lines) + last
         (tmp_path / "runs" / f"{job.name}.jsonl").write_text(text)
@@ -95,7 +97,7 @@ def test_differences_are_paired_by_seed_and_house() -> None:
 
 def test_the_report_says_what_the_runs_say() -> None:
     figures = report.figures(whole())
-    found = figures["after"]["60"]
+    found = figures["after"][str(compare.EVALUATED[-1])]
     assert found["best"] == "signed"
     assert found["differences"]["signed - grpo"]["tokens_saved"]["value"] == pytest.approx(0.5)
     assert found["differences"]["signed - price"]["success"]["value"] == pytest.approx(0.3)

@@ -10,7 +10,6 @@ import asyncio
 import heapq
 import random
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
@@ -116,11 +115,15 @@ class VirtualLoop(asyncio.BaseEventLoop):
 def simulate(work: Coroutine[Any, Any, T], *, seed: int | None = None, jitter_s: float = 0.0) -> T:
     """What `work` gives, in virtual time. Raises `Deadlock` where it would wait for ever."""
     runner = asyncio.Runner(loop_factory=lambda: VirtualLoop(seed, jitter_s=jitter_s))
+    loop = runner.get_loop()
     try:
         return runner.run(work)
     finally:
-        with suppress(Deadlock):  # those that do not heed their cancellation: the first word on it is the better one
+        try:
             runner.close()
+        except Deadlock:  # those that do not heed their cancellation: the first word on it is the better one
+            for task in asyncio.all_tasks(loop):
+                task._log_destroy_pending = False  # type: ignore[attr-defined]  # and the last one
 
 
 def _take(timers: list[Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import logging
 import os
@@ -59,6 +60,9 @@ def cli() -> Cli:
 
         out, err, status = io.StringIO(), io.StringIO(), 0
         with ExitStack() as stack:
+            # What other tests of this process left lying about would complain on this command's stderr when swept up.
+            gc.disable()
+            stack.callback(gc.enable)
             # Without pytest's own handlers: what is logged belongs on stderr, where each line counts.
             stack.enter_context(patch.object(logging.getLogger(), "handlers", []))
             stack.enter_context(patch.object(sys, "argv", ["toolwise", *map(str, arguments)]))

@@ -424,7 +424,7 @@ def test_the_warning_comes_once(step: Step) -> None:
         warnings.simplefilter("default")
         for _ in range(3):
             apply_gigpo_to_batch_steps(steps, [0.0, 1.0], 0.5, 0.9, "last_observation", group_ids="gg")
-    assert len(told) == 1
+    assert len([w for w in told if w.category is not ResourceWarning]) == 1  # sockets of other tests
 
 
 # As the loop's estimator.

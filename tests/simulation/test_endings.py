@@ -98,7 +98,7 @@ def test_work_that_was_never_begun_does_not_complain() -> None:
             simulate(cancel(), seed=seed)
         gc.collect()
     assert 0 < len(begun) < 20
-    assert [str(w.message) for w in caught] == []
+    assert [str(w.message) for w in caught if w.category is RuntimeWarning] == []  # not sockets of other tests
 
 
 def test_a_fault_in_the_very_instant_of_a_cancellation_is_heard() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -120,20 +119,6 @@ def test_many_short_lived_children_are_no_bomb(tmp_path: Path) -> None:
     result = run_program(_shell_order(tmp_path, "for i in $(seq 200); do /bin/true; done; echo all"), Stop())
     assert result is not None
     assert (result.kind, result.stdout) == ("ok", "all\n")
-
-
-def test_births_are_free_where_the_kernel_cannot_ask() -> None:
-    """Two filters that ask cannot be on one process."""
-    source = (
-        "import os, socket\nfrom toolwise.sandbox.layers import births\n"
-        "for _ in range(2):\n"
-        "    ours, theirs = socket.socketpair()\n"
-        "    births.ask_for_births(theirs.detach())\n"
-        "    print(len(socket.recv_fds(ours, 1, 1)[1]))\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout.split() == ["1", "0"]
 
 
 def test_nobody_inherits_the_listener_and_none_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

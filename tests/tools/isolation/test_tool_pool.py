@@ -248,4 +248,4 @@ def test_no_time_passes_in_a_killed_call(pool: Pool, files: list[Target]) -> Non
         await asyncio.wait({task})
         return time.monotonic() - began
 
-    assert run(kill()) < 5  # of 1000
+    assert run(kill()) < 1

@@ -1,0 +1,25 @@
+"""A process that asks for its births, and one that cannot; what the filter asks for is in test_seccomp.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the layers are Linux's")
+
+
+def test_births_are_free_where_the_kernel_cannot_ask() -> None:
+    """Two filters that ask cannot be on one process."""
+    source = (
+        "import os, socket\nfrom toolwise.sandbox.layers import births\n"
+        "for _ in range(2):\n"
+        "    ours, theirs = socket.socketpair()\n"
+        "    births.ask_for_births(theirs.detach())\n"
+        "    print(len(socket.recv_fds(ours, 1, 1)[1]))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.split() == ["1", "0"]

@@ -3,6 +3,7 @@
     python benchmarks/engine.py                 all of it, about three minutes on an H200
     python benchmarks/engine.py 135m 1.6b       256 requests of 512 + 128 tokens, distinct prompts, cold cache
     python benchmarks/engine.py groups          32 groups of 8 that share a prompt of 1,024 tokens, 128 new ones
+    python benchmarks/engine.py tails           the same, each prompt with one more token of its own
 
 Random weights in bf16, EOS ignored, log-probs on, prefill included. Roofline: the prompts' products at the matmul rate
 measured here and, for each decode step, weights and caches read once at the copy rate measured here.
@@ -161,10 +162,10 @@ def against_generate(shape: str, flops: float, bandwidth: float) -> None:
     torch.cuda.empty_cache()
 
 
-def groups(shape: str) -> None:
+def groups(shape: str, tail: int) -> None:
     model = make(shape)
     shared = prompts(GROUPS, SHARED, 3)
-    asked = [[*p, member] for p in shared for member in range(SIZE)]
+    asked = [[*p, *([member] * tail)] for p in shared for member in range(SIZE)]
     found: dict[str, tuple[float, float]] = {}
     worth = graphs.WORTH_SHARING
     for name, cache, worth_it in (("nothing", False, 9.0), ("prefill", True, 9.0), ("decoding too", True, worth)):
@@ -182,7 +183,7 @@ def groups(shape: str) -> None:
         prefill, whole = found[name]
         than = found["nothing"]
         print(
-            f"{shape:6}  shared: {name:12}  first tokens {prefill:.3f} s ({than[0] / prefill:.2f} x)  "
+            f"{shape:6}  {'tails' if tail else 'groups'}, shared: {name:12}  first tokens {prefill:.3f} s ({than[0] / prefill:.2f} x)  "
             f"all {whole:.3f} s ({than[1] / whole:.2f} x)  {GROUPS * SIZE * NEW / whole:9,.0f} tokens/s",
             flush=True,
         )
@@ -204,9 +205,9 @@ def main() -> None:
         flush=True,
     )
     with fewer_collections():  # as every batch of rollouts does
-        for part in sys.argv[1:] or ["135m", "1.6b", "groups"]:
-            if part == "groups":
-                groups("135m")
+        for part in sys.argv[1:] or ["135m", "1.6b", "groups", "tails"]:
+            if part in ("groups", "tails"):
+                groups("135m", tail=int(part == "tails"))
             else:
                 against_generate(part, flops, bandwidth)
 

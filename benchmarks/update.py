@@ -69,11 +69,12 @@ def build_model(shape: str, device: str, dtype: torch.dtype) -> Any:
 def make_rows(options: argparse.Namespace, vocabulary: int) -> list[Row]:
     rng = random.Random(options.seed)
     rows = []
+    system = [rng.randrange(vocabulary) for _ in range(options.system)]
     for _ in range(options.groups):
-        prompt = [rng.randrange(vocabulary) for _ in range(options.prompt)]
+        prompt = system + [rng.randrange(vocabulary) for _ in range(options.prompt - options.system)]
         for _ in range(options.group_size):
             count = rng.randint(options.response // 2, options.response) if options.vary else options.response
-            response = [rng.randrange(vocabulary) for _ in range(count)]
+            response = [rng.randrange(2 if at < options.alike else vocabulary) for at in range(count)]
             sampled = [False] * len(prompt) + [True] * count
             old = [-rng.random() * 8 for _ in sampled]
             rows.append(Row(prompt + response, sampled, old, rng.uniform(-1, 1)))
@@ -205,9 +206,8 @@ def measure(model: Any, rows: list[Row], form: str, options: argparse.Namespace,
 
 def agreement(model: Any, options: argparse.Namespace) -> dict[str, Any]:
     """A few short rows, ours against the model as transformers runs it, padded, in the same precision."""
-    few = argparse.Namespace(
-        **vars(options) | {"groups": 2, "group_size": 3, "prompt": 40, "response": 12, "vary": True}
-    )
+    sizes = {"groups": 2, "group_size": 3, "prompt": 40, "system": 8, "response": 12, "alike": 4}
+    few = argparse.Namespace(**vars(options) | sizes | {"vary": True})
     rows = make_rows(few, min(2000, model.config.vocab_size))
     width = max(len(row.ids) for row in rows)
     ids = torch.tensor([row.ids + [0] * (width - len(row.ids)) for row in rows], device=options.device)
@@ -302,9 +302,11 @@ def read_options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--response", type=int, default=64)
+    parser.add_argument("--system", type=int, default=0, help="tokens that all prompts begin with")
+    parser.add_argument("--alike", type=int, default=0, help="first tokens of a response, each one of two")
     parser.add_argument("--vary", action="store_true", help="responses of half to all of that length")
     parser.add_argument("--max-tokens", type=int, default=16_384, help="computed tokens in a micro-batch")
-    parser.add_argument("--chunk-tokens", type=int, default=1024, help="tokens whose logits exist at a time")
+    parser.add_argument("--chunk-tokens", type=int, help="tokens whose logits exist at a time; else as a run would")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--limit-s", type=float, default=120.0, help="time for each form")
     parser.add_argument("--forms", nargs="+", choices=list(FORMS), default=["flat", "shared"])

@@ -320,8 +320,8 @@ class ActorConfig(Section):
     """Tokens in memory at a time; changes speed and memory, never the result."""
     share_prefixes: bool = True
     """Compute what rows have in common once."""
-    logit_chunk_tokens: PositiveInt = 1024
-    """Tokens whose logits exist at a time."""
+    logit_chunk_tokens: PositiveInt | None = None
+    """Tokens whose logits exist at a time; by default 1,024, on a GPU as many as half a GiB has room for."""
     activation_checkpointing: bool = False
     """Compute layers again in the backward pass instead of keeping what they gave."""
     canary: Literal["stop", "warn", "off"] = "stop"

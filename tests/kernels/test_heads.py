@@ -75,3 +75,14 @@ def test_the_kernel_merges_as_plain_torch_does(dtype: torch.dtype) -> None:
     near = 1e-5 if dtype == torch.float32 else 1e-2
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=near, atol=near)
+
+
+@needs_gpu
+@pytest.mark.parametrize("first", [0, 1, 16, 37])
+def test_the_kernel_merges_tokens_that_stand_side_by_side(first: int) -> None:
+    out, lse = torch.randn(80, 3, 64, device="cuda"), torch.randn(3, 80, device="cuda")
+    more, its = torch.randn(20, 3, 64, device="cuda"), torch.randn(3, 20, device="cuda")
+    theirs = out.clone(), lse.clone()
+    kernel("merge", "cuda")(out, lse, more, its, slice(first, first + 20))
+    reference.merge(*theirs, more, its, torch.arange(first, first + 20, device="cuda"))
+    torch.testing.assert_close((out, lse), theirs, rtol=1e-5, atol=1e-5)

@@ -17,7 +17,7 @@ from torch import Tensor
 from toolwise.errors import ModelError
 from toolwise.learner import attention
 from toolwise.learner.attention import QUERIES, Layout, attend, tree_attention
-from toolwise.learner.packing import Segment
+from toolwise.learner.trees import Segment
 
 torch.set_num_threads(1)
 MODULE = torch.nn.Identity()

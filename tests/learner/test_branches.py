@@ -8,7 +8,7 @@ from torch import Tensor
 
 from toolwise.learner.attention import Layout, attend
 from toolwise.learner.branches import Flash, InParts, Part, parts_of
-from toolwise.learner.packing import Segment
+from toolwise.learner.trees import Segment
 
 SIZE = 8
 TREES = {

@@ -48,12 +48,12 @@ def prefixes(rows: list[tuple[int, ...]]) -> set[tuple[int, ...]]:
     return {ids[:n] for ids in rows for n in range(1, len(ids) + 1)}
 
 
-@given(st.lists(tokens(), max_size=8), st.integers(1, 40), st.booleans())
+@given(st.lists(tokens(), max_size=8), st.integers(1, 40), st.booleans(), st.booleans())
 def test_every_sampled_token_stands_there_once_and_is_predicted_by_what_came_before_it(
-    rows: list[Tokens], budget: int, share: bool
+    rows: list[Tokens], budget: int, share: bool, nodes: bool
 ) -> None:
     found = []
-    for packed in pack(rows, budget, share_prefixes=share):
+    for packed in pack(rows, budget, share_prefixes=share, nodes=nodes):
         columns = (packed.source, packed.target, packed.row, packed.at)
         for source, target, number, at in zip(*(column.tolist() for column in columns), strict=True):
             assert path_of(packed, source) == rows[number].ids[:at]
@@ -70,19 +70,19 @@ def test_with_room_for_all_no_token_is_computed_twice_and_none_for_nothing(rows:
     assert len(batches) <= 1
 
 
-@given(st.lists(tokens(), max_size=8), st.integers(1, 20), st.booleans())
+@given(st.lists(tokens(), max_size=8), st.integers(1, 20), st.booleans(), st.booleans())
 def test_a_micro_batch_keeps_to_the_budget_unless_one_row_alone_is_over_it(
-    rows: list[Tokens], budget: int, share: bool
+    rows: list[Tokens], budget: int, share: bool, nodes: bool
 ) -> None:
-    for packed in pack(rows, budget, share_prefixes=share):
+    for packed in pack(rows, budget, share_prefixes=share, nodes=nodes):
         holds = {needed(rows[number]) for number in packed.row.tolist()}
         assert budget >= packed.T or len(packed.row.unique()) == 1
-        assert not share or len(prefixes(list(holds))) == packed.T
+        assert not share or nodes or len(prefixes(list(holds))) == packed.T
 
 
-@given(st.lists(tokens(), max_size=8), st.integers(1, 20), st.booleans())
-def test_positions_are_depths(rows: list[Tokens], budget: int, share: bool) -> None:
-    for packed in pack(rows, budget, share_prefixes=share):
+@given(st.lists(tokens(), max_size=8), st.integers(1, 20), st.booleans(), st.booleans())
+def test_positions_are_depths(rows: list[Tokens], budget: int, share: bool, nodes: bool) -> None:
+    for packed in pack(rows, budget, share_prefixes=share, nodes=nodes):
         assert packed.positions.tolist() == [len(path_of(packed, place)) - 1 for place in range(packed.T)]
 
 

@@ -44,11 +44,11 @@ def _rotate(
 @triton.jit
 def _merge(
     out, lse, more, its, places, tokens, queries,
-    HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr, SIDE_BY_SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Program (query): all heads of the token that asks."""
+    """Program (query): all heads of the token that asks. `places` is the first, where they stand side by side."""
     query = tl.program_id(0).to(tl.int64)
-    token = tl.load(places + query)
+    token = places + query if SIDE_BY_SIDE else tl.load(places + query)
     head = tl.arange(0, PADDED)
     real = head < HEADS
     before = tl.load(lse + head * tokens + token, mask=real, other=0.0)
@@ -81,15 +81,18 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool 
     return out
 
 
-def merge(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, its: torch.Tensor, places: torch.Tensor) -> None:
+def merge(
+    out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, its: torch.Tensor, places: torch.Tensor | slice
+) -> None:
     """Into out [T, H, D] and lse [H, T] at `places` [Q], of which none is twice, more [Q, H, D] and its [H, Q]. All in
     one piece, the sums in fp32."""
     tokens, heads, size = out.shape
-    assert all(t.is_contiguous() for t in (out, lse, more, its, places)), "in one piece"
+    where = places.start if isinstance(places, slice) else places.contiguous()
+    assert all(t.is_contiguous() for t in (out, lse, more, its)), "in one piece"
     queries = more.shape[0]
     if queries:
         with torch.cuda.device_of(out):
             _merge[(queries,)](
-                out, lse, more, its, places, tokens, queries, heads, size,
-                triton.next_power_of_2(heads), triton.next_power_of_2(size), num_warps=4,
+                out, lse, more, its, where, tokens, queries, heads, size,
+                triton.next_power_of_2(heads), triton.next_power_of_2(size), isinstance(places, slice), num_warps=4,
             )  # fmt: skip

@@ -133,7 +133,9 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool 
     return torch.cat(turned, dim=-1).to(x.dtype)
 
 
-def merge(out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, its: torch.Tensor, places: torch.Tensor) -> None:
+def merge(
+    out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, its: torch.Tensor, places: torch.Tensor | slice
+) -> None:
     before = lse[:, places]
     whole = torch.logaddexp(before, its)
     kept, added = (torch.exp(some - whole).t()[:, :, None] for some in (before, its))

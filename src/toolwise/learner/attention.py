@@ -22,7 +22,7 @@ from torch.nn.functional import embedding, scaled_dot_product_attention, softmax
 
 from toolwise.errors import ModelError
 from toolwise.learner.branches import MOST_PARTS, Part, attend_in_parts, parts_of
-from toolwise.learner.packing import Segment
+from toolwise.learner.trees import Segment
 
 NAME = "toolwise_tree"
 QUERIES = 512
@@ -132,7 +132,7 @@ def attend(
     layout.calls += 1
     how = _How(query.shape[-1] ** -0.5 if scaling is None else scaling, dropout, sliding_window, softcap)
     # Tokens first: what is gathered is then one piece of memory a token.
-    query, key, value = (states[0].transpose(0, 1) for states in _in_one_precision(query, key, value))
+    query, key, value = (states.squeeze(0).transpose(0, 1) for states in _in_one_precision(query, key, value))
     fits = _fits_kernel(query, how)
     if fits and layout.parts is not None and how.window is None:
         return attend_in_parts(query, key, value, layout.parts, how.scale)[None], None
@@ -235,7 +235,7 @@ def _segment_by_segment(query: Tensor, key: Tensor, value: Tensor, layout: Layou
             few = q[:, :, start : start + step]
             seen = depth + start + few.shape[2]
             mask = None if plain else layout.mask(few.shape[2], seen, how.window, q)
-            outs.append(_attended(few, k[:, :, :seen], v[:, :, :seen], mask, how)[0].transpose(0, 1))
+            outs.append(_attended(few, k[:, :, :seen], v[:, :, :seen], mask, how).squeeze(0).transpose(0, 1))
     return torch.cat(outs)
 
 

@@ -29,8 +29,8 @@ class Cut:
 
     max_tokens: int = 16_384
     share_prefixes: bool = True
-    chunk_tokens: int = 1024
-    """Logits that exist at a time."""
+    chunk_tokens: int | None = None
+    """Whose logits exist at a time; None leaves it to the device."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,19 +15,23 @@ import torch
 from torch import Tensor
 
 from toolwise.kernels import merge
-from toolwise.learner.packing import Segment, Span
+from toolwise.learner.trees import Segment, Span
 
 MOST_PARTS = 6
 """Rows that share many short runs take more kernel calls than they are worth."""
+
+
+Places = Tensor | slice
+"""Of tokens that stand side by side, a slice: what is read there is not copied."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """Some tokens ask others, in sequences that stand one after the other."""
 
-    queries: Tensor | None
+    queries: Places | None
     """Which tokens ask; None is all of them, each segment itself."""
-    keys: Tensor | None
+    keys: Places | None
     query_ends: Tensor
     key_ends: Tensor
     """Cumulative lengths from 0, int32."""
@@ -95,7 +99,9 @@ def _apart(spans: Sequence[Span]) -> bool:
     return all(one[1] <= other[0] for one, other in pairwise(ordered))
 
 
-def _places(spans: Sequence[Span], device: Any) -> Tensor:
+def _places(spans: Sequence[Span], device: Any) -> Places:
+    if all(one[1] == other[0] for one, other in pairwise(spans)):
+        return slice(spans[0][0], spans[-1][1])
     return torch.cat([torch.arange(*span) for span in spans]).to(device)
 
 
@@ -158,8 +164,8 @@ class InParts(torch.autograd.Function):
         return of_query, of_key, of_value, None, None, None
 
 
-def _added(whole: Tensor, places: Tensor, more: Tensor, once: bool) -> Tensor:
-    if once:
+def _added(whole: Tensor, places: Places, more: Tensor, once: bool) -> Tensor:
+    if once or isinstance(places, slice):
         whole[places] += more
         return whole
     exact = torch.promote_types(whole.dtype, torch.float32)

@@ -20,7 +20,8 @@ from toolwise.learner.fused import fused_parts
 from toolwise.learner.logits import drawn, head_of
 from toolwise.learner.packing import Packed
 
-CHUNK_TOKENS = 1024
+CHUNK_TOKENS, CHUNK_BYTES = 1024, 1 << 29
+"""Whose logits exist at a time: at least so many tokens, and on a GPU, where few keep it waiting, so many bytes."""
 SMALL_BYTES = 1 << 24
 """Of all logits of a micro-batch: so few are kept for the backward pass, since making them again takes time."""
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
@@ -52,7 +53,7 @@ def hidden_states(model: Any, packed: Packed) -> Tensor:
             f"{type(trunk).__name__}: {layout.calls} of {trunk.config.num_hidden_layers} layers attended to packed "
             "rows as laid out, so that nothing it says can be trusted: use another model"
         )
-    states: Tensor = out.last_hidden_state[0]
+    states: Tensor = out.last_hidden_state.squeeze(0)  # whose gradient is a view, that of [0] a copy
     return states
 
 
@@ -102,7 +103,7 @@ def _padded(trunk: Any, packed: Packed) -> Tensor:
 
 
 def token_logprobs(
-    model: Any, hidden: Tensor, packed: Packed, temperature: float, *, chunk_tokens: int = CHUNK_TOKENS
+    model: Any, hidden: Tensor, packed: Packed, temperature: float, *, chunk_tokens: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """[S] log-prob of each sampled token, and the entropy of what it was drawn from; after temperature, in fp32."""
     head = head_of(model)
@@ -111,7 +112,11 @@ def token_logprobs(
         return drawn(head(states), of, targets, temperature)
 
     states = hidden[packed.predictors]
-    small = len(states) * model.get_decoder().config.vocab_size * 4 <= SMALL_BYTES
+    vocabulary = int(model.get_decoder().config.vocab_size)
+    small = len(states) * vocabulary * 4 <= SMALL_BYTES
+    if chunk_tokens is None:
+        bytes_a_token = vocabulary * states.element_size()
+        chunk_tokens = max(CHUNK_TOKENS, CHUNK_BYTES // bytes_a_token if states.is_cuda else 0)
     found: list[tuple[Tensor, Tensor]] = []
     done = 0
     for start in range(0, len(packed.predicted), chunk_tokens):

@@ -159,7 +159,7 @@ class Rotation:
         if others or options or not packed or not self.here or not available(q.device):
             return self.theirs(q, k, cos, sin, *others, **options)
         angles = cos[0].contiguous(), sin[0].contiguous()
-        turned = (Rotated.apply(x[0].transpose(0, 1), *angles) for x in (q, k))  # type: ignore[no-untyped-call]
+        turned = (Rotated.apply(x.squeeze(0).transpose(0, 1), *angles) for x in (q, k))  # type: ignore[no-untyped-call]
         q, k = (x.transpose(0, 1)[None] for x in turned)
         return q, k
 

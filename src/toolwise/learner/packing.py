@@ -13,12 +13,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-Span = tuple[int, int]
-"""From, up to: places in a micro-batch."""
-Array = NDArray[np.int64]
+from toolwise.learner.trees import Array, Laid, Segment, Span, as_nodes, coarser, in_turn
 
 
 class TokenRow(Protocol):
@@ -29,23 +26,6 @@ class TokenRow(Protocol):
 
     @property
     def sampled(self) -> Sequence[bool]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """A run of tokens that continues what stands at `path`; each of its tokens sees the path, and itself causally."""
-
-    start: int
-    stop: int
-    path: tuple[Span, ...] = ()
-
-    @property
-    def depth(self) -> int:
-        """How many tokens stand before it."""
-        return sum(stop - start for start, stop in self.path)
-
-    def __len__(self) -> int:
-        return self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -88,13 +68,20 @@ class Packed:
 
 
 def pack(
-    rows: Sequence[TokenRow], max_tokens: int, *, share_prefixes: bool = True, device: Any = "cpu"
+    rows: Sequence[TokenRow],
+    max_tokens: int,
+    *,
+    share_prefixes: bool = True,
+    device: Any = "cpu",
+    nodes: bool | None = None,
 ) -> list[Packed]:
     """Micro-batches of at most `max_tokens` computed tokens each; a row that is longer has one to itself.
 
     Rows are cut apart where that makes the fewest tokens be computed twice. Rows without a sampled token that
-    something predicts are in none of them. With `share_prefixes=False` every row is computed whole.
+    something predicts are in none of them. With `share_prefixes=False` every row is computed whole. `nodes` lays them
+    out for kernels that attend to what is shared (trees.py), as it is done on a GPU unasked.
     """
+    nodes = torch.device(device).type == "cuda" if nodes is None else nodes
     sampled = {i: at for i, row in enumerate(rows) if len(at := _sampled_at(row))}
     ids = {i: np.asarray(rows[i].ids, dtype=np.int64) for i in sampled}
     needed = {i: ids[i][: at[-1]] for i, at in sampled.items()}
@@ -104,11 +91,13 @@ def pack(
         # As big-endian bytes, which compare in one call and in the order of the numbers.
         order.sort(key=lambda i: needed[i].astype(">i8").tobytes())
         shared[1:] = [_common(needed[a], needed[b]) for a, b in pairwise(order)]
+        shared = coarser(shared) if nodes else shared
     lengths = np.array([len(needed[i]) for i in order], dtype=np.int64)
     batches = []
     for start, stop in _cut(lengths, shared, max_tokens):
-        layout = _lay_out([needed[i] for i in order[start:stop]], [0, *shared[start + 1 : stop].tolist()])
-        batches.append(_packed(layout, [(i, ids[i], sampled[i]) for i in order[start:stop]], device))
+        these = [needed[i] for i in order[start:stop]], [0, *shared[start + 1 : stop].tolist()]
+        laid = (as_nodes(*these) if nodes else None) or in_turn(*these)
+        batches.append(_packed(laid, [(i, ids[i], sampled[i]) for i in order[start:stop]], device))
     return batches
 
 
@@ -151,53 +140,8 @@ def _cut(lengths: Array, shared: Array, max_tokens: int) -> list[Span]:
     return cuts[::-1]
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    segments: list[Segment]
-    ids: Array
-    positions: Array
-    places: list[Array]
-    """For each row, where each of its tokens stands."""
-
-
-def _lay_out(rows: Sequence[Array], shared: Sequence[int]) -> _Layout:
-    """Each row's own tokens after those of the row before; the path of a segment is the row before, cut short."""
-    segments: list[Segment] = []
-    places: list[Array] = []
-    spans: tuple[Span, ...] = ()
-    total = 0
-    for ids, common in zip(rows, shared, strict=True):
-        spans = _shortened(spans, common)
-        start, total = total, total + len(ids) - common
-        before = places[-1][:common] if places else np.zeros(0, dtype=np.int64)
-        places.append(np.concatenate([before, np.arange(start, total)]))
-        if total > start:
-            segments.append(Segment(start, total, spans))
-            spans = (*spans, (start, total))
-    own = [ids[common:] for ids, common in zip(rows, shared, strict=True)]
-    depths = [np.arange(common, len(ids)) for ids, common in zip(rows, shared, strict=True)]
-    return _Layout(segments, np.concatenate(own), np.concatenate(depths), places)
-
-
-def _shortened(spans: tuple[Span, ...], length: int) -> tuple[Span, ...]:
-    """The first `length` tokens of a path."""
-    kept: list[Span] = []
-    for start, stop in spans:
-        if not length:
-            break
-        taken = min(length, stop - start)
-        length -= taken
-        # A row that goes on where the one before it ended stands right after it: one span, not two.
-        kept = (
-            [*kept[:-1], (kept[-1][0], start + taken)]
-            if kept and kept[-1][1] == start
-            else [*kept, (start, start + taken)]
-        )
-    return tuple(kept)
-
-
-def _packed(layout: _Layout, rows: Sequence[tuple[int, Array, Array]], device: Any) -> Packed:
-    source = np.concatenate([where[at - 1] for where, (_, _, at) in zip(layout.places, rows, strict=True)])
+def _packed(laid: Laid, rows: Sequence[tuple[int, Array, Array]], device: Any) -> Packed:
+    source = np.concatenate([where[at - 1] for where, (_, _, at) in zip(laid.places, rows, strict=True)])
     target = np.concatenate([ids[at] for _, ids, at in rows])
     row = np.concatenate([np.full(len(at), i) for i, _, at in rows])
     at = np.concatenate([at for _, _, at in rows])
@@ -208,9 +152,9 @@ def _packed(layout: _Layout, rows: Sequence[tuple[int, Array, Array]], device: A
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(device)
 
     return Packed(
-        ids=tensor(layout.ids),
-        positions=tensor(layout.positions),
-        segments=tuple(layout.segments),
+        ids=tensor(laid.ids),
+        positions=tensor(laid.positions),
+        segments=tuple(laid.segments),
         source=tensor(source[order]),
         target=tensor(target[order]),
         row=tensor(row[order]),

@@ -36,7 +36,7 @@ class ActorSettings(OptimizerSettings):
     kl_horizon: int = 1000
     micro_batch_tokens: int = 16_384
     share_prefixes: bool = True
-    logit_chunk_tokens: int = 1024
+    logit_chunk_tokens: int | None = None
     activation_checkpointing: bool = False
     canary: Reaction = "stop"
     lora: LoraSettings | None = None

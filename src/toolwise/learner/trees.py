@@ -1,0 +1,173 @@
+"""Rows laid flat as a tree: what they have in common stands once, and what each has of its own hangs on it.
+
+Rows come in lexicographic order, each with the number of tokens that it shares with the one before it. Two ways:
+
+    in turn    a row's own tokens right after those of the row before: the fewest segments
+    as nodes   cut wherever rows part, so that whoever reads a segment reads all of it: a kernel then reads it once for
+               all of them, and finds them side by side where the tree is as simple as prompts and their replies are
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+Span = tuple[int, int]
+"""From, up to: places in a micro-batch."""
+Array = NDArray[np.int64]
+SHORT = 32
+"""Tokens: computing so few twice takes less than a branch of their own."""
+DEEPEST = 3
+"""Nodes above a node. Deeper trees stand in turn: each level would be a kernel call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of tokens that continues what stands at `path`; each of its tokens sees the path, and itself causally."""
+
+    start: int
+    stop: int
+    path: tuple[Span, ...] = ()
+
+    @property
+    def depth(self) -> int:
+        """How many tokens stand before it."""
+        return sum(stop - start for start, stop in self.path)
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """A tree of rows, flat."""
+
+    segments: list[Segment]
+    ids: Array
+    positions: Array
+    places: list[Array]
+    """For each row, where each of its tokens stands."""
+
+
+# In turn.
+
+
+def in_turn(rows: Sequence[Array], shared: Sequence[int]) -> Laid:
+    """Each row's own tokens after those of the row before; the path of a segment is the row before, cut short."""
+    segments: list[Segment] = []
+    places: list[Array] = []
+    spans: tuple[Span, ...] = ()
+    total = 0
+    for ids, common in zip(rows, shared, strict=True):
+        spans = _shortened(spans, common)
+        start, total = total, total + len(ids) - common
+        before = places[-1][:common] if places else np.zeros(0, dtype=np.int64)
+        places.append(np.concatenate([before, np.arange(start, total)]))
+        if total > start:
+            segments.append(Segment(start, total, spans))
+            spans = (*spans, (start, total))
+    own = [ids[common:] for ids, common in zip(rows, shared, strict=True)]
+    depths = [np.arange(common, len(ids)) for ids, common in zip(rows, shared, strict=True)]
+    return Laid(segments, np.concatenate(own), np.concatenate(depths), places)
+
+
+def _shortened(spans: tuple[Span, ...], length: int) -> tuple[Span, ...]:
+    """The first `length` tokens of a path."""
+    kept: list[Span] = []
+    for start, stop in spans:
+        if not length:
+            break
+        taken = min(length, stop - start)
+        length -= taken
+        # A row that goes on where the one before it ended stands right after it: one span, not two.
+        kept = (
+            [*kept[:-1], (kept[-1][0], start + taken)]
+            if kept and kept[-1][1] == start
+            else [*kept, (start, start + taken)]
+        )
+    return tuple(kept)
+
+
+# As nodes.
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    ids: Array
+    depth: int
+    path: tuple[int, ...]
+    """Numbers of the nodes above it, the root first."""
+
+    @property
+    def stop(self) -> int:
+        return self.depth + len(self.ids)
+
+
+def coarser(shared: Array) -> Array:
+    """Rows that stay together for a few tokens after others have left part from each other where those left."""
+    found = shared.copy()
+    for order in (range(len(found)), reversed(range(len(found)))):
+        partings: list[int] = []
+        for row in order:
+            while partings and partings[-1] > found[row]:
+                partings.pop()
+            if partings and partings[-1] and found[row] - partings[-1] < SHORT:
+                found[row] = partings[-1]
+            else:
+                partings.append(int(found[row]))
+    return found
+
+
+def as_nodes(rows: Sequence[Array], shared: Sequence[int]) -> Laid | None:
+    """None where the tree is too deep for it to pay."""
+    nodes: list[_Node] = []
+    paths: list[tuple[int, ...]] = []
+    path: tuple[int, ...] = ()
+    for ids, common, cuts in zip(rows, shared, _cuts([len(ids) for ids in rows], shared), strict=True):
+        path = tuple(number for number in path if nodes[number].stop <= common)
+        for start, stop in pairwise([common, *cuts, len(ids)]):
+            if stop > start:
+                nodes.append(_Node(ids[start:stop], start, path))
+                path = (*path, len(nodes) - 1)
+        paths.append(path)
+    if max(len(node.path) for node in nodes) > DEEPEST:
+        return None
+    read = {number for node in nodes for number in node.path}
+    level_by_level = sorted(range(len(nodes)), key=lambda n: (len(nodes[n].path), n not in read))
+    laid = _stand(nodes, paths, level_by_level)
+    return laid if _readers_stand_together(laid.segments) else _stand(nodes, paths, range(len(nodes)))
+
+
+def _cuts(lengths: Sequence[int], shared: Sequence[int]) -> list[list[int]]:
+    """Where later rows part from the tokens that each row has of its own."""
+    found: list[list[int]] = []
+    partings: list[int] = []
+    for length, common in zip(reversed(lengths), reversed(shared), strict=True):
+        found.append([place for place in partings if common < place < length])
+        while partings and partings[-1] >= common:
+            partings.pop()
+        partings.append(common)
+    return found[::-1]
+
+
+def _stand(nodes: Sequence[_Node], paths: Sequence[tuple[int, ...]], order: Sequence[int]) -> Laid:
+    ends = [0, *accumulate(len(nodes[number].ids) for number in order)]
+    spans = dict(zip(order, pairwise(ends), strict=True))
+    return Laid(
+        [Segment(*spans[number], tuple(spans[above] for above in nodes[number].path)) for number in order],
+        np.concatenate([nodes[number].ids for number in order]),
+        np.concatenate([np.arange(nodes[number].depth, nodes[number].stop) for number in order]),
+        [np.concatenate([np.arange(*spans[number]) for number in path]) for path in paths],
+    )
+
+
+def _readers_stand_together(segments: Sequence[Segment]) -> bool:
+    for level in range(max(len(segment.path) for segment in segments)):
+        read = [span for span, _ in groupby(s.path[level] for s in segments if len(s.path) > level)]
+        if len(set(read)) < len(read):
+            return False
+    return True

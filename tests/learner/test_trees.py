@@ -1,0 +1,107 @@
+"""Rows as nodes: cut where rows part, read whole, side by side where the tree is simple."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolwise.learner import trees
+from toolwise.learner.branches import parts_of
+from toolwise.learner.trees import Array, Laid, as_nodes, coarser, in_turn
+
+ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=9)
+
+
+def ordered(rows: list[list[int]]) -> tuple[list[Array], list[int]]:
+    """In lexicographic order, and what each shares with the one before it."""
+
+    def common(a: list[int], b: list[int]) -> int:
+        return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+    rows = sorted(rows)
+    return [np.array(row) for row in rows], [0, *(common(a, b) for a, b in pairwise(rows))]
+
+
+def spans(laid: Laid) -> list[tuple[int, int]]:
+    return [(segment.start, segment.stop) for segment in laid.segments]
+
+
+@given(ROWS)
+def test_each_row_stands_there_whole_and_nothing_twice(rows: list[list[int]]) -> None:
+    arrays, shared = ordered(rows)
+    laid = as_nodes(arrays, shared)
+    if laid is None:
+        return
+    for ids, places in zip(arrays, laid.places, strict=True):
+        assert laid.ids[places].tolist() == ids.tolist()
+        assert laid.positions[places].tolist() == list(range(len(ids)))
+    assert len(laid.ids) == len(in_turn(arrays, shared).ids)
+    assert [stop for _, stop in spans(laid)][:-1] == [start for start, _ in spans(laid)][1:]
+
+
+@given(ROWS)
+def test_whoever_reads_a_segment_reads_all_of_it_and_together(rows: list[list[int]]) -> None:
+    laid = as_nodes(*ordered(rows))
+    if laid is None:
+        return
+    assert {span for segment in laid.segments for span in segment.path} <= set(spans(laid))
+    assert all(part.once for part in parts_of(laid.segments, "cpu")[1:])
+
+
+def test_prompts_stand_before_all_replies_so_that_nothing_need_be_gathered() -> None:
+    rows = [[1, 1, 1, 5, 5], [1, 1, 1, 6], [1, 1, 1, 7, 7], [2, 2, 5], [2, 2, 6], [3, 3, 3]]
+    laid = as_nodes(*ordered(rows))
+    assert laid is not None
+    assert laid.ids.tolist() == [1, 1, 1, 2, 2, 3, 3, 3, 5, 5, 6, 7, 7, 5, 6]
+    _, shared = parts_of(laid.segments, "cpu")
+    assert (shared.keys, shared.queries) == (slice(0, 5), slice(8, 15))
+    assert shared.key_ends.tolist() == [0, 3, 5]
+    assert shared.query_ends.tolist() == [0, 5, 7]
+
+
+def test_so_do_a_system_prompt_prompts_and_replies() -> None:
+    rows = [[9, 9, *prompt, reply] for prompt in ([1, 1], [2, 2]) for reply in (5, 6, 7)]
+    laid = as_nodes(*ordered(rows))
+    assert laid is not None
+    assert laid.ids.tolist() == [9, 9, 1, 1, 2, 2, 5, 6, 7, 5, 6, 7]
+    _, system, prompts = parts_of(laid.segments, "cpu")
+    assert (system.keys, system.queries) == (slice(0, 2), slice(2, 12))
+    assert (prompts.keys, prompts.queries) == (slice(2, 6), slice(6, 12))
+
+
+def test_two_of_those_trees_stand_one_after_the_other() -> None:
+    rows = [[first, first, *prompt, reply] for first in (8, 9) for prompt in ([1, 1], [2, 2]) for reply in (5, 6)]
+    laid = as_nodes(*ordered(rows))
+    assert laid is not None
+    assert laid.ids.tolist() == [8, 8, 1, 1, 5, 6, 2, 2, 5, 6, 9, 9, 1, 1, 5, 6, 2, 2, 5, 6]
+
+
+def test_a_deep_tree_is_left_as_it_is() -> None:
+    chain = [[1] * depth + [2] for depth in range(1, 7)]
+    assert as_nodes(*ordered(chain)) is None
+
+
+@pytest.mark.parametrize(
+    ("shared", "wanted"),
+    [
+        ([0, 1024, 1027, 1024, 1055], [0, 1024, 1024, 1024, 1024]),
+        ([0, 1027, 1024], [0, 1024, 1024]),
+        ([0, 200, 1000, 1003, 200, 900, 910], [0, 200, 1000, 1000, 200, 900, 900]),
+        ([0, 1024, 1056], [0, 1024, 1056]),
+        ([0, 5, 0, 7], [0, 5, 0, 7]),
+    ],
+)
+def test_rows_part_where_others_parted_a_few_tokens_before(shared: list[int], wanted: list[int]) -> None:
+    assert coarser(np.array(shared)).tolist() == wanted
+
+
+@given(st.lists(st.integers(0, 200), max_size=30))
+def test_partings_move_by_less_than_a_short_run_and_never_to_nothing(shared: list[int]) -> None:
+    found = coarser(np.array(shared, dtype=np.int64)).tolist()
+    for before, after in zip(shared, found, strict=True):
+        assert before - 2 * trees.SHORT < after <= before
+        assert (after == 0) == (before == 0)

@@ -173,7 +173,7 @@ def groups(shape: str, tail: int) -> None:
         engine = Engine(model, memory_mb=40_000, prefix_cache=cache)
         ask(engine, asked, NEW)
         times = []
-        for attempt in range(3):
+        for attempt in range(5):
             engine.weights_changed(2 * attempt)
             first = ask(engine, asked, 1)
             engine.weights_changed(2 * attempt + 1)
@@ -182,8 +182,10 @@ def groups(shape: str, tail: int) -> None:
         engine.drop_cache()
         prefill, whole = found[name]
         than = found["nothing"]
+        kind = "tails" if tail else "groups"
         print(
-            f"{shape:6}  {'tails' if tail else 'groups'}, shared: {name:12}  first tokens {prefill:.3f} s ({than[0] / prefill:.2f} x)  "
+            f"{shape:6}  {kind:6}, shared: {name:12}  first tokens {prefill:.3f} s "
+            f"({than[0] / prefill:.2f} x)  "
             f"all {whole:.3f} s ({than[1] / whole:.2f} x)  {GROUPS * SIZE * NEW / whole:9,.0f} tokens/s",
             flush=True,
         )

@@ -28,7 +28,7 @@ import toolwise
 from toolwise.learner import forward
 from toolwise.learner.forward import hidden_states, token_logprobs
 from toolwise.learner.fused import fused_parts
-from toolwise.learner.packing import Packed, pack
+from toolwise.learner.packing import Packed, micro_batches, pack
 
 SHAPES: dict[str, dict[str, Any]] = {
     "135m": {
@@ -108,7 +108,6 @@ class Measured:
     """One pass over all rows, or as much of it as the time allowed."""
 
     seconds: float = 0.0
-    packing_s: float = 0.0
     computed: int = 0
     sampled: int = 0
     predicting: int = 0
@@ -124,11 +123,9 @@ def run_once(
     model.zero_grad(set_to_none=True)
     found, losses = Measured(), []
     began = now(options.device)
-    batches = pack(rows, options.max_tokens, share_prefixes=share, device=options.device)
-    found.packing_s = now(options.device) - began
-    count = sum(packed.S for packed in batches)
-    for packed in batches:
-        if now(options.device) > deadline:
+    count = sum(sum(row.sampled) for row in rows)
+    for packed in micro_batches(rows, options.max_tokens, share_prefixes=share, device=options.device):
+        if time.perf_counter() > deadline:
             found.timed_out = True
             break
         hidden = hidden_states(model, packed)

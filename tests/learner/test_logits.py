@@ -92,4 +92,6 @@ def test_the_kernels_say_what_plain_torch_says(dtype: torch.dtype, peak: float) 
     torch.testing.assert_close(entropy, its_entropy, rtol=1e-4, atol=1e-4)
     near = 1e-4 if dtype == torch.float32 else 2e-2
     assert float((grad - its_grad).norm() / its_grad.norm()) < near
-    torch.testing.assert_close(grad[of, targets], its_grad[of, targets], rtol=near, atol=near * 1e-2)
+    # 1 − p of a nearly certain token is what the rounding of x and of its log-sum-exp, two numbers in fp32, leaves.
+    rounding = 2 * torch.finfo(torch.float32).eps * float(logits.abs().max() / 0.7) * 2 * float(weights.abs().max())
+    torch.testing.assert_close(grad[of, targets], its_grad[of, targets], rtol=near, atol=rounding)

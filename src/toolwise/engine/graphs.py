@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from toolwise.engine.runner import padded_tables
 from toolwise.engine.sharing import Shared, shared_groups
 from toolwise.kernels import kernel
 from toolwise.kernels.llama import FusedDecoder, PagedCache, Prefixes
+from toolwise.kernels.sending import send
 
 MOST_STEPS = 128
 """Of one load: what the device is told takes the CPU as long as several steps take the device."""
@@ -85,6 +87,7 @@ class AheadDecoder:
         self.rows = rows
         self._state = _State.of(rows, columns, self.device)
         self._sample = kernel("sample", self.device)
+        self._send = partial(send, device=self.device)
         self.shapes: set[Shape] = set()
         self._graphs: dict[Shape, Any] = {}
         self._pool: Any = None
@@ -193,7 +196,7 @@ class AheadDecoder:
             prefix[list(group.members)] = group.blocks
         self._load_rows(requests, prefix * self.block_size, shape[0])
         own = padded_tables([table[p:] for table, p in zip(tables, prefix, strict=True)])
-        self._state.tables[: len(own), : own.shape[1]].copy_(self._there(own))
+        self._state.tables[: len(own), : own.shape[1]].copy_(self._send(own))
         if groups:
             self._load_groups(tables, groups, shape)
         self._state.step.zero_()
@@ -218,13 +221,13 @@ class AheadDecoder:
         for row, request in enumerate(requests):
             stops = request.sampling.stop_token_ids
             packed[len(FIELDS) : len(FIELDS) + len(stops), row] = stops
-        there = self._there(packed)
+        there = self._send(packed)
         for place, name in enumerate(FIELDS):
             self._state.fields[name][:rows].copy_(there[place])
         self._state.stops[:rows].copy_(there[len(FIELDS) :].T)
         temperatures = np.ones(rows, dtype=np.float32)
         temperatures[:count] = [r.sampling.temperature for r in requests]
-        self._state.temperatures[:rows].copy_(self._there(temperatures))
+        self._state.temperatures[:rows].copy_(self._send(temperatures))
 
     def _load_groups(self, tables: Sequence[Sequence[int]], groups: Sequence[Shared], shape: Shape) -> None:
         """Rows that only pad the step are groups of one that share nothing."""
@@ -239,10 +242,10 @@ class AheadDecoder:
             prefixes[place, : group.blocks] = tables[group.members[0]][: group.blocks]
             lengths[place] = group.blocks * self.block_size
         s = self._state
-        s.prefix_tables[:count, :width].copy_(self._there(prefixes))
-        s.prefix_lengths[:count].copy_(self._there(lengths))
-        s.member_starts[: count + 1].copy_(self._there(starts.astype(np.int32)))
-        s.members[:rows].copy_(self._there(np.array([i for m in members for i in m], dtype=np.int32)))
+        s.prefix_tables[:count, :width].copy_(self._send(prefixes))
+        s.prefix_lengths[:count].copy_(self._send(lengths))
+        s.member_starts[: count + 1].copy_(self._send(starts.astype(np.int32)))
+        s.members[:rows].copy_(self._send(np.array([i for m in members for i in m], dtype=np.int32)))
 
     def _shape(self, count: int, groups: Sequence[Shared]) -> Shape:
         rows = min(self.rows, _padded(count))
@@ -250,12 +253,6 @@ class AheadDecoder:
             return rows, 0, 0
         wanted = len(groups) + rows - count
         return rows, min(rows, _padded(wanted)), _padded(max(len(group.members) for group in groups))
-
-    def _there(self, values: Any) -> Tensor:
-        found = torch.from_numpy(np.ascontiguousarray(values))
-        if self.device.type == "cuda":
-            found = found.pin_memory()
-        return found.to(self.device, non_blocking=True)
 
 
 def _padded(count: int) -> int:

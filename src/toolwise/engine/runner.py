@@ -20,6 +20,7 @@ from toolwise.engine.grouping import NEAR_BYTES, group_pieces, order
 from toolwise.engine.request import Request
 from toolwise.engine.scheduler import Plan
 from toolwise.errors import ModelError
+from toolwise.kernels.sending import send
 
 Pieces = Callable[[Request, int], Iterator[tuple[int, int]]]
 MOST_CPU_BYTES = 4 << 30
@@ -173,8 +174,7 @@ class Runner:
         return context
 
     def _tensor(self, values: Any) -> Tensor:
-        there = np.array(values, dtype=np.int64) if isinstance(values, list) else values
-        return torch.from_numpy(there).to(self.device, non_blocking=True)
+        return send(np.array(values, dtype=np.int64) if isinstance(values, list) else values, self.device)
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
         if self.device.type != "cpu":

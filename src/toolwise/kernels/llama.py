@@ -171,24 +171,22 @@ class FusedDecoder:
         block_tables: torch.Tensor,
         lengths: torch.Tensor,
         prefixes: Prefixes | None = None,
-        splits: int | None = None,
     ) -> torch.Tensor:
         """One new token a request: ids, positions, slots, lengths [B], these with the new token (tails' if shared)."""
         cos, sin = cache.cos[positions], cache.sin[positions]
 
         def attend(index: int, qkv: torch.Tensor) -> torch.Tensor:
-            keys, values = cache.keys[index], cache.values[index]
-            if self.on_gpu and prefixes is None:
-                new = self._new_tokens(index, qkv, cos, sin, slots)
-                return self.decode(
-                    qkv[:, : self.heads], keys, values, block_tables, lengths, self.scale, new=new, splits=splits
-                )
-            q = self._rope_and_store(index, qkv, cos, sin, cache, slots)
+            held = cache.keys[index], cache.values[index]
+            options: dict[str, Any] = {}
+            if self.on_gpu:  # rope and the cache write are part of the attention kernels
+                q, options = qkv[:, : self.heads], {"new": self._new_tokens(index, qkv, cos, sin, slots)}
+            else:
+                q = self._rope_and_store(index, qkv, cos, sin, cache, slots)
             if prefixes is None:
-                return self.decode(q, keys, values, block_tables, lengths, self.scale)
+                return self.decode(q, *held, block_tables, lengths, self.scale, **options)
             shared = (prefixes.tables, prefixes.lengths, prefixes.member_starts, prefixes.members)
             return self.shared_decode(
-                q, keys, values, *shared, prefixes.most_members, block_tables, lengths, self.scale
+                q, *held, *shared, prefixes.most_members, block_tables, lengths, self.scale, **options
             )
 
         return self.forward(ids, attend)

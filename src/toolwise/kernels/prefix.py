@@ -14,18 +14,31 @@ import torch
 import triton
 import triton.language as tl
 
-from toolwise.kernels.attention import LOG2_E, Tiles, attend, decode_into, finish, merge, packed, splits_for
+from toolwise.kernels.attention import (
+    LOG2_E,
+    NewTokens,
+    Tiles,
+    attend,
+    decode_into,
+    finish,
+    merge,
+    packed,
+    rotated,
+    splits_for,
+)
 
 MOST_ROWS = 64
 
 
 @triton.jit(do_not_specialize=["slots_in_all"])
 def _prefix(
-    q, k_cache, v_cache, tables, lengths, starts, members, out, lse, q_stride, table_stride, scale, slots_in_all,
+    q, k_cache, v_cache, tables, lengths, starts, members, out, lse, cos, sin, q_weight,
+    q_stride, table_stride, scale, eps, slots_in_all,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
-    KEYS: tl.constexpr, SPLITS: tl.constexpr,
+    KEYS: tl.constexpr, SPLITS: tl.constexpr, NEW: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Program (kv head, row tile × split, group): ROWS of the group's members × heads over one part of the prefix."""
+    """Program (kv head, row tile × split, group): ROWS of the group's members × heads over one part of the prefix. NEW:
+    the queries are rotated here."""
     kv_head, group = tl.program_id(0), tl.program_id(2)
     tile, split = tl.program_id(1) // SPLITS, tl.program_id(1) % SPLITS
     start = tl.load(starts + group)
@@ -35,7 +48,13 @@ def _prefix(
         real = row < count
         request = tl.load(members + start + row // GROUP, mask=real, other=0).to(tl.int64)
         heads = kv_head * GROUP + row % GROUP
-        mine = tl.load(q + (request * q_stride + heads * DIM)[:, None] + d[None, :], mask=real[:, None], other=0.0)
+        at = q + (request * q_stride + heads * DIM)[:, None]
+        if NEW:
+            sign = tl.where(d < DIM // 2, -1.0, 1.0)[None, :]
+            turn, lean = cos + (request * DIM)[:, None], sin + (request * DIM)[:, None]
+            mine = rotated(at, sign, turn, lean, q_weight, real[:, None], eps, DIM, NORM)
+        else:
+            mine = tl.load(at + d[None, :], mask=real[:, None], other=0.0)
         length = tl.load(lengths + group)
         share = tl.cdiv(tl.cdiv(length, KEYS), SPLITS) * KEYS
         first = split * share
@@ -65,8 +84,10 @@ def shared_prefix_decode(
     *,
     tiles: Tiles | None = None,
     tail_splits: int | None = None,
+    new: NewTokens | None = None,
 ) -> torch.Tensor:
-    """Attention of q[B, H, D], request b of group g over prefix g's keys and then its own tail's.
+    """Attention of q[B, H, D], request b of group g over prefix g's keys and then its own tail's; with `new`, also rope
+    and the cache write, as `paged_attention_decode` does them.
 
     Groups g = 0..G-1: blocks `prefix_tables[G, MAXP]`, `prefix_lengths[G]` keys, rows `members[starts[g]:starts[g+1]]`
     of the batch (int32). Every row of the batch must be a member once; one that shares nothing goes into a group whose
@@ -82,11 +103,14 @@ def shared_prefix_decode(
     tails = tail_splits or splits_for(batch * kv_heads, tail_tables.shape[1] * block, tiles)
     parts = torch.empty(batch, splits + tails, heads, dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(batch, splits + tails, heads, dtype=torch.float32, device=q.device)
+    n = new or NewTokens(q, q, q, q, tail_lengths)
     _prefix[(kv_heads, row_tiles * splits, groups)](
         q, k_cache, v_cache, prefix_tables, prefix_lengths, member_starts, members, parts, lse,
-        q.stride(0), prefix_tables.stride(0), scale * LOG2_E, splits + tails,
-        kv_heads, group, rows, dim, block, tiles.keys, splits, num_warps=tiles.warps, num_stages=tiles.stages,
+        n.cos, n.sin, q if n.q_weight is None else n.q_weight,
+        q.stride(0), prefix_tables.stride(0), scale * LOG2_E, n.eps, splits + tails,
+        kv_heads, group, rows, dim, block, tiles.keys, splits, new is not None, n.q_weight is not None,
+        num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
-    decode_into(q, k_cache, v_cache, tail_tables, tail_lengths, scale, parts, lse, splits, tails, tiles)
+    decode_into(q, k_cache, v_cache, tail_tables, tail_lengths, scale, parts, lse, splits, tails, tiles, new)
     out = torch.empty(batch, heads, dim, dtype=q.dtype, device=q.device) if out is None else out
     return merge(parts, lse, out)

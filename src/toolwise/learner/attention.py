@@ -11,8 +11,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
-from itertools import accumulate
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import embedding, scaled_dot_product_attention, softmax
 
 from toolwise.errors import ModelError
-from toolwise.learner.branches import MOST_PARTS, Part, attend_in_parts, parts_of
+from toolwise.learner.branches import MOST_PARTS, Part, attend_in_parts, ends_of, parts_of, places_of
 from toolwise.learner.trees import Segment
 
 NAME = "toolwise_tree"
@@ -33,12 +32,12 @@ QUERIES = 512
 class Layout:
     """Who sees whom, in the forms that the kernels want; made once for a micro-batch and used by all layers."""
 
+    segments: Sequence[Segment]
+    device: Any
     queries: list[int]
     """Length of each segment."""
     keys: list[int]
     """Length of each segment and its path."""
-    gathered: Tensor | None
-    """[sum of keys] where the keys of each segment stand; None when they stand in order already."""
     query_ends: Tensor
     key_ends: Tensor
     """Cumulative lengths from 0, int32."""
@@ -54,21 +53,25 @@ class Layout:
     def of(cls, segments: Sequence[Segment], device: Any, *, keep_gathered: bool = False) -> Layout:
         queries = [len(segment) for segment in segments]
         keys = [segment.depth + len(segment) for segment in segments]
-        gathered = None
-        if any(segment.path for segment in segments):
-            spans = [span for s in segments for span in (*s.path, (s.start, s.stop))]
-            gathered = torch.cat([torch.arange(*span) for span in spans]).to(device)
         deepest = max((len(segment.path) for segment in segments), default=0)
         in_parts = torch.device(device).type == "cuda" and 0 < deepest < MOST_PARTS
         return cls(
+            segments,
+            device,
             queries,
             keys,
-            gathered,
-            _ends(queries, device),
-            _ends(keys, device),
+            ends_of(queries, device),
+            ends_of(keys, device),
             parts_of(segments, device) if in_parts else None,
             keep_gathered,
         )
+
+    @cached_property
+    def gathered(self) -> Tensor | None:
+        """[sum of keys] where the keys of each segment stand; None when they stand in order already."""
+        if not any(segment.path for segment in self.segments):
+            return None
+        return places_of([span for s in self.segments for span in (*s.path, (s.start, s.stop))], self.device)
 
     def mask(self, queries: int, keys: int, window: int | None, like: Tensor) -> Tensor:
         """[queries, keys], 0 where a query sees a key and -inf where not; the last query sees the last key.
@@ -85,10 +88,6 @@ class Layout:
             self._masks[window, like.dtype] = like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
         skipped = furthest - (keys - queries)
         return self._masks[window, like.dtype][:queries, skipped : skipped + keys]
-
-
-def _ends(lengths: Sequence[int], device: Any) -> Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
 
 @contextmanager

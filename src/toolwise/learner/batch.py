@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from toolwise.errors import ToolwiseError
-from toolwise.learner.packing import Packed, pack
+from toolwise.learner.packing import Packed, micro_batches
 from toolwise.learner.rows import Row, build_rows
 from toolwise.types import AnnotatedRollout, CreditedRollout, ScoredRollout, StepData
 
@@ -85,7 +85,7 @@ class Batch:
         if not rows:
             return
         chosen = torch.tensor(list(rows), device=self.device)
-        parts = pack(
+        parts = micro_batches(
             [self.rows[number] for number in rows],
             cut.max_tokens,
             share_prefixes=cut.share_prefixes,

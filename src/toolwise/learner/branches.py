@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from toolwise.kernels import merge
+from toolwise.kernels.sending import send
 from toolwise.learner.trees import Segment, Span
 
 MOST_PARTS = 6
@@ -59,7 +61,7 @@ class Kernel(Protocol):
 
 def parts_of(segments: Sequence[Segment], device: Any) -> tuple[Part, ...]:
     """The segments themselves first, then the first span of every path, the second, ..."""
-    own = _ends([len(segment) for segment in segments], device)
+    own = ends_of([len(segment) for segment in segments], device)
     longest = max(map(len, segments))
     parts = [Part(None, None, own, own, (longest, longest))]
     for level in range(max(len(segment.path) for segment in segments)):
@@ -70,8 +72,8 @@ def parts_of(segments: Sequence[Segment], device: Any) -> tuple[Part, ...]:
             Part(
                 _places([who for who, _ in runs], device),
                 _places(asked, device),
-                _ends(queries, device),
-                _ends(keys, device),
+                ends_of(queries, device),
+                ends_of(keys, device),
                 (max(queries), max(keys)),
                 once=_apart(asked),
             )
@@ -102,11 +104,16 @@ def _apart(spans: Sequence[Span]) -> bool:
 def _places(spans: Sequence[Span], device: Any) -> Places:
     if all(one[1] == other[0] for one, other in pairwise(spans)):
         return slice(spans[0][0], spans[-1][1])
-    return torch.cat([torch.arange(*span) for span in spans]).to(device)
+    return places_of(spans, device)
 
 
-def _ends(lengths: Sequence[int], device: Any) -> Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+def places_of(spans: Sequence[Span], device: Any) -> Tensor:
+    return send(np.concatenate([np.arange(*span) for span in spans]), device)
+
+
+def ends_of(lengths: Sequence[int], device: Any) -> Tensor:
+    """Cumulative lengths from 0."""
+    return send(np.array([0, *accumulate(lengths)], dtype=np.int32), device)
 
 
 class Flash:

@@ -6,7 +6,7 @@ just before it. So a row adds one segment (its tokens from there on) and reads t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from toolwise.kernels.sending import send
 from toolwise.learner.trees import Array, Laid, Segment, Span, as_nodes, coarser, in_turn
 
 
@@ -67,23 +68,29 @@ class Packed:
         return int(self.source.shape[0])
 
 
-def pack(
+def pack(rows: Sequence[TokenRow], max_tokens: int, **options: Any) -> list[Packed]:
+    """All of `micro_batches`."""
+    return list(micro_batches(rows, max_tokens, **options))
+
+
+def micro_batches(
     rows: Sequence[TokenRow],
     max_tokens: int,
     *,
     share_prefixes: bool = True,
     device: Any = "cpu",
     nodes: bool | None = None,
-) -> list[Packed]:
+) -> Iterator[Packed]:
     """Micro-batches of at most `max_tokens` computed tokens each; a row that is longer has one to itself.
 
     Rows are cut apart where that makes the fewest tokens be computed twice. Rows without a sampled token that
     something predicts are in none of them. With `share_prefixes=False` every row is computed whole. `nodes` lays them
-    out for kernels that attend to what is shared (trees.py), as it is done on a GPU unasked.
+    out for kernels that attend to what is shared (trees.py), as it is done on a GPU unasked. Each is made when it is
+    asked for: a GPU computes the one before.
     """
     nodes = torch.device(device).type == "cuda" if nodes is None else nodes
     sampled = {i: at for i, row in enumerate(rows) if len(at := _sampled_at(row))}
-    ids = {i: np.asarray(rows[i].ids, dtype=np.int64) for i in sampled}
+    ids = {i: np.fromiter(rows[i].ids, np.int64, len(rows[i].ids)) for i in sampled}
     needed = {i: ids[i][: at[-1]] for i, at in sampled.items()}
     order = list(sampled)
     shared = np.zeros(len(order), dtype=np.int64)
@@ -93,17 +100,15 @@ def pack(
         shared[1:] = [_common(needed[a], needed[b]) for a, b in pairwise(order)]
         shared = coarser(shared) if nodes else shared
     lengths = np.array([len(needed[i]) for i in order], dtype=np.int64)
-    batches = []
     for start, stop in _cut(lengths, shared, max_tokens):
         these = [needed[i] for i in order[start:stop]], [0, *shared[start + 1 : stop].tolist()]
         laid = (as_nodes(*these) if nodes else None) or in_turn(*these)
-        batches.append(_packed(laid, [(i, ids[i], sampled[i]) for i in order[start:stop]], device))
-    return batches
+        yield _packed(laid, [(i, ids[i], sampled[i]) for i in order[start:stop]], device)
 
 
 def _sampled_at(row: TokenRow) -> Array:
     """Where a row's sampled tokens are. Nothing predicts the first token of all."""
-    at = np.flatnonzero(np.asarray(row.sampled, dtype=bool))
+    at = np.flatnonzero(np.frombuffer(bytes(row.sampled), dtype=bool))
     return at[at > 0].astype(np.int64)
 
 
@@ -149,7 +154,7 @@ def _packed(laid: Laid, rows: Sequence[tuple[int, Array, Array]], device: Any) -
     predictors, predicted_by, predicted = np.unique(source[order], return_inverse=True, return_counts=True)
 
     def tensor(values: Array) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(device)
+        return send(np.asarray(values, dtype=np.int64), device)
 
     return Packed(
         ids=tensor(laid.ids),

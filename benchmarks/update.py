@@ -43,6 +43,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 FORMS = {"stock": False, "flat": False, "shared": True}
 """Whether prompts are shared. "stock": flat, with transformers' own norms and activations also on a GPU."""
 
+COMPARED = ("flat", "shared")
+"""Whose gradients."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -188,7 +191,7 @@ def measure(model: Any, rows: list[Row], form: str, options: argparse.Namespace,
     known = Known.of(rows, options.device)
     forward.fused_parts = nullcontext if form == "stock" else fused_parts  # type: ignore[assignment]
     runs = [run_once(model, rows, known, options, FORMS[form], deadline)]
-    if not runs[0].timed_out:
+    if not runs[0].timed_out and form in COMPARED:
         with (gradients / form).open("wb") as file:
             for weight in model.parameters():
                 weight.grad.detach().float().cpu().numpy().tofile(file)
@@ -272,10 +275,9 @@ def compared(flat: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
 
 def gradient_gap(model: Any, gradients: Path) -> dict[str, Any]:
     """How far the two gradients are apart, relative to the whole, and for the weight where it is furthest."""
-    forms = ("flat", "shared")
-    if not all((gradients / form).exists() for form in forms):
+    if not all((gradients / form).exists() for form in COMPARED):
         return {}
-    flat, shared = (np.memmap(gradients / form, dtype=np.float32, mode="r") for form in forms)
+    flat, shared = (np.memmap(gradients / form, dtype=np.float32, mode="r") for form in COMPARED)
     at, gaps, sizes = 0, [], []
     for weight in model.parameters():
         here = slice(at, at := at + weight.numel())

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolwise.learner import trees
 from toolwise.learner.branches import parts_of
-from toolwise.learner.trees import Array, Laid, as_nodes, coarser, in_turn
+from toolwise.learner.trees import Array, Laid, as_nodes, in_turn, simpler
 
 ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=9)
 
@@ -90,18 +89,45 @@ def test_a_deep_tree_is_left_as_it_is() -> None:
     [
         ([0, 1024, 1027, 1024, 1055], [0, 1024, 1024, 1024, 1024]),
         ([0, 1027, 1024], [0, 1024, 1024]),
-        ([0, 200, 1000, 1003, 200, 900, 910], [0, 200, 1000, 1000, 200, 900, 900]),
+        ([0, 600, 1000, 1003, 600, 900, 910], [0, 600, 1000, 1000, 600, 900, 900]),
         ([0, 1024, 1056], [0, 1024, 1056]),
         ([0, 5, 0, 7], [0, 5, 0, 7]),
     ],
 )
 def test_rows_part_where_others_parted_a_few_tokens_before(shared: list[int], wanted: list[int]) -> None:
-    assert coarser(np.array(shared)).tolist() == wanted
+    assert simpler(np.array(shared), np.full(len(shared), 1060)).tolist() == wanted
+
+
+def groups(system: int, prompt: int, reply: int, count: int = 10, size: int = 4) -> tuple[list[int], list[int]]:
+    """What rows share, and their lengths, where all prompts begin with the same tokens."""
+    shared = [0, *([prompt] * (size - 1) + [system]) * count][:-1]
+    return shared, [prompt + reply] * (count * size)
+
+
+def test_a_short_system_prompt_is_computed_for_each_group() -> None:
+    shared, lengths = groups(system=100, prompt=1000, reply=200)
+    found = simpler(np.array(shared), np.array(lengths))
+    assert found.tolist() == [0 if common == 100 else common for common in shared]
+
+
+def test_a_long_one_once() -> None:
+    shared, lengths = groups(system=600, prompt=1000, reply=200)
+    assert simpler(np.array(shared), np.array(lengths)).tolist() == shared
+
+
+def test_a_level_below_one_that_stays_may_go() -> None:
+    inner, lengths = groups(system=4100, prompt=5000, reply=500, count=3)
+    shared = [*inner, 4000, *inner[1:]]
+    found = simpler(np.array(shared), np.array(lengths * 2))
+    assert found.tolist() == [4000 if common == 4100 else common for common in shared]
 
 
 @given(st.lists(st.integers(0, 200), max_size=30))
-def test_partings_move_by_less_than_a_short_run_and_never_to_nothing(shared: list[int]) -> None:
-    found = coarser(np.array(shared, dtype=np.int64)).tolist()
-    for before, after in zip(shared, found, strict=True):
-        assert before - 2 * trees.SHORT < after <= before
-        assert (after == 0) == (before == 0)
+def test_whoever_shares_something_shares_no_more_than_before(shared: list[int]) -> None:
+    shared[:1] = [0] * len(shared[:1])
+    found = simpler(np.array(shared, dtype=np.int64), np.full(len(shared), 201)).tolist()
+    assert all(after <= before for before, after in zip(shared, found, strict=True))
+
+
+def test_rows_that_all_share_a_prompt_keep_it_however_short() -> None:
+    assert simpler(np.array([0, 5, 5, 5]), np.full(4, 900)).tolist() == [0, 5, 5, 5]

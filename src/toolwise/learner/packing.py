@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from toolwise.kernels.sending import send
-from toolwise.learner.trees import Array, Laid, Segment, Span, as_nodes, coarser, in_turn
+from toolwise.learner.trees import Array, Laid, Segment, Span, as_nodes, in_turn, simpler
 
 
 class TokenRow(Protocol):
@@ -98,8 +98,8 @@ def micro_batches(
         # As big-endian bytes, which compare in one call and in the order of the numbers.
         order.sort(key=lambda i: needed[i].astype(">i8").tobytes())
         shared[1:] = [_common(needed[a], needed[b]) for a, b in pairwise(order)]
-        shared = coarser(shared) if nodes else shared
     lengths = np.array([len(needed[i]) for i in order], dtype=np.int64)
+    shared = simpler(shared, lengths) if nodes else shared
     for start, stop in _cut(lengths, shared, max_tokens):
         these = [needed[i] for i in order[start:stop]], [0, *shared[start + 1 : stop].tolist()]
         laid = (as_nodes(*these) if nodes else None) or in_turn(*these)

@@ -21,6 +21,8 @@ Span = tuple[int, int]
 Array = NDArray[np.int64]
 SHORT = 32
 """Tokens: computing so few twice takes less than a branch of their own."""
+WORTH_A_LEVEL = 0.15
+"""Share of the tokens that a level above others must save, since all who are below it attend to it apart."""
 DEEPEST = 3
 """Nodes above a node. Deeper trees stand in turn: each level would be a kernel call."""
 
@@ -107,7 +109,12 @@ class _Node:
         return self.depth + len(self.ids)
 
 
-def coarser(shared: Array) -> Array:
+def simpler(shared: Array, lengths: Array) -> Array:
+    """The same rows sharing less, where that is the faster: few branches, few levels."""
+    return _without_levels(_without_twigs(shared), lengths)
+
+
+def _without_twigs(shared: Array) -> Array:
     """Rows that stay together for a few tokens after others have left part from each other where those left."""
     found = shared.copy()
     for order in (range(len(found)), reversed(range(len(found)))):
@@ -119,6 +126,25 @@ def coarser(shared: Array) -> Array:
                 found[row] = partings[-1]
             else:
                 partings.append(int(found[row]))
+    return found
+
+
+def _without_levels(shared: Array, lengths: Array) -> Array:
+    """What all groups begin with, as with a system prompt, is computed for each of them where it is short."""
+    found = shared.copy()
+    roots = np.flatnonzero(found == 0).tolist()
+    within = [(start, stop, 0) for start, stop in pairwise([*roots, len(found)])]
+    while within:
+        start, stop, above = within.pop()
+        partings = found[start + 1 : stop]
+        if not len(partings) or partings.min() == partings.max():
+            continue
+        level = int(partings.min())
+        at = start + 1 + np.flatnonzero(partings == level)
+        computed = (lengths[start:stop] - found[start:stop]).sum() + found[start] - above
+        if (level - above) * len(at) < WORTH_A_LEVEL * computed:
+            found[at] = level = above
+        within += [(*rows, level) for rows in pairwise([start, *at.tolist(), stop])]
     return found
 
 

@@ -157,10 +157,10 @@ def packed(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
-def splits_for(programs: int, most_keys: int, tiles: Tiles) -> int:
+def splits_for(programs: int, most_keys: int, tiles: Tiles, wanted: int = PROGRAMS_WANTED) -> int:
     """A power of two of parts that fills the chip, none smaller than one tile of keys."""
     splits = 1
-    while programs * splits < PROGRAMS_WANTED and splits < MOST_SPLITS and splits * tiles.keys < most_keys:
+    while programs * splits < wanted and splits < MOST_SPLITS and splits * tiles.keys < most_keys:
         splits *= 2
     return splits
 

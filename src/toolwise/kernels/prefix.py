@@ -28,6 +28,8 @@ from toolwise.kernels.attention import (
 )
 
 MOST_ROWS = 64
+PROGRAMS_WANTED = 264
+"""Half of what a lone request's attention wants: each has more to compute, and every part is one more to merge."""
 
 
 @triton.jit(do_not_specialize=["slots_in_all"])
@@ -99,7 +101,7 @@ def shared_prefix_decode(
     groups, group = prefix_lengths.shape[0], heads // kv_heads
     rows = min(MOST_ROWS, max(16, triton.next_power_of_2(most_members * group)))
     row_tiles = triton.cdiv(most_members * group, rows)
-    splits = splits_for(groups * kv_heads * row_tiles, prefix_tables.shape[1] * block, tiles)
+    splits = splits_for(groups * kv_heads * row_tiles, prefix_tables.shape[1] * block, tiles, PROGRAMS_WANTED)
     tails = tail_splits or splits_for(batch * kv_heads, tail_tables.shape[1] * block, tiles)
     parts = torch.empty(batch, splits + tails, heads, dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(batch, splits + tails, heads, dtype=torch.float32, device=q.device)

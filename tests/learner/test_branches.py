@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import Tensor
 
 from toolwise.learner.attention import Layout, attend
 from toolwise.learner.branches import Flash, InParts, Part, parts_of
+from toolwise.learner.packing import pack
 from toolwise.learner.trees import Segment
 
 SIZE = 8
@@ -23,6 +26,15 @@ TREES = {
         Segment(19, 22, ((0, 2),)),
     ],
 }
+GROUPS = [[prompt] * 5 + [9, reply, reply] for prompt in (1, 2) for reply in (5, 6, 7)]
+SYSTEM = [[8] * 40 + [prompt] * 3 + [reply, 9] for prompt in (1, 2) for reply in (5, 6, 7)]
+FOREST = [[first, *row] for first in (3, 4) for row in SYSTEM] + [[7] * 6]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    ids: list[int]
+    sampled: list[bool]
 
 
 class Plain:
@@ -97,6 +109,20 @@ def test_parts_attend_and_learn_as_whole_rows_do(name: str, heads: tuple[int, in
 
     torch.testing.assert_close(out, whole, rtol=1e-10, atol=1e-10)
     for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("rows", [GROUPS, SYSTEM, FOREST])
+def test_so_do_the_parts_of_rows_laid_out_as_nodes(rows: list[list[int]]) -> None:
+    [packed] = pack([Tokens(row, [False] * 3 + [True] * (len(row) - 3)) for row in rows], 1000, nodes=True)
+    states = states_of(packed.T, 4, 2)
+    grad = torch.randn(packed.T, 4, SIZE, dtype=torch.float64)
+    out = InParts.apply(*states, parts_of(packed.segments, "cpu"), 0.3, Plain())
+    asked = [x.transpose(0, 1)[None] for x in states]
+    whole = attend(None, *asked, None, toolwise_layout=Layout.of(packed.segments, "cpu"), scaling=0.3)[0][0]
+    torch.testing.assert_close(out, whole, rtol=1e-10, atol=1e-10)
+    pairs = zip(torch.autograd.grad(out, states, grad), torch.autograd.grad(whole, states, grad), strict=True)
+    for one, other in pairs:
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 

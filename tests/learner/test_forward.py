@@ -148,11 +148,11 @@ def by_transformers(model: Any, rows: Sequence[Tokens], temperature: float, want
 
 
 def by_us(
-    model: Any, rows: Sequence[Tokens], temperature: float, wanted: Loss, *, budget: int = 10_000, share: bool = True
+    model: Any, rows: Sequence[Tokens], temperature: float, wanted: Loss, *, budget: int = 10_000, **how: bool
 ) -> dict[str, Any]:
     model.zero_grad()
     found: dict[str, dict[Any, Any]] = {"logprobs": {}, "entropy": {}}
-    for packed in pack(rows, budget, share_prefixes=share):
+    for packed in pack(rows, budget, **how):
         logprobs, entropy = token_logprobs(model, hidden_states(model, packed), packed, temperature, chunk_tokens=3)
         where = list(zip(packed.row.tolist(), packed.at.tolist(), strict=True))
         loss_of(where, logprobs, entropy, wanted).backward()
@@ -178,13 +178,20 @@ def assert_same(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float) 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=8, deadline=None)
-@given(rows=forests(), budget=st.integers(1, 40), share=st.booleans(), temperature=st.sampled_from([1.0, 0.7]))
+@given(
+    rows=forests(),
+    budget=st.integers(1, 40),
+    share=st.booleans(),
+    nodes=st.booleans(),
+    temperature=st.sampled_from([1.0, 0.7]),
+)
 def test_log_probs_and_gradients_are_those_of_plain_transformers(
-    family: str, rows: list[Tokens], budget: int, share: bool, temperature: float
+    family: str, rows: list[Tokens], budget: int, share: bool, nodes: bool, temperature: float
 ) -> None:
     wanted = credit(rows)
     if wanted:
-        ours = by_us(model_of(family), rows, temperature, wanted, budget=budget, share=share)
+        how = {"share_prefixes": share, "nodes": nodes}
+        ours = by_us(model_of(family), rows, temperature, wanted, budget=budget, **how)
         assert_same(ours, by_transformers(model_of(family), rows, temperature, wanted), 1e-5)
 
 
@@ -219,7 +226,7 @@ def test_in_single_precision_all_gradients_of_the_shipped_model_agree_to_five_di
         rows.append(Tokens(whole.ids[: len(whole.ids) - cut], whole.sampled[: len(whole.ids) - cut]))
         for at in range(whole.sampled.index(True), len(rows[-1].ids)):
             wanted[len(rows) - 1, at] = (logprobs[at] + rng.gauss(0, 0.2), rng.uniform(-2, 2))
-    flat = by_us(shipped(), rows, 1.0, wanted, share=False)
+    flat = by_us(shipped(), rows, 1.0, wanted, share_prefixes=False)
     assert_same(by_us(shipped(), rows, 1.0, wanted, budget=budget), flat, 1e-5)
     assert_same(flat, by_transformers(shipped(), rows, 1.0, wanted), 1e-5)
 
@@ -238,7 +245,7 @@ def long_rows() -> list[Tokens]:
 def test_long_rows_agree_too() -> None:
     rows = long_rows()
     wanted = credit(rows)
-    flat = by_us(shipped(), rows, 1.0, wanted, share=False)
+    flat = by_us(shipped(), rows, 1.0, wanted, share_prefixes=False)
     assert_same(by_us(shipped(), rows, 1.0, wanted), flat, 1e-5)
     assert_same(by_us(shipped(), rows, 1.0, wanted, budget=900), flat, 1e-5)
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolwise.learner.branches import parts_of
-from toolwise.learner.trees import Array, Laid, as_nodes, in_turn, simpler
+from toolwise.learner.trees import WORTH_A_LEVEL, Array, Laid, as_nodes, in_turn, sharing_less
 
 ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1, max_size=9)
 
@@ -95,7 +95,7 @@ def test_a_deep_tree_is_left_as_it_is() -> None:
     ],
 )
 def test_rows_part_where_others_parted_a_few_tokens_before(shared: list[int], wanted: list[int]) -> None:
-    assert simpler(np.array(shared), np.full(len(shared), 1060)).tolist() == wanted
+    assert sharing_less(np.array(shared), np.full(len(shared), 1060)).tolist() == wanted
 
 
 def groups(system: int, prompt: int, reply: int, count: int = 10, size: int = 4) -> tuple[list[int], list[int]]:
@@ -106,28 +106,43 @@ def groups(system: int, prompt: int, reply: int, count: int = 10, size: int = 4)
 
 def test_a_short_system_prompt_is_computed_for_each_group() -> None:
     shared, lengths = groups(system=100, prompt=1000, reply=200)
-    found = simpler(np.array(shared), np.array(lengths))
+    found = sharing_less(np.array(shared), np.array(lengths))
     assert found.tolist() == [0 if common == 100 else common for common in shared]
 
 
 def test_a_long_one_once() -> None:
     shared, lengths = groups(system=600, prompt=1000, reply=200)
-    assert simpler(np.array(shared), np.array(lengths)).tolist() == shared
+    assert sharing_less(np.array(shared), np.array(lengths)).tolist() == shared
 
 
 def test_a_level_below_one_that_stays_may_go() -> None:
     inner, lengths = groups(system=4100, prompt=5000, reply=500, count=3)
     shared = [*inner, 4000, *inner[1:]]
-    found = simpler(np.array(shared), np.array(lengths * 2))
+    found = sharing_less(np.array(shared), np.array(lengths * 2))
     assert found.tolist() == [4000 if common == 4100 else common for common in shared]
+
+
+@given(st.lists(st.integers(0, 200), max_size=30), st.integers(1, 90))
+def test_what_is_not_shared_any_more_is_bounded(shared: list[int], own: int) -> None:
+    shared[:1] = [0] * len(shared[:1])
+    before, lengths = np.array(shared, dtype=np.int64), np.array(shared, dtype=np.int64) + own
+    after = sharing_less(before, lengths)
+    assert (lengths - after).sum() <= (1 + WORTH_A_LEVEL) * (lengths - before).sum()
+
+
+def test_a_chain_of_turns_goes_on_sharing() -> None:
+    """Each level of it is small against all that hangs below; to drop each would compute everything many times."""
+    turns = np.arange(20)
+    shared, lengths = 200 * turns, 200 * (turns + 1) + 50
+    assert sharing_less(shared, lengths).tolist() == shared.tolist()
 
 
 @given(st.lists(st.integers(0, 200), max_size=30))
 def test_whoever_shares_something_shares_no_more_than_before(shared: list[int]) -> None:
     shared[:1] = [0] * len(shared[:1])
-    found = simpler(np.array(shared, dtype=np.int64), np.full(len(shared), 201)).tolist()
+    found = sharing_less(np.array(shared, dtype=np.int64), np.full(len(shared), 201)).tolist()
     assert all(after <= before for before, after in zip(shared, found, strict=True))
 
 
 def test_rows_that_all_share_a_prompt_keep_it_however_short() -> None:
-    assert simpler(np.array([0, 5, 5, 5]), np.full(4, 900)).tolist() == [0, 5, 5, 5]
+    assert sharing_less(np.array([0, 5, 5, 5]), np.full(4, 900)).tolist() == [0, 5, 5, 5]

@@ -1,7 +1,8 @@
 """Arithmetic in one pass over memory: paged attention, cache writes, norms, activation and sampling, for a GPU.
 
-Each name is a pure function over tensors. On a GPU it is a Triton kernel that needs no host synchronisation and can be
-captured in a CUDA graph; anywhere else it is plain torch (`reference`), the same formula in the same order of rounding.
+Each name is a function over tensors that writes its result and nothing else, but for the cache where it says so. On a
+GPU it is a Triton kernel that needs no host synchronisation and can be captured in a CUDA graph; anywhere else it is
+plain torch (`reference`), the same formula in the same order of rounding.
 """
 
 from __future__ import annotations

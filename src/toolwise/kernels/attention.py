@@ -19,6 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
+from toolwise.kernels.arriving import NewTokens
+
 LOG2_E = 1.4426950408889634
 PROGRAMS_WANTED = 528
 """Four for each of an H200's 132 multiprocessors: enough loads in flight to fill its memory bus."""
@@ -171,20 +173,6 @@ def merge(parts: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) -> torch.Te
     padded = triton.next_power_of_2(slots)
     _merge[(heads, batch)](parts, lse, out, heads, slots, padded, dim, num_warps=1 if padded <= 8 else 4)
     return out
-
-
-@dataclass(frozen=True)
-class NewTokens:
-    """What a decode step brings along when rope and the cache write are part of the attention kernel."""
-
-    k: torch.Tensor
-    v: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
-    slots: torch.Tensor
-    q_weight: torch.Tensor | None = None
-    k_weight: torch.Tensor | None = None
-    eps: float = 0.0
 
 
 def decode_into(

@@ -18,7 +18,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from toolwise.errors import PolicyError
-from toolwise.kernels import available, kernel
+from toolwise.kernels import kernel
+from toolwise.kernels.arriving import NewTokens
 
 FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 STEADY_ROPES = ("default", "linear", "llama3", "yarn")
@@ -138,7 +139,6 @@ class FusedDecoder:
         self.dim, self.scale, self.eps = attention.head_dim, attention.scaling, config.rms_norm_eps
         self.layers = [_layer(layer) for layer in model.model.layers]
         device = next(model.parameters()).device
-        self.on_gpu = available(device)
         self.rms_norm, self.add_rms_norm = kernel("rms_norm", device), kernel("add_rms_norm", device)
         self.silu_mul, self.rope_and_store = kernel("silu_mul", device), kernel("rope_and_store", device)
         self.decode: Callable[..., torch.Tensor] = kernel("paged_attention_decode", device)
@@ -177,16 +177,12 @@ class FusedDecoder:
 
         def attend(index: int, qkv: torch.Tensor) -> torch.Tensor:
             held = cache.keys[index], cache.values[index]
-            options: dict[str, Any] = {}
-            if self.on_gpu:  # rope and the cache write are part of the attention kernels
-                q, options = qkv[:, : self.heads], {"new": self._new_tokens(index, qkv, cos, sin, slots)}
-            else:
-                q = self._rope_and_store(index, qkv, cos, sin, cache, slots)
+            q, new = qkv[:, : self.heads], self._new_tokens(index, qkv, cos, sin, slots)
             if prefixes is None:
-                return self.decode(q, *held, block_tables, lengths, self.scale, **options)
+                return self.decode(q, *held, block_tables, lengths, self.scale, new=new)
             shared = (prefixes.tables, prefixes.lengths, prefixes.member_starts, prefixes.members)
             return self.shared_decode(
-                q, *held, *shared, prefixes.most_members, block_tables, lengths, self.scale, **options
+                q, *held, *shared, prefixes.most_members, block_tables, lengths, self.scale, new=new
             )
 
         return self.forward(ids, attend)
@@ -248,9 +244,7 @@ class FusedDecoder:
 
     def _new_tokens(
         self, index: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor
-    ) -> Any:
-        from toolwise.kernels.attention import NewTokens
-
+    ) -> NewTokens:
         _, k, v = self._parts(qkv)
         layer = self.layers[index]
         return NewTokens(k, v, cos, sin, slots, layer.q_norm, layer.k_norm, self.eps)

@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from toolwise.kernels.arriving import NewTokens
 from toolwise.kernels.attention import (
     LOG2_E,
-    NewTokens,
     Tiles,
     attend,
     decode_into,
@@ -28,7 +28,7 @@ from toolwise.kernels.attention import (
 )
 
 MOST_ROWS = 64
-PROGRAMS_WANTED = 264
+PREFIX_PROGRAMS = 264
 """Half of what a lone request's attention wants: each has more to compute, and every part is one more to merge."""
 
 
@@ -101,7 +101,7 @@ def shared_prefix_decode(
     groups, group = prefix_lengths.shape[0], heads // kv_heads
     rows = min(MOST_ROWS, max(16, triton.next_power_of_2(most_members * group)))
     row_tiles = triton.cdiv(most_members * group, rows)
-    splits = splits_for(groups * kv_heads * row_tiles, prefix_tables.shape[1] * block, tiles, PROGRAMS_WANTED)
+    splits = splits_for(groups * kv_heads * row_tiles, prefix_tables.shape[1] * block, tiles, PREFIX_PROGRAMS)
     tails = tail_splits or splits_for(batch * kv_heads, tail_tables.shape[1] * block, tiles)
     parts = torch.empty(batch, splits + tails, heads, dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(batch, splits + tails, heads, dtype=torch.float32, device=q.device)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from toolwise.kernels.arriving import NewTokens
+
 
 def gather(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
     """The first `length` keys (or values) of a block table, [length, KVH, D]."""
@@ -31,7 +33,10 @@ def paged_attention_decode(
     lengths: torch.Tensor,
     scale: float,
     out: torch.Tensor | None = None,
+    *,
+    new: NewTokens | None = None,
 ) -> torch.Tensor:
+    q = q if new is None else _arrived(q, new, k_cache, v_cache)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     for row, length in enumerate(lengths.tolist()):
         if length:
@@ -53,7 +58,10 @@ def shared_prefix_decode(
     tail_lengths: torch.Tensor,
     scale: float,
     out: torch.Tensor | None = None,
+    *,
+    new: NewTokens | None = None,
 ) -> torch.Tensor:
+    q = q if new is None else _arrived(q, new, k_cache, v_cache)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     starts, tails = member_starts.tolist(), tail_lengths.tolist()
     for group, length in enumerate(prefix_lengths.tolist()):
@@ -119,6 +127,16 @@ def rope_and_store(
         straight = x if weight is None else rms_norm(x, weight, eps)
         x.copy_(straight * cos[:, None] + _rotate_half(straight) * sin[:, None])
     store_kv(k, v, k_cache, v_cache, slots)
+
+
+def _arrived(q: torch.Tensor, new: NewTokens, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+    """The queries, rotated; and the new tokens are in the cache."""
+    q, k = q.clone(), new.k.clone()
+    rope_and_store(
+        q, k, new.v, new.cos, new.sin, k_cache, v_cache, new.slots,
+        q_weight=new.q_weight, k_weight=new.k_weight, eps=new.eps,
+    )  # fmt: skip
+    return q
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool = False) -> torch.Tensor:

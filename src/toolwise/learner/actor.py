@@ -17,7 +17,7 @@ from toolwise.learner.aggregation import token_weights
 from toolwise.learner.batch import Batch, build_batch, uncredited
 from toolwise.learner.canary import Canary, Evidence
 from toolwise.learner.critic import Critic
-from toolwise.learner.forward import hidden_states, token_logprobs
+from toolwise.learner.forward import hidden_states, reads_nodes, token_logprobs
 from toolwise.learner.kl import KlCoefficient, check_kl_loss, k3
 from toolwise.learner.lora import Adapters
 from toolwise.learner.mini_batches import mini_batches
@@ -179,7 +179,7 @@ class Actor:
         logprobs = torch.full((len(batch),), torch.nan, device=self.device)
         pull = torch.zeros(len(batch.names), device=self.device)
         sums = Sums(self.device)
-        for packed, places in batch.packed(rows, s.cut):
+        for packed, places in batch.packed(rows, s.cut, nodes=reads_nodes(self.model)):
             found, entropy = self._forward(self.model, packed)
             terms = policy_terms(s, self.kl.value, batch, places, found, entropy)
             weight = weights[places]
@@ -204,7 +204,8 @@ class Actor:
         self, model: Any, batch: Batch, rows: Sequence[int] | None = None, temperature: float | None = None
     ) -> Tensor:
         found = torch.zeros(len(batch), device=self.device)
-        for packed, places in batch.packed(batch.learnable() if rows is None else rows, self.settings.cut):
+        rows = batch.learnable() if rows is None else rows
+        for packed, places in batch.packed(rows, self.settings.cut, nodes=reads_nodes(model)):
             found[places] = self._forward(model, packed, temperature)[0]
         return found
 

@@ -80,7 +80,7 @@ class Batch:
         chosen[list(rows)] = True
         return torch.nonzero(chosen[self.row] & self.predicted).squeeze(-1)
 
-    def packed(self, rows: Sequence[int], cut: Cut) -> Iterator[tuple[Packed, Tensor]]:
+    def packed(self, rows: Sequence[int], cut: Cut, *, nodes: bool = False) -> Iterator[tuple[Packed, Tensor]]:
         """These rows in micro-batches, each with the places that its sampled tokens have in the columns."""
         if not rows:
             return
@@ -90,6 +90,7 @@ class Batch:
             cut.max_tokens,
             share_prefixes=cut.share_prefixes,
             device=self.device,
+            nodes=nodes,
         )
         for part in parts:
             yield part, self.rank[self.begins[chosen[part.row]] + part.at]

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from toolwise.learner.batch import Cut
-from toolwise.learner.forward import can_share_prefixes, hidden_states, token_logprobs
-from toolwise.learner.packing import pack
+from toolwise.learner.forward import can_share_prefixes, hidden_states, reads_nodes, token_logprobs
+from toolwise.learner.packing import micro_batches
 from toolwise.thinking.models import Contexts, TokenScores
 
 
@@ -42,7 +42,8 @@ class ContinuationScorer:
         found = [np.zeros((2, len(row.ids)), np.float32) for row in rows]
         device = next(self.model.parameters()).device
         share = self.cut.share_prefixes and can_share_prefixes(self.model)
-        for packed in pack(rows, self.cut.max_tokens, share_prefixes=share, device=device):
+        nodes = reads_nodes(self.model)
+        for packed in micro_batches(rows, self.cut.max_tokens, share_prefixes=share, device=device, nodes=nodes):
             hidden = hidden_states(self.model, packed)
             logprobs, entropies = token_logprobs(
                 self.model, hidden, packed, temperature, chunk_tokens=self.cut.chunk_tokens

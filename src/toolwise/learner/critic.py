@@ -16,7 +16,7 @@ from toolwise.errors import CheckpointError, ToolwiseError
 from toolwise.learner import ranks
 from toolwise.learner.aggregation import token_weights
 from toolwise.learner.batch import Batch, Cut
-from toolwise.learner.forward import hidden_states
+from toolwise.learner.forward import hidden_states, reads_nodes
 from toolwise.learner.losses import clipped_value_loss
 from toolwise.learner.mini_batches import mini_batches
 from toolwise.learner.optimizer import Optimizer, OptimizerSettings
@@ -54,7 +54,7 @@ class Critic:
     def values(self, batch: Batch) -> Tensor:
         """One for each sampled token of the batch, before it is drawn."""
         found = torch.zeros(len(batch), device=batch.device)
-        for packed, places in batch.packed(batch.learnable(), self.settings.cut):
+        for packed, places in batch.packed(batch.learnable(), self.settings.cut, nodes=reads_nodes(self.model)):
             found[places] = self._values(packed)
         return found
 
@@ -98,7 +98,7 @@ class Critic:
         weights = torch.zeros(len(batch), device=batch.device)
         weights[tokens] = token_weights("token", batch.step[tokens], batch.rollout[tokens])
         sums = torch.zeros(2, device=batch.device)
-        for packed, places in batch.packed(rows, self.settings.cut):
+        for packed, places in batch.packed(rows, self.settings.cut, nodes=reads_nodes(self.model)):
             values, weight = self._values(packed), weights[places]
             losses, clipped = clipped_value_loss(
                 values, batch.values[places], batch.returns[places], clip=self.settings.value_clip

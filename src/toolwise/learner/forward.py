@@ -35,6 +35,15 @@ def can_share_prefixes(model: Any) -> bool:
     return plain and not sinks and bool(getattr(trunk, "_supports_attention_backend", False))
 
 
+def reads_nodes(model: Any) -> bool:
+    """Whether its attention reads what rows share where it stands (branches.py), so that they are best laid out for
+    that: full layers, in half precision, on a GPU."""
+    config, weight = model.get_decoder().config, next(model.parameters())
+    full = "full_attention" in (getattr(config, "layer_types", None) or ("full_attention",))
+    plain = not getattr(config, "attn_logit_softcapping", None)
+    return bool(full and plain and weight.is_cuda and weight.dtype.itemsize == 2 and can_share_prefixes(model))
+
+
 def hidden_states(model: Any, packed: Packed) -> Tensor:
     """[T, d]: what the trunk of a causal language model makes of each token, ready for its head."""
     trunk = model.get_decoder()

@@ -1,7 +1,7 @@
 """Rows packed into micro-batches without padding, and what rows have in common computed once.
 
 Rows in lexicographic order are a tree laid flat: all that a row shares with any row before it, it shares with the one
-just before it. So a row adds one segment (its tokens from there on) and reads the rest where it already stands.
+just before it. So a row adds its tokens from there on, and reads the rest where it already stands (trees.py).
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from toolwise.kernels.sending import send
-from toolwise.learner.trees import Array, Laid, Segment, Span, as_nodes, in_turn, simpler
+from toolwise.learner.trees import Array, Laid, Segment, Span, as_nodes, in_turn, sharing_less
 
 
 class TokenRow(Protocol):
@@ -68,9 +67,16 @@ class Packed:
         return int(self.source.shape[0])
 
 
-def pack(rows: Sequence[TokenRow], max_tokens: int, **options: Any) -> list[Packed]:
+def pack(
+    rows: Sequence[TokenRow],
+    max_tokens: int,
+    *,
+    share_prefixes: bool = True,
+    device: Any = "cpu",
+    nodes: bool = False,
+) -> list[Packed]:
     """All of `micro_batches`."""
-    return list(micro_batches(rows, max_tokens, **options))
+    return list(micro_batches(rows, max_tokens, share_prefixes=share_prefixes, device=device, nodes=nodes))
 
 
 def micro_batches(
@@ -79,16 +85,15 @@ def micro_batches(
     *,
     share_prefixes: bool = True,
     device: Any = "cpu",
-    nodes: bool | None = None,
+    nodes: bool = False,
 ) -> Iterator[Packed]:
     """Micro-batches of at most `max_tokens` computed tokens each; a row that is longer has one to itself.
 
     Rows are cut apart where that makes the fewest tokens be computed twice. Rows without a sampled token that
     something predicts are in none of them. With `share_prefixes=False` every row is computed whole. `nodes` lays them
-    out for kernels that attend to what is shared (trees.py), as it is done on a GPU unasked. Each is made when it is
-    asked for: a GPU computes the one before.
+    out for kernels that attend to what is shared where it stands (`forward.reads_nodes`). Each is made when it is asked
+    for: a GPU computes the one before.
     """
-    nodes = torch.device(device).type == "cuda" if nodes is None else nodes
     sampled = {i: at for i, row in enumerate(rows) if len(at := _sampled_at(row))}
     ids = {i: np.fromiter(rows[i].ids, np.int64, len(rows[i].ids)) for i in sampled}
     needed = {i: ids[i][: at[-1]] for i, at in sampled.items()}
@@ -99,7 +104,7 @@ def micro_batches(
         order.sort(key=lambda i: needed[i].astype(">i8").tobytes())
         shared[1:] = [_common(needed[a], needed[b]) for a, b in pairwise(order)]
     lengths = np.array([len(needed[i]) for i in order], dtype=np.int64)
-    shared = simpler(shared, lengths) if nodes else shared
+    shared = sharing_less(shared, lengths) if nodes else shared
     for start, stop in _cut(lengths, shared, max_tokens):
         these = [needed[i] for i in order[start:stop]], [0, *shared[start + 1 : stop].tolist()]
         laid = (as_nodes(*these) if nodes else None) or in_turn(*these)
@@ -108,7 +113,8 @@ def micro_batches(
 
 def _sampled_at(row: TokenRow) -> Array:
     """Where a row's sampled tokens are. Nothing predicts the first token of all."""
-    at = np.flatnonzero(np.frombuffer(bytes(row.sampled), dtype=bool))
+    sampled = row.sampled  # of a list through bytes, which takes a third of the time
+    at = np.flatnonzero(np.frombuffer(bytes(sampled), bool) if isinstance(sampled, list) else np.asarray(sampled, bool))
     return at[at > 0].astype(np.int64)
 
 

@@ -24,7 +24,7 @@ SHORT = 32
 WORTH_A_LEVEL = 0.15
 """Share of the tokens that a level above others must save, since all who are below it attend to it apart."""
 DEEPEST = 3
-"""Nodes above a node. Deeper trees stand in turn: each level would be a kernel call."""
+"""Nodes above a node. Deeper trees stand in turn: each level would be a kernel call (`branches.MOST_PARTS`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +109,22 @@ class _Node:
         return self.depth + len(self.ids)
 
 
-def simpler(shared: Array, lengths: Array) -> Array:
-    """The same rows sharing less, where that is the faster: few branches, few levels."""
-    return _without_levels(_without_twigs(shared), lengths)
+def sharing_less(shared: Array, lengths: Array) -> Array:
+    """How much each row is to share with the one before it where few branches and few levels are the faster.
+
+    Tree by tree, and never at the price of more tokens than a level is worth: in a chain, as of turns whose thoughts
+    are left out of what follows, each level is small and all of them are everything.
+    """
+    found = shared.copy()
+    roots = np.flatnonzero(shared == 0).tolist()
+    for tree in (slice(*ends) for ends in pairwise([*roots, len(shared)])):
+        most = (1 + WORTH_A_LEVEL) * (lengths[tree] - shared[tree]).sum()
+        trimmed = _without_twigs(shared[tree])
+        for less in (_without_levels(trimmed, lengths[tree]), trimmed):
+            if (lengths[tree] - less).sum() <= most:
+                found[tree] = less
+                break
+    return found
 
 
 def _without_twigs(shared: Array) -> Array:
@@ -130,10 +143,13 @@ def _without_twigs(shared: Array) -> Array:
 
 
 def _without_levels(shared: Array, lengths: Array) -> Array:
-    """What all groups begin with, as with a system prompt, is computed for each of them where it is short."""
+    """Of one tree: what all groups begin with, as with a system prompt, is computed for each where it is short.
+
+    0 1000 1000 | 100 1000 1000    two groups that share 100 tokens; 1000 within each
+    0 1000 1000 |   0 1000 1000    the level that began at 100 is gone: two trees
+    """
     found = shared.copy()
-    roots = np.flatnonzero(found == 0).tolist()
-    within = [(start, stop, 0) for start, stop in pairwise([*roots, len(found)])]
+    within = [(0, len(found), 0)]
     while within:
         start, stop, above = within.pop()
         partings = found[start + 1 : stop]
@@ -169,7 +185,11 @@ def as_nodes(rows: Sequence[Array], shared: Sequence[int]) -> Laid | None:
 
 
 def _cuts(lengths: Sequence[int], shared: Sequence[int]) -> list[list[int]]:
-    """Where later rows part from the tokens that each row has of its own."""
+    """Where later rows part from the tokens that each row has of its own.
+
+    Three rows of 9 tokens, of which the second shares 5 with the first and the third 3 with the second: the first is
+    cut at 3 and 5, the second, whose own tokens begin at 5, nowhere.
+    """
     found: list[list[int]] = []
     partings: list[int] = []
     for length, common in zip(reversed(lengths), reversed(shared), strict=True):

@@ -75,23 +75,33 @@ class Draws:
         return values[self.seeds].mean(1)
 
 
+def whole(records: dict[str, Record]) -> list[str]:
+    """Arms of which every seed was made. The others are not compared, and `section` names them."""
+    arms = [name for name in ARMS if all(f"paired-{name}-{seed}" in records for seed in SEEDS)]
+    if missing := {"grpo", "price", "shuffled"} - set(arms):
+        raise SystemExit(f"paired runs of {', '.join(sorted(missing))} are missing, which all else is compared with")
+    return arms
+
+
 def figures(records: dict[str, Record]) -> dict[str, Any]:
     rates = best_rates(records)  # none where one rate was given for all
+    arms = whole(records)
     return {
-        "rates": rates or {name: _paired(records, name)[0].job.lr for name in ARMS},
+        "rates": rates or {name: _paired(records, name)[0].job.lr for name in arms},
+        "left_out": [name for name in ARMS if name not in arms],
         "sweep": {name: {f"{lr:g}": mean_worth(records, name, lr) for lr in RATES} for name in rates or ()},
-        "seconds": {name: mean(r.seconds for r in _paired(records, name)) for name in ARMS},
+        "seconds": {name: mean(r.seconds for r in _paired(records, name)) for name in arms},
         "after": {str(after): figures_at(records, after) for after in EVALUATED},
     }
 
 
 def figures_at(records: dict[str, Record], after: int) -> dict[str, Any]:
     """Of the evaluation after so many steps."""
-    arms = {name: Arm([r.at(after) for r in _paired(records, name)]) for name in ARMS}
+    arms = {name: Arm([r.at(after) for r in _paired(records, name)]) for name in whole(records)}
     draws = Draws(*arms["grpo"].success.shape)
     success = {name: draws.means(arm.success) for name, arm in arms.items()}
     tokens = {name: draws.means(arm.tokens, arm.steps) for name, arm in arms.items()}
-    best = best_form({n: (success[n][0], tokens[n][0]) for n in FORMS}, tokens["grpo"][0])
+    best = best_form({n: (success[n][0], tokens[n][0]) for n in FORMS if n in arms}, tokens["grpo"][0])
     found: dict[str, Any] = {"arms": {}, "best": best, "differences": {}}
     for name, arm in arms.items():
         deep = {kind: arm.levels[kind][:, 3] / arm.levels[kind].sum(1).clip(1) for kind in ("easy", "hard")}
@@ -109,7 +119,7 @@ def figures_at(records: dict[str, Record], after: int) -> dict[str, Any]:
             "format_valid": arm.valid,
             "lambda": mean(r.lines[after - 1].get("thinking/lambda", 0.0) for r in own),
         }
-    for name in ARMS:
+    for name in arms:
         for other in ("grpo", "price", "shuffled"):
             if name != other:
                 found["differences"][f"{name} - {other}"] = {
@@ -160,6 +170,8 @@ def section(found: dict[str, Any]) -> str:
     ]
     for after, at in found["after"].items():
         lines += ["", f"**After {after} steps** ({int(after) * TASKS * ROLLOUTS:,} rollouts):", "", *_tables(at)]
+    if found["left_out"]:
+        lines += ["", f"Not all seeds were made of: {', '.join(ARMS[name].title for name in found['left_out'])}."]
     if not found["sweep"]:
         return "\n".join(lines)
     lines += [
@@ -189,7 +201,7 @@ def _tables(found: dict[str, Any]) -> list[str]:
             f"| {arm['easy'][0]:.0%} / {arm['hard'][0]:.0%} | {arm['right_on_hard']:.0%} | {arm['lambda']:.3f} |"
         )
     lines += ["", "| paired differences | success | thinking tokens saved |", "|---|---|---|"]
-    for name in (*FORMS, "w0", "shuffled", "price", "gigpo"):
+    for name in (n for n in (*FORMS, "w0", "shuffled", "price", "gigpo") if n in found["arms"]):
         for other in ("grpo", "price", "shuffled") if name in FORMS else ("grpo",):
             pair = found["differences"][f"{name} - {other}"]
             lines.append(
@@ -230,7 +242,8 @@ def draw(records: dict[str, Record], found: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(14, 4.6), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     success, tokens, ends = figure.subplots(1, 3)
-    for name, arm in ARMS.items():
+    for name in whole(records):
+        arm = ARMS[name]
         runs = [records[f"paired-{name}-{seed}"].lines for seed in SEEDS]
         for axis, key in ((success, "success"), (tokens, "thinking/tokens_per_step")):
             values = _smooth(np.mean([[line[key] for line in run] for run in runs], axis=0))

@@ -125,3 +125,15 @@ def test_to_beat_is_to_be_better_in_one_and_no_worse_in_the_other() -> None:
     assert not report._beats(pair(0.3, -0.2))
     assert not report._beats(pair(-0.1, 0.5))
     assert not report._beats(pair(0.005, 0.005))
+
+
+def test_an_arm_that_lacks_a_seed_is_named_and_not_compared() -> None:
+    found = whole()
+    del found["paired-w0-3"]
+    told = report.figures(found)
+    assert told["left_out"] == ["w0"]
+    assert "w0" not in told["after"]["60"]["arms"]
+    assert f"Not all seeds were made of: {compare.ARMS['w0'].title}." in report.section(told)
+    del found["paired-price-0"]
+    with pytest.raises(SystemExit, match="price"):
+        report.figures(found)

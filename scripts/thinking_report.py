@@ -253,10 +253,12 @@ def draw(records: dict[str, Record], found: dict[str, Any], path: Path) -> None:
         ends.scatter(end["tokens"]["value"], end["success"]["value"], color=COLOURS[name], s=70, label=arm.title)
     for axis in (tokens, ends):
         (axis.axhline if axis is tokens else axis.axvline)(LIMIT, color="#1f2933", linewidth=0.8, linestyle=":")
-    success.set(xlabel="step", ylabel="success of the training rollouts", ylim=(0, 1), title="Success")
+    success.set(xlabel="step", ylabel="success of the training rollouts", ylim=(0, 1.02), title="Success")
     tokens.set(xlabel="step", ylabel="thinking tokens a step", title="Thought; dotted: the budget")
-    ends.set(xlabel="thinking tokens a step", ylabel="success", ylim=(0, 1), title="Held-out houses; small: a seed")
-    ends.legend(frameon=False, fontsize=8, loc="lower right")
+    ends.set(xlabel="thinking tokens a step", ylabel="success", title="Held-out houses; small: a seed")
+    lowest = min(share for arm in found["after"][str(EVALUATED[-1])]["arms"].values() for share in arm["by_seed"])
+    ends.set_ylim(lowest - 0.1 * (1.01 - lowest), 1 + 0.1 * (1.01 - lowest))
+    success.legend(frameon=False, fontsize=8, loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 

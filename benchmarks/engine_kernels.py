@@ -135,7 +135,7 @@ def check(name: str, got: torch.Tensor, want: torch.Tensor, bound: float) -> Non
 
 
 def check_attention(dtype: torch.dtype, bound: float) -> None:
-    from toolwise.kernels.attention import NewTokens
+    from toolwise.kernels.arriving import NewTokens
 
     label = str(dtype).removeprefix("torch.")
     shapes = ((9, 3, 64, 37), (32, 8, 64, 5), (32, 32, 64, 300), (8, 2, 128, 9), (6, 3, 32, 4))
@@ -244,7 +244,7 @@ def tune(b: Batch, caches: list[tuple[torch.Tensor, torch.Tensor]], q: torch.Ten
 
 
 def time_attention(shape: dict[str, Any], batch: int, tuned: bool) -> None:
-    from toolwise.kernels.attention import NewTokens
+    from toolwise.kernels.arriving import NewTokens
 
     layers = min(shape["num_hidden_layers"], 12)
     b = Batch(shape, batch, 512, 640)

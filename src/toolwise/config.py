@@ -203,7 +203,7 @@ class RlvcrConfig(Section):
     score: Literal["logprob", "confidence", "neg_entropy"] = "logprob"
     gate: Literal["none", "signed", "success"] = "none"
     """"none" is document 5's form; "signed" rewards confidence in good actions and doubt in bad ones; "success" the
-    first of these alone, also where all succeed."""
+    first of these alone. With a success_score both also ask for less thought where all succeed."""
     combine: Literal["additive", "reweight"] = "additive"
     base: Literal["grpo", "gigpo"] = "grpo"
     """Where the rollout's own advantage comes from."""

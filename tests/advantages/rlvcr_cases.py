@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ from toolwise.messages import Message
 from toolwise.thinking.groups import Alternative, Deliberation, LevelScore, ThinkingGroup, ThinkingStep
 from toolwise.types import AnnotatedRollout, EvaluateResult, Rollout, ScoredRollout, StepData, StopReason, Task, Usage
 
-HEAD, ACTION = 3, 2
-"""Tokens of level and thought, and of the action, in every step made here."""
+LEVEL, HEAD, ACTION = 2, 3, 2
+"""Tokens of the level, of level and thought, and of the action, in every step made here."""
 
 
 def level_score(
@@ -76,8 +77,10 @@ def thoughtful(
     return AnnotatedRollout(scored, thinking=Deliberation(tuple(steps), price, anneal))
 
 
-def random_batch(seed: int, *, price: float = 0.0, anneal: float = 1.0) -> list[AnnotatedRollout]:
-    """Groups of several sizes; steps with all levels, with some, with none; levels that were not named."""
+def random_batch(
+    seed: int, *, price: float = 0.0, anneal: float = 1.0, level_tokens: int | None = None
+) -> list[AnnotatedRollout]:
+    """Groups of several sizes, some of equals; steps with all levels, with some, with none; levels not named."""
     rng = np.random.default_rng(seed)
     found = []
     for group in range(3):
@@ -94,7 +97,8 @@ def random_batch(seed: int, *, price: float = 0.0, anneal: float = 1.0) -> list[
                     if rng.random() < 0.1
                     else thinking_step(used, logprobs if len(there) > 1 else None, tokens=tokens, entropies=entropies)
                 )
-            score = float(rng.integers(0, 2))
+            steps = [replace(step, level_tokens=level_tokens) for step in steps]
+            score = float(group == 2 or rng.integers(0, 2))
             found.append(
                 thoughtful(score, steps, name=f"g{group}r{number}", group=f"g{group}", price=price, anneal=anneal)
             )
@@ -175,10 +179,13 @@ def slow_tokens(rollouts: Sequence[AnnotatedRollout], **settings: Any) -> list[l
                 for place in range(len(tokens)):
                     if gate == "none":
                         tokens[place] += extra
-                    elif gate == "signed" and place < HEAD:
-                        tokens[place] += extra * ((base[number] > 0) - (base[number] < 0))
-                    elif gate == "success" and place < HEAD and rollout.scored.score >= settings["success_score"]:
-                        tokens[place] += extra
+                    elif gate == "signed" and base[number] != 0:
+                        if place < HEAD:
+                            tokens[place] += extra if base[number] > 0 else -extra
+                    elif place < (HEAD if step.level_tokens is None else step.level_tokens):
+                        least = settings.get("success_score")
+                        if base[number] > 0 if least is None else rollout.scored.score >= least:
+                            tokens[place] += extra
             of_rollout.append(tokens)
         found.append(of_rollout)
     return found

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from rlvcr_cases import (
     ACTION,
     HEAD,
+    LEVEL,
     random_batch,
     slow_advantage,
     slow_tokens,
@@ -74,6 +75,24 @@ def test_the_gate_of_success_by_hand() -> None:
     assert [tokens(c) for c in unknown(both)] == [[0.0] * (HEAD + 1 + ACTION)] * 2
 
 
+def test_the_signed_gate_goes_on_where_all_succeed_by_hand() -> None:
+    """If it is told what succeeding is: for the level alone, and not in groups where all failed."""
+    settings: dict[str, Any] = {"thinking_diversity_w": 0.0, "gate": "signed", "success_score": 1.0}
+    assert [tokens(c) for c in Rlvcr(Grpo(norm_by_std=False), **settings)(pair())] == [
+        [1.5] * HEAD + [0.5] * (1 + ACTION),
+        [0.5] * HEAD + [-0.5] * (1 + ACTION),
+    ]
+    for score, wanted in ((1.0, [1.0, -1.0]), (0.0, [0.0, 0.0])):
+        steps = [replace(thinking_step(level, FOUR), level_tokens=LEVEL) for level in (3, 1)]
+        equals = [thoughtful(score, [step], name=f"{step.level}") for step in steps]
+        found = [tokens(c) for c in Rlvcr(Grpo(), **settings)(equals)]
+        assert found == [[extra] * LEVEL + [0.0] * (HEAD - LEVEL + 1 + ACTION) for extra in wanted]
+        untold = Rlvcr(Grpo(), **{**settings, "success_score": None})
+        assert [tokens(c) for c in untold(equals)] == [[0.0] * (HEAD + 1 + ACTION)] * 2
+    assert Rlvcr(gate="signed", success_score=1.0).equal_scores_teach
+    assert not Rlvcr(gate="signed").equal_scores_teach
+
+
 def test_the_gate_of_success_is_for_the_level_alone() -> None:
     """Where it is known which tokens say it: the thought keeps what its rollout is worth, and does not drift."""
     two = replace(thinking_step(3, FOUR), level_tokens=2)
@@ -102,10 +121,12 @@ def test_rollouts_may_pay_for_their_thoughts_too() -> None:
 @pytest.mark.parametrize("gate", ["none", "signed", "success"])
 @pytest.mark.parametrize("mode", ["mean_norm", "mean_std_norm"])
 @pytest.mark.parametrize("score", ["logprob", "confidence", "neg_entropy"])
-def test_additive_and_gated_forms_equal_a_slow_twin(seed: int, gate: str, mode: str, score: str) -> None:
-    batch = random_batch(seed, price=0.07, anneal=0.6)
+@pytest.mark.parametrize("told", [True, False])
+def test_additive_and_gated_forms_equal_a_slow_twin(seed: int, gate: str, mode: str, score: str, told: bool) -> None:
+    """`told` what succeeding is, and which tokens say the level."""
+    batch = random_batch(seed, price=0.07, anneal=0.6, level_tokens=LEVEL if told else None)
     settings: dict[str, Any] = {"gate": gate, "mode": mode, "score": score, "step_advantage_w": 0.8}
-    settings["success_score"] = 1.0
+    settings["success_score"] = 1.0 if told else None
     for found, wanted in zip(Rlvcr(**settings)(batch), slow_tokens(batch, **settings), strict=True):
         for a, b in zip(found.advantages, wanted, strict=True):
             np.testing.assert_allclose(a, b, atol=2e-5)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from rlvcr_cases import ACTION, HEAD, random_batch, slow_tokens
+from rlvcr_cases import ACTION, HEAD, LEVEL, random_batch, slow_tokens
 
 from toolwise.advantages import Grpo, Rlvcr, compute_grpo_outcome_advantage, compute_rlvcr_outcome_advantage
 from toolwise.advantages.arrays import CreditError
@@ -45,16 +45,19 @@ def document_rows(batch: list[AnnotatedRollout], width: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("gate", ["none", "signed", "success"])
-def test_the_documents_fields_give_what_the_estimator_gives(gate: Any) -> None:
-    batch = random_batch(2, price=0.05)
+@pytest.mark.parametrize("told", [True, False])
+def test_the_documents_fields_give_what_the_estimator_gives(gate: Any, told: bool) -> None:
+    """`told` who succeeded, and which tokens say the level."""
+    batch = random_batch(2, price=0.05, level_tokens=LEVEL if told else None)
     rows = document_rows(batch, LENGTH + 3)
-    thought = np.zeros_like(rows["response_mask"])
-    thought[:, :HEAD] = True
-    won = [r.scored.score >= 1.0 for r in batch for _ in r.scored.steps] if gate == "success" else None
+    thought, level = (np.zeros_like(rows["response_mask"]) for _ in range(2))
+    thought[:, :HEAD], level[:, :LEVEL] = True, True
+    masks = {} if gate == "none" else {"thought_mask": thought, "level_mask": level if told else None}
+    won = [r.scored.score >= 1.0 for r in batch for _ in r.scored.steps] if told else None
     found, returns = compute_rlvcr_outcome_advantage(
-        **rows, step_advantage_w=0.7, gate=gate, thought_mask=None if gate == "none" else thought, succeeded=won
+        **rows, step_advantage_w=0.7, gate=gate, succeeded=None if gate == "none" else won, **masks
     )
-    settings = {"step_advantage_w": 0.7, "gate": gate, "success_score": 1.0}
+    settings = {"step_advantage_w": 0.7, "gate": gate, "success_score": 1.0 if told else None}
     wanted = [step for rollout in slow_tokens(batch, **settings) for step in rollout]
     np.testing.assert_allclose(found[:, :LENGTH], wanted, atol=2e-5)
     assert (found[:, LENGTH:] == 0).all()

@@ -3,14 +3,15 @@ advantage. For each step the same action is scored after the thoughts of all fou
 `levels.py`:
 
     A = A_traj + w · A_think                    gate = "none", the document's; on all tokens of the step
-    A = A_traj + w · sign(A_traj) · A_think     gate = "signed"; on level and thought, the action keeps A_traj
+    A = A_traj + w · sign(A_traj) · A_think     gate = "signed"; on level and thought, the action keeps A_traj; where
+                                                A_traj is 0 as "success", if there is a `success_score`
     A = A_traj + w · 1[succeeded] · A_think     gate = "success"; on the level alone
     A = w_l · A_traj, all four rows train       combine = "reweight", CoPO's; steps of rollouts that beat their group
 
 A_traj is GRPO's, or GiGPO's. gate "none" has two biases: an action is likelier after the thought it was drawn after,
 and confidence in bad actions is praised; "signed" asks for confidence in good actions and for doubt in bad ones. Where
-all of a group succeed A_traj is 0 and so is its sign: what is left to learn there, to think less, "success" still asks,
-of the level and not of the thought: with nothing against it, praise for whatever was thought makes thoughts drift.
+all of a group succeed A_traj is 0 and so is its sign: what is left to learn there is to think less, which is asked of
+the level and not of the thought: with nothing against it, praise for whatever was thought makes thoughts drift.
 u_l has the price of thinking tokens (λ, from the `Deliberation`) and, annealed to 0 over training, diversity: weight ·
 (1 − share of l among the steps of its group). Steps without a group of levels have no A_think. The level is sampled by
 the policy and in the loss, as all that it sampled is.
@@ -83,7 +84,7 @@ class Rlvcr:
     price_rollouts: bool = False
     """A_traj is of each score less λ times the rollout's thinking tokens a step, as a `Watched` estimator's may be."""
     success_score: float | None = None
-    """What succeeding is, where it is asked: this score or more; without it, an advantage above 0."""
+    """What succeeding is: this score or more; without it an advantage above 0, and nobody in a group of equals did."""
     importance_cap: float = 2.0
     """reweight: the bound of an action token's weight in a context that it was not drawn in."""
     reweight_floor: float = FLOOR_NATS
@@ -107,7 +108,7 @@ class Rlvcr:
     @property
     def equal_scores_teach(self) -> bool:
         """Rollouts of equal scores may still have thought unequally well, unless the gate shuts them out."""
-        open_ = self.gate == "none" or (self.gate == "success" and self.success_score is not None)
+        open_ = self.gate == "none" or self.success_score is not None
         teaches = self.combine == "additive" and open_ and self.step_advantage_w != 0.0
         return teaches or self.price_rollouts or equal_scores_teach(self.trajectory)
 
@@ -160,10 +161,9 @@ class Rlvcr:
         own = self._dealt(compared.own, base)
         tokens = [list(rollout.advantages) for rollout in base]
         for (number, index), step, extra in zip(compared.places, compared.steps, own.tolist(), strict=True):
-            before = tokens[number][index]
-            where = np.arange(len(before)) < self._meant(step, len(before))
-            if self.gate != "none":
-                extra *= self._gate(base[number], base[number].steps[index].advantage or 0.0)
+            before, advantage = tokens[number][index], base[number].steps[index].advantage or 0.0
+            where = np.arange(len(before)) < self._meant(step, len(before), advantage)
+            extra *= self._opened(base[number], advantage)
             tokens[number][index] = (before + np.float32(self.step_advantage_w * extra) * where).astype(np.float32)
         return [_with_tokens(rollout, found) for rollout, found in zip(base, tokens, strict=True)], {}
 
@@ -185,16 +185,21 @@ class Rlvcr:
         credited = [_with_tokens(rollout, found) for rollout, found in zip(base, tokens, strict=True)]
         return credited + extra, {"thinking/rows_added": float(len(extra))}
 
-    def _meant(self, step: ThinkingStep, tokens: int) -> int:
+    def _meant(self, step: ThinkingStep, tokens: int, advantage: float) -> int:
         """How many of a step's first tokens its thinking advantage is for."""
-        if self.gate == "success" and step.level_tokens is not None:
-            return step.level_tokens
-        return tokens if self.gate == "none" else step.head
+        if self.gate == "none":
+            return tokens
+        alone = self.gate == "success" or advantage == 0.0
+        return step.level_tokens if alone and step.level_tokens is not None else step.head
 
-    def _gate(self, rollout: CreditedRollout, advantage: float) -> float:
-        if self.gate == "signed" or self.success_score is None:
-            sign = float(np.sign(advantage))
-            return sign if self.gate == "signed" else max(0.0, sign)
+    def _opened(self, rollout: CreditedRollout, advantage: float) -> float:
+        """What a step's thinking advantage counts for."""
+        if self.gate == "none":
+            return 1.0
+        if self.gate == "signed" and advantage != 0.0:
+            return float(np.sign(advantage))
+        if self.success_score is None:
+            return float(advantage > 0.0)
         return float(rollout.annotated.scored.score >= self.success_score)
 
     def _succeeded(self, rollout: AnnotatedRollout, advantage: float) -> bool:

@@ -50,6 +50,7 @@ def compute_rlvcr_outcome_advantage(
     levels: Sequence[int] | None = None,
     sampled: Sequence[bool] | None = None,
     thought_mask: Any = None,
+    level_mask: Any = None,
     trajectory_advantages: Sequence[float] | None = None,
     norm_by_std: bool = True,
     row_rewards: RowRewards = "episode",
@@ -61,9 +62,10 @@ def compute_rlvcr_outcome_advantage(
     ("episode", as verl-agent lays them out), or its own part of it ("step"). `trajectory_advantages` take the place of
     GRPO's, one a row (GiGPO's, for instance). `levels` (1 to 4) and `sampled` (False for an alternative) go with
     `step_uid`. `thought_mask` marks the tokens of level and thought, which the gates "signed" and "success" need;
-    `succeeded`, one a row, opens the second, without it an advantage above 0. Rows of alternatives get 0 under
-    "additive", and their weight times their step's advantage under "reweight", without importance weights: those need
-    log-probs, and are the learner's.
+    `level_mask` those of the level, for which alone is what "success" lets in, and "signed" where an advantage is 0
+    (without it, as `thought_mask`). Both let in who `succeeded`, one a row, without it an advantage above 0. Rows of
+    alternatives get 0 under "additive", and their weight times their step's advantage under "reweight", without
+    importance weights: those need log-probs, and are the learner's.
     """
     where = Masked.of(response_mask, rewards=token_level_rewards, entropies=thinking_level_entropies)
     for name, value, known in (("mode", mode, Mode), ("gate", gate, Gate), ("combine", combine, Combine)):
@@ -75,7 +77,6 @@ def compute_rlvcr_outcome_advantage(
     else:
         base = np.asarray(trajectory_advantages, dtype=np.float64)
     field, costs = (_row_means(where, values) for values in (thinking_level_entropies, thinking_token_costs))
-    thought = where.mask if thought_mask is None else where.mask & as_numpy(thought_mask).astype(bool)
     if gate != "none" and thought_mask is None:
         raise CreditError(f'gate = "{gate}" changes level and thought tokens alone: give thought_mask')
     if step_uid is None:
@@ -89,7 +90,8 @@ def compute_rlvcr_outcome_advantage(
             spread = where.mask * rows.reweighted(base, utilities, score)[:, None]
             return _pair(spread, token_level_rewards)
         extra = rows.within(utilities, mode)
-    spread = base[:, None] * where.mask + (step_advantage_w * _opened(gate, base, succeeded) * extra)[:, None] * thought
+    extra *= step_advantage_w * _opened(gate, base, succeeded)
+    spread = base[:, None] * where.mask + extra[:, None] * _meant(gate, base, where.mask, thought_mask, level_mask)
     return _pair(spread * rows.sampled[:, None], token_level_rewards)
 
 
@@ -97,11 +99,20 @@ def _opened(gate: Gate, base: Doubles, succeeded: Sequence[bool] | None) -> Doub
     """What each row's thinking advantage counts for."""
     if gate == "none":
         return np.ones(len(base))
-    if gate == "signed":
-        return np.asarray(np.sign(base))
     if succeeded is not None and len(succeeded) != len(base):
         raise CreditError(f"{len(succeeded)} succeeded for {len(base)} rows; give one for each")
-    return np.asarray(base > 0.0 if succeeded is None else as_numpy(succeeded), dtype=np.float64)
+    won = np.asarray(base > 0.0 if succeeded is None else as_numpy(succeeded), dtype=np.float64)
+    return np.where(base != 0.0, np.sign(base), won) if gate == "signed" else won
+
+
+def _meant(gate: Gate, base: Doubles, mask: Bools, thought_mask: Any, level_mask: Any) -> Bools:
+    """The tokens of each row that its thinking advantage is for."""
+    thought = mask if thought_mask is None else mask & as_numpy(thought_mask).astype(bool)
+    if gate == "none":
+        return thought
+    level = thought if level_mask is None else mask & as_numpy(level_mask).astype(bool)
+    alone = (base == 0.0) | (gate == "success")
+    return np.where(alone[:, None], level, thought)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,7 @@
 All arms begin from the same taught model (`scripts/thinking_warm_start.py`), whose levels are drawn evenly, and learn
 in the house of rooms. Every run is a process of its own and leaves OUT/runs/NAME.jsonl: a line a step, one with the
 evaluation, and a last one with `"done": true`. Runs that have it are not made again, so that what did not end within
-the limit goes on with the next call. What was settled before any of the paired runs was made, on other seeds:
-
-    evaluation  after 30 steps and after 60, no choice of checkpoints: one episode in each of 1,000 held-out houses, at
-                temperature 1, the same houses and the same seeds for all arms
-    sweep       the same learning rates for each arm, falling along a line to nothing at the last step, on seeds of its
-                own (100, 101) and 200 houses of its own; the best has the highest mean worth over both evaluations.
-                Controls take the rate of what they control, and the second gate that of the first
-    worth       success, less 0.01 for each thinking token a step beyond the budget, where the arm has one
-    paired      seeds 0 to 4
+the limit goes on with the next call. The arms, and what was settled beforehand: `thinking_plan.py`.
 """
 
 from __future__ import annotations
@@ -32,101 +24,27 @@ from pathlib import Path
 from typing import Any
 
 from processes import run_all
+from thinking_plan import (
+    ARMS,
+    COMPARISONS,
+    EVALUATED,
+    FIRST,
+    HOUSES,
+    LIMIT,
+    RATES,
+    ROLLOUTS,
+    TASKS,
+    TRAINED_ON,
+    TUNING_HOUSES,
+    Comparison,
+    Job,
+    paired_jobs,
+    sweep_jobs,
+)
 
 os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", TOKENIZERS_PARALLELISM="false")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "src")]
-
-RATES = [4e-4, 6e-4]
-TUNING_SEEDS = [100, 101]
-SEEDS = list(range(5))
-EVALUATED = (30, 60)
-"""After which steps: while they learn, and when they have learned."""
-TASKS, ROLLOUTS = 4, 16
-HOUSES, TUNING_HOUSES = 1000, 200
-TRAINED_ON = 2000
-"""Houses: few come up twice in a run."""
-LIMIT = 12.0
-"""The budget: thinking tokens a step."""
-LONGEST_THOUGHT = 40
-"""Tokens of an alternative's thought at most; taught ones have up to 33."""
-
-PRICE = {"limit": LIMIT, "price": 0.02, "rate": 5e-4, "proportional": 2e-3, "cap": 0.04}
-COMPARED = {"share": 0.34, "max_thought_tokens": LONGEST_THOUGHT, "budget": PRICE}
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One way to learn: its estimator, and what it changes in `algorithm.rlvcr`."""
-
-    title: str
-    estimator: str
-    rlvcr: dict[str, Any]
-    rate_of: str = ""
-    """Whose learning rate it takes; its own where none is named."""
-
-    @property
-    def priced(self) -> bool:
-        return "budget" in self.rlvcr
-
-
-SIGNED = {
-    **COMPARED,
-    "gate": "signed",
-    "steps": "successful",
-    "share": 1.0,
-    "mode": "mean_std_norm",
-    "thinking_diversity_w": 0.0,
-}
-SUCCESS = {**SIGNED, "gate": "success", "success_score": 1.0, "step_advantage_w": 0.5}
-ARMS = {
-    "grpo": Arm("GRPO", "grpo", {"share": 0.0}),
-    "gigpo": Arm("GiGPO", "gigpo", {"share": 0.0}),
-    "price": Arm("GRPO + price", "grpo", {"share": 0.0, "price_rollouts": True, "budget": PRICE}),
-    "document": Arm("RLVCR, the document's", "rlvcr", COMPARED),
-    "signed": Arm("RLVCR, gated by sign", "rlvcr", SIGNED, rate_of="success"),
-    "success": Arm("RLVCR, gated by success", "rlvcr", SUCCESS),
-    "reweight": Arm("RLVCR, reweighted", "rlvcr", {**COMPARED, "combine": "reweight", "steps": "successful"}),
-    "w0": Arm("RLVCR, w = 0", "rlvcr", {**COMPARED, "step_advantage_w": 0.0}, rate_of="grpo"),
-    "shuffled": Arm("RLVCR, gated by success, shuffled", "rlvcr", {**SUCCESS, "shuffle": True}, rate_of="success"),
-}
-
-
-@dataclass(frozen=True)
-class Job:
-    """One run."""
-
-    name: str
-    kind: str
-    """sweep or paired"""
-    arm: str
-    seed: int
-    lr: float
-    evaluated: tuple[int, ...]
-    """After which steps; the last is the last of the run."""
-    houses: int
-    """Episodes of an evaluation."""
-    changes: tuple[str, ...] = ()
-    """Further settings as `a.b=c`, to try things out; none in the comparison."""
-
-
-def sweep_jobs() -> list[Job]:
-    return [
-        Job(f"sweep-{arm}-{lr:g}-{seed}", "sweep", arm, seed, lr, EVALUATED, TUNING_HOUSES)
-        for seed in TUNING_SEEDS
-        for arm, settings in ARMS.items()
-        if not settings.rate_of
-        for lr in sorted(RATES)
-    ]
-
-
-def paired_jobs(best: dict[str, float]) -> list[Job]:
-    return [
-        Job(f"paired-{arm}-{seed}", "paired", arm, seed, best[settings.rate_of or arm], EVALUATED, HOUSES)
-        for seed in SEEDS
-        for arm, settings in ARMS.items()
-    ]
-
 
 # One run.
 
@@ -330,11 +248,11 @@ def best_rates(records: dict[str, Record]) -> dict[str, float] | None:
     return {arm: max(RATES, key=lambda lr: mean_worth(records, arm, lr)) for arm in arms}
 
 
-def pending(out: Path, lr: float | None = None) -> tuple[list[Job], bool]:
+def pending(out: Path, lr: float | None = None, comparison: Comparison = FIRST) -> tuple[list[Job], bool]:
     """What can be begun now, the most urgent first; and whether that is all there will be. `lr`: for all, no sweep."""
     records = finished(out)
     best = best_rates(records) if lr is None else dict.fromkeys(ARMS, lr)
-    wanted = sweep_jobs() if best is None else paired_jobs(best)
+    wanted = sweep_jobs() if best is None else paired_jobs(best, comparison)
     missing = [job for job in wanted if job.name not in records or records[job.name].job != job]
     return missing, best is not None
 
@@ -353,6 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="the taught folder of scripts/thinking_warm_start.py")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--comparison", choices=list(COMPARISONS), default="first")
     parser.add_argument("--records", type=Path, help="write all whole runs to this one file")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--limit-s", type=float, default=1e9, help="end after so many seconds; call again to go on")
@@ -373,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         one(job, args.model, args.out, args.device)
         return
     whole = run_all(
-        lambda: pending(args.out, args.lr),
+        lambda: pending(args.out, args.lr, COMPARISONS[args.comparison]),
         work,
         *(args.model, args.out, args.device),
         jobs=args.jobs,

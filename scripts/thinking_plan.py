@@ -1,0 +1,133 @@
+"""What `scripts/thinking_compare.py` compares: the arms, and which runs are made of them. All of it was settled before
+any of the paired runs was made, on other seeds:
+
+    evaluation  after 30 steps and after 60, no choice of checkpoints: one episode in each of 1,000 held-out houses, at
+                temperature 1, the same houses and the same seeds for all arms
+    sweep       the same learning rates for each arm, falling along a line to nothing at the last step, on seeds of its
+                own (100, 101) and 200 houses of its own; the best has the highest mean worth over both evaluations.
+                Controls take the rate of what they control, and the other gates that of the gate by success
+    worth       success, less 0.01 for each thinking token a step beyond the budget, where the arm has one
+    first       nine arms, seeds 0 to 4
+    second      seeds 5 to 9: a form that was made after the first was looked at, and what it is to beat
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+RATES = [4e-4, 6e-4]
+TUNING_SEEDS = [100, 101]
+EVALUATED = (30, 60)
+"""After which steps: while they learn, and when they have learned."""
+TASKS, ROLLOUTS = 4, 16
+HOUSES, TUNING_HOUSES = 1000, 200
+TRAINED_ON = 2000
+"""Houses: few come up twice in a run."""
+LIMIT = 12.0
+"""The budget: thinking tokens a step."""
+LONGEST_THOUGHT = 40
+"""Tokens of an alternative's thought at most; taught ones have up to 33."""
+
+PRICE = {"limit": LIMIT, "price": 0.02, "rate": 5e-4, "proportional": 2e-3, "cap": 0.04}
+COMPARED = {"share": 0.34, "max_thought_tokens": LONGEST_THOUGHT, "budget": PRICE}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way to learn: its estimator, and what it changes in `algorithm.rlvcr`."""
+
+    title: str
+    estimator: str
+    rlvcr: dict[str, Any]
+    rate_of: str = ""
+    """Whose learning rate it takes; its own where none is named."""
+
+    @property
+    def priced(self) -> bool:
+        return "budget" in self.rlvcr
+
+
+SIGNED = {
+    **COMPARED,
+    "gate": "signed",
+    "steps": "successful",
+    "share": 1.0,
+    "mode": "mean_std_norm",
+    "thinking_diversity_w": 0.0,
+}
+SUCCESS = {**SIGNED, "gate": "success", "success_score": 1.0, "step_advantage_w": 0.5}
+ON = {**SIGNED, "success_score": 1.0}
+ARMS = {
+    "grpo": Arm("GRPO", "grpo", {"share": 0.0}),
+    "gigpo": Arm("GiGPO", "gigpo", {"share": 0.0}),
+    "price": Arm("GRPO + price", "grpo", {"share": 0.0, "price_rollouts": True, "budget": PRICE}),
+    "document": Arm("RLVCR, the document's", "rlvcr", COMPARED),
+    "signed": Arm("RLVCR, gated by sign", "rlvcr", SIGNED, rate_of="success"),
+    "success": Arm("RLVCR, gated by success", "rlvcr", SUCCESS),
+    "reweight": Arm("RLVCR, reweighted", "rlvcr", {**COMPARED, "combine": "reweight", "steps": "successful"}),
+    "w0": Arm("RLVCR, w = 0", "rlvcr", {**COMPARED, "step_advantage_w": 0.0}, rate_of="grpo"),
+    "shuffled": Arm("RLVCR, gated by success, shuffled", "rlvcr", {**SUCCESS, "shuffle": True}, rate_of="success"),
+    "on": Arm("RLVCR, by sign and on", "rlvcr", ON, rate_of="success"),
+    "on_shuffled": Arm("RLVCR, by sign and on, shuffled", "rlvcr", {**ON, "shuffle": True}, rate_of="success"),
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Arms that are paired by their seeds."""
+
+    seeds: tuple[int, ...]
+    arms: tuple[str, ...]
+    forms: tuple[str, ...]
+    """Of these RLVCR's, of which the best is to beat the others."""
+    control: str
+    """Thinking advantages dealt out anew."""
+
+
+FIRST = Comparison(
+    seeds=(0, 1, 2, 3, 4),
+    arms=("grpo", "gigpo", "price", "document", "signed", "success", "reweight", "w0", "shuffled"),
+    forms=("document", "signed", "success", "reweight"),
+    control="shuffled",
+)
+SECOND = Comparison(
+    seeds=(5, 6, 7, 8, 9), arms=("grpo", "price", "signed", "on", "on_shuffled"), forms=("on",), control="on_shuffled"
+)
+COMPARISONS = {"first": FIRST, "second": SECOND}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run."""
+
+    name: str
+    kind: str
+    """sweep or paired"""
+    arm: str
+    seed: int
+    lr: float
+    evaluated: tuple[int, ...]
+    """After which steps; the last is the last of the run."""
+    houses: int
+    """Episodes of an evaluation."""
+    changes: tuple[str, ...] = ()
+    """Further settings as `a.b=c`, to try things out; none in the comparison."""
+
+
+def sweep_jobs() -> list[Job]:
+    return [
+        Job(f"sweep-{arm}-{lr:g}-{seed}", "sweep", arm, seed, lr, EVALUATED, TUNING_HOUSES)
+        for seed in TUNING_SEEDS
+        for arm, settings in ARMS.items()
+        if not settings.rate_of
+        for lr in sorted(RATES)
+    ]
+
+
+def paired_jobs(best: dict[str, float], comparison: Comparison = FIRST) -> list[Job]:
+    return [
+        Job(f"paired-{arm}-{seed}", "paired", arm, seed, best[ARMS[arm].rate_of or arm], EVALUATED, HOUSES)
+        for seed in comparison.seeds
+        for arm in comparison.arms
+    ]

@@ -13,30 +13,28 @@ from statistics import mean
 from typing import Any
 
 import numpy as np
-from thinking_compare import (
+from thinking_compare import Evaluation, Record, best_rates, mean_worth, read_records
+from thinking_plan import (
     ARMS,
+    COMPARISONS,
     EVALUATED,
+    FIRST,
     HOUSES,
     LIMIT,
     RATES,
     ROLLOUTS,
-    SEEDS,
     TASKS,
     TUNING_SEEDS,
-    Evaluation,
-    Record,
-    best_rates,
-    mean_worth,
-    read_records,
+    Comparison,
 )
 
 from toolwise.frontier.bootstrap import Estimate, estimate
 
-FORMS = ("document", "signed", "success", "reweight")
-"""RLVCR's."""
 KEEPS, FEWER = 0.02, 0.4
 """What the best form may lose of GRPO's success, and the share of its thinking tokens that it must save."""
 REPLICATES = 4000
+SMOOTHED = 5
+"""Steps of which a curve shows the mean."""
 
 
 class Arm:
@@ -75,37 +73,52 @@ class Draws:
         return values[self.seeds].mean(1)
 
 
-def whole(records: dict[str, Record]) -> list[str]:
+def whole(records: dict[str, Record], comparison: Comparison) -> list[str]:
     """Arms of which every seed was made. The others are not compared, and `section` names them."""
-    arms = [name for name in ARMS if all(f"paired-{name}-{seed}" in records for seed in SEEDS)]
-    if missing := {"grpo", "price", "shuffled"} - set(arms):
+    arms = [arm for arm in comparison.arms if all(f"paired-{arm}-{seed}" in records for seed in comparison.seeds)]
+    if missing := {"grpo", "price", comparison.control} - set(arms):
         raise SystemExit(f"paired runs of {', '.join(sorted(missing))} are missing, which all else is compared with")
     return arms
 
 
-def figures(records: dict[str, Record]) -> dict[str, Any]:
+def figures(records: dict[str, Record], comparison: Comparison = FIRST) -> dict[str, Any]:
     rates = best_rates(records)  # none where one rate was given for all
-    arms = whole(records)
+    arms = whole(records, comparison)
+    paired = {arm: _paired(records, arm, comparison) for arm in arms}
     return {
-        "rates": rates or {name: _paired(records, name)[0].job.lr for name in arms},
-        "left_out": [name for name in ARMS if name not in arms],
-        "sweep": {name: {f"{lr:g}": mean_worth(records, name, lr) for lr in RATES} for name in rates or ()},
-        "seconds": {name: mean(r.seconds for r in _paired(records, name)) for name in arms},
-        "after": {str(after): figures_at(records, after) for after in EVALUATED},
+        "seeds": comparison.seeds,
+        "rates": {arm: runs[0].job.lr for arm, runs in paired.items()},
+        "left_out": [arm for arm in comparison.arms if arm not in arms],
+        "sweep": {arm: {f"{lr:g}": mean_worth(records, arm, lr) for lr in RATES} for arm in rates or ()},
+        "learned": {arm: [learned(run) for run in runs] for arm, runs in paired.items()},
+        "after": {str(after): figures_at(paired, comparison, after) for after in EVALUATED},
     }
 
 
-def figures_at(records: dict[str, Record], after: int) -> dict[str, Any]:
+def learned(run: Record) -> dict[str, float | None]:
+    """When nine of ten training rollouts first succeeded, on the mean of five steps, and what was sampled until then,
+    alternatives included."""
+    lines = run.lines
+    success = _smooth(np.array([line["success"] for line in lines]))
+    step = next((i for i, share in enumerate(success) if i >= SMOOTHED - 1 and share >= 0.9), None)
+    if step is None:
+        return {"step": None, "tokens": None}
+    until = lines[: step + 1]
+    tokens = sum(line["tokens/sampled"] * (1.0 + line.get("thinking/added_tokens_ratio", 0.0)) for line in until)
+    return {"step": step + 1, "tokens": tokens}
+
+
+def figures_at(paired: dict[str, list[Record]], comparison: Comparison, after: int) -> dict[str, Any]:
     """Of the evaluation after so many steps."""
-    arms = {name: Arm([r.at(after) for r in _paired(records, name)]) for name in whole(records)}
+    arms = {name: Arm([r.at(after) for r in runs]) for name, runs in paired.items()}
     draws = Draws(*arms["grpo"].success.shape)
     success = {name: draws.means(arm.success) for name, arm in arms.items()}
     tokens = {name: draws.means(arm.tokens, arm.steps) for name, arm in arms.items()}
-    best = best_form({n: (success[n][0], tokens[n][0]) for n in FORMS if n in arms}, tokens["grpo"][0])
-    found: dict[str, Any] = {"arms": {}, "best": best, "differences": {}}
+    forms = {name: (success[name][0], tokens[name][0]) for name in comparison.forms if name in arms}
+    found: dict[str, Any] = {"arms": {}, "best": best_form(forms, tokens["grpo"][0]), "differences": {}}
     for name, arm in arms.items():
         deep = {kind: arm.levels[kind][:, 3] / arm.levels[kind].sum(1).clip(1) for kind in ("easy", "hard")}
-        own = _paired(records, name)
+        own = paired[name]
         found["arms"][name] = {
             "lr": own[0].job.lr,
             "success": _told(estimate(success[name])),
@@ -120,17 +133,17 @@ def figures_at(records: dict[str, Record], after: int) -> dict[str, Any]:
             "lambda": mean(r.lines[after - 1].get("thinking/lambda", 0.0) for r in own),
         }
     for name in arms:
-        for other in ("grpo", "price", "shuffled"):
+        for other in ("grpo", "price", comparison.control):
             if name != other:
                 found["differences"][f"{name} - {other}"] = {
                     "success": _told(estimate(success[name] - success[other])),
                     "tokens_saved": _told(estimate(1.0 - tokens[name] / np.maximum(tokens[other], 1e-9))),
                 }
-    return found | {"verdict": verdict(found)}
+    return found | {"verdict": verdict(found, comparison.control)}
 
 
-def _paired(records: dict[str, Record], arm: str) -> list[Record]:
-    return [records[f"paired-{arm}-{seed}"] for seed in SEEDS]
+def _paired(records: dict[str, Record], arm: str, comparison: Comparison) -> list[Record]:
+    return [records[f"paired-{arm}-{seed}"] for seed in comparison.seeds]
 
 
 def best_form(forms: dict[str, tuple[float, float]], grpo_tokens: float) -> str:
@@ -139,9 +152,9 @@ def best_form(forms: dict[str, tuple[float, float]], grpo_tokens: float) -> str:
     return max(saving or forms, key=lambda name: forms[name][0])
 
 
-def verdict(found: dict[str, Any]) -> dict[str, bool]:
+def verdict(found: dict[str, Any], control: str) -> dict[str, bool]:
     best, between = found["best"], found["differences"]
-    grpo, price, shuffled = (between[f"{best} - {other}"] for other in ("grpo", "price", "shuffled"))
+    grpo, price, shuffled = (between[f"{best} - {other}"] for other in ("grpo", "price", control))
     return {
         "keeps GRPO's success within 2 points": grpo["success"]["value"] >= -KEEPS,
         "with 40 % fewer thinking tokens": grpo["tokens_saved"]["value"] >= FEWER,
@@ -162,14 +175,20 @@ def _told(found: Estimate) -> dict[str, float]:
     return {"value": found.value, "low": found.low, "high": found.high}
 
 
-def section(found: dict[str, Any]) -> str:
+def section(found: dict[str, Any], comparison: Comparison = FIRST) -> str:
     """Markdown; every number in it is one of `found`."""
     lines = [
-        f"{len(SEEDS)} seeds × {HOUSES:,} held-out houses, temperature 1; 95 % intervals by bootstrap over seeds and, "
-        "within them, houses."
+        f"{len(comparison.seeds)} seeds × {HOUSES:,} held-out houses, temperature 1; 95 % intervals by bootstrap over "
+        "seeds and, within them, houses."
     ]
     for after, at in found["after"].items():
-        lines += ["", f"**After {after} steps** ({int(after) * TASKS * ROLLOUTS:,} rollouts):", "", *_tables(at)]
+        lines += [
+            "",
+            f"**After {after} steps** ({int(after) * TASKS * ROLLOUTS:,} rollouts):",
+            "",
+            *_tables(at, comparison),
+        ]
+    lines += ["", *_learned_table(found["learned"])]
     if found["left_out"]:
         lines += ["", f"Not all seeds were made of: {', '.join(ARMS[name].title for name in found['left_out'])}."]
     if not found["sweep"]:
@@ -186,7 +205,19 @@ def section(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _tables(found: dict[str, Any]) -> list[str]:
+def _learned_table(found: dict[str, list[dict[str, float | None]]]) -> list[str]:
+    lines = [
+        "| nine of ten training rollouts succeed | from step, by seed | tokens sampled until then, by seed |",
+        "|---|---|---|",
+    ]
+    for name, runs in found.items():
+        steps = " ".join("never" if run["step"] is None else f"{run['step']:.0f}" for run in runs)
+        tokens = " ".join("-" if run["tokens"] is None else f"{run['tokens'] / 1000:.0f}k" for run in runs)
+        lines.append(f"| {ARMS[name].title} | {steps} | {tokens} |")
+    return lines
+
+
+def _tables(found: dict[str, Any], comparison: Comparison) -> list[str]:
     """Of one evaluation: the arms, paired differences, and what was asked."""
     lines = [
         "| arm | learning rate | success | by seed | thinking tokens a step | level 4: easy / hard "
@@ -201,8 +232,10 @@ def _tables(found: dict[str, Any]) -> list[str]:
             f"| {arm['easy'][0]:.0%} / {arm['hard'][0]:.0%} | {arm['right_on_hard']:.0%} | {arm['lambda']:.3f} |"
         )
     lines += ["", "| paired differences | success | thinking tokens saved |", "|---|---|---|"]
-    for name in (n for n in (*FORMS, "w0", "shuffled", "price", "gigpo") if n in found["arms"]):
-        for other in ("grpo", "price", "shuffled") if name in FORMS else ("grpo",):
+    for name in sorted(found["arms"], key=lambda name: name not in comparison.forms):
+        for other in ("grpo", "price", comparison.control) if name in comparison.forms else ("grpo",):
+            if name == other:
+                continue
             pair = found["differences"][f"{name} - {other}"]
             lines.append(
                 f"| {ARMS[name].title} − {ARMS[other].title} | {_percent(pair['success'], sign='+')} "
@@ -231,10 +264,12 @@ COLOURS = {
     "reweight": "#3f9d57",
     "w0": "#c9a227",
     "shuffled": "#d16a8a",
+    "on": "#c0392b",
+    "on_shuffled": "#d16a8a",
 }
 
 
-def draw(records: dict[str, Record], found: dict[str, Any], path: Path) -> None:
+def draw(records: dict[str, Record], found: dict[str, Any], path: Path, comparison: Comparison = FIRST) -> None:
     """Success and thinking tokens of the training rollouts over steps, means of the seeds; success against tokens."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -242,9 +277,9 @@ def draw(records: dict[str, Record], found: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(14, 4.6), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     success, tokens, ends = figure.subplots(1, 3)
-    for name in whole(records):
+    for name in whole(records, comparison):
         arm = ARMS[name]
-        runs = [records[f"paired-{name}-{seed}"].lines for seed in SEEDS]
+        runs = [run.lines for run in _paired(records, name, comparison)]
         for axis, key in ((success, "success"), (tokens, "thinking/tokens_per_step")):
             values = _smooth(np.mean([[line[key] for line in run] for run in runs], axis=0))
             axis.plot(np.arange(1, len(values) + 1), values, color=COLOURS[name], linewidth=1.7, label=arm.title)
@@ -263,7 +298,7 @@ def draw(records: dict[str, Record], found: dict[str, Any], path: Path) -> None:
     figure.savefig(path)
 
 
-def _smooth(values: Any, width: int = 5) -> Any:
+def _smooth(values: Any, width: int = SMOOTHED) -> Any:
     """The mean of the last `width`: single steps are noisy."""
     return np.array([values[max(0, i - width + 1) : i + 1].mean() for i in range(len(values))])
 
@@ -271,16 +306,18 @@ def _smooth(values: Any, width: int = 5) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--records", type=Path, required=True)
+    parser.add_argument("--comparison", choices=list(COMPARISONS), default="first")
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     records = read_records(args.records)
-    found = figures(records)
+    comparison = COMPARISONS[args.comparison]
+    found = figures(records, comparison)
     if args.json is not None:
         args.json.write_text(json.dumps(found, indent=2), encoding="utf-8")
     if args.picture is not None:
-        draw(records, found, args.picture)
-    print(section(found))
+        draw(records, found, args.picture, comparison)
+    print(section(found, comparison))
 
 
 if __name__ == "__main__":

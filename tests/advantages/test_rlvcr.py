@@ -251,18 +251,6 @@ def test_watched_credits_as_the_other_does_and_reports_as_rlvcr() -> None:
     assert not watched.equal_scores_teach
 
 
-def test_a_price_on_whole_rollouts_is_not_in_their_scores() -> None:
-    batch = [
-        thoughtful(1.0, [thinking_step(4, tokens={4: 6}), thinking_step(1)], name="long", price=0.1),
-        thoughtful(1.0, [thinking_step(1)], name="short", price=0.1),
-    ]
-    priced = Watched(Grpo(norm_by_std=False), Rlvcr(), priced=True)
-    long, short = priced(batch)
-    assert (tokens(long)[0], tokens(short)[0]) == (-0.15, 0.15)  # 3 thinking tokens a step, against none
-    assert long.annotated.scored.score == 1.0
-    assert priced.equal_scores_teach
-
-
 def test_equal_scores_teach_only_where_the_gate_is_open() -> None:
     assert Rlvcr().equal_scores_teach
     assert not Rlvcr(gate="signed").equal_scores_teach

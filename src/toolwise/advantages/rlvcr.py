@@ -23,7 +23,7 @@ gains with it is not owed to what they say.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any, Literal, get_args
 
@@ -43,6 +43,7 @@ from toolwise.advantages.levels import (
     diversity,
     level_scores,
 )
+from toolwise.advantages.priced import credit_priced
 from toolwise.protocols import AdvantageEstimator, Annotation, Metrics
 from toolwise.thinking.groups import ThinkingStep
 from toolwise.types import AnnotatedRollout, CreditedRollout
@@ -82,7 +83,7 @@ class Rlvcr:
     shuffle: bool = False
     seed: int = 0
     price_rollouts: bool = False
-    """A_traj is of each score less λ times the rollout's thinking tokens a step, as a `Watched` estimator's may be."""
+    """A_traj is of each score less the price of its thinking tokens: `priced.py`, as a `Watched` estimator's may be."""
     success_score: float | None = None
     """What succeeding is: this score or more; without it an advantage above 0, and nobody in a group of equals did."""
     importance_cap: float = 2.0
@@ -116,7 +117,7 @@ class Rlvcr:
         return self.credit(rollouts)[0]
 
     def credit(self, rollouts: Sequence[AnnotatedRollout]) -> tuple[list[CreditedRollout], Metrics]:
-        base, metrics = _credit(self.trajectory, rollouts, priced=self.price_rollouts)
+        base, metrics = (credit_priced if self.price_rollouts else credit)(self.trajectory, rollouts)
         compared = self.compare(rollouts)
         metrics |= figures(compared)
         if not compared.places:
@@ -217,8 +218,8 @@ class Rlvcr:
 class Watched:
     """Another estimator's credit, and the figures that RLVCR would have: `rlvcr.enable` without `adv_estimator`.
 
-    `priced`: each score less λ times the rollout's thinking tokens a step. The same price as RLVCR's, but outside the
-    four: it presses on thought wherever it is. What RLVCR is compared with."""
+    `priced`: the same price as RLVCR's, but outside the four (`priced.py`): it presses on thought wherever it is. What
+    RLVCR is compared with."""
 
     inner: AdvantageEstimator
     rlvcr: Rlvcr
@@ -240,7 +241,7 @@ class Watched:
         return self.credit(rollouts)[0]
 
     def credit(self, rollouts: Sequence[AnnotatedRollout]) -> tuple[list[CreditedRollout], Metrics]:
-        credited, metrics = _credit(self.inner, rollouts, priced=self.priced)
+        credited, metrics = (credit_priced if self.priced else credit)(self.inner, rollouts)
         return credited, metrics | figures(self.rlvcr.compare(rollouts))
 
 
@@ -257,25 +258,6 @@ def figures(compared: Compared) -> Metrics:
         if np.isfinite(column).any():
             found[f"thinking/advantage_level_{level + 1}"] = float(np.nanmean(column))
     return found
-
-
-def _credit(
-    inner: AdvantageEstimator, rollouts: Sequence[AnnotatedRollout], *, priced: bool
-) -> tuple[list[CreditedRollout], Metrics]:
-    if not priced:
-        return credit(inner, rollouts)
-    credited, metrics = credit(inner, [_less_thinking(rollout) for rollout in rollouts])
-    # The score stays what the reward said; only credit has seen the price.
-    return [replace(found, annotated=rollout) for found, rollout in zip(credited, rollouts, strict=True)], metrics
-
-
-def _less_thinking(rollout: AnnotatedRollout) -> AnnotatedRollout:
-    steps, scored = _steps(rollout), rollout.scored
-    if rollout.thinking is None or not steps:
-        return rollout
-    cost = rollout.thinking.price * sum(step.thinking_tokens for step in steps) / len(steps)
-    result = scored.result.model_copy(update={"score": scored.score - cost})
-    return replace(rollout, scored=replace(scored, result=result))
 
 
 def _steps(rollout: AnnotatedRollout) -> Sequence[ThinkingStep]:

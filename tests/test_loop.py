@@ -94,9 +94,17 @@ def all_the_same(messages: Any, ground_truth: Any) -> float:
 # What is learned from.
 
 
+def no_score(score: float) -> bool:
+    return False
+
+
+def any_score(score: float) -> bool:
+    return True
+
+
 def test_groups_whose_rewards_differ_are_kept_whole_and_in_order() -> None:
     given = [scored("a", 1.0), scored("b", 0.0), scored("a", 0.0), scored("b", 2.0)]
-    kept, share, dropped = select(given, keep_zero_std=False)
+    kept, share, dropped = select(given, keeps_equal=no_score)
     assert kept == [given[0], given[2], given[1], given[3]]
     assert (share, dropped) == (0.0, 0)
 
@@ -116,7 +124,7 @@ def test_groups_whose_rewards_differ_are_kept_whole_and_in_order() -> None:
 )
 def test_what_does_not_count_is_left_out_of_its_group(left_out: ScoredRollout) -> None:
     good = [scored("a", 1.0), scored("a", 0.0)]
-    kept, share, dropped = select([good[0], left_out, good[1]], keep_zero_std=False)
+    kept, share, dropped = select([good[0], left_out, good[1]], keeps_equal=no_score)
     assert kept == good
     assert (share, dropped) == (0.0, 0)
 
@@ -125,12 +133,12 @@ def test_what_does_not_count_is_left_out_of_its_group(left_out: ScoredRollout) -
     "stop", [StopReason.MAX_STEPS, StopReason.MAX_TOKENS, StopReason.REPEATED_INVALID, StopReason.REGEX]
 )
 def test_endings_that_are_the_policy_s_own_doing_are_learned_from(stop: StopReason) -> None:
-    kept, _, _ = select([scored("a", 1.0), scored("a", 0.0, stop=stop)], keep_zero_std=False)
+    kept, _, _ = select([scored("a", 1.0), scored("a", 0.0, stop=stop)], keeps_equal=no_score)
     assert len(kept) == 2
 
 
-@pytest.mark.parametrize("keep_zero_std", [True, False])
-def test_a_group_with_fewer_than_two_left_is_dropped_and_counted(keep_zero_std: bool) -> None:
+@pytest.mark.parametrize("keeps_equal", [no_score, any_score])
+def test_a_group_with_fewer_than_two_left_is_dropped_and_counted(keeps_equal: Any) -> None:
     given = [
         scored("one", 1.0),
         scored("one", 0.0, stop=StopReason.ENV_FAULT),
@@ -139,7 +147,7 @@ def test_a_group_with_fewer_than_two_left_is_dropped_and_counted(keep_zero_std: 
         scored("two", 1.0),
         scored("two", 0.0),
     ]
-    kept, share, dropped = select(given, keep_zero_std=keep_zero_std)
+    kept, share, dropped = select(given, keeps_equal=keeps_equal)
     assert [s.rollout.group_id for s in kept] == ["two", "two"]
     assert dropped == 2
     assert share == 0.0  # one left is not a group of equals
@@ -147,21 +155,26 @@ def test_a_group_with_fewer_than_two_left_is_dropped_and_counted(keep_zero_std: 
 
 def test_groups_of_equals_are_dropped_or_kept_and_their_share_told() -> None:
     given = [scored("a", 0.1), scored("a", 0.1), scored("a", 0.1), scored("b", 1.0), scored("b", 0.0)]
-    kept, share, dropped = select(given, keep_zero_std=False)
+    kept, share, dropped = select(given, keeps_equal=no_score)
     assert [s.rollout.group_id for s in kept] == ["b", "b"]
     assert (share, dropped) == (0.5, 1)
-    kept, share, dropped = select(given, keep_zero_std=True)
+    kept, share, dropped = select(given, keeps_equal=any_score)
     assert len(kept) == 5
     assert (share, dropped) == (0.5, 0)
+    kept, _, dropped = select([*given, scored("c", 0.9), scored("c", 0.9)], keeps_equal=lambda score: score > 0.5)
+    assert [s.rollout.group_id for s in kept] == ["b", "b", "c", "c"]
+    assert dropped == 1
 
 
 def test_an_invalid_score_does_not_hide_that_the_others_are_equal() -> None:
-    _, share, dropped = select([scored("a", 1.0), scored("a", 1.0), scored("a", 7.0, valid=False)], keep_zero_std=False)
+    _, share, dropped = select(
+        [scored("a", 1.0), scored("a", 1.0), scored("a", 7.0, valid=False)], keeps_equal=no_score
+    )
     assert (share, dropped) == (1.0, 1)
 
 
 def test_selecting_from_nothing() -> None:
-    assert select([], keep_zero_std=False) == ([], 0.0, 0)
+    assert select([], keeps_equal=no_score) == ([], 0.0, 0)
 
 
 # Scoring.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from toolwise.advantages import credit, equal_scores_teach, least_group
@@ -94,7 +94,7 @@ async def collect(run: Run) -> tuple[list[ScoredRollout], list[ScoredRollout], M
         batch = await score(run, rollouts)
         kept, share, lost = select(
             batch,
-            keep_zero_std=algorithm.zero_std_groups == "keep" or equal_scores_teach(run.estimator),
+            keeps_equal=lambda score: algorithm.zero_std_groups == "keep" or equal_scores_teach(run.estimator, score),
             mask_truncated=algorithm.mask_truncated,
             least=least_group(run.estimator),
         )
@@ -185,11 +185,16 @@ async def score(run: Run, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
 
 
 def select(
-    scored: Sequence[ScoredRollout], *, keep_zero_std: bool, mask_truncated: bool = False, least: int = 2
+    scored: Sequence[ScoredRollout],
+    *,
+    keeps_equal: Callable[[float], bool],
+    mask_truncated: bool = False,
+    least: int = 2,
 ) -> tuple[list[ScoredRollout], float, int]:
     """What to learn from: rollouts that count, in groups of `least` or more, whose rewards differ.
 
-    Gives also the share of groups whose rewards were all equal, and how many groups were left out.
+    `keeps_equal` says it of a reward that all of a group have. Gives also the share of such groups, and how many groups
+    were left out.
     """
     groups: dict[str, list[ScoredRollout]] = defaultdict(list)
     for s in scored:
@@ -201,7 +206,7 @@ def select(
         valid = [s for s in members if s.trainable and s not in cut]
         same = len(valid) >= 2 and len({s.score for s in valid}) == 1
         equal += same
-        if len(valid) < least or (same and not keep_zero_std):
+        if len(valid) < least or (same and not keeps_equal(valid[0].score)):
             dropped += 1
         else:
             kept += valid

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from toolwise.advantages import ESTIMATORS, Gae, Gigpo, Grpo, build_estimator
+from toolwise.advantages import ESTIMATORS, Gae, Gigpo, Grpo, build_estimator, equal_scores_teach
 from toolwise.errors import ConfigError, ToolwiseError
 from toolwise.types import AnnotatedRollout, StepData
 
@@ -43,7 +43,7 @@ def test_each_is_a_frozen_dataclass_that_names_its_needs(name: str) -> None:
     assert type(made).__dataclass_params__.frozen
     assert made.needs <= {"old_logprobs", "ref_logprobs", "values"}
     assert made.least_group in (1, 2)
-    assert isinstance(made.equal_scores_teach, bool)
+    assert equal_scores_teach(made, 1.0) in (True, False)
 
 
 @EACH

@@ -36,7 +36,7 @@ def test_it_is_not_in_the_scores() -> None:
     long, short = priced(batch)
     assert (long.steps[0].advantage, short.steps[0].advantage) == pytest.approx((-0.15, 0.15))  # 3 a step, against none
     assert long.annotated is batch[0]
-    assert priced.equal_scores_teach
+    assert priced.equal_scores_teach(1.0)
 
 
 def test_steps_with_rewards_of_their_own_pay_for_their_own_thoughts() -> None:

@@ -89,8 +89,6 @@ def test_the_signed_gate_goes_on_where_all_succeed_by_hand() -> None:
         assert found == [[extra] * LEVEL + [0.0] * (HEAD - LEVEL + 1 + ACTION) for extra in wanted]
         untold = Rlvcr(Grpo(), **{**settings, "success_score": None})
         assert [tokens(c) for c in untold(equals)] == [[0.0] * (HEAD + 1 + ACTION)] * 2
-    assert Rlvcr(gate="signed", success_score=1.0).equal_scores_teach
-    assert not Rlvcr(gate="signed").equal_scores_teach
 
 
 def test_the_gate_of_success_is_for_the_level_alone() -> None:
@@ -114,7 +112,7 @@ def test_rollouts_may_pay_for_their_thoughts_too() -> None:
     assert tokens(dear) == [0.6] * HEAD + [-0.2] * (1 + ACTION)
     assert tokens(cheap) == [-0.6] * HEAD + [0.2] * (1 + ACTION)
     assert [c.annotated.scored.score for c in (dear, cheap)] == [1.0, 1.0]
-    assert Rlvcr(gate="signed", price_rollouts=True).equal_scores_teach
+    assert Rlvcr(gate="signed", price_rollouts=True).equal_scores_teach(0.0)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -248,17 +246,19 @@ def test_watched_credits_as_the_other_does_and_reports_as_rlvcr() -> None:
     found, metrics = watched.credit(batch)
     assert [tokens(c) for c in found] == [tokens(c) for c in Grpo()(batch)]
     assert metrics == Rlvcr().credit(batch)[1]
-    assert not watched.equal_scores_teach
+    assert not watched.equal_scores_teach(1.0)
 
 
 def test_equal_scores_teach_only_where_the_gate_is_open() -> None:
-    assert Rlvcr().equal_scores_teach
-    assert not Rlvcr(gate="signed").equal_scores_teach
-    assert not Rlvcr(gate="success").equal_scores_teach
-    assert Rlvcr(gate="success", success_score=1.0).equal_scores_teach
-    assert not Rlvcr(step_advantage_w=0.0).equal_scores_teach
-    assert not Rlvcr(combine="reweight").equal_scores_teach
-    assert Rlvcr(Gigpo(), gate="signed").equal_scores_teach
+    assert Rlvcr().equal_scores_teach(0.0)
+    gates: list[Any] = ["signed", "success"]
+    for gate in gates:
+        assert not Rlvcr(gate=gate).equal_scores_teach(1.0)
+        assert Rlvcr(gate=gate, success_score=0.8).equal_scores_teach(0.8)
+        assert not Rlvcr(gate=gate, success_score=0.8).equal_scores_teach(0.7)  # all failed: nothing to be had
+    assert not Rlvcr(step_advantage_w=0.0).equal_scores_teach(1.0)
+    assert not Rlvcr(combine="reweight").equal_scores_teach(1.0)
+    assert Rlvcr(Gigpo(), gate="signed").equal_scores_teach(0.0)
 
 
 def test_it_stands_in_the_table_and_takes_its_settings() -> None:

@@ -90,7 +90,7 @@ def test_it_stands_for_the_estimator_it_holds() -> None:
     priced = PricedEstimator(Gae(), KlCoefficient(0.1))
     assert priced.needs == {"values", "ref_logprobs"}
     assert isinstance(priced, MeasuredEstimator)
-    assert (priced.least_group, priced.equal_scores_teach) == (1, True)
+    assert (priced.least_group, priced.equal_scores_teach(1.0)) == (1, True)
     assert (PricedEstimator(Grpo(), KlCoefficient(0.1)).least_group) == 2
 
 

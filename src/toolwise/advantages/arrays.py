@@ -21,6 +21,8 @@ Normalization = Literal["mean_std_norm", "mean_norm", "leave_one_out"]
 
 EPSILON = 1e-6
 WHITEN_EPSILON = 1e-8
+ROUNDING = 1e-9
+"""Advantages nearer to 0 are none."""
 
 
 class CreditError(ToolwiseError, ValueError):
@@ -46,6 +48,15 @@ def codes_of(keys: Any) -> Ints:
     numbers: defaultdict[Hashable, int] = defaultdict()
     numbers.default_factory = numbers.__len__
     return np.fromiter(map(numbers.__getitem__, plain), np.intp, len(plain))
+
+
+def signs(values: Doubles) -> Doubles:
+    """−1, 0 or 1. What rounding leaves of a mean's own deviation from it is 0."""
+    return np.asarray(np.where(np.abs(values) < ROUNDING, 0.0, np.sign(values)))
+
+
+def sign(value: float) -> float:
+    return float(signs(np.asarray(value)))
 
 
 def narrow(codes: Ints) -> tuple[Ints, int]:

@@ -77,6 +77,8 @@ def least_group(estimator: AdvantageEstimator) -> int:
     return int(getattr(estimator, "least_group", 2))
 
 
-def equal_scores_teach(estimator: AdvantageEstimator) -> bool:
-    """Whether a group whose scores are all the same may still have something to learn from."""
-    return bool(getattr(estimator, "equal_scores_teach", False))
+def equal_scores_teach(estimator: AdvantageEstimator, score: float) -> bool:
+    """Whether a group whose scores are all `score` may still have something to learn from. An estimator says it for all
+    scores, or has a function of the score."""
+    told = getattr(estimator, "equal_scores_teach", False)
+    return bool(told(score) if callable(told) else told)

@@ -2,8 +2,8 @@
 
 A rollout of n steps costs λ · Σ t_i / n, where t_i are a step's thinking tokens. It comes off the score; and in a group
 whose steps all have rewards of their own, which tell the score already (`step_rewards.py`), each step's reward pays its
-part, so that estimators that look at steps see who has thought. Credit alone has seen the price: scores and rewards
-stay what the world and the reward said.
+part, so that estimators that look at steps see who has thought (not with `terminal_score = "always"`, where the score
+is told twice). Credit alone has seen the price: scores and rewards stay what the world and the reward said.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from toolwise.types import AnnotatedRollout, CreditedRollout, StepData
 def credit_priced(
     inner: AdvantageEstimator, rollouts: Sequence[AnnotatedRollout]
 ) -> tuple[list[CreditedRollout], Metrics]:
-    told: dict[str, bool] = defaultdict(lambda: True)
+    by_steps = getattr(inner, "terminal_score", "auto") != "always"
+    told: dict[str, bool] = defaultdict(lambda: by_steps)
     for rollout in rollouts:
         told[rollout.scored.rollout.group_id] &= all(step.base_reward is not None for step in rollout.scored.steps)
     paid = [_less_thinking(rollout, steps_too=told[rollout.scored.rollout.group_id]) for rollout in rollouts]

@@ -4,14 +4,14 @@ advantage. For each step the same action is scored after the thoughts of all fou
 
     A = A_traj + w · A_think                    gate = "none", the document's; on all tokens of the step
     A = A_traj + w · sign(A_traj) · A_think     gate = "signed"; on level and thought, the action keeps A_traj; where
-                                                A_traj is 0 as "success", if there is a `success_score`
+                                                all of a group reach `success_score`, as "success"
     A = A_traj + w · 1[succeeded] · A_think     gate = "success"; on the level alone
     A = w_l · A_traj, all four rows train       combine = "reweight", CoPO's; steps of rollouts that beat their group
 
 A_traj is GRPO's, or GiGPO's. gate "none" has two biases: an action is likelier after the thought it was drawn after,
 and confidence in bad actions is praised; "signed" asks for confidence in good actions and for doubt in bad ones. Where
-all of a group succeed A_traj is 0 and so is its sign: what is left to learn there is to think less, which is asked of
-the level and not of the thought: with nothing against it, praise for whatever was thought makes thoughts drift.
+all of a group succeed the sign says nothing of actions. What is left to learn there is to think less, and it is asked
+of the level, not of the thought: with nothing against it, praise for whatever was thought makes thoughts drift.
 u_l has the price of thinking tokens (λ, from the `Deliberation`) and, annealed to 0 over training, diversity: weight ·
 (1 − share of l among the steps of its group). Steps without a group of levels have no A_think. The level is sampled by
 the policy and in the loss, as all that it sampled is.
@@ -30,7 +30,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from toolwise.advantages.alternative_rows import alternative_rows
-from toolwise.advantages.arrays import CreditError, Doubles, Ints, check_choice
+from toolwise.advantages.arrays import CreditError, Doubles, Ints, check_choice, sign
 from toolwise.advantages.credit import credit, equal_scores_teach, least_group, with_credit
 from toolwise.advantages.grpo import Grpo
 from toolwise.advantages.levels import (
@@ -85,7 +85,7 @@ class Rlvcr:
     price_rollouts: bool = False
     """A_traj is of each score less the price of its thinking tokens: `priced.py`, as a `Watched` estimator's may be."""
     success_score: float | None = None
-    """What succeeding is: this score or more; without it an advantage above 0, and nobody in a group of equals did."""
+    """What succeeding is: this score or more, as the reward gave it; without it, an advantage above 0."""
     importance_cap: float = 2.0
     """reweight: the bound of an action token's weight in a context that it was not drawn in."""
     reweight_floor: float = FLOOR_NATS
@@ -106,12 +106,11 @@ class Rlvcr:
     def least_group(self) -> int:
         return least_group(self.trajectory)
 
-    @property
-    def equal_scores_teach(self) -> bool:
+    def equal_scores_teach(self, score: float) -> bool:
         """Rollouts of equal scores may still have thought unequally well, unless the gate shuts them out."""
-        open_ = self.gate == "none" or self.success_score is not None
+        open_ = self.gate == "none" or (self.success_score is not None and score >= self.success_score)
         teaches = self.combine == "additive" and open_ and self.step_advantage_w != 0.0
-        return teaches or self.price_rollouts or equal_scores_teach(self.trajectory)
+        return teaches or self.price_rollouts or equal_scores_teach(self.trajectory, score)
 
     def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
         return self.credit(rollouts)[0]
@@ -161,10 +160,12 @@ class Rlvcr:
     def _added(self, base: Sequence[CreditedRollout], compared: Compared) -> tuple[list[CreditedRollout], Metrics]:
         own = self._dealt(compared.own, base)
         tokens = [list(rollout.advantages) for rollout in base]
+        settled = self._settled(base)
         for (number, index), step, extra in zip(compared.places, compared.steps, own.tolist(), strict=True):
             before, advantage = tokens[number][index], base[number].steps[index].advantage or 0.0
-            where = np.arange(len(before)) < self._meant(step, len(before), advantage)
-            extra *= self._opened(base[number], advantage)
+            alone = self.gate == "success" or base[number].rollout.group_id in settled
+            where = np.arange(len(before)) < self._meant(step, len(before), alone=alone)
+            extra *= self._opened(base[number].annotated, advantage, alone=alone)
             tokens[number][index] = (before + np.float32(self.step_advantage_w * extra) * where).astype(np.float32)
         return [_with_tokens(rollout, found) for rollout, found in zip(base, tokens, strict=True)], {}
 
@@ -179,34 +180,35 @@ class Rlvcr:
         extra: list[CreditedRollout] = []
         for row, ((number, index), step) in enumerate(zip(compared.places, compared.steps, strict=True)):
             advantage = base[number].steps[index].advantage or 0.0
-            if not np.isfinite(weights[row]).all() or not self._succeeded(rollouts[number], advantage):
+            beats = sign(advantage) > 0.0 and self._succeeded(rollouts[number], advantage)
+            if not beats or not np.isfinite(weights[row]).all():
                 continue
             tokens[number][index] = tokens[number][index] * np.float32(weights[row, compared.used[row]])
             extra += alternative_rows(base[number], index, step, advantage * weights[row], cap=self.importance_cap)
         credited = [_with_tokens(rollout, found) for rollout, found in zip(base, tokens, strict=True)]
         return credited + extra, {"thinking/rows_added": float(len(extra))}
 
-    def _meant(self, step: ThinkingStep, tokens: int, advantage: float) -> int:
-        """How many of a step's first tokens its thinking advantage is for."""
+    def _settled(self, base: Sequence[CreditedRollout]) -> set[str]:
+        """Groups in which all reached the score that is success: nothing in them tells a good action from a bad one."""
+        if self.success_score is None:
+            return set()
+        below = {r.rollout.group_id for r in base if r.annotated.scored.score < self.success_score}
+        return {r.rollout.group_id for r in base} - below
+
+    def _meant(self, step: ThinkingStep, tokens: int, *, alone: bool) -> int:
+        """How many of a step's first tokens its thinking advantage is for; `alone`: those of the level."""
         if self.gate == "none":
             return tokens
-        alone = self.gate == "success" or advantage == 0.0
         return step.level_tokens if alone and step.level_tokens is not None else step.head
 
-    def _opened(self, rollout: CreditedRollout, advantage: float) -> float:
+    def _opened(self, rollout: AnnotatedRollout, advantage: float, *, alone: bool) -> float:
         """What a step's thinking advantage counts for."""
         if self.gate == "none":
             return 1.0
-        if self.gate == "signed" and advantage != 0.0:
-            return float(np.sign(advantage))
-        if self.success_score is None:
-            return float(advantage > 0.0)
-        return float(rollout.annotated.scored.score >= self.success_score)
+        return float(self._succeeded(rollout, advantage)) if alone else sign(advantage)
 
     def _succeeded(self, rollout: AnnotatedRollout, advantage: float) -> bool:
-        if self.success_score is not None and rollout.scored.score < self.success_score:
-            return False
-        return advantage > 0.0  # 0 where the group's scores are all equal: nothing there to weigh
+        return sign(advantage) > 0.0 if self.success_score is None else rollout.scored.score >= self.success_score
 
     def _dealt(self, own: Doubles, base: Sequence[CreditedRollout]) -> Doubles:
         if not self.shuffle:
@@ -233,9 +235,8 @@ class Watched:
     def least_group(self) -> int:
         return least_group(self.inner)
 
-    @property
-    def equal_scores_teach(self) -> bool:
-        return self.priced or equal_scores_teach(self.inner)
+    def equal_scores_teach(self, score: float) -> bool:
+        return self.priced or equal_scores_teach(self.inner, score)
 
     def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
         return self.credit(rollouts)[0]

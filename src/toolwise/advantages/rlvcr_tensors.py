@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from toolwise.advantages.arrays import CreditError, Doubles, Ints, check_choice, codes_of
+from toolwise.advantages.arrays import CreditError, Doubles, Ints, check_choice, codes_of, signs
 from toolwise.advantages.grpo import group_advantages
 from toolwise.advantages.levels import LEVELS, Mode, Score, all_advantages, copo_weights, diversity, level_scores
 from toolwise.advantages.rlvcr import Combine, Gate
@@ -62,20 +62,24 @@ def compute_rlvcr_outcome_advantage(
     ("episode", as verl-agent lays them out), or its own part of it ("step"). `trajectory_advantages` take the place of
     GRPO's, one a row (GiGPO's, for instance). `levels` (1 to 4) and `sampled` (False for an alternative) go with
     `step_uid`. `thought_mask` marks the tokens of level and thought, which the gates "signed" and "success" need;
-    `level_mask` those of the level, for which alone is what "success" lets in, and "signed" where an advantage is 0
-    (without it, as `thought_mask`). Both let in who `succeeded`, one a row, without it an advantage above 0. Rows of
-    alternatives get 0 under "additive", and their weight times their step's advantage under "reweight", without
-    importance weights: those need log-probs, and are the learner's.
+    `level_mask` those of the level, for which alone is what "success" lets in (without it, as `thought_mask`).
+    `succeeded`, one a row, says who did (without it, an advantage above 0); where all of a `uid` did, "signed" is as
+    "success". Rows of alternatives get 0 under "additive", and their weight times their step's advantage under
+    "reweight", without importance weights: those need log-probs, and are the learner's. A row without tokens is not
+    there: no level of its step, and no rollout of its group.
     """
     where = Masked.of(response_mask, rewards=token_level_rewards, entropies=thinking_level_entropies)
-    for name, value, known in (("mode", mode, Mode), ("gate", gate, Gate), ("combine", combine, Combine)):
+    choices = (("mode", mode, Mode), ("gate", gate, Gate), ("combine", combine, Combine), ("score", score, Score))
+    for name, value, known in choices:
         check_choice(name, value, get_args(known))
+    if combine == "reweight" and gate != "none":
+        raise CreditError(f'gate = "{gate}" belongs to combine = "additive"; with "reweight" leave gate = "none"')
     rows = _Rows.of(len(where.mask), uid, traj_uid, step_uid, levels, sampled)
     if trajectory_advantages is None:
         rewards = where.row_sums(token_level_rewards)
-        base = _episode_advantages(rewards, rows, row_rewards, norm_by_std)
+        base = _episode_advantages(rewards, rows, where.rows_with_any, row_rewards, norm_by_std)
     else:
-        base = np.asarray(trajectory_advantages, dtype=np.float64)
+        base = _given_advantages(trajectory_advantages, len(where.mask))
     field, costs = (_row_means(where, values) for values in (thinking_level_entropies, thinking_token_costs))
     if gate != "none" and thought_mask is None:
         raise CreditError(f'gate = "{gate}" changes level and thought tokens alone: give thought_mask')
@@ -90,29 +94,41 @@ def compute_rlvcr_outcome_advantage(
             spread = where.mask * rows.reweighted(base, utilities, score)[:, None]
             return _pair(spread, token_level_rewards)
         extra = rows.within(utilities, mode)
-    extra *= step_advantage_w * _opened(gate, base, succeeded)
-    spread = base[:, None] * where.mask + extra[:, None] * _meant(gate, base, where.mask, thought_mask, level_mask)
+    opened, alone = _opened(gate, base, rows, succeeded)
+    meant = _meant(gate, alone, where.mask, thought_mask, level_mask)
+    spread = base[:, None] * where.mask + (step_advantage_w * opened * extra)[:, None] * meant
     return _pair(spread * rows.sampled[:, None], token_level_rewards)
 
 
-def _opened(gate: Gate, base: Doubles, succeeded: Sequence[bool] | None) -> Doubles:
-    """What each row's thinking advantage counts for."""
+def _given_advantages(given: Any, count: int) -> Doubles:
+    found = np.asarray(as_numpy(given), dtype=np.float64)
+    if found.shape != (count,) or not np.isfinite(found).all():
+        raise CreditError(f"trajectory_advantages of shape {found.shape} for {count} rows; give a finite one for each")
+    return found
+
+
+def _opened(gate: Gate, base: Doubles, rows: _Rows, succeeded: Sequence[bool] | None) -> tuple[Doubles, Bools]:
+    """What each row's thinking advantage counts for, and whether it is for the level alone."""
+    count = len(base)
     if gate == "none":
-        return np.ones(len(base))
-    if succeeded is not None and len(succeeded) != len(base):
-        raise CreditError(f"{len(succeeded)} succeeded for {len(base)} rows; give one for each")
-    won = np.asarray(base > 0.0 if succeeded is None else as_numpy(succeeded), dtype=np.float64)
-    return np.where(base != 0.0, np.sign(base), won) if gate == "signed" else won
+        return np.ones(count), np.zeros(count, dtype=bool)
+    if succeeded is not None and len(succeeded) != count:
+        raise CreditError(f"{len(succeeded)} succeeded for {count} rows; give one for each")
+    won = np.asarray(signs(base) > 0.0 if succeeded is None else as_numpy(succeeded), dtype=bool)
+    if gate == "success":
+        return won.astype(np.float64), np.ones(count, dtype=bool)
+    groups = codes_of(rows.groups)
+    lost = np.bincount(groups, rows.sampled & ~won, minlength=int(groups.max(initial=-1)) + 1)
+    settled = (lost[groups] == 0) & (succeeded is not None)
+    return np.where(settled, won, signs(base)), settled
 
 
-def _meant(gate: Gate, base: Doubles, mask: Bools, thought_mask: Any, level_mask: Any) -> Bools:
+def _meant(gate: Gate, alone: Bools, mask: Bools, thought_mask: Any, level_mask: Any) -> Bools:
     """The tokens of each row that its thinking advantage is for."""
     thought = mask if thought_mask is None else mask & as_numpy(thought_mask).astype(bool)
-    if gate == "none":
+    if gate == "none" or level_mask is None:
         return thought
-    level = thought if level_mask is None else mask & as_numpy(level_mask).astype(bool)
-    alone = (base == 0.0) | (gate == "success")
-    return np.where(alone[:, None], level, thought)
+    return np.where(alone[:, None], mask & as_numpy(level_mask).astype(bool), thought)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +150,15 @@ class _Rows:
             if values is not None and len(values) != count:
                 raise CreditError(f"{len(values)} {name} for {count} rows; give one for each")
         numbers = np.ones(count, dtype=np.intp) if levels is None else np.asarray(as_numpy(levels), dtype=np.intp)
+        steps = np.arange(count) if step_uid is None else codes_of(step_uid)
         if count and not 1 <= int(numbers.min()) <= int(numbers.max()) <= LEVELS:
             raise CreditError(f"levels lie between {numbers.min()} and {numbers.max()}; they must lie within 1 to 4")
+        if len(np.unique(steps * LEVELS + numbers)) < count:
+            raise CreditError("a step has two rows of one level: give one row for each level of a step_uid")
         return cls(
             list(uid.tolist() if hasattr(uid, "tolist") else uid),
             codes_of(traj_uid),
-            np.arange(count) if step_uid is None else codes_of(step_uid),
+            steps,
             numbers - 1,
             np.ones(count, dtype=bool) if sampled is None else np.asarray(as_numpy(sampled), dtype=bool),
         )
@@ -169,10 +188,12 @@ class _Rows:
         return np.where(weighed, np.nan_to_num(weights) * own[self.steps], np.where(self.sampled, base, 0.0))
 
 
-def _episode_advantages(rewards: Doubles, rows: _Rows, row_rewards: RowRewards, norm_by_std: bool) -> Doubles:
+def _episode_advantages(
+    rewards: Doubles, rows: _Rows, there: Bools, row_rewards: RowRewards, norm_by_std: bool
+) -> Doubles:
     """GRPO over rollouts, each counted once however many steps it has."""
     check_choice("row_rewards", row_rewards, get_args(RowRewards))
-    own = np.flatnonzero(rows.sampled)
+    own = np.flatnonzero(rows.sampled & there)
     codes = rows.rollouts
     count = int(codes.max(initial=-1)) + 1
     first = np.full(count, -1, dtype=np.intp)
@@ -183,17 +204,19 @@ def _episode_advantages(rewards: Doubles, rows: _Rows, row_rewards: RowRewards, 
         totals = np.where(first >= 0, rewards[first], 0.0)
         if not np.array_equal(totals[codes[own]], rewards[own]):
             raise CreditError('rows of one traj_uid have unequal rewards: with a part each, give row_rewards="step"')
-    there = np.flatnonzero(first >= 0)
+    found = np.flatnonzero(first >= 0)
     advantages = np.zeros(count)
-    groups = [rows.groups[first[number]] for number in there]
-    advantages[there] = group_advantages(totals[there], groups, norm_by_std=norm_by_std)
+    groups = [rows.groups[first[number]] for number in found]
+    advantages[found] = group_advantages(totals[found], groups, norm_by_std=norm_by_std)
     return np.asarray(advantages[codes])
 
 
 def _row_means(where: Masked, values: Any) -> Doubles:
-    """The mean over a row's tokens; nan, for which there is no level, where one of them is."""
-    lengths = np.maximum(where.lengths, 1)
-    return np.asarray(np.where(where.mask, as_numpy(values), 0.0).sum(1, dtype=np.float64) / lengths)
+    """The mean over a row's tokens; nan, for which there is no level, where one of them is or there are none."""
+    sums = np.where(where.mask, as_numpy(values), 0.0).sum(1, dtype=np.float64)
+    if (odd := np.flatnonzero(np.isinf(sums))).size:
+        raise CreditError(f"row {odd[0]} has an infinite value; a level that failed is nan")
+    return np.asarray(np.where(where.rows_with_any, sums / np.maximum(where.lengths, 1), np.nan))
 
 
 def _pair(spread: Any, like: Array) -> tuple[Array, Array]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from toolwise.advantages.credit import credit
+from toolwise.advantages.credit import credit, equal_scores_teach, least_group
 from toolwise.advantages.token_rewards import token_k1
 from toolwise.learner.kl import KlCoefficient
 from toolwise.protocols import AdvantageEstimator, Annotation, Metrics
@@ -32,37 +32,61 @@ class PricedEstimator:
 
     @property
     def least_group(self) -> int:
-        return int(getattr(self.inner, "least_group", 2))
+        return least_group(self.inner)
 
-    @property
-    def equal_scores_teach(self) -> bool:
-        return bool(getattr(self.inner, "equal_scores_teach", False))
+    def equal_scores_teach(self, score: float) -> bool:
+        return equal_scores_teach(self.inner, score)
 
     def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
         return self.credit(rollouts)[0]
 
     def credit(self, rollouts: Sequence[AnnotatedRollout]) -> tuple[list[CreditedRollout], Metrics]:
-        beta, inner = self.coefficient.value, self.inner
-        costs = [beta * float(sum(part.sum() for part in token_k1(rollout))) for rollout in rollouts]
-        metrics = {"kl/cost": float(np.mean(costs)) if costs else 0.0}
-        finer = charged(inner, beta)
-        if finer is not None:
-            credited, more = credit(finer, rollouts)
-        else:
-            credited, more = credit(inner, [_less(r, cost) for r, cost in zip(rollouts, costs, strict=True)])
+        beta = self.coefficient.value
+        costs = [_cost(rollout, beta) for rollout in rollouts]
+        credited, metrics = credit(charged(self.inner, beta), rollouts)
+        return credited, {"kl/cost": float(np.mean(costs)) if costs else 0.0} | metrics
+
+
+@dataclass(frozen=True, slots=True)
+class _Charged:
+    """An estimator over scores, which sees each less what its tokens cost together."""
+
+    inner: AdvantageEstimator
+    beta: float
+
+    @property
+    def needs(self) -> frozenset[Annotation]:
+        return self.inner.needs
+
+    @property
+    def least_group(self) -> int:
+        return least_group(self.inner)
+
+    def equal_scores_teach(self, score: float) -> bool:
+        return equal_scores_teach(self.inner, score)
+
+    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
+        return self.credit(rollouts)[0]
+
+    def credit(self, rollouts: Sequence[AnnotatedRollout]) -> tuple[list[CreditedRollout], Metrics]:
+        credited, metrics = credit(self.inner, [_less(rollout, _cost(rollout, self.beta)) for rollout in rollouts])
         # The score stays what the reward said; only credit has seen the price.
-        kept = [replace(found, annotated=rollout) for found, rollout in zip(credited, rollouts, strict=True)]
-        return kept, metrics | more
+        return [replace(found, annotated=rollout) for found, rollout in zip(credited, rollouts, strict=True)], metrics
 
 
-def charged(estimator: Any, beta: float) -> AdvantageEstimator | None:
-    """The same with a price on each token or step, also where another holds it; None where it sees scores alone."""
-    changes: dict[str, Any] = {"kl_coef": beta} if hasattr(estimator, "kl_coef") else {}
+def charged(estimator: Any, beta: float) -> Any:
+    """The same at a price: on each token or step where it has a field for it; else around the estimator that it holds,
+    so that what it asks of scores itself, such as who succeeded, it asks of those the reward gave; else on scores."""
+    if hasattr(estimator, "kl_coef"):
+        return replace(estimator, kl_coef=beta)
     for name in ("trajectory", "inner"):
-        held = charged(getattr(estimator, name), beta) if hasattr(estimator, name) else None
-        if held is not None:
-            changes[name] = held
-    return replace(estimator, **changes) if changes else None
+        if hasattr(estimator, name):
+            return replace(estimator, **{name: charged(getattr(estimator, name), beta)})
+    return _Charged(estimator, beta)
+
+
+def _cost(rollout: AnnotatedRollout, beta: float) -> float:
+    return beta * float(sum(part.sum() for part in token_k1(rollout)))
 
 
 def _less(rollout: AnnotatedRollout, cost: float) -> AnnotatedRollout:

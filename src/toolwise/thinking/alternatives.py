@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -22,6 +23,9 @@ FAILURES = {
     Fault.UNCLOSED_THOUGHT: "unclosed",
     Fault.EMPTY_THOUGHT: "empty",
 }
+
+
+_CLOSING = re.compile(re.escape(END_THINK), re.IGNORECASE | re.ASCII)
 
 
 class Codec(Protocol):
@@ -95,8 +99,9 @@ class Writer:
             policy_version=generation.policy_version,
         )
         text = self.codec.decode(ids)
-        end = text.find(END_THINK, len(level.opening)) + len(END_THINK)
-        reading = read(text[:end] if end >= len(END_THINK) else text)
+        closing = _CLOSING.search(text, len(level.opening))
+        end = closing.end() if closing else len(text)
+        reading = read(text[:end])
         faults = [fault for fault in reading.faults if fault is not Fault.NO_ACTION]
         if faults:
             too_long = faults[0] is Fault.UNCLOSED_THOUGHT and generation.finish_reason == "length"
@@ -130,7 +135,7 @@ def names_action(thought: str | None, action: str | None) -> bool:
     if not thought or not action:
         return False
     said, wanted = (" ".join(text.casefold().split()) for text in (thought, action))
-    return bool(wanted) and wanted in said
+    return bool(wanted) and re.search(rf"(?<!\w){re.escape(wanted)}(?!\w)", said) is not None
 
 
 def _seed(seed: int, turn: int, step: ReadStep, level: Level) -> int:

@@ -32,6 +32,8 @@ def thinking_fields(
         values = [float(a) for a in advantages]
     else:
         values = [np.nan if step.group is None else _of(step.group.used, quantity) for step in steps]
+    if not len(values) == len(lengths) == len(steps):
+        raise ValueError(f"{len(values)} values and {len(lengths)} lengths for {len(steps)} steps; give one for each")
     shape = (len(steps), max([0, *lengths]) if width is None else width)
     inside = np.arange(shape[1]) < np.asarray(lengths, dtype=np.intp).reshape(-1, 1)
     costs = [float(step.thinking_tokens) for step in steps]

@@ -127,6 +127,8 @@ def _read_level(where: Path, number: int, row: object) -> Level:
     if not re.fullmatch(wanted, level.skeleton, re.DOTALL):
         shape = f"<level>{number}</level>{f'{THINK}…{END_THINK}' if number > 1 else ''}{ACTION}{{action}}{END_ACTION}"
         raise ConfigError(f"{at}: the skeleton must be {shape}, got {level.skeleton!r:.80}")
+    if level.skeleton.count("{action}") > 1:
+        raise ConfigError(f"{at}: the skeleton has {{action}} in its thought, which would teach thoughts to name it")
     return level
 
 

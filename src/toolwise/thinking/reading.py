@@ -44,6 +44,7 @@ class Fault(StrEnum):
     EMPTY_ACTION = "empty_action"
     REPEATED_ACTION = "repeated_action"
     UNCLOSED_ACTION = "unclosed_action"
+    """Or a `<tool_call>` without its end."""
     STRAY_TEXT = "stray_text"
     """Words or tags between the parts, or after the action."""
 
@@ -60,7 +61,7 @@ class Spans:
     """What is scored: the words inside `<action>`, whose tag belongs to the context; a tool call with its tags, and an
     answer as it stands, since whether to call or to answer is part of the decision."""
     head: Span
-    """All that comes before the action: the text that is cut before `<action>`."""
+    """Level and thought with their tags. White space before the action is not theirs: it stands in all contexts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,7 @@ class Reading:
 
 _TAG = re.compile(r"<(?P<end>/?)(?P<name>level|think|action)>", re.IGNORECASE | re.ASCII)
 _CALL = re.compile(r"<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>", re.IGNORECASE | re.ASCII)
+_CALL_TAG = re.compile(r"<(?P<end>/?)tool_call>", re.IGNORECASE | re.ASCII)
 _NUMBER = re.compile(rf"[1-{COUNT}]", re.ASCII)
 
 
@@ -115,7 +117,6 @@ def read(text: str) -> Reading:
     number = _read_number(text, level, faults)
     _judge_thought(text, number, thought, faults)
     _judge_rest(text, tags, [b for b in (level, thought, action) if b is not None], faults)
-    head = action.start if action else max((b.end for b in (level, thought) if b), default=len(text))
     return Reading(
         level=number,
         thought=text[slice(*thought.inside)].strip() if thought else None,
@@ -126,9 +127,17 @@ def read(text: str) -> Reading:
             level=level.inside if level else None,
             thought=thought.inside if thought else None,
             action=action.inside if action else None,
-            head=(0, head),
+            head=(0, _head(text, [b for b in (level, thought) if b is not None], action)),
         ),
     )
+
+
+def _head(text: str, blocks: list[_Block], action: _Block | None) -> int:
+    """Where level and thought end; where something stands between them and the action, at the action."""
+    if action is None:
+        return max((b.end for b in blocks), default=len(text))
+    end = max((b.end for b in blocks if b.end <= action.start), default=0)
+    return action.start if text[end : action.start].strip() else end
 
 
 def _find_thought(text: str, tags: list[_Tag], faults: set[Fault]) -> _Block | None:
@@ -202,6 +211,9 @@ def _find_words(text: str, after: int, faults: set[Fault]) -> tuple[_Block | Non
         faults.add(Fault.NO_ACTION)
         return None, None
     kind: Kind = "tool_call" if _CALL.search(text, *inside) else "answer"
+    marks = [found["end"] for found in _CALL_TAG.finditer(text, *inside)]
+    if marks and not marks[-1]:
+        faults.add(Fault.UNCLOSED_ACTION)
     return _Block(inside[0], inside, inside[1]), kind
 
 

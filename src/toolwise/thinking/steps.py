@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from toolwise.thinking.reading import read
 from toolwise.thinking.tokens import token_spans
 from toolwise.types import ScoredRollout, StepData
 
+log = logging.getLogger("toolwise.thinking")
 Which = Literal["all", "mixed", "successful"]
 MOST_WAVES = 8
 """Within a bound on tokens, alternatives are written in waves: what one leaves unspent, the next may use."""
@@ -102,6 +104,18 @@ def _rollouts(scored: Sequence[ScoredRollout], which: Which, success_score: floa
     return found
 
 
+def _warn_if_nothing_fits(
+    writer: Writer, steps: Sequence[ReadStep], done: Sequence[ReadStep], most_tokens: int
+) -> None:
+    if steps and not done:
+        log.warning(
+            "no step was thought over: one may take %d tokens and max_added_tokens leaves %d; lower "
+            "algorithm.rlvcr.max_thought_tokens, or raise max_added_tokens",
+            writer.worst_case(steps[0]),
+            most_tokens,
+        )
+
+
 async def write_within(
     writer: Writer, steps: Sequence[ReadStep], most_tokens: int | None, *, turn: int = 0
 ) -> tuple[list[ReadStep], list[tuple[Alternative, ...]]]:
@@ -120,6 +134,7 @@ async def write_within(
                 break
             wave.append(step)
         if not wave:
+            _warn_if_nothing_fits(writer, steps, done, most_tokens)
             break
         found = await writer.write(wave, turn=turn)
         left -= sum(other.generated for others in found for other in others)

@@ -62,3 +62,9 @@ def test_rollouts_that_were_not_thought_over_cost_nothing() -> None:
     for found in Watched(Gigpo(), Rlvcr(), priced=True)(batch):
         assert found.steps[0].return_to_go == 1.0
         np.testing.assert_array_equal(found.advantages[0], 0.0)
+
+
+def test_nor_where_the_score_is_told_twice() -> None:
+    batch = [rollout("long", [6, 0], [0.0, 0.0]), rollout("short", [0, 0], [0.0, 0.0])]
+    found = Watched(Gigpo(gamma=1.0, terminal_score="always"), Rlvcr(), priced=True)(batch)
+    assert returns(found) == [[0.7, 0.7], [1.0, 1.0]]

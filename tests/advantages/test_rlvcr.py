@@ -91,6 +91,35 @@ def test_the_signed_gate_goes_on_where_all_succeed_by_hand() -> None:
         assert [tokens(c) for c in untold(equals)] == [[0.0] * (HEAD + 1 + ACTION)] * 2
 
 
+@pytest.mark.parametrize("what", ["priced", "gigpo"])
+def test_where_all_succeed_the_sign_of_who_was_shorter_is_not_asked(what: str) -> None:
+    """A_traj is not 0 there, and says nothing of how good an action was: the price would be turned round by it."""
+    tokens_of = {1: 0, 2: 2, 3: 4, 4: 8}
+    alike = dict.fromkeys((1, 2, 3, 4), -1.0)
+    steps = [thinking_step(level, alike, tokens=tokens_of) for level in (4, 1)]
+    batch = [
+        thoughtful(1.0, [replace(step, level_tokens=LEVEL)] * count, name=f"{step.level}", price=0.1)
+        for step, count in zip(steps, (2, 1), strict=True)
+    ]
+    base = Gigpo(state_anchor=lambda step: "one") if what == "gigpo" else Grpo()
+    settings: dict[str, Any] = {"thinking_diversity_w": 0.0, "gate": "signed", "success_score": 1.0}
+    found = Rlvcr(base, price_rollouts=what == "priced", **settings)(batch)
+    plain = Rlvcr(base, price_rollouts=what == "priced", **(settings | {"step_advantage_w": 0.0}))(batch)
+    for credited, without, extra in zip(found, plain, (-0.45, 0.35), strict=True):
+        for own, before in zip(credited.advantages, without.advantages, strict=True):
+            assert (own - before).round(5).tolist() == pytest.approx(
+                [extra] * LEVEL + [0.0] * (HEAD - LEVEL + 1 + ACTION)
+            )
+    assert any(abs(a[0]) > 0.1 for c in plain for a in c.advantages)  # there was a sign to be misled by
+
+
+def test_what_rounding_leaves_of_a_mean_has_no_sign() -> None:
+    """0.2 among 0.1, 0.2 and 0.3 stands 2.8e-17 from their mean."""
+    batch = [thoughtful(s, [thinking_step(3, FOUR)], name=f"{s}") for s in (0.1, 0.2, 0.3)]
+    _, middle, _ = Rlvcr(thinking_diversity_w=0.0, gate="signed")(batch)
+    assert tokens(middle) == [0.0] * (HEAD + 1 + ACTION)
+
+
 def test_the_gate_of_success_is_for_the_level_alone() -> None:
     """Where it is known which tokens say it: the thought keeps what its rollout is worth, and does not drift."""
     two = replace(thinking_step(3, FOUR), level_tokens=2)

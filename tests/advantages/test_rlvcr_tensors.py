@@ -181,13 +181,62 @@ def test_a_step_without_a_thinking_advantage_is_left_as_it_was() -> None:
         ({"step_uid": ["s", "s"]}, "levels"),
         ({"step_uid": ["s", "s"], "levels": [1, 5], "sampled": [True, False]}, "within 1 to 4"),
         ({"step_uid": ["s"], "levels": [1, 2], "sampled": [True, False]}, "1 step_uid for 2 rows"),
+        ({"step_uid": ["s", "s"], "levels": [2, 2], "sampled": [True, False]}, "two rows of one level"),
         ({"mode": "max"}, "mode is 'max'"),
+        ({"score": "entropy"}, "score is 'entropy'"),
+        ({"combine": "reweight", "gate": "signed"}, 'belongs to combine = "additive"'),
+        ({"trajectory_advantages": [1.0]}, "for 2 rows; give a finite one for each"),
+        ({"trajectory_advantages": [[1.0], [2.0]]}, "for 2 rows; give a finite one for each"),
+        ({"trajectory_advantages": [1.0, np.nan]}, "for 2 rows; give a finite one for each"),
     ],
 )
 def test_what_is_missing_is_told(settings: dict[str, Any], told: str) -> None:
     rewards, zeros = np.array([[1.0], [0.0]]), np.zeros((2, 1))
     with pytest.raises(CreditError, match=told):
         compute_rlvcr_outcome_advantage(rewards, zeros, zeros, np.ones((2, 1)), ["g", "g"], ["a", "b"], **settings)
+
+
+def test_an_infinite_value_is_no_level() -> None:
+    rewards, field = np.array([[1.0], [0.0]]), np.array([[0.0], [-np.inf]])
+    with pytest.raises(CreditError, match="row 1 has an infinite value"):
+        compute_rlvcr_outcome_advantage(rewards, field, rewards * 0, np.ones((2, 1)), ["g", "g"], ["a", "b"])
+
+
+def test_a_row_without_tokens_is_not_there() -> None:
+    """No level with a log-prob of 0, and no rollout in its group's mean."""
+    rewards = np.array([[1.0], [0.0], [0.0], [0.0]])
+    mask = np.array([[1], [1], [0], [0]])
+    field = np.array([[-1.0], [-1.0], [0.0], [0.0]])
+    steps = {"step_uid": ["s", "t", "s", "u"], "levels": [1, 1, 2, 1], "sampled": [True, True, False, True]}
+    for more in (steps, {}):
+        found, _ = compute_rlvcr_outcome_advantage(
+            rewards,
+            field * bool(more),
+            field * 0,
+            mask,
+            ["g"] * 4,
+            ["a", "b", "a", "c"],
+            thinking_diversity_w=0.0,
+            norm_by_std=False,
+            **(more or {"trajectory_advantages": None}),
+        )
+        assert found[:, 0].tolist() == ([0.5, -0.5, 0.0, 0.0])
+
+
+def test_where_all_succeed_the_sign_gives_way_by_hand() -> None:
+    """1 and 2, both successes of one task: +A_think for both, on the level alone. Another task keeps its signs."""
+    rewards, field = np.zeros((4, 3)), np.full((4, 3), 0.25)
+    rewards[:, 2] = [1.0, 2.0, 0.0, 1.0]
+    thought, level = np.tile([1, 1, 0], (4, 1)), np.tile([1, 0, 0], (4, 1))
+    found, _ = compute_rlvcr_outcome_advantage(
+        *(rewards, field, field * 0, np.ones((4, 3)), ["g", "g", "h", "h"], list("abcd")),
+        gate="signed",
+        thought_mask=thought,
+        level_mask=level,
+        succeeded=[True, True, False, True],
+        norm_by_std=False,
+    )
+    assert found.tolist() == [[-0.25, -0.5, -0.5], [0.75, 0.5, 0.5], [-0.75, -0.75, -0.5], [0.75, 0.75, 0.5]]
 
 
 def test_base_is_grpo_of_the_estimators_own() -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from learner_cases import LR, credit, gradients, tiny_model
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "advantages"))
+from rlvcr_cases import thinking_step
 
 from toolwise.advantages import Gae, Gigpo, Grpo, ReinforcePlusPlus, Rlvcr
 from toolwise.advantages.token_rewards import token_k1
@@ -17,6 +23,7 @@ from toolwise.learner.actor import Actor
 from toolwise.learner.kl import KlCoefficient
 from toolwise.learner.pricing import PricedEstimator
 from toolwise.protocols import MeasuredEstimator
+from toolwise.thinking.groups import Deliberation
 from toolwise.types import AnnotatedRollout
 
 
@@ -138,3 +145,14 @@ def test_the_price_pushes_along_the_gradient_of_kl() -> None:
     truth = torch.cat([w.grad.flatten() for w in model.parameters() if w.grad is not None])
     assert float(torch.nn.functional.cosine_similarity(gradient, truth, dim=0)) > 0.99
     assert float(gradient.norm() / truth.norm()) == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize("gate", ["signed", "success"])
+def test_who_succeeded_is_asked_of_the_scores_that_the_reward_gave(gate: Any) -> None:
+    """Both reach 1.0 and have left the reference; the price of that is in A_traj, and closes no gate."""
+    group = [annotated(1.0, [[-2.0] * 6], name="a"), annotated(1.0, [[-3.0] * 6], name="b")]
+    step = thinking_step(3, {1: -3.0, 2: -2.0, 3: -1.0, 4: -2.0})
+    group = [replace(r, thinking=Deliberation((step,))) for r in group]
+    rlvcr = Rlvcr(Grpo(norm_by_std=False), thinking_diversity_w=0.0, gate=gate, success_score=1.0)
+    for found, base in zip(PricedEstimator(rlvcr, KlCoefficient(0.01))(group), (0.03, -0.03), strict=True):
+        assert found.advantages[0].tolist() == pytest.approx([base + 1.0] * 3 + [base] * 3)

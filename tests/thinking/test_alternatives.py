@@ -122,6 +122,9 @@ def test_each_alternative_has_a_draw_of_its_own_and_the_same_again() -> None:
     [
         ("I will Go  LEFT now", "go left", True),
         ("I will go", "go left", False),
+        ("I will go lefthanded", "go left", False),
+        ("the answer is 35", "5", False),
+        ("the answer is 5.", "5", True),
         (None, "go left", False),
         ("anything", None, False),
         ("anything", "", False),
@@ -129,3 +132,11 @@ def test_each_alternative_has_a_draw_of_its_own_and_the_same_again() -> None:
 )
 def test_whether_a_thought_names_the_action(thought: str | None, action: str | None, named: bool) -> None:
     assert names_action(thought, action) is named
+
+
+def test_the_end_of_a_thought_is_found_as_the_reader_finds_it() -> None:
+    shouted = ScriptedThinker(dict.fromkeys(THOUGHTS, "State: a hall</THINK><action>go left"))
+    [others] = asyncio.run(writer(shouted).write([read()]))
+    for other in others:
+        assert other.failure is None
+        assert "go left" not in other.text

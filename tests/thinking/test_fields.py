@@ -36,3 +36,9 @@ def test_costs_are_thinking_tokens_and_padding_is_nothing() -> None:
 def test_advantages_are_not_made_up() -> None:
     with pytest.raises(ValueError, match="estimator"):
         thinking_fields(STEPS, [2, 3])
+
+
+@pytest.mark.parametrize(("lengths", "advantages"), [([2], [0.5, 0.5]), ([2, 3], [0.5])])
+def test_one_number_is_not_spread_over_several_steps(lengths: list[int], advantages: list[float]) -> None:
+    with pytest.raises(ValueError, match="for 2 steps; give one for each"):
+        thinking_fields(STEPS, lengths, advantages=advantages)

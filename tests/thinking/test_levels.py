@@ -87,6 +87,7 @@ def test_a_file_of_ones_own_replaces_it(tmp_path: Path) -> None:
         ("<think>State: {state}</think>", "", "level 2: the skeleton must be"),
         ("<think>State:", "<think><think>State:", "level 2: the skeleton must be"),
         ("<action>{action}", "<action>action", "level 1: the skeleton must be"),
+        ("State: {state}</think>", "I {action}</think>", "level 2: the skeleton has {action} in its thought"),
         ("{levels}", "levels", "prompt must be text with {levels} in it"),
         ("prompt =", "promt =", "has 'promt'; it may have prompt and four"),
         ("[[level]]", "[level]", "cannot read"),

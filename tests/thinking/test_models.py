@@ -48,8 +48,10 @@ def test_the_engine_prefills_each_history_once() -> None:
     asyncio.run(write())
     counted = thinker.counters()
     new = sum(len(opening) for opening in openings)
-    # The history once, and no more than each context's own tokens besides (less where contexts share some).
-    assert len(before) <= counted["prefilled_tokens"] <= len(before) + 2 * new + 9
+    # The history once, and no more than each context's own tokens besides (less where contexts share some). What comes
+    # when the first is under way already shares whole blocks of it: two may compute the rest of the last one again.
+    most = len(before) + 2 * new + 9 + 2 * (len(before) % 16)
+    assert len(before) <= counted["prefilled_tokens"] <= most < 2 * len(before) + 2 * new + 9
     assert counted["reused_tokens"] >= 5 * (len(before) // 16) * 16
 
 

@@ -83,6 +83,7 @@ def test_a_reply_as_it_should_be(text: str, level: int, thought: str | None, act
         (L2 + "<think>a</think><action>b</action> and more", "stray_text", 2, "a", "b"),
         ("so: <level>2</level><think>a</think><action>b</action>", "stray_text", 2, "a", "b"),
         (L2 + "<think>a</think> so <action>b</action>", "stray_text", 2, "a", "b"),
+        (L2 + '<think>a</think><tool_call>{"na', "unclosed_action", 2, "a", '<tool_call>{"na'),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said_and_the_rest_is_read(
@@ -106,7 +107,13 @@ def test_the_whole_call_is_scored_and_of_an_action_only_its_words() -> None:
     spans = read(text).spans
     assert spans.action is not None
     assert text[slice(*spans.action)] == '<tool_call>{"name": "f"}</tool_call>'
-    assert text[: spans.head[1]].strip() == "<level>1</level>"
+    assert text[: spans.head[1]] == "<level>1</level>"
+
+
+@pytest.mark.parametrize("action", ["<action> go </action>", "Answer: 42", "<tool_call>{}</tool_call>"])
+def test_white_space_before_the_action_is_not_the_heads(action: str) -> None:
+    for head in ("<level>2</level> <think>a</think>", "<level>1</level>"):
+        assert read(f"{head}\n\n{action}").spans.head == (0, len(head))
 
 
 tags = st.sampled_from(

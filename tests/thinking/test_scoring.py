@@ -72,6 +72,38 @@ def test_the_action_scores_under_its_own_level_what_it_was_drawn_with() -> None:
     assert small()[1].decode(step.action_ids) == "go left"
 
 
+@pytest.mark.parametrize(
+    ("between", "tail"),
+    [
+        ("\n\n", "<action>go left"),
+        ("\n", "<action> go left"),
+        ("\n\n", "Answer: 4"),
+        (" ", "<tool_call>{}</tool_call>"),
+    ],
+)
+def test_what_a_model_writes_before_its_action_stands_in_all_contexts(between: str, tail: str) -> None:
+    """Otherwise its own level would be compared with contexts that it never writes."""
+    _, chat = small()
+    asked: list[Contexts] = []
+
+    class Kept(ScriptedThinker):
+        async def score(self, contexts: Sequence[Contexts], temperature: float) -> list[tuple[TokenScores, ...]]:
+            asked.extend(contexts)
+            return await super().score(contexts, temperature)
+
+    closing = "</action>" if tail.startswith("<action>") else ""
+    replies = [
+        f"<level>3</level><think>I look for the key</think>{between}{tail}{closing}",
+        f"<level>1</level>{between}{tail}{closing}",
+    ]
+    found = levels([read(reply, index=i) for i, reply in enumerate(replies)], Kept(), leak_nats=np.inf)
+    for context, group in zip(asked, found.groups, strict=True):
+        texts = [chat.decode(ids) for ids in context.continuations]
+        assert len(texts) == len(group.scores) == 4
+        assert {text.partition("</think>")[2] or text.partition("</level>")[2] for text in texts} == {between + tail}
+        assert len({score.action_logprobs.tobytes() for score in group.scores}) == 4
+
+
 def test_all_contexts_of_all_steps_are_one_call() -> None:
     model = ScriptedThinker()
     levels([read(reply, index=i) for i, reply in enumerate(REPLIES)], model)

@@ -96,3 +96,9 @@ def test_without_a_bound_all_are_written_at_once() -> None:
     steps = [read(index=i) for i in range(3)]
     done, written = asyncio.run(write_within(writer(), steps, None))
     assert (done, [len(others) for others in written]) == (steps, [3, 3, 3])
+
+
+def test_that_not_one_step_can_be_paid_for_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    done, _ = asyncio.run(write_within(writer(), [read()], 79))
+    assert done == []
+    assert "one may take 80 tokens and max_added_tokens leaves 79" in caplog.text

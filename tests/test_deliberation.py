@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from toolwise.advantages import Gigpo, Grpo, Rlvcr, Watched
+from toolwise.advantages import Gigpo, Grpo, Rlvcr, Watched, equal_scores_teach
 from toolwise.config import RunConfig
 from toolwise.deliberation import thinking_model
 from toolwise.errors import ConfigError
@@ -130,6 +130,14 @@ def test_everything_else_arrives_where_it_works() -> None:
     budget = run.thinking.price.budget  # type: ignore[union-attr]
     assert (budget.limit, budget.initial, budget.rate, budget.proportional, budget.cap) == (6.0, 0.01, 0.2, 0.3, 2.0)
     assert run.thinking.writer.levels is LEVELS
+
+
+@pytest.mark.parametrize(
+    ("settings", "teaches"),
+    [({}, True), ({"steps": "mixed"}, False), ({"share": 0.0}, False), ({"gate": "signed"}, False)],
+)
+def test_equals_are_kept_where_they_are_compared(settings: dict[str, Any], teaches: bool) -> None:
+    assert equal_scores_teach(make(algorithm=algorithm(**settings)).estimator, 1.0) is teaches
 
 
 def test_without_it_nothing_is_thought_over() -> None:

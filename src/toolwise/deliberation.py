@@ -77,9 +77,13 @@ def _multiplier(config: RunConfig) -> Multiplier | None:
 
 def rlvcr_of(config: RunConfig, trajectory: AdvantageEstimator) -> Rlvcr:
     rlvcr = config.algorithm.rlvcr
-    cap = config.actor.importance_cap
     made: Any = build_estimator(
-        "rlvcr", **rlvcr.model_dump(), trajectory=trajectory, seed=config.seed, importance_cap=cap
+        "rlvcr",
+        **rlvcr.model_dump(),
+        trajectory=trajectory,
+        seed=config.seed,
+        importance_cap=config.actor.importance_cap,
+        equals_compared=rlvcr.steps != "mixed" and rlvcr.share > 0.0,
     )
     found: Rlvcr = made
     return found

@@ -13,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from rlvcr_cases import thinking_step, thoughtful
 
 from toolwise.advantages import Gigpo, Grpo, Rlvcr, Watched
+from toolwise.learner.kl import KlCoefficient
+from toolwise.learner.pricing import PricedEstimator
 from toolwise.types import AnnotatedRollout
 
 
@@ -64,7 +66,18 @@ def test_rollouts_that_were_not_thought_over_cost_nothing() -> None:
         np.testing.assert_array_equal(found.advantages[0], 0.0)
 
 
-def test_nor_where_the_score_is_told_twice() -> None:
+@pytest.mark.parametrize("kl_too", [False, True])
+def test_nor_where_the_score_is_told_twice(kl_too: bool) -> None:
     batch = [rollout("long", [6, 0], [0.0, 0.0]), rollout("short", [0, 0], [0.0, 0.0])]
-    found = Watched(Gigpo(gamma=1.0, terminal_score="always"), Rlvcr(), priced=True)(batch)
-    assert returns(found) == [[0.7, 0.7], [1.0, 1.0]]
+    batch = [replace(r, ref_logprobs=tuple(np.full(6, -1.0, np.float32) for _ in range(2))) for r in batch]
+    gigpo = Gigpo(gamma=1.0, terminal_score="always")
+    inner = PricedEstimator(gigpo, KlCoefficient(0.1)) if kl_too else gigpo  # which has not left its reference
+    assert returns(Watched(inner, Rlvcr(), priced=True)(batch)) == [[0.7, 0.7], [1.0, 1.0]]
+
+
+def test_where_no_score_is_told_steps_without_a_reward_pay_as_well() -> None:
+    batch = [rollout("long", [6, 0], [None, 1.0]), rollout("short", [0, 0], [0.0, 1.0])]
+    gigpo = Gigpo(gamma=1.0, terminal_score="never", default_step_reward=0.5)
+    found = Watched(gigpo, Rlvcr(), priced=True)(batch)
+    assert returns(found) == [[1.2, 1.0], [1.0, 1.0]]
+    assert found[0].steps[0].base_reward is None

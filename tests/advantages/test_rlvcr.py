@@ -285,6 +285,7 @@ def test_equal_scores_teach_only_where_the_gate_is_open() -> None:
         assert not Rlvcr(gate=gate).equal_scores_teach(1.0)
         assert Rlvcr(gate=gate, success_score=0.8).equal_scores_teach(0.8)
         assert not Rlvcr(gate=gate, success_score=0.8).equal_scores_teach(0.7)  # all failed: nothing to be had
+    assert not Rlvcr(equals_compared=False).equal_scores_teach(1.0)
     assert not Rlvcr(step_advantage_w=0.0).equal_scores_teach(1.0)
     assert not Rlvcr(combine="reweight").equal_scores_teach(1.0)
     assert Rlvcr(Gigpo(), gate="signed").equal_scores_teach(0.0)

@@ -223,6 +223,21 @@ def test_a_row_without_tokens_is_not_there() -> None:
         assert found[:, 0].tolist() == ([0.5, -0.5, 0.0, 0.0])
 
 
+def test_a_row_without_tokens_neither_fails_nor_stands_for_a_level() -> None:
+    """The third has none: it does not unsettle its group, is no second row of a level, and no share of the levels."""
+    rewards, mask = np.array([[1.0], [1.0], [0.0]]), np.array([[1], [1], [0]])
+    field = np.array([[0.5], [-0.5], [9.0]])
+    args = (rewards, field, np.zeros((3, 1)), mask, ["g"] * 3, list("abc"))
+    found, _ = compute_rlvcr_outcome_advantage(
+        *args, gate="signed", thought_mask=mask, succeeded=[True, True, False], norm_by_std=False
+    )
+    assert found[:, 0].tolist() == [0.5, -0.5, 0.0]
+    rows = {"step_uid": ["s", "s", "s"], "levels": [1, 2, 2], "sampled": [True, False, False]}
+    for diversity, wanted in ((0.0, 0.5), (1.0, 0.0)):  # level 1 has all the shares: the other is worth 1 more
+        found, _ = compute_rlvcr_outcome_advantage(*args, thinking_diversity_w=diversity, **rows)
+        assert found[:, 0].tolist() == pytest.approx([wanted, 0.0, 0.0])
+
+
 def test_where_all_succeed_the_sign_gives_way_by_hand() -> None:
     """1 and 2, both successes of one task: +A_think for both, on the level alone. Another task keeps its signs."""
     rewards, field = np.zeros((4, 3)), np.full((4, 3), 0.25)

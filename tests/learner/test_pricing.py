@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from toolwise.learner.kl import KlCoefficient
 from toolwise.learner.pricing import PricedEstimator
 from toolwise.protocols import MeasuredEstimator
 from toolwise.thinking.groups import Deliberation
-from toolwise.types import AnnotatedRollout
+from toolwise.types import AnnotatedRollout, CreditedRollout
 
 
 def annotated(score: float, reference: Sequence[Sequence[float]], *, name: str = "r") -> AnnotatedRollout:
@@ -156,3 +156,31 @@ def test_who_succeeded_is_asked_of_the_scores_that_the_reward_gave(gate: Any) ->
     rlvcr = Rlvcr(Grpo(norm_by_std=False), thinking_diversity_w=0.0, gate=gate, success_score=1.0)
     for found, base in zip(PricedEstimator(rlvcr, KlCoefficient(0.01))(group), (0.03, -0.03), strict=True):
         assert found.advantages[0].tolist() == pytest.approx([base + 1.0] * 3 + [base] * 3)
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """An estimator of a user's, who means something else by a name of ours."""
+
+    trajectory: bool = True
+    needs: frozenset[Any] = frozenset()
+
+    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
+        return Grpo(norm_by_std=False)(rollouts)
+
+
+class Plain:
+    """One that is no dataclass."""
+
+    inner = Labelled()
+    needs: frozenset[Any] = frozenset()
+
+    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
+        return self.inner(rollouts)
+
+
+@pytest.mark.parametrize("estimator", [Labelled(), Plain()])
+def test_an_estimator_of_ones_own_sees_scores_less_their_cost(estimator: Any) -> None:
+    group = [annotated(1.0, [[-2.0, -3.0]], name="a"), annotated(0.0, [[0.0, 0.0]], name="b")]
+    first, second = PricedEstimator(estimator, KlCoefficient(0.1))(group)
+    assert [float(c.advantages[0][0]) for c in (first, second)] == pytest.approx([0.25, -0.25])

@@ -125,6 +125,7 @@ def test_each_alternative_has_a_draw_of_its_own_and_the_same_again() -> None:
         ("I will go lefthanded", "go left", False),
         ("the answer is 35", "5", False),
         ("the answer is 5.", "5", True),
+        ("我应该打开门然后", "打开门", True),
         (None, "go left", False),
         ("anything", None, False),
         ("anything", "", False),

@@ -39,6 +39,7 @@ GOOD = L2 + "<think>the door is open</think><action>go left</action>"
             "tool_call",
         ),
         ("<level>1</level>[TOOL_CALLS][]", 1, None, "[TOOL_CALLS][]", "tool_call"),
+        ('<level>1</level>[TOOL_CALLS]["<tool_call>"]', 1, None, '[TOOL_CALLS]["<tool_call>"]', "tool_call"),
         ("<level>3</level><think>6 · 7</think>\n\nAnswer: 42", 3, "6 · 7", "Answer: 42", "answer"),
         ("<level>1</level>42", 1, None, "42", "answer"),
     ],

@@ -86,6 +86,8 @@ class Rlvcr:
     """A_traj is of each score less the price of its thinking tokens: `priced.py`, as a `Watched` estimator's may be."""
     success_score: float | None = None
     """What succeeding is: this score or more, as the reward gave it; without it, an advantage above 0."""
+    equals_compared: bool = True
+    """Whether groups of equal scores are thought over as others are."""
     importance_cap: float = 2.0
     """reweight: the bound of an action token's weight in a context that it was not drawn in."""
     reweight_floor: float = FLOOR_NATS
@@ -109,7 +111,7 @@ class Rlvcr:
     def equal_scores_teach(self, score: float) -> bool:
         """Rollouts of equal scores may still have thought unequally well, unless the gate shuts them out."""
         open_ = self.gate == "none" or (self.success_score is not None and score >= self.success_score)
-        teaches = self.combine == "additive" and open_ and self.step_advantage_w != 0.0
+        teaches = self.equals_compared and self.combine == "additive" and open_ and self.step_advantage_w != 0.0
         return teaches or self.price_rollouts or equal_scores_teach(self.trajectory, score)
 
     def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:

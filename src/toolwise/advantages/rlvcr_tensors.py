@@ -74,10 +74,10 @@ def compute_rlvcr_outcome_advantage(
         check_choice(name, value, get_args(known))
     if combine == "reweight" and gate != "none":
         raise CreditError(f'gate = "{gate}" belongs to combine = "additive"; with "reweight" leave gate = "none"')
-    rows = _Rows.of(len(where.mask), uid, traj_uid, step_uid, levels, sampled)
+    rows = _Rows.of(where.rows_with_any, uid, traj_uid, step_uid, levels, sampled)
     if trajectory_advantages is None:
         rewards = where.row_sums(token_level_rewards)
-        base = _episode_advantages(rewards, rows, where.rows_with_any, row_rewards, norm_by_std)
+        base = _episode_advantages(rewards, rows, row_rewards, norm_by_std)
     else:
         base = _given_advantages(trajectory_advantages, len(where.mask))
     field, costs = (_row_means(where, values) for values in (thinking_level_entropies, thinking_token_costs))
@@ -139,10 +139,14 @@ class _Rows:
     rollouts: Ints
     steps: Ints
     levels: Ints
+    there: Bools
+    """Rows with tokens."""
     sampled: Bools
+    """Those of them that are no alternatives."""
 
     @classmethod
-    def of(cls, count: int, uid: Any, traj_uid: Any, step_uid: Any, levels: Any, sampled: Any) -> _Rows:
+    def of(cls, there: Bools, uid: Any, traj_uid: Any, step_uid: Any, levels: Any, sampled: Any) -> _Rows:
+        count = len(there)
         if step_uid is not None and (levels is None or sampled is None):
             raise CreditError("step_uid makes rows the levels of a step: give levels (1 to 4) and sampled with it")
         given = {"uid": uid, "traj_uid": traj_uid, "step_uid": step_uid, "levels": levels, "sampled": sampled}
@@ -153,14 +157,15 @@ class _Rows:
         steps = np.arange(count) if step_uid is None else codes_of(step_uid)
         if count and not 1 <= int(numbers.min()) <= int(numbers.max()) <= LEVELS:
             raise CreditError(f"levels lie between {numbers.min()} and {numbers.max()}; they must lie within 1 to 4")
-        if len(np.unique(steps * LEVELS + numbers)) < count:
+        if len(np.unique((steps * LEVELS + numbers)[there])) < np.count_nonzero(there):
             raise CreditError("a step has two rows of one level: give one row for each level of a step_uid")
         return cls(
             list(uid.tolist() if hasattr(uid, "tolist") else uid),
             codes_of(traj_uid),
             steps,
             numbers - 1,
-            np.ones(count, dtype=bool) if sampled is None else np.asarray(as_numpy(sampled), dtype=bool),
+            there,
+            there if sampled is None else there & np.asarray(as_numpy(sampled), dtype=bool),
         )
 
     def bonus(self) -> Doubles:
@@ -172,7 +177,7 @@ class _Rows:
     def table(self, values: Doubles) -> Doubles:
         """[steps, levels], nan where a step has no such row."""
         found = np.full((int(self.steps.max(initial=-1)) + 1, LEVELS), np.nan)
-        found[self.steps, self.levels] = values
+        found[self.steps[self.there], self.levels[self.there]] = values[self.there]
         return found
 
     def within(self, utilities: Doubles, mode: Mode) -> Doubles:
@@ -188,12 +193,10 @@ class _Rows:
         return np.where(weighed, np.nan_to_num(weights) * own[self.steps], np.where(self.sampled, base, 0.0))
 
 
-def _episode_advantages(
-    rewards: Doubles, rows: _Rows, there: Bools, row_rewards: RowRewards, norm_by_std: bool
-) -> Doubles:
+def _episode_advantages(rewards: Doubles, rows: _Rows, row_rewards: RowRewards, norm_by_std: bool) -> Doubles:
     """GRPO over rollouts, each counted once however many steps it has."""
     check_choice("row_rewards", row_rewards, get_args(RowRewards))
-    own = np.flatnonzero(rows.sampled & there)
+    own = np.flatnonzero(rows.sampled)
     codes = rows.rollouts
     count = int(codes.max(initial=-1)) + 1
     first = np.full(count, -1, dtype=np.intp)

@@ -7,7 +7,7 @@ score less what its tokens cost together. Stands around the run's estimator; β 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -77,12 +77,18 @@ class _Charged:
 def charged(estimator: Any, beta: float) -> Any:
     """The same at a price: on each token or step where it has a field for it; else around the estimator that it holds,
     so that what it asks of scores itself, such as who succeeded, it asks of those the reward gave; else on scores."""
-    if hasattr(estimator, "kl_coef"):
+    settings = _settings(estimator)
+    if "kl_coef" in settings:
         return replace(estimator, kl_coef=beta)
     for name in ("trajectory", "inner"):
-        if hasattr(estimator, name):
+        if name in settings and callable(getattr(estimator, name)):
             return replace(estimator, **{name: charged(getattr(estimator, name), beta)})
     return _Charged(estimator, beta)
+
+
+def _settings(estimator: Any) -> set[str]:
+    """What it can be made anew with; nothing where it is no dataclass."""
+    return {field.name for field in fields(estimator) if field.init} if is_dataclass(estimator) else set()
 
 
 def _cost(rollout: AnnotatedRollout, beta: float) -> float:

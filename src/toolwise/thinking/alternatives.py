@@ -135,7 +135,7 @@ def names_action(thought: str | None, action: str | None) -> bool:
     if not thought or not action:
         return False
     said, wanted = (" ".join(text.casefold().split()) for text in (thought, action))
-    return bool(wanted) and re.search(rf"(?<!\w){re.escape(wanted)}(?!\w)", said) is not None
+    return bool(wanted) and re.search(rf"(?<!\w){re.escape(wanted)}(?!\w)", said, re.ASCII) is not None
 
 
 def _seed(seed: int, turn: int, step: ReadStep, level: Level) -> int:

@@ -210,9 +210,9 @@ def _find_words(text: str, after: int, faults: set[Fault]) -> tuple[_Block | Non
     if inside[0] == inside[1] or Fault.UNCLOSED_THOUGHT in faults:
         faults.add(Fault.NO_ACTION)
         return None, None
-    kind: Kind = "tool_call" if _CALL.search(text, *inside) else "answer"
-    marks = [found["end"] for found in _CALL_TAG.finditer(text, *inside)]
-    if marks and not marks[-1]:
+    call = _CALL.search(text, *inside)
+    kind: Kind = "tool_call" if call else "answer"
+    if call and call[0].lower() == "<tool_call>" and not [*_CALL_TAG.finditer(text, *inside)][-1]["end"]:
         faults.add(Fault.UNCLOSED_ACTION)
     return _Block(inside[0], inside, inside[1]), kind
 

@@ -24,7 +24,7 @@ class TokenSpans:
     thought: range
     action: range
     head: range
-    """All tokens before the action's block; the opening tag of the action lies between the two."""
+    """Level and thought; white space and the opening tag of the action lie between it and the action."""
 
 
 def token_spans(token_ids: Sequence[int], decode: Decode, reading: Reading | None = None) -> TokenSpans:

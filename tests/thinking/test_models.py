@@ -36,7 +36,9 @@ def test_engine_and_pair_score_as_a_plain_loop_does(temperature: float) -> None:
 
 def test_the_engine_prefills_each_history_once() -> None:
     model, chat = small()
-    thinker = EngineModel(Engine(model, blocks=256, decode=chat.decode), ("</think>",))
+    engine = Engine(model, blocks=256, decode=chat.decode)
+    engine.linger_s = 0.2  # until all have asked
+    thinker = EngineModel(engine, ("</think>",))
     before = history("You are in a hall with three doors and a table, and on the table lies a map of the house.")
     openings = [chat.encode(f"<level>{k}</level><think>") for k in (2, 3, 4)]
 
@@ -48,10 +50,8 @@ def test_the_engine_prefills_each_history_once() -> None:
     asyncio.run(write())
     counted = thinker.counters()
     new = sum(len(opening) for opening in openings)
-    # The history once, and no more than each context's own tokens besides (less where contexts share some). What comes
-    # when the first is under way already shares whole blocks of it: two may compute the rest of the last one again.
-    most = len(before) + 2 * new + 9 + 2 * (len(before) % 16)
-    assert len(before) <= counted["prefilled_tokens"] <= most < 2 * len(before) + 2 * new + 9
+    # The history once, and no more than each context's own tokens besides (less where contexts share some).
+    assert len(before) <= counted["prefilled_tokens"] <= len(before) + 2 * new + 9
     assert counted["reused_tokens"] >= 5 * (len(before) // 16) * 16
 
 

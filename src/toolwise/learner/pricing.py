@@ -49,7 +49,7 @@ class PricedEstimator:
 
 @dataclass(frozen=True, slots=True)
 class _Charged:
-    """An estimator over scores, which sees each less what its tokens cost together."""
+    """An estimator over scores, for one batch: it sees each less what its tokens cost together."""
 
     inner: AdvantageEstimator
     beta: float
@@ -57,13 +57,6 @@ class _Charged:
     @property
     def needs(self) -> frozenset[Annotation]:
         return self.inner.needs
-
-    @property
-    def least_group(self) -> int:
-        return least_group(self.inner)
-
-    def equal_scores_teach(self, score: float) -> bool:
-        return equal_scores_teach(self.inner, score)
 
     def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
         return self.credit(rollouts)[0]

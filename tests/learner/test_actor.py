@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from learner_cases import LR, PAD, credit, drawn, gradients, same, sample, tiny_model, weights
+from precision import assert_fp32_close
 from transformers import LlamaForCausalLM
 
 from toolwise import checkpoint
@@ -90,18 +91,18 @@ def test_what_else_is_in_the_batch_does_not_change_log_probs() -> None:
     credited = sample(model, [1.0] * 4)
     together = actor.logprobs(credited)
     apart = torch.cat([actor.logprobs([c]) for c in credited])
-    torch.testing.assert_close(together, apart, rtol=0, atol=1e-5)
+    assert_fp32_close(together, apart)
 
 
 def test_forward_agrees_with_a_plain_pass_through_the_whole_model() -> None:
     model = tiny_model()
     [credited] = sample(model, [1.0])
     [row] = build_rows([credited])
-    logits = model(torch.tensor([row.ids])).logits[0].detach()
+    logits = copy.deepcopy(model).double()(torch.tensor([row.ids])).logits[0].detach()
     plain = torch.log_softmax(logits / 0.5, -1)
     expected = [plain[at - 1, row.ids[at]].item() for at in range(1, len(row)) if row.sampled[at]]
     actor = Actor(model, ActorSettings(temperature=0.5))
-    assert actor.logprobs([credited]).tolist() == pytest.approx(expected, abs=1e-5)
+    assert_fp32_close(actor.logprobs([credited]), expected)
 
 
 # What an update depends on, and what it does not.
@@ -312,7 +313,7 @@ def test_annotations_stand_step_by_step_beside_what_was_sampled() -> None:
         assert a.ref_logprobs is not None
         for step, old, ref in zip(c.steps, a.old_logprobs, a.ref_logprobs, strict=True):
             assert old.dtype == np.float32
-            assert old.tolist() == pytest.approx((step.policy_logprobs or {})["logprobs"], abs=1e-5)
+            assert_fp32_close(old, (step.policy_logprobs or {})["logprobs"])
             assert ref.tolist() == pytest.approx(old.tolist(), abs=1e-6)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
+from copy import deepcopy
+from math import log
+
 import torch
 from learner_cases import tiny_model
+from precision import assert_fp32_close
 
 from toolwise.learner.batch import Cut
 from toolwise.learner.continuations import ContinuationScorer
@@ -19,17 +22,16 @@ CONTEXTS = [
 
 def test_equal_to_one_at_a_time_however_they_are_cut() -> None:
     model = tiny_model()
+    exact = deepcopy(model).double()
     for cut in (Cut(), Cut(share_prefixes=False), Cut(max_tokens=6, chunk_tokens=2)):
         found = ContinuationScorer(model, cut)(CONTEXTS, 0.7)
         for context, scores in zip(CONTEXTS, found, strict=True):
             for ids, score in zip(context.continuations, scores, strict=True):
                 with torch.no_grad():
-                    logits = model(input_ids=torch.tensor([[*context.prefix_ids, *ids]])).logits[0]
+                    logits = exact(input_ids=torch.tensor([[*context.prefix_ids, *ids]])).logits[0]
                 logp = torch.log_softmax(logits[len(context.prefix_ids) - 1 : -1] / 0.7, -1)
-                np.testing.assert_allclose(
-                    score.logprobs, logp.gather(-1, torch.tensor(ids)[:, None])[:, 0].numpy(), atol=1e-5
-                )
-                np.testing.assert_allclose(score.entropies, -(logp.exp() * logp).sum(-1).numpy(), atol=1e-5)
+                assert_fp32_close(score.logprobs, logp.gather(-1, torch.tensor(ids)[:, None])[:, 0])
+                assert_fp32_close(score.entropies, -(logp.exp() * logp).sum(-1), scale=log(model.config.vocab_size))
 
 
 def test_what_contexts_share_is_computed_once() -> None:

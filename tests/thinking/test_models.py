@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-import numpy as np
 import pytest
+from precision import assert_fp32_close
 from thinking_cases import ScriptedThinker, history, small, teacher_forced
 
 from toolwise.engine import Engine
@@ -31,7 +31,7 @@ def test_engine_and_pair_score_as_a_plain_loop_does(temperature: float) -> None:
         for context, scores in zip(contexts(), found, strict=True):
             for ids, score in zip(context.continuations, scores, strict=True):
                 wanted = teacher_forced(context.prefix_ids, ids, temperature)
-                np.testing.assert_allclose(score.logprobs, wanted, atol=1e-5)
+                assert_fp32_close(score.logprobs, wanted)
 
 
 def test_the_engine_prefills_each_history_once() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-import numpy as np
 import pytest
+from precision import assert_fp32_close
 from thinking_cases import history, small, teacher_forced
 
 from toolwise.protocols import Sampling
@@ -19,9 +19,9 @@ def test_drawn_and_scored_log_probs_agree(padding: str) -> None:
     drawn = asyncio.run(model.generate(history(), Sampling(temperature=0.8, max_new_tokens=5, seed=3)))
     contexts = [Contexts(history(), (drawn.token_ids, [*drawn.token_ids, 5, 6]))]
     [[found, longer]] = asyncio.run(model.score(contexts, 0.8))
-    np.testing.assert_allclose(found.logprobs, drawn.logprobs, atol=1e-5)
-    np.testing.assert_allclose(longer.logprobs[: len(found.logprobs)], drawn.logprobs, atol=1e-5)
-    np.testing.assert_allclose(found.logprobs, teacher_forced(history(), drawn.token_ids, 0.8), atol=1e-5)
+    assert_fp32_close(found.logprobs, drawn.logprobs)
+    assert_fp32_close(longer.logprobs[: len(found.logprobs)], drawn.logprobs)
+    assert_fp32_close(found.logprobs, teacher_forced(history(), drawn.token_ids, 0.8))
 
 
 def test_it_stops_where_it_is_told_and_greedy_is_greedy() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -32,20 +33,26 @@ def small() -> tuple[Any, Any]:
     return load_model("builtin:small", device="cpu", dtype="float32")
 
 
-def teacher_forced(prefix: Sequence[int], ids: Sequence[int], temperature: float = 1.0) -> list[float]:
-    """Log-probs one sequence at a time, without padding, packing or a cache: what all else must agree with."""
-    model, _ = small()
+@cache
+def exact() -> Any:
+    """The same model in float64."""
+    return deepcopy(small()[0]).double()
+
+
+def exact_logprobs(prefix: Sequence[int], ids: Sequence[int], temperature: float) -> torch.Tensor:
+    """Of all tokens, for each of `ids`: one sequence at a time, in float64, without padding, packing or a cache."""
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([[*prefix, *ids]])).logits[0, len(prefix) - 1 : -1]
-    logp = torch.log_softmax(logits.double() / temperature, -1)
-    return logp.gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()
+        logits = exact()(input_ids=torch.tensor([[*prefix, *ids]])).logits[0, len(prefix) - 1 : -1]
+    return torch.log_softmax(logits / temperature, -1)
+
+
+def teacher_forced(prefix: Sequence[int], ids: Sequence[int], temperature: float = 1.0) -> list[float]:
+    """The exact log-probs: what all else must agree with."""
+    return exact_logprobs(prefix, ids, temperature).gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()
 
 
 def entropies(prefix: Sequence[int], ids: Sequence[int], temperature: float = 1.0) -> list[float]:
-    model, _ = small()
-    with torch.no_grad():
-        logits = model(input_ids=torch.tensor([[*prefix, *ids]])).logits[0, len(prefix) - 1 : -1]
-    logp = torch.log_softmax(logits.double() / temperature, -1)
+    logp = exact_logprobs(prefix, ids, temperature)
     return (-(logp.exp() * logp).sum(-1)).tolist()
 
 

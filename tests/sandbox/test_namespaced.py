@@ -13,17 +13,17 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from namespaces import needs_namespaces
 
 from toolwise.sandbox import Sandbox, SandboxError, report
 from toolwise.sandbox.layers import bubblewrap
-from toolwise.sandbox.layers.bubblewrap import parent_of, why_not
+from toolwise.sandbox.layers.bubblewrap import parent_of
 from toolwise.sandbox.layers.hardening import LAYERS
 from toolwise.sandbox.report import probe
 
 HERE = Path(__file__).parent
 NOBODY = 65534
 MESSAGES = [{"role": "user", "content": "hello"}]
-needed = pytest.mark.skipif(bool(why_not()), reason=f"no namespaces here: {why_not()}")
 
 
 def _load(name: str) -> ModuleType:
@@ -80,13 +80,13 @@ def _check(case: Any, ground: Ground) -> None:
     assert case.score is None or outcome.score == case.score, outcome
 
 
-@needed
+@needs_namespaces
 @pytest.mark.parametrize("case", abuse.CASES[::12], ids=lambda case: case.name)
 def test_the_parent_survives_in_namespaces(case: Any, ground: Ground) -> None:
     _check(case, ground)
 
 
-@needed
+@needs_namespaces
 @pytest.mark.long
 @pytest.mark.parametrize("case", abuse.CASES, ids=lambda case: case.name)
 def test_the_parent_survives_everything_in_namespaces(case: Any, ground: Ground) -> None:
@@ -104,7 +104,7 @@ def _reward(folder: Path, body: str, name: str = "r") -> str:
     return f"{folder / f'{name}.py'}:f"
 
 
-@needed
+@needs_namespaces
 def test_all_layers_are_got() -> None:
     found = probe("namespaced")
     assert tuple(found.layers) == LAYERS["namespaced"]
@@ -112,7 +112,7 @@ def test_all_layers_are_got() -> None:
     assert "bubblewrap: user, pid, mnt, ipc, net" in str(found)
 
 
-@needed
+@needs_namespaces
 def test_only_its_own_files_are_there(tmp_path: Path, sandbox: Sandbox) -> None:
     (tmp_path / "secret").write_text("x")
     reference = _reward(tmp_path, f"return float(os.path.lexists({str(tmp_path / 'secret')!r}))")
@@ -121,7 +121,7 @@ def test_only_its_own_files_are_there(tmp_path: Path, sandbox: Sandbox) -> None:
     assert sandbox.evaluate(reference, MESSAGES, None).score == 0.0
 
 
-@needed
+@needs_namespaces
 def test_what_it_may_read_is_there(tmp_path: Path) -> None:
     (tmp_path / "words").write_text("7")
     with Sandbox("namespaced", read=[tmp_path / "words"]) as sandbox:
@@ -129,18 +129,18 @@ def test_what_it_may_read_is_there(tmp_path: Path) -> None:
         assert sandbox.evaluate(reference, MESSAGES, None).score == 7.0
 
 
-@needed
+@needs_namespaces
 def test_it_is_nearly_alone(tmp_path: Path, sandbox: Sandbox) -> None:
     assert sandbox.evaluate(_reward(tmp_path, "return float(os.getpid())"), MESSAGES, None).score in (2.0, 3.0)
 
 
-@needed
+@needs_namespaces
 def test_it_writes_to_its_folder(tmp_path: Path, sandbox: Sandbox) -> None:
     body = "open('a', 'w').write('12'); return float(open('a').read())"
     assert sandbox.evaluate(_reward(tmp_path, body), MESSAGES, None).score == 12.0
 
 
-@needed
+@needs_namespaces
 def test_a_worker_stays_warm_and_a_spare_sees_its_files_only(tmp_path: Path, sandbox: Sandbox) -> None:
     one = _reward(tmp_path, "return 1.0", "one")
     two = _reward(tmp_path, "return 2.0", "two")
@@ -153,7 +153,7 @@ def test_a_worker_stays_warm_and_a_spare_sees_its_files_only(tmp_path: Path, san
     assert [sandbox.evaluate(failing, MESSAGES, None).score for _ in range(2)] == [None, None]
 
 
-@needed
+@needs_namespaces
 def test_threads_left_behind_are_counted_from_outside(tmp_path: Path, sandbox: Sandbox) -> None:
     body = "import threading, time; threading.Thread(target=time.sleep, args=[60], daemon=True).start(); return 1.0"
     reference = _reward(tmp_path, body)
@@ -161,7 +161,7 @@ def test_threads_left_behind_are_counted_from_outside(tmp_path: Path, sandbox: S
     assert not sandbox._pool._idle.get(reference)
 
 
-@needed
+@needs_namespaces
 def test_how_it_died_is_told(tmp_path: Path, sandbox: Sandbox) -> None:
     error = sandbox.evaluate(_reward(tmp_path, "os.abort()"), MESSAGES, None).error
     assert error is not None
@@ -172,7 +172,7 @@ def test_how_it_died_is_told(tmp_path: Path, sandbox: Sandbox) -> None:
     assert "status 7" in error.message
 
 
-@needed
+@needs_namespaces
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user; all above ran as an unprivileged one")
 def test_it_works_without_privileges() -> None:
     suite = _load("test_abuse")

@@ -8,15 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from namespaces import needs_namespaces
 
 from toolwise.errors import ToolwiseError
 from toolwise.sandbox import report
-from toolwise.sandbox.layers.bubblewrap import why_not
 from toolwise.sandbox.report import Report, probe
 from toolwise.tools.catalog import build_tools
 from toolwise.tools.shell import ShellTool
-
-needed = pytest.mark.skipif(bool(why_not()), reason=f"no namespaces here: {why_not()}")
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +35,14 @@ def _calls(tool: ShellTool, *commands: Any) -> list[tuple[str, float | None, dic
     return asyncio.run(go())
 
 
-@needed
+@needs_namespaces
 def test_it_is_in_the_catalog() -> None:
     tool = build_tools(["shell"])["shell"]
     assert isinstance(tool, ShellTool)
     assert tool.family == "OTHER"
 
 
-@needed
+@needs_namespaces
 def test_commands_pipes_and_files_work(shell: ShellTool) -> None:
     commands = (
         "printf 'b\\na\\n' > words; sort words | head -1",
@@ -56,7 +54,7 @@ def test_commands_pipes_and_files_work(shell: ShellTool) -> None:
     assert [text for text, _, _ in _calls(shell, *commands)] == ["a", "2", "/sandbox", "(no output)", "/sandbox"]
 
 
-@needed
+@needs_namespaces
 @pytest.mark.parametrize(
     ("command", "kind", "words"),
     [
@@ -74,7 +72,7 @@ def test_what_goes_wrong_is_told_to_the_model(shell: ShellTool, command: str, ki
     assert words in text
 
 
-@needed
+@needs_namespaces
 def test_a_command_that_is_no_text_is_an_error_message(shell: ShellTool) -> None:
     assert _calls(shell, ["ls"])[0][0] == "error: command must be a string"
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from namespaces import needs_namespaces
 
 from toolwise.sandbox.layers import bubblewrap
 from toolwise.sandbox.layers.bubblewrap import (
@@ -22,7 +23,6 @@ from toolwise.sandbox.layers.bubblewrap import (
 )
 from toolwise.sandbox.processes import launch
 
-needed = pytest.mark.skipif(bool(why_not()), reason=f"no namespaces here: {why_not()}")
 SYSTEM = tuple(bubblewrap.readable_places(bubblewrap.readable_folders(), ("subprocess",)))
 
 
@@ -71,7 +71,7 @@ def test_a_missing_program_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         why_not.cache_clear()
 
 
-@needed
+@needs_namespaces
 def test_a_program_that_refuses_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fake = tmp_path / "bwrap"
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions' >&2\nexit 1\n")
@@ -92,14 +92,14 @@ def _run(tmp_path: Path, text: str) -> Monitor:
     return started
 
 
-@needed
+@needs_namespaces
 def test_an_end_is_told_as_popen_tells_it(tmp_path: Path) -> None:
     assert _run(tmp_path, "exit 3").wait() == 3
     assert _run(tmp_path, "kill -9 $$").wait() == -9
     assert _run(tmp_path, "exit 200").wait() == 200
 
 
-@needed
+@needs_namespaces
 def test_the_first_process_is_known_and_all_end_with_it(tmp_path: Path) -> None:
     monitor = _run(tmp_path, "(setsid sleep 300 &); touch up; sleep 300")
     while not (tmp_path / "up").exists():
@@ -114,7 +114,7 @@ def test_the_first_process_is_known_and_all_end_with_it(tmp_path: Path) -> None:
     assert not Path(f"/proc/{first}").exists()
 
 
-@needed
+@needs_namespaces
 def test_nothing_but_its_folder_can_be_written(tmp_path: Path) -> None:
     places = "/ /usr /dev /dev/shm /proc/sys/kernel"
     text = f"for place in {places}; do touch $place/x && echo $place >> bad; done 2>/dev/null; touch ok"
@@ -122,7 +122,7 @@ def test_nothing_but_its_folder_can_be_written(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ok"]
 
 
-@needed
+@needs_namespaces
 def test_the_host_network_stays_with_the_permission_only() -> None:
     private, shared = View(SYSTEM, (), "/"), View(SYSTEM, (), "/", network=True)
     assert "--unshare-net" in command(private)

@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from namespaces import NAMESPACED
 
 from toolwise.errors import DataError
 from toolwise.sandbox import SandboxError, report
@@ -49,7 +50,7 @@ def _need(tier: Any) -> None:
         pytest.skip(str(found))
 
 
-@pytest.fixture(scope="module", params=["namespaced", "standard"])
+@pytest.fixture(scope="module", params=[NAMESPACED, "standard"])
 def ground(request: pytest.FixtureRequest) -> Iterator[Any]:
     _need(request.param)
     with tempfile.TemporaryDirectory() as folder, cases.ground_in(Path(folder), request.param) as ground:
@@ -72,7 +73,7 @@ def test_a_program_can_do_no_harm(case: Any, ground: Any) -> None:
     _check(case, cases.asdict(place.run(case)))
 
 
-@pytest.fixture(scope="module", params=["namespaced", "standard"])
+@pytest.fixture(scope="module", params=[NAMESPACED, "standard"])
 def unprivileged(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     """The outcomes of the cases when a user without privileges runs them."""
     if os.getuid() != 0:
@@ -130,6 +131,7 @@ async def _wait_for_its_folder(path: Path, name: str) -> None:
         await asyncio.sleep(0.01)
 
 
+@pytest.mark.namespaced
 @pytest.mark.parametrize("language", ["python", "shell"])
 def test_cancelling_twice_leaves_nothing(language: Any) -> None:
     _need("namespaced")
@@ -283,6 +285,7 @@ def test_closing_ends_what_runs_and_removes_everything() -> None:
         sandbox.open_folder()
 
 
+@pytest.mark.namespaced
 def test_a_trainer_that_is_killed_leaves_no_program(tmp_path: Path) -> None:
     _need("namespaced")
     source = (

@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 CONSTRAINTS ?= $(if $(shell command -v nvidia-smi),,constraints/cpu.txt)
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-long check format vllm-env bench-env clean help
+.PHONY: demo test test-docs test-namespaced test-long check format vllm-env bench-env clean help
 
 help:  ## What there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -15,9 +15,16 @@ demo: $(READY)  ## Train a small agent, live, and show what it learned
 	$(BIN)/toolwise demo
 
 # Those of the sandbox come last and alone: they bomb, and they hold deadlines.
-test: $(READY)  ## All tests but the long ones
-	$(BIN)/python -m pytest -n auto --dist loadfile --ignore=tests/sandbox
+test: $(READY)  ## All tests but the long ones and those of the pages
+	$(BIN)/python -m pytest -n auto --dist loadfile --ignore=tests/sandbox -m 'not long and not docs'
 	$(BIN)/python -m pytest tests/sandbox
+
+test-docs: $(READY)  ## Every snippet in the README and in docs/, run as it stands
+	$(BIN)/python -m pytest -n auto -m docs
+
+test-namespaced: $(READY)  ## What needs bubblewrap (apt install bubblewrap): the sandbox's tier of namespaces
+	@command -v bwrap > /dev/null || { echo 'bubblewrap is missing: apt install bubblewrap' >&2; exit 1; }
+	$(BIN)/python -m pytest -m namespaced tests/sandbox tests/tools
 
 test-long: $(READY)  ## The long tests: five seeds, ten kills, 10,000 schedules
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -m long

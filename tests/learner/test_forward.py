@@ -162,10 +162,10 @@ def by_us(
 
 
 def assert_same(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float) -> None:
-    """The gradient as a whole to `tolerance`; each weight's to twice that, which is what is left of single precision:
-    plain transformers is as far from double precision (8e-6 for the shipped model) as we are."""
+    """The gradient as a whole to `tolerance` relative to its norm, each weight's to twice that; values to 1e-5."""
     for name in ("logprobs", "entropy"):
-        assert ours[name] == pytest.approx(theirs[name], rel=tolerance, abs=tolerance)
+        near = min(tolerance, 1e-5)
+        assert ours[name] == pytest.approx(theirs[name], rel=near, abs=near)
     assert ours["gradients"].keys() == theirs["gradients"].keys()
     size = {name: float(g.norm()) for name, g in theirs["gradients"].items()}
     apart = {name: float((ours["gradients"][name] - g).norm()) for name, g in theirs["gradients"].items()}
@@ -211,13 +211,14 @@ def sampled_rows() -> list[tuple[Tokens, list[float]]]:
 
 @settings(max_examples=6, deadline=None)
 @given(cuts=st.lists(st.tuples(st.integers(0, 11), st.integers(0, 23)), max_size=6), budget=st.integers(1, 500))
-def test_in_single_precision_all_gradients_of_the_shipped_model_agree_to_five_digits(
+def test_in_single_precision_gradients_of_the_shipped_model_are_near_those_in_double_precision(
     cuts: list[tuple[int, int]], budget: int
 ) -> None:
     """Rows that end anywhere in what was sampled: some the beginning of others, some the same.
 
     All whole rows are among them, since where the model is all but certain a gradient is a difference of two numbers
-    that agree to many digits.
+    that agree to many digits. Relative to the gradient's norm plain transformers in fp32 was up to 9.9e-6 from float64
+    here, we up to 1.3e-5 (AVX-512, AVX2 and without vector instructions).
     """
     rows, wanted = [], {}
     rng = random.Random(budget)
@@ -226,9 +227,9 @@ def test_in_single_precision_all_gradients_of_the_shipped_model_agree_to_five_di
         rows.append(Tokens(whole.ids[: len(whole.ids) - cut], whole.sampled[: len(whole.ids) - cut]))
         for at in range(whole.sampled.index(True), len(rows[-1].ids)):
             wanted[len(rows) - 1, at] = (logprobs[at] + rng.gauss(0, 0.2), rng.uniform(-2, 2))
-    flat = by_us(shipped(), rows, 1.0, wanted, share_prefixes=False)
-    assert_same(by_us(shipped(), rows, 1.0, wanted, budget=budget), flat, 1e-5)
-    assert_same(flat, by_transformers(shipped(), rows, 1.0, wanted), 1e-5)
+    exact = by_transformers(copy.deepcopy(shipped()).double(), rows, 1.0, wanted)
+    assert_same(by_us(shipped(), rows, 1.0, wanted, share_prefixes=False), exact, 2e-5)
+    assert_same(by_us(shipped(), rows, 1.0, wanted, budget=budget), exact, 2e-5)
 
 
 def long_rows() -> list[Tokens]:

@@ -80,7 +80,7 @@ NOT_CONTAINED: dict[str, Draw] = {
 }
 
 
-def batch(step: Step, make: Make, draw: Draw, rng: np.random.Generator, size: int = 6, n: int = 6) -> Any:
+def batch(step: Step, make: Make, draw: Draw, rng: np.random.Generator, size: int = 4, n: int = 5) -> Any:
     rollouts = []
     for group in range(size):
         for _ in range(n):
@@ -92,7 +92,7 @@ def batch(step: Step, make: Make, draw: Draw, rng: np.random.Generator, size: in
 
 def looked(step: Step, make: Make, draw: Draw, seed: int, **sizes: int) -> list[str]:
     check, rng = ScoreCheck(), np.random.default_rng(seed)
-    found = [check.look(batch(step, make, draw, rng, **sizes)) for _ in range(2 * BATCHES)]
+    found = [check.look(batch(step, make, draw, rng, **sizes)) for _ in range(BATCHES + 1)]
     return [warning for warning in found if warning is not None]
 
 

@@ -55,6 +55,15 @@ def test_steps_that_add_up_to_the_score_leave_exactly_nothing(step: Step) -> Non
     assert rewards(lists, [0.6, 100.0], "gg") == [0.1, 0.2, 0.3, 60.0, 40.0, 0.0]
 
 
+def test_a_score_that_is_missing_is_the_sum_of_the_step_rewards(step: Step) -> None:
+    lists = [[step(base_reward=2.0), step(), step(base_reward=-0.5)], [step()]]
+    found = episodes_of(lists, [None, 1.0], "gg")
+    assert found.scores.tolist() == [1.5, 1.0]
+    assert found.rewards.tolist() == [2.0, 0.0, -0.5, 1.0]
+    with pytest.raises(CreditError, match="final score of rollout 1 is not a finite number"):
+        episodes_of(lists, [None, None], "gg")
+
+
 def test_a_missing_base_reward_is_the_default_one_on_top_of_the_score(step: Step) -> None:
     lists = [[step(), step(base_reward=0.25), step()]]
     found = episodes_of(lists, [1.0], "g", default_step_reward=-0.5)

@@ -153,7 +153,7 @@ def in_blocks(episodes: Episodes, anchors: Ints) -> Iterator[tuple[Episodes, Int
 
 def apply_gigpo_to_batch_steps(
     batch_of_step_data_lists: Sequence[Sequence[StepData]],
-    final_scores_for_rollouts: Sequence[float],
+    final_scores_for_rollouts: Sequence[float | None],
     omega: float,
     gamma: float,
     state_hashing_function: StateHash | StateAnchor | str | None,
@@ -169,7 +169,7 @@ def apply_gigpo_to_batch_steps(
     """Copies of the steps with `advantage` and `return_to_go` set.
 
     `state_hashing_function` gets `step.observation_data`; None anchors on the environment's `state_key`, else on the
-    last observation. `group_ids` says which rollouts are of one task.
+    last observation. `group_ids` says which rollouts are of one task. A score of None is the sum of the step rewards.
     """
     episodes = episodes_of(
         batch_of_step_data_lists,

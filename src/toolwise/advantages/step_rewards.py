@@ -79,21 +79,22 @@ def place_scores(
 
 def episodes_of(
     batch_of_steps: Sequence[Sequence[StepData]],
-    scores: Sequence[float],
+    scores: Sequence[float | None],
     group_ids: Sequence[Any],
     *,
     terminal_score: TerminalScore = "remainder",
     default_step_reward: float = 0.0,
     invalid_action_penalty: float = 0.0,
 ) -> Episodes:
-    """Arrays from steps."""
+    """Arrays from steps. A score of None is the sum of the rollout's step rewards."""
     if not len(batch_of_steps) == len(scores) == len(group_ids):
         raise CreditError(
             f"{len(batch_of_steps)} rollouts, {len(scores)} final scores and {len(group_ids)} group ids; "
             "give one score and one group id for each rollout"
         )
     steps = [step for rollout in batch_of_steps for step in rollout]
-    final = np.asarray(scores, dtype=np.float64)
+    whole = [_sum_of(rollout) if s is None else s for rollout, s in zip(batch_of_steps, scores, strict=True)]
+    final = np.array(whole, dtype=np.float64)
     if not np.isfinite(final).all():
         raise CreditError(f"final score of rollout {_first(~np.isfinite(final))} is not a finite number; leave it out")
     base = np.array([step.base_reward for step in steps], dtype=np.float64)  # None becomes nan
@@ -141,6 +142,12 @@ def held_estimator(estimator: Any) -> Any:
         if hasattr(estimator, name):
             return held_estimator(getattr(estimator, name))
     return estimator
+
+
+def _sum_of(steps: Sequence[StepData]) -> float:
+    """nan where there is nothing to sum up."""
+    given = [step.base_reward for step in steps if step.base_reward is not None]
+    return float(sum(given)) if given else float("nan")
 
 
 def _first(where: Any) -> int:

@@ -125,7 +125,7 @@ def episodes(steps: int, seed: int = 0) -> tuple[Episodes, Any]:
     scores = rng.integers(0, 2, len(lengths)).astype(np.float64)
     total = int(lengths.sum())
     base = np.full(total, np.nan)
-    rewards = place_scores(base, scores, lengths, groups, "auto")
+    rewards, _ = place_scores(base, scores, lengths, "remainder")
     anchors = np.minimum(rng.geometric(0.08, total), STATES).astype(np.intp)
     return Episodes(scores, groups, lengths, rewards), anchors
 

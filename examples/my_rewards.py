@@ -5,7 +5,10 @@ from toolwise import EvaluateResult, MetricResult, StepOutput, reward_function
 
 @reward_function
 def right_and_thrifty(messages, ground_truth, price_per_call=0.1):
-    """Pointwise: one rollout at a time. `price_per_call` comes from `reward.kwargs` in the configuration."""
+    """Pointwise: one rollout at a time. `price_per_call` comes from `reward.kwargs` in the configuration.
+
+    The score is the rollout's total: the prices of its steps are in it.
+    """
     correct = float(ground_truth in (messages[-1].content or ""))
     replies = [m for m in messages if m.role == "assistant"]
     calls = [len(reply.tool_calls or []) for reply in replies]

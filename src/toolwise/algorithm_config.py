@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from toolwise.settings import Section
+
+log = logging.getLogger("toolwise.config")
+
+RENAMED_TERMINAL_SCORES = {"auto": "remainder", "always": "add"}
+"""What old configurations may say, and what it is read as."""
 
 
 class ThinkingBudgetConfig(Section):
@@ -79,10 +86,15 @@ class AlgorithmConfig(Section):
     step_advantage_w: float = 1.0
     """gigpo, additive: the weight of the step's advantage."""
     normalization: Literal["mean_std_norm", "mean_norm"] = "mean_std_norm"
-    terminal_score: Literal["auto", "always", "never"] = "auto"
-    """Whether the score is a reward of the last step; "auto": in groups where a step has no reward of its own."""
+    terminal_score: Literal["remainder", "add", "never"] = "remainder"
+    """What the last step gets. "remainder": the score less the step rewards, so that a rollout's rewards add up to its
+    score. "add": the whole score, where it does not contain the step rewards; every estimator then sees the score and
+    the step rewards together. "never": nothing, returns are made of step rewards alone. Old configurations may say
+    "auto" (now "remainder") or "always" (now "add")."""
     default_step_reward: float = 0.0
+    """The reward of a step that was given none; changes the total of its rollout as well."""
     invalid_action_penalty: float = Field(default=0.0, ge=0.0)
+    """Taken off the reward of a step whose action was not valid, and off the total of its rollout."""
     state_anchor: str = "auto"
     """gigpo: what makes two steps the same: state_key, last_observation, last_messages, or a function by reference."""
     anchor_messages: PositiveInt = 3
@@ -108,3 +120,20 @@ class AlgorithmConfig(Section):
     kl_horizon: PositiveInt = 1000
     """How slowly: five times so many rollouts change kl_coef by a factor of e at most."""
     rlvcr: RlvcrConfig = RlvcrConfig()
+
+    @field_validator("terminal_score", mode="before")
+    @classmethod
+    def _renamed(cls, given: Any) -> Any:
+        if isinstance(given, str) and given in RENAMED_TERMINAL_SCORES:
+            _note_renamed(given)
+            return RENAMED_TERMINAL_SCORES[given]
+        return given
+
+
+@cache
+def _note_renamed(given: str) -> None:
+    """Once a process, however often the file is read."""
+    now = RENAMED_TERMINAL_SCORES[given]
+    log.warning(
+        'algorithm.terminal_score = "%s" is an old name and read as "%s", the rule that replaced it', given, now
+    )

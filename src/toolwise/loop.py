@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from toolwise.advantages import credit, equal_scores_teach, least_group
+from toolwise.advantages.step_rewards import reward_settings, totals_of
 from toolwise.deliberation import annotate_added
 from toolwise.errors import RewardError
 from toolwise.protocols import Metrics
@@ -97,6 +99,7 @@ async def collect(run: Run) -> tuple[list[ScoredRollout], list[ScoredRollout], M
             keeps_equal=lambda score: algorithm.zero_std_groups == "keep" or equal_scores_teach(run.estimator, score),
             mask_truncated=algorithm.mask_truncated,
             least=least_group(run.estimator),
+            totals=partial(totals_of, **reward_settings(run.estimator)),
         )
         scored += batch
         usable += kept
@@ -190,11 +193,12 @@ def select(
     keeps_equal: Callable[[float], bool],
     mask_truncated: bool = False,
     least: int = 2,
+    totals: Callable[[Sequence[ScoredRollout]], Iterable[float]] = totals_of,
 ) -> tuple[list[ScoredRollout], float, int]:
     """What to learn from: rollouts that count, in groups of `least` or more, whose rewards differ.
 
-    `keeps_equal` says it of a reward that all of a group have. Gives also the share of such groups, and how many groups
-    were left out.
+    `keeps_equal` says it of a reward that all of a group have; `totals` gives the rewards that the estimator compares.
+    Gives also the share of such groups, and how many groups were left out.
     """
     groups: dict[str, list[ScoredRollout]] = defaultdict(list)
     for s in scored:
@@ -204,9 +208,9 @@ def select(
     for members in groups.values():
         cut = [s for s in members if mask_truncated and s.rollout.stop_reason.truncated]
         valid = [s for s in members if s.trainable and s not in cut]
-        same = len(valid) >= 2 and len({s.score for s in valid}) == 1
+        same = len(valid) >= 2 and len(set(totals(valid))) == 1
         equal += same
-        if len(valid) < least or (same and not keeps_equal(valid[0].score)):
+        if len(valid) < least or (same and not keeps_equal(min(s.score for s in valid))):
             dropped += 1
         else:
             kept += valid

@@ -19,6 +19,8 @@ from types import FrameType
 from typing import Any
 
 from toolwise import __version__, checkpoint
+from toolwise.advantages.description import describe_rewards
+from toolwise.advantages.score_check import ScoreCheck
 from toolwise.config import RunConfig, load_config
 from toolwise.errors import CheckpointError, ConfigError
 from toolwise.evaluation import validate
@@ -63,6 +65,8 @@ class Training:
         if run.config.trainer.console:
             self.console = ConsoleTracker(run.config.trainer.total_steps, title=run.config.name)
         self._began = time.monotonic() - run.progress.seconds
+        self._sees = describe_rewards(run.config.algorithm.adv_estimator, run.estimator)
+        self._score_check = ScoreCheck.of(run.estimator)
 
     async def go(self) -> RunResult:
         try:
@@ -75,6 +79,9 @@ class Training:
         run, total = self.run, self.run.config.trainer.total_steps
         try:
             with self._stop_on_signal():
+                if run.config.router.train_actor:
+                    never = run.config.algorithm.terminal_score == "never"
+                    self._announce(self._sees, logging.WARNING if never else logging.INFO)
                 if run.progress.step == 0 and run.progress.before is None and run.config.validation.before:
                     run.progress.before = await self._validate()
                     self._save()
@@ -103,6 +110,16 @@ class Training:
             self.console.log(step, turn.metrics)
             for scored in turn.scored[:1]:
                 self.console.show_rollout(record_of(scored))
+        warning = self._score_check.look(turn.scored) if self._score_check and turn.credited else None
+        if warning is not None:
+            self._announce(warning, logging.WARNING)
+
+    def _announce(self, text: str, level: int) -> None:
+        """On the console; in the log where there is none."""
+        if self.console is not None:
+            self.console.note(text)
+        else:
+            log.log(level, "%s", text)
 
     async def _validate(self) -> dict[str, Any] | None:
         if not self.run.validation_tasks:
@@ -177,6 +194,7 @@ class Training:
             "model": run.config.model.path,
             "version": __version__,
             "sandbox": run.scoring.describe(),
+            "advantages": self._sees,
         }
         write_whole(self.out / "summary.json", json.dumps(summary, indent=2).encode())
         from toolwise.view.report import write_report
@@ -304,6 +322,8 @@ def config_digest(config: RunConfig, out: Path) -> str:
     for name in MAY_CHANGE_ON_RESUME:
         settings.pop(name, None)
     settings.get("reward", {}).pop("sandbox", None)
+    if settings.get("algorithm", {}).get("terminal_score") == "add":
+        settings["algorithm"]["terminal_score"] = "always"  # the name that older checkpoints know it by
     return checkpoint.digest(settings)
 
 

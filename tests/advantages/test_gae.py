@@ -151,10 +151,12 @@ def test_base_rewards_come_with_the_last_token_of_their_step(step: Step, rollout
     steps = [step(0, tokens=2, base_reward=1.0), step(1, tokens=2, base_reward=4.0)]
     made = rollout(100.0, steps=steps, values=[[0, 0], [0, 0]])
     found = Gae(gamma=0.5, lam=1.0, whiten=False)([made])[0]
-    # Every step has a reward of its own, so the score is not added: 0, 1, 0, 4 discounted.
-    assert [a.tolist() for a in found.advantages] == [[0.5 + 0.5, 1 + 1.0], [2, 4]]
-    always = Gae(gamma=0.0, lam=1.0, whiten=False, terminal_score="always")([made])[0]
-    assert [a.tolist() for a in always.advantages] == [[0, 1], [0, 104]]
+    # The score is the sum of all, so 95 of 100 are left for the end: 0, 1, 0, 99 discounted.
+    assert [a.tolist() for a in found.advantages] == [[0.5 * 25.75, 1 + 0.25 * 99], [49.5, 99]]
+    add = Gae(gamma=0.0, lam=1.0, whiten=False, terminal_score="add")([made])[0]
+    assert [a.tolist() for a in add.advantages] == [[0, 1], [0, 104]]
+    never = Gae(gamma=0.5, lam=1.0, whiten=False, terminal_score="never")([made])[0]
+    assert [a.tolist() for a in never.advantages] == [[0.5 + 0.5, 1 + 1.0], [2, 4]]
 
 
 def test_the_reward_of_a_step_without_tokens_goes_to_the_token_before_it(step: Step, rollout: Make) -> None:
@@ -163,7 +165,7 @@ def test_the_reward_of_a_step_without_tokens_goes_to_the_token_before_it(step: S
         step(1, tokens=2, base_reward=1.0),
         step(2, tokens=None, base_reward=3.0),
     ]
-    made = rollout(0.0, steps=steps, values=[[], [0, 0], []])
+    made = rollout(13.0, steps=steps, values=[[], [0, 0], []])
     found = Gae(gamma=1.0, lam=1.0, whiten=False)([made, made])
     for r in found:  # what came before any decision is nobody's doing
         assert [a.tolist() for a in r.advantages] == [[], [4, 4], []]

@@ -68,16 +68,21 @@ def slow_gigpo(
 ) -> list[list[tuple[float, float]]]:
     """(advantage, return) of every step, by loops."""
     returns: list[list[float]] = []
+    totals: list[float] = []
     for i, rewards in enumerate(base):
-        of_group = [r for j, other in enumerate(base) if groups[j] == groups[i] for r in other]
-        with_score = terminal == "always" or (terminal == "auto" and any(r is None for r in of_group))
+        given_rewards = math.fsum(r for r in rewards if r is not None)
+        at_end = {"remainder": scores[i] - given_rewards, "add": scores[i], "never": 0.0}[terminal]
+        extra = math.fsum(
+            (default if r is None else 0.0) - (0.0 if ok else penalty) for r, ok in zip(rewards, valid[i], strict=True)
+        )
+        totals.append(scores[i] + extra + (given_rewards if terminal == "add" else 0.0))
         found = []
         for t in range(len(rewards)):
             total = 0.0
             for later in range(t, len(rewards)):
                 earned = rewards[later]
                 r = default if earned is None else earned
-                r += scores[i] if with_score and later == len(rewards) - 1 else 0.0
+                r += at_end if later == len(rewards) - 1 else 0.0
                 r -= 0.0 if valid[i][later] else penalty
                 total += gamma ** (later - t) * r
             found.append(total)
@@ -85,7 +90,8 @@ def slow_gigpo(
     out = []
     for i, mine in enumerate(returns):
         peers = [j for j in range(len(scores)) if groups[j] == groups[i]]
-        a_e = slow_norm([scores[j] for j in peers], scores[i], mode)
+        compared = [totals[j] for j in peers]
+        a_e = 0.0 if max(compared) - min(compared) < 1e-12 else slow_norm(compared, totals[i], mode)
         row = []
         for t, g in enumerate(mine):
             met = [returns[j][u] for j in peers for u in range(len(returns[j])) if states[j][u] == states[i][t]]
@@ -100,7 +106,7 @@ REWARD = st.none() | st.sampled_from([-1.0, 0.0, 0.25, 0.5, 1.0, 2.0])
 STEP = st.tuples(st.sampled_from("abc"), REWARD, st.booleans())
 ROLLOUT = st.tuples(st.lists(STEP, max_size=6), st.sampled_from([0.0, 0.5, 1.0, 3.0]), st.sampled_from("xyz"))
 BATCH = st.lists(ROLLOUT, min_size=1, max_size=8)
-MODES = list(itertools.product(["convex", "additive"], ["mean_std_norm", "mean_norm"], ["auto", "always", "never"]))
+MODES = list(itertools.product(["convex", "additive"], ["mean_std_norm", "mean_norm"], ["remainder", "add", "never"]))
 
 
 def built(step: Step, batch: Any) -> tuple[list[list[StepData]], list[float], list[str]]:

@@ -52,11 +52,28 @@ def test_steps_with_rewards_of_their_own_pay_for_their_own_thoughts() -> None:
     assert [step.base_reward for c in found for step in c.steps] == [0.0, 1.0, 0.0, 1.0]
 
 
-def test_where_the_last_step_gets_the_score_nobody_pays_twice() -> None:
-    batch = [rollout("long", [6, 0], [0.0, None]), rollout("short", [0, 0], [0.0, 0.0])]
+def test_steps_without_a_reward_pay_for_their_own_thoughts_too() -> None:
+    """The last step gets the score of 1 either way; 6 tokens in the first of two steps cost 0.3 there."""
+    batch = [rollout("long", [6, 0], [0.0, None]), rollout("short", [0, 0], [None, None])]
     found = Watched(Gigpo(gamma=1.0), Rlvcr(), priced=True)(batch)
-    assert returns(found) == [[0.7, 0.7], [1.0, 1.0]]
-    assert [step.base_reward for c in found for step in c.steps] == [0.0, None, 0.0, 0.0]
+    assert returns(found) == [[0.7, 1.0], [1.0, 1.0]]
+    assert [step.base_reward for c in found for step in c.steps] == [0.0, None, None, None]
+
+
+def test_the_price_comes_after_the_remainder() -> None:
+    """Steps that paid 0.2 of a score of 1 leave 1.2 for the end, whatever was thought; defaults come on top."""
+    batch = [rollout("long", [6, 0, 0], [-0.2, 0.0, None]), rollout("short", [0, 0, 0], [-0.2, None, 0.0])]
+    gigpo = Gigpo(gamma=1.0, omega=1.0, normalization="mean_norm", default_step_reward=0.5)
+    found = Watched(gigpo, Rlvcr(), priced=True)(batch)
+    assert returns(found) == [[1.3, 1.7, 1.7], [1.5, 1.7, 1.2]]
+    assert [c.steps[0].advantage for c in found] == pytest.approx([-0.1, 0.1])  # of 1.3 and 1.5 in all
+
+
+def test_whole_rollouts_pay_once_where_step_rewards_are_added() -> None:
+    batch = [rollout("long", [6, 0], [0.5, 0.0]), rollout("short", [0, 0], [0.5, 0.0])]
+    grpo = Grpo(norm_by_std=False, terminal_score="add")
+    long, short = Watched(grpo, Rlvcr(), priced=True)(batch)
+    assert (long.steps[0].advantage, short.steps[0].advantage) == pytest.approx((-0.15, 0.15))
 
 
 def test_rollouts_that_were_not_thought_over_cost_nothing() -> None:
@@ -67,12 +84,12 @@ def test_rollouts_that_were_not_thought_over_cost_nothing() -> None:
 
 
 @pytest.mark.parametrize("kl_too", [False, True])
-def test_nor_where_the_score_is_told_twice(kl_too: bool) -> None:
+def test_nobody_pays_twice_where_the_score_is_added(kl_too: bool) -> None:
     batch = [rollout("long", [6, 0], [0.0, 0.0]), rollout("short", [0, 0], [0.0, 0.0])]
     batch = [replace(r, ref_logprobs=tuple(np.full(6, -1.0, np.float32) for _ in range(2))) for r in batch]
-    gigpo = Gigpo(gamma=1.0, terminal_score="always")
+    gigpo = Gigpo(gamma=1.0, terminal_score="add")
     inner = PricedEstimator(gigpo, KlCoefficient(0.1)) if kl_too else gigpo  # which has not left its reference
-    assert returns(Watched(inner, Rlvcr(), priced=True)(batch)) == [[0.7, 0.7], [1.0, 1.0]]
+    assert returns(Watched(inner, Rlvcr(), priced=True)(batch)) == [[0.7, 1.0], [1.0, 1.0]]
 
 
 def test_where_no_score_is_told_steps_without_a_reward_pay_as_well() -> None:

@@ -17,7 +17,7 @@ def test_steps_lie_end_to_end_with_rewards_at_their_last_tokens(step: Step, roll
     first = rollout(5.0, "a", [step(0, tokens=2, base_reward=1.0), step(1, tokens=1)])
     second = rollout(7.0, "b", [step(0, tokens=1)])
     found = tokens_of([first, second])
-    assert found.rewards.tolist() == [0, 1, 5, 7]
+    assert found.rewards.tolist() == [0, 1, 4, 7]
     assert found.counts.tolist() == [2, 1, 1]
     assert found.per_rollout.tolist() == [3, 1]
     assert found.rollout_of_step.tolist() == [0, 0, 1]

@@ -40,11 +40,11 @@ def test_replies_without_any_level_have_shares_of_nothing() -> None:
     assert format_metrics([read("go")])["thinking/level_1_share"] == 0.0
 
 
-def test_the_reward_is_the_share_of_valid_replies_and_each_step_has_its_own() -> None:
+def test_the_reward_is_the_share_of_valid_replies_and_each_step_has_its_part() -> None:
     result = format_reward(said(GOOD, "go left"))
     assert result.score == 0.5
     assert result.reason == "1: no_level, no_thought"
-    assert [(s.step_index, s.base_reward) for s in result.step_outputs or ()] == [(0, 1.0), (1, 0.0)]
+    assert [(s.step_index, s.base_reward) for s in result.step_outputs or ()] == [(0, 0.5), (1, 0.0)]
     assert result.metrics["format_valid"].score == 0.5
 
 

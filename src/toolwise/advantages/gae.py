@@ -35,7 +35,7 @@ from toolwise.advantages.arrays import (
     whiten,
 )
 from toolwise.advantages.credit import credit_tokens
-from toolwise.advantages.step_rewards import TerminalScore
+from toolwise.advantages.step_rewards import TerminalScore, reward_settings
 from toolwise.advantages.tensors import Array, Masked, as_numpy
 from toolwise.advantages.token_rewards import Tokens, tokens_of
 from toolwise.protocols import Annotation
@@ -86,7 +86,7 @@ class Gae:
     whiten: bool = True
     bootstrap_truncated: bool = False
     kl_coef: float = 0.0
-    terminal_score: TerminalScore = "auto"
+    terminal_score: TerminalScore = "remainder"
     default_step_reward: float = 0.0
     invalid_action_penalty: float = 0.0
 
@@ -104,13 +104,7 @@ class Gae:
         return frozenset({"values", "ref_logprobs"} if self.kl_coef else {"values"})
 
     def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
-        tokens = tokens_of(
-            rollouts,
-            kl_coef=self.kl_coef,
-            terminal_score=self.terminal_score,
-            default_step_reward=self.default_step_reward,
-            invalid_action_penalty=self.invalid_action_penalty,
-        )
+        tokens = tokens_of(rollouts, kl_coef=self.kl_coef, **reward_settings(self))
         cut = np.array([self.bootstrap_truncated and r.scored.rollout.stop_reason.truncated for r in rollouts])
         advantages, returns = (self._by_turn if self.per == "turn" else self._by_token)(rollouts, tokens, cut)
         return credit_tokens(rollouts, tokens.counts, advantages, returns)

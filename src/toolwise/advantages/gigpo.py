@@ -1,7 +1,7 @@
 """GiGPO (Feng et al. 2025, arXiv 2505.10978): a step is as good as it beats what others did in the same state.
 
     G_t   = r_t + γ · G_{t+1}                          within a rollout; its `return_to_go`
-    A_E   = normalised score                           over the rollouts of one group (task)
+    A_E   = normalised total                           over the rollouts of one group (task)
     A_S   = normalised G                               over all steps of the group in one anchor state, within and
                                                        across rollouts
     A     = ω · A_E + (1 − ω) · A_S                    combine = "convex"
@@ -38,7 +38,13 @@ from toolwise.advantages.arrays import (
     pairs,
 )
 from toolwise.advantages.credit import credit_steps, with_credit
-from toolwise.advantages.step_rewards import Episodes, TerminalScore, episodes_of, episodes_of_rollouts
+from toolwise.advantages.step_rewards import (
+    Episodes,
+    TerminalScore,
+    episodes_of,
+    episodes_of_rollouts,
+    reward_settings,
+)
 from toolwise.advantages.token_rewards import token_k1
 from toolwise.protocols import Annotation, Metrics
 from toolwise.types import AnnotatedRollout, CreditedRollout, StepData
@@ -147,7 +153,7 @@ def in_blocks(episodes: Episodes, anchors: Ints) -> Iterator[tuple[Episodes, Int
 
 def apply_gigpo_to_batch_steps(
     batch_of_step_data_lists: Sequence[Sequence[StepData]],
-    final_scores_for_rollouts: Sequence[float],
+    final_scores_for_rollouts: Sequence[float | None],
     omega: float,
     gamma: float,
     state_hashing_function: StateHash | StateAnchor | str | None,
@@ -157,13 +163,13 @@ def apply_gigpo_to_batch_steps(
     combine: Combine = "convex",
     step_advantage_w: float = 1.0,
     normalization: StepNormalization = "mean_std_norm",
-    terminal_score: TerminalScore = "auto",
+    terminal_score: TerminalScore = "remainder",
     invalid_action_penalty: float = 0.0,
 ) -> list[list[StepData]]:
     """Copies of the steps with `advantage` and `return_to_go` set.
 
     `state_hashing_function` gets `step.observation_data`; None anchors on the environment's `state_key`, else on the
-    last observation. `group_ids` says which rollouts are of one task.
+    last observation. `group_ids` says which rollouts are of one task. A score of None is the sum of the step rewards.
     """
     episodes = episodes_of(
         batch_of_step_data_lists,
@@ -200,7 +206,7 @@ class Gigpo:
     combine: Combine = "convex"
     step_advantage_w: float = 1.0
     normalization: StepNormalization = "mean_std_norm"
-    terminal_score: TerminalScore = "auto"
+    terminal_score: TerminalScore = "remainder"
     default_step_reward: float = 0.0
     invalid_action_penalty: float = 0.0
     state_anchor: str | StateHash = "auto"
@@ -226,12 +232,7 @@ class Gigpo:
         return self.credit(rollouts)[0]
 
     def credit(self, rollouts: Sequence[AnnotatedRollout]) -> tuple[list[CreditedRollout], Metrics]:
-        episodes = episodes_of_rollouts(
-            rollouts,
-            terminal_score=self.terminal_score,
-            default_step_reward=self.default_step_reward,
-            invalid_action_penalty=self.invalid_action_penalty,
-        )
+        episodes = episodes_of_rollouts(rollouts, **reward_settings(self))
         if self.kl_coef:
             nats = [float(part.sum()) for rollout in rollouts for part in token_k1(rollout)]
             episodes = episodes.less(self.kl_coef * np.array(nats))

@@ -4,6 +4,7 @@
     A_i = r_i − mean(r)                        with norm_by_std = False (Dr. GRPO, arXiv 2503.20783)
     A_i = r_i − mean(r of the others)          leave one out, RLOO (Ahmadian et al. 2024, arXiv 2402.14740)
 
+r is the rollout's score; with `terminal_score = "add"`, the score and its step rewards (`step_rewards.py`).
 Shapes: one score a rollout in, one advantage a rollout out; every sampled token of rollout i gets A_i, however many
 there are. Grouping: by `group_id`, over rollouts, never over tokens or steps. A group of one, and a group whose
 rewards are all equal, gives exactly 0. Statistics in float64: nothing outside a group can change its advantages.
@@ -14,12 +15,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import numpy as np
 
-from toolwise.advantages.arrays import EPSILON, CreditError, Doubles, Ints, Normalization, codes_of, normalize
+from toolwise.advantages.arrays import (
+    EPSILON,
+    CreditError,
+    Doubles,
+    Ints,
+    Normalization,
+    check_choice,
+    codes_of,
+    normalize,
+)
 from toolwise.advantages.credit import credit_whole
+from toolwise.advantages.step_rewards import TerminalScore, reward_settings, totals_of
 from toolwise.advantages.tensors import Array, Masked, twin
 from toolwise.protocols import Annotation
 from toolwise.types import AnnotatedRollout, CreditedRollout
@@ -52,30 +63,43 @@ class Grpo:
     """`adv_estimator = "grpo"`"""
 
     norm_by_std: bool = True
+    terminal_score: TerminalScore = "remainder"
+    default_step_reward: float = 0.0
+    invalid_action_penalty: float = 0.0
 
     needs: ClassVar[frozenset[Annotation]] = frozenset()
     least_group: ClassVar[int] = 2
     equal_scores_teach: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        check_choice("terminal_score", self.terminal_score, get_args(TerminalScore))
+
     def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
-        return _credit(rollouts, norm_by_std=self.norm_by_std)
+        return _credit(self, rollouts, norm_by_std=self.norm_by_std)
 
 
 @dataclass(frozen=True, slots=True)
 class Rloo:
     """`adv_estimator = "rloo"`"""
 
+    terminal_score: TerminalScore = "remainder"
+    default_step_reward: float = 0.0
+    invalid_action_penalty: float = 0.0
+
     needs: ClassVar[frozenset[Annotation]] = frozenset()
     least_group: ClassVar[int] = 2
     equal_scores_teach: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        check_choice("terminal_score", self.terminal_score, get_args(TerminalScore))
+
     def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
-        return _credit(rollouts, leave_one_out=True)
+        return _credit(self, rollouts, leave_one_out=True)
 
 
-def _credit(rollouts: Sequence[AnnotatedRollout], **form: bool) -> list[CreditedRollout]:
-    scores = [r.scored.score for r in rollouts]
-    advantages = group_advantages(scores, [r.scored.rollout.group_id for r in rollouts], **form)
+def _credit(estimator: Grpo | Rloo, rollouts: Sequence[AnnotatedRollout], **form: bool) -> list[CreditedRollout]:
+    totals = totals_of([r.scored for r in rollouts], **reward_settings(estimator))
+    advantages = group_advantages(totals, [r.scored.rollout.group_id for r in rollouts], **form)
     return [credit_whole(rollout, a) for rollout, a in zip(rollouts, advantages.tolist(), strict=True)]
 
 

@@ -1,19 +1,19 @@
-"""Credit for scores less the price of thought: λ (from the `Deliberation`) times the rollout's thinking tokens a step.
+"""The price of thinking: advantages for rewards less λ (from the `Deliberation`) times the thinking tokens.
 
-A rollout of n steps costs λ · Σ t_i / n, where t_i are a step's thinking tokens. It comes off the score; and in a group
-whose steps tell the score already (`step_rewards.py`: all have rewards of their own, or `terminal_score = "never"`),
-each step's reward pays its part, so that estimators that look at steps see who has thought. Credit alone has seen the
-price: scores and rewards stay what the world and the reward said.
+A rollout of n steps costs λ · Σ t_i / n, where t_i are a step's thinking tokens. Each step pays its own part, and the
+rollout's total falls by the sum of them: estimators over steps see who has thought, those over scores how much. What
+the last step gets (`step_rewards.py`) does not change, and neither do stored scores and rewards: only advantages have
+seen the price.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from toolwise.advantages.credit import credit
+from toolwise.advantages.step_rewards import reward_settings
 from toolwise.protocols import AdvantageEstimator, Metrics
 from toolwise.types import AnnotatedRollout, CreditedRollout, StepData
 
@@ -21,34 +21,27 @@ from toolwise.types import AnnotatedRollout, CreditedRollout, StepData
 def credit_priced(
     inner: AdvantageEstimator, rollouts: Sequence[AnnotatedRollout]
 ) -> tuple[list[CreditedRollout], Metrics]:
-    how, missing = _setting(inner, "terminal_score", "auto"), _setting(inner, "default_step_reward", 0.0)
-    told: dict[str, bool] = defaultdict(lambda: how != "always")
-    for rollout in rollouts:
-        whole = all(step.base_reward is not None for step in rollout.scored.steps)
-        told[rollout.scored.rollout.group_id] &= whole or how == "never"
-    paid = [_less_thinking(r, missing if told[r.scored.rollout.group_id] else None) for r in rollouts]
-    credited, metrics = credit(inner, paid)
+    credited, metrics = credit(inner, [_less_thinking(rollout, reward_settings(inner)) for rollout in rollouts])
     return [_as_earned(found, rollout) for found, rollout in zip(credited, rollouts, strict=True)], metrics
 
 
-def _setting(estimator: Any, name: str, default: Any) -> Any:
-    """Its own, or that of the one it holds."""
-    while not hasattr(estimator, name) and hasattr(estimator, "inner"):
-        estimator = estimator.inner
-    return getattr(estimator, name, default)
+def _less_thinking(rollout: AnnotatedRollout, settings: dict[str, Any]) -> AnnotatedRollout:
+    """The rollout with a reward on every step, less its part of the price.
 
-
-def _less_thinking(rollout: AnnotatedRollout, missing: float | None) -> AnnotatedRollout:
-    """`missing` is what a step without a reward has earned; None: the score alone pays."""
+    The score changes by as much as all the steps do, so that score − Σ base_reward stays what it was; where the score
+    is added to the step rewards, the steps alone have paid.
+    """
     thinking, scored = rollout.thinking, rollout.scored
     if thinking is None or not thinking.steps:
         return rollout
-    spent, count, steps = [step.thinking_tokens for step in thinking.steps], len(thinking.steps), scored.steps
-    result = scored.result.model_copy(update={"score": scored.score - thinking.price * sum(spent) / count})
-    if missing is not None:
-        earned = [missing if step.base_reward is None else step.base_reward for step in steps]
-        parts = [reward - thinking.price * tokens / count for reward, tokens in zip(earned, spent, strict=True)]
-        steps = tuple(_earning(step, reward) for step, reward in zip(steps, parts, strict=True))
+    default = settings.get("default_step_reward", 0.0)
+    earned = [default if step.base_reward is None else step.base_reward for step in scored.steps]
+    parts = [thinking.price * step.thinking_tokens / len(thinking.steps) for step in thinking.steps]
+    steps = tuple(_earning(step, reward - part) for step, reward, part in zip(scored.steps, earned, parts, strict=True))
+    score = scored.score
+    if settings.get("terminal_score") != "add":
+        score += default * sum(step.base_reward is None for step in scored.steps) - sum(parts)
+    result = scored.result.model_copy(update={"score": score})
     return replace(rollout, scored=replace(scored, result=result, steps=steps))
 
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, get_args
 
 from toolwise.advantages.arrays import check_choice, check_fraction, discounted_sums, whiten
 from toolwise.advantages.credit import credit_tokens
-from toolwise.advantages.step_rewards import TerminalScore
+from toolwise.advantages.step_rewards import TerminalScore, reward_settings
 from toolwise.advantages.tensors import Array, Masked
 from toolwise.advantages.token_rewards import tokens_of
 from toolwise.protocols import Annotation
@@ -40,7 +40,7 @@ class ReinforcePlusPlus:
 
     gamma: float = 1.0
     kl_coef: float = 0.0
-    terminal_score: TerminalScore = "auto"
+    terminal_score: TerminalScore = "remainder"
     default_step_reward: float = 0.0
     invalid_action_penalty: float = 0.0
 
@@ -56,12 +56,6 @@ class ReinforcePlusPlus:
         return frozenset({"ref_logprobs"}) if self.kl_coef else frozenset()
 
     def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
-        tokens = tokens_of(
-            rollouts,
-            kl_coef=self.kl_coef,
-            terminal_score=self.terminal_score,
-            default_step_reward=self.default_step_reward,
-            invalid_action_penalty=self.invalid_action_penalty,
-        )
+        tokens = tokens_of(rollouts, kl_coef=self.kl_coef, **reward_settings(self))
         returns = discounted_sums(tokens.rewards, tokens.per_rollout, self.gamma)
         return credit_tokens(rollouts, tokens.counts, whiten(returns), returns)

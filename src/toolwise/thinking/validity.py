@@ -30,7 +30,7 @@ def format_metrics(readings: Sequence[Reading]) -> Metrics:
 
 @reward_function
 def format_reward(messages: Sequence[Message], ground_truth: Any = None) -> EvaluateResult:
-    """The share of the assistant's replies that keep to the format; each step earns 1 or 0 for its own.
+    """The share of the assistant's replies that keep to the format; each step earns its part of it.
 
         [[reward.parts]]
         function = "toolwise.thinking.validity:format_reward"
@@ -49,7 +49,8 @@ def format_reward(messages: Sequence[Message], ground_truth: Any = None) -> Eval
         reason="; ".join(wrong) or "every reply keeps to the format",
         metrics={"format_valid": MetricResult(score=share)},
         step_outputs=[
-            StepOutput(step_index=number, base_reward=float(reading.valid)) for number, reading in enumerate(readings)
+            StepOutput(step_index=number, base_reward=reading.valid / len(readings))
+            for number, reading in enumerate(readings)
         ],
     )
 

@@ -1,0 +1,63 @@
+"""The line that a run says about its estimator at its start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from toolwise.advantages import ESTIMATORS, Gigpo, Grpo, Rlvcr, Watched
+from toolwise.advantages.description import describe_rewards, places_score
+from toolwise.learner.kl import KlCoefficient
+from toolwise.learner.pricing import PricedEstimator
+
+STEPWISE = ("gigpo", "hgpo", "gae", "reinforce_plus_plus")
+
+
+@pytest.mark.parametrize("name", STEPWISE)
+def test_estimators_over_steps_say_where_the_score_goes(name: str) -> None:
+    line = describe_rewards(name, ESTIMATORS[name]())
+    assert line.startswith(f"advantages: {name} sees score on the last step, step rewards at each step")
+    assert line.endswith('a rollout\'s total is its score (algorithm.terminal_score = "remainder")')
+    added = describe_rewards(name, ESTIMATORS[name](terminal_score="add"))
+    assert "score on the last step, step rewards at each step; the whole score is added" in added
+    never = describe_rewards(name, ESTIMATORS[name](terminal_score="never"))
+    assert "step rewards at each step and nothing else: the score is left out" in never
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+def test_estimators_over_rollouts_say_that_steps_do_not_enter(name: str) -> None:
+    assert "the score of each rollout; step rewards do not enter" in describe_rewards(name, ESTIMATORS[name]())
+    assert "score + step rewards of each rollout" in describe_rewards(name, ESTIMATORS[name](terminal_score="add"))
+
+
+def test_only_an_estimator_with_an_episode_part_still_compares_scores_under_never() -> None:
+    assert "only compared between whole rollouts" in describe_rewards("gigpo", Gigpo(terminal_score="never"))
+    never = ESTIMATORS["gae"](terminal_score="never")
+    assert "compared" not in describe_rewards("gae", never)
+
+
+def test_prices_are_told() -> None:
+    line = describe_rewards("gigpo", Gigpo(default_step_reward=-0.5, invalid_action_penalty=0.1))
+    assert "a step without a reward counts as -0.5; an invalid action costs 0.1" in line
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda e: PricedEstimator(e, KlCoefficient(0.1)),
+        lambda e: Rlvcr(trajectory=e),
+        lambda e: Watched(PricedEstimator(e, KlCoefficient(0.1)), Rlvcr()),
+    ],
+)
+def test_what_stands_around_an_estimator_does_not_hide_it(around: Any) -> None:
+    assert describe_rewards("x", around(Gigpo())) == describe_rewards("x", Gigpo())
+    assert describe_rewards("x", around(Grpo())) == describe_rewards("x", Grpo())
+    assert places_score(around(Gigpo()))
+    assert not places_score(around(Grpo()))
+
+
+def test_an_estimator_of_your_own_is_named() -> None:
+    assert describe_rewards("mine", object()) == (
+        "advantages: mine (step rewards and score as the estimator itself uses them)"
+    )

@@ -1,4 +1,4 @@
-"""Progress while a run starts: parts announce what they do on the `toolwise.startup` logger, `show_startup` shows it."""
+"""Progress while a run starts: parts say what they do on the `toolwise.startup` logger, `show_startup` shows it."""
 
 from __future__ import annotations
 

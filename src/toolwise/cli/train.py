@@ -27,7 +27,9 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in --out.")] = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Roll out and score two tasks, estimate memory and time; train and write nothing."),
+        typer.Option(
+            "--dry-run", help="Roll out and score two tasks, estimate memory and time; train and write nothing."
+        ),
     ] = False,
 ) -> None:
     """Train as a configuration file says."""

@@ -37,7 +37,7 @@ def dry_run(config: RunConfig, show: Show) -> Findings:
 
 
 async def _work(run: Run, show: Show) -> Findings:
-    show_settings(run.config, show)
+    show_settings(run, show)
     rollouts = await try_rollouts(run)
     show_rollouts(rollouts, show)
     findings = find_problems(run, rollouts.scored)
@@ -53,15 +53,21 @@ async def _work(run: Run, show: Show) -> Findings:
     return findings
 
 
-def show_settings(config: RunConfig, show: Show) -> None:
+def show_settings(run: Run, show: Show) -> None:
     show("\nSettings that differ from the defaults")
-    for line in to_toml(config, changed_only=True).splitlines():
+    for line in to_toml(run.config, changed_only=True).splitlines():
         show(f"  {line}".rstrip())
+    show(
+        f"\n{len(run.batches.tasks)} training tasks, {run.batches.batches_per_epoch} batches an epoch, "
+        f"{len(run.validation_tasks)} held-out tasks, tools: {', '.join(run.scheduler.tools) or 'none'}"
+    )
 
 
 def show_rollouts(trial: RolloutTrial, show: Show) -> None:
     """One rollout of each task, and the scores of the others."""
-    by_task = {task.task_id: [s for s in trial.scored if s.rollout.task.task_id == task.task_id] for task in trial.tasks}
+    by_task = {
+        task.task_id: [s for s in trial.scored if s.rollout.task.task_id == task.task_id] for task in trial.tasks
+    }
     for number, (task_id, scored) in enumerate(by_task.items(), 1):
         show(f"\nTask {number} of {len(by_task)}: {clean_text(task_id)}, {len(scored)} rollouts, the first of them:")
         if not scored:
@@ -83,10 +89,8 @@ def show_memory(memory: Memory, show: Show) -> None:
 
 def show_time(run: Run, time: Time, show: Show) -> None:
     config = run.config
-    show(
-        f"  time    about {_seconds(time.total_s)}: {config.trainer.total_steps} steps of {config.data.batch_size} tasks "
-        f"× {config.rollout.n} rollouts at {_seconds(time.step_s)} each"
-    )
+    step = f"{config.data.batch_size} tasks × {config.rollout.n} rollouts at {_seconds(time.step_s)} each"
+    show(f"  time    about {_seconds(time.total_s)}: {config.trainer.total_steps} steps of {step}")
     show(
         f"          a step: rollouts {_seconds(time.rollout_s)}, rewards {_seconds(time.score_s)}, update "
         f"{_seconds(time.update_s)}; validation of {len(run.validation_tasks)} held-out tasks "

@@ -1,4 +1,4 @@
-"""What is wrong with the rollouts of a trial: problems that would stop or ruin a run, and notes that are worth a look."""
+"""What is wrong with the rollouts of a trial: problems that would stop or ruin a run, and notes worth reading."""
 
 from __future__ import annotations
 

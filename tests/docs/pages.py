@@ -1,6 +1,6 @@
 """Documentation pages, read as a person would: every snippet in order, in one folder, as it is written.
 
-- A snippet that begins with `# name.py` or `# name.toml` is that file; a second one with the same name is appended to it.
+- A snippet that begins with `# name.py` or `# name.toml` is that file; another one with the same name is appended.
   A JSON snippet after a paragraph that ends with "`name.jsonl`:" is a row of that file.
 - Python without a file name is executed, in one namespace for the page.
 - TOML is merged onto the page's base configuration, which says no more than what a run cannot do without, and that

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from tests.docs.pages import ROOT, Reader, Snippet, read_snippets
+
 from toolwise.data import load_tasks
 from toolwise.errors import DataError
 

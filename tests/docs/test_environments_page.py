@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Callable
 
 import pytest
-
 from tests.docs.pages import ROOT, Reader
+
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.catalog import ENVS, INTERACTIONS
 from toolwise.envs.conformance.exam import Exam

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from tests.docs import pages
 from tests.docs.pages import Reader, commands
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from tests.docs.pages import BASE, ROOT, Reader, Snippet
+
 from toolwise.models import BUILTIN
 
 pytestmark = pytest.mark.docs

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from tests.docs.pages import BASE, Reader
 
 pytestmark = pytest.mark.docs

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-
 from tests.docs.pages import Reader
 
 pytestmark = pytest.mark.docs

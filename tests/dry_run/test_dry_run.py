@@ -84,8 +84,8 @@ def test_it_estimates_memory_and_time_and_says_from_what(shown: str) -> None:
     assert re.search(r"memory  about \d.* of \d.* on cpu", shown)
     for part in ("weights 8.7 MB", "gradients 8.7 MB", "optimizer states 17 MB", "KV cache"):
         assert part in shown
-    assert re.search(r"time    about \d+.*: 1000 steps of 2 tasks × 3 rollouts", shown)
-    assert "scaled in proportion from 2 tasks × 3 rollouts" in shown
+    assert re.search(r"time    .*\d.*: 1000 steps of 2 tasks × 3 rollouts", shown)
+    assert "from 2 tasks × 3 rollouts: the shorter time if" in shown
 
 
 def test_it_writes_nothing_and_leaves_no_process(tmp_path: Path, make_config: Callable[..., Path]) -> None:

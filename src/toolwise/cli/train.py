@@ -57,7 +57,7 @@ def check(config: RunConfig, out: Path | None, resume: bool) -> None:
         check_folder(out, config, resume=resume)
     from toolwise.dry_run import dry_run
 
-    findings = dry_run(config, typer.echo)
+    findings = dry_run(config, print)  # typer.echo would write across the status line of a terminal
     for note in findings.notes:
         typer.echo(f"note: {note}")
     if findings.problems:

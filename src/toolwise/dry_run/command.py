@@ -7,7 +7,7 @@ from itertools import groupby
 
 from toolwise import waiting
 from toolwise.config import RunConfig
-from toolwise.dry_run.estimate import Memory, Time, estimate_memory, estimate_time
+from toolwise.dry_run.estimate import Memory, Range, Time, estimate_memory, estimate_time
 from toolwise.dry_run.problems import Findings, find_problems
 from toolwise.dry_run.trial import RolloutTrial, try_rollouts, try_update
 from toolwise.records import record_of
@@ -89,12 +89,12 @@ def show_memory(memory: Memory, show: Show) -> None:
 
 def show_time(run: Run, time: Time, show: Show) -> None:
     config = run.config
-    step = f"{config.data.batch_size} tasks × {config.rollout.n} rollouts at {_seconds(time.step_s)} each"
-    show(f"  time    about {_seconds(time.total_s)}: {config.trainer.total_steps} steps of {step}")
+    size = f"{config.data.batch_size} tasks × {config.rollout.n} rollouts"
+    show(f"  time    {_range(time.total)}: {config.trainer.total_steps} steps of {size} at {_range(time.step)} each")
     show(
-        f"          a step: rollouts {_seconds(time.rollout_s)}, rewards {_seconds(time.score_s)}, update "
+        f"          a step: rollouts {_range(time.rollout)}, rewards {_seconds(time.score_s)}, update "
         f"{_seconds(time.update_s)}; validation of {len(run.validation_tasks)} held-out tasks "
-        f"{_seconds(time.validation_s)} in all"
+        f"{_range(time.validation)} in all"
     )
     show(f"          {time.basis}")
 
@@ -120,3 +120,8 @@ def _bytes(size: int) -> str:
 
 def _seconds(seconds: float) -> str:
     return say_time(seconds) if seconds >= 10 else f"{seconds:.1f}s"
+
+
+def _range(seconds: Range) -> str:
+    least, most = _seconds(seconds.least), _seconds(seconds.most)
+    return f"about {most}" if least == most else f"{least} to {most}"

@@ -20,18 +20,29 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
+class Range:
+    """Seconds: `least` if all rollouts of a step overlap, `most` if they take turns."""
+
+    least: float
+    most: float
+
+    def __add__(self, other: Range) -> Range:
+        return Range(self.least + other.least, self.most + other.most)
+
+    def __rmul__(self, factor: float) -> Range:
+        return Range(factor * self.least, factor * self.most)
+
+
+@dataclass(frozen=True, slots=True)
 class Time:
-    rollout_s: float
+    rollout: Range
     score_s: float
     update_s: float
-    validation_s: float
+    step: Range
+    validation: Range
     """All validations of the run together."""
-    total_s: float
+    total: Range
     basis: str
-
-    @property
-    def step_s(self) -> float:
-        return self.rollout_s + self.score_s + self.update_s
 
 
 def estimate_memory(run: Run, rollouts: RolloutTrial, update: UpdateTrial | None) -> Memory:
@@ -70,20 +81,16 @@ def estimate_time(run: Run, rollouts: RolloutTrial, update: UpdateTrial | None) 
         if critic is not None:  # its passes cost as much as the actor's, in proportion to its size
             sizes = [sum(p.numel() for p in model.parameters()) for model in (critic.model, run.learner.model)]
             update_s += config.critic.epochs * update.gradient_s * sizes[0] / max(1, sizes[1])
+    score_s, update_s = scale * rollouts.score_s, scale * update_s
+    rollout = Range(min(1.0, scale) * rollouts.rollout_s, scale * rollouts.rollout_s)
+    step = rollout + Range(score_s + update_s, score_s + update_s)
     steps, every = config.trainer.total_steps, config.validation.every
     validations = int(config.validation.before) + (-(-steps // every) if every else 1)
-    each = (rollouts.rollout_s + rollouts.score_s) / max(1, len(rollouts.scored))
-    validation_s = validations * len(run.validation_tasks) * each
-    step_s = scale * (rollouts.rollout_s + rollouts.score_s + update_s)
+    share = len(run.validation_tasks) / max(1, len(rollouts.scored))
+    held_out = Range(min(1.0, share) * rollouts.rollout_s, share * rollouts.rollout_s)
+    validation = validations * (held_out + Range(share * rollouts.score_s, share * rollouts.score_s))
     basis = (
-        f"scaled in proportion from {len(rollouts.tasks)} tasks × {config.rollout.n} rollouts; rollouts that overlap, "
-        "on a GPU above all, take less"
+        f"from {len(rollouts.tasks)} tasks × {config.rollout.n} rollouts: the shorter time if all rollouts of a step "
+        "overlap, the longer if they take turns"
     )
-    return Time(
-        scale * rollouts.rollout_s,
-        scale * rollouts.score_s,
-        scale * update_s,
-        validation_s,
-        steps * step_s + validation_s,
-        basis,
-    )
+    return Time(rollout, score_s, update_s, step, validation, steps * step + validation, basis)

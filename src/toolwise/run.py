@@ -200,7 +200,7 @@ def local_policy(config: RunConfig, path: str) -> LocalPolicy:
     from toolwise.models import load_model, locate
 
     folder = locate(path)
-    announce(f"loading the model {path}")
+    announce("importing PyTorch")
     settle_threads(config)  # not before now: a fault in the input is told without waiting for torch
     from toolwise.engine.grammar import grammar_of
     from toolwise.policies.local import LocalPolicy
@@ -208,6 +208,7 @@ def local_policy(config: RunConfig, path: str) -> LocalPolicy:
     grammar = grammar_of(config.rollout.grammar)
     if grammar is not None and config.rollout.engine != "toolwise":
         raise ConfigError(f'rollout.grammar needs rollout.engine = "toolwise", given "{config.rollout.engine}"')
+    announce(f"loading the model {path}")
     model, chat = load_model(path, device=config.model.device, dtype=config.model.dtype)
     share_threads(config, model)
     if model.device.type == "cpu" and config.model.dtype == "bfloat16":

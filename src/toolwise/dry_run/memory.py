@@ -47,16 +47,16 @@ def device_bytes(device: torch.device) -> int:
 def static_parts(run: Run) -> dict[str, int]:
     """Bytes of what lives as long as the run: weights, gradients, optimizer states and copies."""
     learner = run.learner
-    parts = {"weights": _size(learner.model.parameters())} | _trained(learner.optimizer, "")
+    parts = {"weights": _size(learner.model.parameters())} | _training_parts(learner.optimizer)
     if isinstance(learner.reference, FrozenCopy):
         parts["reference model"] = parts["weights"]
     if learner.critic is not None:
         parts["critic"] = _size(learner.critic.model.parameters())
-        parts["critic's training"] = sum(_trained(learner.critic.optimizer, "").values())
+        parts["critic's training"] = sum(_training_parts(learner.critic.optimizer).values())
     return {name: size for name, size in parts.items() if size}
 
 
-def _trained(optimizer: Optimizer, prefix: str) -> dict[str, int]:
+def _training_parts(optimizer: Optimizer) -> dict[str, int]:
     weights = sum(weight.numel() for weight in optimizer.masters)
     copies = sum(m.numel() for w, m in zip(optimizer.weights, optimizer.masters, strict=True) if w is not m)
     return {

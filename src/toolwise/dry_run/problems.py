@@ -28,7 +28,7 @@ def find_problems(run: Run, scored: Sequence[ScoredRollout]) -> Findings:
     _check_endings(scored, findings)
     _check_tools(run, scored, findings)
     _check_prompts(run, scored, findings)
-    _check_scores(run, scored, findings)
+    _check_scores(scored, findings)
     _check_lengths(run, scored, findings)
     return findings
 
@@ -102,7 +102,7 @@ def _first_prompt(run: Run, scored: ScoredRollout) -> str:
     return str(run.chat.tokenizer.decode(list(told[0].get("prompt_ids", ())))) if told else ""
 
 
-def _check_scores(run: Run, scored: Sequence[ScoredRollout], findings: Findings) -> None:
+def _check_scores(scored: Sequence[ScoredRollout], findings: Findings) -> None:
     scores = [s.score for s in scored if s.result.counts]
     if len(scores) > 1 and len(set(scores)) == 1:
         findings.notes.append(

@@ -1,13 +1,17 @@
-"""How long it takes until something happens: the only timed tests, and what keeps them honest."""
+"""How long it takes until something happens (the only timed tests, and what keeps them honest), and what is shown."""
 
 from __future__ import annotations
 
+import io
+import logging
 import os
 import statistics
 import subprocess
 import sys
 
 import pytest
+
+from toolwise.startup import announce, show_startup
 
 HEAVY = {"torch", "transformers", "numpy", "pyarrow", "matplotlib"}
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -54,3 +58,35 @@ def test_nothing_heavy_is_imported_before_it_is_needed(code: str) -> None:
     assert ended.returncode == 0, ended.stderr
     assert "toolwise" in ended.stderr.split()
     assert HEAVY & set(ended.stderr.split()) == set()
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_announcements_are_plain_lines_in_a_log() -> None:
+    log = io.StringIO()
+    with show_startup(log):
+        announce("loading the model [small]")
+        assert log.getvalue() == "loading the model [small] …\n"
+    announce("too late")
+    assert "too late" not in log.getvalue()
+
+
+def test_announcements_are_one_status_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    screen = Terminal()
+    with show_startup(screen):
+        announce("loading the model [small]")
+    text = screen.getvalue()
+    assert "loading the model [small] …" in text
+    assert "\x1b[2K" in text.rpartition("small")[2]  # the line is erased at the end
+
+
+def test_announcements_are_silent_by_default(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), show_startup(enabled=False):
+        announce("loading")
+    assert caplog.records == []

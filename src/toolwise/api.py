@@ -16,6 +16,7 @@ from toolwise.config import RunConfig, load_config
 from toolwise.errors import ConfigError, ToolwiseError
 from toolwise.references import in_worker
 from toolwise.settings import apply_overrides, build
+from toolwise.startup import show_startup
 from toolwise.types import Task
 
 if TYPE_CHECKING:
@@ -56,13 +57,14 @@ def train(
     folder = Path(out) if out is not None else new_folder(found.name)
     check_learnable(found)
     check_folder(folder, found, resume=resume)
-    run = assemble(
-        found,
-        tasks=read_tasks(tasks, "tasks"),
-        validation_tasks=read_tasks(val, "val"),
-        tools=tools,
-        reward=reward,
-    )
+    with show_startup(enabled=found.trainer.console):
+        run = assemble(
+            found,
+            tasks=read_tasks(tasks, "tasks"),
+            validation_tasks=read_tasks(val, "val"),
+            tools=tools,
+            reward=reward,
+        )
     return run_async(Training(run, folder, resume=resume).go())
 
 

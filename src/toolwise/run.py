@@ -22,6 +22,7 @@ from toolwise.rollout.queue import RolloutQueue
 from toolwise.rollout.scheduler import RolloutScheduler
 from toolwise.routing.direct import DirectRouter
 from toolwise.scoring import Scoring, Source, build_scoring
+from toolwise.startup import announce
 from toolwise.thinking.stage import ThinkingStage
 from toolwise.threads import settle_threads, share_threads
 from toolwise.tools import isolation
@@ -109,9 +110,12 @@ def assemble(
 
     Everything that can be wrong with the input is found here, before any work is done.
     """
+    announce("starting the tools")
     found_tools = build_tools([*config.tools, *(tools or ())])
+    announce("starting the sandbox of the reward")
     scoring = build_scoring(config.reward, reward)
     try:
+        announce("reading the tasks")
         train = tasks if tasks is not None else load_split(config, "train", config.data.limit)
         held_out = (
             validation_tasks if validation_tasks is not None else load_split(config, "val", config.data.val_limit)
@@ -139,6 +143,7 @@ def _with_model(
     policy = local_policy(config, config.model.path)
     from toolwise.learner.building import build_learner
 
+    announce("building the learner")
     learner, estimator = build_learner(
         config,
         policy.model,
@@ -195,6 +200,7 @@ def local_policy(config: RunConfig, path: str) -> LocalPolicy:
     from toolwise.models import load_model, locate
 
     folder = locate(path)
+    announce("importing PyTorch")
     settle_threads(config)  # not before now: a fault in the input is told without waiting for torch
     from toolwise.engine.grammar import grammar_of
     from toolwise.policies.local import LocalPolicy
@@ -202,6 +208,7 @@ def local_policy(config: RunConfig, path: str) -> LocalPolicy:
     grammar = grammar_of(config.rollout.grammar)
     if grammar is not None and config.rollout.engine != "toolwise":
         raise ConfigError(f'rollout.grammar needs rollout.engine = "toolwise", given "{config.rollout.engine}"')
+    announce(f"loading the model {path}")
     model, chat = load_model(path, device=config.model.device, dtype=config.model.dtype)
     share_threads(config, model)
     if model.device.type == "cpu" and config.model.dtype == "bfloat16":

@@ -257,11 +257,14 @@ def _walk(model: type[BaseModel], prefix: str, above: tuple[type[BaseModel], ...
                     yield path, leaf
 
 
-def to_toml(model: BaseModel) -> str:
-    """All settings as TOML, which `read_settings` and `build` turn into an equal model; None is left out."""
+def to_toml(model: BaseModel, *, changed_only: bool = False) -> str:
+    """All settings as TOML, which `read_settings` and `build` turn into an equal model; None is left out.
+
+    `changed_only` leaves out settings that have their default value.
+    """
     if lost := next(_lost(model, ()), None):
         raise ConfigError(f"`{_dotted(lost)}` is null, which TOML cannot say: leave it out or give it a value")
-    return tomli_w.dumps(_sayable(model.model_dump(by_alias=True)))
+    return tomli_w.dumps(_sayable(model.model_dump(by_alias=True, exclude_defaults=changed_only)))
 
 
 def _lost(value: Any, location: Location) -> Iterator[Location]:

@@ -125,6 +125,8 @@ class Training:
         if not self.run.validation_tasks:
             return None
         step = self.run.progress.step
+        if step == 0 and self.console is not None:
+            self.console.note(f"validating on {len(self.run.validation_tasks)} held-out tasks before training …")
         scored = await validate(self.run)
         figures = summarize_validation(scored, self.run.config.multi_turn.held_out_tools)
         metrics = validation_metrics(figures)

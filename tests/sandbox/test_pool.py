@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
+from toolwise.sandbox import pool
 from toolwise.sandbox.pool import PREFIX, make_root, sweep_roots
 
 
@@ -38,3 +40,23 @@ def test_a_root_that_is_being_made_is_left(temporary: Path) -> None:
     sweep_roots()
     assert young.exists()
     assert not old.exists()
+
+
+def test_a_folder_that_was_swept_before_it_was_locked_is_made_again(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = pool._lock
+    swept: list[Path] = []
+
+    def lock_after_another_sweeper(root: Path) -> int:
+        held = lock(root)
+        if not swept:
+            swept.append(root)
+            shutil.rmtree(root)
+        return held
+
+    monkeypatch.setattr(pool, "_lock", lock_after_another_sweeper)
+    root, held = make_root()
+    assert root.is_dir()
+    assert root not in swept
+    os.close(held)

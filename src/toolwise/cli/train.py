@@ -27,7 +27,9 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in --out.")] = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Check everything, show the resolved configuration, train nothing."),
+        typer.Option(
+            "--dry-run", help="Roll out and score two tasks, estimate memory and time; train and write nothing."
+        ),
     ] = False,
 ) -> None:
     """Train as a configuration file says."""
@@ -46,20 +48,25 @@ def train(
 
 
 def check(config: RunConfig, out: Path | None, resume: bool) -> None:
-    """Everything that a run would check, and the configuration as it would be used."""
-    from toolwise.run import assemble, check_learnable
-    from toolwise.settings import to_toml
+    """A dry run: two tasks for real, and nothing written. Exit status 1 where the configuration has problems."""
+    from toolwise.run import check_learnable
     from toolwise.training import check_folder
 
     check_learnable(config)
     if out is not None:
         check_folder(out, config, resume=resume)
-    run = assemble(config)
-    typer.echo(to_toml(config))
-    typer.echo(
-        f"# {run.batches.batches_per_epoch} batches an epoch, {len(run.validation_tasks)} held-out tasks, "
-        f"tools: {', '.join(run.scheduler.tools) or 'none'}; everything checks out"
-    )
+    from toolwise.dry_run import dry_run
+
+    findings = dry_run(config, print)  # typer.echo would write across the status line of a terminal
+    for note in findings.notes:
+        typer.echo(f"note: {note}")
+    if findings.problems:
+        for problem in findings.problems:
+            typer.echo(f"toolwise: dry run failed: {problem}", err=True)
+        if findings.traceback:
+            typer.echo(findings.traceback.rstrip(), err=True)
+        raise typer.Exit(1)
+    typer.echo("dry run passed; nothing was written")
 
 
 def go(config: RunConfig, out: Path, resume: bool) -> None:

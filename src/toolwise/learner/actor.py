@@ -145,6 +145,18 @@ class Actor:
         means = {name: value / updates for name, value in sums.items()}
         return metrics | self._report(batch, means, updates)
 
+    def rehearse(self, credited: Sequence[CreditedRollout]) -> Metrics:
+        """The forward and backward pass of an update, canary included. No weight and no optimiser state changes."""
+        batch = build_batch(credited, self.device)
+        rows = batch.learnable()
+        if not rows:
+            return {}
+        self._check(batch)
+        try:
+            return self._sing(batch, rows, self._gradients(batch, rows).logprobs, self.version)
+        finally:
+            self.optimizer.forget()
+
     def _report(self, batch: Batch, means: Metrics, updates: int) -> Metrics:
         guard = self.optimizer.guard
         metrics = {f"actor/{name}": value for name, value in means.items()} | {

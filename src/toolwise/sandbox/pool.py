@@ -23,6 +23,7 @@ from toolwise.sandbox.worker import Worker
 
 PREFIX = "toolwise-sandbox-"
 YOUNG_S = 3600.0
+LOCK_ATTEMPTS = 20
 
 
 class Pool:
@@ -200,8 +201,16 @@ class Pool:
 def make_root() -> tuple[Path, int]:
     """A folder for scratch folders, with a lock held as long as we live; those of the dead are removed on the way."""
     sweep_roots()
-    root = Path(tempfile.mkdtemp(prefix=PREFIX)).resolve()
-    return root, _lock(root)
+    for _ in range(LOCK_ATTEMPTS):
+        root = Path(tempfile.mkdtemp(prefix=PREFIX)).resolve()
+        try:
+            held = _lock(root)
+        except BlockingIOError:  # another process sweeps it away at this moment
+            continue
+        if (root / ".lock").exists():
+            return root, held
+        os.close(held)  # it was swept away between making and locking
+    raise SandboxError(f"{tempfile.gettempdir()}: other processes remove scratch folders as soon as they are made")
 
 
 def _lock(root: Path) -> int:

@@ -119,7 +119,7 @@ class ConsoleTracker:
         elif now - self._rollout_at >= self._rollout_every_s:
             self._rollout_at = now
             self._print(f"  rollout: {_rollout_head(record)}")
-            for label, text, _ in _rollout_lines(record, 200):
+            for label, text, _ in rollout_lines(record, 200):
                 self._print(f"    {label:<8}{text}")
 
     def note(self, text: str) -> None:
@@ -273,7 +273,7 @@ def _rollout_head(record: Mapping[str, Any]) -> str:
     return " · ".join(shorten(part, 40) for part in parts)
 
 
-def _rollout_lines(record: Mapping[str, Any], limit: int) -> list[tuple[str, str, str]]:
+def rollout_lines(record: Mapping[str, Any], limit: int) -> list[tuple[str, str, str]]:
     """(label, one line, style) for each turn worth a look: no system prompt, no middle of a long one."""
     messages = record.get("messages")
     turns = [t for t in turns_of(messages if isinstance(messages, list) else None) if t.who != "system"]
@@ -288,7 +288,7 @@ def _rollout_panel(record: Mapping[str, Any]) -> RenderableType:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
-    for label, text, style in _rollout_lines(record, 220):
+    for label, text, style in rollout_lines(record, 220):
         grid.add_row(Text(label, style="dim"), Text(text, style=style))
     colour = {True: "green", False: "red", None: "blue"}[verdict(record)]
     return Panel(grid, title=Text(_rollout_head(record), style=colour), title_align="left", border_style=colour)

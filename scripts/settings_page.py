@@ -1,0 +1,130 @@
+"""Write docs/settings.md, the reference of every setting, from the configuration's own classes.
+
+python scripts/settings_page.py
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined, to_jsonable_python
+
+from toolwise.config import RunConfig
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
+INTRODUCTION = """# Settings
+
+Every setting of a run, by table of the configuration file. `toolwise train CONFIG --set actor.lr=1e-5` overrides one;
+`--dry-run` shows those that differ from their defaults. Paths are relative to the configuration file.
+
+This page is generated: edit the docstrings in the configuration's classes, then run `python scripts/settings_page.py`.
+"""
+NAMES = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path", dict: "table"}
+BOUNDS = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
+
+
+def page() -> str:
+    return INTRODUCTION + "".join(f"\n{section}" for section in sections(RunConfig, ""))
+
+
+def sections(model: type[BaseModel], path: str) -> Iterator[str]:
+    """One section a table: its own settings first, then the tables inside it."""
+    told = docstrings(model)
+    rows = ["| setting | type | default | |", "|---|---|---|---|"]
+    inner: list[tuple[type[BaseModel], str]] = []
+    for name, field in model.model_fields.items():
+        own = f"{path}.{name}".lstrip(".")
+        found = table_of(field.annotation)
+        if found is not None and not is_list(field.annotation):
+            inner.append((found, own))
+            continue
+        if found is not None:
+            inner.append((found, f"[{own}]"))
+        cells = (f"`{name}`", type_text(field), default_text(field), told.get(name, ""))
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    title = f"`[{path}]`" if path else "Outside of any table"
+    about = f"{one_line(model.__doc__)}\n\n" if path and model.__doc__ else ""
+    if len(rows) > 2:
+        yield f"## {title}\n\n{about}" + "\n".join(rows) + "\n"
+    for found, own in inner:
+        yield from sections(found, own)
+
+
+def docstrings(model: type[BaseModel]) -> dict[str, str]:
+    """The text below each field."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for field, after in zip(body.body, body.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr):
+            text = ast.literal_eval(after.value) if isinstance(after.value, ast.Constant) else None
+            found[field.target.id] = one_line(text) if isinstance(text, str) else ""
+    return found
+
+
+def table_of(annotation: Any) -> type[BaseModel] | None:
+    """The model inside an annotation: of a table, or of each table of a list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for inner in get_args(annotation) if (found := table_of(inner)) is not None), None)
+
+
+def is_list(annotation: Any) -> bool:
+    return get_origin(annotation) is list
+
+
+def type_text(field: FieldInfo) -> str:
+    return bounded(plain_type(field.annotation), field.metadata)
+
+
+def plain_type(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return bounded(plain_type(arguments[0]), arguments[1:])
+    if origin is Literal:
+        return ", ".join(f"`{json.dumps(value)}`" for value in arguments)
+    if origin in (Union, UnionType):
+        return " or ".join(plain_type(inner) for inner in arguments if inner is not NoneType)
+    if origin is list:
+        return f"list of {plain_type(arguments[0])}"
+    if origin is dict:
+        return "table"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "tables"
+    return NAMES.get(annotation, "any" if annotation is Any else str(annotation))
+
+
+def bounded(text: str, metadata: Any) -> str:
+    limits = [
+        f"{sign} {value:g}"
+        for item in metadata
+        for name, sign in BOUNDS.items()
+        if isinstance(value := getattr(item, name, None), int | float)
+    ]
+    return f"{text} {', '.join(limits)}".strip()
+
+
+def default_text(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    if value is None or value is PydanticUndefined:
+        return ""
+    return f"`{json.dumps(to_jsonable_python(value), ensure_ascii=False)}`"
+
+
+def one_line(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,27 @@
+"""A folder to follow a page in, with the tasks that a configuration names."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.docs.pages import BASE, Reader
+
+
+@pytest.fixture
+def reader(tmp_path: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Reader]:
+    """`reader("docs/tools.md", base={…})`: somebody about to read a page, in a folder with tasks to train on."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "train.jsonl").write_text(
+        '{"prompt": "What is 48 + 24?", "ground_truth": "72"}\n{"prompt": "What is 3 + 4?", "ground_truth": "7"}\n'
+    )
+
+    def make(page: str, **settings: Any) -> Reader:
+        return Reader(page, tmp_path, cli, **{"base": BASE, **settings})
+
+    return make

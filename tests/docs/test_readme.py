@@ -1,0 +1,42 @@
+"""README.md: its configuration and its commands run as they are written."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.docs.pages import BASE, ROOT, Reader, Snippet
+
+from toolwise.models import BUILTIN
+
+pytestmark = pytest.mark.docs
+
+NOT_RUN = {
+    "make demo": "`make demo` is run by .ci/run",
+    "make test": "this test is part of it",
+    "pip install toolwise": "needs a package index",
+}
+REWARD = """
+def score(messages, ground_truth):
+    return float(str(ground_truth) in (messages[-1].content or ""))
+"""
+
+
+def is_the_quickstart(snippet: Snippet) -> None:
+    """The same program as examples/quickstart.py, which tests/test_examples.py runs."""
+    assert snippet.text.strip() == (ROOT / "examples" / "quickstart.py").read_text().strip()
+
+
+def test_every_snippet_runs(reader: Callable[..., Reader], tmp_path: Path, cli: Callable[..., object]) -> None:
+    # What the configuration names: a model, prepared data and a reward.
+    shutil.copytree(BUILTIN / "small", tmp_path / "path" / "to" / "a" / "huggingface" / "folder")
+    (tmp_path / "my_rewards.py").write_text(REWARD)
+    for split in ("train", "test"):
+        cli("data", "prepare", "gsm8k", ROOT / "tests/data/gsm8k.jsonl", "--out", f"data/gsm8k/{split}.parquet")
+    sizes = {key: value for key, value in BASE.items() if key != "reward"}
+    sizes["data"] = {"batch_size": 1, "limit": 2, "val_limit": 1}
+    sizes["rollout"] = {"max_new_tokens": 8}
+    reader("README.md", base=sizes, not_run=NOT_RUN, handlers={"python": is_the_quickstart}).read()
+    assert (tmp_path / "runs" / "first" / "report.html").is_file()

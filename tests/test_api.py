@@ -90,7 +90,7 @@ def test_a_run_can_be_gone_on_with_and_only_by_its_own_settings(result: Any) -> 
     given: dict[str, Any] = {"tasks": ROWS, "val": ROWS[:1], "tools": [calculator], "reward": right, "out": result.out}
     with pytest.raises(ConfigError, match="already holds a run"):
         toolwise.train(SMALL, **given)
-    with pytest.raises(ConfigError, match=r"rollout\.n is not what the run began with"):
+    with pytest.raises(ConfigError, match=r"rollout\.n: 2 → 3"):
         toolwise.train(SMALL, **given, resume=True, overrides=["rollout.n=3"])
     with pytest.raises(toolwise.ToolwiseError, match="other data"):
         toolwise.train(SMALL, **{**given, "tasks": ROWS[:2]}, resume=True)

@@ -216,6 +216,12 @@ def read_changes(out: Path) -> list[dict[str, Any]]:
     return read_metrics(out / CHANGES)
 
 
+def describe_changes(out: Path) -> list[str]:
+    """The same as sentences: `step 40: actor.lr: 1e-05 → 2e-05`."""
+    lines = read_changes(out)
+    return [f"step {line['step']}: {Change(line['key'], line['old'], line['new'])}" for line in lines]
+
+
 def _flat(value: Any, key: str = "") -> dict[str, Any]:
     """Leaves of nested tables by their dotted key; lists of tables by index. What is empty is left out."""
     if value in ({}, []):

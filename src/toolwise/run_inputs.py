@@ -237,7 +237,7 @@ def _named_reference(found: Any) -> str:
     file = Path(str(getattr(module, "__file__", None) or found.__code__.co_filename)).resolve()
     folders = [*(Path(folder).resolve() for folder in library_folders()), own_folder()]
     installed = any(file.is_relative_to(folder) for folder in folders)
-    in_package = "." in found.__module__ and not found.__module__.startswith("toolwise_file_")
+    in_package = "." in found.__module__ and (file.parent / "__init__.py").is_file()  # where imports may be relative
     return f"{found.__module__}:{name}" if installed or in_package else f"{file}:{name}"
 
 

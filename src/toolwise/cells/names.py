@@ -28,12 +28,21 @@ def _quoted_annotations(tree: ast.AST) -> Iterator[ast.expr]:
     for node in ast.walk(tree):
         annotations = [getattr(node, "annotation", None), getattr(node, "returns", None)]
         for annotation in filter(None, annotations):
-            for part in ast.walk(annotation):
+            for part in _without_literals(annotation):
                 if isinstance(part, ast.Constant) and isinstance(part.value, str):
                     try:
                         yield ast.parse(part.value, mode="eval").body
-                    except SyntaxError:  # a Literal["…"], say
+                    except SyntaxError:  # words for the reader, as in Annotated[int, "metres each"]
                         continue
+
+
+def _without_literals(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and all within it, but for what `Literal[…]` lists."""
+    if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("Literal"):
+        return
+    yield node
+    for inner in ast.iter_child_nodes(node):
+        yield from _without_literals(inner)
 
 
 def attribute_chains(source: str, name: str) -> list[str]:

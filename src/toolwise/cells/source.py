@@ -15,7 +15,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from toolwise.cells.names import attribute_chains, global_names
-from toolwise.cells.text import cells_of, find_class, find_function, find_statement
+from toolwise.cells.text import Cell, cells_of, find_class, find_function, find_statement
 from toolwise.errors import ToolwiseError
 from toolwise.sandbox.targets import library_folders, own_folder
 
@@ -34,12 +34,13 @@ def unwrapped(target: Any) -> Any:
 def lacks_file(target: Any) -> bool:
     """Whether nothing on disk holds the definition of a function or a class."""
     found = unwrapped(target)
-    if isinstance(found, FunctionType):
-        return not Path(found.__code__.co_filename).is_file()
-    if isinstance(found, type):
-        file = getattr(sys.modules.get(found.__module__), "__file__", None)
-        return found.__module__ == "__main__" and (file is None or not Path(file).is_file())
-    return False
+    methods = [found] if isinstance(found, FunctionType) else _methods(found) if isinstance(found, type) else []
+    if methods:
+        return not Path(methods[0].__code__.co_filename).is_file()
+    if not isinstance(found, type) or found.__module__ != "__main__":
+        return False
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    return file is None or find_class(found, [Cell.of(file)]) is None
 
 
 def collect_source(target: Any) -> str:
@@ -69,7 +70,7 @@ class _Collector:
     def add(self, name: str, value: Any, namespace: Mapping[str, Any], user: str) -> None:
         """Bind `name` to what `value` is; `user` is the function that needs it."""
         if name in self._bound:
-            if self._bound[name] is not value and self._bound[name] != value:
+            if not _same(self._bound[name], value):
                 raise ToolwiseError(f"{user} uses two different things named {name!r}; rename one of them")
             return
         self._bound[name] = value
@@ -87,15 +88,22 @@ class _Collector:
         if "<locals>" in found.__qualname__ or (own == "<lambda>" and name == "<lambda>"):
             what = "is defined inside a function" if own != "<lambda>" else "is a lambda"
             raise ToolwiseError(f"{own} {what}, which no other process can load; write it as a def of its own")
-        source = None if own == "<lambda>" else self._definition(found, space, name)
-        if source is None or (value is not found and not source.startswith("@")):
-            source, own = self._assignment(name, value, namespace), name  # name = lambda …, name = wrapper(function)
-        elif own != name and self._bound.setdefault(own, value) is not value:
+        source = "" if own == "<lambda>" else self._definition(found, space, name)
+        if not source or (value is not found and not source.startswith("@")):
+            # name = lambda …, or name = wrapper(function)
+            before = f"{source}\n\n\n" if own == name else ""
+            source, own = before + self._assignment(name, value, namespace), name
+        elif own != name and not _same(self._bound.setdefault(own, value), value):
             raise ToolwiseError(f"{user} uses two different things named {own!r}; rename one of them")
         if isinstance(found, FunctionType):
             self._future |= bool(found.__code__.co_flags & _FUTURE)
         self._refer(source, space, own)
-        self._parts.append(source if own == name else f"{source}\n\n\n{name} = {own}")
+        marks = _marks(found) if not source.startswith("@") else {}
+        lines = [
+            *([f"{name} = {own}"] if own != name else []),
+            *(f"{name}.{key} = {text}" for key, text in marks.items()),
+        ]
+        self._parts.append("\n\n\n".join([source, *(["\n".join(lines)] if lines else [])]))
 
     def _refer(self, source: str, namespace: Mapping[str, Any], user: str) -> None:
         """Bind all that a piece of source refers to."""
@@ -184,13 +192,33 @@ class _Collector:
 def _namespace_of(found: FunctionType | type, default: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(found, FunctionType):
         return found.__globals__
-    functions = (unwrapped(getattr(value, "__func__", value)) for value in vars(found).values())
-    own = [f for f in functions if isinstance(f, FunctionType) and f.__module__ == found.__module__]
-    written = [f for f in own if f.__code__.co_filename != "<string>"]  # a dataclass makes others
-    if written:
-        return written[0].__globals__
+    methods = _methods(found)
+    if methods:
+        return methods[0].__globals__
     module = sys.modules.get(found.__module__)
     return default or (vars(module) if module is not None else {})
+
+
+def _marks(found: FunctionType | type) -> dict[str, str]:
+    """Plain attributes that were set on a function, such as a reward's mode; a decorator in the source sets its own."""
+    told = {key: _literal(value, 0) for key, value in vars(found).items()} if isinstance(found, FunctionType) else {}
+    return {key: text for key, text in told.items() if text is not None}
+
+
+def _same(one: Any, other: Any) -> bool:
+    try:
+        return one is other or bool(type(one) is type(other) and one == other)
+    except Exception:  # an array, say, of which == is another one
+        return False
+
+
+def _methods(found: type) -> list[FunctionType]:
+    """Those that somebody wrote: a dataclass makes others."""
+    functions = [unwrapped(getattr(value, "__func__", value)) for value in vars(found).values()]
+    own = [f for f in functions if isinstance(f, FunctionType) and f.__module__ == found.__module__]
+    return [
+        f for f in own if f.__qualname__.startswith(f"{found.__qualname__}.") and f.__code__.co_filename != "<string>"
+    ]
 
 
 def _import_nodes(namespace: Mapping[str, Any]) -> Iterator[ast.ImportFrom]:

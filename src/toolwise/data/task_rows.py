@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from toolwise.data.files import Row
+from toolwise.data.files import Row, drop_nulls
 from toolwise.data.rows import KNOWN_COLUMNS, read_task
 from toolwise.errors import DataError, ToolwiseError
 from toolwise.types import Task
@@ -36,7 +36,7 @@ def row_of(task: Task, what: str, number: int) -> Row:
 def _plain(task: Task) -> dict[str, Any]:
     """As JSON would give it back; NaN and objects of other libraries are refused."""
     plain: dict[str, Any] = json.loads(json.dumps(task.model_dump(), allow_nan=False))
-    return plain
+    return plain | {"extra_info": drop_nulls(plain["extra_info"])}  # rows never have any there
 
 
 def _row(fields: dict[str, Any], as_text: bool) -> Row:

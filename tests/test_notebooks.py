@@ -257,6 +257,40 @@ def test_the_plain_prompt_works_or_says_what_to_do(tmp_path: Path) -> None:
         assert 'put it in a file, or set reward.sandbox.tier = "off"' in done.stdout
 
 
+def test_an_async_tool_and_a_class_of_tools_come_back(tmp_path: Path) -> None:
+    import asyncio
+
+    from toolwise.run_inputs import gather_inputs
+    from toolwise.tools.catalog import build_tools
+
+    space = run_cells(
+        [
+            "from toolwise import tool\nfrom toolwise.tools.calculator import CalculatorTool\nLOUD = '!'\n",
+            """
+            @tool(name="echo", family="SEARCH")
+            async def said(text: str) -> str:
+                '''Says it again.
+
+                Args:
+                    text: What.
+                '''
+                return text + LOUD
+
+            class Better(CalculatorTool):
+                async def execute(self, instance_id, parameters, **kwargs):
+                    return LOUD, None, {}
+            """,
+        ]
+    )
+    inputs = gather_inputs(toolwise.RunConfig(), tmp_path / "run", tools=[space["said"], space["Better"]])
+    assert inputs.notes == []
+    inputs.write()
+    tools = build_tools(inputs.recorded.tools)
+    assert list(tools) == ["echo", "calculator"]
+    assert tools["echo"].family == "SEARCH"
+    assert [asyncio.run(t.execute("i", {"text": "a"}))[0] for t in tools.values()] == ["a!", "!"]
+
+
 def test_a_tool_that_cannot_be_copied_runs_in_this_process(
     notebook: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -79,6 +79,15 @@ def test_a_model_is_evaluated_on_rows(result: Any) -> None:
     assert figures == result.summary["after"]
 
 
+def test_the_command_line_finds_the_tools_the_reward_and_the_rows(result: Any, cli: Any) -> None:
+    ended = cli("eval", result.out, "--json")
+    assert ended.status == 0, ended.err
+    assert json.loads(ended.out) == result.summary["after"]
+    ended = cli("score", result.out, "--json")
+    assert ended.status == 0, ended.err
+    assert json.loads(ended.out)["changed"] == 0
+
+
 def test_a_model_is_taught_on_rows(tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]}]
     figures = toolwise.sft("builtin:small", rows, tmp_path / "taught", steps=3, lr=1e-3, row_tokens=64)
@@ -90,12 +99,34 @@ def test_a_run_can_be_gone_on_with_and_only_by_its_own_settings(result: Any) -> 
     given: dict[str, Any] = {"tasks": ROWS, "val": ROWS[:1], "tools": [calculator], "reward": right, "out": result.out}
     with pytest.raises(ConfigError, match="already holds a run"):
         toolwise.train(SMALL, **given)
-    with pytest.raises(ConfigError, match=r"rollout\.n is not what the run began with"):
+    with pytest.raises(ConfigError, match=r"rollout\.n: 2 → 3"):
         toolwise.train(SMALL, **given, resume=True, overrides=["rollout.n=3"])
     with pytest.raises(toolwise.ToolwiseError, match="other data"):
         toolwise.train(SMALL, **{**given, "tasks": ROWS[:2]}, resume=True)
     again = toolwise.train(SMALL, **given, resume=True, overrides=["trainer.total_steps=2"])
     assert again.summary["steps"] == 2
+
+
+def test_an_object_that_cannot_be_named_is_asked_for_and_given_again(tmp_path: Path, cli: Any) -> None:
+    def lookup(word: str) -> str:
+        """Looks a word up.
+
+        Args:
+            word: Any.
+        """
+        return word
+
+    out = tmp_path / "run"
+    toolwise.train(SMALL, tasks=ROWS, tools=["calculator", lookup], reward=right, out=out)
+    for command in (["resume", out], ["rollout", out, "-n", 1]):
+        ended = cli(*command)
+        assert ended.status == 2
+        assert ended.err.startswith("toolwise: tools: this run was started from Python with the tool lookup")
+        assert ended.err.count("\n") == 1
+    again = toolwise.resume(out, tools=["calculator", lookup], overrides=["trainer.total_steps=2"])
+    assert again.summary["steps"] == 2
+    with pytest.raises(ConfigError, match=r"tools.*calculator"):
+        toolwise.resume(out, tools=[lookup])
 
 
 def broken(messages: list[Any], ground_truth: Any) -> float:

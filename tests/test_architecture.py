@@ -52,6 +52,7 @@ PUBLIC = {
     "__version__",
     "evaluate",
     "load_config",
+    "resume",
     "reward_function",
     "sft",
     "tool",

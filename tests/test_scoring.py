@@ -166,16 +166,23 @@ def test_the_configuration_must_name_one(built: list[Scoring]) -> None:
         scoring_of(built, function="a:b", parts=[{"function": "a:b"}])
 
 
-def test_a_script_without_a_guard_is_told_of_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("uses", "told"),
+    [
+        ("1.0", "batch_size 16 is more than the 1 tasks"),  # the reward was loaded: what comes next is the data
+        ("len(held)", 'loading script.py again would run it: put what it runs under `if __name__ == "__main__":`'),
+    ],
+)
+def test_a_script_without_a_guard_is_not_run_again(tmp_path: Path, uses: str, told: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import toolwise\n"
-        "def score(messages, ground_truth):\n    return 1.0\n"
+        "import toolwise\nheld = iter([])\n"
+        f"def score(messages, ground_truth):\n    return {uses}\n"
         "toolwise.train(tasks=[{'prompt': '?', 'ground_truth': 1}], reward=score, out='run')\n"
     )
     done = subprocess.run(
         [sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
     )
     assert done.returncode == 1
-    assert 'put the call under `if __name__ == "__main__":`' in done.stderr
+    assert told in done.stderr
     assert not (tmp_path / "run").exists()

@@ -74,14 +74,14 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
     ended = cli("train", config, "--out", run)
     assert ended.status == 130
     assert "SIGTERM: finishing this step and saving; once more to stop at once" in ended.err
-    assert f"stopped after step 2; go on with --resume --out {run}" in ended.out
+    assert f"stopped after step 2; go on with: toolwise resume {run}" in ended.out
     assert "Traceback" not in ended.err
     assert checkpoints_of(run) == ["step-000000", "step-000002"]
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
     found = summary_of(run)
     assert (found["interrupted"], found["steps"], found["after"]) == (True, 2, None)
     assert found["before"]["n"] == 4
-    ended = cli("train", config, "--out", run, "--resume", "--set", "trainer.total_steps=3")
+    ended = cli("resume", run, "--set", "trainer.total_steps=3")
     assert ended.status == 0, ended.err
     assert steps_of(run) == [0, 1, 2, 3, 3]
     assert summary_of(run)["interrupted"] is False
@@ -94,7 +94,7 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path, make_config: MakeConfig
     ended = subprocess.run(command, env={**os.environ, **told}, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 130
     assert "once more to stop at once" in ended.stderr
-    assert f"stopped at once; go on from the last checkpoint with --resume --out {run}" in ended.stderr
+    assert f"stopped at once; go on from the last checkpoint with: toolwise resume {run}" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert steps_of(run) == [0, 1]
     assert not (run / "summary.json").exists()
@@ -152,7 +152,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_over(
         (run / "rollouts" / "eval-000000.jsonl").write_text("{}\n", encoding="utf-8")
         (run / "rollouts" / ".step-000001.jsonl.1.tmp").write_text("{", encoding="utf-8")
         (run / "checkpoints" / "step-000000.tmp-1" / "model").mkdir(parents=True)
-    ended = cli("train", config, "--out", run, "--resume")
+    ended = cli("train", config, "--out", run, *(["--resume"] if left == "no checkpoint" else []))
     assert ended.status == 0, ended.err
     assert steps_of(run) == [0, 1, 1]
     assert len((run / "rollouts" / "eval-000000.jsonl").read_text(encoding="utf-8").splitlines()) == 4
@@ -190,12 +190,14 @@ def test_only_rollouts_after_the_checkpoint_are_forgotten(tmp_path: Path) -> Non
 def test_a_folder_is_looked_at_and_not_touched(tmp_path: Path) -> None:
     config = RunConfig()
     check_folder(tmp_path / "new", config, resume=False)
-    check_folder(tmp_path / "new", config, resume=True)
+    for folder in (tmp_path / "new", tmp_path):
+        with pytest.raises(ConfigError, match="holds no run to resume"):
+            check_folder(folder, config, resume=True)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "config.toml").write_text("seed = 1\n", encoding="utf-8")
     with pytest.raises(ConfigError, match="already holds a run"):
         check_folder(tmp_path, config, resume=False)
-    with pytest.raises(ConfigError, match="seed is not what the run began with"):
+    with pytest.raises(ConfigError, match="seed: 1 → 0"):
         check_folder(tmp_path, config, resume=True)
     (tmp_path / "config.toml").write_text("seed = x\n", encoding="utf-8")
     with pytest.raises(CheckpointError, match="not valid TOML"):

@@ -43,7 +43,7 @@ _HOMES = {
     "toolwise.rewards.function": ["reward_function"],
     "toolwise.rollout.worker": ["RLRolloutWorker"],
     "toolwise.config": ["RunConfig", "load_config"],
-    "toolwise.api": ["evaluate", "sft", "train"],
+    "toolwise.api": ["evaluate", "resume", "sft", "train"],
     "toolwise.routed.agent": ["RoutedAgent"],
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -64,7 +64,7 @@ def __dir__() -> list[str]:
 
 
 if TYPE_CHECKING:  # so that type checkers and editors see what __getattr__ gives; `as` makes it ours to give
-    from toolwise.api import evaluate as evaluate, sft as sft, train as train  # noqa: I001
+    from toolwise.api import evaluate as evaluate, resume as resume, sft as sft, train as train  # noqa: I001
     from toolwise.config import RunConfig as RunConfig, load_config as load_config
     from toolwise.envs.base import BaseEnv as BaseEnv
     from toolwise.errors import ToolwiseError as ToolwiseError

@@ -1,14 +1,16 @@
-"""The same from Python: `toolwise.train`, `toolwise.evaluate`, `toolwise.sft`."""
+"""The same from Python: `toolwise.train`, `toolwise.resume`, `toolwise.evaluate`, `toolwise.sft`."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolwise import waiting
@@ -39,6 +41,7 @@ def train(
     val: Tasks | None = None,
     tools: Sequence[Any] | None = None,
     reward: Source | None = None,
+    env: str | Callable[..., Any] | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     overrides: Sequence[str] = (),
@@ -47,25 +50,53 @@ def train(
 
     `config` is a file, a nested mapping or a `RunConfig`; the other arguments take the place of what it says.
     `tasks` and `val` are files, `Task`s, or rows such as {"prompt": "…", "ground_truth": "…"}; `tools` are plain typed
-    functions, tools, or names; `overrides` are strings such as "actor.lr=1e-5".
+    functions, tools, or names; `env` is a class, a function or a name; `overrides` are strings such as "actor.lr=1e-5".
+    All of it is recorded in the run's folder, so that `toolwise eval`, `resume`, `score` and `export` work on it.
     """
     _not_in_worker("train")
     from toolwise.run import assemble, check_learnable
+    from toolwise.run_inputs import gather_inputs
     from toolwise.training import Training, check_folder
 
     found = read_config(config, overrides, model)
     folder = Path(out) if out is not None else new_folder(found.name)
     check_learnable(found)
-    check_folder(folder, found, resume=resume)
-    with show_startup(enabled=found.trainer.console):
-        run = assemble(
-            found,
-            tasks=read_tasks(tasks, "tasks"),
-            validation_tasks=read_tasks(val, "val"),
-            tools=tools,
-            reward=reward,
-        )
-    return run_async(Training(run, folder, resume=resume).go())
+    rows, held_out = read_tasks(tasks, "tasks"), read_tasks(val, "val")
+    inputs = gather_inputs(found, folder, tasks=(tasks, rows), val=(val, held_out), tools=tools, reward=reward, env=env)
+    check_folder(folder, inputs.recorded, resume=resume)
+    if resume:
+        inputs.check_files()
+    for note in inputs.notes:
+        log.warning("%s", note)
+    try:
+        inputs.write()
+        with show_startup(enabled=found.trainer.console):
+            run = assemble(inputs.config, tasks=rows, validation_tasks=held_out, tools=tools, reward=reward)
+        training = Training(replace(run, config=inputs.recorded), folder, resume=resume)
+    except BaseException:
+        inputs.discard()
+        raise
+    return run_async(training.go())
+
+
+def resume(
+    run: str | Path,
+    *,
+    tools: Sequence[Any] | None = None,
+    reward: Source | None = None,
+    env: str | Callable[..., Any] | None = None,
+    overrides: Sequence[str] = (),
+) -> RunResult:
+    """Go on with the run in the folder `run`, under its own settings but for `overrides`.
+
+    `tools`, `reward` and `env` are needed only where the run was given objects that its config.toml cannot name.
+    """
+    from toolwise.run_changes import load_run_config
+
+    config = load_run_config(Path(run), overrides)
+    if tools is not None:
+        config = config.model_copy(update={"tools": []})
+    return train(config, tools=tools, reward=reward, env=env, out=run, resume=True)
 
 
 def evaluate(
@@ -75,28 +106,31 @@ def evaluate(
     config: Config | None = None,
     tools: Sequence[Any] | None = None,
     reward: Source | None = None,
+    env: str | Callable[..., Any] | None = None,
     overrides: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Score a model on tasks, one rollout each, and learn nothing. Gives the figures that a run's summary has."""
     _not_in_worker("evaluate")
     from toolwise.evaluation import validate
     from toolwise.run import assemble
+    from toolwise.run_inputs import gather_inputs
     from toolwise.summary import summarize_validation
 
     held_out = read_tasks(tasks, "tasks") or []
     learns_nothing = ["data.batch_size=1", "router.label_coef=0", "router.warm_start_epochs=0"]
-    run = assemble(
-        read_config(config, [*overrides, *learns_nothing], model),
-        tasks=held_out,
-        validation_tasks=held_out,
-        tools=tools,
-        reward=reward,
-    )
-    try:
-        _recall_router(run, str(model))
-        return summarize_validation(run_async(validate(run)), run.config.multi_turn.held_out_tools)
-    finally:
-        run.close()
+    found = read_config(config, [*overrides, *learns_nothing], model)
+    with TemporaryDirectory(prefix="toolwise-") as folder:  # for the source of notebook cells
+        inputs = gather_inputs(found, Path(folder), tools=tools, reward=reward, env=env)
+        try:
+            inputs.write()
+            run = assemble(inputs.config, tasks=held_out, validation_tasks=held_out, tools=tools, reward=reward)
+            try:
+                _recall_router(run, str(model))
+                return summarize_validation(run_async(validate(run)), run.config.multi_turn.held_out_tools)
+            finally:
+                run.close()
+        finally:
+            inputs.discard()
 
 
 def _recall_router(run: Run, model: str) -> None:

@@ -12,11 +12,42 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from toolwise.errors import ConfigError
 
 WORKER = "TOOLWISE_WORKER"
 """Set in the environment of worker processes, which load other people's files again."""
+
+GIVEN = "given in Python: "
+"""Begins what a run's config.toml says of a tool or a reward that it cannot name."""
+
+_registered: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+
+def register(target: Any, reference: str) -> None:
+    """Other processes find `target`, a function or class of a notebook cell, by `reference`."""
+    _registered[target] = reference
+
+
+def unregister(target: Any) -> None:
+    _registered.pop(target, None)
+
+
+def registered_reference(target: Any) -> str | None:
+    try:
+        return _registered.get(target)
+    except TypeError:  # such an object cannot be a key
+        return None
+
+
+def check_nameable(reference: str, what: str) -> None:
+    """Refuses what a run was given in Python and could not name."""
+    if reference.startswith(GIVEN):
+        raise ConfigError(
+            f"{what}: this run was started from Python with {reference.removeprefix(GIVEN)}, which config.toml cannot "
+            "name: go on from Python, or put it in a file and name that with --set"
+        )
 
 
 def in_worker() -> bool:
@@ -26,6 +57,7 @@ def in_worker() -> bool:
 
 def load_reference(reference: str, *, what: str) -> Any:
     """The object that `reference` names; `what` says in an error what was looked for."""
+    check_nameable(reference, what)
     place, colon, name = reference.rpartition(":")
     if not colon or not place or not name:
         raise ConfigError(f"{what}: {reference!r} names nothing; write package.module:name or path/to/file.py:name")

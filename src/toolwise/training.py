@@ -21,21 +21,26 @@ from typing import Any
 from toolwise import __version__, checkpoint
 from toolwise.advantages.description import describe_rewards
 from toolwise.advantages.score_check import ScoreCheck
-from toolwise.config import RunConfig, load_config
+from toolwise.config import RunConfig
 from toolwise.errors import CheckpointError, ConfigError
 from toolwise.evaluation import validate
 from toolwise.loop import Turn, train_step
-from toolwise.placing import place_paths
 from toolwise.records import record_of, write_records, write_whole
 from toolwise.run import Run
+from toolwise.run_changes import (
+    changes_since,
+    check_same_run,
+    portable,
+    read_changes,
+    record_changes,
+    saved_settings,
+)
 from toolwise.settings import to_toml
 from toolwise.summary import summarize_validation, validation_metrics
 from toolwise.trackers.console import ConsoleTracker
 from toolwise.trackers.jsonl import JsonlTracker, truncate_after
 
 log = logging.getLogger("toolwise.training")
-
-MAY_CHANGE_ON_RESUME = ("trainer", "validation", "name", "deterministic")
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +172,7 @@ class Training:
             extra_files={"model": self._save_model},
             facts={
                 "policy_version": self.run.learner.version,
-                "config_sha256": config_digest(self.run.config, self.out),
+                "settings": saved_settings(self.run.config, self.out),
                 "toolwise": __version__,
             },
             figures=self._figures,
@@ -197,6 +202,7 @@ class Training:
             "version": __version__,
             "sandbox": run.scoring.describe(),
             "advantages": self._sees,
+            "changes": read_changes(self.out),
         }
         write_whole(self.out / "summary.json", json.dumps(summary, indent=2).encode())
         from toolwise.view.report import write_report
@@ -218,8 +224,7 @@ class Training:
         check_folder(self.out, self.run.config, resume=resume)  # again: somebody may have been here in between
         found = find_checkpoint(self.out / "checkpoints")
         if found is not None:
-            if found.facts.get("config_sha256") != config_digest(self.run.config, self.out):
-                log.warning("%s was saved under other settings than config.toml has now", found.path)
+            self._note_changes(found)
             self.run.registry().load_state_dict(found.state())
             self.run.learner.load_weights(found.path / "model")
             self.run.policy.version = self.run.learner.version
@@ -230,6 +235,13 @@ class Training:
         sweep(self.out)
         write_whole(self.out / "config.toml", to_toml(portable(self.run.config, self.out)).encode())
         return step
+
+    def _note_changes(self, found: checkpoint.Checkpoint) -> None:
+        """Settings that differ from those the checkpoint was made under are said, and recorded with its step."""
+        changes = changes_since(found.facts.get("settings"), self.run.config, self.out)
+        record_changes(self.out, found.step, changes)
+        if changes:
+            log.warning("resumed at step %d with changed settings: %s", found.step, ", ".join(map(str, changes)))
 
     @contextmanager
     def _stop_on_signal(self) -> Iterator[None]:
@@ -267,23 +279,8 @@ def check_folder(out: Path, config: RunConfig, *, resume: bool) -> None:
         check_same_run(config, config_file)
     elif checkpoint.latest(out / "checkpoints", warnings_out=[]) is not None:
         raise CheckpointError(f"{out} has checkpoints and no config.toml to tell whose: choose another --out")
-
-
-def check_same_run(config: RunConfig, config_file: Path) -> None:
-    """Resuming under another configuration would mix two runs in one folder."""
-    try:
-        before = _comparable(load_config(config_file))
-    except ConfigError as fault:
-        raise CheckpointError(f"cannot resume: {fault}; put the file right, or choose another --out") from fault
-    now = _comparable(config)
-    for section, value in now.items():
-        if section not in MAY_CHANGE_ON_RESUME and before[section] != value:
-            where = section
-            if isinstance(value, dict):
-                where = next(f"{section}.{key}" for key in value if before[section].get(key) != value[key])
-            raise ConfigError(
-                f"cannot resume {config_file.parent}: {where} is not what the run began with; use a new --out"
-            )
+    elif resume:
+        raise ConfigError(f"{out} holds no run to resume (no config.toml): leave --resume out to begin one there")
 
 
 def find_checkpoint(folder: Path) -> checkpoint.Checkpoint | None:
@@ -297,38 +294,6 @@ def find_checkpoint(folder: Path) -> checkpoint.Checkpoint | None:
     return found
 
 
-def _comparable(config: RunConfig) -> dict[str, Any]:
-    """Paths as what they lead to, from wherever and by whatever links the run was started."""
-    settings = place_paths(config.model_dump(mode="json"), Path.cwd())
-    for which in ("train", "val"):
-        if settings["data"][which] is not None:
-            settings["data"][which] = str(Path(settings["data"][which]).resolve())
-    del settings["reward"]["sandbox"]  # where a reward runs does not change what it says
-    return settings
-
-
-def portable(config: RunConfig, out: Path) -> RunConfig:
-    """As config.toml says it: what lies in the run's folder relative to that, so that the folder can be moved."""
-    settings, folder = place_paths(config.model_dump(), Path.cwd()), out.resolve()
-    for which in ("train", "val"):
-        path = settings["data"][which]
-        if path is not None and Path(path).resolve().is_relative_to(folder):
-            settings["data"][which] = str(Path(path).resolve().relative_to(folder))
-    return RunConfig.model_validate(settings)
-
-
-def config_digest(config: RunConfig, out: Path) -> str:
-    """Of what a run must not change on its way. What stands at its default counts as not said: a new setting of a
-    newer version changes nothing."""
-    settings = portable(config, out).model_dump(mode="json", exclude_defaults=True)
-    for name in MAY_CHANGE_ON_RESUME:
-        settings.pop(name, None)
-    settings.get("reward", {}).pop("sandbox", None)
-    if settings.get("algorithm", {}).get("terminal_score") == "add":
-        settings["algorithm"]["terminal_score"] = "always"  # the name that older checkpoints know it by
-    return checkpoint.digest(settings)
-
-
 def forget_rollouts_after(folder: Path, step: int) -> None:
     for path in folder.iterdir() if folder.is_dir() else ():
         found = re.fullmatch(r"(?:step|eval)-(\d{6,})\.(?:jsonl|safetensors)", path.name)
@@ -338,7 +303,16 @@ def forget_rollouts_after(folder: Path, step: int) -> None:
 
 def sweep(out: Path) -> None:
     """Remove what a killed run was in the middle of writing."""
-    beside = (".config.toml.*.tmp", ".summary.json.*.tmp", "metrics.jsonl.tmp", "report.*.tmp", "rollouts/.*.tmp")
+    beside = (
+        ".config.toml.*.tmp",
+        ".summary.json.*.tmp",
+        "metrics.jsonl.tmp",
+        "changes.jsonl.tmp",
+        "report.*.tmp",
+        "rollouts/.*.tmp",
+        "code/.*.tmp",
+        "data/.*.tmp",
+    )
     for path in [path for pattern in beside for path in out.glob(pattern)]:
         path.unlink()
     for path in out.glob("checkpoints/step-*.tmp-*"):

@@ -81,7 +81,7 @@ def test_whoever_stops_the_frontier_is_told_how_to_go_on(demo: Path, cli: Cli, m
     monkeypatch.chdir(demo.parent)
     ended = cli("demo", "--out", "first", "--resume", *SMALL)
     assert ended.status == 130
-    assert "--resume --out first goes on" in ended.err
+    assert "go on with: toolwise eval first --budgets" in ended.err
 
 
 def test_the_folder_can_be_moved_and_still_be_evaluated_and_resumed(
@@ -106,7 +106,7 @@ def test_another_seed_has_other_tasks_and_is_another_run(demo: Path, cli: Cli) -
     before = (demo / "tasks" / "train.jsonl").read_bytes()
     ended = cli("demo", "--out", demo, "--resume", "--seed", 5, *SMALL)
     assert ended.status == 2
-    assert "seed is not what the run began with" in ended.err
+    assert "seed: 0 → 5" in ended.err
     assert (demo / "tasks" / "train.jsonl").read_bytes() == before
 
 

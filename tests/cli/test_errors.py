@@ -288,10 +288,21 @@ def folder_that_is_a_file(desk: Desk) -> list[object]:
     return ["train", desk.make_config(desk.folder), "--out", desk.file("afile", "")]
 
 
-@case("cannot resume", "actor.lr is not what the run began with", "new --out")
+@case("cannot resume", "seed: 0 → 3, rollout.n: 2 → 4", "new --out", "toolwise resume")
 def resume_of_another_run(desk: Desk) -> list[object]:
     desk.run()
-    return desk.again("--resume", "--set", "actor.lr=0.5")
+    return desk.again("--resume", "--set", "seed=3", "--set", "rollout.n=4")
+
+
+@case("holds no run to resume", "leave --resume out")
+def resume_in_an_empty_folder(desk: Desk) -> list[object]:
+    (desk.folder / "out").mkdir()
+    return desk.train({}, "--resume")
+
+
+@case("nowhere holds no run to resume", "does not exist")
+def resume_of_a_folder_that_is_not_there(desk: Desk) -> list[object]:
+    return ["resume", desk.folder / "nowhere"]
 
 
 @case("cannot resume", "config.toml is not valid TOML", "put the file right")

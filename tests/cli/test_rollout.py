@@ -103,3 +103,15 @@ def test_mistakes_are_one_line(cli: Cli, config: Path, tmp_path: Path, arguments
     assert told in ended.err
     assert len(ended.err.strip().splitlines()) == 1
     assert not (tmp_path / "o").exists()
+
+
+def test_a_run_s_folder_is_rolled_out_with_its_latest_weights(cli: Cli, tiny_run: Path, tmp_path: Path) -> None:
+    ended = cli("rollout", tiny_run, "-n", 4, "--greedy", "--out", tmp_path / "out")
+    assert ended.status == 0, ended.err
+    scores = [record["score"] for record in records(tmp_path / "out")]
+    summary = json.loads((tiny_run / "summary.json").read_bytes())
+    assert sum(scores) / 4 == pytest.approx(summary["after"]["score"])
+    (tmp_path / "script.json").write_text(json.dumps(["Answer: 1"]))
+    scripted = ["--policy", "scripted", "--script", tmp_path / "script.json"]
+    ended = cli("rollout", tiny_run, "-n", 1, *scripted, "--out", tmp_path / "scripted")
+    assert ended.status == 0, ended.err

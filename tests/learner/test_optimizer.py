@@ -88,3 +88,19 @@ def test_going_on_from_a_saved_state_is_going_on(dtype: torch.dtype) -> None:
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     run(second, resumed, range(4, 7))
     assert all(torch.equal(a, b) for a, b in zip(straight, second, strict=True))
+
+
+def test_a_new_rate_holds_over_the_one_in_a_saved_state() -> None:
+    moved = []
+    for rate in (0.01, 0.1):
+        held = weights()
+        optimizer = Optimizer(held, OptimizerSettings(lr=0.01))
+        pull(held, 1)
+        optimizer.step(1)
+        resumed = Optimizer(held, OptimizerSettings(lr=rate))
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        before = [weight.detach().clone() for weight in held]
+        pull(held, 2)
+        resumed.step(2)
+        moved.append(sum(float((a.detach() - b).norm()) for a, b in zip(held, before, strict=True)))
+    assert moved[1] == pytest.approx(10 * moved[0], rel=1e-4)

@@ -322,3 +322,19 @@ def test_whatever_the_pace_the_bounds_hold_and_nothing_is_lost(
             assert taken == sorted(taken)
 
     simulate(play(), seed=seed)
+
+
+@pytest.mark.parametrize("now", [1, 2, 3, 7])
+def test_a_resumed_queue_lets_in_one_update_s_groups_whatever_their_number_was(now: int) -> None:
+    async def play() -> tuple[int, bool]:
+        old = queue_of(2)
+        for _ in range(10):
+            for ticket in await admit(old, 2):
+                old.put(ticket, "group")
+            await old.take(2)
+            old.advance()
+        resumed = queue_of(now)
+        resumed.load_state_dict(old.state_dict())
+        return len(await admit(resumed, now)), await is_waiting(resumed.admit())
+
+    assert simulate(play()) == (now, True)

@@ -44,10 +44,11 @@ def _root(
 
 
 def _register() -> None:
-    from toolwise.cli import check, data, demo, doctor, evaluate, export, init, rollout, run, score, sft, train
+    from toolwise.cli import check, data, demo, doctor, evaluate, export, init, resume, rollout, run, score, sft, train
 
     app.command("demo")(demo.demo)
     app.command("train")(train.train)
+    app.command("resume")(resume.resume)
     app.command("rollout")(rollout.rollout)
     app.command("eval")(evaluate.evaluate)
     app.command("run")(run.run)

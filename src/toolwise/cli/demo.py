@@ -61,7 +61,8 @@ def _show_frontier(folder: Path) -> None:
         found = waiting.run(work())
     except KeyboardInterrupt:
         sys.stdout.flush()
-        print(f"toolwise: the run is whole, its frontier is not: --resume --out {folder} goes on", file=sys.stderr)
+        whole = f"toolwise eval {folder} --budgets 0,0.1,…,1"
+        print(f"toolwise: the run is whole, its frontier is not: go on with: {whole}", file=sys.stderr)
         os._exit(130)  # an ordinary exit would wait for the model to finish what it is generating
     write_report(folder)
     _tell(found, folder)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from toolwise.cli.evaluate import resolve
 from toolwise.cli.train import Overrides
 
 if TYPE_CHECKING:
@@ -30,7 +31,9 @@ class PolicyKind(StrEnum):
 
 
 def rollout(
-    config: Annotated[Path, typer.Argument(help="A TOML or YAML file.", show_default=False)],
+    source: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="A TOML or YAML file, or a run.", show_default=False)
+    ],
     count: Annotated[int, typer.Option("-n", "--tasks", min=1, help="So many tasks, from the beginning.")] = 16,
     each: Annotated[int, typer.Option(min=1, help="Rollouts of each task.")] = 1,
     policy: Annotated[PolicyKind, typer.Option(help="Who decides.")] = PolicyKind.LOCAL,
@@ -48,7 +51,10 @@ def rollout(
     from toolwise.config import load_config
     from toolwise.records import write_records
 
-    found = load_config(config, overrides or [])
+    if source.is_dir() and policy is PolicyKind.LOCAL:
+        found, model = resolve(source, model or None, overrides or [])
+    else:
+        found = load_config(source / "config.toml" if source.is_dir() else source, overrides or [])
     tasks = _tasks(found, data)[:count]
     deciding = _policy(found, policy, model, base_url, api_key_env, script)
     folder = out or new_folder("rollouts")

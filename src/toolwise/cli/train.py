@@ -72,12 +72,15 @@ def check(config: RunConfig, out: Path | None, resume: bool) -> None:
 def go(config: RunConfig, out: Path, resume: bool) -> None:
     """Train and show what came of it; whoever stops a run is told how to go on."""
     from toolwise.api import train
+    from toolwise.run_changes import resume_command
 
     try:
         result = train(config, out=out, resume=resume)
     except KeyboardInterrupt:
         sys.stdout.flush()
-        print(f"toolwise: stopped at once; go on from the last checkpoint with --resume --out {out}", file=sys.stderr)
+        begun = (out / "config.toml").is_file()
+        how = f"go on from the last checkpoint with: {resume_command(out)}" if begun else "nothing had begun yet"
+        print(f"toolwise: stopped at once; {how}", file=sys.stderr)
         os._exit(130)  # an ordinary exit would wait for the model to finish what it is generating
     finish(result)
 
@@ -86,6 +89,7 @@ def finish(result: RunResult) -> None:
     """The before/after table, and where everything is; an interrupted run says how to go on."""
     from rich.console import Console
 
+    from toolwise.run_changes import resume_command
     from toolwise.view.report import before_after_table
 
     console = Console()
@@ -98,5 +102,5 @@ def finish(result: RunResult) -> None:
     for line in (f"  {result.out / 'report.html'}", f"  {result.out / 'report.png'}", f"run folder: {result.out}"):
         typer.echo(line)
     if summary["interrupted"]:
-        typer.echo(f"stopped after step {summary['steps']}; go on with --resume --out {result.out}")
+        typer.echo(f"stopped after step {summary['steps']}; go on with: {resume_command(result.out)}")
         sys.exit(130)

@@ -140,11 +140,20 @@ class RolloutQueue(Generic[T]):
     def state_dict(self) -> dict[str, int]:
         """Between updates. Groups under way or waiting are not in it: whoever resumes begins them again."""
         unfinished = self.under_way + self.waiting
-        return {"version": self.version, "admitted": self._admitted - unfinished, "given_back": self._given_back}
+        return {
+            "version": self.version,
+            "admitted": self._admitted - unfinished,
+            "given_back": self._given_back,
+            "per_update": self.per_update,
+        }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.version, self._given_back = state["version"], state["given_back"]
+        self.version = state["version"]
         self._admitted = self._next = state["admitted"]
+        # Past updates count as if they had used as many groups as the coming ones, which may be of another size.
+        self._given_back = state["given_back"] - self.version * (
+            self.per_update - state.get("per_update", self.per_update)
+        )
 
     def _ready(self, count: int) -> list[int]:
         if self.order == "finished":

@@ -15,6 +15,7 @@ from typing import Any
 
 import toolwise
 from toolwise.errors import RewardError
+from toolwise.references import check_nameable, registered_reference
 from toolwise.sandbox.faults import WorkerFault
 
 
@@ -30,6 +31,7 @@ class Target:
 
 def resolve(reference: str) -> Target:
     """Raises a `WorkerFault` of kind import where there is nothing to load."""
+    check_nameable(reference, "reward")
     place, colon, name = reference.rpartition(":")
     if not colon or reference.endswith(".py"):
         place, name = reference, ""
@@ -60,6 +62,9 @@ def _dotted(place: str, suffix: str) -> Target:
 
 def reference_of(function: Callable[..., Any]) -> str:
     """How a worker finds a function object again."""
+    registered = registered_reference(inspect.unwrap(function))
+    if registered is not None:
+        return registered
     name = str(getattr(function, "__qualname__", ""))
     try:
         source = inspect.getsourcefile(inspect.unwrap(function))

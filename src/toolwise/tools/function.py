@@ -14,8 +14,9 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
+from toolwise.cells import lacks_file
 from toolwise.errors import ToolwiseError
-from toolwise.references import in_worker
+from toolwise.references import in_worker, registered_reference
 from toolwise.tools import isolation
 from toolwise.tools.base import BaseTool
 from toolwise.tools.isolation.places import Target
@@ -69,7 +70,8 @@ class FunctionTool(BaseTool, Generic[P, R]):
         super().__init__(config, describe(function, name, description, self._adapters))
         functools.update_wrapper(self, function)
         self.isolate = isolate
-        self._target = self._find_target()
+        self._may_be_registered = lacks_file(function)  # a cell's function: a run gives it a file later on
+        self._target = None if self._may_be_registered else self._find_target()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.function(*args, **kwargs)
@@ -85,6 +87,8 @@ class FunctionTool(BaseTool, Generic[P, R]):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[str, float | None, dict[str, Any]]:
+        if self._may_be_registered:
+            self._may_be_registered, self._target = False, self._find_target()
         if self._target is not None and not in_virtual_time() and self._is_found(self._target):
             try:
                 return await isolation.run(self._target, parameters)
@@ -130,6 +134,8 @@ class FunctionTool(BaseTool, Generic[P, R]):
 
     def _is_found(self, target: Target) -> bool:
         """Whether the name still leads to this function: only now, as a decorator runs before its name is bound."""
+        if registered_reference(self.function) is not None:  # its file was made from this very function
+            return True
         module = sys.modules.get(self.function.__module__)
         try:
             found = target.find(module) if module is not None else None

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolwise.run_changes import describe_changes
 from toolwise.trackers.console import say_figure, say_time
 from toolwise.trackers.conversation import Turn, clean_text, shorten, turns_of, verdict
 from toolwise.view.comparison import headline, rows_by_kind
@@ -106,6 +107,7 @@ def _render(run: RunFolder, light: bytes, dark: bytes) -> str:
         finished=run.finished,
         after_label=_after_label(run),
         facts=_facts(run),
+        changes=[clean_text(change) for change in describe_changes(run.path)],
         headline=headline(run.summary),
         rows=rows_by_kind(run.summary),
         curves={"light": _data_uri(light), "dark": _data_uri(dark)},

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from toolwise.errors import ToolwiseError
-from toolwise.references import load_module
+from toolwise.references import load_module, registered_reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,10 @@ class Target:
     @classmethod
     def of(cls, target: Callable[..., Any]) -> Target:
         """How another process finds `target` again; raises a `ToolwiseError` that says why it cannot."""
+        registered = registered_reference(target)
+        if registered is not None:
+            file, _, name = registered.rpartition(":")
+            return cls(Place(None, file), name)
         name = str(getattr(target, "__qualname__", ""))
         if inspect.ismethod(target):
             raise ToolwiseError("it belongs to an object that lives here; write it as a def at the top of a file")
@@ -69,15 +73,15 @@ class Target:
             source = None
         if not name or source is None or not source.endswith(".py") or not Path(source).is_file():
             raise ToolwiseError("it has no file that another process could load; write it as a def at the top of one")
-        file = Path(source).resolve()
+        found = Path(source).resolve()
         if module == "__main__":
-            if not _is_guarded(file):
+            if not is_guarded(found):
                 raise ToolwiseError(
-                    f'loading {file.name} again would run it; put what it runs under `if __name__ == "__main__":`'
+                    f'loading {found.name} again would run it; put what it runs under `if __name__ == "__main__":`'
                 )
             module = getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", None) or ""
         by_name = module and not module.startswith("toolwise_file_")
-        return cls(Place(module if by_name else None, str(file)), name)
+        return cls(Place(module if by_name else None, str(found)), name)
 
     def find(self, module: ModuleType) -> Any:
         found: Any = module
@@ -89,7 +93,7 @@ class Target:
         return asdict(self)
 
 
-def _is_guarded(file: Path) -> bool:
+def is_guarded(file: Path) -> bool:
     """Whether a script says what of it is not to run on import."""
     try:
         tree = ast.parse(file.read_bytes())

@@ -1,0 +1,59 @@
+"""Which names a piece of source takes from its module."""
+
+from __future__ import annotations
+
+import ast
+import symtable
+from collections.abc import Iterator
+
+
+def global_names(source: str) -> list[str]:
+    """Names that `source`, a definition or a statement, looks up outside of itself, annotations in quotes included."""
+    found = dict.fromkeys(_of_table(symtable.symtable(source, "<cell>", "exec")))
+    for text in _quoted_annotations(ast.parse(source)):
+        found |= dict.fromkeys(node.id for node in ast.walk(text) if isinstance(node, ast.Name))
+    return sorted(found)
+
+
+def _of_table(table: symtable.SymbolTable) -> Iterator[str]:
+    top = table.get_type() == "module"
+    for symbol in table.get_symbols():
+        if (top and symbol.is_referenced()) or (not top and symbol.is_global()):
+            yield symbol.get_name()
+    for inner in table.get_children():
+        yield from _of_table(inner)
+
+
+def _quoted_annotations(tree: ast.AST) -> Iterator[ast.expr]:
+    for node in ast.walk(tree):
+        annotations = [getattr(node, "annotation", None), getattr(node, "returns", None)]
+        for annotation in filter(None, annotations):
+            for part in _without_literals(annotation):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    try:
+                        yield ast.parse(part.value, mode="eval").body
+                    except SyntaxError:  # words for the reader, as in Annotated[int, "metres each"]
+                        continue
+
+
+def _without_literals(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and all within it, but for what `Literal[…]` lists."""
+    if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("Literal"):
+        return
+    yield node
+    for inner in ast.iter_child_nodes(node):
+        yield from _without_literals(inner)
+
+
+def attribute_chains(source: str, name: str) -> list[str]:
+    """`a.b.c` for every such access that begins at `name`, and each of its beginnings."""
+    found: dict[str, None] = {}
+    for node in ast.walk(ast.parse(source)):
+        parts: list[str] = []
+        inner: ast.AST = node
+        while isinstance(inner, ast.Attribute):
+            parts.insert(0, inner.attr)
+            inner = inner.value
+        if parts and isinstance(inner, ast.Name) and inner.id == name:
+            found |= dict.fromkeys(".".join([name, *parts[: count + 1]]) for count in range(len(parts)))
+    return list(found)

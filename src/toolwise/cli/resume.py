@@ -1,0 +1,20 @@
+"""`toolwise resume`: go on with a run, from its folder alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from toolwise.cli.train import Overrides, go
+
+
+def resume(
+    run: Annotated[Path, typer.Argument(help="The run's folder.", show_default=False)],
+    overrides: Overrides = None,
+) -> None:
+    """Go on with a run from its last checkpoint, under its own settings."""
+    from toolwise.run_changes import load_run_config
+
+    go(load_run_config(run, overrides or []), run, resume=True)

@@ -1,0 +1,113 @@
+"""`toolwise resume RUN`: the run's own settings, and those that may change on the way."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolwise.config import load_config
+
+Cli = Callable[..., Any]
+MakeConfig = Callable[..., Path]
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory, cli: Cli, make_config: MakeConfig) -> Path:
+    """A run of two steps under settings that its configuration file does not have. Copy it."""
+    folder = tmp_path_factory.mktemp("resume")
+    # so that every step has something to learn from
+    config = make_config(
+        folder, {"actor": {"lr": 1e-4, "entropy_coef": 0.01}, "algorithm": {"zero_std_groups": "keep"}}
+    )
+    ended = cli("train", config, "--out", folder / "run", "--set", "rollout.max_new_tokens=24", "--set", "seed=5")
+    assert ended.status == 0, ended.err
+    return folder / "run"
+
+
+@pytest.fixture
+def run(begun: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(begun, tmp_path / "run"))
+
+
+def test_a_run_goes_on_with_what_was_set_when_it_began_wherever_its_folder_is(
+    run: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = run.rename(tmp_path / "moved to")
+    monkeypatch.chdir(tmp_path)
+    ended = cli("resume", "moved to", "--set", "trainer.total_steps=3")
+    assert ended.status == 0, ended.err
+    assert "run folder: moved to" in ended.out
+    assert [line["step"] for line in lines_of(moved / "metrics.jsonl")] == [0, 1, 2, 2, 3, 3]
+    config = load_config(moved / "config.toml")
+    assert (config.rollout.max_new_tokens, config.seed, config.trainer.total_steps) == (24, 5, 3)
+
+
+def test_a_finished_run_stays_as_it_is(run: Path, cli: Cli) -> None:
+    before = (run / "metrics.jsonl").read_bytes()
+    ended = cli("resume", run)
+    assert (ended.status, ended.err) == (0, "")
+    assert (run / "metrics.jsonl").read_bytes() == before
+    assert not (run / "changes.jsonl").exists()
+
+
+def test_the_configuration_file_alone_is_another_run_and_the_way_out_is_named(begun: Path, cli: Cli) -> None:
+    ended = cli("train", begun.parent / "run.toml", "--out", begun, "--resume")
+    assert ended.status == 2
+    assert "seed: 5 → 0, rollout.max_new_tokens: 24 → 32" in ended.err
+    assert f"toolwise resume {begun}" in ended.err
+    assert ended.err.count("\n") == 1
+
+
+def test_rate_schedule_batch_and_deadlines_may_change_and_it_is_recorded(run: Path, cli: Cli) -> None:
+    new = {
+        "actor.lr": 5e-4,
+        "actor.lr_schedule": '"linear"',
+        "actor.schedule_steps": 6,
+        "actor.micro_batch_tokens": 512,
+        "data.batch_size": 1,
+        "multi_turn.tool_timeout_s": 7.5,
+        "trainer.total_steps": 4,
+    }
+    ended = cli("resume", run, *(word for key, value in new.items() for word in ("--set", f"{key}={value}")))
+    assert ended.status == 0, ended.err
+    assert "resumed at step 2 with changed settings:" in ended.err
+    assert "actor.lr: 0.0001 → 0.0005" in ended.err
+    recorded = {line["key"]: (line["step"], line["old"], line["new"]) for line in lines_of(run / "changes.jsonl")}
+    assert recorded["actor.lr"] == (2, 1e-4, 5e-4)
+    assert recorded["data.batch_size"] == (2, 2, 1)
+    assert recorded.keys() == new.keys()
+    steps = [line for line in lines_of(run / "metrics.jsonl") if "actor/lr" in line]
+    assert [line["actor/lr"] for line in steps] == pytest.approx([1e-4, 1e-4, 5e-4 * 3 / 6, 5e-4 * 2 / 6])
+    assert [line["rollouts"] for line in steps] == [4, 4, 2, 2]
+    seen = [{row["task_id"] for row in lines_of(run / "rollouts" / f"step-{step:06d}.jsonl")} for step in (1, 2, 3, 4)]
+    assert [len(tasks) for tasks in seen] == [2, 2, 1, 1]
+    assert len(set.union(*seen)) == 6  # of the epoch's 8: none twice
+    summary = json.loads((run / "summary.json").read_bytes())
+    assert {change["key"] for change in summary["changes"]} == new.keys()
+    assert "step 2: actor.lr: 0.0001 → 0.0005" in (run / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_change_that_died_before_its_checkpoint_is_not_recorded_twice(run: Path, cli: Cli) -> None:
+    """Nor is one lost that somebody made by hand in the folder's own config.toml."""
+    for more in (["--set", "trainer.save_every=7"], []):
+        file = run / "config.toml"
+        file.write_text(file.read_text(encoding="utf-8").replace("lr = 0.0001", "lr = 0.0003", 1), encoding="utf-8")
+        ended = cli("resume", run, *more)
+        assert ended.status == 0, ended.err
+        assert "actor.lr: 0.0001 → 0.0003, trainer.save_every: 1 → 7" in ended.err
+        assert [line["key"] for line in lines_of(run / "changes.jsonl")] == ["actor.lr", "trainer.save_every"]
+
+
+def test_what_may_not_change_is_refused_here_too(run: Path, cli: Cli) -> None:
+    ended = cli("resume", run, "--set", "rollout.n=4")
+    assert ended.status == 2
+    assert "rollout.n: 2 → 4" in ended.err

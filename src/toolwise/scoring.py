@@ -27,8 +27,11 @@ class Scoring:
     """None where no function is called: an episode's own earnings are looked up."""
 
     async def evaluate(self, rollouts: Sequence[Rollout], *, step: int) -> list[EvaluateResult]:
-        """One result a rollout, in order."""
-        return await self.rewards.evaluate(RewardExecutor(self.sandbox), rollouts, step=step)
+        """One result a rollout, in order. A rollout without an answer is not scored: its prompt is not an answer."""
+        answered = [rollout for rollout in rollouts if not rollout.unanswered]
+        executor = RewardExecutor(self.sandbox)
+        results = iter(await self.rewards.evaluate(executor, answered, step=step) if answered else [])
+        return [_not_scored(rollout) if rollout.unanswered else next(results) for rollout in rollouts]
 
     def check(self, tasks: Sequence[Task]) -> None:
         """Whether every function gets the arguments that it cannot do without."""
@@ -117,6 +120,11 @@ def _home_of(source: Source) -> str:
     if isinstance(source, Reward):
         source = source.reference or source.function or ""
     return source.rpartition(":")[0] if isinstance(source, str) else str(getattr(source, "__module__", ""))
+
+
+def _not_scored(rollout: Rollout) -> EvaluateResult:
+    reason = f"not scored, the agent never acted: {rollout.stop_reason.value}"
+    return EvaluateResult(is_score_valid=False, reason=f"{reason}: {rollout.fault}" if rollout.fault else reason)
 
 
 def _check_arguments(reward: Reward, tasks: Sequence[Task]) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from toolwise import __version__, checkpoint
 from toolwise.config import RunConfig, load_config
+from toolwise.diagnosis import Changes, show_changes, startup_findings
 from toolwise.errors import CheckpointError, ConfigError
 from toolwise.evaluation import validate
 from toolwise.loop import Turn, train_step
@@ -75,17 +76,19 @@ class Training:
         run, total = self.run, self.run.config.trainer.total_steps
         try:
             with self._stop_on_signal():
+                self._begin_diagnosis()
                 if run.progress.step == 0 and run.progress.before is None and run.config.validation.before:
                     run.progress.before = await self._validate()
                     self._save()
                 run.router.warm_start()
                 while run.progress.step < total and not self.interrupted:
+                    run.progress.diagnosis.before_step(run.config, run.learner.weights_checksum)
                     self._note(await train_step(run))
                     self._figures = {}
-                    step, best = run.progress.step, run.progress.best
+                    step, best = run.progress.step, run.progress.best_rank
                     if step == total or (run.config.validation.every and step % run.config.validation.every == 0):
                         run.progress.last = await self._validate()
-                    if step % run.config.trainer.save_every == 0 or run.progress.best != best:
+                    if step % run.config.trainer.save_every == 0 or run.progress.best_rank != best:
                         self._save()
                 if self._saved_step != run.progress.step:
                     self._save()
@@ -96,13 +99,15 @@ class Training:
                 self.console.close()
 
     def _note(self, turn: Turn) -> None:
-        step = self.run.progress.step
+        step, learner = self.run.progress.step, self.run.learner
         self.metrics.log(step, turn.metrics)
         write_records(self.out / "rollouts", f"step-{step:06d}", turn.scored, turn.credited)
         if self.console is not None:
             self.console.log(step, turn.metrics)
             for scored in turn.scored[:1]:
                 self.console.show_rollout(record_of(scored))
+        diagnosis, config = self.run.progress.diagnosis, self.run.config
+        self._tell(diagnosis.after_step(config, step, turn.scored, turn.metrics, learner.weights_checksum))
 
     async def _validate(self) -> dict[str, Any] | None:
         if not self.run.validation_tasks:
@@ -113,26 +118,45 @@ class Training:
         metrics = validation_metrics(figures)
         if self.run.thinking is not None:
             metrics |= {f"eval/{name}": value for name, value in self.run.thinking.measure(scored).items()}
+        over = self.run.router.overspend(scored)
+        metrics |= {} if over is None else {f"eval/{checkpoint.OVERSPEND}": over}
         self.metrics.log(step, metrics)
         write_records(self.out / "rollouts", f"eval-{step:06d}", scored, [])
         if self.console is not None:
             self.console.log(step, metrics)
         self._figures = {name.removeprefix("eval/"): value for name, value in metrics.items()}
         self._compare_with_the_best()
+        self._tell(self.run.progress.diagnosis.after_validation(step, scored))
         return figures
 
     def _compare_with_the_best(self) -> None:
         trainer, progress = self.run.config.trainer, self.run.progress
-        name = trainer.best_metric.removeprefix("-")
         if not trainer.keep_best:
             return
-        if name not in self._figures:
-            known = ", ".join(sorted(self._figures))
+        found = checkpoint.rank(self._figures, trainer.best_metric)
+        if found is None:
+            known, name = ", ".join(sorted(self._figures)), trainer.best_metric.removeprefix("-")
             log.warning("trainer.best_metric is %r, and the validation reports: %s", name, known)
-            return
-        value = self._figures[name] * (-1 if trainer.best_metric.startswith("-") else 1)
-        if progress.best is None or value > progress.best:
-            progress.best = value
+        elif progress.best_rank is None or found < progress.best_rank:
+            progress.best_overspend, progress.best = found[0], -found[1]
+
+    def _begin_diagnosis(self) -> None:
+        run = self.run
+        known = startup_findings(
+            run.config,
+            run.scoring.rewards,
+            run.scheduler.tools,
+            train=run.batches.tasks,
+            held_out=run.validation_tasks,
+        )
+        self._tell(run.progress.diagnosis.begin(known))
+
+    def _tell(self, changes: Changes) -> None:
+        """Findings on the console, or in the log where there is none, and in the folder for the report."""
+        show_changes(changes, self.console)
+        if changes.found or changes.withdrawn:
+            findings = [finding.to_json() for finding in self.run.progress.diagnosis.findings]
+            write_whole(self.out / "diagnosis.json", json.dumps(findings, indent=2).encode())
 
     def _save(self) -> None:
         progress, trainer = self.run.progress, self.run.config.trainer
@@ -163,7 +187,10 @@ class Training:
         self.run.router.save(folder)
 
     def _summarize(self) -> dict[str, Any]:
-        run = self.run
+        run, diagnosis = self.run, self.run.progress.diagnosis
+        self._tell(diagnosis.end(run.progress.step))
+        if diagnosis.updated is False and not self.interrupted:
+            log.warning("the actor was to be trained and was never updated: see the diagnosis in %s", self.out)
         summary = {
             "name": run.config.name,
             "before": run.progress.before,
@@ -177,6 +204,8 @@ class Training:
             "model": run.config.model.path,
             "version": __version__,
             "sandbox": run.scoring.describe(),
+            "updated": diagnosis.updated,
+            "diagnosis": [finding.to_json() for finding in diagnosis.findings],
         }
         write_whole(self.out / "summary.json", json.dumps(summary, indent=2).encode())
         from toolwise.view.report import write_report
@@ -206,7 +235,8 @@ class Training:
         step = found.step if found is not None else -1
         truncate_after(self.out / "metrics.jsonl", step)
         forget_rollouts_after(self.out / "rollouts", step)
-        (self.out / "summary.json").unlink(missing_ok=True)
+        for name in ("summary.json", "diagnosis.json"):
+            (self.out / name).unlink(missing_ok=True)
         sweep(self.out)
         write_whole(self.out / "config.toml", to_toml(portable(self.run.config, self.out)).encode())
         return step
@@ -316,7 +346,7 @@ def forget_rollouts_after(folder: Path, step: int) -> None:
 
 def sweep(out: Path) -> None:
     """Remove what a killed run was in the middle of writing."""
-    beside = (".config.toml.*.tmp", ".summary.json.*.tmp", "metrics.jsonl.tmp", "report.*.tmp", "rollouts/.*.tmp")
+    beside = (".config.toml.*.tmp", ".*.json.*.tmp", "metrics.jsonl.tmp", "report.*.tmp", "rollouts/.*.tmp")
     for path in [path for pattern in beside for path in out.glob(pattern)]:
         path.unlink()
     for path in out.glob("checkpoints/step-*.tmp-*"):

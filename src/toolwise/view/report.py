@@ -105,6 +105,8 @@ def _render(run: RunFolder, light: bytes, dark: bytes) -> str:
         name=clean_text(run.name),
         finished=run.finished,
         after_label=_after_label(run),
+        diagnosis=[{key: clean_text(value) for key, value in entry.items()} for entry in run.diagnosis],
+        never_updated=run.summary.get("updated") is False,
         facts=_facts(run),
         headline=headline(run.summary),
         rows=rows_by_kind(run.summary),

@@ -11,6 +11,7 @@ from toolwise.errors import ConfigError, RewardError
 from toolwise.rewards.combine import Rewards, Weighted
 from toolwise.rewards.earned import EARNED, earned_reward
 from toolwise.rewards.function import Reward
+from toolwise.rewards.part_names import part_names
 from toolwise.sandbox import RewardExecutor, Sandbox
 from toolwise.sandbox.targets import reference_of
 from toolwise.types import EvaluateResult, Rollout, Task
@@ -64,10 +65,15 @@ def build_scoring(config: RewardConfig, given: Source | None = None) -> Scoring:
         sources = [(config.function, config.kwargs, 1.0)]
     else:
         raise ConfigError("reward.function is missing: name one as package.module:function or path/to/file.py:function")
+    named = [part.name for part in config.parts] if given is None else []
+    names = part_names([source for source, _, _ in sources], named)
     functions = [source for source, _, _ in sources if not (isinstance(source, str) and source in EARNED)]
     sandbox = _sandbox(config.sandbox) if functions else None
     try:
-        parts = [Weighted(_reward(source, kwargs, sandbox, config.sandbox), w) for source, kwargs, w in sources]
+        parts = [
+            Weighted(_reward(source, kwargs, sandbox, config.sandbox), weight, name)
+            for (source, kwargs, weight), name in zip(sources, names, strict=True)
+        ]
     except BaseException:
         if sandbox is not None:
             sandbox.close()

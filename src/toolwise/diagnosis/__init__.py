@@ -3,6 +3,14 @@
 from toolwise.diagnosis.display import show_changes
 from toolwise.diagnosis.finding import Finding
 from toolwise.diagnosis.monitor import Changes, Diagnosis
-from toolwise.diagnosis.startup import check_routable, startup_findings
+from toolwise.diagnosis.startup import check_routable, evaluation_findings, startup_findings
 
-__all__ = ["Changes", "Diagnosis", "Finding", "check_routable", "show_changes", "startup_findings"]
+__all__ = [
+    "Changes",
+    "Diagnosis",
+    "Finding",
+    "check_routable",
+    "evaluation_findings",
+    "show_changes",
+    "startup_findings",
+]

@@ -93,7 +93,8 @@ class Diagnosis:
 
     def _unchanged(self, step: int) -> Finding:
         cause, cure = self.why
-        return Finding(UNCHANGED, f"No weight of the actor has changed in {self.steps} steps: {cause}", cure, step)
+        steps = f"{self.steps} steps" if self.steps != 1 else "1 step"
+        return Finding(UNCHANGED, f"No weight of the actor has changed in {steps}: {cause}", cure, step)
 
     def _added(self, finding: Finding | None) -> Changes:
         return Changes([finding] if finding is not None and self._add(finding) else [])

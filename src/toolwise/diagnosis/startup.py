@@ -8,6 +8,7 @@ from difflib import SequenceMatcher
 
 from toolwise.config import RunConfig
 from toolwise.diagnosis.finding import Finding
+from toolwise.diagnosis.symptoms import prompt_too_long
 from toolwise.errors import ConfigError
 from toolwise.rewards.combine import Rewards
 from toolwise.rewards.earned import EARNED
@@ -15,7 +16,7 @@ from toolwise.rewards.function import Reward
 from toolwise.routing.conditioning import Conditioning
 from toolwise.routing.families import Family
 from toolwise.tools.base import BaseTool
-from toolwise.types import Task
+from toolwise.types import ScoredRollout, Task
 
 ANSWER_WORDS = frozenset(
     {"answer", "answers", "expected", "gold", "golden", "gt", "label", "labels", "reference"}
@@ -38,6 +39,12 @@ def startup_findings(
         found.append(_one_family(config, tools, train))
     by_kind = {finding.kind: finding for finding in reversed(found) if finding is not None}
     return list(by_kind.values())
+
+
+def evaluation_findings(rewards: Rewards, tasks: Sequence[Task], scored: Sequence[ScoredRollout]) -> list[Finding]:
+    """Of tasks that were rolled out and scored where nothing learns."""
+    found = (_no_ground_truth(rewards, tasks, "task"), prompt_too_long(scored, "this evaluation", 0))
+    return [finding for finding in found if finding is not None]
 
 
 def check_routable(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequence[Task]) -> None:

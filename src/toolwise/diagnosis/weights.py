@@ -53,7 +53,7 @@ def _nothing_usable(config: RunConfig, scored: Sequence[ScoredRollout]) -> tuple
         said = " ".join((unscored[0].result.reason or "the result is not valid").split())
         return f"no rollout got a valid score: {said}", "Try the reward on stored rollouts: toolwise check reward"
     fault = next((s.rollout.fault for s in scored if s.rollout.stop_reason is reason and s.rollout.fault), None)
-    said = f": {fault}" if fault else ""
+    said = f": {fault.partition(': shorten')[0]}" if fault else ""
     if reason is StopReason.PROMPT_TOO_LONG:
         return (
             f"no prompt fits the context{said}",

@@ -5,7 +5,6 @@ A symptom counts only where every one of the first steps shows it: one unlucky s
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -29,7 +28,7 @@ class Symptom:
 
 
 def _equal_rewards(scored: Sequence[ScoredRollout]) -> str | None:
-    counted = [s for s in scored if s.result.counts]
+    counted = [s for s in scored if s.trainable]
     rewards = {(s.score, *(step.base_reward for step in s.steps if step.base_reward is not None)) for s in counted}
     return repr(counted[0].score) if len(counted) > 1 and len(rewards) == 1 else None
 
@@ -63,18 +62,14 @@ def _explain_cut(_: str, rollouts: int, config: RunConfig) -> tuple[str, str]:
 
 def _faults(scored: Sequence[ScoredRollout]) -> str | None:
     bad = (StopReason.POLICY_FAULT, StopReason.ENV_FAULT, StopReason.DEADLINE)
-    reasons = Counter(s.rollout.stop_reason for s in scored)
-    failed = sum(reasons[reason] for reason in bad)
-    if not scored or failed < len(scored):
-        return None
-    return max(bad, key=reasons.__getitem__).value
+    return "faults" if scored and all(s.rollout.stop_reason in bad for s in scored) else None
 
 
-def _explain_faults(reason: str, rollouts: int, config: RunConfig) -> tuple[str, str]:
-    deadline = f", or raise rollout.deadline_s (now {config.rollout.deadline_s:g})" if reason == "deadline" else ""
+def _explain_faults(_: str, rollouts: int, config: RunConfig) -> tuple[str, str]:
     return (
-        f"All {rollouts} rollouts of the first {FIRST_STEPS} steps ended by a fault, mostly {reason}",
-        f"The field `fault` in rollouts/step-000001.jsonl names it; put the tool, world or server right{deadline}",
+        f"All {rollouts} rollouts of the first {FIRST_STEPS} steps ended by a fault of the model, the world or a tool, "
+        f"or at their deadline (rollout.deadline_s = {config.rollout.deadline_s:g})",
+        "`stop_reason` and `fault` in rollouts/step-000001.jsonl say which: put that right, or raise the deadline",
     )
 
 

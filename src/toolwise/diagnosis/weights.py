@@ -29,10 +29,13 @@ def why_unchanged(config: RunConfig, scored: Sequence[ScoredRollout], metrics: M
             f"To have something to prefer, {_PREFER}",
         )
     if grad == 0:
-        return "the gradient is 0, because no advantage is other than 0", f"To have something to prefer, {_PREFER}"
+        return (
+            "the gradient is 0, because all advantages are 0 or the rollouts of a task are the same to the last token",
+            f"To have something to prefer, {_PREFER}",
+        )
     if lr == 0:
         return f"the learning rate is 0 (actor.lr = {config.actor.lr:g})", "Look at actor.lr_schedule and warmup_steps"
-    if moved == 0:
+    if moved == 0 and metrics.get("actor/skipped_updates"):
         return (
             f"every optimiser step was skipped, the latest with a gradient of norm {grad:.3g}",
             "The log names the rollouts: look for rewards of a huge size; actor.spike_factor = 0 skips only gradients "

@@ -14,7 +14,7 @@ def overspend(spent: Mapping[str, Sequence[float]], limits: Mapping[str, float])
     0 where all are kept. `spent` has the cost of each rollout in each unit, `limits` the budgets."""
     found = [0.0]
     for unit, limit in limits.items():
-        excess = fmean(spent[unit]) - limit
-        if excess > TOLERANCE * limit:
-            found.append(excess / limit if limit else excess)
+        mean = fmean(spent[unit])
+        if mean > limit * (1 + TOLERANCE):
+            found.append((mean - limit) / limit if limit else mean)
     return max(found)

@@ -13,7 +13,7 @@ from toolwise.checkpoint import Randomness, Registry
 from toolwise.config import RunConfig
 from toolwise.data import Batches, load_tasks
 from toolwise.deliberation import build_stage, check_thinking, rlvcr_of, watched
-from toolwise.diagnosis import Diagnosis, check_routable
+from toolwise.diagnosis import Diagnosis, Finding, check_routable, startup_findings
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.catalog import build_env_factory
 from toolwise.errors import ConfigError
@@ -87,6 +87,11 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     thinking: ThinkingStage | None = None
     """Thinks steps over again at other levels, where `algorithm.rlvcr.enable` is set."""
+
+    def startup_findings(self) -> list[Finding]:
+        """What is known before the first step to keep the run from learning."""
+        tasks, held_out = self.batches.tasks, self.validation_tasks
+        return startup_findings(self.config, self.scoring.rewards, self.scheduler.tools, train=tasks, held_out=held_out)
 
     def close(self) -> None:
         """Ends the worker processes of rewards and tools, and a generation server of our own."""

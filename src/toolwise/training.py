@@ -20,7 +20,7 @@ from typing import Any
 
 from toolwise import __version__, checkpoint
 from toolwise.config import RunConfig, load_config
-from toolwise.diagnosis import Changes, show_changes, startup_findings
+from toolwise.diagnosis import Changes, show_changes
 from toolwise.errors import CheckpointError, ConfigError
 from toolwise.evaluation import validate
 from toolwise.loop import Turn, train_step
@@ -76,7 +76,7 @@ class Training:
         run, total = self.run, self.run.config.trainer.total_steps
         try:
             with self._stop_on_signal():
-                self._begin_diagnosis()
+                self._tell(run.progress.diagnosis.begin(run.startup_findings()))
                 if run.progress.step == 0 and run.progress.before is None and run.config.validation.before:
                     run.progress.before = await self._validate()
                     self._save()
@@ -140,17 +140,6 @@ class Training:
         elif progress.best_rank is None or found < progress.best_rank:
             progress.best_overspend, progress.best = found[0], -found[1]
 
-    def _begin_diagnosis(self) -> None:
-        run = self.run
-        known = startup_findings(
-            run.config,
-            run.scoring.rewards,
-            run.scheduler.tools,
-            train=run.batches.tasks,
-            held_out=run.validation_tasks,
-        )
-        self._tell(run.progress.diagnosis.begin(known))
-
     def _tell(self, changes: Changes) -> None:
         """Findings on the console, or in the log where there is none, and in the folder for the report."""
         show_changes(changes, self.console)
@@ -188,16 +177,18 @@ class Training:
 
     def _summarize(self) -> dict[str, Any]:
         run, diagnosis = self.run, self.run.progress.diagnosis
-        self._tell(diagnosis.end(run.progress.step))
-        if diagnosis.updated is False and not self.interrupted:
-            log.warning("the actor was to be trained and was never updated: see the diagnosis in %s", self.out)
+        interrupted = self.interrupted and run.progress.step < run.config.trainer.total_steps
+        if not interrupted:
+            self._tell(diagnosis.end(run.progress.step))
+            if diagnosis.updated is False:
+                log.warning("the actor was to be trained and was never updated: see the diagnosis in %s", self.out)
         summary = {
             "name": run.config.name,
             "before": run.progress.before,
             "after": run.progress.last,
             "steps": run.progress.step,
             "total_steps": run.config.trainer.total_steps,
-            "interrupted": self.interrupted and run.progress.step < run.config.trainer.total_steps,
+            "interrupted": interrupted,
             "seed": run.config.seed,
             "seconds": round(time.monotonic() - self._began, 3),
             "peak_rss_mb": peak_rss_mb(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from toolwise.config import RunConfig
@@ -115,6 +115,7 @@ class Diagnosis:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
+        for part in fields(self):
+            if part.name in state:
+                setattr(self, part.name, state[part.name])
         self.findings = [Finding(**finding) for finding in state.get("findings", [])]

@@ -49,7 +49,7 @@ def evaluation_findings(rewards: Rewards, tasks: Sequence[Task], scored: Sequenc
 
 def check_routable(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequence[Task]) -> None:
     """Refuse a router where no task has a tool: neither one of the run's nor one that its prompt describes."""
-    if not config.router.enable or any(_families(config, tools, task) for task in tasks):
+    if not config.router.enable or not tasks or any(_families(config, tools, task) for task in tasks):
         return
     if tools and not config.multi_turn.enable:
         raise ConfigError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import subprocess
@@ -40,6 +41,8 @@ def test_the_quickstart_learns(tmp_path: Path) -> None:
     assert float(before) == 0.0
     assert float(after) > 0.5
     assert (tmp_path / report).is_file()
+    summary = json.loads((tmp_path / report).with_name("summary.json").read_bytes())
+    assert (summary["updated"], summary["diagnosis"]) == (True, [])  # a healthy run raises no alarm
 
 
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\((?!http)([^)#]+)\)", README))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from toolwise.routing.families import Family
 from toolwise.routing.learned import LearnedRouter, target_of
 from toolwise.run import Run, assemble, build_scheduler
 from toolwise.training import Training
-from toolwise.types import ScoredRollout
+from toolwise.types import EvaluateResult, ScoredRollout
 
 torch.set_num_threads(1)
 
@@ -248,3 +249,43 @@ def test_the_head_lies_beside_the_weights_and_is_exported_with_them(tmp_path: Pa
     with safe_open(export.out / "model.safetensors", framework="pt") as file:
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
     assert json.loads((export.out / "router.json").read_text())["head"]["routes"][0] == "ANSWER"
+
+
+def test_the_best_checkpoint_keeps_within_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Validations of a score and a cost, one a step, against a budget of 0.5; the run is resumed on the way."""
+    found = {1: (0.9, 1.0), 2: (0.7, 0.75), 3: (0.5, 0.5), 4: (0.95, 1.0), 5: (0.4, 0.25)}
+
+    async def validated(run: Run) -> list[ScoredRollout]:
+        value, cost = found[run.progress.step]
+        (given, *_) = run.router.decide(run.validation_tasks[:1], 1, 0, label="eval", explore=False)
+        (rollout,) = await run.scheduler.roll_out([given])
+        calls = [1] * round(4 * cost) + [0] * round(4 * (1 - cost))
+        return [
+            ScoredRollout(
+                replace(rollout, route="SEARCH-FAMILY", usage=replace(rollout.usage, calls={"search": n})),
+                EvaluateResult(score=value),
+                rollout.steps,
+            )
+            for n in calls
+        ]
+
+    monkeypatch.setattr("toolwise.training.validate", validated)
+    monkeypatch.setattr("toolwise.view.report.write_report", lambda out: None)
+    bests = {}
+    for step in (2, 5):
+        own = {
+            "data": {"train": str(tmp_path / "tasks.jsonl"), "batch_size": 1},
+            "validation": {"before": False, "every": 1},
+            "rollout": {"n": 3, "max_new_tokens": 4},
+            "trainer": {"total_steps": step, "save_every": 1, "keep_checkpoints": 1, "console": False},
+        }
+        settings = config(tmp_path, sections=own, cost="calls", budgets=[{"limit": 0.5}])
+        run = assemble(settings, validation_tasks=load_tasks(tmp_path / "tasks.jsonl")[:1])
+        asyncio.run(Training(run, tmp_path / "run", resume=True).go())
+        best = checkpoint.best(tmp_path / "run" / "checkpoints", "score")
+        assert best is not None
+        bests[step] = (best.step, run.progress.best, run.progress.best_overspend)
+    assert bests == {2: (2, 0.7, 0.5), 5: (3, 0.5, 0.0)}
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [x["eval/budget/overspend"] for x in lines if "eval/score" in x] == [1.0, 0.5, 0.0, 1.0, 0.0]
+    assert export_model(tmp_path / "run", tmp_path / "out", best="score").checkpoint.step == 3

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,11 @@ def test_several_rewards_are_each_loaded_by_their_own_worker(built: list[Scoring
     file = tmp_path / "r.py"
     file.write_text("def a(messages, ground_truth):\n    return 1\ndef b(messages, ground_truth):\n    return 10\n")
     parts = [{"function": f"{file}:a", "weight": 2.0}, {"function": f"{file}:b", "weight": 0.5}]
-    assert results(scoring_of(built, parts=parts))[0].score == 7.0
+    (result,) = results(scoring_of(built, parts=parts))
+    assert result.score == 7.0
+    assert sorted(result.metrics) == ["a", "b"]  # and no path
+    parts[0]["name"] = "right"
+    assert sorted(results(scoring_of(built, parts=parts))[0].metrics) == ["b", "right"]
 
 
 def test_the_configuration_must_name_one(built: list[Scoring]) -> None:
@@ -186,3 +191,17 @@ def test_a_script_without_a_guard_is_not_run_again(tmp_path: Path, uses: str, to
     assert done.returncode == 1
     assert told in done.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("stop", [StopReason.PROMPT_TOO_LONG, StopReason.POLICY_FAULT, StopReason.ENV_FAULT])
+def test_a_rollout_without_an_answer_is_not_scored(stop: StopReason, built: list[Scoring]) -> None:
+    """Its messages are the prompt alone."""
+    answered = rollout(task())
+    silent = replace(answered, stop_reason=stop, fault="too long")
+    scoring = scoring_of(built, score)
+    before, first, after = asyncio.run(scoring.evaluate([silent, answered, silent], step=0))
+    assert first.score == 1.0
+    assert before == after
+    assert (before.score, before.counts, before.error) == (None, False, None)
+    assert before.reason == f"not scored, the agent never acted: {stop.value}: too long"
+    assert asyncio.run(scoring.evaluate([silent], step=0)) == [before]

@@ -174,3 +174,12 @@ def test_routes_are_told_apart() -> None:
 def test_the_mean() -> None:
     assert mean([1.0, 2.0, 6.0]) == 3.0
     assert mean([]) == 0.0
+
+
+def test_a_validation_counts_prompts_that_were_too_long_and_gives_them_no_score() -> None:
+    long = scored(None, stop=StopReason.PROMPT_TOO_LONG, steps=0)
+    long = replace(long, result=EvaluateResult(is_score_valid=False))
+    figures = summarize_validation([scored(1.0), long, long])
+    assert (figures["n"], figures["score"], figures["errors"], figures["prompt_too_long"]) == (3, 1.0, 2, 2)
+    assert validation_metrics(figures)["eval/prompt_too_long"] == 2.0
+    assert "prompt_too_long" not in summarize_validation([scored(1.0)])

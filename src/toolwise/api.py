@@ -111,6 +111,7 @@ def evaluate(
 ) -> dict[str, Any]:
     """Score a model on tasks, one rollout each, and learn nothing. Gives the figures that a run's summary has."""
     _not_in_worker("evaluate")
+    from toolwise.diagnosis import evaluation_findings
     from toolwise.evaluation import validate
     from toolwise.run import assemble
     from toolwise.run_inputs import gather_inputs
@@ -126,7 +127,10 @@ def evaluate(
             run = assemble(inputs.config, tasks=held_out, validation_tasks=held_out, tools=tools, reward=reward)
             try:
                 _recall_router(run, str(model))
-                return summarize_validation(run_async(validate(run)), run.config.multi_turn.held_out_tools)
+                scored = run_async(validate(run))
+                for finding in evaluation_findings(run.scoring.rewards, held_out, scored):
+                    log.warning("%s", finding)
+                return summarize_validation(scored, run.config.multi_turn.held_out_tools)
             finally:
                 run.close()
         finally:

@@ -139,6 +139,8 @@ class EnvConfig(Section):
 
 class RewardPart(Section):
     function: str
+    name: str = Field(default="", pattern=r"^[\w.:+-]*$")
+    """What metrics, records and the report call it; the function's name where it is not given."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     weight: float = 1.0
 
@@ -169,7 +171,7 @@ class RewardConfig(Section):
     "env" and "tools" are what an episode's steps and its tools' calc_reward earned"""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     parts: list[RewardPart] = Field(default_factory=list)
-    """Several rewards in place of `function`: [[reward.parts]] tables of function, weight and kwargs."""
+    """Several rewards in place of `function`: [[reward.parts]] tables of function, name, weight and kwargs."""
     combine: Literal["sum", "normalize"] = "sum"
     """Add the parts by weight as they are, or each normalised within its group first."""
     sandbox: SandboxConfig = SandboxConfig()
@@ -259,7 +261,8 @@ class TrainerConfig(Section):
     save_every: PositiveInt = 10
     keep_checkpoints: PositiveInt = 2
     keep_best: bool = True
-    """Keep the checkpoint of the best validation as well, and save one whenever a validation is the best so far."""
+    """Keep the checkpoint of the best validation as well, and save one whenever a validation is the best so far. With
+    router.budgets, one that keeps within them (up to 5 % over) is better than any that does not."""
     best_metric: str = "score"
     """The figure of a validation that this goes by: "correct", "lookup/score", …; "-cost": the lowest is the best."""
     console: bool = True

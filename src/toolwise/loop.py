@@ -197,21 +197,21 @@ def select(
 ) -> tuple[list[ScoredRollout], float, int]:
     """What to learn from: rollouts that count, in groups of `least` or more, whose rewards differ.
 
-    `keeps_equal` says it of a reward that all of a group have; `totals` gives the rewards that the estimator compares.
-    Gives also the share of such groups, and how many groups were left out.
+    `keeps_equal(score)`: keep a group whose rewards all equal `score`? `totals` gives the rewards that the estimator
+    compares. Gives also the share of groups without a difference to learn from (equal rewards, kept or not, and groups
+    too small to compare), and how many were dropped.
     """
     groups: dict[str, list[ScoredRollout]] = defaultdict(list)
     for s in scored:
         groups[s.rollout.group_id].append(s)
     kept: list[ScoredRollout] = []
-    equal = dropped = 0
+    flat = dropped = 0
     for members in groups.values():
         cut = [s for s in members if mask_truncated and s.rollout.stop_reason.truncated]
         valid = [s for s in members if s.trainable and s not in cut]
         same = len(valid) >= 2 and len(set(totals(valid))) == 1
-        equal += same
-        if len(valid) < least or (same and not keeps_equal(min(s.score for s in valid))):
-            dropped += 1
-        else:
-            kept += valid
-    return kept, equal / max(1, len(groups)), dropped
+        drop = len(valid) < least or (same and not keeps_equal(min(s.score for s in valid)))
+        flat += same or drop
+        dropped += drop
+        kept += [] if drop else valid
+    return kept, flat / max(1, len(groups)), dropped

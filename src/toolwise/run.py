@@ -13,6 +13,7 @@ from toolwise.checkpoint import Randomness, Registry
 from toolwise.config import RunConfig
 from toolwise.data import Batches, load_tasks
 from toolwise.deliberation import build_stage, check_thinking, rlvcr_of, watched
+from toolwise.diagnosis import Diagnosis, Finding, check_routable, startup_findings
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.catalog import build_env_factory
 from toolwise.errors import ConfigError
@@ -50,6 +51,14 @@ class Progress:
     """The latest validation."""
     best: float | None = None
     """`trainer.best_metric` of the best one, more being better."""
+    best_overspend: float = 0.0
+    """By how much the best one exceeds the router's budget: routing/overspend.py."""
+    diagnosis: Diagnosis = field(default_factory=Diagnosis)
+
+    @property
+    def best_rank(self) -> tuple[float, float] | None:
+        """Of the best validation, as `checkpoint.rank` ranks them."""
+        return None if self.best is None else (self.best_overspend, -self.best)
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -57,6 +66,8 @@ class Progress:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.seconds = state["step"], state["seconds"]
         self.before, self.last, self.best = state["before"], state["last"], state["best"]
+        self.best_overspend = state.get("best_overspend", 0.0)  # older checkpoints have neither
+        self.diagnosis.load_state_dict(state.get("diagnosis", {}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +88,11 @@ class Run:
     progress: Progress = field(default_factory=Progress)
     thinking: ThinkingStage | None = None
     """Thinks steps over again at other levels, where `algorithm.rlvcr.enable` is set."""
+
+    def startup_findings(self) -> list[Finding]:
+        """What is known before the first step to keep the run from learning."""
+        tasks, held_out = self.batches.tasks, self.validation_tasks
+        return startup_findings(self.config, self.scoring.rewards, self.scheduler.tools, train=tasks, held_out=held_out)
 
     def close(self) -> None:
         """Ends the worker processes of rewards and tools, and a generation server of our own."""
@@ -123,6 +139,7 @@ def assemble(
         train, held_out = labelled(config, train), labelled(config, held_out)
         for task in (*train, *held_out):
             check_tools(task, found_tools)
+        check_routable(config, found_tools, train)
         scoring.check([*train, *held_out])
         batches = Batches(
             without_tools(train, found_tools, config.multi_turn.held_out_tools),

@@ -11,6 +11,7 @@ from toolwise.errors import ConfigError, RewardError
 from toolwise.rewards.combine import Rewards, Weighted
 from toolwise.rewards.earned import EARNED, earned_reward
 from toolwise.rewards.function import Reward
+from toolwise.rewards.part_names import part_names
 from toolwise.sandbox import RewardExecutor, Sandbox
 from toolwise.sandbox.targets import reference_of
 from toolwise.types import EvaluateResult, Rollout, Task
@@ -27,8 +28,11 @@ class Scoring:
     """None where no function is called: an episode's own earnings are looked up."""
 
     async def evaluate(self, rollouts: Sequence[Rollout], *, step: int) -> list[EvaluateResult]:
-        """One result a rollout, in order."""
-        return await self.rewards.evaluate(RewardExecutor(self.sandbox), rollouts, step=step)
+        """One result a rollout, in order. A rollout without an answer is not scored: its prompt is not an answer."""
+        answered = [rollout for rollout in rollouts if not rollout.unanswered]
+        executor = RewardExecutor(self.sandbox)
+        results = iter(await self.rewards.evaluate(executor, answered, step=step) if answered else [])
+        return [_not_scored(rollout) if rollout.unanswered else next(results) for rollout in rollouts]
 
     def check(self, tasks: Sequence[Task]) -> None:
         """Whether every function gets the arguments that it cannot do without."""
@@ -61,10 +65,15 @@ def build_scoring(config: RewardConfig, given: Source | None = None) -> Scoring:
         sources = [(config.function, config.kwargs, 1.0)]
     else:
         raise ConfigError("reward.function is missing: name one as package.module:function or path/to/file.py:function")
+    named = [part.name for part in config.parts] if given is None else []
+    names = part_names([source for source, _, _ in sources], named)
     functions = [source for source, _, _ in sources if not (isinstance(source, str) and source in EARNED)]
     sandbox = _sandbox(config.sandbox) if functions else None
     try:
-        parts = [Weighted(_reward(source, kwargs, sandbox, config.sandbox), w) for source, kwargs, w in sources]
+        parts = [
+            Weighted(_reward(source, kwargs, sandbox, config.sandbox), weight, name)
+            for (source, kwargs, weight), name in zip(sources, names, strict=True)
+        ]
     except BaseException:
         if sandbox is not None:
             sandbox.close()
@@ -117,6 +126,11 @@ def _home_of(source: Source) -> str:
     if isinstance(source, Reward):
         source = source.reference or source.function or ""
     return source.rpartition(":")[0] if isinstance(source, str) else str(getattr(source, "__module__", ""))
+
+
+def _not_scored(rollout: Rollout) -> EvaluateResult:
+    reason = f"not scored, the agent never acted: {rollout.stop_reason.value}"
+    return EvaluateResult(is_score_valid=False, reason=f"{reason}: {rollout.fault}" if rollout.fault else reason)
 
 
 def _check_arguments(reward: Reward, tasks: Sequence[Task]) -> None:

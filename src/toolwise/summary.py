@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from toolwise.protocols import Metrics
-from toolwise.types import ScoredRollout
+from toolwise.types import ScoredRollout, StopReason
 
 
 def summarize(scored: Sequence[ScoredRollout]) -> Metrics:
@@ -89,6 +89,8 @@ def _figures(scored: Sequence[ScoredRollout]) -> dict[str, Any]:
         "tokens": mean([float(s.rollout.usage.sampled_tokens) for s in scored]),
         "errors": len(scored) - len(counted),
     }
+    too_long = sum(s.rollout.stop_reason is StopReason.PROMPT_TOO_LONG for s in scored)
+    own |= {StopReason.PROMPT_TOO_LONG.value: too_long} if too_long else {}
     first = {"n": len(scored)} | ({"score": mean([s.score for s in counted])} if counted else {})
     taken = {"n", "score", "by_kind", *own}
     return first | {name: mean(v) for name, v in reported(counted).items() if name not in taken} | own

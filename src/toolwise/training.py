@@ -22,6 +22,7 @@ from toolwise import __version__, checkpoint
 from toolwise.advantages.description import describe_rewards
 from toolwise.advantages.score_check import ScoreCheck
 from toolwise.config import RunConfig
+from toolwise.diagnosis import Changes, show_changes
 from toolwise.errors import CheckpointError, ConfigError
 from toolwise.evaluation import validate
 from toolwise.loop import Turn, train_step
@@ -87,17 +88,19 @@ class Training:
                 if run.config.router.train_actor:
                     never = run.config.algorithm.terminal_score == "never"
                     self._announce(self._sees, logging.WARNING if never else logging.INFO)
+                self._tell(run.progress.diagnosis.begin(run.startup_findings()))
                 if run.progress.step == 0 and run.progress.before is None and run.config.validation.before:
                     run.progress.before = await self._validate()
                     self._save()
                 run.router.warm_start()
                 while run.progress.step < total and not self.interrupted:
+                    run.progress.diagnosis.before_step(run.config, run.learner.weights_checksum)
                     self._note(await train_step(run))
                     self._figures = {}
-                    step, best = run.progress.step, run.progress.best
+                    step, best = run.progress.step, run.progress.best_rank
                     if step == total or (run.config.validation.every and step % run.config.validation.every == 0):
                         run.progress.last = await self._validate()
-                    if step % run.config.trainer.save_every == 0 or run.progress.best != best:
+                    if step % run.config.trainer.save_every == 0 or run.progress.best_rank != best:
                         self._save()
                 if self._saved_step != run.progress.step:
                     self._save()
@@ -108,7 +111,7 @@ class Training:
                 self.console.close()
 
     def _note(self, turn: Turn) -> None:
-        step = self.run.progress.step
+        step, learner = self.run.progress.step, self.run.learner
         self.metrics.log(step, turn.metrics)
         write_records(self.out / "rollouts", f"step-{step:06d}", turn.scored, turn.credited)
         if self.console is not None:
@@ -118,6 +121,8 @@ class Training:
         warning = self._score_check.look(turn.scored) if self._score_check and turn.credited else None
         if warning is not None:
             self._announce(warning, logging.WARNING)
+        diagnosis, config = self.run.progress.diagnosis, self.run.config
+        self._tell(diagnosis.after_step(config, step, turn.scored, turn.metrics, learner.weights_checksum))
 
     def _announce(self, text: str, level: int) -> None:
         """On the console; in the log where there is none."""
@@ -137,26 +142,34 @@ class Training:
         metrics = validation_metrics(figures)
         if self.run.thinking is not None:
             metrics |= {f"eval/{name}": value for name, value in self.run.thinking.measure(scored).items()}
+        over = self.run.router.overspend(scored)
+        metrics |= {} if over is None else {f"eval/{checkpoint.OVERSPEND}": over}
         self.metrics.log(step, metrics)
         write_records(self.out / "rollouts", f"eval-{step:06d}", scored, [])
         if self.console is not None:
             self.console.log(step, metrics)
         self._figures = {name.removeprefix("eval/"): value for name, value in metrics.items()}
         self._compare_with_the_best()
+        self._tell(self.run.progress.diagnosis.after_validation(step, scored))
         return figures
 
     def _compare_with_the_best(self) -> None:
         trainer, progress = self.run.config.trainer, self.run.progress
-        name = trainer.best_metric.removeprefix("-")
         if not trainer.keep_best:
             return
-        if name not in self._figures:
-            known = ", ".join(sorted(self._figures))
+        found = checkpoint.rank(self._figures, trainer.best_metric)
+        if found is None:
+            known, name = ", ".join(sorted(self._figures)), trainer.best_metric.removeprefix("-")
             log.warning("trainer.best_metric is %r, and the validation reports: %s", name, known)
-            return
-        value = self._figures[name] * (-1 if trainer.best_metric.startswith("-") else 1)
-        if progress.best is None or value > progress.best:
-            progress.best = value
+        elif progress.best_rank is None or found < progress.best_rank:
+            progress.best_overspend, progress.best = found[0], -found[1]
+
+    def _tell(self, changes: Changes) -> None:
+        """Findings on the console, or in the log where there is none, and in the folder for the report."""
+        show_changes(changes, self.console)
+        if changes.found or changes.withdrawn:
+            findings = [finding.to_json() for finding in self.run.progress.diagnosis.findings]
+            write_whole(self.out / "diagnosis.json", json.dumps(findings, indent=2).encode())
 
     def _save(self) -> None:
         progress, trainer = self.run.progress, self.run.config.trainer
@@ -187,14 +200,19 @@ class Training:
         self.run.router.save(folder)
 
     def _summarize(self) -> dict[str, Any]:
-        run = self.run
+        run, diagnosis = self.run, self.run.progress.diagnosis
+        interrupted = self.interrupted and run.progress.step < run.config.trainer.total_steps
+        if not interrupted:
+            self._tell(diagnosis.end(run.progress.step))
+            if diagnosis.updated is False:
+                log.warning("the actor was to be trained and was never updated: see the diagnosis in %s", self.out)
         summary = {
             "name": run.config.name,
             "before": run.progress.before,
             "after": run.progress.last,
             "steps": run.progress.step,
             "total_steps": run.config.trainer.total_steps,
-            "interrupted": self.interrupted and run.progress.step < run.config.trainer.total_steps,
+            "interrupted": interrupted,
             "seed": run.config.seed,
             "seconds": round(time.monotonic() - self._began, 3),
             "peak_rss_mb": peak_rss_mb(),
@@ -203,6 +221,8 @@ class Training:
             "sandbox": run.scoring.describe(),
             "advantages": self._sees,
             "changes": read_changes(self.out),
+            "updated": diagnosis.updated,
+            "diagnosis": [finding.to_json() for finding in diagnosis.findings],
         }
         write_whole(self.out / "summary.json", json.dumps(summary, indent=2).encode())
         from toolwise.view.report import write_report
@@ -231,7 +251,8 @@ class Training:
         step = found.step if found is not None else -1
         truncate_after(self.out / "metrics.jsonl", step)
         forget_rollouts_after(self.out / "rollouts", step)
-        (self.out / "summary.json").unlink(missing_ok=True)
+        for name in ("summary.json", "diagnosis.json"):
+            (self.out / name).unlink(missing_ok=True)
         sweep(self.out)
         write_whole(self.out / "config.toml", to_toml(portable(self.run.config, self.out)).encode())
         return step
@@ -305,7 +326,7 @@ def sweep(out: Path) -> None:
     """Remove what a killed run was in the middle of writing."""
     beside = (
         ".config.toml.*.tmp",
-        ".summary.json.*.tmp",
+        ".*.json.*.tmp",
         "metrics.jsonl.tmp",
         "changes.jsonl.tmp",
         "report.*.tmp",

@@ -132,6 +132,8 @@ class StopReason(StrEnum):
     REGEX = "regex"
     MAX_STEPS = "max_steps"
     MAX_TOKENS = "max_tokens"
+    PROMPT_TOO_LONG = "prompt_too_long"
+    """The prompt does not fit the model's context: nothing was sampled, and there is nothing to score."""
     REPEATED_INVALID = "repeated_invalid"
     DEADLINE = "deadline"
     POLICY_FAULT = "policy_fault"
@@ -141,8 +143,13 @@ class StopReason(StrEnum):
 
     @property
     def trainable(self) -> bool:
-        """False where infrastructure failed: not the policy's fault, so kept and scored but not learned from."""
-        return self not in (StopReason.DEADLINE, StopReason.POLICY_FAULT, StopReason.ENV_FAULT)
+        """False where infrastructure failed or the prompt did not fit: not the policy's doing, so not learned from."""
+        return self not in (
+            StopReason.PROMPT_TOO_LONG,
+            StopReason.DEADLINE,
+            StopReason.POLICY_FAULT,
+            StopReason.ENV_FAULT,
+        )
 
     @property
     def truncated(self) -> bool:
@@ -216,6 +223,11 @@ class Rollout:
     def trainable(self) -> bool:
         """Whether what happened was the policy's doing; if not, it is kept and scored but not learned from."""
         return self.stop_reason.trainable and not self.infrastructure_fault
+
+    @property
+    def unanswered(self) -> bool:
+        """It ended before the agent did anything. Its messages are the prompt alone: there is nothing to score."""
+        return not self.steps and not self.stop_reason.trainable
 
 
 class StepOutput(BaseModel):

@@ -94,6 +94,23 @@ def test_of_some_figures_the_lowest_is_the_best(tmp_path: Path) -> None:
     assert names_of(tmp_path) == ["step-000002", "step-000003"]
 
 
+def test_one_within_its_budget_comes_before_all_that_exceed_theirs(tmp_path: Path) -> None:
+    """And among those that exceed it, the one that does so least."""
+    overspent = {1: (0.9, 0.4), 2: (0.8, 0.2), 3: (0.95, 0.4)}
+    for step, (score, over) in overspent.items():
+        figures = {"score": score, "budget/overspend": over}
+        save(tmp_path, step, {"a": {}}, figures=figures, keep_last=1, keep_best="score")
+    assert names_of(tmp_path) == ["step-000002", "step-000003"]
+    for step, score in ((4, 0.1), (5, 0.3), (6, 0.2)):
+        save(
+            tmp_path, step, {"a": {}}, figures={"score": score, "budget/overspend": 0.0}, keep_last=1, keep_best="score"
+        )
+    assert names_of(tmp_path) == ["step-000005", "step-000006"]
+    found = best(tmp_path, "score")
+    assert found is not None
+    assert found.step == 5
+
+
 def test_one_without_the_figure_is_no_candidate(tmp_path: Path) -> None:
     figures: list[dict[str, float]] = [{"score": 0.1}, {}, {"cost": 9.0}, {"score": float("nan")}]
     for step, found in enumerate(figures, start=1):

@@ -14,7 +14,8 @@ from toolwise.routing.actions import ROUTES
 
 Cli = Callable[..., Any]
 SMALL = [
-    *("--set", "data.batch_size=2", "--set", "rollout.n=3", "--set", "data.val_limit=4"),
+    *("--set", "data.batch_size=2", "--set", "rollout.n=6", "--set", "data.val_limit=4"),
+    *("--set", "rollout.temperature=2"),  # so that rollouts differ and the actor learns: a run that does not fails
     *("--set", "trainer.total_steps=1", "--set", "rollout.max_new_tokens=24", "--set", "multi_turn.max_turns=2"),
 ]
 
@@ -51,7 +52,7 @@ def test_the_router_learned_beside_the_actor(demo: Path) -> None:
     (trained,) = [line for line in lines if "router/cost/lambda" in line]
     assert trained["router/cost/budget"] == BUDGET
     assert trained["router/updates"] >= 1
-    assert sum(trained[f"router/rollouts/{route}"] for route in ROUTES) == 6
+    assert sum(trained[f"router/rollouts/{route}"] for route in ROUTES) == 12
 
 
 def test_the_frontier_is_shown_and_what_to_try_next(demo: Path, told: list[str]) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from learner_cases import tiny_model
 
-from toolwise.learner.fingerprint import fingerprint, matches
+from toolwise.learner.fingerprint import checksum, fingerprint, matches
 
 
 def test_the_same_weights_have_the_same_name_wherever_they_are() -> None:
@@ -36,3 +37,32 @@ def test_a_copy_of_less_precision_is_judged_by_what_it_can_hold() -> None:
 def test_what_is_no_fingerprint_matches_nothing() -> None:
     assert not matches(tiny_model(), "")
     assert not matches(tiny_model(), "nonsense:12")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_checksum_notices_one_bit_and_nothing_else(dtype: torch.dtype) -> None:
+    model = tiny_model().to(dtype)
+    before = checksum(model.parameters())
+    assert checksum(copy.deepcopy(model).parameters()) == before
+    weight = next(w for w in model.parameters() if w.ndim == 2)
+    with torch.no_grad():
+        weight[3, 5] = torch.nextafter(weight[3, 5], torch.tensor(9.0, dtype=dtype))
+    assert checksum(model.parameters()) != before
+
+
+def test_a_checksum_notices_changes_that_add_up_to_nothing() -> None:
+    model = tiny_model()
+    before = checksum(model.parameters())
+    weight = next(w for w in model.parameters() if w.ndim == 2)
+    with torch.no_grad():
+        weight[:, [0, 1]] = weight[:, [1, 0]]
+    assert checksum(model.parameters()) != before
+
+
+def test_a_checksum_is_of_what_learns() -> None:
+    model = tiny_model()
+    frozen = next(model.parameters()).requires_grad_(False)
+    before = checksum(model.parameters())
+    with torch.no_grad():
+        frozen.add_(1.0)
+    assert checksum(model.parameters()) == before

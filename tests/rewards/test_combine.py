@@ -52,6 +52,14 @@ def test_every_part_is_a_metric_and_names_that_clash_are_kept_apart() -> None:
     }
 
 
+def test_a_part_is_called_by_its_name_and_hides_no_metric_of_that_name() -> None:
+    named = Weighted(part("path/to/file.py:f").reward, name="correct")
+    one = EvaluateResult(score=0.5, reason="fine", metrics={"correct": MetricResult(score=1.0)})
+    (combined,) = combine([(named, [one]), (part("b"), results(1))], ["g"], "sum")
+    assert {name: m.score for name, m in combined.metrics.items()} == {"correct/correct": 1.0, "correct": 0.5, "b": 1.0}
+    assert combined.reason == "correct: fine"
+
+
 def test_a_part_that_failed_makes_the_whole_fail_and_is_named() -> None:
     combined = combine(
         [(part("a"), results(1, 1)), (part("b"), [faulty("timeout", "too slow"), *results(2)])], ["g", "g"], "sum"

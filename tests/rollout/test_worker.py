@@ -256,11 +256,26 @@ def test_a_reply_cut_by_length_ends_the_episode_and_is_not_carried_out() -> None
     assert (worker.usage.prompt_tokens, worker.usage.sampled_tokens) == (1, 2)
 
 
-def test_a_context_that_is_full_ends_the_episode_and_not_the_run() -> None:
+def test_a_prompt_that_does_not_fit_the_context_ends_the_episode_and_not_the_run() -> None:
     worker = play(RLRolloutWorker(a_task(), Giving(ContextFullError("too long")), env=(world := World())))
-    assert worker.stop_reason is StopReason.MAX_TOKENS
+    assert worker.stop_reason is StopReason.PROMPT_TOO_LONG
+    assert not worker.stop_reason.trainable
     assert worker.fault == "too long"
     world.assert_over()
+
+
+def test_a_conversation_that_outgrows_the_context_ends_by_its_tokens_and_is_learned_from() -> None:
+    answers = iter([text("look")])
+
+    async def then_full() -> Answer:
+        for answer in answers:
+            return answer
+        raise ContextFullError("full")
+
+    worker = play(RLRolloutWorker(a_task(), Giving(then_full), env=World()))
+    assert len(worker.steps) == 1
+    assert worker.stop_reason is StopReason.MAX_TOKENS
+    assert worker.stop_reason.trainable
 
 
 def test_a_text_world_gets_the_text_and_answers_with_a_user_message() -> None:

@@ -15,7 +15,7 @@ from toolwise.routed.agent import RoutedAgent
 from toolwise.routed.calibration import Calibration, store_calibration
 from toolwise.routed.capped import REFUSED
 from toolwise.routing.threshold import Threshold
-from toolwise.types import Task
+from toolwise.types import StopReason, Task
 
 SUM = "What is 4321 - 1234?"
 SHORT = ["rollout.max_new_tokens=48"]
@@ -66,6 +66,19 @@ def test_messages_and_tasks_are_questions_too(agent: RoutedAgent) -> None:
         agent.ask([])
     with pytest.raises(ConfigError, match="'oven'"):
         agent.ask(task.model_copy(update={"tools": ["oven"]}))
+
+
+def test_a_question_that_does_not_fit_is_not_answered_with_the_prompt_s_own_words(routed: Path) -> None:
+    no_room = ["rollout.max_new_tokens=4090"]
+    agent = RoutedAgent.load(routed, tools=["calculator", "search"], overrides=no_room)
+    said = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "How can I help?"},
+        {"role": "user", "content": "What is 2 + 2?"},
+    ]
+    answered = agent.ask(said, route="answer")
+    assert answered.text == ""
+    assert answered.rollout.stop_reason is StopReason.PROMPT_TOO_LONG
 
 
 def test_it_can_be_asked_where_a_loop_is_running(agent: RoutedAgent) -> None:

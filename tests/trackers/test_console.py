@@ -170,6 +170,19 @@ def test_notes_appear_above_the_display() -> None:
     assert "checkpoint saved" in text_on(console)
 
 
+def test_warnings_stand_out_on_a_screen_and_in_a_log() -> None:
+    console = screen_console()
+    tracker = ConsoleTracker(10, title="t", console=console)
+    tracker.log(1, {"score/mean": 0.1})
+    tracker.warn("constant_reward", ("All [/] rollouts have the same reward", "Check the reward"))
+    tracker.close()
+    for said in ("─ constant_reward ─", "All [/] rollouts have the same reward", "Check the reward"):
+        assert said in text_on(console)
+    plain, out = plain_tracker()
+    plain.warn("constant_reward", ("the cause", "the cure"))
+    assert out.getvalue() == "WARNING constant_reward\n  the cause\n  the cure\n"
+
+
 def test_closing_twice_or_without_a_step_is_fine() -> None:
     tracker = ConsoleTracker(10, title="t", console=screen_console())
     tracker.close()

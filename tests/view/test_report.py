@@ -231,3 +231,28 @@ def test_the_terminal_table_bears_what_is_missing(summary: dict[str, Any]) -> No
 def test_kinds_named_like_markup_are_shown_as_they_are() -> None:
     side = {"correct": 0.5, "cost": 1.0, "n": 2, "by_kind": {"[/red]": {"correct": 0.5, "cost": 1.0, "n": 2}}}
     assert "[/red]" in shown({"before": side, "after": side})
+
+
+FINDING = {"kind": "constant_reward", "cause": "All <b>rewards</b> are 0", "cure": "Check the reward", "step": 3}
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_what_keeps_a_run_from_learning_stands_on_top(finished: bool, make_run: MakeRun) -> None:
+    """By the summary of a run that has ended, and by diagnosis.json of one that has not."""
+    run = make_run(finished=finished)
+    if finished:
+        summary = json.loads((run / "summary.json").read_bytes()) | {"updated": False, "diagnosis": [FINDING]}
+        (run / "summary.json").write_text(json.dumps(summary))
+    else:
+        (run / "diagnosis.json").write_text(json.dumps([FINDING, "nonsense"]))
+    page = Page(write_report(run))
+    assert len(page.with_class("diagnosis")) == 1
+    assert "constant_reward All <b>rewards</b> are 0." in page.text
+    assert "What to do: Check the reward. (at step 3)" in page.text
+    assert ("was never updated" in page.text) is finished
+
+
+def test_a_healthy_run_s_page_has_no_diagnosis(make_run: MakeRun) -> None:
+    run = make_run()
+    (run / "diagnosis.json").write_text("torn")
+    assert not Page(write_report(run)).with_class("diagnosis")

@@ -126,10 +126,16 @@ def _read_row(path: Path, number: int, row: Row) -> Stored:
         route=None,
         steps=_steps_of(row, messages),
         messages=messages,
-        stop_reason=StopReason.ANSWERED,
+        stop_reason=_stop_reason(row),
         usage=Usage(),
     )
     return Stored(rollout, step, f"{path}#{step}", row.get("gold"), row)
+
+
+def _stop_reason(row: Row) -> StopReason:
+    """As a run's own record has it; a conversation from elsewhere counts as answered."""
+    known = "trained_on" in row and row.get("stop_reason") in list(StopReason)
+    return StopReason(row["stop_reason"]) if known else StopReason.ANSWERED
 
 
 def _is_count(value: Any) -> bool:

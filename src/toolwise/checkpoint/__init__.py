@@ -2,7 +2,7 @@
 and resumes from the latest. Tensors are in safetensors files, the rest in JSON; nothing is pickled."""
 
 from toolwise.checkpoint.files import make_folder, sync
-from toolwise.checkpoint.loading import Checkpoint, best, latest, load
+from toolwise.checkpoint.loading import OVERSPEND, Checkpoint, best, latest, load, rank
 from toolwise.checkpoint.locking import FolderLock
 from toolwise.checkpoint.manifest import MANIFEST, digest
 from toolwise.checkpoint.randomness import Randomness
@@ -11,6 +11,7 @@ from toolwise.checkpoint.saving import save
 
 __all__ = [
     "MANIFEST",
+    "OVERSPEND",
     "Checkpoint",
     "FolderLock",
     "Randomness",
@@ -20,6 +21,7 @@ __all__ = [
     "latest",
     "load",
     "make_folder",
+    "rank",
     "save",
     "sync",
 ]

@@ -17,6 +17,9 @@ from toolwise.serialization import decode
 
 log = logging.getLogger("toolwise.checkpoint")
 
+OVERSPEND = "budget/overspend"
+"""The figure of a validation that says by how much it exceeded the router's budgets; 0 within them."""
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -62,7 +65,8 @@ def latest(folder: str | os.PathLike[str], *, warnings_out: list[str] | None = N
 
 
 def best(folder: str | os.PathLike[str], figure: str, *, warnings_out: list[str] | None = None) -> Checkpoint | None:
-    """The whole checkpoint in `folder` whose validation had the highest `figure`, or the lowest where it is "-name"."""
+    """The whole checkpoint in `folder` whose validation had the highest `figure`, or the lowest where it is "-name";
+    with a router, among those within the budget where there is one."""
     found = []
     for path in newest_first(Path(folder)):
         try:
@@ -74,13 +78,19 @@ def best(folder: str | os.PathLike[str], figure: str, *, warnings_out: list[str]
 
 def best_first(found: Iterable[tuple[Path, Manifest]], figure: str) -> list[tuple[Path, Manifest]]:
     """Those that have the figure. The earlier of two equals comes first: it took less training."""
-    name, sign = figure.removeprefix("-"), 1 if figure.startswith("-") else -1
     ranked = [
-        (sign * manifest.figures[name], manifest.step, path, manifest)
+        (place, manifest.step, path, manifest)
         for path, manifest in found
-        if name in manifest.figures
+        if (place := rank(manifest.figures, figure)) is not None
     ]
     return [(path, manifest) for _, _, path, manifest in sorted(ranked, key=lambda entry: entry[:2])]
+
+
+def rank(figures: Mapping[str, float], figure: str) -> tuple[float, float] | None:
+    """What validations are compared by, the lowest being the best: overspending first, then `figure` (or "-name"), so
+    that one within its budget comes before all that exceed theirs. None where the figure is not there."""
+    name, sign = figure.removeprefix("-"), 1 if figure.startswith("-") else -1
+    return (figures.get(OVERSPEND, 0.0), sign * figures[name]) if name in figures else None
 
 
 def _first_whole(paths: Iterable[Path], warnings_out: list[str] | None) -> Checkpoint | None:

@@ -115,6 +115,7 @@ def _roll_out(
     from rich.console import Console
 
     from toolwise import waiting
+    from toolwise.diagnosis import evaluation_findings
     from toolwise.routing.direct import DirectRouter
     from toolwise.run import build_scheduler, check_tools
     from toolwise.scoring import build_scoring
@@ -137,7 +138,10 @@ def _roll_out(
     try:
         if scoring is not None:
             scoring.check(tasks)
-        return waiting.run(work())
+        scored = waiting.run(work())
+        for finding in evaluation_findings(scoring.rewards, tasks, scored) if scoring is not None else ():
+            typer.echo(f"WARNING {finding}", err=True)
+        return scored
     finally:
         if scoring is not None:
             scoring.close()

@@ -104,3 +104,5 @@ def finish(result: RunResult) -> None:
     if summary["interrupted"]:
         typer.echo(f"stopped after step {summary['steps']}; go on with: {resume_command(result.out)}")
         sys.exit(130)
+    if summary["updated"] is False:
+        sys.exit(3)  # it was meant to train its actor, and has not

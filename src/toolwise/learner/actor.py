@@ -17,6 +17,7 @@ from toolwise.learner.aggregation import token_weights
 from toolwise.learner.batch import Batch, build_batch, uncredited
 from toolwise.learner.canary import Canary, Evidence
 from toolwise.learner.critic import Critic
+from toolwise.learner.fingerprint import checksum
 from toolwise.learner.forward import hidden_states, reads_nodes, token_logprobs
 from toolwise.learner.kl import KlCoefficient, check_kl_loss, k3
 from toolwise.learner.lora import Adapters
@@ -82,6 +83,10 @@ class Actor:
     @property
     def skipped_updates(self) -> int:
         return self.optimizer.guard.skipped
+
+    def weights_checksum(self) -> str:
+        """Of the model's weights that learn (with LoRA the adapters): the same until one of them changes."""
+        return checksum(self.model.parameters())
 
     @property
     def device(self) -> torch.device:

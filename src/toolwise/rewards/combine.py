@@ -25,6 +25,12 @@ class Weighted:
 
     reward: Reward
     weight: float = 1.0
+    name: str = ""
+    """What metrics and records call it; the reward's own name where it is not given."""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.reward.name
 
 
 def combine(
@@ -66,14 +72,16 @@ def _combined(parts: Sequence[tuple[Weighted, EvaluateResult, float | None]]) ->
     metrics: dict[str, MetricResult] = {}
     steps: dict[int | str, float] = {}
     reasons = []
+    labels = {weighted.label for weighted, _, _ in parts}
     for weighted, result, score in parts:
-        name = weighted.reward.name
+        name = weighted.label
         if score is None:
             fault = result.error
             kind, message = (fault.kind, fault.message) if fault else ("not_valid", result.reason or "not valid")
             return faulty(kind, f"{name}: {message}", fault.traceback if fault else "")
         total += weighted.weight * score
-        metrics |= {key if key not in metrics else f"{name}/{key}": value for key, value in result.metrics.items()}
+        for key, value in result.metrics.items():
+            metrics[f"{name}/{key}" if key in metrics or key in labels else key] = value
         metrics[name] = MetricResult(score=result.score or 0.0, reason=result.reason or "")
         for output in result.step_outputs or ():
             steps[output.step_index] = steps.get(output.step_index, 0.0) + weighted.weight * output.base_reward

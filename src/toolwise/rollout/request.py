@@ -276,7 +276,7 @@ class AsyncRolloutRequest:
             _heed()
             said = f"{where}RuntimeError: it cancelled itself"
         elif isinstance(fault, ContextFullError):
-            reason, said = StopReason.MAX_TOKENS, str(fault)
+            reason, said = StopReason.MAX_TOKENS if self.steps else StopReason.PROMPT_TOO_LONG, str(fault)
         if self._finishing is None:
             self.stop(reason, said)
 
@@ -297,7 +297,7 @@ class AsyncRolloutRequest:
             self.fault = self.fault or f"close: {type(fault).__name__}: {fault}"
             log.warning("task %s: %s", self.task.task_id, self.fault)
         self._ended = self._now()
-        failed = self.stop_reason in (None, StopReason.POLICY_FAULT, StopReason.ENV_FAULT)
+        failed = self.stop_reason in (None, StopReason.POLICY_FAULT, StopReason.ENV_FAULT, StopReason.PROMPT_TOO_LONG)
         self._enter(RequestState.FAILED if failed else RequestState.COMPLETED)
         log.info("%s: %s after %d steps, cost %g", self.rollout_id, self.stop_reason, len(self.steps), self._cost)
 

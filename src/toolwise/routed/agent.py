@@ -146,5 +146,6 @@ class RoutedAgent:
 
 
 def _last_words(rollout: Rollout) -> str:
+    """Nothing where the agent never acted: an assistant message is then one of the prompt's."""
     said = [message.content or "" for message in rollout.messages if message.role == "assistant"]
-    return said[-1] if said else ""
+    return said[-1] if said and not rollout.unanswered else ""

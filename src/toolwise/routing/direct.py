@@ -36,6 +36,10 @@ class DirectRouter:
     def learn(self, scored: Sequence[ScoredRollout]) -> Metrics:
         return {}
 
+    def overspend(self, scored: Sequence[ScoredRollout]) -> float | None:
+        """There is no budget to exceed."""
+        return None
+
     def save(self, folder: Any) -> None:
         """There is nothing to save beside the weights."""
 

@@ -22,6 +22,7 @@ from toolwise.routing.cost import CallsCost, Cost
 from toolwise.routing.credit import mixed_share
 from toolwise.routing.lessons import Lesson, RouterModel, Taken, Weighed
 from toolwise.routing.outcomes import Came, credit_routes, policy_weights
+from toolwise.routing.overspend import overspend
 from toolwise.routing.prompts import allowed_tools
 from toolwise.routing.usage import counts_text, usage_of
 from toolwise.tools.base import BaseTool
@@ -142,11 +143,23 @@ class LearnedRouter:
         return metrics | figures | self.budgets.metrics("router")
 
     def _came(self, scored: ScoredRollout, prompt_id: str, route: int) -> Came:
-        rollout = scored.rollout
+        return Came(prompt_id, route, scored.score, self._costs(scored.rollout, ROUTES[route]))
+
+    def _costs(self, rollout: Rollout, route: RouteAction) -> Mapping[str, float]:
+        """unit -> what a rollout under `route` cost"""
         families = self.conditioning.families_of(rollout.task, self.tools)
-        allowed = allowed_tools(ROUTES[route], families, hard=self.conditioning.hard)
-        usage = usage_of(rollout, families, allowed=allowed, source=self.teaching.usage)
-        return Came(prompt_id, route, scored.score, self.cost(usage))
+        allowed = allowed_tools(route, families, hard=self.conditioning.hard)
+        return self.cost(usage_of(rollout, families, allowed=allowed, source=self.teaching.usage))
+
+    def overspend(self, scored: Sequence[ScoredRollout]) -> float | None:
+        """By how much rollouts whose routes this router chose exceed its budgets; None where it has none."""
+        answered = [s.rollout for s in scored if not s.rollout.unanswered]
+        routed = [(rollout, RouteAction.parse(rollout.route)) for rollout in answered if rollout.route is not None]
+        limits = {unit: multiplier.budget.limit for unit, multiplier in self.budgets.multipliers.items()}
+        if not routed or not limits:
+            return None
+        costs = [self._costs(rollout, route) for rollout, route in routed]
+        return overspend({unit: [cost[unit] for cost in costs] for unit in limits}, limits)
 
     def _lessons(self, asked: Mapping[str, _Asked], came: Sequence[Came]) -> tuple[list[Lesson], Metrics]:
         """Each prompt of which anything came back, with its credit; and what the policy earned and spent."""

@@ -129,6 +129,16 @@ class ConsoleTracker:
         else:
             self._print(clean_text(text))
 
+    def warn(self, title: str, lines: Sequence[str]) -> None:
+        """Something that the person must not miss: a panel above the display, or plain lines."""
+        if self._live is not None:
+            body = Text("\n".join(map(clean_text, lines)))
+            self._console.print(Panel(body, title=Text(title), title_align="left", border_style="yellow"))
+        else:
+            self._print(f"WARNING {clean_text(title)}")
+            for line in lines:
+                self._print(f"  {clean_text(line)}")
+
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()

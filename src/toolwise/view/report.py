@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 LONGEST_TEXT = 4000
 """Characters of one turn that the page shows."""
+FINDING = ("kind", "cause", "cure", "step")
 MOST_STEPS = 24
 """Rows of the training table: the first, the last and some between."""
 
@@ -106,6 +107,8 @@ def _render(run: RunFolder, light: bytes, dark: bytes) -> str:
         name=clean_text(run.name),
         finished=run.finished,
         after_label=_after_label(run),
+        diagnosis=[{key: clean_text(entry.get(key)) for key in FINDING} for entry in run.diagnosis],
+        never_updated=run.summary.get("updated") is False,
         facts=_facts(run),
         changes=[clean_text(change) for change in describe_changes(run.path)],
         headline=headline(run.summary),

@@ -49,6 +49,17 @@ class RunFolder:
             raise CheckpointError(f"{file}: not JSON ({error}); delete it to see the run without it") from None
         return summary if isinstance(summary, dict) else None
 
+    @cached_property
+    def diagnosis(self) -> list[dict[str, Any]]:
+        """What was found to keep the run from learning: by its summary, or by what it has written so far."""
+        file = self.path / "diagnosis.json"
+        try:
+            found = json.loads(file.read_bytes()) if file.exists() else None
+        except ValueError:  # it says nothing that the log has not said
+            found = None
+        found = (self.written_summary or {}).get("diagnosis", found)
+        return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+
     @property
     def finished(self) -> bool:
         return bool(self.written_summary and self.written_summary.get("after"))

@@ -199,7 +199,7 @@ def test_a_conversation_too_long_for_the_model_is_an_ending_and_no_fault(server:
     task = Task(task_id="t", prompt=user("word " * 5_000))
     worker = RLRolloutWorker(task, policy)
     run(worker.run_episode())
-    assert worker.stop_reason is StopReason.MAX_TOKENS
+    assert worker.stop_reason is StopReason.PROMPT_TOO_LONG
     assert policy.metrics()["policy/context_full"] == 2
 
 

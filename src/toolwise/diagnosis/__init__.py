@@ -1,0 +1,16 @@
+"""A run that cannot learn says so: findings with a cause and a cure, before the first step and during the first few."""
+
+from toolwise.diagnosis.display import show_changes
+from toolwise.diagnosis.finding import Finding
+from toolwise.diagnosis.monitor import Changes, Diagnosis
+from toolwise.diagnosis.startup import check_routable, evaluation_findings, startup_findings
+
+__all__ = [
+    "Changes",
+    "Diagnosis",
+    "Finding",
+    "check_routable",
+    "evaluation_findings",
+    "show_changes",
+    "startup_findings",
+]

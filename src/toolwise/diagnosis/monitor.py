@@ -1,0 +1,121 @@
+"""The state of a diagnosis: looks at each step, keeps what it found, and survives a crash with the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from toolwise.config import RunConfig
+from toolwise.diagnosis.finding import Finding
+from toolwise.diagnosis.symptoms import FIRST_STEPS, SYMPTOMS, prompt_too_long
+from toolwise.diagnosis.weights import PATIENCE, why_unchanged
+from toolwise.types import ScoredRollout
+
+UNCHANGED = "weights_unchanged"
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What one look has changed."""
+
+    found: list[Finding] = field(default_factory=list)
+    withdrawn: list[Finding] = field(default_factory=list)
+    """Findings that a later step disproved."""
+
+
+@dataclass(slots=True)
+class Diagnosis:
+    """Everything found so far, and what it takes to go on after a resume."""
+
+    findings: list[Finding] = field(default_factory=list)
+    updated: bool | None = None
+    """Whether a weight of the actor has changed; None where it is not to train, or no step was seen."""
+    steps: int = 0
+    rollouts: int = 0
+    evidence: dict[str, str] = field(default_factory=dict)
+    """kind of symptom -> what every step so far has shown of it"""
+    healthy: list[str] = field(default_factory=list)
+    """Symptoms that some step did not have: they are looked for no more."""
+    weights: str = ""
+    """Checksum of the actor's trainable weights before the first step that was seen; "" once they have changed."""
+    why: list[str] = field(default_factory=list)
+    """Cause and cure of the weights not changing, by the latest step."""
+
+    def begin(self, findings: Sequence[Finding]) -> Changes:
+        """Takes what is known before the first step; gives everything found so far, also before a resume."""
+        for finding in findings:
+            self._add(finding)
+        return Changes(list(self.findings))
+
+    def before_step(self, config: RunConfig, checksum: Callable[[], str]) -> None:
+        if config.router.train_actor and self.updated is None:
+            self.updated, self.weights = False, checksum()
+
+    def after_step(
+        self,
+        config: RunConfig,
+        step: int,
+        scored: Sequence[ScoredRollout],
+        metrics: Mapping[str, float],
+        checksum: Callable[[], str],
+    ) -> Changes:
+        """Looks at what a step produced. `checksum` is asked only until the weights have changed."""
+        self.steps += 1
+        self.rollouts += len(scored)
+        changes = Changes()
+        found = [prompt_too_long(scored, f"step {step}", step)]
+        for symptom in SYMPTOMS:
+            if symptom.kind in self.healthy:
+                continue
+            seen = symptom.evidence(scored)
+            if seen is None or self.evidence.setdefault(symptom.kind, seen) != seen:
+                self.healthy.append(symptom.kind)
+                changes.withdrawn.extend(self._withdraw(symptom.kind))
+            elif self.steps == FIRST_STEPS:
+                found.append(Finding(symptom.kind, *symptom.explain(seen, self.rollouts, config), step))
+        if self.updated is False:
+            if metrics.get("actor/update_norm") and checksum() != self.weights:
+                self.updated, self.weights, self.why = True, "", []
+                changes.withdrawn.extend(self._withdraw(UNCHANGED))
+            else:
+                self.why = list(why_unchanged(config, scored, metrics))
+                found.append(self._unchanged(step) if self.steps >= PATIENCE else None)
+        changes.found.extend(finding for finding in found if finding is not None and self._add(finding))
+        return changes
+
+    def after_validation(self, step: int, scored: Sequence[ScoredRollout]) -> Changes:
+        return self._added(prompt_too_long(scored, f"the validation at step {step}", step))
+
+    def end(self, step: int) -> Changes:
+        """At the end of a run: weights that never changed are a finding however short it was."""
+        return self._added(self._unchanged(step) if self.updated is False and self.steps else None)
+
+    def _unchanged(self, step: int) -> Finding:
+        cause, cure = self.why
+        steps = f"{self.steps} steps" if self.steps != 1 else "1 step"
+        return Finding(UNCHANGED, f"No weight of the actor has changed in {steps}: {cause}", cure, step)
+
+    def _added(self, finding: Finding | None) -> Changes:
+        return Changes([finding] if finding is not None and self._add(finding) else [])
+
+    def _add(self, finding: Finding) -> bool:
+        """Whether it is the first of its kind, which stands."""
+        if any(known.kind == finding.kind for known in self.findings):
+            return False
+        self.findings.append(finding)
+        return True
+
+    def _withdraw(self, kind: str) -> list[Finding]:
+        gone = [finding for finding in self.findings if finding.kind == kind]
+        self.findings = [finding for finding in self.findings if finding.kind != kind]
+        return gone
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for part in fields(self):
+            if part.name in state:
+                setattr(self, part.name, state[part.name])
+        self.findings = [Finding(**finding) for finding in state.get("findings", [])]

@@ -1,0 +1,96 @@
+"""Signs in a step's rollouts that nothing can be learned, each a small function of them.
+
+A symptom counts only where every one of the first steps shows it: one unlucky step is no finding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from toolwise.config import RunConfig
+from toolwise.diagnosis.finding import Finding
+from toolwise.types import Rollout, ScoredRollout, StopReason
+
+FIRST_STEPS = 3
+"""Steps after which a symptom that all of them had is a finding."""
+NEARLY_ALL = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Symptom:
+    """`evidence` of one step, None where it is healthy; `explain` it once all the first steps gave the same."""
+
+    kind: str
+    evidence: Callable[[Sequence[ScoredRollout]], str | None]
+    explain: Callable[[str, int, RunConfig], tuple[str, str]]
+    """(evidence, rollouts so far, settings) -> cause, cure"""
+
+
+def _equal_rewards(scored: Sequence[ScoredRollout]) -> str | None:
+    counted = [s for s in scored if s.trainable]
+    rewards = {(s.score, *(step.base_reward for step in s.steps if step.base_reward is not None)) for s in counted}
+    return repr(counted[0].score) if len(counted) > 1 and len(rewards) == 1 else None
+
+
+def _explain_equal_rewards(score: str, rollouts: int, config: RunConfig) -> tuple[str, str]:
+    return (
+        f"All {rollouts} rollouts of the first {FIRST_STEPS} steps have the same reward, {score}: there is nothing to "
+        "prefer",
+        "Read some of them in rollouts/, and try the reward on them with `toolwise check reward`; if it is right, take "
+        f"tasks that the model sometimes solves, or raise rollout.temperature (now {config.rollout.temperature:g})",
+    )
+
+
+def _cut(scored: Sequence[ScoredRollout]) -> str | None:
+    acted = [s.rollout for s in scored if s.rollout.steps]
+    return "cut" if acted and sum(map(_is_cut, acted)) >= NEARLY_ALL * len(acted) else None
+
+
+def _is_cut(rollout: Rollout) -> bool:
+    return (rollout.steps[-1].policy_logprobs or {}).get("finish_reason") == "length"
+
+
+def _explain_cut(_: str, rollouts: int, config: RunConfig) -> tuple[str, str]:
+    return (
+        f"Nearly all of the {rollouts} rollouts of the first {FIRST_STEPS} steps were cut off in mid-reply, after "
+        f"rollout.max_new_tokens = {config.rollout.max_new_tokens} tokens: the reward never saw a whole answer",
+        "Raise rollout.max_new_tokens, or ask for short replies in the prompt; a model that never ends its turn needs "
+        "`toolwise sft` first",
+    )
+
+
+def _faults(scored: Sequence[ScoredRollout]) -> str | None:
+    bad = (StopReason.POLICY_FAULT, StopReason.ENV_FAULT, StopReason.DEADLINE)
+    return "faults" if scored and all(s.rollout.stop_reason in bad for s in scored) else None
+
+
+def _explain_faults(_: str, rollouts: int, config: RunConfig) -> tuple[str, str]:
+    return (
+        f"All {rollouts} rollouts of the first {FIRST_STEPS} steps ended by a fault of the model, the world or a tool, "
+        f"or at their deadline (rollout.deadline_s = {config.rollout.deadline_s:g})",
+        "`stop_reason` and `fault` in rollouts/step-000001.jsonl say which: put that right, or raise the deadline",
+    )
+
+
+SYMPTOMS = (
+    Symptom("constant_reward", _equal_rewards, _explain_equal_rewards),
+    Symptom("replies_cut", _cut, _explain_cut),
+    Symptom("episodes_failed", _faults, _explain_faults),
+)
+
+
+def prompt_too_long(scored: Sequence[ScoredRollout], what: str, step: int) -> Finding | None:
+    """Never right, so that one prompt is enough."""
+    bad = [s.rollout for s in scored if s.rollout.stop_reason is StopReason.PROMPT_TOO_LONG]
+    if not bad:
+        return None
+    tasks = len({r.task.task_id for r in bad}), len({s.rollout.task.task_id for s in scored})
+    return Finding(
+        "prompt_too_long",
+        f"{len(bad)} of {len(scored)} rollouts of {what} ({tasks[0]} of {tasks[1]} tasks) sampled nothing and have no "
+        f"score: {(bad[0].fault or 'the prompt does not fit the context').partition(': shorten')[0]} "
+        f"(task {bad[0].task.task_id})",
+        "Shorten or drop such prompts, lower rollout.max_new_tokens, or take a model with a longer context",
+        step,
+    )

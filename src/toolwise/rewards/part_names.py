@@ -1,0 +1,60 @@
+"""Names of a reward's parts, as metrics, records and reports have them: short, unique, and without a path."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from itertools import count
+from pathlib import PurePath
+from typing import Any
+
+from toolwise.errors import ConfigError
+from toolwise.rewards.function import Reward
+
+Source = str | Callable[..., Any] | Reward
+
+
+def part_names(sources: Sequence[Source], given: Sequence[str] = ()) -> list[str]:
+    """One name for each source (a reference, a function or a `Reward`), in order; `given` ones come first ("": none).
+
+    A part without a name takes its function's; where several share that, it is `module:function`, then numbered.
+    """
+    names = [*given, *[""] * (len(sources) - len(given))]
+    twice = [name for name, times in Counter(filter(None, names)).items() if times > 1]
+    if twice:
+        raise ConfigError(f"reward.parts: two of them have the name {twice[0]!r}; give each its own")
+    shared = Counter(_function_of(source) for source, name in zip(sources, names, strict=True) if not name)
+    taken = set(filter(None, names))
+    for place, source in enumerate(sources):
+        if not names[place]:
+            short = _function_of(source)
+            names[place] = _free(short if shared[short] == 1 else _with_module(source), taken)
+            taken.add(names[place])
+    return names
+
+
+def _function_of(source: Source) -> str:
+    module, function = _split(source)
+    return function or module
+
+
+def _with_module(source: Source) -> str:
+    module, function = _split(source)
+    return f"{module}:{function}" if module and function else function or module
+
+
+def _split(source: Source) -> tuple[str, str]:
+    """The last part of a module or file, and the function where the source says which."""
+    if isinstance(source, Reward):
+        source = source.reference or source.function or source.name
+    if not isinstance(source, str):
+        name = str(getattr(source, "__name__", type(source).__name__))
+        return source.__module__.rpartition(".")[2], name
+    place, _, function = ("", "", "") if source.endswith(".py") else source.rpartition(":")
+    home = place or source
+    return PurePath(home).stem if home.endswith(".py") else home.rpartition(".")[2], function if place else ""
+
+
+def _free(name: str, taken: Collection[str]) -> str:
+    numbered = (f"{name}-{number}" for number in count(2))
+    return name if name not in taken else next(found for found in numbered if found not in taken)

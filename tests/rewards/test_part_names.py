@@ -1,0 +1,50 @@
+"""Names of a reward's parts: the function's, told apart where two share it, and never a path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from toolwise.config import RewardConfig, RunConfig
+from toolwise.errors import ConfigError
+from toolwise.rewards.earned import earned_reward
+from toolwise.rewards.function import Reward
+from toolwise.rewards.part_names import part_names
+from toolwise.settings import build
+
+
+def right(messages: Any, ground_truth: Any) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("sources", "given", "names"),
+    [
+        (["/home/me/my_rewards.py:score"], [], ["score"]),
+        (["my_rewards.py"], [], ["my_rewards"]),
+        (["toolwise.rewards.gsm8k:gsm8k_reward", "toolwise.rewards.judge"], [], ["gsm8k_reward", "judge"]),
+        (["env", "tools", right], [], ["env", "tools", "right"]),
+        ([earned_reward("env"), Reward.of(right)], [], ["env", "right"]),
+        (["a/mine.py:score", "b/yours.py:score"], [], ["mine:score", "yours:score"]),
+        (["a/mine.py:score", "b/mine.py:score"], [], ["mine:score", "mine:score-2"]),
+        (["a/mine.py:score"] * 3, ["", "score", ""], ["mine:score", "score", "mine:score-2"]),
+        (["a.py:score", "b.py:score"], ["first"], ["first", "score"]),
+        (["a.py:score", "b.py:length"], ["length"], ["length", "length-2"]),
+        ([], [], []),
+    ],
+)
+def test_names(sources: list[Any], given: list[str], names: list[str]) -> None:
+    assert part_names(sources, given) == names
+
+
+def test_one_name_twice_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="two of them have the name 'a'; give each its own"):
+        part_names(["x:f", "y:g"], ["a", "a"])
+
+
+def test_a_name_is_no_path() -> None:
+    part = {"function": "a.py:f", "name": "some/path"}
+    with pytest.raises(ConfigError, match=r"reward\.parts"):
+        build(RunConfig, {"reward": {"parts": [part]}}, source="config")
+    assert RewardConfig.model_validate({"parts": [{**part, "name": "is-right"}]}).parts[0].name == "is-right"

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,7 +21,7 @@ from toolwise.types import Task
 
 if TYPE_CHECKING:
     from toolwise.run import Run
-    from toolwise.scoring import Source
+    from toolwise.scoring import Sources
     from toolwise.training import RunResult
 
 log = logging.getLogger("toolwise")
@@ -36,8 +37,8 @@ def train(
     model: str | Path | None = None,
     tasks: Tasks | None = None,
     val: Tasks | None = None,
-    tools: Sequence[Any] | None = None,
-    reward: Source | None = None,
+    tools: Sequence[Any] | Callable[..., Any] | None = None,
+    reward: Sources | None = None,
     out: str | Path | None = None,
     resume: bool = False,
     overrides: Sequence[str] = (),
@@ -46,7 +47,8 @@ def train(
 
     `config` is a file, a nested mapping or a `RunConfig`; the other arguments take the place of what it says.
     `tasks` and `val` are files, `Task`s, or rows such as {"prompt": "…", "ground_truth": "…"}; `tools` are plain typed
-    functions, tools, or names; `overrides` are strings such as "actor.lr=1e-5".
+    functions, tools, or names, in a list or one alone; `reward` is a function, or a list of functions (or of pairs with
+    a weight) whose scores are added; `overrides` are strings such as "actor.lr=1e-5".
     """
     _not_in_worker("train")
     from toolwise.run import assemble, check_learnable
@@ -71,8 +73,8 @@ def evaluate(
     tasks: Tasks,
     *,
     config: Config | None = None,
-    tools: Sequence[Any] | None = None,
-    reward: Source | None = None,
+    tools: Sequence[Any] | Callable[..., Any] | None = None,
+    reward: Sources | None = None,
     overrides: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Score a model on tasks, one rollout each, and learn nothing. Gives the figures that a run's summary has."""
@@ -119,6 +121,7 @@ def sft(
     `settings` are those of `toolwise.learner.supervised.SupervisedSettings`.
     """
     _not_in_worker("sft")
+    check_model(model)
     from toolwise.teaching import teach_model
 
     return teach_model(str(model), data, Path(out), settings)
@@ -134,6 +137,7 @@ def _not_in_worker(name: str) -> None:
 
 
 def read_config(config: Config | None, overrides: Sequence[str] = (), model: str | Path | None = None) -> RunConfig:
+    check_model(model)
     quoted = json.dumps(str(model), ensure_ascii=False)  # as TOML quotes too
     more = [*overrides, *([f"model.path={quoted}"] if model is not None else [])]
     if isinstance(config, str | Path):
@@ -142,6 +146,15 @@ def read_config(config: Config | None, overrides: Sequence[str] = (), model: str
         config.model_dump(mode="json", exclude_none=True) if isinstance(config, RunConfig) else dict(config or {})
     )
     return build(RunConfig, apply_overrides(settings, more), source="config")
+
+
+def check_model(model: Any) -> None:
+    """A model is given by its folder: runs record it, and other processes load it."""
+    if model is not None and not isinstance(model, str | PathLike):
+        raise ConfigError(
+            f"model is a {type(model).__name__} object: save it and its tokenizer with "
+            'save_pretrained("folder") first, and give model="folder"'
+        )
 
 
 def read_tasks(tasks: Tasks | None, what: str) -> list[Task] | None:

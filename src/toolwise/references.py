@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from toolwise.errors import ConfigError
+from toolwise.errors import ConfigError, RewardError
 
 WORKER = "TOOLWISE_WORKER"
 """Set in the environment of worker processes, which load other people's files again."""
@@ -42,7 +42,7 @@ def load_module(place: str, *, what: str) -> ModuleType:
     """A module by dotted name or by file."""
     try:
         return _load_file(place, what) if place.endswith(".py") else importlib.import_module(place)
-    except ConfigError:
+    except (ConfigError, RewardError):
         raise
     except ModuleNotFoundError as fault:
         raise ConfigError(f"{what}: cannot import {place!r} ({fault}); or write path/to/file.py:name") from fault

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 from toolwise.config import RewardConfig, SandboxConfig
@@ -16,6 +17,8 @@ from toolwise.sandbox.targets import reference_of
 from toolwise.types import EvaluateResult, Rollout, Task
 
 Source = str | Callable[..., Any] | Reward
+Sources = Source | list[Any] | tuple[Any, ...]
+"""One reward, or several whose scores are added, each alone or as (reward, weight)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +51,12 @@ class Scoring:
             self.sandbox.close()
 
 
-def build_scoring(config: RewardConfig, given: Source | None = None) -> Scoring:
-    """The reward given in Python, or the parts, or the one function that the configuration names."""
+def build_scoring(config: RewardConfig, given: Sources | None = None) -> Scoring:
+    """The reward or rewards given in Python, or the parts, or the one function that the configuration names."""
     sources: list[tuple[Source, dict[str, Any], float]]
-    if given is not None:
+    if isinstance(given, list | tuple):
+        sources = _several(given, config.kwargs)
+    elif given is not None:
         sources = [(given, config.kwargs, 1.0)]
     elif config.parts and config.function:
         raise ConfigError("reward.function and reward.parts are both given: make the function one of the parts")
@@ -69,7 +74,44 @@ def build_scoring(config: RewardConfig, given: Source | None = None) -> Scoring:
         if sandbox is not None:
             sandbox.close()
         raise
-    return Scoring(Rewards(tuple(parts), config.combine), sandbox)
+    return Scoring(Rewards(_told_apart(parts), config.combine), sandbox)
+
+
+def _several(given: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[Source, dict[str, Any], float]]:
+    """`[a, b]`, `[(a, 0.5), "file.py:b"]`, or one pair alone."""
+    if _is_pair(given):
+        given = [given]
+    if not given:
+        raise ConfigError("reward is an empty list: give at least one function")
+    if kwargs and len(given) > 1:
+        raise ConfigError(
+            "reward.kwargs belongs to one reward, and several are given: give each its own with Reward.of(f, {…}), or "
+            "as [[reward.parts]] in the configuration"
+        )
+    pairs = [one if _is_pair(one) else (one, 1.0) for one in given]
+    for source, _ in pairs:
+        if not isinstance(source, str | Reward) and not callable(source):
+            raise ConfigError(
+                f"reward: a part is a {type(source).__name__}; give functions, references such as file.py:name, or "
+                "(function, weight)"
+            )
+    return [(source, dict(kwargs), float(weight)) for source, weight in pairs]
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Real)
+
+
+def _told_apart(parts: Sequence[Weighted]) -> tuple[Weighted, ...]:
+    """Each under a name of its own, since parts are metrics by their names: `score`, `score_2`."""
+    names: dict[str, int] = {}
+    out: list[Weighted] = []
+    for part in parts:
+        name = part.reward.name
+        names[name] = names.get(name, 0) + 1
+        own = name if names[name] == 1 else f"{name}_{names[name]}"
+        out.append(part if own == name else replace(part, reward=replace(part.reward, name=own)))
+    return tuple(out)
 
 
 def _sandbox(config: SandboxConfig) -> Sandbox:
@@ -120,7 +162,7 @@ def _home_of(source: Source) -> str:
 
 
 def _check_arguments(reward: Reward, tasks: Sequence[Task]) -> None:
-    needed = reward.signature.missing({"step", *reward.kwargs})
+    needed = reward.signature.missing({"step", "prompt_length", *reward.kwargs})
     if not needed or not tasks:
         return
     if reward.mode == "batch":  # a batch gets every column that any of its tasks has

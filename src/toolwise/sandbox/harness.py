@@ -23,7 +23,7 @@ from toolwise.sandbox.layers.denials import explain
 from toolwise.types import EvaluateResult
 
 Plain = dict[str, Any]
-_dump: Callable[..., str] = EvaluateResult.model_dump_json
+_dump: Callable[..., bytes] = EvaluateResult.__pydantic_serializer__.to_json  # leaves out what a subclass adds
 _format = tracebacks.format_exception
 _message = Message.model_validate
 _SHOWN_FRAMES = 8
@@ -93,7 +93,7 @@ async def _awaited(value: Any) -> Any:
 def plain_result(result: EvaluateResult) -> Plain:
     """As data; subclasses that lie about themselves are asked through the class they claim to be."""
     try:
-        return {"result": _dump(result)}
+        return {"result": _dump(result).decode()}
     except Exception as fault:
         return {"fault": {"kind": "bad_type", "message": printable(f"the result is no JSON: {say(fault)}", 500)}}
 

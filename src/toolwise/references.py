@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from toolwise.errors import ConfigError, RewardError
+from toolwise.siblings import siblings_of
 
 WORKER = "TOOLWISE_WORKER"
 """Set in the environment of worker processes, which load other people's files again."""
@@ -67,6 +68,7 @@ def _load_file(source: str, what: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{what}: {source!r} cannot be loaded as Python")
     module = importlib.util.module_from_spec(spec)
+    vars(module)["__builtins__"] = siblings_of(path).builtins
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)

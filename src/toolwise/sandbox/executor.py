@@ -41,7 +41,13 @@ class SandboxExecutor:
         reference = _reference(reward)
         given: dict[str, Any] = {"step": step}
         calls = [
-            pack(r.messages, r.task.ground_truth, {**given, **r.task.reward_kwargs, **reward.kwargs}) for r in rollouts
+            pack(
+                r.messages,
+                r.task.ground_truth,
+                {**given, "prompt_length": r.prompt_length, **r.task.reward_kwargs, **reward.kwargs},
+            )
+            | {"label": f"step {step}, {r.rollout_id}"}
+            for r in rollouts
         ]
         if reward.mode == "group":
             return await self._evaluate_groups(reference, rollouts, calls)
@@ -49,7 +55,7 @@ class SandboxExecutor:
         if reward.mode == "batch":
             columns = sorted({name for r in rollouts for name in r.task.reward_kwargs})
             by_column = {name: [r.task.reward_kwargs.get(name) for r in rollouts] for name in columns}
-            batch = {**given, **by_column, **reward.kwargs}
+            batch = {**given, "prompt_length": [r.prompt_length for r in rollouts], **by_column, **reward.kwargs}
         return await self._run(reference, calls, batch)
 
     async def _evaluate_groups(

@@ -17,6 +17,7 @@ from pathlib import Path
 from toolwise.sandbox.faults import SandboxError, WorkerFault
 from toolwise.sandbox.layers.bubblewrap import View, outside_of, worker_view
 from toolwise.sandbox.layers.hardening import Plan
+from toolwise.sandbox.output import Printed
 from toolwise.sandbox.processes import Process, remove_folder, start_process
 from toolwise.sandbox.targets import Target, readable_folders, within
 from toolwise.sandbox.worker import Worker
@@ -31,6 +32,8 @@ class Pool:
     def __init__(self, plan: Plan, *, workers: int, max_calls: int, timeout_s: float, require: bool) -> None:
         self._plan, self._max_calls, self._timeout_s, self._require = plan, max_calls, timeout_s, require
         self.workers = workers
+        self.printed: Printed | None = None
+        """Is told what user code prints."""
         self._start_over()
 
     def _start_over(self) -> None:
@@ -78,7 +81,7 @@ class Pool:
         if process is None:
             with self._lock:
                 process = self._process(target)
-        worker = Worker(process, self._plan_for(target, process))
+        worker = Worker(process, self._plan_for(target, process), self._tell)
         with self._lock:
             self._busy.add(worker)
         try:
@@ -94,6 +97,10 @@ class Pool:
         finally:
             self._have_spare(target)
         return worker
+
+    def _tell(self, label: str, text: str) -> None:
+        if self.printed is not None:
+            self.printed(label, text)
 
     def _fits(self, process: Process, target: Target) -> bool:
         """Whether a process that is up already can serve `target`: in namespaces it sees one function's files only."""

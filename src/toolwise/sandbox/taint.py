@@ -62,6 +62,10 @@ class Snapshot:
         _clear_timer(_signal.ITIMER_VIRTUAL, 0)
         _clear_timer(_signal.ITIMER_PROF, 0)
         _collect()
+        self.flush()
+
+    def flush(self) -> None:
+        """Lets out what was printed."""
         for flush in self._flush:
             with suppress(Exception):
                 flush()

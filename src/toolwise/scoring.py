@@ -12,6 +12,7 @@ from toolwise.errors import ConfigError, RewardError
 from toolwise.rewards.combine import Rewards, Weighted
 from toolwise.rewards.earned import EARNED, earned_reward
 from toolwise.rewards.function import Reward
+from toolwise.rewards.printed import Printed
 from toolwise.sandbox import RewardExecutor, Sandbox
 from toolwise.sandbox.targets import reference_of
 from toolwise.types import EvaluateResult, Rollout, Task
@@ -32,6 +33,11 @@ class Scoring:
     async def evaluate(self, rollouts: Sequence[Rollout], *, step: int) -> list[EvaluateResult]:
         """One result a rollout, in order."""
         return await self.rewards.evaluate(RewardExecutor(self.sandbox), rollouts, step=step)
+
+    def tell_prints(self, printed: Printed | None) -> None:
+        """Has `printed` told what the functions print from now on."""
+        if self.sandbox is not None:
+            self.sandbox.printed = printed
 
     def check(self, tasks: Sequence[Task]) -> None:
         """Whether every function gets the arguments that it cannot do without."""

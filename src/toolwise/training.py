@@ -25,6 +25,7 @@ from toolwise.evaluation import validate
 from toolwise.loop import Turn, train_step
 from toolwise.placing import place_paths
 from toolwise.records import record_of, write_records, write_whole
+from toolwise.rewards.printed import PrintedLog
 from toolwise.run import Run
 from toolwise.settings import to_toml
 from toolwise.summary import summarize_validation, validation_metrics
@@ -58,6 +59,7 @@ class Training:
         except BaseException:
             self._lock.release()
             raise
+        run.scoring.tell_prints(PrintedLog(out / "logs" / "reward.log"))
         self.metrics = JsonlTracker(out / "metrics.jsonl")
         self.console: ConsoleTracker | None = None
         if run.config.trainer.console:

@@ -225,7 +225,7 @@ class Rollout:
         """How many of `messages` came before the first step: a prompt may hold replies of the assistant too."""
         turns = [place for place, message in enumerate(self.messages) if message.role == "assistant"]
         acted = min(len(self.steps), len(turns))
-        return turns[-acted] if acted else len(self.messages)
+        return turns[-acted] if acted else min(len(self.task.prompt), len(self.messages))
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,8 @@ from toolwise.siblings import siblings_of
 from toolwise.types import EvaluateResult
 
 Plain = dict[str, Any]
-_dump: Callable[..., bytes] = EvaluateResult.__pydantic_serializer__.to_json  # leaves out what a subclass adds
+_dump: Callable[..., str] = EvaluateResult.model_dump_json
+_dump_base: Callable[..., bytes] = EvaluateResult.__pydantic_serializer__.to_json  # leaves out what a subclass adds
 _format = tracebacks.format_exception
 _message = Message.model_validate
 _SHOWN_FRAMES = 8
@@ -110,7 +111,7 @@ async def _awaited(value: Any) -> Any:
 def plain_result(result: EvaluateResult) -> Plain:
     """As data; subclasses that lie about themselves are asked through the class they claim to be."""
     try:
-        return {"result": _dump(result).decode()}
+        return {"result": _dump(result) if type(result) is EvaluateResult else _dump_base(result).decode()}
     except Exception as fault:
         return {"fault": {"kind": "bad_type", "message": printable(f"the result is no JSON: {say(fault)}", 500)}}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,9 +17,6 @@ KEPT = 16 * 1024
 """Bytes of what one call prints; the rest is read, so that it never waits for us, and counted."""
 call_at: ContextVar[int] = ContextVar("call_at", default=-1)
 """In a worker: the position of the call that runs, -1 while its code is loaded."""
-
-Printed = Callable[[str, str], None]
-"""Is told a label and a text."""
 
 _MARK = re.compile(rb"\x1e(\d{1,6})\x1f")
 _TORN_MARK = re.compile(rb"\x1e\d{0,6}\Z")

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from toolwise.errors import RewardError
+from toolwise.rewards.printed import Printed
 from toolwise.rewards.signature import Signature
 from toolwise.sandbox.answers import pack, read_answer
 from toolwise.sandbox.calls import OVERLAPPING, run_batch, run_pointwise
@@ -26,7 +27,6 @@ from toolwise.sandbox.frames import encode
 from toolwise.sandbox.harness import Harness, Plain, plain_fault
 from toolwise.sandbox.layers.denials import EVERYTHING
 from toolwise.sandbox.layers.hardening import LAYERS, Plan, Tier
-from toolwise.sandbox.output import Printed
 from toolwise.sandbox.overlap import run_overlapping
 from toolwise.sandbox.pool import Pool
 from toolwise.sandbox.report import Report, probe
@@ -91,8 +91,13 @@ class Sandbox:
         if self.require and not report.complete:
             raise SandboxError(f"{report} (require=True)")
 
-    def tell_prints(self, printed: Printed | None) -> None:
-        """Has `printed` called with a label and a text for each call that prints, from whichever thread it ran in."""
+    @property
+    def printed(self) -> Printed | None:
+        """Is told what functions print: a label and a text for each call, from whichever thread it ran in."""
+        return self._pool.printed
+
+    @printed.setter
+    def printed(self, printed: Printed | None) -> None:
         self._pool.printed = printed
 
     def report(self) -> Report:

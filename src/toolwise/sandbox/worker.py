@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
+from toolwise.rewards.printed import Printed
 from toolwise.rewards.signature import Signature
 from toolwise.sandbox import frames
 from toolwise.sandbox.faults import SandboxError, WorkerFault, read_fault
 from toolwise.sandbox.layers.hardening import MEBIBYTE, Plan
-from toolwise.sandbox.output import Output, Printed
+from toolwise.sandbox.output import Output
 from toolwise.sandbox.processes import Process, remove_folder
 from toolwise.sandbox.targets import Target
 from toolwise.sandbox.usage import overfilled

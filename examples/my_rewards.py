@@ -4,13 +4,14 @@ from toolwise import EvaluateResult, MetricResult, StepOutput, reward_function
 
 
 @reward_function
-def right_and_thrifty(messages, ground_truth, price_per_call=0.1):
-    """Pointwise: one rollout at a time. `price_per_call` comes from `reward.kwargs` in the configuration.
+def right_and_thrifty(messages, ground_truth, price_per_call=0.1, prompt_length=0):
+    """Pointwise: one rollout at a time. `price_per_call` comes from `reward.kwargs` in the configuration; the run says
+    how many messages the prompt had, whose replies are not the policy's.
 
     The score is the rollout's total: the prices of its steps are in it.
     """
     correct = float(ground_truth in (messages[-1].content or ""))
-    replies = [m for m in messages if m.role == "assistant"]
+    replies = [m for m in messages[prompt_length:] if m.role == "assistant"]
     calls = [len(reply.tool_calls or []) for reply in replies]
     return EvaluateResult(
         score=correct - price_per_call * sum(calls),

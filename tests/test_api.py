@@ -195,3 +195,37 @@ def test_what_is_raised_inside_comes_out_with_or_without_a_loop() -> None:
         run_async(fail())
     with pytest.raises(ValueError, match="inside"):
         asyncio.run(fail_within())
+
+
+def chatty(messages: list[Any], ground_truth: Any) -> bool:
+    print("asked for", ground_truth)
+    return str(ground_truth) in (messages[-1]["content"] or "")
+
+
+def test_a_list_of_rewards_one_tool_alone_and_prints_in_the_folder(tmp_path: Path) -> None:
+    found = toolwise.train(SMALL, tasks=ROWS, tools=calculator, reward=[right, (chatty, 0.5)], out=tmp_path / "run")
+    records = [json.loads(line) for line in (found.out / "rollouts" / "step-000001.jsonl").read_text().splitlines()]
+    assert {tuple(sorted(record["metrics"])) for record in records} == {("chatty", "right")}
+    printed = (found.out / "logs" / "reward.log").read_text().splitlines()
+    assert {line.partition("] ")[0] for line in printed} == {f"[step 0, {record['rollout_id']}" for record in records}
+    assert all("asked for " in line for line in printed)
+
+
+def test_a_model_in_memory_is_told_how_to_become_a_folder(tmp_path: Path) -> None:
+    import torch
+
+    class Tokenizer:
+        def save_pretrained(self, folder: str) -> None: ...
+
+    for given in (torch.nn.Linear(1, 1), Tokenizer()):
+        for work in (
+            lambda given=given: toolwise.train(SMALL, model=given, tasks=ROWS, reward=right, out=tmp_path / "run"),
+            lambda given=given: toolwise.evaluate(given, ROWS, reward=right),
+            lambda given=given: toolwise.sft(given, [], tmp_path / "taught"),
+        ):
+            with pytest.raises(
+                ConfigError, match=r'save_pretrained\("folder"\) first, and give model="folder"'
+            ) as caught:
+                work()
+            assert f"model is a {type(given).__name__} object" in str(caught.value)
+    assert not (tmp_path / "run").exists()

@@ -174,3 +174,58 @@ def test_as_messages_copies_no_prefix_and_reads_dictionaries() -> None:
 def test_as_messages_refuses_what_is_no_list(wrong: Any) -> None:
     with pytest.raises(ValueError, match="expected a list of messages"):
         as_messages(wrong)
+
+
+# Read as mappings: the habits of people who come with OpenAI's dictionaries.
+
+
+def with_call() -> Message:
+    call = ToolCall(id="call_7", name="add", arguments={"a": 1})
+    return Message(role="assistant", content=None, tool_calls=[call])
+
+
+def test_a_message_reads_as_the_dictionary_that_it_stands_for() -> None:
+    message = Message(role="user", content="hi")
+    assert message["content"] == "hi" == message.get("content")
+    assert message["role"] == "user"
+    assert dict(message) == {**message} == {"role": "user", "content": "hi"} == message.to_openai()
+    assert "content" in message
+    assert "tool_calls" not in message
+    assert message.get("tool_calls", []) == []
+    assert message["tool_calls"] is None  # as the attribute is
+
+
+def test_a_call_reads_in_openais_nested_form_and_in_ours() -> None:
+    call = with_call()["tool_calls"][0]
+    assert call["function"]["name"] == call["name"] == "add"
+    assert json.loads(call["function"]["arguments"]) == call["arguments"] == {"a": 1}
+    assert (call["id"], call["type"], call.get("function")["name"]) == ("call_7", "function", "add")
+    assert dict(call) == call.to_openai()
+    assert "function" in call
+    assert "name" in call
+    assert "missing" not in call
+
+
+@pytest.mark.parametrize(
+    ("key", "said"), [("contnet", "did you mean 'content'"), ("reward", "there are content, name, role")]
+)
+def test_a_missing_key_says_what_there_is(key: str, said: str) -> None:
+    with pytest.raises(KeyError, match=f"a Message has no '{key}'; {said}"):
+        Message(role="user", content="hi")[key]
+    assert Message(role="user", content="hi").get(key) is None
+
+
+def test_a_missing_key_of_a_call_says_so_too() -> None:
+    call = with_call()["tool_calls"][0]
+    with pytest.raises(KeyError, match="did you mean 'function'"):
+        call["functoin"]
+    with pytest.raises(KeyError, match="did you mean 'arguments'"):
+        call["function"]["argument"]
+
+
+def test_messages_stay_what_they_were() -> None:
+    message = with_call()
+    assert Message.model_validate(message.model_dump()) == message
+    assert pickle.loads(pickle.dumps(message)) == message
+    assert message.model_copy(deep=True) == message
+    assert Message.trusted("user", "hi")["content"] == "hi"

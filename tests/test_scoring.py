@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import subprocess
@@ -205,3 +206,53 @@ def test_a_rollout_without_an_answer_is_not_scored(stop: StopReason, built: list
     assert (before.score, before.counts, before.error) == (None, False, None)
     assert before.reason == f"not scored, the agent never acted: {stop.value}: too long"
     assert asyncio.run(scoring.evaluate([silent], step=0)) == [before]
+
+
+def half(messages: Any, ground_truth: Any) -> float:
+    return 0.5
+
+
+def test_a_list_of_rewards_is_their_sum(built: list[Scoring], tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("def half(messages, ground_truth):\n    return 0.25\n")
+    scoring = scoring_of(built, [half, (half, 2.0), f"{tmp_path / 'r.py'}:half"])
+    [result] = results(scoring)
+    assert result.score == 0.5 + 1.0 + 0.25
+    assert {name: metric.score for name, metric in result.metrics.items()} == {
+        "test_scoring:half": 0.5,
+        "test_scoring:half-2": 0.5,
+        "r:half": 0.25,
+    }
+    assert results(scoring_of(built, (half, 3.0)))[0].score == 1.5
+    assert results(scoring_of(built, [half], sandbox={"tier": "off"}))[0].score == 0.5
+
+
+def test_a_list_that_makes_no_rewards_is_refused() -> None:
+    for given, said in (
+        ([], "empty list"),
+        ([half, 3], "a part is a int"),
+        ([(half, "much")], "a part is a tuple"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            build_scoring(RewardConfig(), given)
+    with pytest.raises(ConfigError, match=r"reward\.kwargs belongs to one reward"):
+        build_scoring(RewardConfig(kwargs={"price": 1.0}), [half, score])
+
+
+def test_prints_are_told_with_their_step_and_rollout(built: list[Scoring], tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text(
+        "import logging, warnings\nprint('loaded')\n"
+        "def f(messages, ground_truth, n):\n"
+        "    print('printed', n); logging.warning('logged %s', n); warnings.warn(f'warned {n}')\n"
+        "    return 1.0\n"
+    )
+    told: list[tuple[str, str]] = []
+    scoring = scoring_of(built, function=f"{tmp_path / 'r.py'}:f")
+    scoring.tell_prints(lambda label, text: told.append((label, text)))
+    rollouts = [dataclasses.replace(rollout(task(i, n=i)), rollout_id=f"r{i}") for i in range(3)]
+    asyncio.run(scoring.evaluate(rollouts, step=4))
+    assert ("on import", "loaded\n") in told
+    texts = dict(told)
+    for number in range(3):
+        text = texts[f"step 4, r{number}"]
+        assert text.splitlines()[:2] == [f"printed {number}", f"WARNING:root:logged {number}"]
+        assert f"warned {number}" in text

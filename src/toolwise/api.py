@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import datetime
+from os import PathLike
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,7 +24,7 @@ from toolwise.types import Task
 
 if TYPE_CHECKING:
     from toolwise.run import Run
-    from toolwise.scoring import Source
+    from toolwise.scoring import Sources
     from toolwise.training import RunResult
 
 log = logging.getLogger("toolwise")
@@ -39,8 +40,8 @@ def train(
     model: str | Path | None = None,
     tasks: Tasks | None = None,
     val: Tasks | None = None,
-    tools: Sequence[Any] | None = None,
-    reward: Source | None = None,
+    tools: Sequence[Any] | Callable[..., Any] | None = None,
+    reward: Sources | None = None,
     env: str | Callable[..., Any] | None = None,
     out: str | Path | None = None,
     resume: bool = False,
@@ -50,8 +51,10 @@ def train(
 
     `config` is a file, a nested mapping or a `RunConfig`; the other arguments take the place of what it says.
     `tasks` and `val` are files, `Task`s, or rows such as {"prompt": "…", "ground_truth": "…"}; `tools` are plain typed
-    functions, tools, or names; `env` is a class, a function or a name; `overrides` are strings such as "actor.lr=1e-5".
-    All of it is recorded in the run's folder, so that `toolwise eval`, `resume`, `score` and `export` work on it.
+    functions, tools, or names, in a list or one alone; `reward` is a function, or a list of functions (or of pairs with
+    a weight) whose scores are added; `env` is a class, a function or a name; `overrides` are strings such as
+    "actor.lr=1e-5". All of it is recorded in the run's folder, so that `toolwise eval`, `resume`, `score` and `export`
+    work on it.
     """
     _not_in_worker("train")
     from toolwise.run import assemble, check_learnable
@@ -82,8 +85,8 @@ def train(
 def resume(
     run: str | Path,
     *,
-    tools: Sequence[Any] | None = None,
-    reward: Source | None = None,
+    tools: Sequence[Any] | Callable[..., Any] | None = None,
+    reward: Sources | None = None,
     env: str | Callable[..., Any] | None = None,
     overrides: Sequence[str] = (),
 ) -> RunResult:
@@ -104,8 +107,8 @@ def evaluate(
     tasks: Tasks,
     *,
     config: Config | None = None,
-    tools: Sequence[Any] | None = None,
-    reward: Source | None = None,
+    tools: Sequence[Any] | Callable[..., Any] | None = None,
+    reward: Sources | None = None,
     env: str | Callable[..., Any] | None = None,
     overrides: Sequence[str] = (),
 ) -> dict[str, Any]:
@@ -159,6 +162,7 @@ def sft(
     `settings` are those of `toolwise.learner.supervised.SupervisedSettings`.
     """
     _not_in_worker("sft")
+    check_model(model)
     from toolwise.teaching import teach_model
 
     return teach_model(str(model), data, Path(out), settings)
@@ -174,6 +178,7 @@ def _not_in_worker(name: str) -> None:
 
 
 def read_config(config: Config | None, overrides: Sequence[str] = (), model: str | Path | None = None) -> RunConfig:
+    check_model(model)
     quoted = json.dumps(str(model), ensure_ascii=False)  # as TOML quotes too
     more = [*overrides, *([f"model.path={quoted}"] if model is not None else [])]
     if isinstance(config, str | Path):
@@ -182,6 +187,15 @@ def read_config(config: Config | None, overrides: Sequence[str] = (), model: str
         config.model_dump(mode="json", exclude_none=True) if isinstance(config, RunConfig) else dict(config or {})
     )
     return build(RunConfig, apply_overrides(settings, more), source="config")
+
+
+def check_model(model: Any) -> None:
+    """A model is given by its folder: runs record it, and other processes load it."""
+    if model is not None and not isinstance(model, str | PathLike):
+        raise ConfigError(
+            f"model is a {type(model).__name__} object: save it and its tokenizer with "
+            'save_pretrained("folder") first, and give model="folder"'
+        )
 
 
 def read_tasks(tasks: Tasks | None, what: str) -> list[Task] | None:

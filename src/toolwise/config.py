@@ -155,7 +155,8 @@ class SandboxConfig(Section):
     memory_mb: PositiveInt = 1024
     """What a function may take beyond what its worker has anyway."""
     read: list[Path] = Field(default_factory=list)
-    """Files and folders that functions may read besides their own file and the installed packages."""
+    """Files and folders that functions may read besides their own file, the modules beside it that they import and
+    the installed packages."""
     permissions: list[Literal["network", "subprocess"]] = Field(default_factory=list)
     require: bool = False
     """Refuse to run where this machine gives less than the tier asks for."""

@@ -13,7 +13,47 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 T = TypeVar("T")
 
 
-class ToolCall(BaseModel):
+class _Mapping(BaseModel):
+    """A model that reads as the OpenAI dictionary it stands for: `message["content"]`, `.get`, `in`, `dict(message)`.
+
+    `keys` are those of the dictionary. `[]` also gives a field that it would leave out: None for the `tool_calls` of a
+    message without any.
+    """
+
+    def keys(self) -> list[str]:
+        raise NotImplementedError
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.keys()
+
+    def __getitem__(self, key: str) -> Any:
+        fields = type(self).model_fields
+        if key not in fields:
+            raise _no_key(type(self).__name__, key, {*self.keys(), *fields})
+        return getattr(self, key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        if key in self:
+            return self[key]
+        return default
+
+
+class _Function(dict[str, Any]):
+    """The `function` of a call in OpenAI's form."""
+
+    def __missing__(self, key: str) -> Any:
+        raise _no_key("function", key, self)
+
+
+def _no_key(what: str, key: object, known: Iterable[str]) -> KeyError:
+    import difflib  # here: it is needed only where something is wrong
+
+    close = difflib.get_close_matches(str(key), list(known), n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(sorted(known))}"
+    return KeyError(f"a {what} has no {key!r}; {hint}")
+
+
+class ToolCall(_Mapping):
     """One call of one tool. `arguments` stays a string where the model wrote something that is no JSON object."""
 
     model_config = ConfigDict(extra="forbid")
@@ -42,6 +82,19 @@ class ToolCall(BaseModel):
         text = self.arguments if isinstance(self.arguments, str) else json.dumps(self.arguments, ensure_ascii=False)
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": text}}
 
+    def keys(self) -> list[str]:
+        return ["id", "type", "function"]
+
+    def __contains__(self, key: object) -> bool:
+        return key in ("id", "type", "function", "name", "arguments")
+
+    def __getitem__(self, key: str) -> Any:
+        """OpenAI's nested form, where `arguments` is a string, beside `name` and `arguments` as they are here."""
+        if key not in ("type", "function"):
+            return super().__getitem__(key)
+        found = self.to_openai()[key]
+        return _Function(found) if key == "function" else found
+
 
 def parse_arguments(text: str) -> dict[str, Any] | str:
     """The JSON object in `text`, or `text` itself where it is none (bad calls are kept, not lost)."""
@@ -52,7 +105,7 @@ def parse_arguments(text: str) -> dict[str, Any] | str:
     return value if isinstance(value, dict) else text
 
 
-class Message(BaseModel):
+class Message(_Mapping):
     """One message. `content` may be None only where an assistant message is nothing but tool calls."""
 
     model_config = ConfigDict(extra="ignore")
@@ -109,6 +162,10 @@ class Message(BaseModel):
         if self.name is not None:
             out["name"] = self.name
         return out
+
+    def keys(self) -> list[str]:
+        others = [name for name in type(self).model_fields if name not in ("role", "content")]
+        return ["role", "content", *(name for name in others if getattr(self, name) not in (None, []))]
 
 
 _MESSAGE_FIELDS = set(Message.model_fields)

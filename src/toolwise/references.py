@@ -14,7 +14,8 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from toolwise.errors import ConfigError
+from toolwise.errors import ConfigError, RewardError
+from toolwise.siblings import siblings_of
 
 WORKER = "TOOLWISE_WORKER"
 """Set in the environment of worker processes, which load other people's files again."""
@@ -74,7 +75,7 @@ def load_module(place: str, *, what: str) -> ModuleType:
     """A module by dotted name or by file."""
     try:
         return _load_file(place, what) if place.endswith(".py") else importlib.import_module(place)
-    except ConfigError:
+    except (ConfigError, RewardError):
         raise
     except ModuleNotFoundError as fault:
         raise ConfigError(f"{what}: cannot import {place!r} ({fault}); or write path/to/file.py:name") from fault
@@ -99,6 +100,7 @@ def _load_file(source: str, what: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{what}: {source!r} cannot be loaded as Python")
     module = importlib.util.module_from_spec(spec)
+    vars(module)["__builtins__"] = siblings_of(path).builtins
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)

@@ -22,13 +22,13 @@ from toolwise.protocols import AdvantageEstimator, AgentPolicy, Sampling
 from toolwise.rollout.queue import RolloutQueue
 from toolwise.rollout.scheduler import RolloutScheduler
 from toolwise.routing.direct import DirectRouter
-from toolwise.scoring import Scoring, Source, build_scoring
+from toolwise.scoring import Scoring, Sources, build_scoring
 from toolwise.startup import announce
 from toolwise.thinking.stage import ThinkingStage
 from toolwise.threads import settle_threads, share_threads
 from toolwise.tools import isolation
 from toolwise.tools.base import BaseTool
-from toolwise.tools.catalog import build_tools
+from toolwise.tools.catalog import build_tools, entries_of
 from toolwise.types import Rollout, RouteDecision, Task
 
 if TYPE_CHECKING:
@@ -119,15 +119,15 @@ def assemble(
     *,
     tasks: Sequence[Task] | None = None,
     validation_tasks: Sequence[Task] | None = None,
-    tools: Sequence[Any] | None = None,
-    reward: Source | None = None,
+    tools: Sequence[Any] | Callable[..., Any] | None = None,
+    reward: Sources | None = None,
 ) -> Run:
     """A run from its configuration; what is given in Python takes the place of what the file names.
 
     Everything that can be wrong with the input is found here, before any work is done.
     """
     announce("starting the tools")
-    found_tools = build_tools([*config.tools, *(tools or ())])
+    found_tools = build_tools([*config.tools, *entries_of(tools)])
     announce("starting the sandbox of the reward")
     scoring = build_scoring(config.reward, reward)
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +23,9 @@ from toolwise.records import write_whole
 from toolwise.references import GIVEN, register, unregister
 from toolwise.rewards.function import Reward
 from toolwise.sandbox.targets import library_folders, own_folder
+from toolwise.scoring import weighted_sources
 from toolwise.tools.base import BaseTool
-from toolwise.tools.catalog import TOOLS
+from toolwise.tools.catalog import TOOLS, entries_of
 from toolwise.tools.function import FunctionTool
 from toolwise.tools.isolation.places import is_guarded
 from toolwise.types import Task
@@ -62,23 +63,28 @@ class RunInputs:
                 self.notes.append(f"data.{which} is not recorded: {fault}")
         self._record("data", self.recorded.data.model_copy(update=changed))
 
-    def add_tools(self, given: Sequence[Any] | None) -> None:
-        entries = [self._tool_entry(entry) for entry in given or ()]
+    def add_tools(self, given: Sequence[Any] | Callable[..., Any] | None) -> None:
+        entries = [self._tool_entry(entry) for entry in entries_of(given)]
         self._record("tools", [*self.recorded.tools, *entries])
 
     def add_reward(self, given: Any) -> None:
-        """A function, a reference or a `Reward`; a list of them is a sum of parts."""
+        """A function, a reference or a `Reward`; a list of them, or of pairs with a weight, is a sum of parts."""
         if given is None:
             return
-        parts = list(given) if isinstance(given, list | tuple) else [given]
-        named = [(self._reward_reference(part), part.kwargs if isinstance(part, Reward) else {}) for part in parts]
-        if isinstance(given, list | tuple):
-            kwargs = self.recorded.reward.kwargs
-            found = [RewardPart(function=name, kwargs={**own, **kwargs}) for name, own in named]
+        several = isinstance(given, list | tuple)
+        kwargs = self.recorded.reward.kwargs
+        found = [
+            RewardPart(
+                function=self._reward_reference(part),
+                kwargs={**(part.kwargs if isinstance(part, Reward) else {}), **kwargs},
+                weight=weight,
+            )
+            for part, weight in (weighted_sources(given) if several else [(given, 1.0)])
+        ]
+        if several:
             changed: dict[str, Any] = {"function": "", "kwargs": {}, "parts": found}
         else:
-            [(name, own)] = named
-            changed = {"function": name, "kwargs": {**own, **self.recorded.reward.kwargs}, "parts": []}
+            changed = {"function": found[0].function, "kwargs": found[0].kwargs, "parts": []}
         self._record("reward", self.recorded.reward.model_copy(update=changed))
 
     def add_env(self, given: Any) -> None:
@@ -212,7 +218,7 @@ def gather_inputs(
     *,
     tasks: tuple[Any, Sequence[Task] | None] = (None, None),
     val: tuple[Any, Sequence[Task] | None] = (None, None),
-    tools: Sequence[Any] | None = None,
+    tools: Sequence[Any] | Callable[..., Any] | None = None,
     reward: Any = None,
     env: Any = None,
 ) -> RunInputs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from toolwise.config import RewardConfig, SandboxConfig
@@ -12,11 +13,14 @@ from toolwise.rewards.combine import Rewards, Weighted
 from toolwise.rewards.earned import EARNED, earned_reward
 from toolwise.rewards.function import Reward
 from toolwise.rewards.part_names import part_names
+from toolwise.rewards.printed import Printed
 from toolwise.sandbox import RewardExecutor, Sandbox
 from toolwise.sandbox.targets import reference_of
 from toolwise.types import EvaluateResult, Rollout, Task
 
 Source = str | Callable[..., Any] | Reward
+Sources = Source | list[Any] | tuple[Any, ...]
+"""One reward, or several whose scores are added, each alone or as (reward, weight)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,11 @@ class Scoring:
         executor = RewardExecutor(self.sandbox)
         results = iter(await self.rewards.evaluate(executor, answered, step=step) if answered else [])
         return [_not_scored(rollout) if rollout.unanswered else next(results) for rollout in rollouts]
+
+    def tell_prints(self, printed: Printed | None) -> None:
+        """Has `printed` told what the functions print from now on."""
+        if self.sandbox is not None:
+            self.sandbox.printed = printed
 
     def check(self, tasks: Sequence[Task]) -> None:
         """Whether every function gets the arguments that it cannot do without."""
@@ -52,10 +61,12 @@ class Scoring:
             self.sandbox.close()
 
 
-def build_scoring(config: RewardConfig, given: Source | None = None) -> Scoring:
-    """The reward given in Python, or the parts, or the one function that the configuration names."""
+def build_scoring(config: RewardConfig, given: Sources | None = None) -> Scoring:
+    """The reward or rewards given in Python, or the parts, or the one function that the configuration names."""
     sources: list[tuple[Source, dict[str, Any], float]]
-    if given is not None:
+    if isinstance(given, list | tuple):
+        sources = _several(given, config.kwargs)
+    elif given is not None:
         sources = [(given, config.kwargs, 1.0)]
     elif config.parts and config.function:
         raise ConfigError("reward.function and reward.parts are both given: make the function one of the parts")
@@ -79,6 +90,34 @@ def build_scoring(config: RewardConfig, given: Source | None = None) -> Scoring:
             sandbox.close()
         raise
     return Scoring(Rewards(tuple(parts), config.combine), sandbox)
+
+
+def _several(given: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[Source, dict[str, Any], float]]:
+    pairs = weighted_sources(given)
+    if kwargs and len(pairs) > 1:
+        raise ConfigError(
+            "reward.kwargs belongs to one reward, and several are given: give each its own with Reward.of(f, {…}), or "
+            "as [[reward.parts]] in the configuration"
+        )
+    return [(source, dict(kwargs), weight) for source, weight in pairs]
+
+
+def weighted_sources(given: Sequence[Any]) -> list[tuple[Source, float]]:
+    """The parts that `[a, b]`, `[(a, 0.5), "file.py:b"]` or one pair alone stands for."""
+    if not given:
+        raise ConfigError("reward is an empty list: give at least one function")
+    pairs: list[Any] = [one if _is_pair(one) else (one, 1.0) for one in ([given] if _is_pair(given) else given)]
+    for source, _ in pairs:
+        if not isinstance(source, str | Reward) and not callable(source):
+            raise ConfigError(
+                f"reward: a part is a {type(source).__name__}; give functions, references such as file.py:name, or "
+                "(function, weight)"
+            )
+    return [(source, float(weight)) for source, weight in pairs]
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Real)
 
 
 def _sandbox(config: SandboxConfig) -> Sandbox:
@@ -134,7 +173,7 @@ def _not_scored(rollout: Rollout) -> EvaluateResult:
 
 
 def _check_arguments(reward: Reward, tasks: Sequence[Task]) -> None:
-    needed = reward.signature.missing({"step", *reward.kwargs})
+    needed = reward.signature.missing({"step", "prompt_length", *reward.kwargs})
     if not needed or not tasks:
         return
     if reward.mode == "batch":  # a batch gets every column that any of its tasks has

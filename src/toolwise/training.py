@@ -27,6 +27,7 @@ from toolwise.errors import CheckpointError, ConfigError
 from toolwise.evaluation import validate
 from toolwise.loop import Turn, train_step
 from toolwise.records import record_of, write_records, write_whole
+from toolwise.rewards.printed import PrintedLog
 from toolwise.run import Run
 from toolwise.run_changes import (
     changes_since,
@@ -66,6 +67,7 @@ class Training:
         except BaseException:
             self._lock.release()
             raise
+        run.scoring.tell_prints(PrintedLog(out / "logs" / "reward.log"))
         self.metrics = JsonlTracker(out / "metrics.jsonl")
         self.console: ConsoleTracker | None = None
         if run.config.trainer.console:

@@ -7,16 +7,19 @@ Nothing is filled in later by somebody else: whoever holds a `ScoredRollout` kno
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, field_serializer, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, field_serializer
 
 from toolwise.messages import Message, Prefix, ToolCall, as_messages
+from toolwise.results import EvaluateResult as EvaluateResult
+from toolwise.results import EvaluationFault as EvaluationFault
+from toolwise.results import MetricResult as MetricResult
+from toolwise.results import StepOutput as StepOutput
 
 if TYPE_CHECKING:
     import numpy as np
@@ -229,53 +232,12 @@ class Rollout:
         """It ended before the agent did anything. Its messages are the prompt alone: there is nothing to score."""
         return not self.steps and not self.stop_reason.trainable
 
-
-class StepOutput(BaseModel):
-    """A reward author's word on one step. `step_index`: the Nth time the assistant acted, from 0."""
-
-    step_index: int | str
-    base_reward: float
-    metrics: dict[str, Any] = Field(default_factory=dict)
-    reason: str | None = None
-
-
-class MetricResult(BaseModel):
-    """One named part of a score."""
-
-    score: float
-    reason: str = ""
-    is_score_valid: bool = True
-
-
-class EvaluationFault(BaseModel):
-    """Why a reward could not be had."""
-
-    kind: str
-    message: str
-    traceback: str = ""
-
-
-class EvaluateResult(BaseModel):
-    """What a reward function says of one rollout."""
-
-    score: float | None = None
-    is_score_valid: bool = True
-    reason: str | None = None
-    metrics: dict[str, MetricResult] = Field(default_factory=dict)
-    step_outputs: list[StepOutput] | None = None
-    error: EvaluationFault | None = None
-
-    @field_validator("score")
-    @classmethod
-    def _finite(cls, value: float | None) -> float | None:
-        if value is not None and not math.isfinite(value):
-            raise ValueError(f"score must be finite, got {value}")
-        return value
-
     @property
-    def counts(self) -> bool:
-        """Whether there is a score to learn from."""
-        return self.is_score_valid and self.score is not None and self.error is None
+    def prompt_length(self) -> int:
+        """How many of `messages` came before the first step: a prompt may hold replies of the assistant too."""
+        turns = [place for place, message in enumerate(self.messages) if message.role == "assistant"]
+        acted = min(len(self.steps), len(turns))
+        return turns[-acted] if acted else min(len(self.task.prompt), len(self.messages))
 
 
 @dataclass(frozen=True, slots=True)

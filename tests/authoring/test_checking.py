@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from toolwise.authoring.starting import sample_rows, start_reward
 from toolwise.authoring.stored import Stored, read_stored
 from toolwise.config import RewardConfig, SandboxConfig
 from toolwise.errors import RewardError
+from toolwise.scoring import build_scoring
 
 MakeStored = Callable[..., list[Stored]]
 MakeReward = Callable[[str], str]
@@ -243,3 +245,43 @@ def test_user_code_never_runs_in_this_process(make_stored: MakeStored, make_rewa
     )
     assert check(reference, make_stored()).ok
     assert not trace.exists()
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "calculator", "arguments": "{}"}}
+EARLIER = [
+    {"role": "user", "content": "What is 1 times 1?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "1", "tool_call_id": "c"},
+    {"role": "assistant", "content": "Answer: 1"},
+    {"role": "user", "content": "What is 6 times 7?"},
+]
+SAMPLED = [
+    {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]},
+    {"role": "tool", "content": "42", "tool_call_id": "c"},
+    {"role": "assistant", "content": "Shall I go on?"},
+    {"role": "user", "content": "Yes."},
+    {"role": "assistant", "content": "Answer: 42"},
+]
+
+
+@pytest.mark.parametrize("how", ["a run's steps", "a prompt", "neither"])
+def test_the_starter_aligns_where_users_speak_several_times(how: str, make_stored: MakeStored, tmp_path: Path) -> None:
+    row: dict[str, Any] = {"messages": [*EARLIER, *SAMPLED], "ground_truth": "42", "task_id": "t"}
+    more: dict[str, Any] = {
+        "a run's steps": {"steps": [{}, {}, {}], "trained_on": True},
+        "a prompt": {"prompt": EARLIER},
+        "neither": {},
+    }[how]
+    stored = make_stored([{**row, **more}])
+    reference = str(start_reward(tmp_path / "started", "mine")[0])
+    steps = next(finding for finding in check(reference, stored, gold=False).findings if finding.name == "steps")
+    assert steps.verdict == "ok", steps
+    assert "fit their steps" in steps.says
+    scoring = build_scoring(RewardConfig(function=reference))
+    try:
+        [result] = asyncio.run(scoring.evaluate([stored[0].rollout], step=0))
+    finally:
+        scoring.close()
+    prices = [-0.1, 0.0, 0.0] if how != "neither" else [-0.05, 0.0, -0.1, 0.0, 0.0]
+    assert [output.base_reward for output in result.step_outputs or ()] == pytest.approx(prices)
+    assert result.score == pytest.approx(1.0 + sum(prices))

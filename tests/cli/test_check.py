@@ -112,3 +112,27 @@ def test_a_mistake_is_one_line_and_status_2(name: str, started: tuple[Path, Path
     assert len(ended.err.splitlines()) == 1
     for word in words:
         assert word in ended.err
+
+
+def test_what_it_prints_is_shown(started: tuple[Path, Path], cli: Cli) -> None:
+    reward, rollouts = started
+    loud = reward.with_name("loud.py")
+    loud.write_text(
+        f"from {reward.stem} import {reward.stem} as quiet\n"
+        "def judge(messages, ground_truth):\n"
+        "    print('\\x1b[31mtruth', ground_truth)\n    return quiet(messages, ground_truth)\n"
+    )
+    ended = cli("check", "reward", f"{loud}:judge", "--rollouts", rollouts)
+    assert ended.status == 0, ended.out
+    assert "it printed:\n  [step 0, task-0/rollout-0] \\x1b[31mtruth 425\n" in ended.out
+    told = json.loads(cli("check", "reward", f"{loud}:judge", "--rollouts", rollouts, "--limit", 4, "--json").out)
+    assert len(told["printed"]) == 4
+    assert told["printed_more"] == 0
+
+
+def test_a_reward_of_trl_is_told_what_to_write(started: tuple[Path, Path], cli: Cli) -> None:
+    reward, rollouts = started
+    reward.write_text("def judge(completions, **kwargs):\n    return [0.0]\n")
+    ended = cli("check", "reward", f"{reward}:judge", "--rollouts", rollouts)
+    assert ended.status == 2
+    assert "def judge(messages, ground_truth, **kwargs)" in ended.err

@@ -13,7 +13,7 @@ from toolwise.errors import RewardError
 from toolwise.messages import Message
 from toolwise.rewards import RLDataAligner
 from toolwise.rewards.align import align_rollouts, align_steps
-from toolwise.types import EvaluateResult, Rollout, StepData, StepOutput, StopReason, Task, Usage
+from toolwise.types import EvaluateResult, EvaluationFault, Rollout, StepData, StepOutput, StopReason, Task, Usage
 
 
 def steps(count: int, *, base_reward: float | None = None, first: int = 0) -> list[StepData]:
@@ -172,3 +172,42 @@ def test_the_loop_hands_on_scored_rollouts_and_says_what_did_not_fit(caplog: pyt
     [said] = caplog.messages
     assert "b: unmatched step_index 5" in said
     assert "and 1 more" in said
+
+
+def test_results_that_do_not_count_have_no_final_score() -> None:
+    results = [
+        EvaluateResult(score=0.5),
+        EvaluateResult(score=0.75, is_score_valid=False),
+        EvaluateResult(score=0.25, error=EvaluationFault(kind="judge", message="asleep")),
+        EvaluateResult(step_outputs=outputs(s0=0.125)),
+    ]
+    raw = {name: steps(1) for name in "abcd"}
+    aligned = RLDataAligner().align_data_for_rl_processing(results, raw, list("abcd"))
+    assert aligned.final_scores == [0.5, None, None, 0.125]
+
+
+def test_a_rollout_that_is_there_twice_is_warned_about() -> None:
+    results = [result(*outputs(s0=0.1)), result(*outputs(s0=0.9)), result(*outputs(s0=0.5))]
+    aligned = RLDataAligner().align_data_for_rl_processing(results, {"a": steps(1), "b": steps(1)}, ["a", "a", "b"])
+    assert [s.base_reward for s in aligned.steps["a"]] == [0.1]
+    [warning] = aligned.warnings
+    assert (str(warning), warning.name) == (
+        "a: duplicate rollout_id (2 times): ids must be unique",
+        "duplicate_rollout",
+    )
+    with pytest.raises(RewardError, match="duplicate rollout_id"):
+        RLDataAligner(strict=True).align_data_for_rl_processing(results[:2], {"a": steps(1)}, ["a", "a"])
+
+
+def test_rollouts_that_share_an_id_keep_their_own_steps() -> None:
+    scored = align_rollouts([rollout("a", 1), rollout("a", 2)], [result(*outputs(s0=0.1)), result()])
+    assert [[step.base_reward for step in s.steps] for s in scored] == [[0.1], [None, None]]
+    assert all("duplicate rollout_id" in s.warnings[0] for s in scored)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_step_reward_that_is_no_number_is_named_and_never_trained_on(reward: float) -> None:
+    aligned, [warning] = align_steps(steps(2, base_reward=0.5), outputs(s0=reward, s1=0.25), "a")
+    assert [s.base_reward for s in aligned] == [0.5, 0.25]
+    assert warning.name == "non_finite"
+    assert f"a: non_finite step_index 0: its base_reward is {reward}" in warning

@@ -94,7 +94,13 @@ def test_an_exception_in_a_coroutine_is_typed_too() -> None:
 
 @pytest.mark.parametrize(
     ("value", "kind"),
-    [(None, "bad_type"), (True, "bad_type"), ("1", "bad_type"), (float("nan"), "non_finite"), ({}, "bad_type")],
+    [
+        (None, "bad_type"),
+        ({"scroe": 1.0}, "bad_type"),
+        ("1", "bad_type"),
+        (float("nan"), "non_finite"),
+        ({}, "bad_type"),
+    ],
 )
 def test_nonsense_is_typed(value: Any, kind: str) -> None:
     def nonsense(messages: Any, ground_truth: Any) -> Any:
@@ -197,3 +203,34 @@ def test_a_groupwise_call_that_fails_takes_only_its_own_group_with_it() -> None:
     results = evaluate(picky, rollouts)
     assert kinds(results) == ["exception", None, "exception", "wrong_length", "wrong_length"]
     assert results[1].score == 1.0
+
+
+def test_who_asks_for_the_length_of_the_prompt_is_given_it() -> None:
+    def pointwise(messages: Any, ground_truth: Any, prompt_length: int) -> float:
+        return prompt_length
+
+    def batch(rollouts_messages: Any, ground_truths: Any, prompt_length: list[int]) -> list[int]:
+        return prompt_length
+
+    def group(group_messages: Any, ground_truth: Any, prompt_length: int) -> list[int]:
+        return [prompt_length] * len(group_messages)
+
+    for function in (pointwise, batch, group):
+        assert [r.score for r in evaluate(function, [rollout("a"), rollout("b")])] == [1.0, 1.0]
+    assert evaluate(pointwise, [rollout("a", prompt_length=7)])[0].score == 7.0  # a column of that name comes first
+
+
+def test_async_groups_overlap() -> None:
+    running = most = 0
+
+    async def slow(group_messages: Any, ground_truth: Any) -> list[float]:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        return [1.0] * len(group_messages)
+
+    rollouts = [replace(rollout("a"), group_id=f"g{i}") for i in range(4)]
+    assert [r.score for r in evaluate(slow, rollouts)] == [1.0] * 4
+    assert most == 4

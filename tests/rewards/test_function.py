@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from toolwise.errors import ConfigError, RewardError
 from toolwise.rewards import Reward, reward_function
@@ -152,10 +154,17 @@ def test_of_all_that_is_at_hand_a_function_gets_what_it_has_a_parameter_for() ->
 # Reading what came back.
 
 
-@pytest.mark.parametrize("value", [1, 0.25, -3.5, np.float64(0.5), np.float32(0.5), np.int64(2), Fraction(1, 4)])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(1, 0.25, -3.5, True, False, Fraction(1, 4), Decimal("0.25")),
+        *(np.float64(0.5), np.float32(0.5), np.int64(2), np.bool_(True), np.array(0.5), np.array([0.5])),
+        *(torch.tensor(0.5), torch.tensor([True]), torch.tensor(2)),
+    ],
+)
 def test_numbers_are_scores(value: Any) -> None:
     result = read_result(value)
-    assert result.score == float(value)
+    assert result.score == float(value.item() if hasattr(value, "item") else value)
     assert type(result.score) is float
     assert result.counts
 
@@ -192,7 +201,7 @@ def test_an_author_may_say_that_there_is_no_score() -> None:
     assert read_result(failed) is failed
 
 
-@pytest.mark.parametrize("value", [None, True, False, "0.5", b"1", [1.0], (1.0,), object(), np.bool_(True), 1 + 2j])
+@pytest.mark.parametrize("value", [None, "0.5", b"1", [1.0], (1.0,), object(), np.ones(2), torch.ones(2), 1 + 2j])
 def test_what_is_no_number_is_a_fault_of_type(value: Any) -> None:
     result = read_result(value)
     assert result.error is not None
@@ -203,7 +212,7 @@ def test_what_is_no_number_is_a_fault_of_type(value: Any) -> None:
     assert not result.counts
 
 
-@pytest.mark.parametrize("value", [{}, {"scores": 1.0}, {"score": None}, EvaluateResult()])
+@pytest.mark.parametrize("value", [{}, {"score": None}, {"step_outputs": []}, EvaluateResult()])
 def test_a_result_without_a_score_is_a_fault_and_not_silently_left_out(value: Any) -> None:
     result = read_result(value)
     assert result.error is not None
@@ -218,6 +227,40 @@ def test_a_dictionary_that_is_no_result_is_a_fault_that_names_the_field(value: d
     assert result.error.kind == "bad_type"
     assert result.error.message.startswith(("score:", "metrics:"))
     assert "\n" not in result.error.message
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"scores": 1.0}, "the result has an unknown key 'scores'; did you mean 'score'?"),
+        ({"score": 1.0, "extra": 2}, "the result has an unknown key 'extra'; there are score, is_score_valid, reason"),
+        (
+            {"score": 1.0, "step_outputs": [{"step_index": 0, "base_reward": 1.0, "reasons": "x"}]},
+            "step_outputs.0 has an unknown key 'reasons'; did you mean 'reason'?",
+        ),
+        ({"score": 1.0, "metrics": {"m": {"score": 1, "valid": True}}}, "metrics.m has an unknown key 'valid'"),
+    ],
+)
+def test_an_unknown_key_is_named(value: dict[str, Any], said: str) -> None:
+    result = read_result(value)
+    assert result.error is not None
+    assert result.error.kind == "bad_type"
+    assert result.error.message.startswith(said)
+    assert not result.counts
+
+
+def test_step_rewards_without_a_score_are_a_result() -> None:
+    steps = [{"step_index": 0, "base_reward": np.float32(0.25)}, {"step_index": 1, "base_reward": True}]
+    result = read_result({"step_outputs": steps})
+    assert result.counts
+    assert result.score == 1.25
+
+
+def test_a_metric_may_be_a_number_and_must_be_finite() -> None:
+    assert read_result({"score": 1.0, "metrics": {"correct": 1.0}}).metrics == {"correct": MetricResult(score=1.0)}
+    result = read_result({"score": 1.0, "metrics": {"correct": math.nan}})
+    assert result.error is not None
+    assert result.error.message == "the metric 'correct' is nan"
 
 
 def spoilt(score: float) -> EvaluateResult:
@@ -255,6 +298,14 @@ def test_a_batch_gives_one_result_each_in_order() -> None:
     assert [r.score for r in results] == [1.0, None, 0.5, 2.0]
     assert [r.error.kind if r.error else None for r in results] == [None, "bad_type", None, None]
     assert [r.score for r in read_results((3, 4), 2)] == [3.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    "values", [np.array([1.0, 0.0]), np.array([True, False]), torch.tensor([1.0, 0.0]), [np.bool_(True), False]]
+)
+def test_a_batch_may_be_an_array(values: Any) -> None:
+    assert [r.score for r in read_results(values, 2)] == [1.0, 0.0]
+    assert {r.error.kind for r in read_results(values, 3) if r.error} == {"wrong_length"}
 
 
 @pytest.mark.parametrize("values", [[], [1.0], [1.0, 2.0, 3.0]])

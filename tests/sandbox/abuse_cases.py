@@ -168,7 +168,8 @@ FILES = [
     Case("symbolic_link", "denied", "os.symlink(truth['secret'], 'mine'); return open('mine').read() and 1.0"),
     Case("secret_beside_the_reward", "denied", "return open(truth['secret']).read() and 1.0"),
     Case("list_beside_the_reward", "denied", "return len(os.listdir(truth['folder']))"),
-    Case("import_beside_the_reward", "exception", "import neighbour; return 1.0"),
+    Case("import_beside_the_reward", "ok", "import neighbour; return float(neighbour.x)", score=1.0),
+    Case("module_beside_not_imported", "denied", "return __import__('neigh' + 'bour').x"),
     Case(
         "folder_by_descriptor",
         "denied",
@@ -424,7 +425,7 @@ RESULTS = [
         "return EvaluateResult(score=1.0, step_outputs=[StepOutput(step_index=0, base_reward=float('nan'))])",
     ),
     Case("none", "bad_type", "return None"),
-    Case("boolean", "bad_type", "return True"),
+    Case("boolean", "ok", "return True", score=1.0),
     Case("text", "bad_type", "return '1.0'"),
     Case("complex", "bad_type", "return 1j"),
     Case("function", "bad_type", "return lambda: 1"),

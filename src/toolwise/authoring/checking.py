@@ -23,9 +23,12 @@ from toolwise.authoring.gold import Trial, judge_empty, judge_gold, try_golds
 from toolwise.authoring.passes import Results, calls_of, mode_of, score_stored
 from toolwise.authoring.stored import Stored
 from toolwise.config import RewardConfig
+from toolwise.rewards.printed import PrintedLines
 from toolwise.scoring import Scoring, build_scoring
 
 TIMINGS, QUICK_S = 3, 1.0
+LINES_SHOWN = 20
+"""Of what the function prints in the first pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,10 @@ class RewardCheck:
     tasks: int
     sandbox: str
     findings: tuple[Finding, ...]
+    printed: tuple[str, ...] = ()
+    """The first lines that it printed, each with its rollout."""
+    printed_more: int = 0
+    """How many lines more there were."""
 
     @property
     def ok(self) -> bool:
@@ -61,7 +68,10 @@ async def _check(config: RewardConfig, stored: Sequence[Stored], gold: bool, gol
     scoring = build_scoring(config)
     try:
         scoring.check([one.rollout.task for one in stored])
+        printed = PrintedLines(LINES_SHOWN)
+        scoring.tell_prints(printed)
         first = await score_stored(scoring, stored)
+        scoring.tell_prints(None)
         sound = _sound_part(scoring, stored, first)
         again, seconds = await _timed(scoring, sound)
         trials = await try_golds(scoring, stored, first, gold_form) if gold and _any_score(first) else []
@@ -81,7 +91,9 @@ async def _check(config: RewardConfig, stored: Sequence[Stored], gold: bool, gol
     if trials:
         findings += [judge_gold(trials), judge_empty(trials)]
     tasks = len({one.rollout.task.task_id for one in stored})
-    return RewardCheck(scoring.rewards.name, mode, len(stored), tasks, sandbox, tuple(findings))
+    return RewardCheck(
+        *(scoring.rewards.name, mode, len(stored), tasks, sandbox, tuple(findings), tuple(printed.lines), printed.more)
+    )
 
 
 def _sound_part(scoring: Scoring, stored: Sequence[Stored], first: Results) -> list[Stored]:

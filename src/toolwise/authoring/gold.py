@@ -121,9 +121,11 @@ def _conversation(one: Stored, answer: Any) -> list[Message]:
 
 
 def _with(one: Stored, name: str, messages: list[Message]) -> Stored:
+    prompt = list(one.rollout.task.prompt)
+    behind = messages[len(prompt) :] if messages[: len(prompt)] == prompt else messages
     steps = tuple(
         StepData(system_step_index=i, observation_data=None, action_taken={}, resulting_messages_history=[])
-        for i, _ in enumerate(m for m in messages if m.role == "assistant")
+        for i, _ in enumerate(m for m in behind if m.role == "assistant")
     )
     named = f"{one.rollout.task.task_id} ({name})"
     return replace(one, rollout=replace(one.rollout, rollout_id=named, messages=messages, steps=steps))

@@ -124,7 +124,7 @@ def _read_row(path: Path, number: int, row: Row) -> Stored:
         rollout_offset=0,
         task=task,
         route=None,
-        steps=_steps_of(row, messages),
+        steps=_steps_of(row, messages, prompt),
         messages=messages,
         stop_reason=_stop_reason(row),
         usage=Usage(),
@@ -179,11 +179,13 @@ def _prompt_of(path: Path, number: int, row: Row, messages: Sequence[Message]) -
     return list(messages[:end])
 
 
-def _steps_of(row: Row, messages: Sequence[Message]) -> tuple[StepData, ...]:
-    """As many steps as a run stored, else one for each time the assistant spoke: what step rewards must fit."""
+def _steps_of(row: Row, messages: Sequence[Message], prompt: Sequence[Message]) -> tuple[StepData, ...]:
+    """As many steps as a run stored, else one for each time the assistant spoke, after the prompt where the row has
+    one: what step rewards must fit."""
     kept = row.get("steps")
     if not isinstance(kept, list):
-        kept = [{} for message in messages if message.role == "assistant"]
+        behind = messages[len(prompt) :] if "prompt" in row and messages[: len(prompt)] == prompt else messages
+        kept = [{} for message in behind if message.role == "assistant"]
     return tuple(
         StepData(
             system_step_index=index,

@@ -7,6 +7,7 @@ are the same. Inputs are never changed.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,27 +17,28 @@ from toolwise.errors import RewardError
 from toolwise.types import EvaluateResult, Rollout, ScoredRollout, StepData, StepOutput
 
 log = logging.getLogger("toolwise.rewards")
+Name = Literal["unmatched", "duplicate", "missing", "non_finite", "duplicate_rollout"]
 
 
 class Misfit(str):
-    """A step reward that fits no step, or a step without one: a line to read, and its parts to count."""
+    """A step reward that fits no step or is no number, a step without one, a rollout that is there twice: a line to
+    read, and its parts to count."""
 
-    name: Literal["unmatched", "duplicate", "missing"]
+    name: Name
     step_index: str
     rollout_id: str
 
     @classmethod
-    def of(
-        cls, name: Literal["unmatched", "duplicate", "missing"], index: str, told: str, rollout_id: str = ""
-    ) -> Misfit:
-        made = cls(f"{f'{rollout_id}: ' if rollout_id else ''}{name} step_index {index}{told}")
+    def of(cls, name: Name, index: str, told: str, rollout_id: str = "") -> Misfit:
+        what = "duplicate rollout_id" if name == "duplicate_rollout" else f"{name} step_index {index}"
+        made = cls(f"{f'{rollout_id}: ' if rollout_id else ''}{what}{told}")
         made.name, made.step_index, made.rollout_id = name, index, rollout_id
         return made
 
 
 @dataclass(frozen=True, slots=True)
 class Aligned:
-    """Steps with base rewards, final scores in order, and what did not fit, by name."""
+    """Steps with base rewards, final scores in order (None where a result does not count), and what did not fit."""
 
     steps: dict[str, list[StepData]]
     final_scores: list[float | None]
@@ -65,16 +67,25 @@ class RLDataAligner:
                 f"{len(results)} results for {len(rollout_ids_in_order)} rollouts: they must match one to one"
             )
         steps: dict[str, list[StepData]] = {}
-        warnings: list[Misfit] = []
+        warnings = duplicate_rollouts(rollout_ids_in_order)
         for rollout_id, result in zip(rollout_ids_in_order, results, strict=True):
             if rollout_id not in raw_rollout_step_data_map:
                 raise RewardError(f"there are no steps for rollout {rollout_id!r}")
+            if rollout_id in steps:
+                continue
             raw = raw_rollout_step_data_map[rollout_id]
             steps[rollout_id], found = align_steps(raw, result.step_outputs or (), rollout_id)
             warnings += found
         if warnings and self.strict:
             raise RewardError("; ".join(warnings))
-        return Aligned(steps, [result.score for result in results], warnings)
+        return Aligned(steps, [result.score if result.counts else None for result in results], warnings)
+
+
+def duplicate_rollouts(rollout_ids: Sequence[str]) -> list[Misfit]:
+    """A warning for each id that is there more than once."""
+    counts = Counter(rollout_ids)
+    twice = [(key, n) for key, n in counts.items() if n > 1]
+    return [Misfit.of("duplicate_rollout", "", f" ({n} times): ids must be unique", key) for key, n in twice]
 
 
 def align_steps(
@@ -88,6 +99,11 @@ def align_steps(
         counts[key] += 1
         rewards.setdefault(key, output.base_reward)
     warnings = [
+        Misfit.of("non_finite", key, f": its base_reward is {reward}, and counts as none", rollout_id)
+        for key, reward in rewards.items()
+        if not math.isfinite(reward)
+    ]
+    warnings += [
         Misfit.of("duplicate", key, f" ({count} times; the first counts)", rollout_id)
         for key, count in counts.items()
         if count > 1
@@ -95,10 +111,10 @@ def align_steps(
     aligned = []
     for step in steps:
         key = str(step.step_info.get("assistant_turn_index", step.system_step_index))
-        if key in rewards:
+        if key in rewards and math.isfinite(rewards[key]):
             aligned.append(step.model_copy(update={"base_reward": rewards.pop(key)}))
         else:
-            if outputs:
+            if outputs and rewards.pop(key, None) is None:
                 kept = f": that step keeps base_reward {step.base_reward}"
                 warnings.append(Misfit.of("missing", key, kept, rollout_id))
             aligned.append(step)
@@ -107,16 +123,20 @@ def align_steps(
 
 
 def align_rollouts(rollouts: Sequence[Rollout], results: Sequence[EvaluateResult]) -> list[ScoredRollout]:
-    """Rollouts with their rewards, as the loop hands them on; what did not fit is said in one line."""
-    ids = [rollout.rollout_id for rollout in rollouts]
-    raw = {rollout.rollout_id: rollout.steps for rollout in rollouts}
-    aligned = RLDataAligner().align_data_for_rl_processing(results, raw, ids)
-    if aligned.warnings:
-        more = f" (and {len(aligned.warnings) - 1} more)" if len(aligned.warnings) > 1 else ""
-        log.warning("step rewards that do not fit: %s%s", aligned.warnings[0], more)
-    return [
-        ScoredRollout(
-            rollout, result, tuple(aligned.steps[rollout.rollout_id]), aligned.warnings_of(rollout.rollout_id)
-        )
-        for rollout, result in zip(rollouts, results, strict=True)
-    ]
+    """Rollouts with their rewards, as the loop hands them on; what did not fit is said in one line.
+
+    By position and not by id: two rollouts that share an id each keep their own steps.
+    """
+    scored: list[ScoredRollout] = []
+    all_warnings = duplicate_rollouts([rollout.rollout_id for rollout in rollouts])
+    twice = {warning.rollout_id: warning for warning in all_warnings}
+    for rollout, result in zip(rollouts, results, strict=True):
+        name = rollout.rollout_id
+        steps, warnings = align_steps(rollout.steps, result.step_outputs or (), name)
+        all_warnings += warnings
+        own = (twice[name], *warnings) if name in twice else tuple(warnings)
+        scored.append(ScoredRollout(rollout, result, tuple(steps), own))
+    if all_warnings:
+        more = f" (and {len(all_warnings) - 1} more)" if len(all_warnings) > 1 else ""
+        log.warning("step rewards that do not fit: %s%s", all_warnings[0], more)
+    return scored

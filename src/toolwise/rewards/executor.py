@@ -6,65 +6,101 @@ import asyncio
 import inspect
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
 from toolwise.messages import Message
 from toolwise.rewards.function import Reward, faulty, read_result, read_results
+from toolwise.rewards.printed import Printed, kept, listening
 from toolwise.types import EvaluateResult, Rollout
+
+AT_ONCE = 256
+"""Async calls that are under way at the same time, at most."""
 
 
 class InProcessExecutor:
-    """The simplest executor: for rewards that the project or the user trusts."""
+    """The simplest executor: for rewards that the project or the user trusts. Async calls overlap.
+
+    `printed` is told what they print, which goes to the terminal as well.
+    """
+
+    def __init__(self, printed: Printed | None = None) -> None:
+        self._printed = printed
 
     async def evaluate(self, reward: Reward, rollouts: Sequence[Rollout], *, step: int) -> list[EvaluateResult]:
-        if reward.mode == "batch":
-            return await self._evaluate_batch(reward, rollouts, step)
-        if reward.mode == "group":
-            return await self._evaluate_groups(reward, rollouts, step)
-        return list(await asyncio.gather(*(self._evaluate_one(reward, rollout, step) for rollout in rollouts)))
+        with listening() if self._printed is not None else nullcontext():
+            if reward.mode == "batch":
+                return await self._evaluate_batch(reward, rollouts, step)
+            if reward.mode == "group":
+                return await self._evaluate_groups(reward, rollouts, step)
+            free = asyncio.Semaphore(AT_ONCE)
+            return list(await asyncio.gather(*(self._evaluate_one(reward, r, step, free) for r in rollouts)))
 
-    async def _evaluate_one(self, reward: Reward, rollout: Rollout, step: int) -> EvaluateResult:
-        try:
-            columns = deepcopy(rollout.task.reward_kwargs)
-            given = {"step": step, **columns, **reward.kwargs}
-            value = reward(*_copies(rollout), **given)
-            return read_result(await value if inspect.isawaitable(value) else value)
-        except Exception as fault:  # other people's code: anything may come
-            return _fault(fault)
+    async def _evaluate_one(
+        self, reward: Reward, rollout: Rollout, step: int, free: asyncio.Semaphore
+    ) -> EvaluateResult:
+        async with free:
+            with kept(f"step {step}, {rollout.rollout_id}", self._printed):
+                try:
+                    columns = deepcopy(rollout.task.reward_kwargs)
+                    given = {**given_by_run(reward, step, rollout.prompt_length), **columns, **reward.kwargs}
+                    value = reward(*_copies(rollout), **given)
+                    return read_result(await value if inspect.isawaitable(value) else value)
+                except Exception as fault:  # other people's code: anything may come
+                    return _fault(fault)
 
     async def _evaluate_batch(self, reward: Reward, rollouts: Sequence[Rollout], step: int) -> list[EvaluateResult]:
         columns = {name for rollout in rollouts for name in rollout.task.reward_kwargs}
+        by_column = given_by_run(reward, step, [rollout.prompt_length for rollout in rollouts])
         try:
-            by_column = {name: [deepcopy(r.task.reward_kwargs.get(name)) for r in rollouts] for name in sorted(columns)}
-            given: dict[str, Any] = {"step": step, **by_column, **reward.kwargs}
-            copies = [_copies(rollout) for rollout in rollouts]
-            messages, truths = [m for m, _ in copies], [truth for _, truth in copies]
-            value = reward(messages, truths, **given)
-            return read_results(await value if inspect.isawaitable(value) else value, len(rollouts))
-        except Exception as fault:  # likewise
+            for name in sorted(columns):
+                by_column[name] = [deepcopy(r.task.reward_kwargs.get(name)) for r in rollouts]
+            truths = [deepcopy(rollout.task.ground_truth) for rollout in rollouts]
+        except Exception as fault:  # likewise: a column's own copy
             return [_fault(fault)] * len(rollouts)
+        return await self._evaluate_many(reward, rollouts, truths, by_column, step)
 
     async def _evaluate_groups(self, reward: Reward, rollouts: Sequence[Rollout], step: int) -> list[EvaluateResult]:
         """A call for each task's rollouts; one that fails takes its own group with it and no other."""
         groups: dict[str, list[int]] = {}
         for place, rollout in enumerate(rollouts):
             groups.setdefault(rollout.group_id, []).append(place)
+        done = await asyncio.gather(
+            *(self._evaluate_group(reward, [rollouts[p] for p in places], step) for places in groups.values())
+        )
         results: dict[int, EvaluateResult] = {}
-        for places in groups.values():
-            members = [rollouts[place] for place in places]
-            results.update(zip(places, await self._evaluate_group(reward, members, step), strict=True))
+        for places, found in zip(groups.values(), done, strict=True):
+            results.update(zip(places, found, strict=True))
         return [results[place] for place in range(len(rollouts))]
 
     async def _evaluate_group(self, reward: Reward, members: Sequence[Rollout], step: int) -> list[EvaluateResult]:
         task = members[0].task
         try:
-            given = {"step": step, **deepcopy(task.reward_kwargs), **reward.kwargs}
-            messages = [_copies(member)[0] for member in members]
-            value = reward(messages, deepcopy(task.ground_truth), **given)
-            return read_results(await value if inspect.isawaitable(value) else value, len(members))
+            given = {**given_by_run(reward, step, members[0].prompt_length), **deepcopy(task.reward_kwargs)}
+            truth = deepcopy(task.ground_truth)
         except Exception as fault:  # likewise
             return [_fault(fault)] * len(members)
+        return await self._evaluate_many(reward, members, truth, given, step)
+
+    async def _evaluate_many(
+        self, reward: Reward, rollouts: Sequence[Rollout], truth: Any, given: dict[str, Any], step: int
+    ) -> list[EvaluateResult]:
+        """One call for all of `rollouts`, which fails for all of them."""
+        more = f" and {len(rollouts) - 1} more" if len(rollouts) > 1 else ""
+        with kept(f"step {step}, {rollouts[0].rollout_id if rollouts else 'none'}{more}", self._printed):
+            try:
+                messages = [_copies(rollout)[0] for rollout in rollouts]
+                value = reward(messages, truth, **{**given, **reward.kwargs})
+                return read_results(await value if inspect.isawaitable(value) else value, len(rollouts))
+            except Exception as fault:  # likewise
+                return [_fault(fault)] * len(rollouts)
+
+
+def given_by_run(reward: Reward, step: int, prompt_length: int | list[int]) -> dict[str, Any]:
+    """What functions may ask for by name beside the data. A **kwargs alone gets `step` and the data's columns."""
+    named = "prompt_length" in reward.signature.names
+    return {"step": step, "prompt_length": prompt_length} if named else {"step": step}
 
 
 def _copies(rollout: Rollout) -> tuple[list[Message], Any]:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from numbers import Real
 from typing import Any, TypeVar, overload
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from toolwise.errors import ConfigError, RewardError
-from toolwise.references import load_module, load_reference
+from toolwise.references import did_you_mean, load_module, load_reference
+from toolwise.results import MetricResult, StepOutput, plain_number
 from toolwise.rewards.signature import Mode, Signature, mode_of
 from toolwise.types import EvaluateResult, EvaluationFault
 
@@ -106,37 +108,68 @@ def read_result(value: Any) -> EvaluateResult:
     """What a reward function returned, as an `EvaluateResult`; nonsense becomes a typed fault, never a silent 0."""
     if isinstance(value, EvaluateResult):
         return _checked(value)
-    if value is None or isinstance(value, bool) or not isinstance(value, Real | dict):  # Real: numpy's numbers as well
-        return faulty("bad_type", f"a reward must return a number or an EvaluateResult, not {_shown(value)}")
     try:
-        given = value if isinstance(value, dict) else {"score": float(value)}
-        score = given.get("score")
-        if isinstance(score, Real) and not math.isfinite(score):
-            return faulty("non_finite", f"the score is {score}")
+        if not isinstance(value, dict):
+            score = _number(value)
+            if score is None:
+                return faulty("bad_type", f"a reward must return a number or an EvaluateResult, not {_shown(value)}")
+            return _checked(EvaluateResult(score=score)) if math.isfinite(score) else _not_finite(score)
+        given = dict(value)
+        score = _number(given.get("score"))
+        if score is not None and not math.isfinite(score):
+            return _not_finite(score)
         return _checked(EvaluateResult.model_validate(given))
     except OverflowError:
         return faulty("non_finite", "the score is too large for a float")
     except ValidationError as fault:
-        reason = fault.errors()[0]
-        return faulty("bad_type", f"{'.'.join(map(str, reason['loc']))}: {reason['msg']}")
+        return faulty("bad_type", _say(fault.errors()[0]))
+
+
+def _number(value: Any) -> float | None:
+    """`value` as a float where it is a number: also a bool, or one element of numpy's or torch's."""
+    plain = plain_number(value)
+    if isinstance(plain, complex) or not isinstance(plain, Real | Decimal):
+        return None
+    return float(plain)
+
+
+def _not_finite(score: float) -> EvaluateResult:
+    return faulty("non_finite", f"the score is {score}")
+
+
+_FIELDS: dict[str, type[BaseModel]] = {"step_outputs": StepOutput, "metrics": MetricResult, "error": EvaluationFault}
+
+
+def _say(reason: Any) -> str:
+    """One line about the first thing that is wrong with a dictionary."""
+    *place, name = map(str, reason["loc"] or ("result",))
+    if reason["type"] != "extra_forbidden":
+        return f"{'.'.join((*place, name))}: {reason['msg']}"
+    known = list((_FIELDS[place[0]] if place else EvaluateResult).model_fields)
+    hint = did_you_mean(name, known) or f"; there are {', '.join(known)}"
+    return f"{'.'.join(place) or 'the result'} has an unknown key {name!r}{hint}"
 
 
 def _checked(result: EvaluateResult) -> EvaluateResult:
     """A result that claims to count must have numbers to count."""
     if not result.is_score_valid or result.error is not None:
         return result
-    if result.score is None:
-        return faulty("bad_type", "the result has no score: set one, or say is_score_valid=False")
-    if not math.isfinite(result.score):
-        return faulty("non_finite", f"the score is {result.score}")
     for output in result.step_outputs or ():
         if not math.isfinite(output.base_reward):
             return faulty("non_finite", f"the base_reward of step {output.step_index} is {output.base_reward}")
-    return result
+    for name, metric in result.metrics.items():
+        if not math.isfinite(metric.score):
+            return faulty("non_finite", f"the metric {name!r} is {metric.score}")
+    if result.score is None:
+        return faulty("bad_type", "the result has no score: set one, or say is_score_valid=False")
+    return result if math.isfinite(result.score) else _not_finite(result.score)
 
 
 def _shown(value: Any) -> str:
-    return repr(value) if value is None or isinstance(value, bool) else f"a {type(value).__name__}"
+    if value is None:
+        return "None"
+    shape = getattr(value, "shape", None)
+    return f"a {type(value).__name__}{f' of shape {tuple(shape)}' if isinstance(shape, tuple) else ''}"
 
 
 def faulty(kind: str, message: str, traceback: str = "") -> EvaluateResult:
@@ -146,7 +179,9 @@ def faulty(kind: str, message: str, traceback: str = "") -> EvaluateResult:
 
 
 def read_results(values: Any, count: int) -> list[EvaluateResult]:
-    """What a batch function returned for `count` rollouts."""
+    """What a batch function returned for `count` rollouts: a list, or an array or tensor of that length."""
+    if not isinstance(values, Sequence) and hasattr(type(values), "tolist") and getattr(values, "ndim", 0) > 0:
+        values = values.tolist()  # of numpy's or torch's; neither is imported for it
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         return [faulty("bad_type", f"a batch reward must return a list, not {_shown(values)}")] * count
     if len(values) != count:

@@ -12,6 +12,26 @@ from toolwise.errors import RewardError
 Mode = Literal["pointwise", "batch", "group"]
 MODES: dict[str, Mode] = {"rollouts_messages": "batch", "group_messages": "group"}
 SHAPES = "(messages, ground_truth), (rollouts_messages, ground_truths) or (group_messages, ground_truth)"
+FOREIGN = {
+    "completions": "TRL",
+    "completion": "TRL",
+    "prompts": "TRL",
+    "prompt": "TRL",
+    "completion_ids": "TRL",
+    "completions_ids": "TRL",
+    "data_source": "verl",
+    "solution_str": "verl",
+    "data_sources": "verl",
+    "solution_strs": "verl",
+    "response": "other libraries",
+    "responses": "other libraries",
+    "output": "other libraries",
+    "outputs": "other libraries",
+    "generations": "other libraries",
+    "predictions": "other libraries",
+}
+"""First parameters of the rewards of other libraries, which get texts where ours get conversations."""
+_TRUTHS = ("ground_truth", "ground_truths", "labels")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,20 +46,24 @@ class Signature:
     """Those of `names` that have no default."""
     takes_any: bool = False
     """It has **kwargs."""
+    is_async: bool = False
+    """Its calls can overlap in one event loop."""
 
     @classmethod
     def of(cls, function: Callable[..., Any], name: str) -> Signature:
         parameters = _parameters(function, name)
+        mode = getattr(function, "__toolwise_reward_mode__", None) or mode_of(function, name)
         first, more = parameters[:2], parameters[2:]
         if [p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in first] != [True, True]:
             raise RewardError(f"reward {name}: it must take {SHAPES}")
         named = [p for p in more if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         return cls(
-            mode=getattr(function, "__toolwise_reward_mode__", None) or mode_of(function, name),
+            mode=mode,
             first=tuple(p.name for p in first),
             names=tuple(p.name for p in named),
             required=tuple(p.name for p in named if p.default is p.empty),
             takes_any=any(p.kind is p.VAR_KEYWORD for p in more),
+            is_async=_is_async(function),
         )
 
     def accepts(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,13 +89,40 @@ class Signature:
         if not all(isinstance(names, list) and all(isinstance(n, str) for n in names) for names in lists.values()):
             raise ValueError("no signature")
         first, names, required = (tuple(found or ()) for found in lists.values())
-        return cls(value["mode"], first, names, required, takes_any=value.get("takes_any") is True)
+        flags = {key: value.get(key) is True for key in ("takes_any", "is_async")}
+        return cls(value["mode"], first, names, required, **flags)
 
 
 def mode_of(function: Callable[..., Any], name: str) -> Mode:
-    """What the name of its first parameter says."""
+    """What the name of its first parameter says; an error that shows what to write where it is another library's."""
     parameters = _parameters(function, name)
-    return MODES.get(parameters[0].name, "pointwise") if parameters else "pointwise"
+    if not parameters:
+        return "pointwise"
+    if parameters[0].name in FOREIGN:
+        raise RewardError(_translation(parameters, name))
+    return MODES.get(parameters[0].name, "pointwise")
+
+
+def _translation(parameters: list[inspect.Parameter], name: str) -> str:
+    first = parameters[0].name
+    known = {*FOREIGN, *_TRUTHS}
+    kept = [
+        str(p.replace(annotation=p.empty)) for p in parameters if p.name not in known and p.kind != p.VAR_POSITIONAL
+    ]
+    short = name.rpartition(":")[2]
+    shapes = [
+        f"def {short}({', '.join([*two, *kept])})"
+        for two in (("messages", "ground_truth"), ("rollouts_messages", "ground_truths"))
+    ]
+    return (
+        f"reward {name}: its first parameter is {first!r}, as in rewards for {FOREIGN[first]}; here it gets whole "
+        f'conversations: write {shapes[0]} for one rollout, whose last text is messages[-1]["content"], or {shapes[1]} '
+        "for all of a step, which returns a list"
+    )
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _parameters(function: Callable[..., Any], name: str) -> list[inspect.Parameter]:

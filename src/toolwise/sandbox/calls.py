@@ -13,6 +13,8 @@ from toolwise.sandbox.targets import Target
 
 TOGETHER = 32
 """Pointwise calls that are sent to a worker at once."""
+OVERLAPPING = 64
+"""Async ones that run in a worker at the same time."""
 
 Plain = dict[str, Any]
 
@@ -33,15 +35,23 @@ def run_batch(pool: Pool, target: Target, batch: Plain, timeout_s: float) -> lis
 
 
 def run_pointwise(
-    pool: Pool, target: Target, calls: Sequence[Plain], timeout_s: float, threads: Callable[[], ThreadPoolExecutor]
+    pool: Pool,
+    target: Target,
+    calls: Sequence[Plain],
+    timeout_s: float,
+    threads: Callable[[], ThreadPoolExecutor],
+    *,
+    overlap: bool = False,
 ) -> list[Any]:
-    """One answer a call, in order. Each call has `timeout_s`, and those sent together the sum of it."""
-    parts = [calls[start : start + TOGETHER] for start in range(0, len(calls), TOGETHER)]
-    if 1 < len(calls) < TOGETHER * pool.workers:
+    """One answer a call, in order. Each call has `timeout_s`, and those sent together the sum of it; `overlap` runs
+    those of an async function at the same time."""
+    run = run_overlapping if overlap else run_together
+    each = OVERLAPPING if overlap else TOGETHER
+    if not overlap and 1 < len(calls) < TOGETHER * pool.workers:
         each = -(-len(calls) // pool.workers)
-        parts = [calls[start : start + each] for start in range(0, len(calls), each)]
+    parts = [calls[start : start + each] for start in range(0, len(calls), each)]
     if len(parts) == 1:
-        return run_together(pool, target, calls, timeout_s)
+        return run(pool, target, calls, timeout_s)
     waiting = list(enumerate(parts))[::-1]
     done: dict[int, list[Any]] = {}
 
@@ -51,7 +61,7 @@ def run_pointwise(
                 number, part = waiting.pop()
             except IndexError:
                 return
-            done[number] = run_together(pool, target, part, timeout_s)
+            done[number] = run(pool, target, part, timeout_s)
 
     helpers = [threads().submit(work) for _ in range(min(pool.workers, len(parts)) - 1)]
     work()
@@ -59,6 +69,26 @@ def run_pointwise(
         if not helper.cancel():  # one that has not begun has nothing left to do
             helper.result()
     return [answer for number in range(len(parts)) for answer in done[number]]
+
+
+def run_overlapping(pool: Pool, target: Target, calls: Sequence[Plain], timeout_s: float) -> list[Any]:
+    """Calls of an async function at the same time in one worker; after a death, those without an answer one by one,
+    since nobody can tell which of them it was."""
+    answers: dict[int, Any] = {}
+    until = time.monotonic() + timeout_s * len(calls)
+    try:
+        with pool.worker(target) as worker:
+            for position, got in worker.call_overlapping(calls, timeout_s, until):
+                if len(got) != 1:
+                    raise WorkerFault("wrong_length", f"the worker sent {len(got)} results for one rollout")
+                answers[position] = got[0]
+    except WorkerFault as fault:
+        if fault.loading:
+            return [_told(fault)] * len(calls)
+    for position, call in enumerate(calls):
+        if position not in answers:
+            answers[position] = run_together(pool, target, [call], timeout_s)[0]
+    return [answers[position] for position in range(len(calls))]
 
 
 def run_together(pool: Pool, target: Target, calls: Sequence[Plain], timeout_s: float) -> list[Any]:
@@ -78,11 +108,14 @@ def run_together(pool: Pool, target: Target, calls: Sequence[Plain], timeout_s: 
                         raise WorkerFault("wrong_length", f"the worker sent {len(got)} results for one rollout")
                     answers += got
         except WorkerFault as fault:
-            told = {"fault": {"kind": fault.kind, "message": fault.message, "traceback": fault.traceback}}
             if fault.loading:
-                return answers + [told] * (len(calls) - len(answers))
+                return answers + [_told(fault)] * (len(calls) - len(answers))
             suspect_is_alone = len(part) == 1 or fault.kind == "timeout"
             if suspect_is_alone or time.monotonic() >= until:
-                answers.append(told)
+                answers.append(_told(fault))
             alone = True
     return answers
+
+
+def _told(fault: WorkerFault) -> Plain:
+    return {"fault": {"kind": fault.kind, "message": fault.message, "traceback": fault.traceback}}

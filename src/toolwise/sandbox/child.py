@@ -17,6 +17,7 @@ from toolwise.sandbox import frames
 from toolwise.sandbox.harness import Harness, Plain, plain_fault, preload_package
 from toolwise.sandbox.layers.hardening import Got, Plan, harden
 from toolwise.sandbox.layers.lifeline import live_with_parent
+from toolwise.sandbox.output import MarkedStream, call_at
 from toolwise.sandbox.taint import Snapshot
 
 # Kept here, and compiled where there is a choice, so that whatever a function patches later does not reach them.
@@ -33,6 +34,8 @@ def main(start: dict[str, Any]) -> NoReturn:
     os.set_inheritable(start["channel"], False)
     sys.argv = [""]
     sys.path[:] = [place for place in sys.path if place in start["keep"]]
+    buffer = sys.stdout.buffer  # one for both, so that what they print keeps its order
+    sys.stdout, sys.stderr = MarkedStream(buffer), MarkedStream(buffer)
     worker = _Worker(start["channel"])
     try:
         worker.serve()
@@ -100,26 +103,51 @@ class _Worker:
         return harness
 
     def _answer(self, harness: Harness, request: Plain) -> None:
-        largest = request["largest"]
+        MarkedStream.last = -1
         if harness.reward.mode != "pointwise" and "batch" in request:
-            answers = harness.many(request["batch"])
-            self._finish(request, answers, 0, last=True, largest=largest)
+            call_at.set(0)
+            self._finish(request, harness.many(request["batch"]), 0)
             return
-        calls = request["calls"]
-        for position, call in enumerate(calls):
-            answers = [harness.one(call)]
-            last = position == len(calls) - 1
-            if not self._finish(request, answers, position, last=last, largest=largest):
+        if "overlap_s" in request:
+            self._answer_overlapping(harness, request)
+            return
+        for position, call in enumerate(request["calls"]):
+            call_at.set(position)
+            if not self._finish(request, [harness.one(call)], position):
                 return
 
-    def _finish(self, request: Plain, answers: list[Plain], position: int, *, last: bool, largest: int) -> bool:
+    def _answer_overlapping(self, harness: Harness, request: Plain) -> None:
+        """Each answer as it comes, then one without any, which says how the worker is after all of them."""
+        from toolwise.sandbox.overlap import run_overlapping
+
+        assert self._snapshot is not None
+        flush, grave = self._snapshot.flush, False
+
+        def answered(position: int, answer: Plain) -> None:
+            nonlocal grave
+            grave |= _is_grave(answer)
+            flush()
+            self._tell(request, [answer], position, tainted=False)
+
+        calls = request["calls"]
+        ended = run_overlapping(harness, calls, request["overlap_s"], answered)
+        self._finish(request, [], len(calls), tainted=grave or not ended)
+
+    def _finish(self, request: Plain, answers: list[Plain], position: int, *, tainted: bool = False) -> bool:
         """Sends what a call gave. False where the worker is no longer as it was: the rest goes to a fresh one."""
         assert self._snapshot is not None
         try:
             self._snapshot.tidy()
-            tainted = self._snapshot.changed() or any(_is_grave(answer) for answer in answers)
-            message = {"id": request["id"], "at": position, "answers": answers, "tainted": tainted}
-            payload = _encode(message)
+            tainted = tainted or self._snapshot.changed() or any(_is_grave(answer) for answer in answers)
+        except MemoryError:
+            gc.collect()
+            tainted, answers = True, [{"fault": _memory_fault}]
+        return self._tell(request, answers, position, tainted=tainted)
+
+    def _tell(self, request: Plain, answers: list[Plain], position: int, *, tainted: bool) -> bool:
+        largest = request["largest"]
+        try:
+            payload = _encode({"id": request["id"], "at": position, "answers": answers, "tainted": tainted})
         except MemoryError:
             gc.collect()
             tainted = True

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from toolwise.rewards.earned import EARNED, score_earned
-from toolwise.rewards.executor import InProcessExecutor
+from toolwise.rewards.executor import InProcessExecutor, given_by_run
 from toolwise.rewards.function import Reward
 from toolwise.sandbox.answers import pack
 from toolwise.sandbox.sandbox import Sandbox
@@ -26,7 +26,8 @@ class RewardExecutor:
         if reward.reference in EARNED:
             return score_earned(reward.reference, rollouts)
         if reward.function is not None:
-            return await InProcessExecutor().evaluate(reward, rollouts, step=step)
+            printed = self.sandbox.printed if self.sandbox is not None else None
+            return await InProcessExecutor(printed).evaluate(reward, rollouts, step=step)
         assert self.sandbox is not None  # a reward by reference alone was built with one
         return await SandboxExecutor(self.sandbox).evaluate(reward, rollouts, step=step)
 
@@ -39,16 +40,18 @@ class SandboxExecutor:
 
     async def evaluate(self, reward: Reward, rollouts: Sequence[Rollout], *, step: int) -> list[EvaluateResult]:
         reference = _reference(reward)
-        given: dict[str, Any] = {"step": step}
-        calls = [
-            pack(r.messages, r.task.ground_truth, {**given, **r.task.reward_kwargs, **reward.kwargs}) for r in rollouts
-        ]
+        calls = []
+        for r in rollouts:
+            kwargs = {**given_by_run(reward, step, r.prompt_length), **r.task.reward_kwargs, **reward.kwargs}
+            label = f"step {step}, {r.rollout_id}"
+            calls.append({**pack(r.messages, r.task.ground_truth, kwargs), "label": label})
         if reward.mode == "group":
             return await self._evaluate_groups(reference, rollouts, calls)
         batch: dict[str, Any] | None = None
         if reward.mode == "batch":
             columns = sorted({name for r in rollouts for name in r.task.reward_kwargs})
             by_column = {name: [r.task.reward_kwargs.get(name) for r in rollouts] for name in columns}
+            given = given_by_run(reward, step, [r.prompt_length for r in rollouts])
             batch = {**given, **by_column, **reward.kwargs}
         return await self._run(reference, calls, batch)
 

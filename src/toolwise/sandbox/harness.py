@@ -20,10 +20,12 @@ from toolwise.messages import Message
 from toolwise.rewards.function import Reward, read_result, read_results, reward_function
 from toolwise.sandbox.faults import LONGEST_MESSAGE, LONGEST_TRACEBACK, printable
 from toolwise.sandbox.layers.denials import explain
+from toolwise.siblings import siblings_of
 from toolwise.types import EvaluateResult
 
 Plain = dict[str, Any]
 _dump: Callable[..., str] = EvaluateResult.model_dump_json
+_dump_base: Callable[..., bytes] = EvaluateResult.__pydantic_serializer__.to_json  # leaves out what a subclass adds
 _format = tracebacks.format_exception
 _message = Message.model_validate
 _SHOWN_FRAMES = 8
@@ -46,9 +48,18 @@ class Harness:
         if self.reward.mode != "pointwise":
             return self.many({"calls": [call], "kwargs": call.get("kwargs") or {}, "lenient": call.get("lenient")})[0]
         try:
-            messages = [_message(m) for m in call["messages"]]
-            value = self._value(messages, call["ground_truth"], call.get("kwargs") or {}, bool(call.get("lenient")))
+            value = _waited(self._begun(call))
         except BaseException as fault:  # other people's code: anything may come, exits included
+            return plain_fault(fault, self.allowed)
+        return _read(value, 1)[0]
+
+    async def one_async(self, call: Plain) -> Plain:
+        """The same in an event loop that others share."""
+        try:
+            value = self._begun(call)
+            if inspect.isawaitable(value):
+                value = await value
+        except BaseException as fault:  # likewise
             return plain_fault(fault, self.allowed)
         return _read(value, 1)[0]
 
@@ -59,20 +70,27 @@ class Harness:
             messages = [[_message(m) for m in call["messages"]] for call in calls]
             truths = [call["ground_truth"] for call in calls]
             truth = truths if self.reward.mode == "batch" else truths[0]  # the rollouts of a task share theirs
-            value = self._value(messages, truth, batch.get("kwargs") or {}, bool(batch.get("lenient")))
+            value = _waited(self._value(messages, truth, batch.get("kwargs") or {}, bool(batch.get("lenient"))))
         except BaseException as fault:  # likewise
             return [plain_fault(fault, self.allowed)] * len(calls)
         return _read(value, len(calls), batch=True)
 
+    def _begun(self, call: Plain) -> Any:
+        messages = [_message(m) for m in call["messages"]]
+        return self._value(messages, call["ground_truth"], call.get("kwargs") or {}, bool(call.get("lenient")))
+
     def _value(self, messages: Any, truth: Any, kwargs: Plain, lenient: bool) -> Any:
         given = self.reward.accepts(kwargs) if lenient else kwargs
         assert self.reward.function is not None  # it was loaded here
-        value = self.reward.function(messages, truth, **given)
-        if not inspect.isawaitable(value):
-            return value
-        import asyncio  # here, since most functions do without it and a worker should come up fast
+        return self.reward.function(messages, truth, **given)
 
-        return asyncio.run(_awaited(value))
+
+def _waited(value: Any) -> Any:
+    if not inspect.isawaitable(value):
+        return value
+    import asyncio  # here, since most functions do without it and a worker should come up fast
+
+    return asyncio.run(_awaited(value))
 
 
 def _read(value: Any, count: int, batch: bool = False) -> list[Plain]:
@@ -93,7 +111,7 @@ async def _awaited(value: Any) -> Any:
 def plain_result(result: EvaluateResult) -> Plain:
     """As data; subclasses that lie about themselves are asked through the class they claim to be."""
     try:
-        return {"result": _dump(result)}
+        return {"result": _dump(result) if type(result) is EvaluateResult else _dump_base(result).decode()}
     except Exception as fault:
         return {"fault": {"kind": "bad_type", "message": printable(f"the result is no JSON: {say(fault)}", 500)}}
 
@@ -159,6 +177,8 @@ def preload_package(top: Plain) -> None:
     if spec is None:
         return
     module = importlib.util.module_from_spec(spec)
+    if origin is not None and places is None:
+        vars(module)["__builtins__"] = siblings_of(Path(origin)).builtins
     sys.modules[name] = module
     try:
         if spec.loader is not None:

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from toolwise.rewards.printed import Printed
 from toolwise.sandbox.faults import SandboxError, WorkerFault
 from toolwise.sandbox.layers.bubblewrap import View, outside_of, worker_view
 from toolwise.sandbox.layers.hardening import Plan
@@ -24,6 +25,8 @@ from toolwise.sandbox.worker import Worker
 PREFIX = "toolwise-sandbox-"
 YOUNG_S = 3600.0
 LOCK_ATTEMPTS = 20
+UNHEARD = 8
+"""Texts that are kept until somebody asks for what is printed."""
 
 
 class Pool:
@@ -32,6 +35,8 @@ class Pool:
     def __init__(self, plan: Plan, *, workers: int, max_calls: int, timeout_s: float, require: bool) -> None:
         self._plan, self._max_calls, self._timeout_s, self._require = plan, max_calls, timeout_s, require
         self.workers = workers
+        self._printed: Printed | None = None
+        self._unheard: list[tuple[str, str]] = []
         self._start_over()
 
     def _start_over(self) -> None:
@@ -79,7 +84,7 @@ class Pool:
         if process is None:
             with self._lock:
                 process = self._process(target)
-        worker = Worker(process, self._plan_for(target, process))
+        worker = Worker(process, self._plan_for(target, process), self._tell)
         with self._lock:
             self._busy.add(worker)
         try:
@@ -95,6 +100,25 @@ class Pool:
         finally:
             self._have_spare(target)
         return worker
+
+    @property
+    def printed(self) -> Printed | None:
+        """Is told what user code prints, and first what it printed before anybody listened: on import."""
+        return self._printed
+
+    @printed.setter
+    def printed(self, printed: Printed | None) -> None:
+        self._printed, unheard = printed, self._unheard
+        if printed is not None:
+            self._unheard = []
+            for label, text in unheard:
+                printed(label, text)
+
+    def _tell(self, label: str, text: str) -> None:
+        if self._printed is not None:
+            self._printed(label, text)
+        elif len(self._unheard) < UNHEARD:
+            self._unheard.append((label, text))
 
     def _fits(self, process: Process, target: Target) -> bool:
         """Whether a process that is up already can serve `target`: in namespaces it sees one function's files only."""

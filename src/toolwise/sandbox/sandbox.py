@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import json
 import logging
+import math
 import os
 import threading
 import weakref
@@ -17,14 +18,16 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from toolwise.errors import RewardError
+from toolwise.rewards.printed import Printed
 from toolwise.rewards.signature import Signature
 from toolwise.sandbox.answers import pack, read_answer
-from toolwise.sandbox.calls import run_batch, run_pointwise
+from toolwise.sandbox.calls import OVERLAPPING, run_batch, run_pointwise
 from toolwise.sandbox.faults import SandboxError, WorkerFault
 from toolwise.sandbox.frames import encode
 from toolwise.sandbox.harness import Harness, Plain, plain_fault
 from toolwise.sandbox.layers.denials import EVERYTHING
 from toolwise.sandbox.layers.hardening import LAYERS, Plan, Tier
+from toolwise.sandbox.overlap import run_overlapping
 from toolwise.sandbox.pool import Pool
 from toolwise.sandbox.report import Report, probe
 from toolwise.sandbox.targets import Target, reference_of, resolve
@@ -75,7 +78,7 @@ class Sandbox:
         self._pool = Pool(plan, workers=self._workers, max_calls=max_calls, timeout_s=timeout_s, require=require)
         self._threads: ThreadPoolExecutor | None = None
         self._targets: dict[tuple[str, str], Target] = {}
-        self._pointwise: set[str] = set()
+        self._signatures: dict[str, Signature] = {}
         self._loaded: dict[str, Harness] = {}
         self._lock = threading.Lock()
         self._say_what_there_is()
@@ -87,6 +90,15 @@ class Sandbox:
             log.warning("%s", report)
         if self.require and not report.complete:
             raise SandboxError(f"{report} (require=True)")
+
+    @property
+    def printed(self) -> Printed | None:
+        """Is told what functions print: a label and a text for each call, from whichever thread it ran in."""
+        return self._pool.printed
+
+    @printed.setter
+    def printed(self, printed: Printed | None) -> None:
+        self._pool.printed = printed
 
     def report(self) -> Report:
         """What was asked and what was got, layer by layer."""
@@ -139,9 +151,7 @@ class Sandbox:
         if self.tier == "off":
             return Harness.load(reference).reward.signature
         try:
-            with self._pool.worker(self._target(reference)) as worker:
-                assert worker.signature is not None  # a worker that is handed out has loaded its function
-                return worker.signature
+            return self._signature(self._target(reference))
         except WorkerFault as fault:
             said = fault.message if fault.message.startswith("reward") else f"reward {reference}: {fault.message}"
             kind = "" if fault.kind == "import" else f" ({fault.kind}, in the sandbox)"
@@ -172,12 +182,21 @@ class Sandbox:
 
     def _away(self, reference: str, calls: list[Plain], batch: Plain | None) -> list[Any]:
         target = self._target(reference)
-        if batch is not None and target.reference not in self._pointwise:
+        known = self._signatures.get(target.reference)
+        if batch is not None and (known is None or known.mode != "pointwise"):
             answers = run_batch(self._pool, target, batch, self.timeout_s)
             if answers is not None:
                 return answers
-            self._pointwise.add(target.reference)  # asked of a worker once: only it loads the function
-        return run_pointwise(self._pool, target, calls, self.timeout_s, self._executor)
+        overlap = len(calls) > 1 and self._signature(target).is_async
+        return run_pointwise(self._pool, target, calls, self.timeout_s, self._executor, overlap=overlap)
+
+    def _signature(self, target: Target) -> Signature:
+        """Asked of a worker once: only it loads the function."""
+        if target.reference not in self._signatures:
+            with self._pool.worker(target) as worker:
+                assert worker.signature is not None  # a worker that is handed out has loaded its function
+                self._signatures[target.reference] = worker.signature
+        return self._signatures[target.reference]
 
     def _target(self, reference: str) -> Target:
         """Looked for once in each folder: a run does not follow files that move under it."""
@@ -200,7 +219,14 @@ class Sandbox:
         harness = self._loaded[reference]
         if batch is not None and harness.reward.mode != "pointwise":
             return harness.many(batch)
-        return [harness.one(call) for call in calls]
+        if len(calls) == 1 or not harness.reward.signature.is_async:
+            return [harness.one(call) for call in calls]
+        answers: list[Plain] = []
+        for start in range(0, len(calls), OVERLAPPING):
+            part: dict[int, Plain] = {}
+            run_overlapping(harness, calls[start : start + OVERLAPPING], math.inf, part.__setitem__)
+            answers += [part[position] for position in sorted(part)]
+        return answers
 
     def _executor(self) -> ThreadPoolExecutor:
         with self._lock:

@@ -19,7 +19,7 @@ from typing import Any
 _WATCHED = """
     builtins json json.encoder json.decoder math re os posixpath sys time random string statistics collections
     itertools functools operator datetime decimal copy
-    toolwise.messages toolwise.types toolwise.rewards.function toolwise.sandbox.harness
+    toolwise.messages toolwise.results toolwise.types toolwise.rewards.function toolwise.sandbox.harness
 """
 WATCHED = tuple(_WATCHED.split())  # those of them that are loaded when the function is
 _SIGNALS = [
@@ -62,6 +62,10 @@ class Snapshot:
         _clear_timer(_signal.ITIMER_VIRTUAL, 0)
         _clear_timer(_signal.ITIMER_PROF, 0)
         _collect()
+        self.flush()
+
+    def flush(self) -> None:
+        """Lets out what was printed."""
         for flush in self._flush:
             with suppress(Exception):
                 flush()

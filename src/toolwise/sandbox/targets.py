@@ -17,6 +17,7 @@ import toolwise
 from toolwise.errors import RewardError
 from toolwise.references import check_nameable, registered_reference
 from toolwise.sandbox.faults import WorkerFault
+from toolwise.siblings import imported_siblings
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ def resolve(reference: str) -> Target:
         path = Path(place).expanduser().resolve()
         if not path.is_file():
             raise WorkerFault("import", f"reward: there is no file {place!r}")
-        return Target(f"{path}{suffix}", (str(path),))
+        return Target(f"{path}{suffix}", _with_siblings(path))
     return _dotted(place, suffix)
 
 
@@ -57,7 +58,14 @@ def _dotted(place: str, suffix: str) -> Target:
     if origin is None and not places:
         return Target(f"{place}{suffix}", ())
     known = {"name": top, "origin": origin, "places": places or None}
-    return Target(f"{place}{suffix}", tuple(places) or (str(origin),), known)
+    return Target(f"{place}{suffix}", tuple(places) or _with_siblings(Path(str(origin))), known)
+
+
+def _with_siblings(path: Path) -> tuple[str, ...]:
+    """A file and the modules beside it that it imports; nothing else of its folder."""
+    if path.suffix != ".py" or within(str(path), library_folders()):
+        return (str(path),)
+    return (str(path), *map(str, imported_siblings(path)))
 
 
 def reference_of(function: Callable[..., Any]) -> str:

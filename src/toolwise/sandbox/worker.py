@@ -11,10 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
+from toolwise.rewards.printed import Printed
 from toolwise.rewards.signature import Signature
 from toolwise.sandbox import frames
-from toolwise.sandbox.faults import SandboxError, WorkerFault, printable, read_fault
+from toolwise.sandbox.faults import SandboxError, WorkerFault, read_fault
 from toolwise.sandbox.layers.hardening import MEBIBYTE, Plan
+from toolwise.sandbox.output import Output
 from toolwise.sandbox.processes import Process, remove_folder
 from toolwise.sandbox.targets import Target
 from toolwise.sandbox.usage import overfilled
@@ -22,10 +24,13 @@ from toolwise.sandbox.usage import overfilled
 START_S = 60.0
 """How long an interpreter may take to come up on a busy machine; the user's code has not begun by then."""
 LARGEST_RESULT = 8 * MEBIBYTE
-OUTPUT_KEPT = 16 * 1024
+SLACK_S = 0.5
+"""What a worker has, beyond a call's time, to say that the call ran out of it."""
 LOOK_S = 0.1
 """How often a long call's folder is looked at."""
 GONE_S = 0.2
+MOST_READS = 256
+"""Of what it printed, after its last answer: a thread that was left behind may print for ever."""
 
 _numbers = itertools.count(1)
 
@@ -33,8 +38,8 @@ _numbers = itertools.count(1)
 class Worker:
     """A process that serves one function."""
 
-    def __init__(self, process: Process, plan: Plan) -> None:
-        self.process, self.plan = process, plan
+    def __init__(self, process: Process, plan: Plan, printed: Printed | None = None) -> None:
+        self.process, self.plan, self._on_print = process, plan, printed
         self.calls = 0
         self.signature: Signature | None = None
         """What its function takes, once it is loaded."""
@@ -44,8 +49,7 @@ class Worker:
         self.loaded_by = 0.0
         """The deadline that loading the user's code set; the first call shares it."""
         self._incoming = frames.Incoming(LARGEST_RESULT)
-        self._output = bytearray()
-        self._dropped = 0
+        self._output = Output()
         self._poll = select.poll()
         self._poll.register(process.channel, select.POLLIN)
         self._poll.register(process.output, select.POLLIN)
@@ -73,14 +77,19 @@ class Worker:
     def load(self, timeout_s: float) -> None:
         """Waits until the user's code is loaded. The deadline starts here."""
         self.loaded_by = time.monotonic() + timeout_s
-        said = self._next(self.loaded_by, "be imported")
-        if "fault" in said:
-            fault = read_fault(said["fault"])
-            raise WorkerFault(fault.kind, fault.message, fault.traceback + self._printed())
+        self._output.begin(["on import"])
+        try:
+            said = self._next(self.loaded_by, "be imported")
+            if "fault" in said:
+                self._drain()
+                fault = read_fault(said["fault"])
+                raise WorkerFault(fault.kind, fault.message, fault.traceback + self._output.of())
+        finally:
+            self._pass_on_output()
         try:
             self.signature = Signature.from_json(said.get("signature"))
         except ValueError:
-            raise WorkerFault("bad_type", "the worker sent something else than what it was asked for") from None
+            raise _nonsense() from None
 
     def probe(self) -> dict[str, Any]:
         return dict(self._next(time.monotonic() + START_S, "be probed").get("probed") or {})
@@ -90,24 +99,78 @@ class Worker:
 
         Each call has `timeout_s`; all of them end by `until`.
         """
-        number = f"{next(_numbers)}-{os.urandom(8).hex()}"
         deadline = min(self.loaded_by or time.monotonic() + timeout_s, until)
-        self.loaded_by = 0.0
-        self._output.clear()
-        self._dropped = 0
-        self._send(_encoded({**request, "id": number, "largest": LARGEST_RESULT}), deadline)
-        for position in range(count):
-            said = self._next(deadline, "answer")
-            if said.get("id") != number or said.get("at") != position or not isinstance(said.get("answers"), list):
-                raise WorkerFault("bad_type", "the worker sent something else than what it was asked for")
-            self.calls += 1
-            if said.get("tainted") is not False or any(not _is_result(answer) for answer in said["answers"]):
-                self.clean = False
-            yield [self._with_output(answer) for answer in said["answers"]]
-            if said.get("tainted") is not False:
-                return
-            deadline = min(time.monotonic() + timeout_s, until)
+        number = self._ask(request, deadline)
+        try:
+            for position in range(count):
+                said = self._next(deadline, "answer")
+                if said.get("at") != position:
+                    raise _nonsense()
+                yield self._answers_in(said, number, position)
+                if said.get("tainted") is not False:
+                    return
+                deadline = min(time.monotonic() + timeout_s, until)
+            self._look_after()
+        finally:
+            self._pass_on_output()
+
+    def call_overlapping(
+        self, calls: Sequence[dict[str, Any]], timeout_s: float, until: float
+    ) -> Iterator[tuple[int, list[Any]]]:
+        """Answers of async calls that run at the same time, as they come, each with the position of its call.
+
+        The worker itself ends a call that waits too long. One that keeps it from answering anything ends with it.
+        """
+        number = self._ask({"calls": list(calls), "overlap_s": timeout_s}, until)
+        missing = set(range(len(calls)))
+        try:
+            while missing:
+                said = self._next(min(time.monotonic() + timeout_s + SLACK_S, until), "answer")
+                position = said.get("at")
+                if not isinstance(position, int) or position not in missing:
+                    raise _nonsense()
+                missing.discard(position)
+                yield position, self._answers_in(said, number, position)
+            self._end_overlapping(number)
+        finally:
+            self._pass_on_output()
+
+    def _end_overlapping(self, number: str) -> None:
+        """How the worker is after all of its calls; what was answered counts in any case."""
+        try:
+            said = self._next(time.monotonic() + SLACK_S, "come to rest")
+        except WorkerFault:
+            self.clean = False
+            return
+        self.clean &= said.get("id") == number and said.get("tainted") is False
         self._look_after()
+
+    def _ask(self, request: dict[str, Any], deadline: float) -> str:
+        """Sends calls; the labels of their prints stay here."""
+        self.loaded_by = 0.0
+        number = f"{next(_numbers)}-{os.urandom(8).hex()}"
+        plain, labels = _unlabelled(request)
+        self._output.begin(labels)
+        self._send(_encoded({**plain, "id": number, "largest": LARGEST_RESULT}), deadline)
+        return number
+
+    def _answers_in(self, said: dict[str, Any], number: str, position: int) -> list[Any]:
+        answers = said.get("answers")
+        if said.get("id") != number or not isinstance(answers, list):
+            raise _nonsense()
+        self.calls += 1
+        if said.get("tainted") is not False or any(not _is_result(answer) for answer in answers):
+            self.clean = False
+            self._drain()
+        return [self._with_output(answer, position) for answer in answers]
+
+    def _pass_on_output(self) -> None:
+        for _ in range(MOST_READS):
+            if not self._drain():
+                break
+        for label, text in self._output.take():
+            if self._on_print is not None:
+                self._on_print(label, text)
 
     def _look_after(self) -> None:
         """After the last answer: threads left behind, bytes nobody asked for, files in the folder."""
@@ -173,17 +236,17 @@ class Worker:
             raise self._death()
         self._incoming.feed(data)
 
-    def _drain(self) -> None:
-        """Takes what it printed, so that it never waits for us; keeps the beginning."""
-        with suppress(OSError):
+    def _drain(self) -> bool:
+        """Takes what it printed, so that it never waits for us. False where there is nothing, or nothing more."""
+        try:
             data = os.read(self.process.output, 1 << 16)
-            if not data:
-                with suppress(KeyError):  # it may have been seen before
-                    self._poll.unregister(self.process.output)
-                return
-            room = OUTPUT_KEPT - len(self._output)
-            self._output += data[: max(room, 0)]
-            self._dropped += max(len(data) - max(room, 0), 0)
+        except OSError:
+            return False
+        if not data:
+            with suppress(KeyError):  # it may have been seen before
+                self._poll.unregister(self.process.output)
+        self._output.feed(data)
+        return bool(data)
 
     def _look_at_folder(self) -> None:
         too_much = overfilled([self.process.scratch], self.plan.file_mb)
@@ -208,17 +271,31 @@ class Worker:
         return WorkerFault("died", f"its process {how}{torn}", printed)
 
     def _printed(self) -> str:
-        if not self._output:
-            return ""
-        more = f"\n… and {self._dropped:,} bytes more" if self._dropped else ""
-        return printable(f"\nIt printed:\n{self._output.decode('utf-8', 'replace')}{more}", 2 * OUTPUT_KEPT)
+        return self._output.of()
 
-    def _with_output(self, answer: Any) -> Any:
-        if self._output and isinstance(answer, dict) and isinstance(answer.get("fault"), dict):
+    def _with_output(self, answer: Any, position: int) -> Any:
+        printed = self._output.of(position)
+        if printed and isinstance(answer, dict) and isinstance(answer.get("fault"), dict):
             told = answer["fault"].get("traceback")
-            fault = {**answer["fault"], "traceback": (told if isinstance(told, str) else "") + self._printed()}
+            fault = {**answer["fault"], "traceback": (told if isinstance(told, str) else "") + printed}
             return {**answer, "fault": fault}
         return answer
+
+
+def _unlabelled(request: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A request without the labels of its calls, which are ours, and the labels: one for all where it is one call."""
+    batch = request.get("batch")
+    calls = (batch or request).get("calls") or []
+    labels = [str(call.get("label", "")) for call in calls]
+    plain = [{key: value for key, value in call.items() if key != "label"} for call in calls]
+    if batch is None:
+        return {**request, "calls": plain}, labels
+    more = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
+    return {"batch": {**batch, "calls": plain}}, [f"{labels[0]}{more}" if labels else ""]
+
+
+def _nonsense() -> WorkerFault:
+    return WorkerFault("bad_type", "the worker sent something else than what it was asked for")
 
 
 def _encoded(request: dict[str, Any]) -> bytes:

@@ -29,7 +29,7 @@ def format_metrics(readings: Sequence[Reading]) -> Metrics:
 
 
 @reward_function
-def format_reward(messages: Sequence[Message], ground_truth: Any = None) -> EvaluateResult:
+def format_reward(messages: Sequence[Message], ground_truth: Any = None, prompt_length: int = 0) -> EvaluateResult:
     """The share of the assistant's replies that keep to the format; each step earns its part of it.
 
         [[reward.parts]]
@@ -39,7 +39,7 @@ def format_reward(messages: Sequence[Message], ground_truth: Any = None) -> Eval
     It judges what stands in the conversation. Calls that a parser has taken out of a reply count as its action; under
     `rollout.tool_parser = "action"` the tags are gone from there, so let the world read them: "none".
     """
-    readings = [_read_message(message) for message in messages if message.role == "assistant"]
+    readings = [_read_message(message) for message in messages[prompt_length:] if message.role == "assistant"]
     if not readings:
         return EvaluateResult(score=0.0, reason="the assistant said nothing")
     share = sum(reading.valid for reading in readings) / len(readings)

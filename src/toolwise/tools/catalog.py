@@ -34,6 +34,13 @@ GROUPS: dict[str, Callable[[dict[str, Any]], list[BaseTool]]] = {"mcp": mcp_tool
 _TERMS = frozenset({"family", "price", "isolate", "max_concurrent"})
 
 
+def entries_of(tools: Entry | Sequence[Entry] | None) -> list[Entry]:
+    """One entry alone is a list of one: `tools=f` is `tools=[f]`."""
+    if tools is None:
+        return []
+    return [tools] if isinstance(tools, str | BaseTool | Mapping) or callable(tools) else list(tools)
+
+
 def build_tools(entries: Sequence[Entry]) -> dict[str, BaseTool]:
     """name -> tool, in the order of `entries`.
 

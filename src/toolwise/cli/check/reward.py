@@ -72,6 +72,9 @@ def _show(check: RewardCheck) -> None:
     console.print(table)
     for finding in check.findings:
         _show_details(finding)
+    if check.printed:
+        more = f"  … and {check.printed_more:,} lines more" if check.printed_more else ""
+        typer.echo("\n".join(["\nit printed:", *(f"  {line}" for line in check.printed), more]))
     typer.echo(check.sandbox)
     wrong = [finding.name for finding in check.findings if finding.verdict == "wrong"]
     typer.echo(f"wrong: {', '.join(wrong)}" if wrong else "nothing is wrong with it")

@@ -12,7 +12,10 @@ REFUSED = (errno.EPERM, errno.EACCES, errno.EROFS)
 """EROFS: what is to be read in a mount namespace is mounted read-only."""
 NETWORK = "the sandbox has no network: permissions=('network',) allows it"
 SUBPROCESS = "the sandbox starts no processes: permissions=('subprocess',) allows it"
-FILES = "the sandbox reads only its own file and packages and writes only to its working folder: read=[…] adds to it"
+FILES = (
+    "the sandbox reads only its own file, the modules beside it that it imports and packages, and writes only to its "
+    "working folder: read=[…] adds to it"
+)
 OTHER = "the sandbox refuses this call"
 _NETWORK_FILES = ("socket.py", "ssl.py", "socketserver.py", "client.py", "selector_events.py")
 _PROCESS_WORDS = ("fork", "exec", "spawn", "subprocess", "popen", "os.system", "Process(", "posix_spawn")

@@ -1,0 +1,111 @@
+"""What a reward function returns: a score, and whatever it says beside it. Part of `toolwise.types`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+
+def plain_number(value: Any) -> Any:
+    """`value.item()` of a numpy scalar, an array or a tensor with one element; anything else as it is.
+
+    Told by its methods: neither numpy nor torch is imported for it.
+    """
+    if isinstance(value, bool | int | float | str | dict | list | None) or not hasattr(type(value), "item"):
+        return value
+    try:
+        number = value.item()
+    except (TypeError, ValueError, RuntimeError):  # more than one element, or none
+        return value
+    return number if isinstance(number, bool | int | float) else value
+
+
+Number = Annotated[float, BeforeValidator(plain_number)]
+"""A float, also out of a bool, a numpy scalar, or an array or tensor with one element."""
+
+
+class StepOutput(BaseModel):
+    """A reward author's word on one step. `step_index`: the Nth time the assistant acted, from 0."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    step_index: int | str
+    base_reward: Number
+    metrics: dict[str, Any] = Field(default_factory=dict)
+    reason: str | None = None
+
+    @field_validator("metrics")
+    @classmethod
+    def _plain_numbers(cls, value: dict[str, Any]) -> dict[str, Any]:
+        return {name: plain_number(number) for name, number in value.items()}
+
+
+class MetricResult(BaseModel):
+    """One named part of a score."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    score: Number
+    reason: str = ""
+    is_score_valid: bool = True
+
+
+class EvaluationFault(BaseModel):
+    """Why a reward could not be had."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    kind: str
+    message: str
+    traceback: str = ""
+
+
+class EvaluateResult(BaseModel):
+    """What a reward function says of one rollout."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    score: Number | None = None
+    """Without one, the sum of the step rewards in `step_outputs`."""
+    is_score_valid: bool = True
+    reason: str | None = None
+    metrics: dict[str, MetricResult] = Field(default_factory=dict)
+    """Plain numbers are taken too: {"correct": 1.0}."""
+    step_outputs: list[StepOutput] | None = None
+    error: EvaluationFault | None = None
+
+    @field_validator("metrics", mode="before")
+    @classmethod
+    def _named_numbers(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        numbers = {name: plain_number(metric) for name, metric in value.items()}
+        return {
+            name: {"score": metric} if isinstance(metric, bool | int | float) else metric
+            for name, metric in numbers.items()
+        }
+
+    @field_validator("score")
+    @classmethod
+    def _finite(cls, value: float | None) -> float | None:
+        if value is not None and not math.isfinite(value):
+            raise ValueError(f"score must be finite, got {value}")
+        return value
+
+    @model_validator(mode="after")
+    def _sum_of_steps(self) -> EvaluateResult:
+        if self.score is None and self.step_outputs and self.is_score_valid and self.error is None:
+            rewards: dict[str, float] = {}
+            for output in self.step_outputs:  # of an index given twice the first counts, as it does for the steps
+                rewards.setdefault(str(output.step_index), output.base_reward)
+            total = sum(rewards.values())
+            self.score = total if math.isfinite(total) else None
+        return self
+
+    @property
+    def counts(self) -> bool:
+        """Whether there is a score to learn from."""
+        return self.is_score_valid and self.score is not None and self.error is None

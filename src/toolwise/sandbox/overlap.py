@@ -1,0 +1,55 @@
+"""Async calls that overlap in one event loop, each with a deadline, inside a worker or in the tier `off`.
+
+Time in which one call keeps the loop busy is not charged to the others: the clock of the deadlines advances by no more
+than two ticks at once. A call that never lets the loop go is ended from outside, with its process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from toolwise.sandbox.output import call_at
+
+if TYPE_CHECKING:
+    from toolwise.sandbox.harness import Harness, Plain
+
+TICK_S = 0.05
+LAST_S = 0.2
+"""How long a call that was cancelled may take to end."""
+_LATE = {"fault": {"kind": "timeout", "message": "it took too long to answer"}}
+
+
+def run_overlapping(
+    harness: Harness, calls: Sequence[Plain], timeout_s: float, answered: Callable[[int, Plain], None]
+) -> bool:
+    """Calls all of them at once and tells each answer as it comes. False where one had to be cancelled."""
+    return asyncio.run(_overlap(harness, calls, timeout_s, answered))
+
+
+async def _overlap(
+    harness: Harness, calls: Sequence[Plain], timeout_s: float, answered: Callable[[int, Plain], None]
+) -> bool:
+    tasks = {asyncio.create_task(_one(harness, position, call)): position for position, call in enumerate(calls)}
+    waiting, clock, before = set(tasks), 0.0, time.monotonic()
+    tick = min(TICK_S, timeout_s / 4)
+    while waiting and clock < timeout_s:
+        done, waiting = await asyncio.wait(waiting, timeout=tick, return_when=asyncio.FIRST_COMPLETED)
+        now = time.monotonic()
+        clock, before = clock + min(now - before, 2 * tick), now
+        for task in sorted(done, key=tasks.__getitem__):
+            answered(tasks[task], task.result())
+    for task in waiting:
+        task.cancel()
+    if waiting:
+        await asyncio.wait(waiting, timeout=LAST_S)
+    for task in sorted(waiting, key=tasks.__getitem__):
+        answered(tasks[task], _LATE)
+    return not waiting
+
+
+async def _one(harness: Harness, position: int, call: Plain) -> Plain:
+    call_at.set(position)
+    return await harness.one_async(call)

@@ -1,0 +1,180 @@
+"""`import helpers` in a file that is loaded by its path: the modules that lie beside the file.
+
+Each folder's modules have names of their own in `sys.modules`, so two files in two folders that each have a
+`helpers.py` do not get each other's, and nothing is added to `sys.path`. The standard library and toolwise come first;
+a module beside the file comes before an installed one, as it does for a script.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+PREFIX = "toolwise_file_folder_"
+_NEVER = frozenset({"toolwise", *sys.stdlib_module_names})
+_LARGEST = 4 << 20
+"""Bytes of a file that is still searched for imports."""
+
+Parts = tuple[str, ...]
+
+
+class Siblings:
+    """The modules of one folder, as the files in it import them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.package = f"{PREFIX}{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
+        self.builtins = {**vars(builtins), "__import__": self._import}
+        """What `__builtins__` must be in a module whose import statements look beside it."""
+        self._private: dict[str, bool] = {}
+        root = ModuleType(self.package)
+        root.__path__ = [str(folder)]
+        sys.modules[self.package] = root
+
+    def _import(
+        self,
+        name: str,
+        globals: Mapping[str, object] | None = None,
+        locals: Mapping[str, object] | None = None,
+        fromlist: Sequence[str] | None = (),
+        level: int = 0,
+    ) -> ModuleType:
+        top = name.partition(".")[0]
+        if level or not self._is_private(top):
+            return builtins.__import__(name, globals, locals, fromlist or (), level)
+        own = f"{self.package}.{name}"
+        if fromlist:
+            return builtins.__import__(own, globals, locals, fromlist)
+        importlib.import_module(own)
+        return sys.modules[f"{self.package}.{top}"]
+
+    def _is_private(self, top: str) -> bool:
+        """Whether `top` is a module beside the file that an ordinary import would not find."""
+        if top not in self._private:
+            self._private[top] = self._look_for(top)
+        return self._private[top]
+
+    def _look_for(self, top: str) -> bool:
+        place = self.folder / top
+        if not top or top in _NEVER or not (place.is_dir() or _file_of(place)):
+            return False
+        try:
+            spec = importlib.util.find_spec(top)
+        except (ImportError, ValueError, AttributeError):
+            spec = None
+        file = _file_of(place)
+        if spec is None or file is None:  # a folder without __init__.py gives way to whatever else has its name
+            return spec is None
+        return spec.origin is None or Path(spec.origin).resolve() != file.resolve()
+
+    def spec_of(self, name: str, parts: Parts) -> ModuleSpec | None:
+        place = self.folder.joinpath(*parts)
+        file = _file_of(place)
+        if file is not None:
+            inside = [str(place)] if file.name == "__init__.py" else None
+            loader = _Loader(name, str(file), self)
+            return importlib.util.spec_from_file_location(name, file, loader=loader, submodule_search_locations=inside)
+        if not place.is_dir():
+            return None
+        spec = ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = [str(place)]
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    def __init__(self, name: str, path: str, siblings: Siblings) -> None:
+        super().__init__(name, path)
+        self._siblings = siblings
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module)["__builtins__"] = self._siblings.builtins
+        super().exec_module(module)
+
+
+class _Finder:
+    """Finds what is imported under a folder's own name; never lists a folder, which a sandbox forbids."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        root, *parts = name.split(".")
+        siblings = _known.get(root)
+        return siblings.spec_of(name, tuple(parts)) if siblings is not None and parts else None
+
+
+_known: dict[str, Siblings] = {}
+
+
+def siblings_of(file: Path) -> Siblings:
+    """Of the folder in which `file` lies."""
+    if _Finder not in sys.meta_path:
+        sys.meta_path.insert(0, _Finder)
+    found = next((siblings for siblings in _known.values() if siblings.folder == file.parent), None)
+    if found is None:
+        found = Siblings(file.parent)
+        _known[found.package] = found
+    return found
+
+
+def _file_of(place: Path) -> Path | None:
+    """The file of the module that `place`, a path without a suffix, stands for."""
+    ways = (place / "__init__.py", place.parent / f"{place.name}.py")
+    return next((way for way in ways if way.is_file()), None)
+
+
+def imported_siblings(file: Path) -> list[Path]:
+    """The files beside `file` that it imports, directly or through each other, found without running any of them.
+
+    Imports that only show when the code runs (`importlib.import_module(name)`) are not found.
+    """
+    found: dict[Path, Parts] = {file: ()}
+    waiting = [file]
+    while waiting:
+        source = waiting.pop()
+        for parts in _imports(source, found[source]):
+            for path, package in _modules(file.parent, parts):
+                if path not in found:
+                    found[path] = package
+                    waiting.append(path)
+    return [path for path in found if path != file]
+
+
+def _imports(source: Path, package: Parts) -> Iterator[Parts]:
+    """The dotted names that `source`, a module of `package`, may import; names taken from a module are among them."""
+    try:
+        if source.stat().st_size > _LARGEST:
+            return
+        tree = ast.parse(source.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return  # whoever loads it is told
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (tuple(alias.name.split(".")) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            base = (*base, *(node.module.split(".") if node.module else ()))
+            yield base
+            yield from ((*base, alias.name) for alias in node.names)
+
+
+def _modules(root: Path, parts: Parts) -> Iterator[tuple[Path, Parts]]:
+    """The files that importing `parts` loads, each with the package that its relative imports start from."""
+    if not parts or parts[0] in _NEVER:
+        return
+    for count in range(1, len(parts) + 1):
+        file = _file_of(root.joinpath(*parts[:count]))
+        if file is not None and file.name == "__init__.py":
+            yield file, parts[:count]
+        elif file is not None:
+            yield file, parts[: count - 1]
+            return
+        elif not root.joinpath(*parts[:count]).is_dir():
+            return

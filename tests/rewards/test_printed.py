@@ -1,0 +1,79 @@
+"""What rewards print is kept, within bounds, and harmless to a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolwise.messages import Message
+from toolwise.rewards import Reward, printed
+from toolwise.rewards.executor import InProcessExecutor
+from toolwise.rewards.printed import CALL_CHARS, PrintedLines, PrintedLog, lines_of
+from toolwise.types import Rollout, StopReason, Task, Usage
+
+
+def rollout(name: str) -> Rollout:
+    task = Task(task_id="t", prompt=[Message(role="user", content="?")], ground_truth=name)
+    return Rollout(name, "g", 0, 0, task, None, (), task.prompt, StopReason.ANSWERED, Usage())
+
+
+def test_lines_have_their_label_and_no_control_characters() -> None:
+    assert lines_of("step 1, a", "one\n\x1b[31mred\x07\n") == ["[step 1, a] one", "[step 1, a] \\x1b[31mred\\x07"]
+    assert lines_of("", "tab\tstays\r\n") == ["tab\tstays\\r"]
+
+
+def test_a_log_appears_with_the_first_line_and_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(printed, "FILE_BYTES", 1000)
+    log = PrintedLog(tmp_path / "logs" / "reward.log")
+    assert not (tmp_path / "logs").exists()
+    for number in range(200):
+        log("step 1, r", f"line {number} \ud800")
+    log.close()
+    files = sorted(path.name for path in (tmp_path / "logs").iterdir())
+    assert files == ["reward.log", "reward.log.1"]
+    assert sum(path.stat().st_size for path in (tmp_path / "logs").iterdir()) <= 2000
+    assert "line 199" in (tmp_path / "logs" / "reward.log").read_text()
+
+
+def test_a_log_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("a file in its place")
+    PrintedLog(tmp_path / "logs" / "reward.log")("", "text")
+
+
+def test_the_first_lines_are_shown_and_the_rest_counted() -> None:
+    lines = PrintedLines(3)
+    lines("a", "1\n2\n")
+    lines("b", "3\n4\n5\n")
+    assert (lines.lines, lines.more) == (["[a] 1", "[a] 2", "[b] 3"], 2)
+
+
+def test_rewards_in_this_process_are_heard_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
+    async def chatty(messages: Any, ground_truth: Any) -> float:
+        print("begin", ground_truth)
+        await asyncio.sleep(0.01)
+        print("end", ground_truth, file=sys.stderr)
+        return 1.0
+
+    told: dict[str, str] = {}
+    before = sys.stdout, sys.stderr
+    executor = InProcessExecutor(told.__setitem__)
+    asyncio.run(executor.evaluate(Reward.of(chatty), [rollout("a"), rollout("b")], step=3))
+    assert told == {"step 3, a": "begin a\nend a\n", "step 3, b": "begin b\nend b\n"}
+    assert (sys.stdout, sys.stderr) == before
+    assert capsys.readouterr().out == "begin a\nbegin b\n"  # the terminal hears them as it did
+
+
+def test_what_one_call_prints_is_bounded(capsys: pytest.CaptureFixture[str]) -> None:
+    def endless(messages: Any, ground_truth: Any) -> float:
+        for _ in range(100):
+            print("x" * 1000)
+        return 1.0
+
+    told: dict[str, str] = {}
+    asyncio.run(InProcessExecutor(told.__setitem__).evaluate(Reward.of(endless), [rollout("a")], step=0))
+    assert len(told["step 0, a"]) < CALL_CHARS + 100
+    assert "characters more" in told["step 0, a"]

@@ -40,8 +40,7 @@ def _copied(
     if id(state.get("config")) in configs:
         state["config"] = configs[id(state["config"])]
     state["_modules"] = {
-        name: None if part is None else _copied(part, exchange, configs, done)
-        for name, part in module._modules.items()
+        name: None if part is None else _copied(part, exchange, configs, done) for name, part in module._modules.items()
     }
     new.__dict__.update(state)
     return new

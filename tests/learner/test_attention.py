@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest

@@ -1,8 +1,8 @@
 """Attention over packed rows: each segment of a micro-batch attends to its path and, causally, to itself.
 
 Stands under transformers' attention interface as "toolwise_tree", which `forward` sets on its own copy of the model's
-modules. Keys and values of a shared path are gathered from where they were computed, so that autograd adds up what all its readers ask;
-on a GPU they are read where they stand (`branches.py`).
+modules. Keys and values of a shared path are gathered from where they were computed, so that autograd adds up what all
+its readers ask; on a GPU they are read where they stand (`branches.py`).
 """
 
 from __future__ import annotations

@@ -52,9 +52,7 @@ def hidden_states(model: Any, packed: Packed) -> Tensor:
     own = shared_copy(trunk, attention=implementation())
     fuse(own, trunk)
     layout = Layout.of(packed.segments, packed.ids.device, keep_gathered=_recompute_layers(own))
-    out = own(
-        input_ids=packed.ids[None], position_ids=packed.positions[None], use_cache=False, toolwise_layout=layout
-    )
+    out = own(input_ids=packed.ids[None], position_ids=packed.positions[None], use_cache=False, toolwise_layout=layout)
     if layout.calls != trunk.config.num_hidden_layers:  # whatever the others attended to, it was not this
         raise ModelError(
             f"{type(trunk).__name__}: {layout.calls} of {trunk.config.num_hidden_layers} layers attended to packed "

@@ -135,9 +135,7 @@ def _turned(
     theirs: Rotate, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: Any, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """[1, heads, T, size] in and out, [1, T, size] of cosines and sines. What is not packed rows goes to `theirs`."""
-    packed = (
-        q.dim() == 4 and len(q) == len(k) == 1 and cos.shape == sin.shape == (1, *q.shape[2:]) == (1, *k.shape[2:])
-    )
+    packed = q.dim() == 4 and len(q) == len(k) == 1 and cos.shape == sin.shape == (1, *q.shape[2:]) == (1, *k.shape[2:])
     if others or options or not packed or not available(q.device):
         return theirs(q, k, cos, sin, *others, **options)
     angles = cos[0].contiguous(), sin[0].contiguous()

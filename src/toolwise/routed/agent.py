@@ -72,7 +72,8 @@ class RoutedAgent:
         documents: Sequence[Any] | None = None,
         overrides: Sequence[str] = (),
     ) -> RoutedAgent:
-        """From a run, a checkpoint or an exported folder; `tools` and `documents` take the place of the run's own."""
+        """From a run, a checkpoint or an exported folder; `tools` and `documents` take the place of the run's own. All
+        tools that it was trained with must be there; `tools=[]` answers without any, on purpose."""
         return cls(load_routing(source, tools=tools, documents=documents, overrides=overrides))
 
     async def answer(

@@ -104,9 +104,7 @@ class Routing:
 
         settings = self.head.settings
         with torch.no_grad():
-            return prompt_features(
-                self.policy.model, self._prompts(tasks), pool=settings.pool, layers=settings.layers
-            )
+            return prompt_features(self.policy.model, self._prompts(tasks), pool=settings.pool, layers=settings.layers)
 
     def choose(self, weighed: Weighed, task: Task, *, budget: float | None, seed: int) -> RouteAction:
         """As it was trained, or by the calibrated threshold for `budget`. Chance depends on the seed and the task."""

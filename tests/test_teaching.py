@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from toolwise.models import load_model
 from toolwise.teaching import read_conversation, teach_model
 
 torch.set_num_threads(1)
-PEFT = importlib.util.find_spec("peft") is not None
 FEW: dict[str, Any] = {"steps": 2, "batch_tokens": 256, "row_tokens": 256}
 
 
@@ -134,14 +133,13 @@ def test_tools_are_passed_on() -> None:
     assert messages[0].role == "user"
 
 
-@pytest.mark.skipif(PEFT, reason="peft is installed")
-def test_adapters_without_peft_say_what_to_install(tmp_path: Path) -> None:
+def test_adapters_without_peft_say_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'toolwise\[peft\]'"):
         teach_model("builtin:small", [talk("a", "b")], tmp_path / "out", {**FEW, "lora_rank": 4})
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.skipif(not PEFT, reason="peft is not installed")
 def test_adapters_are_taught_and_merged_into_a_plain_model(tmp_path: Path) -> None:
     settings = {"steps": 40, "batch_tokens": 128, "row_tokens": 128, "lr": 1e-2, "lora_rank": 8}
     figures = teach_model("builtin:small", [talk("Who are you?", "Toolwise.")], tmp_path / "out", settings)

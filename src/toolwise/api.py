@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("toolwise")
 
 T = TypeVar("T")
+WITH_TOOLS = (
+    "give them as `tools` (in the configuration, or to toolwise.evaluate), or set multi_turn.enable=false to go "
+    "without tools on purpose"
+)
 Tasks = str | Path | Sequence[Task | Mapping[str, Any]]
 Config = RunConfig | Mapping[str, Any] | str | Path
 
@@ -112,13 +116,19 @@ def evaluate(
     env: str | Callable[..., Any] | None = None,
     overrides: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Score a model on tasks, one rollout each, and learn nothing. Gives the figures that a run's summary has."""
+    """Score a model on tasks, one rollout each, and learn nothing. Gives the figures that a run's summary has.
+
+    A model that was trained with tools needs them here too; `tools=[]` says that it is to do without any others than
+    the configuration's.
+    """
     _not_in_worker("evaluate")
     from toolwise.diagnosis import evaluation_findings
     from toolwise.evaluation import validate
+    from toolwise.models import locate
     from toolwise.run import assemble
     from toolwise.run_inputs import gather_inputs
     from toolwise.summary import summarize_validation
+    from toolwise.tools.record import check_recorded_tools
 
     held_out = read_tasks(tasks, "tasks") or []
     learns_nothing = ["data.batch_size=1", "router.label_coef=0", "router.warm_start_epochs=0"]
@@ -129,6 +139,8 @@ def evaluate(
             inputs.write()
             run = assemble(inputs.config, tasks=held_out, validation_tasks=held_out, tools=tools, reward=reward)
             try:
+                if run.config.multi_turn.enable and (tools is None or tools):
+                    check_recorded_tools(Path(locate(str(model))), run.scheduler.tools, WITH_TOOLS)
                 _recall_router(run, str(model))
                 scored = run_async(validate(run))
                 for finding in evaluation_findings(run.scoring.rewards, held_out, scored):

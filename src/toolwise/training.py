@@ -39,6 +39,7 @@ from toolwise.run_changes import (
 )
 from toolwise.settings import to_toml
 from toolwise.summary import summarize_validation, validation_metrics
+from toolwise.tools.record import write_tools
 from toolwise.trackers.console import ConsoleTracker
 from toolwise.trackers.jsonl import JsonlTracker, truncate_after
 
@@ -200,6 +201,7 @@ class Training:
         self.run.learner.save_model(folder)
         self.run.chat.tokenizer.save_pretrained(folder)
         self.run.router.save(folder)
+        write_tools(folder, self.run.scheduler.tools)
 
     def _summarize(self) -> dict[str, Any]:
         run, diagnosis = self.run, self.run.progress.diagnosis

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from toolwise.engine.attention import Context, attend, can_attend, paged_attention
+from toolwise.engine.attention import Context, attend, can_attend
 from toolwise.engine.grouping import group_pieces, order
+from toolwise.engine.runner import Runner
 from toolwise.errors import ModelError
 
 SIZE, HEAD = 4, 8
@@ -103,18 +104,15 @@ def test_what_is_not_plain_attention_is_refused(odd: dict[str, Any]) -> None:
         attend(SimpleNamespace(layer_idx=0), states, states, states, None, toolwise_paged=context, **odd)
 
 
-def test_the_models_own_attention_comes_back() -> None:
-    config = tiny("llama").config
-    before = config._attn_implementation
-
-    def fail() -> None:
-        with paged_attention(config):
-            assert config._attn_implementation == "toolwise_paged"
-            raise ValueError
-
-    with pytest.raises(ValueError):
-        fail()
-    assert config._attn_implementation == before
+def test_the_model_attends_in_its_own_way_while_an_engine_runs_it() -> None:
+    model = tiny("llama")
+    runner = Runner(model, 16)
+    assert runner.trunk.config._attn_implementation == "toolwise_paged"
+    assert model.config._attn_implementation == "sdpa"
+    ids = torch.tensor([[1, 2, 3]])
+    with pytest.raises(ModelError, match="paged caches"):
+        runner.trunk(input_ids=ids, use_cache=False)
+    model(input_ids=ids)
 
 
 def test_which_models_can_be_run() -> None:
@@ -122,14 +120,3 @@ def test_which_models_can_be_run() -> None:
     windowed = tiny("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=0)
     assert not can_attend(windowed)
     assert not can_attend(object())
-
-
-def test_the_last_to_leave_puts_the_models_own_way_back() -> None:
-    config = SimpleNamespace(_attn_implementation="sdpa")
-    one, two = paged_attention(config), paged_attention(config)
-    one.__enter__()
-    two.__enter__()
-    one.__exit__(None, None, None)
-    assert config._attn_implementation == "toolwise_paged", "another engine is still inside"
-    two.__exit__(None, None, None)
-    assert config._attn_implementation == "sdpa"

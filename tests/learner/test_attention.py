@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from toolwise.errors import ModelError
 from toolwise.learner import attention
-from toolwise.learner.attention import QUERIES, Layout, attend, tree_attention
+from toolwise.learner.attention import QUERIES, Layout, attend, implementation
 from toolwise.learner.trees import Segment
 
 torch.set_num_threads(1)
@@ -146,32 +145,18 @@ def test_an_attention_with_more_to_it_is_refused() -> None:
         attend(MODULE, *states(12), None)
 
 
-def test_a_config_has_its_own_attention_back_whatever_happens() -> None:
-    config = SimpleNamespace(_attn_implementation="sdpa")
-
-    def fail() -> None:
-        with tree_attention(config):
-            assert config._attn_implementation == attention.NAME
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert config._attn_implementation == "sdpa"
-
-
 def test_transformers_makes_no_mask_for_it() -> None:
     from transformers import LlamaConfig
     from transformers.masking_utils import create_causal_mask
 
-    config = LlamaConfig()
-    with tree_attention(config):
-        mask = create_causal_mask(
-            config=config,
-            inputs_embeds=torch.zeros(1, 6, 8),
-            attention_mask=None,
-            past_key_values=None,
-            position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]),
-        )
+    config = LlamaConfig(attn_implementation=implementation())
+    mask = create_causal_mask(
+        config=config,
+        inputs_embeds=torch.zeros(1, 6, 8),
+        attention_mask=None,
+        past_key_values=None,
+        position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]),
+    )
     assert mask is None
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -16,8 +14,9 @@ from transformers.models.llama import modeling_llama
 from toolwise.kernels import reference
 from toolwise.learner import fused
 from toolwise.learner.forward import hidden_states, token_logprobs
-from toolwise.learner.fused import Rotated, Rotation, SiluMul, fused_form, fused_parts
+from toolwise.learner.fused import Rotated, SiluMul, fuse, fused_form
 from toolwise.learner.packing import pack
+from toolwise.weight_sharing import shared_copy
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -59,6 +58,16 @@ def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "available", lambda device: True)
 
 
+def fused_copy(model: Any) -> Any:
+    own = shared_copy(model)
+    fuse(own, model)
+    return own
+
+
+def exchanged(model: Any) -> int:
+    return sum("forward" in vars(module) for module in model.modules())
+
+
 def update(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model.zero_grad()
     batches = pack([Row(i) for i in range(4)], 64, share_prefixes=True, device="cpu")
@@ -90,29 +99,26 @@ def test_an_update_is_the_same(checkpointing: bool, monkeypatch: pytest.MonkeyPa
     assert len(calls) == tried + norms * (1 + checkpointing) + 1
 
 
-def test_modules_are_as_they_were_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_copy_of_the_modules_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     anywhere(monkeypatch)
     model = tiny_model()
-    trunk = model.get_decoder()
-
-    def exchanged() -> int:
-        return sum("forward" in vars(module) for module in trunk.modules())
-
-    with fused_parts(trunk):
-        assert exchanged() == 3 * model.config.num_hidden_layers + 1
-        with fused_parts(trunk):  # once is enough
-            pass
-        assert exchanged() == 3 * model.config.num_hidden_layers + 1
-    assert exchanged() == 0
-    with suppress(ZeroDivisionError), fused_parts(trunk):
-        raise ZeroDivisionError
-    assert exchanged() == 0
+    own = fused_copy(model)
+    layers = model.config.num_hidden_layers
+    assert exchanged(own) == 4 * layers + 1, "two norms, an MLP and an attention a layer, and the last norm"
+    assert exchanged(model) == 0
+    update(model)
+    assert exchanged(model) == 0
 
 
 def test_where_there_are_no_kernels_nothing_is_exchanged() -> None:
-    trunk = tiny_model().get_decoder()
-    with fused_parts(trunk):
-        assert not any("forward" in vars(m) for m in trunk.modules())
+    assert exchanged(fused_copy(tiny_model())) == 0
+
+
+def test_what_somebody_else_has_exchanged_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    anywhere(monkeypatch)
+    model = tiny_model()
+    model.model.norm.forward = theirs = lambda x: x
+    assert fused_copy(model).model.norm.forward is theirs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -149,21 +155,6 @@ def test_queries_and_keys_are_turned_in_one_pass(monkeypatch: pytest.MonkeyPatch
     assert modeling_llama.apply_rotary_pos_emb is theirs
 
 
-def test_a_rotation_is_exchanged_once_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    anywhere(monkeypatch)
-    trunk, theirs = tiny_model().get_decoder(), modeling_llama.apply_rotary_pos_emb
-    with fused_parts(trunk):
-        ours = modeling_llama.apply_rotary_pos_emb
-        assert isinstance(ours, Rotation)
-        assert ours.here
-        with fused_parts(trunk):
-            assert modeling_llama.apply_rotary_pos_emb is ours
-        assert modeling_llama.apply_rotary_pos_emb is ours
-    with suppress(ZeroDivisionError), fused_parts(trunk):
-        raise ZeroDivisionError
-    assert modeling_llama.apply_rotary_pos_emb is theirs
-
-
 def test_rotations_of_other_kinds_are_left_alone() -> None:
     def neighbours(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> Any:
         pairs = [torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2) for x in (q, k)]
@@ -180,29 +171,8 @@ def test_what_is_not_packed_goes_the_models_own_way(rows: int, size: int, monkey
     anywhere(monkeypatch)
     asked = []
     q, k, cos, sin = torch.randn(rows, 2, 3, 8), torch.randn(rows, 1, 3, 8), *torch.randn(2, rows, 3, size)
-    with Rotation.entered():
-        Rotation(lambda *given: asked.append(given) or (q, k))(q, k, cos, sin)
+    fused._turned(lambda *given: asked.append(given) or (q, k), q, k, cos, sin)
     assert len(asked) == 1
-
-
-def test_two_who_overlap_and_a_third_who_is_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    anywhere(monkeypatch)
-    one, other = tiny_model().get_decoder(), tiny_model().get_decoder()
-    theirs = modeling_llama.apply_rotary_pos_emb
-    first, second = fused_parts(one), fused_parts(other)
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    ours: Any = modeling_llama.apply_rotary_pos_emb
-    assert isinstance(ours, Rotation)
-    assert ours.here
-    elsewhere: list[bool] = []
-    thread = threading.Thread(target=lambda: elsewhere.append(ours.here))
-    thread.start()
-    thread.join()
-    assert elsewhere == [False], "an engine that runs a model of the same file"
-    second.__exit__(None, None, None)
-    assert modeling_llama.apply_rotary_pos_emb is theirs
 
 
 def test_the_gradient_of_a_rotation_is_that_of_its_formula() -> None:

@@ -1,9 +1,12 @@
-"""LoRA: adapters learn, the model beneath does not, and what is saved is a plain model. Needs the extra `peft`."""
+"""LoRA with real peft: adapters learn, the model beneath does not, and what is saved is a plain model."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
-import importlib.util
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,25 +15,24 @@ import torch
 from learner_cases import LR, PAD, sample, tiny_model
 from transformers import LlamaForCausalLM
 
+from toolwise.engine import Engine
 from toolwise.errors import ConfigError, MissingExtraError
 from toolwise.learner.actor import Actor
 from toolwise.learner.lora import Adapters, LoraSettings
 from toolwise.policies.decoding import generate_batch
-from toolwise.protocols import Sampling
+from toolwise.protocols import Generation, Sampling
+from toolwise.types import AnnotatedRollout, CreditedRollout
 
 torch.set_num_threads(1)
-THERE = importlib.util.find_spec("peft") is not None
-with_peft = pytest.mark.skipif(not THERE, reason="peft is not installed")
 ADAPTED = replace(LR, lr=0.05, lora=LoraSettings(rank=4, alpha=8.0))
 
 
-@pytest.mark.skipif(THERE, reason="peft is installed")
-def test_without_peft_it_says_what_to_install() -> None:
+def test_without_peft_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'toolwise\[peft\]'"):
         Actor(tiny_model(), ADAPTED)
 
 
-@with_peft
 def test_only_adapters_learn_and_the_policy_draws_through_them() -> None:
     model = tiny_model()
     base = {name: w.detach().clone() for name, w in model.named_parameters()}
@@ -47,7 +49,6 @@ def test_only_adapters_learn_and_the_policy_draws_through_them() -> None:
     assert len(out.token_ids) > 0
 
 
-@with_peft
 def test_the_reference_is_the_model_without_its_adapters() -> None:
     model = tiny_model()
     credited = sample(model, [1.0, -1.0])
@@ -60,9 +61,54 @@ def test_the_reference_is_the_model_without_its_adapters() -> None:
         assert a.ref_logprobs is not None
         assert b.ref_logprobs is not None
         assert [x.tolist() for x in a.ref_logprobs] == [x.tolist() for x in b.ref_logprobs]
+    assert actor.reference is not None
+    assert not any("lora" in name for name, _ in actor.reference.named_parameters())
+    kept = {id(weight) for weight in model.parameters()}
+    assert all(id(weight) in kept for weight in actor.reference.parameters()), "no second copy of the weights"
 
 
-@with_peft
+def test_the_reference_can_be_asked_while_the_policy_draws_through_its_adapters() -> None:
+    """Neither switches anything in the model that both run."""
+    model = tiny_model()
+    actor = Actor(model, replace(ADAPTED, kl="loss"))
+    credited = sample(model, [1.0, -1.0] * 4)
+    actor.update([replace(c, annotated=a) for c, a in zip(credited, annotated(actor, credited), strict=True)])
+    alone = [[x.tolist() for x in a.ref_logprobs or ()] for a in annotated(actor, credited)]
+    ids, sampling = [5, 6, 7], Sampling(max_new_tokens=12, do_sample=False)
+    engine = Engine(model, blocks=64)
+    drawn = asyncio.run(engine.generate(ids, sampling))
+
+    async def draw() -> list[Generation]:
+        return [await engine.generate(ids, sampling) for _ in range(30)]
+
+    with ThreadPoolExecutor(1) as pool:
+        drawing = pool.submit(asyncio.run, draw())
+        while not drawing.done():
+            assert [[x.tolist() for x in a.ref_logprobs or ()] for a in annotated(actor, credited)] == alone
+        for found in drawing.result():
+            assert found.token_ids == drawn.token_ids
+            assert list(found.logprobs) == pytest.approx(list(drawn.logprobs), abs=1e-5)
+
+
+def annotated(actor: Actor, credited: Sequence[CreditedRollout]) -> list[AnnotatedRollout]:
+    return actor.annotate([c.annotated.scored for c in credited])
+
+
+def test_adapters_begin_by_their_seed_and_nobody_elses_draws_change() -> None:
+    torch.manual_seed(1)
+    wanted = torch.rand(3).tolist()
+    torch.manual_seed(1)
+    first, again, other = tiny_model(), tiny_model(), tiny_model()
+    torch.manual_seed(1)
+    for model, seed in ((first, 3), (again, 3), (other, 4)):
+        Adapters(model, LoraSettings(seed=seed))
+    assert torch.rand(3).tolist() == wanted
+    name = "model.layers.0.self_attn.q_proj.lora_A.default.weight"
+    held = [model.get_parameter(name) for model in (first, again, other)]
+    assert torch.equal(held[0], held[1])
+    assert not torch.equal(held[0], held[2])
+
+
 def test_checkpoints_keep_adapters_and_the_saved_model_is_plain(tmp_path: Path) -> None:
     actor = Actor(tiny_model(), ADAPTED)
     credited = sample(tiny_model(), [1.0, -1.0])
@@ -77,7 +123,6 @@ def test_checkpoints_keep_adapters_and_the_saved_model_is_plain(tmp_path: Path) 
     assert torch.equal(again.logprobs(credited), actor.logprobs(credited))
 
 
-@with_peft
 def test_layers_that_are_not_there_are_named() -> None:
     with pytest.raises(ConfigError, match=r"actor\.lora\.target_modules"):
         Adapters(tiny_model(), LoraSettings(target_modules=("nowhere",)))

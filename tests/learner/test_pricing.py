@@ -134,8 +134,7 @@ def test_the_price_pushes_along_the_gradient_of_kl() -> None:
     gradient, _ = gradients(actor, priced(actor.annotate(drawn)))
 
     assert actor.reference is not None
-    with actor.reference.model() as reference:
-        ref = torch.log_softmax(reference(torch.tensor([prompt])).logits[0, -1], -1)
+    ref = torch.log_softmax(actor.reference(torch.tensor([prompt])).logits[0, -1], -1)
     model = tiny_model()
     with torch.no_grad():
         for weight in model.parameters():

@@ -9,20 +9,19 @@ import torch
 from learner_cases import LR, same, sample, tiny_model, weights
 
 from toolwise.learner.actor import Actor
-from toolwise.learner.reference import FrozenCopy
+from toolwise.learner.reference import reference_of
 
 
 def test_a_frozen_copy_does_not_follow_the_policy() -> None:
     model = tiny_model()
-    reference = FrozenCopy(model)
+    held = reference_of(model, None)
     before = weights(model)
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(1.0)
-    with reference.model() as held:
-        assert same(weights(held), before)
-        assert not any(weight.requires_grad for weight in held.parameters())
-        assert not held.training
+    assert same(weights(held), before)
+    assert not any(weight.requires_grad for weight in held.parameters())
+    assert not held.training
 
 
 def test_there_is_no_copy_unless_somebody_asks() -> None:

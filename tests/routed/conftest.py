@@ -38,6 +38,12 @@ def routed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return routed_folder(tmp_path_factory.mktemp("routed") / "model", bias=[0.0, -1.0, 2.0], evaluate="argmax")
 
 
+@pytest.fixture(scope="session")
+def make_routed_in() -> Any:
+    torch.set_num_threads(1)
+    return routed_folder
+
+
 @pytest.fixture
 def make_routed(tmp_path: Path) -> Any:
     torch.set_num_threads(1)

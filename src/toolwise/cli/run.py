@@ -33,7 +33,8 @@ def run(
         float | None, typer.Option(min=0, help="What this one may cost at most: calls beyond it are refused.")
     ] = None,
     tools: Annotated[
-        list[str] | None, typer.Option(help="A tool in place of the run's own; may be given again.")
+        list[str] | None,
+        typer.Option(help="A tool in place of the run's own; may be given again. none: answer without."),
     ] = None,
     documents: Annotated[
         Path | None, typer.Option(help="What search searches: a text of a document a line, or .jsonl with `text`.")
@@ -48,6 +49,7 @@ def run(
     from toolwise.routed.loading import read_documents
 
     found = None if documents is None else read_documents(documents)
+    tools = [] if tools == ["none"] else tools
     agent = RoutedAgent.load(source, tools=tools, documents=found, overrides=overrides or [])
     answered = agent.ask(question, budget=budget, route=route.value, cap=cap, seed=seed, do_sample=do_sample)
     if as_json:

@@ -6,9 +6,6 @@ request then attends to its own blocks, in Triton kernels on a GPU, and on a CPU
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -21,9 +18,6 @@ from toolwise.engine.grouping import Group
 from toolwise.errors import ModelError
 
 NAME = "toolwise_paged"
-_lock = threading.Lock()
-_inside: dict[int, tuple[int, Any]] = {}
-"""Of each config in use, how many are inside, and how its model attends by itself."""
 
 
 class Scratch:
@@ -65,32 +59,14 @@ class Context:
     """How often an attention layer asked: a model that does not ask did not see this context."""
 
 
-@contextmanager
-def paged_attention(config: Any) -> Iterator[None]:
-    """The model of this config attends by context inside, and in its own way afterwards: the learner shares it.
-    Several engines may, too, each in a thread of its own: the last to leave puts things back."""
-    _register()
-    with _lock:
-        inside, own = _inside.get(id(config), (0, config._attn_implementation))
-        _inside[id(config)] = inside + 1, own
-        config._attn_implementation = NAME
-    try:
-        yield
-    finally:
-        with _lock:
-            inside, own = _inside.pop(id(config))
-            if inside > 1:
-                _inside[id(config)] = inside - 1, own
-            else:
-                config._attn_implementation = own
-
-
 @cache
-def _register() -> None:
-    """transformers makes no mask for a name that its mask interface does not know."""
+def implementation() -> str:
+    """The name under which a model's layers find `attend`. transformers makes no mask for a name that its mask
+    interface does not know."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)
+    return NAME
 
 
 def can_attend(model: Any) -> bool:

@@ -153,6 +153,7 @@ class Engine:
 
         def change() -> None:
             self.version, self._weights = version, self._weights_now()
+            self.runner.refresh()
             if not keep_cache:
                 self._forget()
 
@@ -263,9 +264,11 @@ class Engine:
             self.scheduler.preempt(request)
         self.blocks.clear()
 
-    def _weights_now(self) -> int:
-        """Grows whenever a parameter is written to: so that a change that nobody told of is not overlooked."""
-        return sum(0 if p.is_inference() else p._version for p in self.model.parameters())
+    def _weights_now(self) -> tuple[int, int]:
+        """Changes whenever a parameter is written to or added, so that a change that nobody told of is not
+        overlooked: the number of parameters, and how often they were written to."""
+        versions = [0 if p.is_inference() else p._version for p in self.model.parameters()]
+        return len(versions), sum(versions)
 
     def _work(self) -> None:
         self._gather()
@@ -286,6 +289,7 @@ class Engine:
         with self._lock:
             if self._news and self._weights != (now := self._weights_now()):
                 self._weights = now
+                self.runner.refresh()
                 self._forget()
             while self._news:
                 self._news.popleft()()

@@ -30,7 +30,7 @@ class FusedRunner(Runner):
     ) -> None:
         super().__init__(model, block_size)
         self.by_tables = True
-        self.model, self.head = model, head
+        self.head = head
         self.max_requests, self.max_context = max_requests, max_context
         self._fused: FusedDecoder | None = None
         self._layout: tuple[int, ...] = ()

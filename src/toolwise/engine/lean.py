@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import Linear
+from torch.nn import Embedding, Linear
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
-from toolwise.kernels.llama import FAMILIES, STEADY_ROPES
+from toolwise.kernels.llama import FAMILIES, STEADY_ROPES, linear_or_adapted
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """(layer, query [rows, heads, size], key, value, scale) -> [rows, heads * size]"""
@@ -25,14 +26,15 @@ Rope = tuple[Tensor, Tensor]
 
 
 def fits(model: Any) -> bool:
-    """Whether its layers are what `Lean` computes: in fp32, rope by the position alone, plain projections."""
+    """Whether its layers are what `Lean` computes: in fp32, rope by the position alone, linear projections with or
+    without adapters."""
     weight = model.get_input_embeddings().weight
     if weight.device.type != "cpu" or weight.dtype != torch.float32 or type(model).__name__ not in FAMILIES:
         return False
     trunk = model.get_decoder()
     kinds = set(getattr(trunk.config, "layer_types", None) or ("full_attention",))
     parts = [part for layer in trunk.layers for part in (*layer.self_attn.children(), *layer.mlp.children())]
-    plain = all(type(part) is Linear for part in parts if hasattr(part, "in_features"))
+    plain = all(linear_or_adapted(part) for part in parts if hasattr(part, "in_features"))
     activated = trunk.config.hidden_act == "silu"
     return plain and activated and kinds == {"full_attention"} and trunk.rotary_emb.rope_type in STEADY_ROPES
 
@@ -49,26 +51,26 @@ class Lean:
     """The parameters of a model as they are now, for the steps of one call: looking them up takes time too."""
 
     def __init__(self, trunk: Any) -> None:
-        self.embeddings, self.norm = trunk.embed_tokens.weight, _norm(trunk.norm)
+        self.embed, self.norm = _embedding(trunk.embed_tokens), _norm(trunk.norm)
         self.layers = [_Layer.of(layer) for layer in trunk.layers]
 
     def forward(self, ids: Tensor, rope: Rope, attend: Attend) -> Tensor:
         """[rows, width] for the head, from a token a row."""
-        states = embedding(ids, self.embeddings)
+        states = self.embed(ids)
         for number, layer in enumerate(self.layers):
             normed = _normed(states, layer.before_attention)
-            query, key, value = (linear(normed, *part).view(len(ids), -1, layer.size) for part in layer.projections)
+            query, key, value = (part(normed).view(len(ids), -1, layer.size) for part in layer.projections)
             if layer.query_norm is not None and layer.key_norm is not None:
                 query, key = _normed(query, layer.query_norm), _normed(key, layer.key_norm)
             mixed = attend(number, _turned(query, rope), _turned(key, rope), value, layer.scale)
-            states = states + linear(mixed, *layer.out)
+            states = states + layer.out(mixed)
             normed = _normed(states, layer.before_mlp)
-            states = states + linear(silu(linear(normed, *layer.gate)).mul_(linear(normed, *layer.up)), *layer.down)
+            states = states + layer.down(silu(layer.gate(normed)).mul_(layer.up(normed)))
         return _normed(states, self.norm)
 
 
 Norm = tuple[Tensor, float]
-Projection = tuple[Tensor, Tensor | None]
+Projection = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,12 @@ def _norm(module: Any) -> Norm:
 
 
 def _projection(module: Any) -> Projection:
-    return module.weight, module.bias
+    """The bare product, or the module itself where it adds something to it: an adapter."""
+    return partial(linear, weight=module.weight, bias=module.bias) if type(module) is Linear else module
+
+
+def _embedding(module: Any) -> Projection:
+    return partial(embedding, weight=module.weight) if type(module) is Embedding else module
 
 
 def _normed(states: Tensor, norm: Norm) -> Tensor:

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolwise.engine.attention import Context, Scratch, paged_attention
+from toolwise.engine.attention import Context, Scratch, implementation
 from toolwise.engine.grouping import NEAR_BYTES, group_pieces, order
 from toolwise.engine.request import Request
 from toolwise.engine.scheduler import Plan
 from toolwise.errors import ModelError
 from toolwise.kernels.sending import send
+from toolwise.weight_sharing import shared_copy
 
 Pieces = Callable[[Request, int], Iterator[tuple[int, int]]]
 MOST_CPU_BYTES = 4 << 30
@@ -42,7 +43,8 @@ class Runner:
     """The model, and the cache that its attention reads and writes: a layer each [blocks, block size, heads, size]."""
 
     def __init__(self, model: Any, block_size: int, *, fixed_rows: int | None = None) -> None:
-        self.trunk = model.get_decoder()
+        self.model = model
+        self.refresh()
         self.block_size = block_size
         self.fixed_rows = fixed_rows
         """Forward passes have as many rows, padded: a product's rounding depends on its shape."""
@@ -58,6 +60,10 @@ class Runner:
         self._scratch = (Scratch(), Scratch())
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+
+    def refresh(self) -> None:
+        """Follow the model's modules, which may be others now: adapters were put into it."""
+        self.trunk = shared_copy(self.model.get_decoder(), attention=implementation())
 
     @property
     def block_bytes(self) -> int:
@@ -127,10 +133,7 @@ class Runner:
 
     def forward(self, inputs: Inputs) -> Tensor:
         context = inputs.context
-        with paged_attention(self.trunk.config):
-            out = self.trunk(
-                input_ids=inputs.ids, position_ids=inputs.positions, use_cache=False, toolwise_paged=context
-            )
+        out = self.trunk(input_ids=inputs.ids, position_ids=inputs.positions, use_cache=False, toolwise_paged=context)
         if context.calls != self.layers:
             raise ModelError(
                 f"{type(self.trunk).__name__}: {context.calls} of {self.layers} layers attended to the paged cache: "

@@ -33,11 +33,12 @@ def head_of(model: Any, fixed_rows: int | None = None) -> Callable[[Tensor], Ten
 
     `fixed_rows`: as many rows at a time, padded: a product's rounding depends on its shape.
     """
-    projection, config = model.get_output_embeddings(), model.get_decoder().config
+    config = model.get_decoder().config
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma
     factor = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
 
     def logits(states: Tensor) -> Tensor:
+        projection = model.get_output_embeddings()  # looked up here: an adapter may have taken its place
         found: Tensor = projection(states) if fixed_rows is None else _in_pieces(projection, states, fixed_rows)
         found = found if factor == 1.0 else found * factor
         return found if cap is None else torch.tanh(found / cap) * cap

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 STEADY_ROPES = ("default", "linear", "llama3", "yarn")
 """Rope whose angles depend on the position alone, so that a table of them serves every request."""
 
+Product = Callable[[torch.Tensor], torch.Tensor]
 Attend = Callable[[int, torch.Tensor], torch.Tensor]
 """(layer, its q, k, v rows [T, H + 2·KVH, D]) -> [T, H, D]: rope, cache write and attention of one layer."""
 
@@ -66,9 +68,14 @@ def refusal(model: Any) -> str | None:
         return f"its head size {dim} is not a power of two from 16 up"
     for layer in model.model.layers:
         parts = (*_attention_inputs(layer), layer.self_attn.o_proj, *_mlp_inputs(layer), layer.mlp.down_proj)
-        if any(type(part) is not nn.Linear for part in parts):
-            return "its projections are not plain linear layers"
+        if not all(map(linear_or_adapted, parts)):
+            return "its projections are not linear layers, with adapters or without"
     return None
+
+
+def linear_or_adapted(part: Any) -> bool:
+    """Whether a layer is a plain linear one, or a LoRA adapter over one, which peft keeps as its `base_layer`."""
+    return type(getattr(part, "base_layer", part)) is nn.Linear
 
 
 def _attention_inputs(layer: Any) -> tuple[Any, ...]:
@@ -114,15 +121,13 @@ class Layer:
     """What one layer's launches read: views of the model's own parameters."""
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
+    qkv: Product
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
-    out: nn.Linear
+    out: Product
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
-    down: nn.Linear
+    gate_up: Product
+    down: Product
 
 
 class FusedDecoder:
@@ -155,10 +160,10 @@ class FusedDecoder:
         hidden: torch.Tensor = self.rms_norm(residual, self.layers[0].input_norm, self.eps)
         after = [layer.input_norm for layer in self.layers[1:]] + [self.model.model.norm.weight]
         for index, (layer, next_norm) in enumerate(zip(self.layers, after, strict=True)):
-            qkv = F.linear(hidden, layer.qkv, layer.qkv_bias).view(len(ids), -1, self.dim)
+            qkv = layer.qkv(hidden).view(len(ids), -1, self.dim)
             mixed = layer.out(attend(index, qkv).flatten(1))
             hidden, residual = self.add_rms_norm(mixed, residual, layer.mlp_norm, self.eps)
-            active = self.silu_mul(F.linear(hidden, layer.gate_up, layer.gate_up_bias))
+            active = self.silu_mul(layer.gate_up(hidden))
             hidden, residual = self.add_rms_norm(layer.down(active), residual, next_norm, self.eps)
         return hidden
 
@@ -251,20 +256,26 @@ class FusedDecoder:
 
 
 def _layer(layer: Any) -> Layer:
-    qkv, gate_up = _attention_inputs(layer), _mlp_inputs(layer)
-    biased = [part.bias is not None for part in qkv]
-    if any(biased) != all(biased):
-        raise PolicyError("the fused forward needs a bias on all of q, k and v or on none; use the stock forward")
     attention = layer.self_attn
     return Layer(
         input_norm=layer.input_layernorm.weight,
-        qkv=_joined([part.weight for part in qkv]),
-        qkv_bias=_joined([part.bias for part in qkv]) if all(biased) else None,
+        qkv=_product(_attention_inputs(layer)),
         q_norm=attention.q_norm.weight if hasattr(attention, "q_norm") else None,
         k_norm=attention.k_norm.weight if hasattr(attention, "k_norm") else None,
         out=attention.o_proj,
         mlp_norm=layer.post_attention_layernorm.weight,
-        gate_up=_joined([part.weight for part in gate_up]),
-        gate_up_bias=_joined([part.bias for part in gate_up]) if gate_up[0].bias is not None else None,
+        gate_up=_product(_mlp_inputs(layer)),
         down=layer.mlp.down_proj,
     )
+
+
+def _product(parts: Sequence[Any]) -> Product:
+    """What layers with the same input give, side by side: in one product, or one by one where they have adapters."""
+    if any(type(part) is not nn.Linear for part in parts):
+        return lambda x: torch.cat([part(x) for part in parts], dim=-1)
+    biased = [part.bias is not None for part in parts]
+    if any(biased) != all(biased):
+        raise PolicyError("the fused forward needs a bias on all of q, k and v or on none; use the stock forward")
+    weight = _joined([part.weight for part in parts])
+    bias = _joined([part.bias for part in parts]) if all(biased) else None
+    return partial(F.linear, weight=weight, bias=bias)

@@ -116,8 +116,7 @@ class Actor:
         if "old_logprobs" in self.wanted:
             columns["old_logprobs"] = batch.per_step(self._logprobs(self.model, batch), steps)
         if self.reference is not None:
-            with self.reference.model() as model:
-                columns["ref_logprobs"] = batch.per_step(self._logprobs(model, batch), steps)
+            columns["ref_logprobs"] = batch.per_step(self._logprobs(self.reference, batch), steps)
         if self.critic is not None:
             columns["values"] = batch.per_step(self.critic.values(batch), steps)
         return [

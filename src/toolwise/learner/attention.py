@@ -1,8 +1,8 @@
 """Attention over packed rows: each segment of a micro-batch attends to its path and, causally, to itself.
 
-Stands under transformers' attention interface as "toolwise_tree", for as long as `tree_attention` is open. Keys and
-values of a shared path are gathered from where they were computed, so that autograd adds up what all its readers ask;
-on a GPU they are read where they stand (`branches.py`).
+Stands under transformers' attention interface as "toolwise_tree", which `forward` sets on its own copy of the model's
+modules. Keys and values of a shared path are gathered from where they were computed, so that autograd adds up what all
+its readers ask; on a GPU they are read where they stand (`branches.py`).
 """
 
 from __future__ import annotations
@@ -90,24 +90,14 @@ class Layout:
         return self._masks[window, like.dtype][:queries, skipped : skipped + keys]
 
 
-@contextmanager
-def tree_attention(config: Any) -> Iterator[None]:
-    """The model of this config attends by layout inside, and in its own way again afterwards: generation shares it."""
-    _register()
-    own = config._attn_implementation
-    config._attn_implementation = NAME
-    try:
-        yield
-    finally:
-        config._attn_implementation = own
-
-
 @cache
-def _register() -> None:
-    """transformers makes no mask for a name that its mask interface does not know: none of T x T ever exists."""
+def implementation() -> str:
+    """The name under which a model's layers find `attend`. transformers makes no mask for a name that its mask
+    interface does not know: none of T x T ever exists."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)
+    return NAME
 
 
 def attend(

@@ -85,7 +85,7 @@ def actor_settings(config: RunConfig) -> ActorSettings:
         logit_chunk_tokens=actor.logit_chunk_tokens,
         activation_checkpointing=actor.activation_checkpointing,
         canary=actor.canary,
-        lora=LoraSettings(lora.rank, lora.alpha, tuple(lora.target_modules)) if lora.rank else None,
+        lora=LoraSettings(lora.rank, lora.alpha, tuple(lora.target_modules), config.seed) if lora.rank else None,
         temperature=config.rollout.temperature,
         seed=config.seed,
     )

@@ -6,8 +6,7 @@ at a time, and are computed again in the backward pass where they are large.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,10 +14,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from toolwise.errors import ModelError
-from toolwise.learner.attention import Layout, tree_attention
-from toolwise.learner.fused import fused_parts
+from toolwise.learner.attention import Layout, implementation
+from toolwise.learner.fused import fuse
 from toolwise.learner.logits import drawn, head_of
 from toolwise.learner.packing import Packed
+from toolwise.weight_sharing import shared_copy
 
 CHUNK_TOKENS, CHUNK_BYTES = 1024, 1 << 29
 """Whose logits exist at a time: at least so many tokens, and on a GPU, where few keep it waiting, so many bytes."""
@@ -49,14 +49,10 @@ def hidden_states(model: Any, packed: Packed) -> Tensor:
     trunk = model.get_decoder()
     if not can_share_prefixes(model):
         return _padded(trunk, packed)
-    with tree_attention(trunk.config), fused_parts(trunk), _recomputed_alike(trunk) as recomputed:
-        layout = Layout.of(packed.segments, packed.ids.device, keep_gathered=recomputed)
-        out = trunk(
-            input_ids=packed.ids[None],
-            position_ids=packed.positions[None],
-            use_cache=False,
-            toolwise_layout=layout,
-        )
+    own = shared_copy(trunk, attention=implementation())
+    fuse(own, trunk)
+    layout = Layout.of(packed.segments, packed.ids.device, keep_gathered=_recompute_layers(own))
+    out = own(input_ids=packed.ids[None], position_ids=packed.positions[None], use_cache=False, toolwise_layout=layout)
     if layout.calls != trunk.config.num_hidden_layers:  # whatever the others attended to, it was not this
         raise ModelError(
             f"{type(trunk).__name__}: {layout.calls} of {trunk.config.num_hidden_layers} layers attended to packed "
@@ -66,38 +62,20 @@ def hidden_states(model: Any, packed: Packed) -> Tensor:
     return states
 
 
-@contextmanager
-def _recomputed_alike(trunk: Any) -> Iterator[bool]:
-    """Activation checkpointing where the model has it enabled; gives whether it has.
+def _recompute_layers(own: Any) -> bool:
+    """Activation checkpointing on a copy of a trunk whose model has it enabled; gives whether it has.
 
-    A layer that is run again in the backward pass must attend by layout again, and be fused again, when what
-    `hidden_states` opened has long been closed. And it must not wait for training mode, as it does in transformers:
-    dropout would come with it.
+    It must not wait for training mode, as it does in transformers: dropout would come with it. The layer that is run
+    again in the backward pass is the copy's, and so attends by layout and is fused again.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    modules = [m for m in trunk.modules() if getattr(m, "gradient_checkpointing", False)]
-    before = [(m, m.training, m._gradient_checkpointing_func) for m in modules]
-
-    def again(part: Any) -> Callable[..., Any]:
-        def run_again(layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            def attending(*inner: Any, **named: Any) -> Any:
-                with tree_attention(trunk.config), fused_parts(part):
-                    return layer(*inner, **named)
-
-            return checkpoint(attending, *args, use_reentrant=False, **kwargs)
-
-        return run_again
-
-    try:
-        for m in modules:
-            m._gradient_checkpointing_func = again(m)
-            # The flag of the layer itself, not of what is in it: it decides this and nothing else.
-            m.training = m.training or isinstance(m, GradientCheckpointingLayer)
-        yield bool(modules)
-    finally:
-        for m, training, function in before:
-            m.training, m._gradient_checkpointing_func = training, function
+    modules = [module for module in own.modules() if getattr(module, "gradient_checkpointing", False)]
+    for module in modules:
+        module._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        # The flag of the layer itself, not of what is in it: it decides this and nothing else.
+        module.training = module.training or isinstance(module, GradientCheckpointingLayer)
+    return bool(modules)
 
 
 def _padded(trunk: Any, packed: Packed) -> Tensor:

@@ -1,21 +1,18 @@
 """Norms, activations and positions of a decoder in one pass over memory each, where transformers takes five to ten: on
 a GPU.
 
-The model's own modules and parameters: only what their `forward` does is exchanged, and the function that turns queries
-and keys by their positions, while the learner runs them; and only where it is the plain formula, which is tried on a
-few numbers and not read off a name.
+The model's own parameters, in a copy of its modules that only the learner runs: there `forward` is exchanged, and the
+function in it that turns queries and keys by their positions; and only where it is the plain formula, which is tried on
+a few numbers and not read off a name.
 
     norm   w · x / √(mean x² + ε), rounded once          MLP   down(silu(gate x) · up x)          positions   `Rotated`
 """
 
 from __future__ import annotations
 
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache
-from types import ModuleType
+from collections.abc import Callable
+from functools import cache, partial
+from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -31,43 +28,38 @@ Forward = Callable[[Tensor], Tensor]
 Rotate = Callable[..., tuple[Tensor, Tensor]]
 ROTATION = "apply_rotary_pos_emb"
 """What transformers calls it in the file of every model that has it."""
-_EXCHANGING = threading.Lock()
 _PLAIN: WeakKeyDictionary[Module, bool] = WeakKeyDictionary()
 """Modules that were tried, and whether they are what they look like."""
 
 
-@contextmanager
-def fused_parts(whole: Module) -> Iterator[None]:
-    """The norms and MLPs of a trunk or a layer, fused where there are kernels; nothing changes elsewhere."""
-    if not available(next(whole.parameters()).device):
-        yield
+def fuse(own: Module, original: Module) -> None:
+    """The norms, MLPs and rotations of `own`, fused where there are kernels; nothing changes elsewhere. `own` is a
+    copy of `original` that nobody else runs (`shared_copy`), so that whatever is tried is tried once."""
+    if not available(next(original.parameters()).device):
         return
-    changed = list(_fused(whole))
-    for module, forward in changed:
-        module.forward = forward
-    try:
-        with _rotations(whole):
-            yield
-    finally:
-        for module, _ in changed:
-            del module.forward
-
-
-def _fused(whole: Module) -> Iterator[tuple[Module, Forward]]:
-    for module in whole.modules():
-        fusing = None if "forward" in vars(module) else fused_form(module)  # somebody else's exchange stays
-        if fusing is not None:
-            yield module, fusing
+    for module, tried in zip(own.modules(), original.modules(), strict=True):
+        if "forward" in vars(module):
+            continue  # somebody else's exchange stays
+        if fused_form(tried) is not None:
+            module.forward = _form(module)
+        else:
+            rotating = _rotating(type(module).forward)
+            if rotating is not None:
+                module.forward = MethodType(rotating, module)
 
 
 def fused_form(module: Any) -> Forward | None:
     """What the module computes, in few passes; None where it is none of these, or computes something else."""
     if hasattr(module, "variance_epsilon"):
-        return _norm(module) if _is_plain(module, _norm(module), getattr(module, "weight", None)) else None
+        return _form(module) if _is_plain(module, _norm(module), getattr(module, "weight", None)) else None
     if all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
         weight = getattr(module.gate_proj, "weight", None)
-        return _mlp(module, SiluMul.apply) if _is_plain(module, _mlp(module, _written_out), weight) else None
+        return _form(module) if _is_plain(module, _mlp(module, _written_out), weight) else None
     return None
+
+
+def _form(module: Any) -> Forward:
+    return _norm(module) if hasattr(module, "variance_epsilon") else _mlp(module, SiluMul.apply)
 
 
 def _norm(module: Any) -> Forward:
@@ -126,42 +118,30 @@ class SiluMul(torch.autograd.Function):
         return kernel("silu_mul_backward", gate.device)(gate, up, grads[0].contiguous())
 
 
-class Rotation:
-    """Stands for a model's own function while the learner runs, and asks it for whatever is not packed rows."""
+@cache
+def _rotating(forward: Any) -> Any:
+    """The same function, in which the name of the model's rotation stands for ours; None where it has none."""
+    code = getattr(forward, "__code__", None)
+    theirs = forward.__globals__.get(ROTATION) if code is not None and ROTATION in code.co_names else None
+    if theirs is None or not _turns_halves(theirs):
+        return None
+    names = {**forward.__globals__, ROTATION: partial(_turned, theirs)}
+    found = FunctionType(code, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    found.__kwdefaults__ = forward.__kwdefaults__
+    return found
 
-    _entered = threading.local()
 
-    def __init__(self, theirs: Rotate) -> None:
-        self.theirs = theirs
-        self.users = 0
-
-    @property
-    def here(self) -> bool:
-        """Whether this thread is a learner's: others may run models of the same file."""
-        return bool(getattr(self._entered, "depth", 0))
-
-    @classmethod
-    @contextmanager
-    def entered(cls) -> Iterator[None]:
-        cls._entered.depth = getattr(cls._entered, "depth", 0) + 1
-        try:
-            yield
-        finally:
-            cls._entered.depth -= 1
-
-    def __call__(
-        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: Any, **options: Any
-    ) -> tuple[Tensor, Tensor]:
-        """[1, heads, T, size] in and out, [1, T, size] of cosines and sines."""
-        packed = (
-            q.dim() == 4 and len(q) == len(k) == 1 and cos.shape == sin.shape == (1, *q.shape[2:]) == (1, *k.shape[2:])
-        )
-        if others or options or not packed or not self.here or not available(q.device):
-            return self.theirs(q, k, cos, sin, *others, **options)
-        angles = cos[0].contiguous(), sin[0].contiguous()
-        turned = (Rotated.apply(x.squeeze(0).transpose(0, 1), *angles) for x in (q, k))  # type: ignore[no-untyped-call]
-        q, k = (x.transpose(0, 1)[None] for x in turned)
-        return q, k
+def _turned(
+    theirs: Rotate, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: Any, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """[1, heads, T, size] in and out, [1, T, size] of cosines and sines. What is not packed rows goes to `theirs`."""
+    packed = q.dim() == 4 and len(q) == len(k) == 1 and cos.shape == sin.shape == (1, *q.shape[2:]) == (1, *k.shape[2:])
+    if others or options or not packed or not available(q.device):
+        return theirs(q, k, cos, sin, *others, **options)
+    angles = cos[0].contiguous(), sin[0].contiguous()
+    turned = (Rotated.apply(x.squeeze(0).transpose(0, 1), *angles) for x in (q, k))  # type: ignore[no-untyped-call]
+    q, k = (x.transpose(0, 1)[None] for x in turned)
+    return q, k
 
 
 class Rotated(torch.autograd.Function):
@@ -180,30 +160,6 @@ class Rotated(torch.autograd.Function):
 
 def _whole_heads(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-@contextmanager
-def _rotations(whole: Module) -> Iterator[None]:
-    """Ours in the files of these modules; theirs again when the last who asked for it is done."""
-    taken: list[tuple[ModuleType, Rotation]] = []
-    try:
-        with _EXCHANGING:
-            for home in {sys.modules[type(module).__module__] for module in whole.modules()}:
-                now = getattr(home, ROTATION, None)
-                if now is not None and not isinstance(now, Rotation) and _turns_halves(now):
-                    now = Rotation(now)
-                    setattr(home, ROTATION, now)
-                if isinstance(now, Rotation):
-                    now.users += 1
-                    taken.append((home, now))
-        with Rotation.entered():
-            yield
-    finally:
-        with _EXCHANGING:
-            for home, ours in taken:
-                ours.users -= 1
-                if not ours.users:
-                    setattr(home, ROTATION, ours.theirs)
 
 
 @cache

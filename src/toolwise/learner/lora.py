@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from toolwise.errors import ConfigError, MissingExtraError
+from toolwise.weight_sharing import shared_copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +20,16 @@ class LoraSettings:
     alpha: float = 32.0
     target_modules: tuple[str, ...] = ()
     """Names of layers; none: all linear ones but the head."""
+    seed: int = 0
+    """Adapters begin at random."""
 
 
 class Adapters:
-    """Put into `model` in place: whoever shares the model, such as the local policy, draws through them too."""
+    """Put into `model` in place: whoever runs the model, such as the local policy, draws through them too."""
 
     def __init__(self, model: Any, settings: LoraSettings) -> None:
         self.peft = _peft()
+        self.model = model
         config = self.peft.LoraConfig(
             r=settings.rank,
             lora_alpha=settings.alpha,
@@ -35,16 +38,28 @@ class Adapters:
             task_type="CAUSAL_LM",
         )
         try:
-            self.wrapped = self.peft.get_peft_model(model, config)
+            with torch.random.fork_rng(devices=[]):  # its own seed, and nobody else's draws change
+                torch.manual_seed(settings.seed)
+                self.wrapped = self.peft.get_peft_model(model, config)
         except ValueError as fault:
             reason = str(fault).splitlines()[0]
             raise ConfigError(f"actor.lora.target_modules does not fit {type(model).__name__}: {reason}") from fault
         self.wrapped.eval()
+        ends = (model.get_input_embeddings(), model.get_output_embeddings())
+        if getattr(model.config, "tie_word_embeddings", False) and any(hasattr(end, "base_layer") for end in ends):
+            raise ConfigError(
+                "actor.lora.target_modules names the embeddings or the head, which share their weights in this model: "
+                "adapters of one could not be merged without changing the other; leave both out"
+            )
 
-    def disabled(self) -> AbstractContextManager[None]:
-        """The model as it is without them."""
-        found: AbstractContextManager[None] = self.wrapped.disable_adapter()
-        return found
+    def without(self) -> Any:
+        """The model as it is without them: a copy of its modules over the same weights."""
+        adapter = self.peft.tuners.tuners_utils.BaseTunerLayer
+
+        def beneath(module: Any) -> Any:
+            return module.get_base_layer() if isinstance(module, adapter) else module
+
+        return shared_copy(self.model, exchange=beneath)
 
     def save_merged(self, folder: Path) -> None:
         """A plain model with the adapters added in. Merged in a copy: adding and taking away again is not exact."""

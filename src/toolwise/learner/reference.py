@@ -3,45 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from toolwise.learner.lora import Adapters
 
 
-class Reference(Protocol):
-    """Gives the reference model to whoever is about to compute with it."""
+def reference_of(model: Any, adapters: Adapters | None) -> Any:
+    """The model that log-probs are compared with.
 
-    def model(self) -> Any:
-        """A context manager."""
-        ...
-
-
-class FrozenCopy:
-    """A copy of the weights, taken when it is made: before a run's checkpoint is loaded, so that a resumed run is held
-    to the same reference."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = copy.deepcopy(model).eval().requires_grad_(False)
-
-    @contextmanager
-    def model(self) -> Iterator[Any]:
-        yield self._model
-
-
-class WithoutAdapters:
-    """The policy's own model with its LoRA adapters switched off: no second copy."""
-
-    def __init__(self, model: Any, adapters: Adapters) -> None:
-        self._model = model
-        self._adapters = adapters
-
-    @contextmanager
-    def model(self) -> Iterator[Any]:
-        with self._adapters.disabled():
-            yield self._model
-
-
-def reference_of(model: Any, adapters: Adapters | None) -> Reference:
-    return FrozenCopy(model) if adapters is None else WithoutAdapters(model, adapters)
+    With adapters it is the policy's own model without them, which needs no memory. Else it is a copy of the weights,
+    taken now: before a run's checkpoint is loaded, so that a resumed run is held to the same reference.
+    """
+    if adapters is not None:
+        return adapters.without()
+    return copy.deepcopy(model).eval().requires_grad_(False)

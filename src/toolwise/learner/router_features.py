@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from toolwise.errors import ModelError
 from toolwise.learner.forward import can_share_prefixes, hidden_states
 from toolwise.learner.packing import pack
+from toolwise.weight_sharing import shared_copy
 
 Pool = Literal["last", "mean"]
 
@@ -85,27 +85,27 @@ def _states(model: Any, packed: Any, layers: Sequence[int]) -> Tensor:
     inner = [layer for layer in layers if layer != -1]
     if inner and not can_share_prefixes(model):
         raise ModelError(f"{type(model).__name__} is computed padded, layer by layer unseen: set router.layers to [-1]")
-    with _overheard(model.get_decoder(), inner) as heard:
-        last = hidden_states(model, packed)
     if not inner:
-        return last
+        return hidden_states(model, packed)
+    own = shared_copy(model)
+    heard = _listen(own.get_decoder(), inner)
+    last = hidden_states(own, packed)
     return torch.cat([last if layer == -1 else heard[layer].reshape(last.shape) for layer in layers], dim=-1)
 
 
-@contextmanager
-def _overheard(trunk: Any, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-    """What layers in the middle give: 0 is the first, -2 the last but one."""
+def _listen(trunk: Any, layers: Sequence[int]) -> dict[int, Tensor]:
+    """Will hold what layers in the middle give: 0 is the first, -2 the last but one. `trunk` is a copy that nobody
+    else runs."""
     heard: dict[int, Tensor] = {}
 
-    def listen(layer: int) -> Any:
+    def listen(layer: int) -> None:
         def keep(module: Any, inputs: Any, output: Any) -> None:
             heard[layer] = output[0] if isinstance(output, tuple) else output
 
-        return trunk.layers[layer].register_forward_hook(keep)
+        part = trunk.layers[layer]
+        part._forward_hooks = part._forward_hooks.copy()  # a copy shares its hooks with the model
+        part.register_forward_hook(keep)
 
-    handles = [listen(layer) for layer in layers]
-    try:
-        yield heard
-    finally:
-        for handle in handles:
-            handle.remove()
+    for layer in layers:
+        listen(layer)
+    return heard

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
+import time
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -26,14 +28,16 @@ _Waiting = tuple[Sequence[int], Sampling, "asyncio.Future[Generation]"]
 
 
 class Batches:
-    """Requests that wait at the same time become one batch; those that come meanwhile wait for the next."""
+    """Requests that wait at the same time become one batch; those that come meanwhile wait for the next. They may come
+    from any event loop: a thread of its own serves them all."""
 
     def __init__(self, model: Any, pad_id: int, max_batch: int) -> None:
         self.model, self.pad_id, self.max_batch = model, pad_id, max_batch
         self.version = 0
         self.linger_s = 0.002
         self._waiting: list[_Waiting] = []
-        self._serving: asyncio.Task[None] | None = None
+        self._lock = threading.Lock()
+        self._working = False
         # A thread of its own: tools that hang in the loop's shared ones must not keep the model from working.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="toolwise-generate")
 
@@ -42,40 +46,54 @@ class Batches:
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
         future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
-        self._waiting.append((token_ids, sampling, future))
-        if self._serving is None or self._serving.done():
-            self._serving = asyncio.create_task(self._serve())
+        with self._lock:
+            self._waiting.append((token_ids, sampling, future))
+            begin, self._working = not self._working, True
+        if begin:
+            self._thread.submit(self._serve)
         return await future
 
-    async def _serve(self) -> None:
+    def _serve(self) -> None:
         """Take whoever waits, as one batch, until nobody does."""
-        while True:
-            await self._gather()
-            waiting = [w for w in self._waiting if not w[2].done()]
-            batch, self._waiting = waiting[: self.max_batch], waiting[self.max_batch :]
-            if not batch:
-                return
+        while batch := self._next_batch():
             prompts, samplings, futures = zip(*batch, strict=True)
             settings = {"pad_id": self.pad_id, "policy_version": self.version}
-            work = partial(generate_batch, self.model, prompts, samplings, **settings)
             try:
-                results = await asyncio.get_running_loop().run_in_executor(self._thread, work)
+                results = generate_batch(self.model, prompts, samplings, **settings)
             except Exception as fault:  # every requester hears of it; none waits for ever
+                error = PolicyError(f"generation failed: {type(fault).__name__}: {fault}")
                 for future in futures:
-                    if not future.done():
-                        future.set_exception(PolicyError(f"generation failed: {type(fault).__name__}: {fault}"))
+                    _deliver(future, error)
                 continue
             for future, result in zip(futures, results, strict=True):
-                if not future.done():
-                    future.set_result(result)
+                _deliver(future, result)
 
-    async def _gather(self) -> None:
-        """Let everyone who is about to ask do so: wait while more keep coming. A batch costs far more than this."""
-        await asyncio.sleep(0)
+    def _next_batch(self) -> list[_Waiting]:
+        """Lets everyone who is about to ask do so: waits while more keep coming. A batch costs far more than this."""
         count = -1
         while count < len(self._waiting) < self.max_batch:
             count = len(self._waiting)
-            await asyncio.sleep(self.linger_s)
+            time.sleep(self.linger_s)
+        with self._lock:
+            waiting = [w for w in self._waiting if not w[2].done()]
+            batch, self._waiting = waiting[: self.max_batch], waiting[self.max_batch :]
+            self._working = bool(batch)
+        return batch
+
+
+def _deliver(future: asyncio.Future[Generation], result: Generation | PolicyError) -> None:
+    """In the event loop that waits for it."""
+
+    def resolve() -> None:
+        if future.done():
+            return
+        if isinstance(result, PolicyError):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+    with suppress(RuntimeError):  # the loop is closed, and nobody waits there any more
+        future.get_loop().call_soon_threadsafe(resolve)
 
 
 class RoomyLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here

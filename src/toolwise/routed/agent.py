@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -60,7 +61,7 @@ class RoutedAgent:
     def __init__(self, routing: Routing) -> None:
         self.routing = routing
         self.scheduler = build_scheduler(routing.config, routing.policy, dict(routing.tools))
-        self._asked = 0
+        self._numbers = itertools.count(1)
 
     @classmethod
     def load(
@@ -71,7 +72,8 @@ class RoutedAgent:
         documents: Sequence[Any] | None = None,
         overrides: Sequence[str] = (),
     ) -> RoutedAgent:
-        """From a run, a checkpoint or an exported folder; `tools` and `documents` take the place of the run's own."""
+        """From a run, a checkpoint or an exported folder; `tools` and `documents` take the place of the run's own. All
+        tools that it was trained with must be there; `tools=[]` answers without any, on purpose."""
         return cls(load_routing(source, tools=tools, documents=documents, overrides=overrides))
 
     async def answer(
@@ -84,7 +86,7 @@ class RoutedAgent:
         do_sample: bool = False,
         seed: int = 0,
     ) -> Answered:
-        """One question, routed and answered.
+        """One question, routed and answered. Any number may be asked at once, from any event loop or thread.
 
         `budget` is what questions may cost on average: the router is held to it by the threshold that was calibrated
         for it. `cap` is what this one may cost at most: calls beyond it are refused, and the model is told. `route`
@@ -93,7 +95,7 @@ class RoutedAgent:
         began = time.perf_counter()
         task = self._task(question)
         check_tools(task, dict(self.routing.tools))
-        (weighed,) = self.routing.weigh([task])
+        (weighed,) = await self.routing.weigh_in_engine([task])
         if route == "auto":
             chosen = self.routing.choose(weighed, task, budget=budget, seed=seed)
         else:
@@ -138,11 +140,10 @@ class RoutedAgent:
     def _task(self, question: Question) -> Task:
         if isinstance(question, Task):
             return question
-        self._asked += 1
         messages = [Message(role="user", content=question)] if isinstance(question, str) else as_messages(question)
         if not messages:
             raise ConfigError("the question is empty: give a text, or at least one message")
-        return Task(task_id=f"question-{self._asked}", prompt=messages)
+        return Task(task_id=f"question-{next(self._numbers)}", prompt=messages)
 
 
 def _last_words(rollout: Rollout) -> str:

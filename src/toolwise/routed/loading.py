@@ -16,6 +16,12 @@ from toolwise.routed.routing import Routing
 from toolwise.run import local_policy
 from toolwise.settings import apply_overrides, build
 from toolwise.tools.catalog import build_tools
+from toolwise.tools.record import check_recorded_tools
+
+WITH_TOOLS = (
+    "give each with --tools NAME or FILE.py:NAME (eval: --set 'tools=[\"NAME\"]'; Python: tools=[…]), or --tools none "
+    "(tools=[]) to answer without tools on purpose"
+)
 
 
 def load_routing(
@@ -28,13 +34,16 @@ def load_routing(
 ) -> Routing:
     """The router of a run's latest checkpoint, of a checkpoint, or of an exported folder.
 
-    `tools` take the place of the run's own, `documents` are what its search tool searches; an exported folder knows
-    of neither. `config` takes the place of the one found beside the checkpoint.
+    `tools` take the place of the run's own, `documents` are what its search tool searches; an exported folder has
+    neither, and only knows which tools it was trained with. It refuses to do without them unless `tools` is empty, on
+    purpose. `config` takes the place of the one found beside the checkpoint.
     """
     found, model = find_routed(Path(source), overrides)
     config = found if config is None else config
     entries = list(tools) if tools is not None else list(config.tools)
     built = build_tools(_with_documents(entries, documents) if documents is not None else entries)
+    if config.multi_turn.enable and (tools is None or entries):
+        check_recorded_tools(model, built, WITH_TOOLS)
     from toolwise.learner.router_building import conditioning_of, cost_of
     from toolwise.learner.router_head import load_head
 
@@ -55,11 +64,11 @@ def load_routing(
 
 def find_routed(source: Path, overrides: Sequence[str] = ()) -> tuple[RunConfig, Path]:
     """The configuration, and the folder with the model and its head."""
-    if (source / FACTS).is_file() and not (source.parent / checkpoint.MANIFEST).is_file():
-        return _exported(source, overrides), source
-    if (source / FACTS).is_file():  # the model's folder within a checkpoint
-        source = source.parent
-    named = (source / checkpoint.MANIFEST).is_file()
+    named = (source / checkpoint.MANIFEST).is_file()  # a checkpoint, whose own router.json is the router's state
+    if (source / FACTS).is_file() and not named:
+        if not (source.parent / checkpoint.MANIFEST).is_file():
+            return _exported(source, overrides), source
+        source, named = source.parent, True  # from the model's folder within a checkpoint
     run = source.resolve().parent.parent if named else source
     if not (run / "config.toml").is_file():
         raise CheckpointError(

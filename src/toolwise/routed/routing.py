@@ -20,6 +20,7 @@ from toolwise.routing.prompts import allowed_tools
 from toolwise.routing.usage import RouteUsage, usage_of
 from toolwise.tools.base import BaseTool
 from toolwise.types import Rollout, RouteDecision, Task
+from toolwise.waiting import all_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,13 +59,30 @@ class Routing:
         return np.asarray(self._features(tasks).double().cpu().numpy())
 
     def weigh(self, tasks: Sequence[Task]) -> list[Weighed]:
-        """The head's word on the original prompts, each through the model once."""
+        """What the head says of the original prompts, each through the model once."""
+        return self._weighed(self._features(tasks))
+
+    async def weigh_in_engine(self, tasks: Sequence[Task]) -> list[Weighed]:
+        """As `weigh`, for a program that generates meanwhile: the engine reads the prompts between its other requests,
+        and the rollouts go on from what it has read."""
+        import torch
+
+        from toolwise.engine import Engine
+
+        engine, settings = self.policy.engine, self.head.settings
+        if not isinstance(engine, Engine) or settings.layers != (-1,):
+            return self.weigh(tasks)
+        prompts = self._prompts(tasks)
+        read = await all_of(engine.encode(prompt, pool=settings.pool) for prompt in prompts)
+        return self._weighed(torch.stack(read))
+
+    def _weighed(self, features: Any) -> list[Weighed]:
         import torch
 
         with torch.no_grad():
-            found = self.head(self._features(tasks))
+            found = self.head(features)
             logprobs = self.head.logits(found, self.multipliers).log_softmax(-1).tolist()
-            values = found.tolist() if self.head.settings.mode == "value" else [None] * len(tasks)
+            values = found.tolist() if self.head.settings.mode == "value" else [None] * len(logprobs)
         return [
             Weighed(
                 tuple(row),
@@ -74,16 +92,19 @@ class Routing:
             for row, foreseen in zip(logprobs, values, strict=True)
         ]
 
+    def _prompts(self, tasks: Sequence[Task]) -> list[Sequence[int]]:
+        from toolwise.learner.router_building import original_prompt
+
+        return [original_prompt(self.policy.chat, task, self.tools) for task in tasks]
+
     def _features(self, tasks: Sequence[Task]) -> Any:
         import torch
 
-        from toolwise.learner.router_building import original_prompt
         from toolwise.learner.router_features import prompt_features
 
         settings = self.head.settings
-        prompts = [original_prompt(self.policy.chat, task, self.tools) for task in tasks]
         with torch.no_grad():
-            return prompt_features(self.policy.model, prompts, pool=settings.pool, layers=settings.layers)
+            return prompt_features(self.policy.model, self._prompts(tasks), pool=settings.pool, layers=settings.layers)
 
     def choose(self, weighed: Weighed, task: Task, *, budget: float | None, seed: int) -> RouteAction:
         """As it was trained, or by the calibrated threshold for `budget`. Chance depends on the seed and the task."""

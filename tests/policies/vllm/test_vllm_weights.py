@@ -14,24 +14,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from toolwise.errors import PolicyError
+from toolwise.learner.lora import Adapters, LoraSettings
 from toolwise.policies.vllm.weights import WeightsFolder, checkpoint_state, tied_names
-
-
-class Adapted(nn.Module):
-    """What peft makes of a linear layer, as far as it matters here."""
-
-    def __init__(self, base_layer: nn.Linear) -> None:
-        super().__init__()
-        self.base_layer = base_layer
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, 2, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, base_layer.out_features, bias=False)})
-        self.active_adapters = ["default"]
-
-    def get_delta_weight(self, adapter: str) -> torch.Tensor:
-        up, down = self.lora_B[adapter].weight, self.lora_A[adapter].weight
-        assert isinstance(up, torch.Tensor)
-        assert isinstance(down, torch.Tensor)
-        return up @ down
 
 
 def test_what_is_written_is_the_model_with_an_untied_head(loaded: Any, tmp_path: Path) -> None:
@@ -58,18 +42,20 @@ def test_a_head_of_its_own_is_nothing_to_untie(loaded: Any) -> None:
     assert torch.equal(checkpoint_state(model)["lm_head.weight"], model.lm_head.weight)
 
 
-def test_adapters_are_added_in(loaded: Any) -> None:
+def test_adapters_are_added_in_as_peft_merges_them(loaded: Any) -> None:
     model = copy.deepcopy(loaded[0])
-    plain = checkpoint_state(model)
-    attention = model.model.layers[0].self_attn
-    attention.q_proj = Adapted(attention.q_proj)
-    merged = checkpoint_state(model)
-    assert set(merged) == set(plain)
-    changed = "model.layers.0.self_attn.q_proj.weight"
-    delta = attention.q_proj.get_delta_weight("default").detach()
-    assert float(delta.abs().max()) > 0
-    assert torch.allclose(merged[changed], plain[changed] + delta)
-    assert all(torch.equal(merged[name], plain[name]) for name in plain if name != changed)
+    plain = {name: weight.clone() for name, weight in checkpoint_state(model).items()}
+    adapters = Adapters(model, LoraSettings(2, 8.0, ("q_proj",)))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(generator=torch.Generator().manual_seed(0))
+    found = checkpoint_state(model)
+    merged = adapters.wrapped.merge_and_unload().state_dict()
+    assert set(found) == set(plain)
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, merged[name])
+        assert torch.equal(weight, plain[name]) == ("q_proj" not in name)
 
 
 def test_only_the_last_weights_stay(loaded: Any, tmp_path: Path) -> None:

@@ -1,0 +1,138 @@
+"""LoRA adapters in the engine, with real peft: whatever decodes gives what the merged model gives."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from engine_cases import (
+    assert_forced,
+    assert_greedy,
+    counted,
+    forced,
+    generate_all,
+    greedily,
+    random_ids,
+    reference,
+    tiny,
+)
+from engine_cases import run as run_async
+
+from toolwise.engine.dense import DenseRunner
+from toolwise.engine.fused import FusedRunner
+from toolwise.engine.runner import Runner
+from toolwise.errors import ConfigError
+from toolwise.learner.lora import Adapters, LoraSettings
+from toolwise.protocols import Sampling
+
+NEW = 20
+PROMPTS = [random_ids(length, seed) for seed, length in enumerate((1, 17, 30, 9))]
+RUNNERS: dict[str, tuple[type[Runner], dict[str, Any]]] = {
+    "dense": (DenseRunner, {}),
+    "stock": (Runner, {"fused": False}),
+    "deterministic": (Runner, {"deterministic": True}),
+    "fused": (FusedRunner, {"fused": True}),
+}
+TARGETS: dict[str, tuple[str, ...]] = {
+    "all": (),
+    "queries": ("q_proj",),
+    "some": ("k_proj", "v_proj", "down_proj"),
+    "mlp": ("gate_proj", "up_proj"),
+    "ends": ("lm_head", "embed_tokens", "o_proj"),
+}
+
+
+def model_of(family: str) -> Any:
+    return tiny(family, **({} if family == "qwen3" else {"head_dim": 16}))
+
+
+def adapted(model: Any, targets: str = "all", rank: int = 3, alpha: float = 5.0) -> Adapters:
+    adapters = Adapters(model, LoraSettings(rank, alpha, TARGETS[targets]))
+    move(model)
+    return adapters
+
+
+@torch.no_grad()
+def move(model: Any, seed: int = 0) -> None:
+    """As an update does: in place."""
+    draw = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.copy_(0.3 * torch.randn(weight.shape, generator=draw))
+
+
+def merged(adapters: Adapters) -> Any:
+    return copy.deepcopy(adapters.wrapped).merge_and_unload().eval()
+
+
+def assert_draws_from(engine: Any, model: Any) -> None:
+    for ids, found in zip(PROMPTS, generate_all(engine, PROMPTS, [greedily(model, NEW)] * len(PROMPTS)), strict=True):
+        assert_greedy(model, ids, list(found.token_ids), reference(model, ids, NEW))
+        assert_forced(model, ids, found)
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["adapters first", "engine first"])
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_an_engine_gives_what_the_merged_model_gives(family: str, runner: str, after: bool) -> None:
+    model = model_of(family)
+    kind, settings = RUNNERS[runner]
+    engine = counted(model, **settings) if after else None
+    if engine is not None:  # which has decoded, and has something cached, before there are adapters
+        assert_draws_from(engine, model)
+    adapters = adapted(model)
+    engine = engine or counted(model, **settings)
+    assert type(engine.runner) is kind
+    assert_draws_from(engine, merged(adapters))
+
+
+@pytest.mark.parametrize("runner", ["dense", "fused", "stock"])
+@pytest.mark.parametrize("targets", TARGETS)
+def test_any_of_the_layers_may_have_adapters(targets: str, runner: str) -> None:
+    model = model_of("llama")
+    adapters = adapted(model, targets, rank=2, alpha=9.0)
+    assert_draws_from(counted(model, **RUNNERS[runner][1]), merged(adapters))
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_what_is_cached_is_forgotten_when_adapters_move(runner: str, told: bool) -> None:
+    model = model_of("llama")
+    adapters = adapted(model)
+    engine = counted(model, **RUNNERS[runner][1])
+    for version in range(3):
+        assert_draws_from(engine, merged(adapters))
+        move(model, seed=version + 1)
+        if told:
+            engine.weights_changed(version + 1)
+    assert_draws_from(engine, merged(adapters))
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_prompts_are_read_and_continuations_scored_through_them(runner: str) -> None:
+    """What the router sees, and what thinking levels are compared by."""
+    model = model_of("llama")
+    adapters = adapted(model)
+    plain, engine = merged(adapters), counted(model, **RUNNERS[runner][1])
+    prefix, rest = random_ids(19, 5), [random_ids(7, 6), random_ids(4, 7)]
+    for continuation, scored in zip(rest, run_async(engine.score(prefix, rest)), strict=True):
+        wanted = forced(plain, prefix, continuation)[range(len(continuation)), continuation]
+        torch.testing.assert_close(torch.tensor(list(scored.logprobs)), wanted, atol=1e-4, rtol=0)
+    with torch.inference_mode():
+        states = plain.get_decoder()(input_ids=torch.tensor([prefix])).last_hidden_state[0]
+    torch.testing.assert_close(run_async(engine.encode(prefix)), states[-1], atol=1e-4, rtol=1e-4)
+
+
+def test_drawing_at_random_goes_by_the_merged_model_too() -> None:
+    model = model_of("llama")
+    adapters = adapted(model)
+    samplings = [Sampling(max_new_tokens=NEW, seed=n, temperature=0.7) for n in range(len(PROMPTS))]
+    for ids, found in zip(PROMPTS, generate_all(counted(model), PROMPTS, samplings), strict=True):
+        assert_forced(merged(adapters), ids, found, temperature=0.7)
+
+
+def test_adapters_of_tied_embeddings_are_refused() -> None:
+    with pytest.raises(ConfigError, match="share their weights"):
+        adapted(model_of("qwen2"), "ends")

@@ -96,7 +96,7 @@ def test_a_run_with_it_is_refused_at_start_up_with_one_line(
     layers = dict.fromkeys(("limits", "capabilities", "no_new_privs", "landlock", "seccomp"), "got")
     gap = Report("namespaced", "standard", layers, {"namespaces": "bwrap is not installed"}, ("subprocess",))
     monkeypatch.setitem(report._cache, ("namespaced", ("subprocess",)), gap)
-    with pytest.raises(ConfigError, match="tool shell: .*bwrap is not installed") as error:
+    with pytest.raises(ConfigError, match=r"tool shell: .*bwrap is not installed") as error:
         assemble(RunConfig(tools=["shell"]), tasks=[])
     assert "\n" not in str(error.value)
 

@@ -109,6 +109,22 @@ def queueing() -> Iterator[None]:
         clock.go_on()
 
 
+def queued(work: Callable[[], T]) -> Callable[[], T]:
+    """`work` to be handed to a pool of threads: until one of them begins it, it waits in a queue."""
+    clock = _clock.get()
+    if clock is None or not clock.ours:
+        return work
+    loop = asyncio.get_running_loop()
+    clock.halt()
+
+    def begin() -> T:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(clock.go_on)
+        return work()
+
+    return begin
+
+
 async def end_within(
     limit_s: float, work: Coroutine[Any, Any, T], late: Exception, clock: WorkClock | None = None
 ) -> T:

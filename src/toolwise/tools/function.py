@@ -127,6 +127,7 @@ class FunctionTool(BaseTool, Generic[P, R]):
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[str, float | None, dict[str, Any]]:
         kwargs = {**self._given.get(instance_id, {}), **kwargs}
+        self.check_task_arguments(kwargs)
         if self._target is not None and not in_virtual_time() and self._is_found(self._target):
             try:
                 return await isolation.run(self._target, parameters, kwargs)

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import pytest
 
-from toolwise.tools.isolation import roster
 from toolwise.tools.isolation.places import Place, Target
 from toolwise.tools.isolation.pool import Pool, default_limit, read_result
 from toolwise.tools.isolation.workers import LoadFault, ToolDied

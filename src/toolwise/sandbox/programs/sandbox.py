@@ -27,6 +27,7 @@ from toolwise.sandbox.report import Report, probe
 from toolwise.sandbox.sandbox import PERMISSIONS
 from toolwise.sandbox.targets import own_folder, readable_folders
 from toolwise.sandbox.usage import overfilled
+from toolwise.waiting import queued
 
 log = logging.getLogger("toolwise.sandbox")
 INSIDE, INSIDE_TEMPORARY = "/sandbox", "/tmp"
@@ -100,7 +101,9 @@ class ProgramSandbox:
         with self._lock:
             self._running.add(stop)
         try:
-            result = await _to_its_end(self._executor().submit(self._run, text, folder, stop), stop.ask)
+            # Waiting while `at_once` others run is not the program's time.
+            work = queued(lambda: self._run(text, folder, stop))
+            result = await _to_its_end(self._executor().submit(work), stop.ask)
         finally:
             with self._lock:
                 self._running.discard(stop)

@@ -16,8 +16,9 @@ from toolwise.tools.isolation.processes import MARK
 
 
 def open_descriptors() -> set[str]:
+    """Without the one that the list itself is read from."""
     with suppress(OSError):
-        return set(os.listdir("/proc/self/fd"))
+        return {name for name in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{name}")}
     return set()
 
 
@@ -29,8 +30,7 @@ def can_be_forked(before: set[str]) -> bool:
     """
     if sys.platform != "linux":
         return False
-    left = [d for d in open_descriptors() - before if os.path.lexists(f"/proc/self/fd/{d}")]
-    return not left and len(os.listdir("/proc/self/task")) == 1
+    return open_descriptors() <= before and len(os.listdir("/proc/self/task")) == 1
 
 
 def fork_workers(channel: int) -> tuple[int, int, int]:
@@ -67,8 +67,7 @@ def _leave_zygote(own: list[int], mark: str, mark_at: int | None) -> None:
     """In a child: a session of its own, and nothing of the zygote's."""
     os.setsid()
     for descriptor in {int(name) for name in open_descriptors()} - {0, 1, 2, *own}:
-        with suppress(OSError):  # the one that the list itself was read from is closed by now
-            os.close(descriptor)
+        os.close(descriptor)
     for descriptor in own:
         os.set_inheritable(descriptor, False)
     if mark_at is not None:  # where the kernel reads a process's environment: the zygote's mark is on all its children

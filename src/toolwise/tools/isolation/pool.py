@@ -117,8 +117,8 @@ class Pool:
                 return await self._get(place, keeps=True)
         except TimeoutError:
             raise ToolDied(
-                f"none of the {self.most} worker processes was free within {FREE_S:g} s, as other rollouts keep theirs: "
-                "lower rollout.max_concurrent"
+                f"none of the {self.most} worker processes was free within {FREE_S:g} s, as other rollouts keep "
+                "theirs: lower rollout.max_concurrent"
             ) from None
 
     async def _get(self, place: Place, *, keeps: bool = False) -> Worker:

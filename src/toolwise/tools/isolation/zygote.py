@@ -1,7 +1,7 @@
 """Workers forked from a process that has loaded their module already: up in milliseconds, and most memory shared.
 
 The trainer itself is never forked, it has threads. A zygote is a fresh interpreter that loads the module once and
-waits; `serving.py` is its other end. Its children have the trainer's ends of their own pipes, and sessions of their own.
+waits; `forking.py` is its other end. Its children have pipes to the trainer and sessions of their own.
 """
 
 from __future__ import annotations

@@ -66,6 +66,8 @@ def test_a_step_s_figures() -> None:
         "cost/mean": 0.75,
         "calls/mean": 0.75,
         "calls/failed": 0.25,
+        "tools/queue_s": 0.0,
+        "tools/queue_s_max": 0.0,
         "turns/mean": 1.75,
         "tokens/sampled": 16.0,
         "reward/error_rate": 0.25,

@@ -29,6 +29,7 @@ from toolwise.threads import settle_threads, share_threads
 from toolwise.tools import isolation
 from toolwise.tools.base import BaseTool
 from toolwise.tools.catalog import build_tools, entries_of
+from toolwise.tools.task_arguments import check_task_arguments
 from toolwise.types import Rollout, RouteDecision, Task
 
 if TYPE_CHECKING:
@@ -364,3 +365,4 @@ def check_tools(task: Task, tools: dict[str, BaseTool]) -> None:
             raise ConfigError(
                 f"task {task.task_id} wants the tool {name!r}, and the run has: {known}; add it to `tools`"
             )
+    check_task_arguments(task, tools)

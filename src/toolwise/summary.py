@@ -21,6 +21,9 @@ def summarize(scored: Sequence[ScoredRollout]) -> Metrics:
         "cost/mean": mean([s.rollout.usage.cost for s in scored]),
         "calls/mean": mean([float(sum(s.rollout.usage.calls.values())) for s in scored]),
         "calls/failed": mean([float(sum(s.rollout.usage.failed_calls.values())) for s in scored]),
+        "tools/queue_s": sum(s.rollout.usage.queue_s for s in scored)
+        / max(1, sum(sum(s.rollout.usage.calls.values()) for s in scored)),
+        "tools/queue_s_max": max(s.rollout.usage.longest_queue_s for s in scored),
         "turns/mean": mean([float(len(s.steps)) for s in scored]),
         "tokens/sampled": float(sum(s.rollout.usage.sampled_tokens for s in scored)),
         "reward/error_rate": 1.0 - len(counted) / len(scored),

@@ -195,10 +195,14 @@ class Usage:
     """kind of failure (unknown_tool, forbidden_tool, bad_json, bad_arguments, exception, timeout, tool_error,
     server_down) -> count"""
     cost: float = 0.0
-    """The sum of the prices of the calls made."""
+    """The sum of the prices of the calls made, of those too that nobody could read."""
     prompt_tokens: int = 0
     sampled_tokens: int = 0
     seconds: float = 0.0
+    queue_s: float = 0.0
+    """How long calls waited, together, for a worker or a place: in `seconds`, and in no tool's deadline."""
+    longest_queue_s: float = 0.0
+    """Of one call."""
 
 
 @dataclass(frozen=True, slots=True)

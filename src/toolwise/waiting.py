@@ -7,9 +7,9 @@ import contextvars
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, cast
 
 log = logging.getLogger("toolwise.waiting")
@@ -39,10 +39,99 @@ def in_virtual_time() -> bool:
     return bool(getattr(asyncio.get_running_loop(), "virtual_time", False))
 
 
-async def end_within(limit_s: float, work: Coroutine[Any, Any, T], late: Exception) -> T:
+class WorkClock:
+    """How long a piece of work has worked, against its deadline; it stands still while the work waits in a queue.
+
+    `end_within(…, clock)` starts it, `queueing` halts it. Waiting for a worker or a place is not the work's time:
+    `queue_s` has it, and the deadline of whatever is around the work covers it.
+    """
+
+    __slots__ = ("_began", "_halts", "_left_s", "_loop", "_timer", "_woken", "queue_s")
+
+    def __init__(self) -> None:
+        self.queue_s = 0.0
+        self._halts = 0
+        self._began = 0.0
+        """When it last began to run, or to stand still."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._woken: asyncio.Future[None] | None = None
+
+    def start(self, limit_s: float, woken: asyncio.Future[None]) -> None:
+        self._loop, self._woken, self._left_s = asyncio.get_running_loop(), woken, limit_s
+        self._run()
+
+    def stop(self) -> None:
+        """The work is over; what is left of it may still wait, and that counts no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        elif self._halts:
+            self.queue_s += self._loop.time() - self._began
+        self._timer = self._woken = None
+
+    def halt(self) -> None:
+        self._halts += 1
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            now = self._loop.time()
+            self._left_s, self._began = self._left_s - (now - self._began), now
+
+    def go_on(self) -> None:
+        self._halts -= 1
+        if self._halts == 0 and self._woken is not None:
+            self.queue_s += self._loop.time() - self._began
+            self._run()
+
+    def _run(self) -> None:
+        self._began = self._loop.time()
+        self._timer = self._loop.call_later(self._left_s, _wake, self._woken)
+
+    @property
+    def ours(self) -> bool:
+        """Whether it runs, and in this event loop: what is handed to another loop takes the context along."""
+        return self._woken is not None and self._loop is asyncio.get_running_loop()
+
+
+_clock: contextvars.ContextVar[WorkClock | None] = contextvars.ContextVar("toolwise_work_clock", default=None)
+
+
+@contextmanager
+def queueing() -> Iterator[None]:
+    """Around a wait for a worker or a place: none of it is charged to the deadline of the work that waits."""
+    clock = _clock.get()
+    if clock is None or not clock.ours:
+        yield
+        return
+    clock.halt()
+    try:
+        yield
+    finally:
+        clock.go_on()
+
+
+def queued(work: Callable[[], T]) -> Callable[[], T]:
+    """`work` to be handed to a pool of threads: until one of them begins it, it waits in a queue."""
+    clock = _clock.get()
+    if clock is None or not clock.ours:
+        return work
+    loop = asyncio.get_running_loop()
+    clock.halt()
+
+    def begin() -> T:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(clock.go_on)
+        return work()
+
+    return begin
+
+
+async def end_within(
+    limit_s: float, work: Coroutine[Any, Any, T], late: Exception, clock: WorkClock | None = None
+) -> T:
     """What `work` gives. Past `limit_s` it is cancelled, abandoned where it does not heed that, and `late` is raised.
 
-    `late` is the caller's own, so that it is never taken for a `TimeoutError` that the work raised.
+    `late` is the caller's own, so that it is never taken for a `TimeoutError` that the work raised. With a `clock`,
+    time in a queue (`queueing`) does not count.
     """
     if limit_s <= 0:
         work.close()
@@ -52,7 +141,14 @@ async def end_within(limit_s: float, work: Coroutine[Any, Any, T], late: Excepti
     guarded = _told_of(work, woken)
     # The name under which it is told of, should it stay behind.
     cast("Any", guarded).__qualname__ = getattr(work, "__qualname__", "") or str(work)
-    task, timer = loop.create_task(guarded), loop.call_later(limit_s, _wake, woken)
+    timer: asyncio.TimerHandle | None = None
+    if clock is None:
+        task, timer = loop.create_task(guarded), loop.call_later(limit_s, _wake, woken)
+    else:
+        clock.start(limit_s, woken)
+        before = _clock.set(clock)
+        task = loop.create_task(guarded)  # which takes the context along
+        _clock.reset(before)
     try:
         await woken
         if not task.done():
@@ -61,15 +157,18 @@ async def end_within(limit_s: float, work: Coroutine[Any, Any, T], late: Excepti
             raise RuntimeError("it cancelled itself")
         return task.result()
     finally:
-        timer.cancel()
+        if timer is not None:
+            timer.cancel()
+        elif clock is not None:
+            clock.stop()
         if not task.done():
             await _put_away(task, work)
         elif not task.cancelled():
             task.exception()  # heard, though whoever waits may have been cancelled in the same instant
 
 
-def _wake(woken: asyncio.Future[None]) -> None:
-    if not woken.done():
+def _wake(woken: asyncio.Future[None] | None) -> None:
+    if woken is not None and not woken.done():
         woken.set_result(None)
 
 

@@ -46,7 +46,7 @@ def test_the_oracle_is_off_neither_seen_nor_called_nor_named() -> None:
         assert [spec["function"]["name"] for spec in env.tool_specs()] == ["calculator"]
         messages, _, done, info = await env.step({"type": "tool_call", "tool_calls": [CHECK]})
         assert messages[0].content == "error: there is no tool 'calc_gsm8k_reward'; tools: calculator"
-        assert (done, info["is_action_valid"], info["cost"]) == (False, False, 0)
+        assert (done, info["is_action_valid"], info["cost"]) == (False, False, 1)
         await env.close()
 
     run(episode())

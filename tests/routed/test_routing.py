@@ -52,7 +52,7 @@ def test_calls_that_were_served_are_paid_for_and_others_are_not(routing: Routing
     assert routing.cost_of(rollout({"calculator": 2, "search": 1}, None)) == 3
     assert routing.cost_of(rollout({"calculator": 2, "search": 1}, "SEARCH-FAMILY")) == 1
     assert routing.cost_of(rollout({"calculator": 2}, "ANSWER")) == 0
-    assert routing.cost_of(rollout({"oven": 2}, None)) == 0
+    assert routing.cost_of(rollout({"oven": 2}, None)) == 2
 
 
 def test_a_head_that_foresees_is_read_by_its_rewards_and_costs(make_routed: Any) -> None:

@@ -124,7 +124,7 @@ def test_a_bad_rules_file_is_named(tmp_path: Path, text: str, told: str) -> None
 
 
 def test_a_tool_speaks_for_itself_only_where_it_does() -> None:
-    tools = build_tools(["calculator", "search", "shell", {"name": "python", "family": "OTHER"}, look_up_city])
+    tools = build_tools(["calculator", "search", {"name": "python", "family": "OTHER"}, look_up_city])
     assert own_family(tools["calculator"]) is CALCULATE
     assert own_family(tools["search"]) is SEARCH
     assert own_family(tools["python"]) is OTHER

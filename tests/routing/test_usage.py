@@ -70,12 +70,15 @@ def test_what_was_used_follows_from_the_calls(calls: dict[str, int], flags: tupl
     assert (usage.used_any_tool, usage.used_search, usage.used_calculate) == flags
 
 
-def test_a_call_that_reached_no_tool_was_not_made() -> None:
+def test_a_call_that_the_route_refused_was_not_made_and_a_malformed_one_was() -> None:
     calls = {"search": 1, "calculator": 2, "nonsense": 1, UNREADABLE: 3}
-    assert usage_of(rollout_of(calls=calls), FAMILIES).calls_by_tool == {"search": 1, "calculator": 2}
+    whole = usage_of(rollout_of(calls=calls), FAMILIES)
+    assert whole.calls_by_tool == {"search": 1, "calculator": 2, UNREADABLE: 4}
     routed = usage_of(rollout_of(calls=calls), FAMILIES, allowed=("search", "mail"))
-    assert routed.calls_by_tool == {"search": 1}
-    assert routed.refused == 6
+    assert routed.calls_by_tool == {"search": 1, UNREADABLE: 4}
+    assert routed.refused == 2
+    malformed = usage_of(rollout_of(calls={UNREADABLE: 1}), FAMILIES, allowed=())
+    assert (malformed.used_any_tool, malformed.refused) == (True, 0)
     nothing = usage_of(rollout_of(calls={"search": 4}), FAMILIES, allowed=())
     assert (nothing.used_any_tool, nothing.refused) == (False, 4)
 

@@ -303,8 +303,38 @@ def test_the_functions_own_exception_comes_through() -> None:
         call(broken)
 
 
-def test_execute_kwargs_never_reach_the_function() -> None:
-    assert asyncio.run(weather.execute("i", {"city": "Oslo"}, days=9))[0] == "Oslo 1 CELSIUS"
+def test_the_tasks_arguments_reach_the_function_in_its_own_types() -> None:
+    assert asyncio.run(weather.execute("i", {"city": "Oslo"}, days=9, unit="c"))[0] == "Oslo 9 CELSIUS"
+
+
+def test_what_is_given_at_the_beginning_is_given_to_every_call_of_the_rollout() -> None:
+    async def two_rollouts() -> list[str]:
+        await weather.create("one", days=4)
+        await weather.create("two")
+        texts = [(await weather.execute(i, {"city": "Oslo"}))[0] for i in ("one", "two", "one")]
+        texts.append((await weather.execute("one", {"city": "Oslo"}, days=5))[0])
+        await weather.release("one")
+        texts.append((await weather.execute("one", {"city": "Oslo"}))[0])
+        return texts
+
+    days = [text.split()[1] for text in asyncio.run(two_rollouts())]
+    assert days == ["4", "1", "4", "5", "1"]
+
+
+def test_an_argument_that_the_function_does_not_take_is_refused() -> None:
+    with pytest.raises(ToolwiseError, match="tool weather takes no argument 'depth': it takes city, days, unit"):
+        asyncio.run(weather.create("i", depth=3))
+    with pytest.raises(ToolwiseError, match=r"tool weather, argument 'days': .*valid integer"):
+        asyncio.run(weather.execute("i", {"city": "Oslo"}, days="many"))
+
+
+def test_the_model_neither_sees_nor_gives_what_the_task_gives() -> None:
+    left = weather.schema_without({"days": 9}).function.parameters
+    assert list(left["properties"]) == ["city", "unit"]
+    assert weather.schema_without(["city"]).function.parameters["required"] == []
+    assert weather.schema_without(()) is weather.tool_schema
+    text, _, info = asyncio.run(weather.execute("i", {"city": "Oslo", "days": 2}, days=9))
+    assert (text, info["ok"]) == ("error: unexpected argument 'days'", False)
 
 
 def test_what_a_model_could_not_fill_in_is_refused() -> None:

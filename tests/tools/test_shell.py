@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from namespaces import needs_namespaces
 
-from toolwise.errors import ToolwiseError
+from toolwise.config import RunConfig
+from toolwise.errors import ConfigError, ToolwiseError
+from toolwise.run import assemble
 from toolwise.sandbox import report
 from toolwise.sandbox.report import Report, probe
 from toolwise.tools.catalog import build_tools
@@ -83,6 +85,17 @@ def test_without_namespaces_it_is_refused_with_the_way_out(monkeypatch: pytest.M
     monkeypatch.setitem(report._cache, ("namespaced", ("subprocess",)), gap)
     with pytest.raises(ToolwiseError, match=r"apt install bubblewrap.*tier='standard' with permissions") as error:
         ShellTool()
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_with_it_is_refused_at_start_up_with_one_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layers = dict.fromkeys(("limits", "capabilities", "no_new_privs", "landlock", "seccomp"), "got")
+    gap = Report("namespaced", "standard", layers, {"namespaces": "bwrap is not installed"}, ("subprocess",))
+    monkeypatch.setitem(report._cache, ("namespaced", ("subprocess",)), gap)
+    with pytest.raises(ConfigError, match=r"tool shell: .*bwrap is not installed") as error:
+        assemble(RunConfig(tools=["shell"]), tasks=[])
     assert "\n" not in str(error.value)
 
 

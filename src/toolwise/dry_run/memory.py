@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from toolwise.learner.optimizer import Optimizer
-from toolwise.learner.reference import FrozenCopy
 from toolwise.run import Run
 
 T = TypeVar("T")
@@ -48,7 +47,7 @@ def static_parts(run: Run) -> dict[str, int]:
     """Bytes of what lives as long as the run: weights, gradients, optimizer states and copies."""
     learner = run.learner
     parts = {"weights": _size(learner.model.parameters())} | _training_parts(learner.optimizer)
-    if isinstance(learner.reference, FrozenCopy):
+    if learner.reference is not None and learner.adapters is None:  # adapters are switched off instead of copied
         parts["reference model"] = parts["weights"]
     if learner.critic is not None:
         parts["critic"] = _size(learner.critic.model.parameters())

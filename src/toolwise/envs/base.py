@@ -58,6 +58,11 @@ class BaseEnv(ABC):
         """The tools on offer this turn, in OpenAI's form; None where the agent acts by text alone."""
         return None
 
+    def unread_calls(self, action: Any) -> dict[str, Any]:
+        """`calls`, `failed_calls` and `cost`, as in the info of `step`, of the calls in `action` that nobody can read:
+        for an action that ends the episode before `step` sees it."""
+        return {}
+
     def phase_of(self, action: Any) -> Phase:
         """What `step` is about to do with `action`: work with tools or the world, or let a simulated user speak."""
         return "tool"

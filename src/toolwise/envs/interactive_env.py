@@ -89,6 +89,9 @@ class InteractiveEnv(BaseEnv):
     def tool_specs(self) -> list[dict[str, Any]] | None:
         return self.env.tool_specs()
 
+    def unread_calls(self, action: Any) -> dict[str, Any]:
+        return self.env.unread_calls(action)
+
     def phase_of(self, action: Any) -> Phase:
         return self.env.phase_of(action) if action.get("tool_calls") else "interaction"
 

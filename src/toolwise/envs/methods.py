@@ -44,7 +44,7 @@ class MethodTool(FunctionTool[..., Any]):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[str, float | None, dict[str, Any]]:
-        work = partial(self.function, **self._read(parameters))
+        work = partial(self.function, **self._read(parameters, {**self._given.get(instance_id, {}), **kwargs}))
         if not inspect.iscoroutinefunction(self.function):
             # The result is put in words in the same thread: it may be large, or an object with a will of its own.
             return await self._calls.call(lambda: self._result(work()))

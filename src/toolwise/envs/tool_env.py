@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import weakref
 from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 from uuid import uuid4
-from weakref import WeakKeyDictionary
 
 from toolwise.envs.base import BaseEnv
 from toolwise.limits import OPEN, Gate
 from toolwise.messages import Message, ToolCall
 from toolwise.tools.base import BaseTool, OpenAIFunctionToolSchema
 from toolwise.tools.faults import ToolCallError
+from toolwise.tools.function import FunctionTool
 from toolwise.tools.schema import validate_arguments
 from toolwise.types import Task
-from toolwise.waiting import all_of, end_within
+from toolwise.waiting import WorkClock, all_of, end_within
 
 T = TypeVar("T")
 
@@ -31,6 +33,8 @@ class CallOutcome:
     info: dict[str, Any] = field(default_factory=dict)
     infrastructure: bool = False
     """What failed stands behind the tool: neither the tool's fault nor the model's."""
+    queue_s: float = 0.0
+    """How long it waited for a worker or a place, which counts towards no tool's deadline."""
 
 
 class ToolEnv(BaseEnv):
@@ -54,6 +58,11 @@ class ToolEnv(BaseEnv):
         names = offered if offered is not None else task.tools if task.tools is not None else list(tools)
         self.task = task
         self.tools = {name: tools[name] for name in names if name in tools}
+        # Those that the route took away: calls of them are refused, and are not the model's mistake.
+        own = task.tools if task.tools is not None else tools
+        self._hidden = frozenset(own).difference(self.tools)
+        # What a call costs that nobody can carry out: never less than one that is written as it should be.
+        self._malformed_price = max((tool.price for tool in tools.values()), default=BaseTool.price)
         # Those that live with the episode, though the agent can neither see nor call them.
         self._living = {**self.tools, **(unseen or {})}
         # Those that the agent can see and not call: a route that leaves the prompt as it was.
@@ -68,7 +77,7 @@ class ToolEnv(BaseEnv):
         """One id for all: tools that share something for the length of an episode know each other by it."""
 
     def tool_specs(self) -> list[dict[str, Any]]:
-        return [spec_of(tool) for tool in self.tools.values()]
+        return [spec_of(tool, self.task) for tool in self.tools.values()]
 
     async def reset(self) -> str:
         for name in self._living:
@@ -98,12 +107,22 @@ class ToolEnv(BaseEnv):
             "calls": counted(call.name or "unreadable" for call in calls),
             "failed_calls": counted(o.failure for o in outcomes if o.failure),
             "tool_info": [o.info for o in outcomes],
-            "cost": sum(self.tools[call.name].price for call in calls if self._may_call(call.name)),
+            "cost": sum(map(self._price, calls)),
         }
+        if any(o.queue_s for o in outcomes):
+            info["queue_s"] = [o.queue_s for o in outcomes]
         down = [o.text for o in outcomes if o.infrastructure]
         if down:
             info["infrastructure_fault"] = down[0]
         return messages, sum(rewards) if rewards else None, False, info
+
+    def unread_calls(self, action: Any) -> dict[str, Any]:
+        unread = [call for call in action.get("tool_calls") or () if isinstance(call.arguments, str)]
+        return {
+            "calls": counted(call.name or "unreadable" for call in unread),
+            "failed_calls": counted("bad_json" for _ in unread),
+            "cost": sum(map(self._price, unread)),
+        }
 
     async def final_rewards(self) -> dict[str, float]:
         """Asks every tool that was created, even if one of them fails; the first fault is raised after."""
@@ -144,17 +163,25 @@ class ToolEnv(BaseEnv):
                 return CallOutcome(self._shorten(text), failure="forbidden_tool")
             text = f"error: there is no tool {call.name!r}; tools: {known}"
             return CallOutcome(self._shorten(text), failure="unknown_tool")
-        problems = validate_arguments(tool.tool_schema, call.arguments)
+        problems = validate_arguments(schema_for(tool, self.task), call.arguments)
         if problems:
             return CallOutcome(f"error: {'; '.join(problems)}", failure="bad_arguments")
-        kwargs = self._kwargs(call.name, "execute_kwargs")
-        late, gate = TimeoutError(self._late), self.gates.get(call.name, OPEN)
+        clock = WorkClock()
+        outcome = await self._execute(tool, call.arguments, clock)
+        outcome.queue_s = clock.queue_s
+        return outcome
+
+    async def _execute(self, tool: BaseTool, arguments: dict[str, Any], clock: WorkClock) -> CallOutcome:
+        kwargs = self._kwargs(tool.name, "execute_kwargs")
+        late, gate = TimeoutError(self._late), self.gates.get(tool.name, OPEN)
         try:
             if gate.limit is not None:
+                asked = asyncio.get_running_loop().time()
                 await gate.enter()
+                clock.queue_s += asyncio.get_running_loop().time() - asked
             try:
-                work = tool.execute(self._instances[call.name], call.arguments, **kwargs)
-                text, reward, info = await end_within(self.tool_timeout_s, work, late)
+                work = tool.execute(self._instances[tool.name], arguments, **kwargs)
+                text, reward, info = await end_within(self.tool_timeout_s, work, late, clock)
             finally:
                 gate.leave()
             failure = "tool_error" if info.get("ok") is False else None
@@ -164,9 +191,17 @@ class ToolEnv(BaseEnv):
                 text = self._shorten(f"error: {fault}")
                 return CallOutcome(text, failure=fault.failure, infrastructure=fault.infrastructure)
             if fault is late:
-                return CallOutcome(f"error: {call.name} {late}", failure="timeout")
-            text = f"error: {call.name} failed: {type(fault).__name__}: {fault}"
+                return CallOutcome(f"error: {tool.name} {late}", failure="timeout")
+            text = f"error: {tool.name} failed: {type(fault).__name__}: {fault}"
             return CallOutcome(self._shorten(text), failure="exception")
+
+    def _price(self, call: ToolCall) -> float:
+        """A call costs what its tool costs, carried out or not. One that names no tool costs as much as the dearest:
+        garbling a call must not be a way to save its price. One that the route refuses costs nothing."""
+        if self._may_call(call.name):
+            return self.tools[call.name].price
+        refused = call.name in self._forbidden or call.name in self._hidden
+        return 0.0 if refused else self._malformed_price
 
     def _may_call(self, name: str) -> bool:
         return name in self.tools and name not in self._forbidden
@@ -175,7 +210,7 @@ class ToolEnv(BaseEnv):
         return self.task.tools_kwargs.get(name, {}).get(which) or {}
 
     async def _within_deadline(self, work: Coroutine[Any, Any, T]) -> T:
-        return await end_within(self.tool_timeout_s, work, TimeoutError(self._late))
+        return await end_within(self.tool_timeout_s, work, TimeoutError(self._late), WorkClock())
 
     def _shorten(self, text: str) -> str:
         text = text.encode("utf-8", "replace").decode()  # half a character is no text, and no tokenizer takes it
@@ -184,15 +219,25 @@ class ToolEnv(BaseEnv):
         return f"{text[: self.max_result_chars]}… ({len(text) - self.max_result_chars} more characters)"
 
 
-_specs: WeakKeyDictionary[BaseTool, tuple[OpenAIFunctionToolSchema, dict[str, Any]]] = WeakKeyDictionary()
+_specs: dict[int, tuple[weakref.ref[OpenAIFunctionToolSchema], dict[str, Any]]] = {}
 
 
-def spec_of(tool: BaseTool) -> dict[str, Any]:
-    """A tool in OpenAI's form; one dictionary for all rollouts, made anew where the tool has another schema."""
-    schema = tool.get_openai_tool_schema()
-    known = _specs.get(tool)
-    if known is None or known[0] is not schema:
-        known = _specs[tool] = (schema, schema.model_dump())
+def schema_for(tool: BaseTool, task: Task | None) -> OpenAIFunctionToolSchema:
+    """What the model is told of a tool: of a function, without the arguments that the task gives itself."""
+    given = task.tools_kwargs.get(tool.name) if task is not None else None
+    if given and isinstance(tool, FunctionTool):
+        return tool.schema_without({**(given.get("create_kwargs") or {}), **(given.get("execute_kwargs") or {})})
+    return tool.get_openai_tool_schema()
+
+
+def spec_of(tool: BaseTool, task: Task | None = None) -> dict[str, Any]:
+    """A tool in OpenAI's form, as the model is told of it; one dictionary for all rollouts with the same schema."""
+    schema = schema_for(tool, task)
+    key = id(schema)
+    known = _specs.get(key)
+    if known is None or known[0]() is not schema:
+        forgotten = weakref.ref(schema, lambda _: _specs.pop(key, None))
+        known = _specs[key] = (forgotten, schema.model_dump())
     return known[1]
 
 

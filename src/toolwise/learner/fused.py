@@ -121,7 +121,7 @@ class SiluMul(torch.autograd.Function):
 @cache
 def _rotating(forward: Any) -> Any:
     """The same function, in which the name of the model's rotation stands for ours; None where it has none."""
-    code = getattr(forward, "__code__", None)
+    code: Any = getattr(forward, "__code__", None)
     theirs = forward.__globals__.get(ROTATION) if code is not None and ROTATION in code.co_names else None
     if theirs is None or not _turns_halves(theirs):
         return None

@@ -118,7 +118,7 @@ def original_prompt(chat: ChatTokenizer, task: Task, tools: Mapping[str, BaseToo
     """The tokens of a task as it would be put without a router: what a route is chosen by."""
     if task.prompt_ids is not None:
         return task.prompt_ids
-    return chat.start(task.prompt, [spec_of(tool) for tool in offered_tools(task, tools).values()] or None)
+    return chat.start(task.prompt, [spec_of(tool, task) for tool in offered_tools(task, tools).values()] or None)
 
 
 def conditioning_of(config: RunConfig) -> Conditioning:

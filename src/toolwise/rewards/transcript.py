@@ -76,8 +76,13 @@ def calls_of(message: Message) -> list[ToolCall]:
     """The calls of one message: as the policy's parser gave them, else those that stand in its text."""
     if message.tool_calls:
         return message.tool_calls
-    blocks = [block.inner.strip() for block in top_level_blocks(message.content or "") if block.tag == "tool_call"]
-    return [call for block in blocks for call in _read_block(block)]
+    text = message.content or ""
+    blocks = [block.inner.strip() for block in top_level_blocks(text) if block.tag == "tool_call"]
+    calls = [call for block in blocks for call in _read_block(block)]
+    _, opened, rest = split_thought(text)[1].rpartition("<tool_call>")
+    if opened and "</tool_call>" not in rest:  # it was cut off: a call that nobody can read is still a call
+        calls.append(ToolCall(name="", arguments=rest.strip()))
+    return calls
 
 
 def _read_block(block: str) -> list[ToolCall]:
@@ -85,7 +90,8 @@ def _read_block(block: str) -> list[ToolCall]:
     whole = _read_call(block)
     if whole is not None:
         return [whole]
-    return [_read_call(line) or ToolCall(name="", arguments=line) for line in block.split("\n") if line.strip()]
+    lines = [line for line in block.split("\n") if line.strip()] or [""]  # an empty block is a call of nothing
+    return [_read_call(line) or ToolCall(name="", arguments=line) for line in lines]
 
 
 def _read_call(text: str) -> ToolCall | None:

@@ -99,6 +99,7 @@ class AsyncRolloutRequest:
         self._calls: dict[str, int] = {}
         self._failed: dict[str, int] = {}
         self._cost = 0.0
+        self._queue_s: list[float] = []
         self._began: float | None = None
         self._ended: float | None = None
         self._finishing: asyncio.Task[None] | None = None
@@ -212,6 +213,7 @@ class AsyncRolloutRequest:
         ending = self.termination.before(decision)
         if ending is not None:
             self.stop(ending)
+            self._count(self.env.unread_calls(decision.action))
             self._note(None, {})
             return
         try:
@@ -334,6 +336,8 @@ class AsyncRolloutRequest:
             prompt_tokens=sum(count_tokens(s.policy_logprobs, "prompt_ids") for s in self.steps),
             sampled_tokens=sum(count_tokens(s.policy_logprobs, "token_ids") for s in self.steps),
             seconds=(self._ended if self._ended is not None else self._now()) - began,
+            queue_s=sum(self._queue_s),
+            longest_queue_s=max(self._queue_s, default=0.0),
         )
 
     # Bookkeeping.
@@ -388,6 +392,7 @@ class AsyncRolloutRequest:
         add_counts(self._calls, info.get("calls") or {})
         add_counts(self._failed, info.get("failed_calls") or {})
         self._cost += float(info.get("cost") or 0.0)
+        self._queue_s += info.pop("queue_s", ())  # of a clock, and not of what happened: no part of the step
         if info.get("infrastructure_fault"):
             self.infrastructure_fault = True
             self.fault = self.fault or str(info["infrastructure_fault"])

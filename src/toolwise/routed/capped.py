@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from toolwise.envs.base import BaseEnv, Observation
 from toolwise.messages import Message, ToolCall
+from toolwise.routing.usage import UNREADABLE
 
 REFUSED = "error: the budget for tools is spent; answer with what you know"
 OVER_BUDGET = "over_budget"
@@ -45,7 +46,7 @@ class CappedEnv(BaseEnv):
         return _in_order(calls, served, observation), reward, done, _with_refusals(info, served.count(False))
 
     def _serves(self, call: ToolCall) -> bool:
-        with_it = self._made + Counter({call.name: 1})
+        with_it = self._made + Counter({call.name or UNREADABLE: 1})
         if self.price(with_it) > max(self.cap, self.price(self._made)) + 1e-9:
             return False
         self._made = with_it
@@ -70,6 +71,9 @@ class CappedEnv(BaseEnv):
     def tool_specs(self) -> list[dict[str, Any]] | None:
         # Not withdrawn from the prompt once the cap is reached: what the model has read would have to be read again.
         return self.inner.tool_specs()
+
+    def unread_calls(self, action: Any) -> dict[str, Any]:
+        return self.inner.unread_calls(action)
 
     def phase_of(self, action: Any) -> Literal["tool", "interaction"]:
         return self.inner.phase_of(action)

@@ -17,7 +17,7 @@ from toolwise.routing.cost import Cost
 from toolwise.routing.families import Family
 from toolwise.routing.lessons import Weighed
 from toolwise.routing.prompts import allowed_tools
-from toolwise.routing.usage import RouteUsage, usage_of
+from toolwise.routing.usage import RouteUsage, usage_of, with_malformed
 from toolwise.tools.base import BaseTool
 from toolwise.types import Rollout, RouteDecision, Task
 from toolwise.waiting import all_of
@@ -144,10 +144,10 @@ class Routing:
 
     def price_of(self, calls: Mapping[str, int], families: Mapping[str, Family]) -> float:
         """What calls cost, in the unit of the budget."""
-        return self.cost(RouteUsage.of(calls, families))[self.unit]
+        return self.cost(RouteUsage.of(with_malformed(calls, families), families))[self.unit]
 
     def cost_of(self, rollout: Rollout) -> float:
-        """What a rollout cost. Where tools are real, only calls that were served count."""
+        """What a rollout cost. Where tools are real, calls that the route refused do not count."""
         families = self.families_of(rollout.task)
         route = None if rollout.route is None else RouteAction.parse(rollout.route)
         allowed = families if route is None else allowed_tools(route, families, hard=self.conditioning.hard)

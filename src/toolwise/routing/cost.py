@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from toolwise.errors import ConfigError
 from toolwise.references import did_you_mean
 from toolwise.routing.families import Family
-from toolwise.routing.usage import RouteUsage
+from toolwise.routing.usage import UNREADABLE, RouteUsage
 from toolwise.tools.base import BaseTool
 
 UNIT = "cost"
@@ -97,7 +97,8 @@ class CallsCost:
 class PricesCost:
     """`cost = "prices"`: what one call of each tool costs, in as many units as one likes.
 
-    `prices`: unit -> {tool name, or family, or "*" for all others -> price of a call}. What nothing names is free.
+    `prices`: unit -> {tool name, or family, or "*" for all others -> price of a call}. What nothing names is free, but
+    for a call of no tool at all: it costs as much as the dearest, so that garbling a call saves nothing.
     """
 
     prices: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -126,6 +127,8 @@ class PricesCost:
 
     def price_of(self, unit: str, tool: str, family: Family) -> float:
         table = self.prices[unit]
+        if tool == UNREADABLE and UNREADABLE not in table:
+            return float(max((price for key, price in table.items() if key != "*"), default=table.get("*", 0.0)))
         return next((float(table[key]) for key in (tool, family.value, family.value.lower(), "*") if key in table), 0.0)
 
 

@@ -27,7 +27,7 @@ class RouteUsage:
     families: Mapping[str, Family] = field(default_factory=dict)
     """The family of each tool in `calls_by_tool`."""
     refused: int = 0
-    """Calls that reached no tool (hidden by the route, unknown, unreadable): the model read an error, nothing ran."""
+    """Calls of tools that the route hides or forbids: the model read an error, nothing ran."""
 
     @property
     def calls(self) -> dict[Family, int]:
@@ -105,9 +105,19 @@ def _named(calls: Iterable[ToolCall]) -> Counter[str]:
 
 
 def _executed(calls: Mapping[str, int], families: Mapping[str, Family], reachable: Collection[str]) -> RouteUsage:
-    """A call that names a tool on offer is charged, failed ones too, as the environment does; others reached none."""
-    made = {tool: count for tool, count in calls.items() if tool in reachable}
-    return RouteUsage.of(made, families, refused=sum(calls.values()) - sum(made.values()))
+    """As the environment charges: a call that names a tool on offer, failed ones too, and one that names none. Those
+    that the route refuses cost nothing."""
+    named = with_malformed(calls, families)
+    made = {tool: count for tool, count in named.items() if tool in reachable or tool == UNREADABLE}
+    return RouteUsage.of(made, families, refused=sum(named.values()) - sum(made.values()))
+
+
+def with_malformed(calls: Mapping[str, int], families: Mapping[str, Family]) -> Counter[str]:
+    """Calls by tool, those that name none of the task's under `UNREADABLE`: attempts to use one, and never free."""
+    counts: Counter[str] = Counter()
+    for tool, count in calls.items():
+        counts[tool if tool in families else UNREADABLE] += count
+    return counts
 
 
 def _said(step: StepData) -> Message:

@@ -99,10 +99,10 @@ def run_together(pool: Pool, target: Target, calls: Sequence[Plain], timeout_s: 
     while len(answers) < len(calls):
         begun = len(answers)
         part = calls[begun : begun + 1] if alone else calls[begun:]
+        asked = time.monotonic()
         try:
             with pool.worker(target) as worker:
-                if begun == 0:
-                    until = time.monotonic() + timeout_s * len(calls)
+                until += time.monotonic() - asked  # waiting for a worker is not the function's time
                 for got in worker.call({"calls": part}, len(part), timeout_s, until):
                     if len(got) != 1:
                         raise WorkerFault("wrong_length", f"the worker sent {len(got)} results for one rollout")

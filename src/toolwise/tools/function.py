@@ -8,7 +8,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 
 from pydantic import ValidationError
@@ -18,7 +18,7 @@ from toolwise.cells import lacks_file
 from toolwise.errors import ToolwiseError
 from toolwise.references import in_worker, registered_reference
 from toolwise.tools import isolation
-from toolwise.tools.base import BaseTool
+from toolwise.tools.base import BaseTool, OpenAIFunctionToolSchema
 from toolwise.tools.isolation.places import Target
 from toolwise.tools.isolation.workers import LoadFault
 from toolwise.tools.signature import describe, make_adapter, read_annotations, returns_reward
@@ -38,7 +38,8 @@ class FunctionTool(BaseTool, Generic[P, R]):
 
     What the function returns is what the model reads: a string as it is, anything else as JSON. One that is
     annotated `-> tuple` (or `tuple[str, …]` of two or three) returns (text, reward) or (text, reward, info).
-    A task's `execute_kwargs` are not passed on: the function sees the model's arguments and nothing else.
+    Arguments that a task gives (`create_kwargs` and `execute_kwargs` of its `tools_kwargs`) are the task's own: the
+    model neither sees them in the schema (`schema_without`) nor may give them.
 
     A function that is not async runs in a worker process, which is killed when a call is late; its module is loaded
     there anew, and what it keeps in globals lives there. `isolate=False` runs it in a thread of the trainer instead,
@@ -70,6 +71,9 @@ class FunctionTool(BaseTool, Generic[P, R]):
         super().__init__(config, describe(function, name, description, self._adapters))
         functools.update_wrapper(self, function)
         self.isolate = isolate
+        self._given: dict[str, dict[str, Any]] = {}
+        """instance -> the task's `create_kwargs`"""
+        self._schemas: dict[frozenset[str], OpenAIFunctionToolSchema] = {}
         self._may_be_registered = lacks_file(function)  # a cell's function: a run gives it a file later on
         self._target = None if self._may_be_registered else self._find_target()
 
@@ -81,22 +85,61 @@ class FunctionTool(BaseTool, Generic[P, R]):
         mine = {"description": self.tool_schema.function.description, "isolate": self.isolate, **self.config}
         return FunctionTool(self.function, name=self.name, **{**mine, **terms})
 
+    def check_task_arguments(self, kwargs: Mapping[str, Any]) -> None:
+        """Refuses what a task gives and the function does not take."""
+        for key, value in kwargs.items():
+            if key not in self._adapters:
+                takes = ", ".join(self._adapters) or "no arguments"
+                raise ToolwiseError(f"tool {self.name} takes no argument {key!r}: it takes {takes}")
+            if key in ("instance_id", "parameters"):
+                raise ToolwiseError(f"tool {self.name}: a task cannot give an argument named {key}: rename it")
+            try:
+                self._adapters[key].validate_python(value)
+            except ValidationError as error:
+                problem = error.errors()[0]["msg"]
+                raise ToolwiseError(f"tool {self.name}, argument {key!r}: {problem}, got {value!r:.60}") from None
+
+    def schema_without(self, names: Collection[str]) -> OpenAIFunctionToolSchema:
+        """What the model is told where a task gives the arguments `names` itself."""
+        if not names:
+            return self.tool_schema
+        key = frozenset(names)
+        if key not in self._schemas:
+            self._schemas[key] = self._make_schema_without(key)
+        return self._schemas[key]
+
+    def _make_schema_without(self, names: frozenset[str]) -> OpenAIFunctionToolSchema:
+        parameters = self.tool_schema.function.parameters
+        left = {
+            **parameters,
+            "properties": {key: part for key, part in parameters["properties"].items() if key not in names},
+            "required": [key for key in parameters["required"] if key not in names],
+        }
+        function = self.tool_schema.function.model_copy(update={"parameters": left})
+        return self.tool_schema.model_copy(update={"function": function})
+
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        return await super().create(instance_id, **kwargs)
+        instance_id = await super().create(instance_id)
+        if kwargs:
+            self.check_task_arguments(kwargs)
+            self._given[instance_id] = kwargs
+        return instance_id
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[str, float | None, dict[str, Any]]:
         if self._may_be_registered:
             self._may_be_registered, self._target = False, self._find_target()
+        kwargs = {**self._given.get(instance_id, {}), **kwargs}
+        self.check_task_arguments(kwargs)
         if self._target is not None and not in_virtual_time() and self._is_found(self._target):
             try:
-                return await isolation.run(self._target, parameters)
+                return await isolation.run(self._target, parameters, kwargs)
             except LoadFault as fault:
                 if self._target is not None:  # the first of those that waited together says it
                     self._stay_here(str(fault))
         try:
-            arguments = self._read(parameters)
+            arguments = self._read(parameters, kwargs)
         except ValueError as error:
             return f"error: {error}", None, {"ok": False}
         function = cast("Callable[..., Any]", self.function)
@@ -111,11 +154,11 @@ class FunctionTool(BaseTool, Generic[P, R]):
         return self._result(value)
 
     def call_here(
-        self, parameters: Mapping[str, Any], wait: Callable[[Awaitable[Any]], Any]
+        self, parameters: Mapping[str, Any], wait: Callable[[Awaitable[Any]], Any], kwargs: Mapping[str, Any]
     ) -> tuple[str, float | None, dict[str, Any]]:
         """One call in this very thread, as a worker process makes it; `wait` ends what is awaitable."""
         try:
-            arguments = self._read(parameters)
+            arguments = self._read(parameters, kwargs)
         except ValueError as error:
             return f"error: {error}", None, {"ok": False}
         value: Any = cast("Callable[..., Any]", self.function)(**arguments)
@@ -154,16 +197,18 @@ class FunctionTool(BaseTool, Generic[P, R]):
         self._target = None
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        return None
+        self._given.pop(instance_id, None)
 
-    def _read(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """The model's arguments as the function's types: an enum's value becomes a member, 3 becomes 3.0."""
-        arguments: dict[str, Any] = {}
+    def _read(self, parameters: Mapping[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The model's arguments and the task's as the function's types: an enum's value becomes a member, 3 becomes
+        3.0. A `ValueError` for what the model got wrong, a `ToolwiseError` for what the task did."""
+        self.check_task_arguments(kwargs)
+        arguments = {key: self._adapters[key].validate_python(value) for key, value in kwargs.items()}
         for key in self.tool_schema.function.parameters["required"]:
-            if key not in parameters:
+            if key not in parameters and key not in kwargs:
                 raise ValueError(f"missing argument {key!r}")
         for key, value in parameters.items():
-            if key not in self._adapters:
+            if key not in self._adapters or key in kwargs:
                 raise ValueError(f"unexpected argument {key!r}")
             try:
                 arguments[key] = self._adapters[key].validate_python(value)

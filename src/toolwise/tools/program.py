@@ -31,9 +31,14 @@ class ProgramTool(BaseTool):
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema) -> None:
         super().__init__(config, tool_schema)
+        from toolwise.sandbox.faults import SandboxError
         from toolwise.sandbox.programs.sandbox import ProgramSandbox
 
-        self.sandbox = ProgramSandbox(self.language, **_settings(config, f"tool {self.name}"))
+        settings = _settings(config, f"tool {self.name}")
+        try:
+            self.sandbox = ProgramSandbox(self.language, **settings)
+        except SandboxError as fault:
+            raise ConfigError(f"tool {self.name}: {fault}") from None
         self._folders: dict[str, WorkFolder] = {}
 
     async def create(

@@ -19,7 +19,7 @@ from typing import TypeVar, get_args
 
 from toolwise.sandbox.faults import SandboxError
 from toolwise.sandbox.layers.bubblewrap import View, outside_of
-from toolwise.sandbox.layers.hardening import LAYERS, Plan, Tier, readable_places
+from toolwise.sandbox.layers.hardening import HOW_TO_GET, LAYERS, Plan, Tier, readable_places
 from toolwise.sandbox.processes import remove_folder
 from toolwise.sandbox.programs.folders import WorkFolder, WorkFolders
 from toolwise.sandbox.programs.run import Language, Order, ProgramResult, Stop, run_program
@@ -27,6 +27,7 @@ from toolwise.sandbox.report import Report, probe
 from toolwise.sandbox.sandbox import PERMISSIONS
 from toolwise.sandbox.targets import own_folder, readable_folders
 from toolwise.sandbox.usage import overfilled
+from toolwise.waiting import queued
 
 log = logging.getLogger("toolwise.sandbox")
 INSIDE, INSIDE_TEMPORARY = "/sandbox", "/tmp"
@@ -100,7 +101,9 @@ class ProgramSandbox:
         with self._lock:
             self._running.add(stop)
         try:
-            result = await _to_its_end(self._executor().submit(self._run, text, folder, stop), stop.ask)
+            # Waiting while `at_once` others run is not the program's time.
+            work = queued(lambda: self._run(text, folder, stop))
+            result = await _to_its_end(self._executor().submit(work), stop.ask)
         finally:
             with self._lock:
                 self._running.discard(stop)
@@ -215,11 +218,21 @@ def _checked_report(language: Language, tier: Tier, permissions: tuple[str, ...]
     walls = {"namespaces"} if language == "shell" and tier == "namespaced" else {"namespaces", "landlock"}
     held = {"limits", "no_new_privs", "seccomp"} <= set(report.layers) and walls & set(report.layers)
     if tier != "basic" and not held:
-        way = "tier='standard' with permissions=['subprocess']" if language == "shell" else "tier='basic'"
-        raise SandboxError(f"{report}: too little for a {language} program of a model's; {way} would run it with less")
+        raise SandboxError(_what_to_do(language, report, walls))
     if tier == "basic" or not report.complete:
         log.warning("programs in %s: %s", language, report)
     return report
+
+
+def _what_to_do(language: Language, report: Report, walls: set[str]) -> str:
+    """One line for a machine that isolates too little for a model's programs in this language."""
+    wanted = [layer for layer in report.missing if layer in {"limits", "no_new_privs", "seccomp"} | walls]
+    gaps = "; ".join(f"{report.missing[layer]} (needed: {HOW_TO_GET[layer]})" for layer in wanted)
+    less = "tier='standard' with permissions=['subprocess']" if language == "shell" else "tier='basic'"
+    return (
+        f"{language} programs of a model cannot run in tier {report.asked!r} here: {gaps}; "
+        f"or isolate them less with {less}, see docs/security.md"
+    )
 
 
 def _close_all() -> None:

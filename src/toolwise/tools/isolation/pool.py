@@ -1,6 +1,9 @@
-"""Warm worker processes for tools: by module, up to a limit, killed with whoever is cancelled, and replaced.
+"""Warm worker processes for tools: by module, as many as their calls need, killed with whoever is cancelled.
 
-Callers wait on any event loop, one loop after the other or several at once; none of them is ever blocked.
+Callers wait on any event loop, one loop after the other or several at once; none of them is ever blocked, and none is
+charged for the wait. `limit` bounds the calls that compute at once: on two cores sixty-four computations are each late,
+one after the other none is. A call that sleeps, as most that block do, takes no core: others are let in beside it, each
+in a process of its own, up to `most`.
 """
 
 from __future__ import annotations
@@ -15,27 +18,34 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from toolwise.tools.isolation.places import Place, Target
+from toolwise.tools.isolation.roster import LOOK_S, Roster
 from toolwise.tools.isolation.workers import LoadFault, ToolDied, ToolFault, Worker
+from toolwise.tools.isolation.zygote import AVAILABLE
+from toolwise.waiting import queueing
 
-SLOW_S = 1.0
-"""A call that takes longer waits for something, or hangs: it counts no more against the limit, and keeps no one out."""
 MOST = 256
 """Processes at once, however slow their calls are."""
+REAP_S = 1.0
+"""How often idle workers are looked at."""
+FREE_S = 120.0
+"""How long a rollout's own tool waits for a process where `most` are in use."""
 
 
 def default_limit() -> int:
-    """How many calls run at once: TOOLWISE_TOOL_WORKERS, or four a core up to 32."""
+    """How many calls compute at once: TOOLWISE_TOOL_WORKERS, or four a core up to 32."""
     with suppress(ValueError):
         return max(1, int(os.environ.get("TOOLWISE_TOOL_WORKERS", "")))
     return min(32, 4 * (os.cpu_count() or 1))
 
 
 class _Waiter:
-    """Somebody who needs a worker, and the loop in which they wait."""
+    """Somebody who needs a worker, and the loop in which they wait. `keeps`: for as long as a rollout lasts."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps: bool = False) -> None:
         self.worker: Worker | None = None
         self.fault: ToolDied | None = None
+        self.keeps = keeps
+        self.since = time.monotonic()
         self._loop = asyncio.get_running_loop()
         self.woken: asyncio.Future[None] = self._loop.create_future()
 
@@ -57,8 +67,8 @@ class _Waiter:
 class Pool:
     """Hands out a worker to one caller at a time. Workers come up by themselves; callers only wait for one.
 
-    So a caller whose deadline passes while a tool's module is still being imported does not end the import: the next
-    caller finds it done.
+    The first process of a place loads it and becomes its zygote: all others are forked from it. Where a module cannot
+    be shared (`forking.can_be_forked`) each worker loads it anew, and there are at most `limit` beside slow calls.
     """
 
     def __init__(self, limit: int | None = None, most: int = MOST) -> None:
@@ -70,22 +80,21 @@ class Pool:
 
     def _start_over(self) -> None:
         self._lock = threading.Lock()
-        self._coming: set[Worker] = set()
-        self._idle: dict[Place, list[Worker]] = {}
-        self._busy: set[Worker] = set()
-        self._slow: set[Worker] = set()
+        self._wanted = threading.Event()
+        """Set while callers wait whom nobody serves yet."""
+        self._watching = False
+        self._roster = Roster()
         self._waiting: dict[Place, deque[_Waiter]] = {}
         self._unburied: set[Worker] = set()
         self.closed = False
 
-    async def run(self, target: Target, parameters: dict[str, Any]) -> tuple[str, float | None, dict[str, Any]]:
-        """What `target`, a function tool, gives for the model's arguments."""
+    async def run(
+        self, target: Target, parameters: dict[str, Any], kwargs: dict[str, Any] | None = None
+    ) -> tuple[str, float | None, dict[str, Any]]:
+        """What `target`, a function tool, gives for the model's arguments and the task's own."""
         async with self._worker(target.place) as worker:
-            slow = asyncio.get_running_loop().call_later(SLOW_S, self._let_others_in, worker)
-            try:
-                return read_result(await worker.ask({"call": target.name, "parameters": parameters}))
-            finally:
-                slow.cancel()
+            question = {"call": target.name, "parameters": parameters, "kwargs": kwargs or {}}
+            return read_result(await worker.ask(question))
 
     @asynccontextmanager
     async def _worker(self, place: Place) -> AsyncIterator[Worker]:
@@ -103,23 +112,31 @@ class Pool:
 
     async def take(self, place: Place) -> Worker:
         """A worker to keep for as long as a rollout lasts: not one of `limit`, but one of `most`. `end` it."""
-        worker = await self._get(place)
-        self._let_others_in(worker)
-        return worker
+        try:
+            async with asyncio.timeout(FREE_S):
+                return await self._get(place, keeps=True)
+        except TimeoutError:
+            raise ToolDied(
+                f"none of the {self.most} worker processes was free within {FREE_S:g} s, as other rollouts keep "
+                "theirs: lower rollout.max_concurrent"
+            ) from None
 
-    async def _get(self, place: Place) -> Worker:
+    async def _get(self, place: Place, *, keeps: bool = False) -> Worker:
+        roster = self._roster
         with self._lock:
             if self.closed:
                 raise ToolDied("the workers of the tools are closed")
-            if idle := self._idle.get(place):
-                worker = idle.pop()
-                self._busy.add(worker)
+            waiting = self._waiting.setdefault(place, deque())
+            if not waiting and roster.idle.get(place) and roster.counted() < self.limit:  # the most usual case
+                worker = roster.idle[place].pop()
+                (roster.kept if keeps else roster.busy).add(worker)
                 return worker
-            waiter = _Waiter()
-            self._waiting.setdefault(place, deque()).append(waiter)
-            self._bring_up()
+            waiter = _Waiter(keeps=keeps)
+            waiting.append(waiter)
+            self._admit()
         try:
-            await waiter.woken
+            with queueing():
+                await waiter.woken
         except BaseException:
             with self._lock, suppress(KeyError, ValueError):
                 self._waiting[place].remove(waiter)
@@ -137,126 +154,151 @@ class Pool:
 
     def _replace(self, worker: Worker) -> None:
         """Another comes up where somebody waits, or where this was the last of its place."""
-        worked = worker in self._busy or worker in self._slow
-        self._drop(worker)
-        if worked and not self.closed and self._counted() < self.limit and not self._held(worker.place):
-            self._start(worker.place)
-        self._bring_up()
-
-    def _let_others_in(self, worker: Worker) -> None:
-        with self._lock:
-            if worker in self._busy:
-                self._busy.discard(worker)
-                self._slow.add(worker)
-                self._bring_up()
+        place, worked = worker.place, self._roster.works(worker)
+        self._roster.drop(worker)
+        if worked and not self.closed and not self._roster.held(place) and self._has_room(place):
+            self._start(place)
+        self._admit()
 
     def _put_back(self, worker: Worker) -> None:
         with self._lock:
-            if not self._drop(worker):
-                return  # it died meanwhile
-            needier = self._needier_than(worker.place)
-            if self._counted() < self.limit and needier is None:
-                self._hand_on(worker)
-                return
-            worker.kill()
-            if needier is not None:
-                self._start(needier)
+            if self._roster.drop(worker):  # else it died meanwhile
+                self._rest(worker)
+                self._admit()
+
+    def _rest(self, worker: Worker) -> None:
+        self._roster.rest(worker)
+        if worker.zygote is None and self._roster.unshared() > self.limit and not self._waiting.get(worker.place):
+            self._end_idle(worker)
+
+    # Who is next.
+
+    def _admit(self) -> None:
+        """Gives workers to callers as far as the limit goes, and starts some for those who wait. The module that has
+        the fewest at work comes first: one that is always wanted does not keep out the others."""
+        idle, refused = self._roster.idle, set[Place]()
+        while not self.closed:
+            free = self._roster.counted() < self.limit
+            waiting = [place for place, waiters in self._waiting.items() if waiters and place not in refused]
+            places = [place for place in waiting if (free and idle.get(place)) or self._wants(place, free)]
+            if not places:
+                break
+            place = min(places, key=lambda place: (self._roster.at_work(place), self._waiting[place][0].since))
+            if free and idle.get(place):
+                self._hand_on(idle[place].pop())
+            elif self._has_room(place) or self._make_room(place):
+                self._start(place)
+            else:
+                refused.add(place)
+        self._look_after()
+
+    def _wants(self, place: Place, free: bool) -> bool:
+        """Whether another process of it is to come up for its callers; `free`: whether it could work at once.
+
+        The first one comes up alone, since others are forked from it. Where calls turn out to sleep, others come up
+        ahead of their callers, to be ready when these are let in.
+        """
+        roster = self._roster
+        waiting, coming = len(self._waiting[place]), roster.coming_for(place)
+        if place in roster.zygotes:
+            ready = coming + len(roster.idle.get(place, ()))
+            return ready < waiting and ready + roster.crowd(place) < self.limit
+        known = not AVAILABLE or place in roster.unshared_places
+        return free and waiting > coming and (known or not coming)
 
     def _hand_on(self, worker: Worker) -> None:
         waiting = self._waiting.get(worker.place)
         while waiting:
-            if waiting.popleft().give(worker):
-                self._busy.add(worker)
+            waiter = waiting.popleft()
+            if waiter.give(worker):
+                (self._roster.kept if waiter.keeps else self._roster.busy).add(worker)
                 return
-        self._idle.setdefault(worker.place, []).append(worker)
+        self._rest(worker)
 
-    def _needier_than(self, place: Place) -> Place | None:
-        """A place whose callers wait while it has fewer workers than its share, and this one more."""
-        others = [p for p, waiting in self._waiting.items() if waiting and p != place and not self._coming_for(p)]
-        if not others or self._counted() + 1 < self.limit:
-            return None
-        share = max(1, self.limit // (len(others) + 1))
-        here = self._held(place) + 1
-        return next((p for p in others if not (held := self._held(p)) or held < share < here), None)
+    def _has_room(self, place: Place) -> bool:
+        full = place in self._roster.unshared_places and self._roster.unshared() >= self.limit
+        return not full and self._roster.up() < self.most
 
-    def _bring_up(self) -> None:
-        """Starts as many workers as there are callers waiting, and room for."""
-        for place, waiting in self._waiting.items():
-            missing = len(waiting) - self._coming_for(place)
-            while missing > 0 and not self.closed and self._make_room():
-                self._start(place)
-                missing -= 1
+    def _make_room(self, place: Place) -> bool:
+        """Ends an idle worker of another place."""
+        found = self._roster.longest_idle(besides=place, unshared=self._roster.up() < self.most)
+        if found is not None:
+            self._end_idle(found)
+        return found is not None
 
-    def _make_room(self) -> bool:
-        if self._counted() < self.limit and self._counted() + len(self._slow) < self.most:
-            return True
-        for idle in self._idle.values():
-            if idle:  # of another place: where somebody waits nobody is idle
-                idle.pop(0).kill()
-                return True
-        return False
+    def _end_idle(self, worker: Worker) -> None:
+        self._roster.drop(worker)
+        worker.kill()
+
+    # Processes that come and go.
 
     def _start(self, place: Place) -> None:
-        worker = Worker(place, self._came_up, self._gone)
-        self._coming.add(worker)
+        worker = Worker(place, self._came_up, self._gone, self._roster.zygote_of(place))
+        self._roster.coming.add(worker)
         self._unburied.add(worker)
 
     def _came_up(self, worker: Worker) -> None:
         with self._lock:
-            if worker in self._coming:
-                self._coming.discard(worker)
-                self._hand_on(worker)
+            if worker in self._roster.coming:
+                self._roster.coming.discard(worker)
+                if not self._roster.found(worker):
+                    self._rest(worker)
+                self._admit()
 
     def _gone(self, worker: Worker, fault: ToolDied | None) -> None:
         with self._lock:
             self._unburied.discard(worker)
             waiting = self._waiting.get(worker.place)
-            if worker in self._coming and fault is not None and waiting:
+            if worker in self._roster.coming and fault is not None and not self._roster.lost_zygote(worker) and waiting:
                 for _ in range(len(waiting) if isinstance(fault, LoadFault) else 1):
                     waiting.popleft().give(None, fault)
             self._replace(worker)
 
-    def _drop(self, worker: Worker) -> bool:
-        """Whether it was one of ours until now."""
-        for group in (self._coming, self._busy, self._slow):
-            if worker in group:
-                group.discard(worker)
-                return True
-        idle = self._idle.get(worker.place, [])
-        if worker in idle:
-            idle.remove(worker)
-            return True
-        return False
+    def _look_after(self) -> None:
+        """Has a thread look at calls while others wait, and at workers that nobody needs."""
+        if any(self._waiting.values()):
+            self._wanted.set()
+        if not self._watching and not self.closed and (self._wanted.is_set() or self._roster.rests()):
+            self._watching = True
+            threading.Thread(target=self._watch, args=(self._lock,), name="toolwise-tool-pool", daemon=True).start()
 
-    def _counted(self) -> int:
-        return len(self._coming) + len(self._busy) + sum(map(len, self._idle.values()))
-
-    def _coming_for(self, place: Place) -> int:
-        return sum(worker.place == place for worker in self._coming)
-
-    def _held(self, place: Place) -> int:
-        busy = sum(worker.place == place for group in (self._busy, self._slow) for worker in group)
-        return self._coming_for(place) + busy + len(self._idle.get(place, ()))
+    def _watch(self, lock: threading.Lock) -> None:
+        while True:
+            if self._wanted.wait(REAP_S):
+                time.sleep(LOOK_S)
+            with lock:
+                self._roster.look(time.monotonic())
+                for worker in self._roster.expired(time.monotonic()):
+                    self._end_idle(worker)
+                self._wanted.clear()
+                self._admit()
+                if self.closed or not (self._wanted.is_set() or self._roster.rests()):
+                    self._watching = False
+                    return
 
     def pids(self) -> list[int]:
-        """The processes that are up now."""
+        """The workers that are up now, without the zygotes."""
         with self._lock:
-            return [worker.pid for worker in self._unburied if worker.pid is not None]
+            zygotes = {worker for worker, _ in self._roster.zygotes.values()}
+            return [worker.pid for worker in self._unburied - zygotes if worker.pid is not None]
 
     def close(self) -> None:
         """Ends every worker, also one in the middle of a call: its caller is told that it died."""
         with self._lock:
             self.closed = True
+            zygotes = {worker for worker, _ in self._roster.zygotes.values()}
             workers = list(self._unburied)
             waiting = [waiter for waiters in self._waiting.values() for waiter in waiters]
             self._waiting.clear()
             for waiter in waiting:
                 waiter.give(None, ToolDied("the workers of the tools were closed"))
-        for worker in workers:
-            worker.kill()
         until = time.monotonic() + 2.0
-        for worker in workers:
-            worker.thread.join(max(0.0, until - time.monotonic()))
+        # Zygotes last: they say how the others ended.
+        for group in ([w for w in workers if w not in zygotes], zygotes):
+            for worker in group:
+                worker.kill()
+            for worker in group:
+                worker.thread.join(max(0.0, until - time.monotonic()))
 
     def abandon(self) -> None:
         """In the child of a fork: the workers are the parent's. Lets go of them and starts with none."""

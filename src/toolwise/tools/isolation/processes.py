@@ -12,6 +12,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 from toolwise.references import WORKER
 from toolwise.sandbox.processes import sweep_leftovers
@@ -24,12 +25,28 @@ _BOOT = (
     "import json, sys; start = json.loads(sys.argv[1]); sys.path[:] = start['path']; "
     "from toolwise.tools.isolation.serving import main; main(start)"
 )
-_MARK = "TOOLWISE_SANDBOX"  # what sweep_leftovers looks for: a daemon inherits its environment
+MARK = "TOOLWISE_SANDBOX"
+"""What sweep_leftovers looks for: a daemon inherits its environment."""
+_DEFAULTS = {
+    "PYTHONHASHSEED": "0",  # all workers order a set alike
+    "OPENBLAS_NUM_THREADS": "1",  # numpy's import would start threads, and a process with threads cannot be forked
+}
+
+
+class Child(Protocol):
+    """A process that stays known by its number until it is waited for."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int | None: ...
 
 
 @dataclass(slots=True)
 class Process:
-    popen: subprocess.Popen[bytes]
+    popen: Child
     channel: socket.socket
     output: int
     life: int
@@ -41,8 +58,9 @@ class Process:
         return self.popen.pid
 
     def kill_group(self) -> None:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+        for kill in (os.killpg, os.kill):  # one that was forked just now may have no group of its own yet
+            with suppress(ProcessLookupError, PermissionError):
+                kill(self.pid, signal.SIGKILL)
 
     def sweep(self) -> None:
         """Ends what it started in other groups. Before it is waited for: after that its number may be another's."""
@@ -54,43 +72,62 @@ class Process:
                 os.close(descriptor)
 
 
+class Pipes:
+    """What a worker and the trainer talk over: a channel, the pipe of its life and its output. As a context, `theirs`
+    are closed at its end, and ours too unless `process` took them."""
+
+    def __enter__(self) -> Pipes:
+        self._ours, self._theirs = socket.socketpair()
+        self._life_read, self._life_write = os.pipe()
+        self._output_read, self._output_write = os.pipe()
+        self._kept = False
+        return self
+
+    @property
+    def theirs(self) -> tuple[int, int, int]:
+        """The channel, the life and the output."""
+        return self._theirs.fileno(), self._life_read, self._output_write
+
+    def process(self, child: Child, mark: str) -> Process:
+        self._ours.setblocking(False)
+        os.set_blocking(self._output_read, False)
+        self._kept = True
+        return Process(child, self._ours, self._output_read, self._life_write, mark)
+
+    def __exit__(self, *exc: object) -> None:
+        self._theirs.close()
+        os.close(self._life_read)
+        os.close(self._output_write)
+        if not self._kept:
+            self._ours.close()
+            os.close(self._life_write)
+            os.close(self._output_read)
+
+
 def start_process(place: Place) -> Process:
     """An interpreter that loads `place`; raises an `OSError` where none can be had."""
     if not sys.executable:
         raise OSError("this Python does not know its own program (sys.executable is empty)")
     mark = secrets.token_hex(16)
-    ours, theirs = socket.socketpair()
-    life_read, life_write = os.pipe()
-    output_read, output_write = os.pipe()
-    start = {
-        "channel": theirs.fileno(),
-        "life": life_read,
-        "path": sys.path,
-        "place": place.to_json(),
-        "largest": LARGEST_RESULT,
-    }
-    try:
+    with Pipes() as pipes:
+        channel, life, output = pipes.theirs
+        start = {
+            "channel": channel,
+            "life": life,
+            "path": sys.path,
+            "place": place.to_json(),
+            "largest": LARGEST_RESULT,
+        }
         popen = subprocess.Popen(
             [sys.executable, "-c", _BOOT, json.dumps(start)],
             stdin=subprocess.DEVNULL,
-            stdout=output_write,
-            stderr=output_write,
-            env={"PYTHONHASHSEED": "0", **os.environ, WORKER: "1", _MARK: mark},  # all workers order a set alike
+            stdout=output,
+            stderr=output,
+            env={**_DEFAULTS, **os.environ, WORKER: "1", MARK: mark},
             start_new_session=True,
-            pass_fds=(theirs.fileno(), life_read),
+            pass_fds=(channel, life),
         )
-    except BaseException:
-        ours.close()
-        os.close(life_write)
-        os.close(output_read)
-        raise
-    finally:
-        theirs.close()
-        os.close(life_read)
-        os.close(output_write)
-    ours.setblocking(False)
-    os.set_blocking(output_read, False)
-    return Process(popen, ours, output_read, life_write, mark)
+        return pipes.process(popen, mark)
 
 
 class Death:

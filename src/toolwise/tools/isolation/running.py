@@ -27,9 +27,11 @@ def shared() -> Pool:
         return _shared
 
 
-async def run(target: Target, parameters: dict[str, Any]) -> tuple[str, float | None, dict[str, Any]]:
-    """What `target`, a function tool, gives for the model's arguments, from a worker of the shared pool."""
-    return await shared().run(target, parameters)
+async def run(
+    target: Target, parameters: dict[str, Any], kwargs: dict[str, Any] | None = None
+) -> tuple[str, float | None, dict[str, Any]]:
+    """What `target`, a function tool, gives for the model's arguments and the task's, from a shared worker."""
+    return await shared().run(target, parameters, kwargs)
 
 
 def close() -> None:

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from toolwise.sandbox import frames
 from toolwise.tools.base import BaseTool, OpenAIFunctionToolSchema
 from toolwise.tools.function import FunctionTool
+from toolwise.tools.isolation.forking import can_be_forked, fork_workers, open_descriptors
 from toolwise.tools.isolation.places import Place, Target
 
 # Kept here, so that what a tool patches does not reach them.
@@ -69,6 +70,18 @@ def _wait_for_end(life: int) -> None:
 
 
 def _serve(channel: int, place: Place, largest: int) -> None:
+    send, open_before = _sender(channel, largest), open_descriptors()
+    try:
+        module = place.load()
+    except BaseException as fault:  # other people's code: anything may come
+        traceback.print_exc()
+        send({"failed": f"{type(fault).__name__}: {_text(fault)}"[:2000]})
+        return
+    send({"loaded": True, "forks": can_be_forked(open_before)})
+    _answer(channel, module, largest)
+
+
+def _sender(channel: int, largest: int) -> Callable[[dict[str, Any]], None]:
     me = _getpid()
 
     def send(message: dict[str, Any]) -> None:
@@ -79,22 +92,36 @@ def _serve(channel: int, place: Place, largest: int) -> None:
             _exit(0)
         frames.write_all(channel, frames.framed(payload))
 
-    try:
-        server = _Server(place.load())
-    except BaseException as fault:  # other people's code: anything may come
-        traceback.print_exc()
-        send({"failed": f"{type(fault).__name__}: {_text(fault)}"[:2000]})
-        return
-    send({"loaded": True})
+    return send
+
+
+def _answer(channel: int, module: ModuleType, largest: int) -> None:
+    """One question after the other, until nobody asks any more; or, where it is told to, as a zygote."""
+    send, server = _sender(channel, largest), _Server(module)
     while True:
         head = frames.read_exactly(channel, frames.HEADER.size)
         if len(head) < frames.HEADER.size:
             return
         question = json.loads(frames.read_exactly(channel, frames.HEADER.unpack(head)[0]))
+        if "fork_workers" in question:
+            server.close()
+            channel, life, output = fork_workers(channel)
+            # What follows runs in a child: the zygote itself never comes back from there.
+            _become_worker(life, output)
+            send, server = _sender(channel, largest), _Server(module)
+            send({"loaded": True, "forks": False})
+            continue
         try:
             send({"id": question["id"], "value": server.answer(question)})
         except BaseException as fault:
             send({"id": question["id"], "fault": _told(fault)})
+
+
+def _become_worker(life: int, output: int) -> None:
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.close(output)
+    _live_with_parent(life)
 
 
 class _Server:
@@ -106,9 +133,12 @@ class _Server:
         self._tool: BaseTool | None = None
         self._runner = asyncio.Runner()
 
+    def close(self) -> None:
+        self._runner.close()
+
     def answer(self, question: dict[str, Any]) -> Any:
         if "call" in question:
-            return self._call(question["call"], question["parameters"])
+            return self._call(question["call"], question["parameters"], question.get("kwargs") or {})
         if "make" in question:
             self._tool = make_tool(self._find(question["make"]), question["config"], question["schema"])
             return True
@@ -116,13 +146,13 @@ class _Server:
         assert verb in VERBS
         return self._wait(getattr(self._tool, verb)(*question["args"], **question["kwargs"]))
 
-    def _call(self, name: str, parameters: dict[str, Any]) -> Any:
+    def _call(self, name: str, parameters: dict[str, Any], kwargs: dict[str, Any]) -> Any:
         function = self._functions.get(name)
         if function is None:
             found = self._find(name)
             function = found if isinstance(found, FunctionTool) else FunctionTool(found, isolate=False)
             self._functions[name] = function
-        return function.call_here(parameters, self._wait)
+        return function.call_here(parameters, self._wait, kwargs)
 
     def _find(self, name: str) -> Any:
         return Target(Place(None, ""), name).find(self._module)

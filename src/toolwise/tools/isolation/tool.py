@@ -17,6 +17,7 @@ from toolwise.tools.function import FunctionTool
 from toolwise.tools.isolation.places import Target
 from toolwise.tools.isolation.pool import Pool, read_result
 from toolwise.tools.isolation.workers import ToolDied, ToolFault, Worker
+from toolwise.waiting import queueing
 
 
 def isolated(tool: BaseTool) -> BaseTool:
@@ -91,7 +92,9 @@ class IsolatedTool(BaseTool):
             life.pool.end(life.worker)
 
     async def _ask(self, life: _Life, verb: str, *args: Any, **kwargs: Any) -> Any:
-        async with life.turn:
+        with queueing():
+            await life.turn.acquire()
+        try:
             try:
                 return await life.worker.ask({"verb": verb, "args": args, "kwargs": kwargs})
             except asyncio.CancelledError:
@@ -100,6 +103,8 @@ class IsolatedTool(BaseTool):
             except ToolDied as died:
                 life.ended = life.ended or f"{verb}, when {died}"
                 raise
+        finally:
+            life.turn.release()
 
 
 def _target(tool: BaseTool) -> Target:

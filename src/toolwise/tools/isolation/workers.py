@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from toolwise.sandbox import frames
@@ -22,6 +23,7 @@ from toolwise.sandbox.faults import WorkerFault
 from toolwise.tools.faults import ToolCallError
 from toolwise.tools.isolation.places import Place
 from toolwise.tools.isolation.processes import LARGEST_RESULT, Death, Process, how_it_ended, start_process
+from toolwise.tools.isolation.zygote import Zygote
 
 log = logging.getLogger("toolwise.tools")
 
@@ -64,14 +66,23 @@ class ToolFault(Exception):  # noqa: N818 (named as what the tool raised)
 class Worker:
     """A process that has loaded one place, and the thread that keeps it.
 
-    The thread does all that blocks: it starts the process, waits until it has loaded, logs what it prints, and buries
-    it with everything that it started. `on_up` and `on_gone` are called from there.
+    The thread does all that blocks: it starts the process (a fork of `zygote`, where there is one), waits until it has
+    loaded, logs what it prints, and buries it with everything that it started. `on_up` and `on_gone` are called from
+    there.
     """
 
     def __init__(
-        self, place: Place, on_up: Callable[[Worker], None], on_gone: Callable[[Worker, ToolDied | None], None]
+        self,
+        place: Place,
+        on_up: Callable[[Worker], None],
+        on_gone: Callable[[Worker, ToolDied | None], None],
+        zygote: Zygote | None = None,
     ) -> None:
-        self.place = place
+        self.place, self.zygote = place, zygote
+        self.forks = False
+        """Whether its place can be shared: then others may be forked from it (`become_zygote`)."""
+        self.asked_at: float | None = None
+        """When the call began that it works on."""
         self._on_up, self._on_gone = on_up, on_gone
         self._lock = threading.Lock()
         self._process: Process | None = None
@@ -105,6 +116,7 @@ class Worker:
             self.kill()
             raise
         finally:
+            self.asked_at = None
             with self._lock:
                 self._asking = False
                 self._close_channel()
@@ -117,6 +129,7 @@ class Worker:
         loop, channel = asyncio.get_running_loop(), self._process.channel
         try:
             await loop.sock_sendall(channel, payload)
+            self.asked_at = time.monotonic()
             while (said := self._incoming.next()) is None:
                 data = await loop.sock_recv(channel, 1 << 18)
                 if not data:
@@ -130,6 +143,22 @@ class Worker:
             while self._how is None and time.monotonic() < end:  # noqa: ASYNC110 (a thread says it, to no loop)
                 await asyncio.sleep(0.002)
             raise ToolDied(f"the tool's process {self._how or 'closed its channel'}") from None
+
+    def become_zygote(self) -> Zygote:
+        """From now on it answers nothing, and forks workers."""
+        assert self._process is not None
+        self._process.channel.send(frames.framed(frames.encode({"fork_workers": True})))
+        return Zygote(self._process)
+
+    def runs(self) -> bool:
+        """Whether it computes or waits for a core; False where it sleeps, for a server or a disk for example."""
+        try:
+            return any(
+                Path(f"/proc/{self.pid}/task/{task}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"R"
+                for task in os.listdir(f"/proc/{self.pid}/task")
+            )
+        except (OSError, IndexError):
+            return True
 
     def kill(self) -> None:
         """At once and from any thread. What is left of it is buried by its own thread."""
@@ -161,7 +190,7 @@ class Worker:
         self._on_gone(self, fault)
 
     def _start(self) -> None:
-        process = start_process(self.place)
+        process = start_process(self.place) if self.zygote is None else self.zygote.fork()
         with self._lock:
             self._process = process
             if self._killed:
@@ -207,6 +236,7 @@ class Worker:
 
     def _verdict(self, said: Mapping[str, Any] | None) -> ToolDied | None:
         if said and "loaded" in said:
+            self.forks = bool(said.get("forks"))
             return None
         if said and "failed" in said:
             return LoadFault(f"{self.place} does not load in a worker process: {said['failed']}")
@@ -244,7 +274,7 @@ class Worker:
             process.close_pipes()
             with suppress(OSError):
                 process.channel.shutdown(socket.SHUT_RDWR)  # a call in the middle hears of it, whoever forked
-            self._how = how_it_ended(code)
+            self._how = how_it_ended(code) if code is not None else "is gone"
             self._close_channel()
 
     def _close_channel(self) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolwise.tools.faults import SERVER_DOWN, ToolCallError
 from toolwise.tools.mcp.session import EXIT_S, Address, LoopThread, Session, loop_thread
+from toolwise.waiting import queueing
 
 if TYPE_CHECKING:
     from mcp.types import CallToolResult, Tool
@@ -52,7 +53,9 @@ class McpServer:
         return self._thread.submit(listed()).result()
 
     async def start(self) -> None:
-        await asyncio.wrap_future(self._thread.submit(self._open()))
+        """Not charged to the tool: few servers start at once, each within its own `start_timeout_s`."""
+        with queueing():
+            await asyncio.wrap_future(self._thread.submit(self._open()))
 
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> CallToolResult:
         """The server's answer, or a `ToolCallError`. Cancelling this, or its deadline, tells the server to stop."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import os
 import re
 import sqlite3
@@ -24,6 +25,7 @@ from typing import NamedTuple
 from toolwise.errors import ConfigError, ToolwiseError
 from toolwise.tools.faults import SERVER_DOWN, ToolCallError
 from toolwise.tools.search.corpora import Corpus, Document
+from toolwise.waiting import queued
 
 log = logging.getLogger("toolwise.search")
 
@@ -148,8 +150,14 @@ class Limit:
     """Says when the work on one query should stop."""
 
     def __init__(self, timeout_s: float) -> None:
-        self.end = time.monotonic() + timeout_s
+        self._timeout_s = timeout_s
+        self.end = math.inf
         self.called_off = False
+
+    def begin(self) -> None:
+        """Not before: waiting for a thread is not the search's time."""
+        self.end = time.monotonic() + self._timeout_s
+        self.check()
 
     @property
     def over(self) -> bool:
@@ -175,11 +183,11 @@ async def _in_pool(work: Callable[[Limit], Found], timeout_s: float) -> Found:
     limit = Limit(timeout_s)
 
     def run() -> Found:
-        limit.check()  # it may have waited for its turn until now
+        limit.begin()
         return work(limit)
 
     try:
-        return await asyncio.wrap_future(_threads().submit(run))
+        return await asyncio.wrap_future(_threads().submit(queued(run)))
     except sqlite3.OperationalError as error:
         if limit.over:
             raise ToolCallError(f"took longer than {timeout_s:g} s", "timeout") from None

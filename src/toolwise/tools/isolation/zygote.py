@@ -1,0 +1,103 @@
+"""Workers forked from a process that has loaded their module already: up in milliseconds, and most memory shared.
+
+The trainer itself is never forked, it has threads. A zygote is a fresh interpreter that loads the module once and
+waits; `forking.py` is its other end. Its children have pipes to the trainer and sessions of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+from toolwise.sandbox import frames
+from toolwise.sandbox.faults import WorkerFault
+from toolwise.tools.isolation.processes import Pipes, Process
+
+AVAILABLE = sys.platform == "linux"
+"""Elsewhere system libraries do not survive a fork, and the death of a child of a child cannot be watched."""
+ANSWER_S = 20.0
+"""How long a zygote may take to fork on a busy machine."""
+
+
+class Zygote:
+    """The trainer's hold on a zygote. Requests from any thread, one at a time."""
+
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._lock = threading.Lock()
+        self._incoming = frames.Incoming(1 << 16)
+        self.gone = False
+
+    def fork(self) -> Process:
+        """Another worker; an `OSError` where none can be had."""
+        mark = secrets.token_hex(16)
+        with Pipes() as pipes:
+            said = self._ask({"fork": mark}, pipes.theirs)
+            pid = said.get("pid")
+            if not isinstance(pid, int):
+                raise OSError(str(said.get("refused") or "the process that workers are forked from gave no answer"))
+            return pipes.process(ForkedChild(self, pid), mark)
+
+    def reap(self, pid: int) -> int | None:
+        """How a child that is dead ended, after which its number is free; None where the zygote cannot tell."""
+        with suppress(OSError):
+            code = self._ask({"reap": pid}).get("code")
+            return code if isinstance(code, int) else None
+        return None
+
+    def _ask(self, request: dict[str, object], descriptors: tuple[int, ...] = ()) -> dict[str, object]:
+        with self._lock:
+            if self.gone:
+                raise OSError("the process that workers are forked from is gone")
+            try:
+                return self._exchange(json.dumps(request).encode(), descriptors)
+            except (OSError, WorkerFault) as fault:
+                self.gone = True  # it may answer later what nobody waits for: never asked again
+                self._process.kill_group()
+                raise OSError(f"the process that workers are forked from is gone: {fault}") from None
+
+    def _exchange(self, payload: bytes, descriptors: tuple[int, ...]) -> dict[str, object]:
+        channel = self._process.channel
+        socket.send_fds(channel, [payload], list(descriptors))
+        poll, until = select.poll(), time.monotonic() + ANSWER_S
+        poll.register(channel, select.POLLIN)
+        while (said := self._incoming.next()) is None:
+            if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
+                raise TimeoutError(f"no answer within {ANSWER_S:g} s")
+            data = channel.recv(1 << 16)
+            if not data:
+                raise ConnectionError("it closed its channel")
+            self._incoming.feed(data)
+        return dict(said)
+
+
+@dataclass(slots=True)
+class ForkedChild:
+    """What `subprocess.Popen` is for a child of ours. Until it is reaped its number is its own."""
+
+    zygote: Zygote
+    pid: int
+    returncode: int | None = None
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Waits for its end, and has the zygote reap it."""
+        if self.returncode is None:
+            with suppress(ProcessLookupError):
+                handle = os.pidfd_open(self.pid)
+                try:
+                    select.select([handle], [], [], timeout)
+                finally:
+                    os.close(handle)
+            self.returncode = self.zygote.reap(self.pid)
+        return self.returncode

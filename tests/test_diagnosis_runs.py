@@ -131,7 +131,7 @@ def test_other_commands_do_not_score_prompts_either(
     assert ended.status == 0, ended.err
     said = ended.err + caplog.text
     assert "prompt_too_long: 1 of 2 rollouts" in said
-    assert "no_ground_truth: ground_truth is None on all 2 task rows" in said
+    assert "no_ground_truth: ground_truth is None on all 2 evaluated rows" in said
     if command == "eval":
         figures = json.loads(ended.out)
         assert (figures["n"], figures["errors"], figures["prompt_too_long"]) == (2, 1, 1)

@@ -181,8 +181,9 @@ def test_what_is_learned_from(result: EvaluateResult, stop: StopReason, logprobs
     assert a_scored(result, stop, logprobs).trainable is expected
 
 
-def test_only_faults_of_the_machinery_are_not_learned_from() -> None:
+def test_only_what_is_not_the_policy_s_doing_is_not_learned_from() -> None:
     assert {reason for reason in StopReason if not reason.trainable} == {
+        StopReason.PROMPT_TOO_LONG,
         StopReason.DEADLINE,
         StopReason.POLICY_FAULT,
         StopReason.ENV_FAULT,

@@ -16,7 +16,8 @@ from toolwise.errors import CheckpointError
 
 Cli = Callable[..., Any]
 TINY = [
-    *("--set", "data.batch_size=2", "--set", "rollout.n=3", "--set", "data.val_limit=3", "--no-frontier"),
+    *("--set", "data.batch_size=2", "--set", "rollout.n=6", "--set", "data.val_limit=3", "--no-frontier"),
+    *("--set", "rollout.temperature=2"),  # so that rollouts differ and the actor learns: a run that does not fails
     *("--set", "trainer.total_steps=1", "--set", "rollout.max_new_tokens=24", "--set", "multi_turn.max_turns=2"),
 ]
 SIZE = Small(tasks=8, draws=2, replicates=20)

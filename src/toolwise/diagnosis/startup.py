@@ -43,7 +43,7 @@ def startup_findings(
 
 def evaluation_findings(rewards: Rewards, tasks: Sequence[Task], scored: Sequence[ScoredRollout]) -> list[Finding]:
     """Of tasks that were rolled out and scored where nothing learns."""
-    found = (_no_ground_truth(rewards, tasks, "task"), prompt_too_long(scored, "this evaluation", 0))
+    found = (_no_ground_truth(rewards, tasks, "evaluated"), prompt_too_long(scored, "this evaluation", 0))
     return [finding for finding in found if finding is not None]
 
 

@@ -299,7 +299,7 @@ class AsyncRolloutRequest:
             self.fault = self.fault or f"close: {type(fault).__name__}: {fault}"
             log.warning("task %s: %s", self.task.task_id, self.fault)
         self._ended = self._now()
-        failed = self.stop_reason in (None, StopReason.POLICY_FAULT, StopReason.ENV_FAULT, StopReason.PROMPT_TOO_LONG)
+        failed = self.stop_reason in (None, StopReason.POLICY_FAULT, StopReason.ENV_FAULT)
         self._enter(RequestState.FAILED if failed else RequestState.COMPLETED)
         log.info("%s: %s after %d steps, cost %g", self.rollout_id, self.stop_reason, len(self.steps), self._cost)
 

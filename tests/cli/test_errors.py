@@ -296,8 +296,8 @@ def resume_of_another_run(desk: Desk) -> list[object]:
 
 @case("holds no run to resume", "leave --resume out")
 def resume_in_an_empty_folder(desk: Desk) -> list[object]:
-    (desk.folder / "out").mkdir()
-    return desk.train({}, "--resume")
+    (desk.folder / "empty").mkdir()
+    return ["train", desk.make_config(desk.folder), "--out", desk.folder / "empty", "--resume"]
 
 
 @case("nowhere holds no run to resume", "does not exist")

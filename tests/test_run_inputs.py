@@ -91,7 +91,10 @@ def read_back(inputs: RunInputs) -> RunConfig:
         ({"name": whisper, "price": 3.0}, "whisper", 3.0),
         ({"name": shout, "price": 4.0}, "shout", 4.0),
     ],
-    ids=str,
+    ids=[
+        *("name", "instance", "class", "table", "decorated", "function", "function-tool"),
+        *("table-of-function", "table-of-decorated"),
+    ],
 )
 def test_tools_come_back(given: Any, name: str, price: float | None, tmp_path: Path) -> None:
     inputs = gather_inputs(RunConfig(), tmp_path / "run", tools=[given])

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from toolwise import algorithm_config, checkpoint
+from toolwise import algorithm_config
 from toolwise.advantages import build_estimator
 from toolwise.config import RunConfig, load_config
 from toolwise.errors import ConfigError
 from toolwise.loop import select
 from toolwise.run import estimator_of
-from toolwise.training import check_same_run, config_digest
+from toolwise.run_changes import changes_since, check_same_run
 from toolwise.types import AnnotatedRollout, EvaluateResult, ScoredRollout, StepData
 
 Cli = Callable[..., Any]
@@ -205,8 +205,8 @@ def test_an_old_run_goes_on_and_is_evaluated_with_a_note(tiny_run: Path, tmp_pat
 def test_a_checkpoint_saved_under_an_old_name_is_of_the_same_settings(tiny_run: Path, tmp_path: Path) -> None:
     run = aged(tiny_run, tmp_path / "run", "always")
     config = RunConfig.model_validate({"algorithm": {"terminal_score": "add"}})
-    assert config_digest(config, tmp_path) == checkpoint.digest({"algorithm": {"terminal_score": "always"}})
-    assert config_digest(RunConfig(), tmp_path) == checkpoint.digest({})
+    assert changes_since({"algorithm": {"terminal_score": "always"}}, config, tmp_path) == []
+    assert changes_since({"algorithm": {"terminal_score": "auto"}}, RunConfig(), tmp_path) == []
     check_same_run(load_config(tiny_run.parent / "run.toml", ["algorithm.terminal_score=add"]), run / "config.toml")
-    with pytest.raises(ConfigError, match=r"algorithm\.terminal_score is not what the run began with"):
+    with pytest.raises(ConfigError, match=r"algorithm\.terminal_score: add → remainder"):
         check_same_run(load_config(tiny_run.parent / "run.toml"), run / "config.toml")

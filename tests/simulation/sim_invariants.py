@@ -196,17 +196,23 @@ def usage_is_what_the_tools_saw(run: Play) -> Words:
         if not isinstance(run.worlds.get(episode), WatchedToolEnv):
             continue
         answered = Counter(m.name or "unreadable" for m in rollout.messages if m.role == "tool")
-        if dict(answered) != dict(rollout.usage.calls):
-            yield f"{episode}: {dict(answered)} answered, {dict(rollout.usage.calls)} counted"
         whole = [s for s in rollout.steps if "calls" in s.step_info]
         cut = [s for s in rollout.steps if "calls" not in s.step_info]
+        # A reply that ends the episode, for being too long for example, may hold calls that nobody could read or answer.
+        unread = [c for s in cut[-1:] for c in s.action_taken.get("tool_calls", ()) if isinstance(c.arguments, str)]
+        counted = answered + Counter(c.name or "unreadable" for c in unread)
+        if dict(rollout.usage.calls) not in (dict(answered), dict(counted)):
+            yield f"{episode}: {dict(answered)} answered, {dict(rollout.usage.calls)} counted"
         meant = [c for s in whole for c in s.action_taken["tool_calls"] if is_good(c, run.plan.tools)]
         perhaps = [c for s in cut[-1:] for c in s.action_taken.get("tool_calls", ()) if is_good(c, run.plan.tools)]
         made = [v for v in _of(run, episode) if v.what == "execute"]
         if not len(meant) <= len(made) <= len(meant) + len(perhaps):
             yield f"{episode}: {len(made)} calls made, {len(meant)} told of and {len(perhaps)} cut short"
-        cost = 0.5 * sum(c.name in run.plan.tools for s in whole for c in s.action_taken["tool_calls"])
-        if rollout.usage.cost != cost:
+        # Every tool costs 0.5, and so does a call that names none: a malformed call is not free.
+        cost = 0.5 * sum(rollout.usage.calls.values())
+        if rollout.usage.cost != cost or sum(answered.values()) != sum(
+            len(s.action_taken["tool_calls"]) for s in whole
+        ):
             yield f"{episode}: cost {rollout.usage.cost}, not {cost}"
 
 

@@ -198,7 +198,7 @@ def usage_is_what_the_tools_saw(run: Play) -> Words:
         answered = Counter(m.name or "unreadable" for m in rollout.messages if m.role == "tool")
         whole = [s for s in rollout.steps if "calls" in s.step_info]
         cut = [s for s in rollout.steps if "calls" not in s.step_info]
-        # A reply that ends the episode, for being too long for example, may hold calls that nobody could read or answer.
+        # A reply that ends the episode, such as one cut at its limit, may hold calls that nobody could read.
         unread = [c for s in cut[-1:] for c in s.action_taken.get("tool_calls", ()) if isinstance(c.arguments, str)]
         counted = answered + Counter(c.name or "unreadable" for c in unread)
         if dict(rollout.usage.calls) not in (dict(answered), dict(counted)):
@@ -210,9 +210,7 @@ def usage_is_what_the_tools_saw(run: Play) -> Words:
             yield f"{episode}: {len(made)} calls made, {len(meant)} told of and {len(perhaps)} cut short"
         # Every tool costs 0.5, and so does a call that names none: a malformed call is not free.
         cost = 0.5 * sum(rollout.usage.calls.values())
-        if rollout.usage.cost != cost or sum(answered.values()) != sum(
-            len(s.action_taken["tool_calls"]) for s in whole
-        ):
+        if rollout.usage.cost != cost:
             yield f"{episode}: cost {rollout.usage.cost}, not {cost}"
 
 

@@ -22,9 +22,9 @@ def shared_copy(
     `attention` is the attention implementation of the copy, under a name that transformers knows. `exchange` gives the
     module to copy in place of each one, such as the layer beneath an adapter. Takes about 2 µs a module.
     """
-    config: Any = getattr(module, "config", None)
-    configs: dict[int, Any] = {id(config): copy.deepcopy(config)} if attention is not None else {}
-    for own in configs.values():
+    configs: dict[int, Any] = {}
+    if attention is not None:
+        own = configs[id(module.config)] = copy.deepcopy(module.config)
         own._attn_implementation = attention
     return _copied(module, exchange, configs, {})
 

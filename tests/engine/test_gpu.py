@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from engine_cases import FAMILIES, counted, generate_all, greedily, random_ids, 
 
 from toolwise.engine import Engine
 from toolwise.engine.fused import FusedRunner
+from toolwise.learner.lora import Adapters, LoraSettings
 from toolwise.protocols import Generation, Sampling
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -82,3 +84,56 @@ def test_the_next_token_is_the_new_weights_and_graphs_stay() -> None:
     engine.drop_cache()
     again = generate_all(engine, PROMPTS, [greedily(model, NEW)] * len(PROMPTS))
     assert len(again[0].token_ids) == NEW
+
+
+def with_adapters(model: Any, *targets: str) -> Adapters:
+    """Rank 4, and far enough from where they begin to tell."""
+    adapters = Adapters(model, LoraSettings(4, 8.0, targets))
+    move(model, seed=0)
+    return adapters
+
+
+@torch.no_grad()
+def move(model: Any, seed: int) -> None:
+    """As an update does: in place, so that captured steps stay valid."""
+    draw = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.copy_(0.2 * torch.randn(weight.shape, generator=draw))
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["adapters first", "engine first"])
+@pytest.mark.parametrize("targets", [(), ("q_proj", "down_proj")], ids=["all", "some"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_adapters_are_decoded_with_in_captured_steps(family: str, targets: tuple[str, ...], after: bool) -> None:
+    """What the merged model says, before and after they move, with prefixes cached in between."""
+    model = on_gpu(family)
+    prompts = [*PROMPTS, *GROUPS]
+    samplings = [greedily(model, NEW)] * len(prompts)
+    engine = counted(model, block_size=16)
+    if after:
+        generate_all(engine, prompts, samplings)  # captured without adapters
+    adapters = with_adapters(model, *targets)
+    for version in range(1, 3):
+        merged = copy.deepcopy(adapters.wrapped).merge_and_unload()
+        for ids, found in zip(prompts, generate_all(engine, prompts, samplings), strict=True):
+            says = forced(merged, ids, found)
+            chosen = says[range(len(found.token_ids)), list(found.token_ids)]
+            assert (says.max(-1).values - chosen).max() < 1e-3, "a token that is not the likeliest"
+            assert (chosen.cpu() - torch.tensor(list(found.logprobs))).abs().max() < 1e-3
+        move(model, seed=version)
+        engine.weights_changed(version)
+    assert isinstance(engine.runner, FusedRunner)
+    assert engine.runner.shapes
+
+
+def test_bf16_with_adapters_is_within_the_canary_s_bound() -> None:
+    """peft keeps the adapters in fp32; compared with the adapted model itself, which is what a learner runs."""
+    model = on_gpu("qwen3", torch.bfloat16)
+    with_adapters(model)
+    engine = Engine(model, blocks=512)
+    samplings = [Sampling(max_new_tokens=NEW, seed=n, temperature=0.8) for n in range(len(GROUPS))]
+    for ids, found in zip(GROUPS, generate_all(engine, GROUPS, samplings), strict=True):
+        chosen = forced(model, ids, found, 0.8)[range(len(found.token_ids)), list(found.token_ids)]
+        assert (chosen.cpu() - torch.tensor(list(found.logprobs))).abs().mean() < 0.05
+    assert isinstance(engine.runner, FusedRunner)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from learner_cases import LR, sample, tiny_model
+from learner_cases import LR, credit, sample, tiny_model
 
 from toolwise.advantages import Gae
+from toolwise.engine import Engine
+from toolwise.engine.fused import FusedRunner
 from toolwise.learner.actor import Actor
 from toolwise.learner.critic import Critic, CriticSettings
+from toolwise.learner.lora import LoraSettings
 from toolwise.learner.pricing import PricedEstimator
+from toolwise.protocols import Generation, Sampling
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
@@ -46,3 +51,46 @@ def test_a_whole_update(dtype: torch.dtype, aggregation: Any) -> None:
         assert metrics["actor/skipped_updates"] == metrics["critic/skipped_updates"] == 0.0
         assert metrics["actor/update_norm"] > 0.0
         assert metrics["canary/logprob_gap_mean"] < (1e-4 if dtype is torch.float32 else 0.05)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_learn_from_what_the_engine_draws_through_them(dtype: torch.dtype, checkpointing: bool) -> None:
+    """Fifty updates with real peft: engine, learner and reference over one model, the canary at every update."""
+    model = tiny_model(head_dim=16).to("cuda", dtype)
+    engine = Engine(model, blocks=256)
+    settings = replace(
+        LR,
+        lr=3e-3,
+        canary="stop",
+        kl="loss",
+        kl_coef=0.01,
+        lora=LoraSettings(rank=4, alpha=8.0),
+        activation_checkpointing=checkpointing,
+    )
+    actor = Actor(model, settings)
+    assert isinstance(engine.runner, FusedRunner)
+    prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]
+
+    async def draw(step: int) -> list[Generation]:
+        samplings = [Sampling(max_new_tokens=12, seed=100 * step + n) for n in range(8)]
+        return await asyncio.gather(*(engine.generate(prompts[n % 2], s) for n, s in enumerate(samplings)))
+
+    for step in range(50):
+        drawn = asyncio.run(draw(step))
+        credited = [
+            credit(
+                [(prompts[n % 2], list(found.token_ids), list(found.logprobs))],
+                1.0 if n < 4 else -1.0,
+                name=f"{step}/{n}",
+                version=found.policy_version,
+            )
+            for n, found in enumerate(drawn)
+        ]
+        annotated = actor.annotate([c.annotated.scored for c in credited])
+        metrics = actor.update([replace(c, annotated=a) for c, a in zip(credited, annotated, strict=True)])
+        assert metrics["actor/skipped_updates"] == 0.0
+        engine.weights_changed(actor.version)
+    moved = [weight for name, weight in model.named_parameters() if "lora_B" in name]
+    assert moved
+    assert all(bool(weight.detach().any()) for weight in moved)

@@ -121,12 +121,13 @@ class SiluMul(torch.autograd.Function):
 @cache
 def _rotating(forward: Any) -> Any:
     """The same function, in which the name of the model's rotation stands for ours; None where it has none."""
-    code: Any = getattr(forward, "__code__", None)
-    theirs = forward.__globals__.get(ROTATION) if code is not None and ROTATION in code.co_names else None
+    if not isinstance(forward, FunctionType) or ROTATION not in forward.__code__.co_names:
+        return None
+    theirs = forward.__globals__.get(ROTATION)
     if theirs is None or not _turns_halves(theirs):
         return None
     names = {**forward.__globals__, ROTATION: partial(_turned, theirs)}
-    found = FunctionType(code, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    found = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     found.__kwdefaults__ = forward.__kwdefaults__
     return found
 

@@ -177,6 +177,7 @@ class Training:
             "model": run.config.model.path,
             "version": __version__,
             "sandbox": run.scoring.describe(),
+            "tool_prompt": run.chat.tool_prompt.describe() if run.scheduler.tools else None,
         }
         write_whole(self.out / "summary.json", json.dumps(summary, indent=2).encode())
         from toolwise.view.report import write_report

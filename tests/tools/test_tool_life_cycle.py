@@ -9,7 +9,7 @@ import pytest
 
 from toolwise.sandbox.layers.bubblewrap import why_not
 from toolwise.tools import TOOLS, BaseTool, build_tools, tool, validate_arguments
-from toolwise.tools.function import FAMILIES
+from toolwise.tools.function import FAMILIES, FunctionTool
 
 
 @tool

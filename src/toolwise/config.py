@@ -88,6 +88,9 @@ class RolloutConfig(Section):
     tool_parser: Literal["auto", "hermes", "qwen", "llama3", "mistral", "rlla", "action", "openai", "none"] = "hermes"
     """How calls are read from what the model writes. "auto" goes by the chat template, else by each text; "openai"
     leaves it to the server; "none" leaves text as it is (RLLA: nothing executes)."""
+    tool_prompt: Literal["auto", "template", "system"] = "auto"
+    """Who tells the model of its tools: its chat template, or we in the system message, in the form that `tool_parser`
+    reads. "auto" leaves it to a template that shows them, and does it for one that ignores them."""
     grammar: GrammarConfig = GrammarConfig()
     on_template_change: Literal["append", "fork"] = "append"
     """Where a template would write earlier turns otherwise (drop thoughts): go on after what was sampled, one row a

@@ -115,6 +115,8 @@ class Message(_Mapping):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
+    reasoning_content: str | None = None
+    """An assistant's thoughts, where its server keeps them apart from `content`."""
 
     @classmethod
     def trusted(
@@ -125,6 +127,7 @@ class Message(_Mapping):
         tool_calls: list[ToolCall] | None = None,
         tool_call_id: str | None = None,
         name: str | None = None,
+        reasoning_content: str | None = None,
     ) -> Message:
         """Of parts that are known to be right: unchecked, in a fraction of the time and the memory."""
         made = cls.__new__(cls)
@@ -134,6 +137,7 @@ class Message(_Mapping):
             "tool_calls": tool_calls,
             "tool_call_id": tool_call_id,
             "name": name,
+            "reasoning_content": reasoning_content,
         }
         object.__setattr__(made, "__dict__", fields)
         object.__setattr__(made, "__pydantic_fields_set__", _MESSAGE_FIELDS)
@@ -161,6 +165,8 @@ class Message(_Mapping):
             out["tool_call_id"] = self.tool_call_id
         if self.name is not None:
             out["name"] = self.name
+        if self.reasoning_content is not None:
+            out["reasoning_content"] = self.reasoning_content
         return out
 
     def keys(self) -> list[str]:

@@ -159,6 +159,8 @@ def _with_model(
     config: RunConfig, batches: Batches, held_out: Sequence[Task], tools: dict[str, BaseTool], scoring: Scoring
 ) -> Run:
     policy = local_policy(config, config.model.path)
+    if config.multi_turn.enable and tools:
+        say_tool_prompt(config, policy.chat)
     from toolwise.learner.building import build_learner
 
     announce("building the learner")
@@ -183,6 +185,17 @@ def _with_model(
         queue=RolloutQueue(per_update=config.data.batch_size),
         thinking=build_stage(config, policy, policy.model, policy.chat, learner.settings.cut),
     )
+
+
+def say_tool_prompt(config: RunConfig, chat: ChatTokenizer) -> None:
+    """How the model is told of the run's tools; a run whose model is never told is refused."""
+    if chat.tool_prompt.where == "nowhere":
+        raise ConfigError(
+            f"the chat template of {chat.name} ignores tools, and rollout.tool_prompt = "
+            f'"{config.rollout.tool_prompt}" with rollout.tool_parser = "{config.rollout.tool_parser}" does not show '
+            'them otherwise: use tool_prompt = "auto" and a parser that reads calls, such as hermes'
+        )
+    log.info("%s", chat.tool_prompt.describe())
 
 
 def labelled(config: RunConfig, tasks: Sequence[Task]) -> Sequence[Task]:
@@ -248,6 +261,7 @@ def local_policy(config: RunConfig, path: str) -> LocalPolicy:
         deterministic=config.deterministic,
         cache_mb=rollout.cache_mb,
         grammar=grammar,
+        tool_prompt=rollout.tool_prompt,
     )
 
 

@@ -227,6 +227,7 @@ class Training:
             "changes": read_changes(self.out),
             "updated": diagnosis.updated,
             "diagnosis": [finding.to_json() for finding in diagnosis.findings],
+            "tool_prompt": run.chat.tool_prompt.describe() if run.scheduler.tools else None,
         }
         write_whole(self.out / "summary.json", json.dumps(summary, indent=2).encode())
         from toolwise.view.report import write_report

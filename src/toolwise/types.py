@@ -81,6 +81,8 @@ class Action(TypedDict):
     name: NotRequired[str]
     arguments: NotRequired[dict[str, Any] | str]
     tool_calls: NotRequired[list[ToolCall]]
+    reasoning_content: NotRequired[str]
+    """Thoughts that are not part of `content`: kept in the conversation, and handed back in later turns."""
 
 
 class StepData(BaseModel):

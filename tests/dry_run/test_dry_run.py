@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -202,3 +203,10 @@ def test_it_takes_every_kind_of_run(dry_run: Callable[..., Any], changes: dict[s
     ended = dry_run(changes)
     assert ended.status == 0, ended.err
     assert "dry run passed" in ended.out
+
+
+def test_what_will_keep_the_run_from_learning_is_noted(tmp_path: Path, dry_run: Callable[..., Any]) -> None:
+    rows = [{"prompt": f"What is {i} + 1?", "answer": str(i + 1)} for i in range(4)]
+    (tmp_path / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    ended = dry_run({"data": {"train": str(tmp_path / "answers.jsonl")}, "reward": {"function": "rewards.py:constant"}})
+    assert "note: no_ground_truth: " in ended.out

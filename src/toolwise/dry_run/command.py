@@ -41,6 +41,7 @@ async def _work(run: Run, show: Show) -> Findings:
     rollouts = await try_rollouts(run)
     show_rollouts(rollouts, show)
     findings = find_problems(run, rollouts.scored)
+    findings.notes.extend(str(finding) for finding in run.startup_findings())
     if findings.problems:
         return findings
     update = await try_update(run, rollouts.scored)

@@ -91,8 +91,8 @@ def _check_prompts(run: Run, scored: Sequence[ScoredRollout], findings: Findings
         as_rendered = task.prompt_ids is None and s.rollout.route is None  # a route may offer fewer tools
         if offered and prompt and as_rendered and not any(name in prompt for name in offered):
             findings.problems.append(
-                f"the prompt names none of the tools ({', '.join(offered)}): the chat template ignores `tools`; use "
-                "a template that writes them, or describe them in the prompt"
+                f"the prompt names none of the tools ({', '.join(offered)}): the chat template ignores `tools`; "
+                'set rollout.tool_prompt = "auto" or "system" to put them into the system message'
             )
             return
 

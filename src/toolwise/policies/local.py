@@ -17,6 +17,7 @@ from toolwise.protocols import Generation, Metrics, Sampling
 from toolwise.rollout.chat import ChatTokenizer
 from toolwise.rollout.parsers import PARSERS, Parsed, sniff, to_action
 from toolwise.rollout.tokens import OnChange, TokenBuffer
+from toolwise.rollout.tool_prompt import Mode
 
 log = logging.getLogger("toolwise.policies")
 
@@ -47,6 +48,7 @@ class LocalPolicy:
         deterministic: bool = False,
         cache_mb: int | None = None,
         grammar: Grammar | Literal["tool_calls"] | None = None,
+        tool_prompt: Mode = "auto",
     ) -> None:
         """`engine` "transformers" takes any model, in batches that end together; `deterministic` makes what "toolwise"
         gives a request the same to the bit whatever else runs, `cache_mb` is the size of its cache. Any other generator
@@ -56,6 +58,7 @@ class LocalPolicy:
         self.chat = chat
         self.sampling = replace(sampling, stop_token_ids=sampling.stop_token_ids or (chat.end_id,))
         self.parse = _parser(parser, chat)
+        chat.tell_tools(tool_prompt, parser)
         self.on_change = on_change
         self.vocabulary = int(getattr(model.config, "vocab_size", 0)) or 1 << 30
         self.max_batch = max_batch

@@ -15,7 +15,9 @@ from typing import Any
 
 from toolwise.errors import ModelError
 from toolwise.messages import Message, ToolCall
-from toolwise.rollout.controls import ControlTokens
+from toolwise.rollout.controls import ControlTokens, unmarked
+from toolwise.rollout.parsers import sniff
+from toolwise.rollout.tool_prompt import Mode, ToolPrompt, choose_tool_prompt
 
 Tools = Sequence[dict[str, Any]] | None
 
@@ -57,7 +59,17 @@ class ChatTokenizer:
         self._encoded: dict[str, list[int]] = {}
         """The last few texts: all rollouts of a group begin with the same."""
         self._nine_letter_ids = False
+        self.tool_prompt = ToolPrompt()
         self._check()
+        self.tell_tools()
+
+    def tell_tools(self, mode: Mode = "auto", parser: str = "auto") -> ToolPrompt:
+        """Decides how the model is told of its tools (`rollout.tool_prompt`), for a run's parser."""
+        if parser == "auto":
+            parser = sniff(self.tokenizer.chat_template, self.controls.texts)
+        self.tool_prompt = ToolPrompt()  # as the template has it
+        self.tool_prompt = choose_tool_prompt(lambda m, t: unmarked(self.render(m, t)), mode, parser, self.name)
+        return self.tool_prompt
 
     def start(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
         """A whole prompt, up to where the assistant begins to write."""
@@ -92,9 +104,12 @@ class ChatTokenizer:
 
     def render(self, messages: Sequence[Message], tools: Tools = None, *, begin_reply: bool = True) -> str:
         """What the template writes, with the marks of `ControlTokens`: for `encode`, and for comparing."""
+        arranged = self.tool_prompt.arrange(messages, tools)
+        if self.tool_prompt.where != "template":
+            tools = None
         try:
             text: str = self.tokenizer.apply_chat_template(
-                [self._plain(m) for m in messages],
+                [self._plain(m) for m in arranged],
                 tools=self.controls.guard_all(list(tools)) if tools else None,
                 chat_template=self._template(tools),
                 add_generation_prompt=begin_reply,
@@ -198,6 +213,8 @@ class ChatTokenizer:
                 }
                 for c in message.tool_calls
             ]
+        if message.reasoning_content is not None:
+            plain["reasoning_content"] = guard(message.reasoning_content)
         if message.tool_call_id is not None:
             plain["tool_call_id"] = self._call_id(message.tool_call_id)
         if message.name is not None:

@@ -41,7 +41,11 @@ class Decision(NamedTuple):
         content = action.get("content") or ""
         if not isinstance(content, str):
             raise ValueError(f"content of type {type(content).__name__}; give a string")
-        return cls(action, raw, logprobs, value, Message.trusted("assistant", content, tool_calls=calls or None))
+        thought = action.get("reasoning_content") or None
+        if thought is not None and not isinstance(thought, str):
+            raise ValueError(f"reasoning_content of type {type(thought).__name__}; give a string")
+        said = Message.trusted("assistant", content, tool_calls=calls or None, reasoning_content=thought)
+        return cls(action, raw, logprobs, value, said)
 
     @property
     def sampled_tokens(self) -> int:

@@ -98,7 +98,12 @@ class OpenAIAgentPolicy:
     ) -> tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]:
         """One decision without an episode around it."""
         reply = await self.ask(observation, available_tools_specs, self.sampling)
-        return to_action(reply.content, reply.calls), reply.raw, cast("dict[str, Any]", reply.logprobs), None
+        return (
+            to_action(reply.content, reply.calls, reply.reasoning),
+            reply.raw,
+            cast("dict[str, Any]", reply.logprobs),
+            None,
+        )
 
     async def ask(
         self,
@@ -170,7 +175,7 @@ class OpenAISession:
         if "token_ids" in logprobs:
             logprobs = {**logprobs, "prompt_ids": self._shared(logprobs["prompt_ids"])}
             self._tokens.extend(logprobs["token_ids"])
-        return to_action(reply.content, reply.calls), reply.raw, logprobs, None
+        return to_action(reply.content, reply.calls, reply.reasoning), reply.raw, logprobs, None
 
     def _shared(self, prompt_ids: array[int]) -> Prefix[int]:
         """The prompt as a prefix of the episode's buffer: memory grows with the turns, not with their square."""

@@ -39,6 +39,8 @@ class Reply:
     raw: str
     """The text as far as the server gives it: calls that it took out of the text are not in there."""
     logprobs: TokenLogprobs | TextLogprobs
+    reasoning: str = ""
+    """Thoughts that the server gives beside the text; they go back to it in later turns."""
 
 
 def read_reply(body: Any, headers: Mapping[str, str], parse: Parse | None) -> Reply:
@@ -60,7 +62,7 @@ def read_reply(body: Any, headers: Mapping[str, str], parse: Parse | None) -> Re
         texts = TextLogprobs(
             tokens=tokens, token_logprobs=logprobs or array("f"), finish_reason=finish, policy_version=version
         )
-        return Reply(content, calls, raw, texts)
+        return Reply(content, calls, raw, texts, reasoning)
     if len(token_ids) != len(logprobs):
         raise ServerError("bad_reply", f"the reply has {len(token_ids)} token ids and {len(logprobs)} log-probs")
     return Reply(
@@ -74,6 +76,7 @@ def read_reply(body: Any, headers: Mapping[str, str], parse: Parse | None) -> Re
             finish_reason=finish,
             policy_version=version,
         ),
+        reasoning,
     )
 
 

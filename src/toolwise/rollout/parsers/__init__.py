@@ -64,10 +64,11 @@ RENDERERS: dict[str, Callable[[str, Sequence[ToolCall]], str]] = {
 }
 
 
-def to_action(content: str, calls: list[ToolCall]) -> dict[str, Any]:
-    """The action dictionary that policies hand to environments."""
+def to_action(content: str, calls: list[ToolCall], reasoning: str = "") -> dict[str, Any]:
+    """The action dictionary that policies hand to environments. `reasoning`: thoughts that are not in `content`."""
+    thought = {"reasoning_content": reasoning} if reasoning else {}
     if not calls:
-        return {"type": "text", "content": content}
+        return {"type": "text", "content": content, **thought}
     first = calls[0]
     return {
         "type": "tool_call",
@@ -75,4 +76,5 @@ def to_action(content: str, calls: list[ToolCall]) -> dict[str, Any]:
         "name": first.name,
         "arguments": first.arguments,
         "tool_calls": calls,
+        **thought,
     }

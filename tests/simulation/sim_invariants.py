@@ -205,7 +205,7 @@ def usage_is_what_the_tools_saw(run: Play) -> Words:
         made = [v for v in _of(run, episode) if v.what == "execute"]
         if not len(meant) <= len(made) <= len(meant) + len(perhaps):
             yield f"{episode}: {len(made)} calls made, {len(meant)} told of and {len(perhaps)} cut short"
-        cost = 0.5 * sum(c.name in run.plan.tools for s in whole for c in s.action_taken["tool_calls"])
+        cost = 0.5 * sum(len(s.action_taken["tool_calls"]) for s in whole)  # malformed ones are never free
         if rollout.usage.cost != cost:
             yield f"{episode}: cost {rollout.usage.cost}, not {cost}"
 

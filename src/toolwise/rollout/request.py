@@ -13,12 +13,13 @@ from enum import StrEnum
 from typing import Any, TypeVar, cast
 
 from toolwise.envs.base import BaseEnv
-from toolwise.envs.tool_env import add_counts, as_reward
+from toolwise.envs.tool_env import as_reward
 from toolwise.errors import ContextFullError
 from toolwise.limits import Limits, Place
 from toolwise.messages import Message, Prefix, as_messages
 from toolwise.protocols import AgentPolicy, SessionPolicy
 from toolwise.rollout.decision import Decision, count_tokens
+from toolwise.rollout.spending import Spending
 from toolwise.rollout.termination import Termination
 from toolwise.types import Rollout, StepData, StopReason, Task, Usage
 from toolwise.waiting import end_within
@@ -96,10 +97,7 @@ class AsyncRolloutRequest:
         self._seen: Prefix[Message] | None = None
         """What the policy saw of a step that is not noted yet."""
         self._state_key: str | None = None
-        self._calls: dict[str, int] = {}
-        self._failed: dict[str, int] = {}
-        self._cost = 0.0
-        self._queue_s: list[float] = []
+        self._spent = Spending()
         self._began: float | None = None
         self._ended: float | None = None
         self._finishing: asyncio.Task[None] | None = None
@@ -301,7 +299,7 @@ class AsyncRolloutRequest:
         self._ended = self._now()
         failed = self.stop_reason in (None, StopReason.POLICY_FAULT, StopReason.ENV_FAULT)
         self._enter(RequestState.FAILED if failed else RequestState.COMPLETED)
-        log.info("%s: %s after %d steps, cost %g", self.rollout_id, self.stop_reason, len(self.steps), self._cost)
+        log.info("%s: %s after %d steps, cost %g", self.rollout_id, self.stop_reason, len(self.steps), self._spent.cost)
 
     async def _last(self, work: Coroutine[Any, Any, T]) -> T:
         if self.env.keeps_deadlines:
@@ -330,14 +328,14 @@ class AsyncRolloutRequest:
     def usage(self) -> Usage:
         began = self._began if self._began is not None else self._now()
         return Usage(
-            calls=dict(self._calls),
-            failed_calls=dict(self._failed),
-            cost=self._cost,
+            calls=dict(self._spent.calls),
+            failed_calls=dict(self._spent.failed),
+            cost=self._spent.cost,
             prompt_tokens=sum(count_tokens(s.policy_logprobs, "prompt_ids") for s in self.steps),
             sampled_tokens=sum(count_tokens(s.policy_logprobs, "token_ids") for s in self.steps),
             seconds=(self._ended if self._ended is not None else self._now()) - began,
-            queue_s=sum(self._queue_s),
-            longest_queue_s=max(self._queue_s, default=0.0),
+            queue_s=sum(self._spent.queue_s),
+            longest_queue_s=max(self._spent.queue_s, default=0.0),
         )
 
     # Bookkeeping.
@@ -389,10 +387,7 @@ class AsyncRolloutRequest:
             self.messages.extend(as_messages(observation))
 
     def _count(self, info: dict[str, Any]) -> None:
-        add_counts(self._calls, info.get("calls") or {})
-        add_counts(self._failed, info.get("failed_calls") or {})
-        self._cost += float(info.get("cost") or 0.0)
-        self._queue_s += info.pop("queue_s", ())  # of a clock, and not of what happened: no part of the step
+        self._spent.add(info)
         if info.get("infrastructure_fault"):
             self.infrastructure_fault = True
             self.fault = self.fault or str(info["infrastructure_fault"])

@@ -48,6 +48,7 @@ async def main(path: Path) -> None:
     print(f"in threads, 8 at once:      {await rate(lambda: thread.execute('i', arguments), 8, CALLS):>8,.0f} calls/s")
     for workers in (1, 2, 4, 8):
         await throughput(workers, target, sleeps)
+    await blocking(sleeps)
     await kills(sleeps)
 
 
@@ -64,10 +65,30 @@ async def throughput(workers: int, target: Target, sleeps: Target) -> None:
     print(f"naps of 20 ms: {naps:,.0f} calls/s of {50 * workers}; all up in {up_s:.2f} s, {memory_mb:.0f} MB each")
 
 
+async def blocking(sleeps: Target) -> None:
+    """64 calls at once of a tool that blocks for 1 s: how long they take, and what their workers do."""
+    pool = Pool()
+    await pool.run(sleeps, {"seconds": 0.0})
+    began = time.perf_counter()
+    await asyncio.gather(*(pool.run(sleeps, {"seconds": 1.0}) for _ in range(64)))
+    taken_s, pids = time.perf_counter() - began, pool.pids()
+    resident, proportional = (sum(memory_mb(pid, kind) for pid in pids) / len(pids) for kind in ("Rss:", "Pss:"))
+    pool.close()
+    print(
+        f"64 calls of 1 s:            {taken_s:>8.2f} s in {len(pids)} workers, {resident:.0f} MB resident each, of",
+        end=" ",
+    )
+    print(f"which {proportional:.1f} MB are its own (PSS), {proportional * len(pids):.0f} MB in all")
+
+
 def own_memory_mb(pid: int) -> float:
     """What a process does not share with others."""
+    return memory_mb(pid, "Private")
+
+
+def memory_mb(pid: int, kind: str) -> float:
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return sum(int(line.split()[1]) for line in lines if line.startswith("Private")) / 1024
+    return sum(int(line.split()[1]) for line in lines if line.startswith(kind)) / 1024
 
 
 async def kills(target: Target) -> None:

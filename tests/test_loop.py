@@ -323,6 +323,8 @@ DOCUMENTED = {
     "tokens/forked",
     "tokens/realigned",
     "tools/abandoned",
+    "tools/queue_s",
+    "tools/queue_s_max",
     "tools/workers_killed",
     "rollouts",
     "score/mean",

@@ -164,6 +164,14 @@ def test_prefixes_of_one_list_still_share_it_after_pickling() -> None:
     assert short._items is long._items
 
 
+def test_reasoning_is_kept_apart_and_written_back() -> None:
+    given = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}
+    message = Message.model_validate(given)
+    assert message.to_openai() == given
+    assert Message.trusted("assistant", "4", reasoning_content="2 and 2") == message
+    assert "reasoning_content" not in Message(role="assistant", content="4").to_openai()
+
+
 def test_as_messages_copies_no_prefix_and_reads_dictionaries() -> None:
     shared = Prefix([Message(role="user", content="hi")])
     assert as_messages(shared) is shared

@@ -12,13 +12,23 @@ import textwrap
 import threading
 import time
 from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import pytest
 
 from toolwise import waiting
-from toolwise.waiting import abandoned, all_of, end_within, in_thread, in_virtual_time
+from toolwise.waiting import (
+    WorkClock,
+    abandoned,
+    all_of,
+    end_within,
+    in_thread,
+    in_virtual_time,
+    queued,
+    queueing,
+)
 
 T = TypeVar("T")
 LATE = TimeoutError("late")
@@ -291,3 +301,63 @@ def test_a_loop_with_a_clock_of_its_own_says_so() -> None:
     assert asyncio.run(ask()) is False
     with asyncio.Runner(loop_factory=Virtual) as runner:
         assert runner.run(ask()) is True
+
+
+def test_time_in_a_queue_does_not_count() -> None:
+    clock = WorkClock()
+
+    async def work() -> str:
+        await asyncio.sleep(0.02)
+        with queueing():
+            await asyncio.sleep(0.5)
+            with queueing():
+                await asyncio.sleep(0.01)
+        return "done"
+
+    assert run(end_within(0.3, work(), LATE, clock)) == "done"
+    assert 0.5 <= clock.queue_s < 5
+
+
+def test_the_deadline_goes_on_after_the_queue() -> None:
+    clock = WorkClock()
+
+    async def work() -> None:
+        with queueing():
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(60)
+
+    with pytest.raises(TimeoutError) as caught:
+        run(end_within(0.1, work(), LATE, clock))
+    assert caught.value is LATE
+
+
+def test_what_is_ended_in_the_queue_has_waited() -> None:
+    clock = WorkClock()
+
+    async def work() -> None:
+        with queueing():
+            await asyncio.sleep(60)
+
+    with pytest.raises(TimeoutError):
+        run(end_within(0.2, end_within(0.1, work(), TimeoutError("never"), clock), LATE))
+    assert clock.queue_s >= 0.15
+
+
+def test_a_pool_of_threads_is_a_queue() -> None:
+    clock = WorkClock()
+
+    async def work() -> list[Any]:
+        with ThreadPoolExecutor(1) as pool:
+            works = [asyncio.wrap_future(pool.submit(queued(lambda: time.sleep(0.2)))) for _ in range(3)]
+            return await asyncio.gather(*works)
+
+    run(end_within(0.9, work(), LATE, clock))
+    assert clock.queue_s > 0.3
+
+
+def test_without_a_clock_a_queue_is_only_a_wait() -> None:
+    async def work() -> int:
+        with queueing():
+            return queued(lambda: 3)()
+
+    assert run(work()) == 3

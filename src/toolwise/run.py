@@ -161,6 +161,8 @@ def _with_model(
     policy = local_policy(config, config.model.path)
     if config.multi_turn.enable and tools:
         say_tool_prompt(config, policy.chat)
+    elif config.env.name != "tools" and policy.chat.tool_prompt.where == "nowhere":
+        log.warning("%s", policy.chat.tool_prompt.describe())
     from toolwise.learner.building import build_learner
 
     announce("building the learner")

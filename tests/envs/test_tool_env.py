@@ -13,6 +13,7 @@ import pytest
 
 from toolwise import waiting
 from toolwise.envs.tool_env import ToolEnv, as_reward
+from toolwise.limits import Gate
 from toolwise.messages import Message, ToolCall
 from toolwise.tools import BaseTool, build_tools, tool
 from toolwise.tools.base import FunctionSchema, OpenAIFunctionToolSchema
@@ -435,3 +436,30 @@ def test_rewards_are_numbers(given: Any, expected: Any) -> None:
 def test_what_is_no_number_is_no_reward(bad: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
         as_reward(bad)
+
+
+@pytest.mark.parametrize("call", [ToolCall(name="", arguments="{oops"), ToolCall(name="nonesuch", arguments={"x": 1})])
+def test_a_call_of_no_tool_is_never_free(call: ToolCall) -> None:
+    tools = {"cheap": Witness("cheap", 0.5), "dear": Witness("dear", 3.0)}
+    assert run(live(ToolEnv(a_task(), tools), call))[3]["cost"] == 3.0
+    assert run(live(ToolEnv(a_task(), {}), call))[3]["cost"] == 1.0  # what a tool costs that says nothing
+
+
+def test_a_call_that_the_route_refuses_costs_nothing() -> None:
+    call = ToolCall(name="witness", arguments={"x": 1})
+    hidden = ToolEnv(a_task(), {"witness": Witness()}, offered=())
+    assert run(live(hidden, call))[3]["cost"] == 0
+    forbidden = ToolEnv(a_task(), {"witness": Witness()}, forbidden=("witness",))
+    assert run(live(forbidden, call))[3]["cost"] == 0
+
+
+def test_waiting_at_a_gate_is_told_and_not_charged() -> None:
+    async def short() -> None:
+        await asyncio.sleep(0.15)
+
+    calls = [ToolCall(name="witness", arguments={"x": i}) for i in range(3)]
+    gates = {"witness": Gate(1)}
+    env = ToolEnv(a_task(), {"witness": Witness(execute=short)}, tool_timeout_s=0.25, gates=gates)
+    info = run(live(env, *calls))[3]
+    assert info["failed_calls"] == {}
+    assert max(info["queue_s"]) > 0.25

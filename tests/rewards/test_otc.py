@@ -38,6 +38,14 @@ def test_where_a_right_one_made_no_call_every_call_costs() -> None:
     assert scores == pytest.approx([1, math.cos(math.pi / 3), math.cos(2 * math.pi / 5)])
 
 
+@pytest.mark.parametrize("text", ["<tool_call>{oops</tool_call>", '<tool_call>{"name": "calculator", "arg'])
+def test_a_call_that_nobody_can_read_is_a_call(text: str) -> None:
+    turns = said(7, 0)
+    garbled = [turns[0], Message(role="assistant", content=text), *turns[1:]]
+    scores = [result.score for result in otc_reward([turns, garbled, said(7, 1)], "7", correct=CORRECT)]
+    assert scores[1] == scores[2] < 1
+
+
 def test_where_none_is_right_none_earns() -> None:
     assert [r.score for r in otc_reward([said(1, 0), said(2, 2)], "7", correct=CORRECT)] == [0, 0]
 

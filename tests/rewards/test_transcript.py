@@ -93,6 +93,9 @@ def test_calls_as_the_parser_gave_them_come_first() -> None:
         ("<tool_call>what?</tool_call>", [("", "what?")]),
         ('<tool_call>{"name": "f", "arguments": [1]}</tool_call>', [("f", "[1]")]),
         ('<think><tool_call>{"name": "f"}</tool_call></think>', []),
+        ('<tool_call>{"name": "f", "argu', [("", '{"name": "f", "argu')]),
+        ("<tool_call></tool_call>", [("", "")]),
+        ("<think>with <tool_call>", []),
         ("prose", []),
     ],
 )

@@ -202,6 +202,7 @@ def test_an_agent_is_told_of_its_tools_from_training_to_evaluation(deaf_model: P
     assert "system message" in result.summary["tool_prompt"]
     assert json.loads((tmp_path / "run/summary.json").read_text())["tool_prompt"] == result.summary["tool_prompt"]
     assert "look_up_price" in prompt_of(next((tmp_path / "run/rollouts").glob("*.safetensors")), deaf_model)
+    assert "tools/queue_s" in (tmp_path / "run/metrics.jsonl").read_text()
     (saved,) = {path.parent for path in (tmp_path / "run").rglob("chat_template.jinja")}
     figures = evaluate(saved, TASKS, config=CONFIG, tools=[look_up_price], reward=price_of_tea)
     assert figures["n"] == 1

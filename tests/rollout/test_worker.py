@@ -15,7 +15,7 @@ import pytest
 from toolwise import waiting
 from toolwise.envs.base import BaseEnv
 from toolwise.errors import ContextFullError
-from toolwise.messages import Message, Prefix
+from toolwise.messages import Message, Prefix, ToolCall
 from toolwise.policies.scripted import ScriptedPolicy
 from toolwise.rollout.worker import RLRolloutWorker
 from toolwise.tools import BaseTool, build_tools, tool
@@ -254,6 +254,17 @@ def test_a_reply_cut_by_length_ends_the_episode_and_is_not_carried_out() -> None
     assert worker.steps[0].policy_logprobs is logprobs
     assert worker.steps[0].policy_value_estimate == 0.5
     assert (worker.usage.prompt_tokens, worker.usage.sampled_tokens) == (1, 2)
+
+
+def test_a_call_cut_by_length_is_counted_and_paid_for() -> None:
+    cut = ToolCall(id="call_0", name="", arguments='{"name": "add", "argu')
+    logprobs = {"token_ids": [1], "logprobs": [-1.0], "prompt_ids": [3], "finish_reason": "length"}
+    decided = ({"type": "tool_call", "name": "", "arguments": "", "tool_calls": [cut]}, "…", logprobs, None)
+    worker = play(RLRolloutWorker(a_task(), Giving(decided), tools=build_tools(["calculator"])))
+    assert worker.stop_reason is StopReason.MAX_TOKENS
+    assert worker.usage.calls == {"unreadable": 1}
+    assert worker.usage.failed_calls == {"bad_json": 1}
+    assert worker.usage.cost == 1.0
 
 
 def test_a_prompt_that_does_not_fit_the_context_ends_the_episode_and_not_the_run() -> None:

@@ -195,21 +195,23 @@ def usage_is_what_the_tools_saw(run: Play) -> Words:
     for episode, rollout in run.rollouts.items():
         if not isinstance(run.worlds.get(episode), WatchedToolEnv):
             continue
-        answered = Counter(m.name or "unreadable" for m in rollout.messages if m.role == "tool")
         whole = [s for s in rollout.steps if "calls" in s.step_info]
         cut = [s for s in rollout.steps if "calls" not in s.step_info]
-        # A reply that ends the episode, such as one cut at its limit, may hold calls that nobody could read.
-        unread = [c for s in cut[-1:] for c in s.action_taken.get("tool_calls", ()) if isinstance(c.arguments, str)]
+        answered = Counter(m.name or "unreadable" for m in rollout.messages if m.role == "tool")
+        # A call that nobody can read is one too where its own turn ended the episode, and nobody answered it.
+        ended = rollout.stop_reason in (StopReason.TERMINATED, StopReason.REGEX, StopReason.MAX_TOKENS)
+        ended = ended or (rollout.fault or "").startswith("calc_reward: ")  # which is told in the place of the ending
+        last = [c for s in cut[-1:] if ended for c in s.action_taken.get("tool_calls", ())]
+        unread = [c for c in last if isinstance(c.arguments, str)]
         counted = answered + Counter(c.name or "unreadable" for c in unread)
-        if dict(rollout.usage.calls) not in (dict(answered), dict(counted)):
-            yield f"{episode}: {dict(answered)} answered, {dict(rollout.usage.calls)} counted"
+        if dict(counted) != dict(rollout.usage.calls):
+            yield f"{episode}: {dict(counted)} written or answered, {dict(rollout.usage.calls)} counted"
         meant = [c for s in whole for c in s.action_taken["tool_calls"] if is_good(c, run.plan.tools)]
         perhaps = [c for s in cut[-1:] for c in s.action_taken.get("tool_calls", ()) if is_good(c, run.plan.tools)]
         made = [v for v in _of(run, episode) if v.what == "execute"]
         if not len(meant) <= len(made) <= len(meant) + len(perhaps):
             yield f"{episode}: {len(made)} calls made, {len(meant)} told of and {len(perhaps)} cut short"
-        # Every tool costs 0.5, and so does a call that names none: a malformed call is not free.
-        cost = 0.5 * sum(rollout.usage.calls.values())
+        cost = 0.5 * (sum(len(s.action_taken["tool_calls"]) for s in whole) + len(unread))  # malformed ones too
         if rollout.usage.cost != cost:
             yield f"{episode}: cost {rollout.usage.cost}, not {cost}"
 

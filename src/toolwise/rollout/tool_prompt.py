@@ -39,11 +39,10 @@ class ToolPrompt:
     def describe(self) -> str:
         return {
             "template": "tools are shown by the chat template",
-            "system": f"tools are shown in the system message, for the parser {self.form}, as the chat template "
-            "ignores them",
-            "user": f"tools are shown before the first user message, for the parser {self.form}, as the chat template "
-            "ignores them and has no system role",
-            "nowhere": "the model is NOT told of its tools: the chat template ignores them",
+            "system": f"tools are shown in the system message, with calls as the parser {self.form} reads them",
+            "user": f"tools are shown before the first user message, as the chat template has no system role, with "
+            f"calls as the parser {self.form} reads them",
+            "nowhere": "the model is not told of any tools: the chat template ignores them",
         }[self.where]
 
     def arrange(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> list[Message]:

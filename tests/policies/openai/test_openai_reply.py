@@ -120,7 +120,7 @@ def test_a_reply_that_the_server_broke_off_is_no_reply(finish: str, again: bool)
 
 def test_thoughts_that_the_server_took_out_are_in_the_raw_text() -> None:
     reply = read(body(message={"content": "4", "reasoning_content": "2 and 2"}))
-    assert (reply.content, reply.raw) == ("4", "<think>2 and 2</think>4")
+    assert (reply.content, reply.raw, reply.reasoning) == ("4", "<think>2 and 2</think>4", "2 and 2")
 
 
 @pytest.mark.parametrize(

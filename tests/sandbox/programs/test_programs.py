@@ -25,6 +25,7 @@ from toolwise.errors import DataError
 from toolwise.sandbox import SandboxError, report
 from toolwise.sandbox.programs.sandbox import MOST_TEXT, ProgramSandbox
 from toolwise.sandbox.report import Report, probe
+from toolwise.tools import isolation
 
 HERE = Path(__file__).parent
 NOBODY = 65534
@@ -362,6 +363,7 @@ def test_no_threads_or_descriptors_grow() -> None:
         await asyncio.gather(*(sandbox.run("1", folder) for _ in range(times)))
         await sandbox.close_folder(folder)
 
+    isolation.close()  # workers of other tests' tools come and go as they like
     with closing(ProgramSandbox("python", timeout_s=30.0, at_once=2)) as sandbox:
         asyncio.run(go(4))
         before, threads = len(os.listdir("/proc/self/fd")), set(threading.enumerate())

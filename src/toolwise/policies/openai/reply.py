@@ -93,7 +93,7 @@ def _message(choice: dict[str, Any]) -> tuple[Message, str]:
     if not isinstance(value, dict):
         raise ServerError("bad_reply", "the reply has no choices[0].message", again=True)
     try:
-        message = Message.model_validate({**value, "role": "assistant"})
+        message = Message.model_validate({**value, "role": "assistant", "reasoning_content": None})
     except (ValidationError, RecursionError) as fault:
         reason = fault.errors()[0]["msg"] if isinstance(fault, ValidationError) else "nested too deeply"
         raise ServerError("bad_reply", f"choices[0].message cannot be read: {reason}", again=True) from None

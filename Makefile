@@ -16,11 +16,11 @@ demo: $(READY)  ## Train a small agent, live, and show what it learned
 
 # Those of the sandbox come last and alone: they bomb, and they hold deadlines.
 test: $(READY)  ## All tests but the long ones and those of the pages
-	$(BIN)/python -m pytest -n auto --dist loadfile --ignore=tests/sandbox -m 'not long and not docs'
+	$(BIN)/python -m pytest -n auto --dist loadfile --ignore=tests/sandbox --ignore=tests/docs
 	$(BIN)/python -m pytest tests/sandbox
 
 test-docs: $(READY)  ## Every snippet in the README and in docs/, run as it stands
-	$(BIN)/python -m pytest -n auto -m docs
+	$(BIN)/python -m pytest -n auto --dist loadfile tests/docs
 
 test-namespaced: $(READY)  ## What needs bubblewrap (apt install bubblewrap): the sandbox's tier of namespaces
 	@command -v bwrap > /dev/null || { echo 'bubblewrap is missing: apt install bubblewrap' >&2; exit 1; }

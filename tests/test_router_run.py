@@ -281,7 +281,7 @@ def test_the_best_checkpoint_keeps_within_the_budget(tmp_path: Path, monkeypatch
         }
         settings = config(tmp_path, sections=own, cost="calls", budgets=[{"limit": 0.5}])
         run = assemble(settings, validation_tasks=load_tasks(tmp_path / "tasks.jsonl")[:1])
-        asyncio.run(Training(run, tmp_path / "run", resume=True).go())
+        asyncio.run(Training(run, tmp_path / "run", resume=step > 2).go())
         best = checkpoint.best(tmp_path / "run" / "checkpoints", "score")
         assert best is not None
         bests[step] = (best.step, run.progress.best, run.progress.best_overspend)

@@ -129,13 +129,15 @@ def test_checkpoints_are_models_that_plain_transformers_loads(tiny_run: Path, st
 
 def test_start_up_is_shown_step_by_step(tiny_run: Path) -> None:
     lines = (tiny_run.parent / "stdout.txt").read_text(encoding="utf-8").splitlines()
-    assert lines[:7] == [
+    assert lines[:8] == [
         "starting the tools …",
         "starting the sandbox of the reward …",
         "reading the tasks …",
         "importing PyTorch …",
         "loading the model builtin:small …",
         "building the learner …",
+        "advantages: grpo sees the score of each rollout; step rewards do not enter (algorithm.terminal_score = "
+        '"remainder")',
         "validating on 4 held-out tasks before training …",
     ]
 

@@ -31,7 +31,7 @@ def constant(messages, ground_truth):
     return 1.0
 """
 TOOLS = """
-def search(query: str) -> str:
+def search(query: str, documents: list[str] = ()) -> str:
     '''Searches.'''
     raise RuntimeError("the index is gone")
 """

@@ -69,6 +69,17 @@ def test_silence_is_a_timeout(played: Played) -> None:
     assert time.monotonic() - began < 0.5
 
 
+def test_a_print_on_import_that_comes_before_anybody_waits_for_it_is_told(played: Played) -> None:
+    told: list[tuple[str, str]] = []
+    played.worker._on_print = lambda label, text: told.append((label, text))
+    os.write(played.printer, b"loaded\n")
+    played.worker._drain()  # as when the code is loaded while the trainer still reads what hardening said
+    played.say(signature=None)
+    with pytest.raises(WorkerFault):
+        played.worker.load(1.0)
+    assert told == [("on import", "loaded\n")]
+
+
 def test_an_answer_to_another_call_is_refused(played: Played) -> None:
     played.say(id="1", at=0, answers=[{"result": "{}"}], tainted=False)
     assert _kind(played) == "bad_type"

@@ -37,6 +37,7 @@ class Pool:
         self.workers = workers
         self._printed: Printed | None = None
         self._unheard: list[tuple[str, str]] = []
+        self._print_lock = threading.Lock()
         self._start_over()
 
     def _start_over(self) -> None:
@@ -108,17 +109,20 @@ class Pool:
 
     @printed.setter
     def printed(self, printed: Printed | None) -> None:
-        self._printed, unheard = printed, self._unheard
-        if printed is not None:
-            self._unheard = []
-            for label, text in unheard:
-                printed(label, text)
+        with self._print_lock:
+            self._printed = printed
+            unheard = self._unheard if printed is not None else []
+            self._unheard = self._unheard if printed is None else []
+        for label, text in unheard:
+            self._tell(label, text)
 
     def _tell(self, label: str, text: str) -> None:
-        if self._printed is not None:
-            self._printed(label, text)
-        elif len(self._unheard) < UNHEARD:
-            self._unheard.append((label, text))
+        with self._print_lock:
+            printed = self._printed
+            if printed is None and len(self._unheard) < UNHEARD:
+                self._unheard.append((label, text))
+        if printed is not None:
+            printed(label, text)
 
     def _fits(self, process: Process, target: Target) -> bool:
         """Whether a process that is up already can serve `target`: in namespaces it sees one function's files only."""

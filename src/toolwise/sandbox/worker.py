@@ -50,6 +50,7 @@ class Worker:
         """The deadline that loading the user's code set; the first call shares it."""
         self._incoming = frames.Incoming(LARGEST_RESULT)
         self._output = Output()
+        self._output.begin(["on import"])  # which may begin before `load` waits for it
         self._poll = select.poll()
         self._poll.register(process.channel, select.POLLIN)
         self._poll.register(process.output, select.POLLIN)
@@ -77,7 +78,6 @@ class Worker:
     def load(self, timeout_s: float) -> None:
         """Waits until the user's code is loaded. The deadline starts here."""
         self.loaded_by = time.monotonic() + timeout_s
-        self._output.begin(["on import"])
         try:
             said = self._next(self.loaded_by, "be imported")
             if "fault" in said:

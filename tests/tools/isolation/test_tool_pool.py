@@ -210,7 +210,9 @@ def test_closing_ends_calls_that_run_and_those_that_wait(files: list[Target]) ->
         run(where(pool, files[0]))
 
 
-def test_two_loops_at_once_share_a_pool(pool: Pool, files: list[Target]) -> None:
+def test_two_loops_at_once_share_a_pool(files: list[Target]) -> None:
+    pool = Pool(limit=2, most=2)
+
     async def beside() -> list[list[int]]:
         async def many() -> list[int]:
             return await asyncio.gather(*(where(pool, files[0], 0.005) for _ in range(20)))
@@ -218,6 +220,7 @@ def test_two_loops_at_once_share_a_pool(pool: Pool, files: list[Target]) -> None
         return list(await asyncio.gather(asyncio.to_thread(run, many()), asyncio.to_thread(run, many())))
 
     found = run(beside())
+    pool.close()
     assert len({pid for pids in found for pid in pids}) <= 2
 
 

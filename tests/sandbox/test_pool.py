@@ -60,3 +60,14 @@ def test_a_folder_that_was_swept_before_it_was_locked_is_made_again(
     assert root.is_dir()
     assert root not in swept
     os.close(held)
+
+
+def test_folders_of_living_trainers_cost_no_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    root, held = make_root()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        sweep_roots()
+    assert root.exists()
+    assert len(os.listdir("/proc/self/fd")) == before
+    os.close(held)

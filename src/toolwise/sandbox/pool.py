@@ -243,7 +243,11 @@ def make_root() -> tuple[Path, int]:
 
 def _lock(root: Path) -> int:
     held = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # its owner lives
+        os.close(held)
+        raise
     return held
 
 
@@ -255,5 +259,7 @@ def sweep_roots() -> None:
             if not (root / ".lock").exists() and time.time() - root.stat().st_mtime < YOUNG_S:
                 continue  # its owner may be between making it and locking it
             held = _lock(root)
-            remove_folder(root)
-            os.close(held)
+            try:
+                remove_folder(root)
+            finally:
+                os.close(held)

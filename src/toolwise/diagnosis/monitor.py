@@ -13,7 +13,7 @@ from toolwise.diagnosis.weights import PATIENCE, why_unchanged
 from toolwise.types import ScoredRollout
 
 UNCHANGED = "weights_unchanged"
-_UNKNOWN = ("the checkpoint that the run went on from does not say why", "Look at actor/… and groups/… in metrics.jsonl")
+_UNKNOWN = ("the checkpoint that the run began from does not say why", "Look at actor/… and groups/… in metrics.jsonl")
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,6 +108,34 @@ def test_a_forbidden_call_is_an_error_that_the_model_reads(tmp_path: Path) -> No
     assert run.router.learn(scored)["router/cost/mean"] == 0.0
 
 
+def long_rows(file: Path, every: int = 1) -> Path:
+    """Tasks of which one in `every` does not fit the model's context."""
+    rows = [
+        {"prompt": "word " * 5000 * (i % every == 0) + f"What is {i} + 1?", "ground_truth": i + 1} for i in range(6)
+    ]
+    rows = [{**row, "router_target_action": "ANSWER"} for row in rows]
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return file
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_prompt_that_the_router_cannot_read_is_a_typed_outcome(tmp_path: Path, every: int) -> None:
+    rows = str(long_rows(tmp_path / "long.jsonl", every))
+    reward = {"function": "toolwise.demo.reward:small_world_reward", "sandbox": {"tier": "off"}}
+    sections = {"data": {"train": rows, "val": rows, "batch_size": 3}, "reward": reward}
+    sections["rollout"] = {"n": 3, "max_new_tokens": 4}
+    run = assemble(config(tmp_path, steps=2, conditioning="append", warm_start_epochs=1, sections=sections))
+    result = asyncio.run(Training(run, tmp_path / "run", resume=False).go())
+    assert "prompt_too_long" in [finding["kind"] for finding in result.summary["diagnosis"]]
+    assert (result.summary["after"]["n"], result.summary["after"]["prompt_too_long"]) == (6, 6 // every)
+    records = [json.loads(s) for f in (tmp_path / "run/rollouts").glob("step-*.jsonl") for s in f.open()]
+    assert len(records) == 18
+    assert sum(r["stop_reason"] == "prompt_too_long" for r in records) == 18 // every
+    for metrics in map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines()):
+        if "router/prompts" in metrics:
+            assert metrics["router/prompts"] + metrics["router/rollouts_lost"] / 3 == 3
+
+
 def test_labels_of_a_file_are_joined_to_the_tasks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     sections = {"data": {"train": str(tmp_path / "tasks.jsonl"), "val": str(tmp_path / "tasks.jsonl"), "batch_size": 3}}
     config(tmp_path)  # writes the tasks
@@ -246,6 +274,9 @@ def test_the_head_lies_beside_the_weights_and_is_exported_with_them(tmp_path: Pa
         assert torch.equal(a, b)  # in fp32, whatever the model is exported in
     assert told["multipliers"].keys() == {"cost"}
     assert told["router"]["wording"] == "silent"
+    assert (told["rollout"]["max_new_tokens"], told["multi_turn"]["max_turns"]) == (40, 4)
+    (model,) = out.glob("checkpoints/step-000001/model")
+    assert json.loads((model / "router.json").read_text())["rollout"] == told["rollout"]
     with safe_open(export.out / "model.safetensors", framework="pt") as file:
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
     assert json.loads((export.out / "router.json").read_text())["head"]["routes"][0] == "ANSWER"

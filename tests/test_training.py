@@ -228,3 +228,42 @@ def test_what_lies_in_the_folder_is_written_relative_to_it(tmp_path: Path, monke
     data = portable(RunConfig.model_validate({"data": given}), Path("run")).data
     assert (data.train, data.val) == (Path("tasks/train.jsonl"), tmp_path / "val.jsonl")
     assert portable(RunConfig(), Path("run")) == RunConfig()
+
+
+def test_another_best_metric_is_not_compared_with_the_old_one(tiny_run: Path, tmp_path: Path, cli: Cli) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run, run)
+    figures = figures_of(run)
+    assert len(figures) == 2
+    ended = cli("resume", run, "--set", "trainer.total_steps=3", "--set", "trainer.best_metric=-tokens")
+    assert ended.status == 0, ended.err
+    figures |= figures_of(run)
+    assert best_of(run) == max(-found["tokens"] for found in figures.values())
+    ended = cli("resume", run, "--set", "trainer.total_steps=4", "--set", "trainer.best_metric=score")
+    assert ended.status == 0, ended.err
+    kept = figures | figures_of(run)
+    assert best_of(run) in {found["score"] for found in kept.values()}
+
+
+def test_a_metric_that_no_validation_has_leaves_no_best(tiny_run: Path, tmp_path: Path, cli: Cli) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(tiny_run, run)
+    ended = cli("resume", run, "--set", "trainer.total_steps=3", "--set", "trainer.best_metric=no_such")
+    assert ended.status == 0, ended.err
+    assert best_of(run) is None
+
+
+def figures_of(run: Path) -> dict[str, dict[str, float]]:
+    """checkpoint -> figures of its validation"""
+    found = {
+        name: json.loads((run / "checkpoints" / name / "manifest.json").read_bytes()) for name in checkpoints_of(run)
+    }
+    return {name: manifest["figures"] for name, manifest in found.items() if manifest["figures"]}
+
+
+def best_of(run: Path) -> float | None:
+    """By the latest checkpoint."""
+    best: float | None = json.loads((run / "checkpoints" / checkpoints_of(run)[-1] / "progress.json").read_bytes())[
+        "best"
+    ]
+    return best

@@ -295,6 +295,26 @@ class RunConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
 
 
+INFERENCE: dict[str, Any] = {
+    "rollout": {
+        "temperature": True,
+        "max_new_tokens": True,
+        "tool_parser": True,
+        "tool_prompt": True,
+        "grammar": {"regex", "tool_calls"},
+        "on_template_change": True,
+        "max_episode_tokens": True,
+    },
+    "multi_turn": {"enable", "max_turns", "tool_timeout_s", "max_result_chars", "max_invalid_in_a_row"},
+}
+"""Settings that a trained agent needs wherever it is used: neither paths nor what only a machine or training needs."""
+
+
+def inference_settings(config: RunConfig) -> dict[str, Any]:
+    """What is recorded beside an agent's weights, as a configuration says it."""
+    return config.model_dump(mode="json", include=INFERENCE, exclude_none=True)
+
+
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """A run from a TOML or YAML file and `a.b=c` overrides.
 

@@ -61,6 +61,10 @@ class Progress:
         """Of the best validation, as `checkpoint.rank` ranks them."""
         return None if self.best is None else (self.best_overspend, -self.best)
 
+    @best_rank.setter
+    def best_rank(self, rank: tuple[float, float] | None) -> None:
+        self.best_overspend, self.best = (0.0, None) if rank is None else (rank[0], -rank[1])
+
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -30,6 +30,7 @@ from toolwise.records import record_of, write_records, write_whole
 from toolwise.rewards.printed import PrintedLog
 from toolwise.run import Run
 from toolwise.run_changes import (
+    Change,
     changes_since,
     check_same_run,
     portable,
@@ -165,7 +166,7 @@ class Training:
             known, name = ", ".join(sorted(self._figures)), trainer.best_metric.removeprefix("-")
             log.warning("trainer.best_metric is %r, and the validation reports: %s", name, known)
         elif progress.best_rank is None or found < progress.best_rank:
-            progress.best_overspend, progress.best = found[0], -found[1]
+            progress.best_rank = found
 
     def _tell(self, changes: Changes) -> None:
         """Findings on the console, or in the log where there is none, and in the folder for the report."""
@@ -249,8 +250,10 @@ class Training:
         check_folder(self.out, self.run.config, resume=resume)  # again: somebody may have been here in between
         found = find_checkpoint(self.out / "checkpoints")
         if found is not None:
-            self._note_changes(found)
+            changes = self._note_changes(found)
             self.run.registry().load_state_dict(found.state())
+            if {"trainer.best_metric", "trainer.keep_best"} & {change.key for change in changes}:
+                self._find_the_best(found.step)
             self.run.learner.load_weights(found.path / "model")
             self.run.policy.version = self.run.learner.version
         step = found.step if found is not None else -1
@@ -262,12 +265,20 @@ class Training:
         write_whole(self.out / "config.toml", to_toml(portable(self.run.config, self.out)).encode())
         return step
 
-    def _note_changes(self, found: checkpoint.Checkpoint) -> None:
+    def _note_changes(self, found: checkpoint.Checkpoint) -> list[Change]:
         """Settings that differ from those the checkpoint was made under are said, and recorded with its step."""
         changes = changes_since(found.facts.get("settings"), self.run.config, self.out)
         record_changes(self.out, found.step, changes)
         if changes:
             log.warning("resumed at step %d with changed settings: %s", found.step, ", ".join(map(str, changes)))
+        return changes
+
+    def _find_the_best(self, step: int) -> None:
+        """The best validation by the present `trainer.best_metric` among those whose checkpoints are kept."""
+        trainer, progress = self.run.config.trainer, self.run.progress
+        kept = checkpoint.kept_figures(self.out / "checkpoints", step)
+        ranks = [rank for figures in kept if (rank := checkpoint.rank(figures, trainer.best_metric)) is not None]
+        progress.best_rank = min(ranks, default=None)
 
     @contextmanager
     def _stop_on_signal(self) -> Iterator[None]:

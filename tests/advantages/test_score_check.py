@@ -55,6 +55,19 @@ def earned_less_time(rng: np.random.Generator) -> tuple[float, list[float]]:
     return total - 0.7 * len(steps), steps
 
 
+def rounded(draw: Draw, decimals: int) -> Draw:
+    def found(rng: np.random.Generator) -> tuple[float, list[float]]:
+        score, steps = draw(rng)
+        return round(score, decimals), steps
+
+    return found
+
+
+def bonus_without_price(rng: np.random.Generator) -> tuple[float, list[float]]:
+    bonus = 0.2 * right(rng, 0.8)
+    return right(rng) + bonus, [bonus, *calls(rng, 0.05, 3)]
+
+
 CONTAINED: dict[str, Draw] = {
     "a price a call": lambda rng: priced(rng, 0.05),
     "a price a call, all right": lambda rng: priced(rng, 0.05, 1.0),
@@ -66,6 +79,10 @@ CONTAINED: dict[str, Draw] = {
     "the world's own rewards": earned,
     "the world's own rewards, less time": earned_less_time,
     "nearly always right": lambda rng: priced(rng, 0.1, 0.97, 1),
+    "rounded to one decimal": rounded(lambda rng: priced(rng, 0.004, most=30), 1),
+    "rounded to half of a price": rounded(lambda rng: priced(rng, 0.05), 1),
+    "a judge and a price, rounded to one decimal": rounded(judged, 1),
+    "a judge and a price, rounded to two": rounded(judged, 2),
     "rounding": lambda rng: ((found := priced(rng, 0.1))[0] + 1e-15, found[1]),
 }
 
@@ -76,6 +93,10 @@ NOT_CONTAINED: dict[str, Draw] = {
     "right or wrong beside a world of 0 to 100": lambda rng: (right(rng), rng.uniform(0, 25, 4).tolist()),
     "right or wrong beside 100 for all": lambda rng: (right(rng), [60.0, 40.0]),
     "a judge beside a world of 0 to 100": lambda rng: (float(rng.random()), rng.uniform(0, 25, 4).tolist()),
+    "never right beside 100 for all": lambda rng: (0.0, [100.0]),
+    "never right, at a price of 100 for all": lambda rng: (0.0, [-60.0, -40.0]),
+    "half points beside a price a call": lambda rng: (float(rng.integers(0, 3)) / 2, calls(rng, 0.05)),
+    "contains a bonus and not the price": bonus_without_price,
     "right or wrong beside a point a step": lambda rng: (right(rng), [1.0] * int(rng.integers(1, 6))),
 }
 
@@ -120,6 +141,7 @@ def test_it_says_what_it_saw(step: Step, rollout: Make) -> None:
     same = "here rollouts of one task have the same score and different step rewards"
     assert same in first("right or wrong beside a price a call")
     assert "here step rewards vary" in first("a judge beside a world of 0 to 100")
+    assert "up to 100 away from 0, where all scores are 0" in first("never right beside 100 for all")
     assert "up to 100 away from 0, where scores lie between 0 and 1" in first("right or wrong beside 100 for all")
 
 

@@ -115,3 +115,24 @@ def test_a_run_s_folder_is_rolled_out_with_its_latest_weights(cli: Cli, tiny_run
     scripted = ["--policy", "scripted", "--script", tmp_path / "script.json"]
     ended = cli("rollout", tiny_run, "-n", 1, *scripted, "--out", tmp_path / "scripted")
     assert ended.status == 0, ended.err
+
+
+def test_a_model_is_not_rolled_out_without_the_tools_it_was_trained_with(
+    cli: Cli, tiny_run: Path, config: Path, tmp_path: Path
+) -> None:
+    (model,) = tiny_run.glob("checkpoints/step-000002/model")
+    plain = tmp_path / "plain.jsonl"
+    plain.write_text('{"prompt": "What is 2 + 2?", "ground_truth": "4"}\n')
+    fewer = ("--set", 'tools=["calculator"]', "--data", plain, "--out", tmp_path / "out")
+    for source in ((tiny_run,), (config, "--model", model), (config, "--set", f"model.path={model}")):
+        ended = cli("rollout", *source, *fewer)
+        assert ended.status == 2
+        (line,) = ended.err.strip().splitlines()
+        assert "was trained with the tools calculator, search; missing here: search" in line
+        assert "multi_turn.enable=false" in line
+        assert not (tmp_path / "out").exists()
+    for number, on_purpose in enumerate((("--set", "multi_turn.enable=false"), ("--policy", "scripted"))):
+        (tmp_path / "script.json").write_text('["Answer: 1"]')
+        given = (*fewer[:-1], tmp_path / f"out{number}", "--script", tmp_path / "script.json", "-n", 1)
+        ended = cli("rollout", tiny_run, *given, *on_purpose)
+        assert ended.status == 0, ended.err

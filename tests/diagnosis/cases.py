@@ -27,6 +27,7 @@ def scored(
     rewards: Sequence[float | None] = (None,),
     valid: bool = True,
     fault: str | None = None,
+    action_valid: bool = True,
 ) -> ScoredRollout:
     """One rollout with a step for each of `rewards`."""
     tokens = {"prompt_ids": [1], "token_ids": [2], "logprobs": [-1.0], "finish_reason": finish}
@@ -38,6 +39,7 @@ def scored(
             resulting_messages_history=[],
             policy_logprobs=tokens,
             base_reward=reward,
+            step_info={"is_action_valid": action_valid},
         )
         for place, reward in enumerate(rewards)
     )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from itertools import count
+from typing import Any
 
 import pytest
 from tests.diagnosis.cases import DROPPED, UPDATED, config, scored, too_long
 
+from toolwise.config import RunConfig
 from toolwise.diagnosis import Changes, Diagnosis, Finding
 from toolwise.types import ScoredRollout, StopReason
 
@@ -21,14 +23,15 @@ def after(
     *,
     metrics: Mapping[str, float] = UPDATED,
     weights: Sequence[str] = ("before", "after"),
+    settings: RunConfig = SETTINGS,
 ) -> tuple[Diagnosis, list[Changes]]:
     """A diagnosis that has seen `steps`; `weights` are the checksums, the last one for ever."""
     diagnosis = diagnosis or Diagnosis()
     sums = (weights[min(place, len(weights) - 1)] for place in count())
     changes = []
     for step, rollouts in enumerate(steps, diagnosis.steps + 1):
-        diagnosis.before_step(SETTINGS, lambda: next(sums))
-        changes.append(diagnosis.after_step(SETTINGS, step, rollouts, metrics, lambda: next(sums)))
+        diagnosis.before_step(settings, lambda: next(sums))
+        changes.append(diagnosis.after_step(settings, step, rollouts, metrics, lambda: next(sums)))
     return diagnosis, changes
 
 
@@ -85,6 +88,37 @@ def test_rewards_that_are_equal_within_a_step_and_not_between_steps_are_not_cons
 def test_step_rewards_that_differ_are_something_to_learn_from() -> None:
     steps = [[scored(0.5, rewards=(-0.1,)), scored(0.5, rewards=(-0.1, -0.1))]] * 3
     assert kinds(after(steps)[0]) == []
+
+
+BUDGET = {"enable": True, "train_actor": False, "budgets": [{"limit": 0.1}]}
+PRICED = {"enable": True, "price_rollouts": True}
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"router": BUDGET}, []),
+        ({"router": {"enable": True, "train_actor": False, "label_coef": 1.0}}, []),
+        ({"router": {"enable": True, "train_actor": False}}, ["constant_reward"]),
+        ({"router": {**BUDGET, "train_actor": True}}, ["constant_reward"]),
+        ({"algorithm": {"rlvcr": {**PRICED, "budget": {"price": 0.01}}}}, []),
+        ({"algorithm": {"rlvcr": {**PRICED, "budget": {"limit": 20}}}}, []),
+        ({"algorithm": {"rlvcr": PRICED}}, ["constant_reward"]),
+        ({"algorithm": {"adv_estimator": "rlvcr", "rlvcr": {"enable": True}}}, []),
+        ({"algorithm": {"adv_estimator": "rlvcr", "rlvcr": {"enable": True, "gate": "signed"}}}, ["constant_reward"]),
+    ],
+)
+def test_equal_rewards_are_no_finding_where_prices_or_thoughts_teach(sections: Any, told: list[str]) -> None:
+    assert kinds(after([CONSTANT] * 3, settings=config(**sections))[0]) == told
+
+
+def test_rewards_are_compared_as_advantages_compare_them() -> None:
+    mixed = [[scored(0.5), scored(0.5, action_valid=False)]] * 3
+    assert kinds(after(mixed)[0]) == ["constant_reward"]
+    assert kinds(after(mixed, settings=config(algorithm={"invalid_action_penalty": 0.1}))[0]) == []
+    longer = [[scored(0.5), scored(0.5, rewards=(None, None))]] * 3
+    assert kinds(after(longer)[0]) == ["constant_reward"]
+    assert kinds(after(longer, settings=config(algorithm={"default_step_reward": -0.1}))[0]) == []
 
 
 def test_one_reply_that_ends_is_enough_only_among_few() -> None:
@@ -200,3 +234,13 @@ def test_a_checkpoint_without_a_diagnosis_is_watched_from_where_it_is() -> None:
     diagnosis = Diagnosis()
     diagnosis.load_state_dict({})
     assert kinds(after([CONSTANT] * 3, diagnosis)[0]) == ["constant_reward"]
+
+
+def test_a_state_of_another_version_is_read_as_far_as_it_is_known() -> None:
+    older, newer = Diagnosis(), Diagnosis()
+    older.load_state_dict({"updated": False, "steps": 3, "findings": []})
+    (finding,) = older.end(3).found
+    assert (finding.kind, finding.step) == ("weights_unchanged", 3)
+    assert "does not say why" in finding.cause
+    newer.load_state_dict({"findings": [{"kind": "x", "cause": "c", "cure": "d", "step": 1, "new": 2}], "new": 3})
+    assert newer.findings == [Finding("x", "c", "d", 1)]

@@ -81,6 +81,16 @@ def test_a_question_that_does_not_fit_is_not_answered_with_the_prompt_s_own_word
     assert answered.rollout.stop_reason is StopReason.PROMPT_TOO_LONG
 
 
+def test_a_question_that_the_router_cannot_read_is_a_typed_outcome(make_routed: Any) -> None:
+    agent = RoutedAgent.load(make_routed(bias=[0.0, -1.0, 2.0], conditioning="append"), tools=["calculator"])
+    for route in ("auto", "calculate"):
+        answered = agent.ask("word " * 5000, route=route)
+        assert answered.rollout.stop_reason is StopReason.PROMPT_TOO_LONG
+        assert "do not fit the model's 4096" in (answered.rollout.fault or "")
+        assert (answered.text, answered.cost, dict(answered.odds), answered.with_tools_s) == ("", 0.0, {}, None)
+    assert agent.ask(SUM).text == "Answer: 3087"
+
+
 def test_it_can_be_asked_where_a_loop_is_running(agent: RoutedAgent) -> None:
     async def notebook() -> str:
         return agent.ask(SUM).text

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 from toolwise import checkpoint
+from toolwise.config import INFERENCE, RunConfig, inference_settings, load_config
 from toolwise.errors import CheckpointError, ConfigError, DataError
+from toolwise.exporting import export_model
+from toolwise.routed.agent import RoutedAgent
 from toolwise.routed.loading import find_routed, load_routing, read_documents
 from toolwise.tools.search.tool import SearchTool
 
@@ -87,3 +91,41 @@ def test_documents_that_are_none_are_refused(tmp_path: Path, name: str, content:
         (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=name):
         read_documents(tmp_path / name)
+
+
+OWN = """
+tools = ["calculator", "search"]
+[rollout]
+max_new_tokens = 16
+tool_prompt = "system"
+tool_parser = "qwen"
+temperature = 0.5
+[multi_turn]
+max_turns = 2
+[router]
+enable = true
+wording = "silent"
+"""
+
+
+def test_an_exported_agent_rolls_out_as_its_run_did(run_folder: Path, tmp_path: Path) -> None:
+    (run_folder / "config.toml").write_text(OWN)
+    out = export_model(run_folder, tmp_path / "exported").out
+    loaded = load_routing(out, tools=["calculator", "search"])
+    for name in INFERENCE:
+        assert getattr(loaded.config, name) == getattr(load_config(run_folder / "config.toml"), name)
+    assert (loaded.policy.sampling.max_new_tokens, loaded.policy.chat.tool_prompt.where) == (16, "system")
+    told = RoutedAgent(loaded).scheduler.max_episode_steps
+    assert told == 2
+    assert find_routed(out, ["rollout.max_new_tokens=8"])[0].rollout.max_new_tokens == 8
+
+
+def test_an_export_of_an_earlier_version_loads_with_defaults(routed: Path) -> None:
+    assert json.loads((routed / "router.json").read_text()).keys().isdisjoint(INFERENCE)
+    assert find_routed(routed)[0].rollout == RunConfig().rollout
+
+
+def test_no_path_of_the_machine_is_exported(tmp_path: Path) -> None:
+    (tmp_path / "turn.json").write_text("{}")
+    config = RunConfig.model_validate({"rollout": {"grammar": {"json_schema": str(tmp_path / "turn.json")}}})
+    assert str(tmp_path) not in json.dumps(inference_settings(config))

@@ -2,7 +2,7 @@
 and resumes from the latest. Tensors are in safetensors files, the rest in JSON; nothing is pickled."""
 
 from toolwise.checkpoint.files import make_folder, sync
-from toolwise.checkpoint.loading import OVERSPEND, Checkpoint, best, latest, load, rank
+from toolwise.checkpoint.loading import OVERSPEND, Checkpoint, best, kept_figures, latest, load, rank
 from toolwise.checkpoint.locking import FolderLock
 from toolwise.checkpoint.manifest import MANIFEST, digest
 from toolwise.checkpoint.randomness import Randomness
@@ -18,6 +18,7 @@ __all__ = [
     "Registry",
     "best",
     "digest",
+    "kept_figures",
     "latest",
     "load",
     "make_folder",

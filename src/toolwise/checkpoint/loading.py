@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolwise.checkpoint.files import newest_first
-from toolwise.checkpoint.manifest import Manifest, read_manifest, verify
+from toolwise.checkpoint.manifest import Manifest, glance, read_manifest, verify
 from toolwise.errors import CheckpointError
 from toolwise.serialization import decode
 
@@ -74,6 +74,12 @@ def best(folder: str | os.PathLike[str], figure: str, *, warnings_out: list[str]
         except CheckpointError as error:
             _pass_over(error, warnings_out)
     return _first_whole((path for path, _ in best_first(found, figure)), warnings_out)
+
+
+def kept_figures(folder: str | os.PathLike[str], step: int) -> list[Mapping[str, float]]:
+    """The validation figures of every checkpoint in `folder` up to `step` whose files are all there."""
+    found = [glance(path) for path in newest_first(Path(folder))]
+    return [manifest.figures for manifest in found if manifest is not None and manifest.step <= step]
 
 
 def best_first(found: Iterable[tuple[Path, Manifest]], figure: str) -> list[tuple[Path, Manifest]]:

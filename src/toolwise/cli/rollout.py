@@ -21,7 +21,14 @@ if TYPE_CHECKING:
     from toolwise.config import RunConfig
     from toolwise.protocols import AgentPolicy
     from toolwise.rollout.request import AsyncRolloutRequest
+    from toolwise.tools.base import BaseTool
     from toolwise.types import Rollout, ScoredRollout, Task
+
+
+WITH_TOOLS = (
+    "add them to `tools` in the configuration (--set 'tools=[\"NAME\"]'), or set multi_turn.enable=false to go without "
+    "tools on purpose"
+)
 
 
 class PolicyKind(StrEnum):
@@ -56,9 +63,10 @@ def rollout(
     else:
         found = load_config(source / "config.toml" if source.is_dir() else source, overrides or [])
     tasks = _tasks(found, data)[:count]
+    tools = _tools(found, tasks, model if policy is PolicyKind.LOCAL else None)
     deciding = _policy(found, policy, model, base_url, api_key_env, script)
     folder = out or new_folder("rollouts")
-    scored = _roll_out(found, deciding, tasks, each, do_sample=found.rollout.do_sample and not greedy)
+    scored = _roll_out(found, deciding, tools, tasks, each, do_sample=found.rollout.do_sample and not greedy)
     write_records(folder, "rollouts", scored, [])
     _summarize(scored)
     typer.echo(f"written: {folder / 'rollouts.jsonl'}")
@@ -72,6 +80,21 @@ def _tasks(config: RunConfig, data: Path | None) -> list[Task]:
     if file is None:
         raise ConfigError("the configuration names neither data.val nor data.train: add --data FILE")
     return load_tasks(file)
+
+
+def _tools(config: RunConfig, tasks: list[Task], model: str | None) -> dict[str, BaseTool]:
+    """Those of the configuration, which must have all that the tasks want and that a `model` of ours knows."""
+    from toolwise.models import locate
+    from toolwise.run import check_tools
+    from toolwise.tools.catalog import build_tools
+    from toolwise.tools.record import check_recorded_tools
+
+    tools = build_tools(config.tools)
+    for task in tasks:
+        check_tools(task, tools)
+    if model is not None and config.multi_turn.enable:
+        check_recorded_tools(Path(locate(model or config.model.path)), tools, WITH_TOOLS)
+    return tools
 
 
 def _policy(
@@ -108,7 +131,7 @@ def _policy(
 
 
 def _roll_out(
-    config: RunConfig, policy: AgentPolicy, tasks: list[Task], each: int, *, do_sample: bool
+    config: RunConfig, policy: AgentPolicy, tools: dict[str, BaseTool], tasks: list[Task], each: int, *, do_sample: bool
 ) -> list[ScoredRollout]:
     from dataclasses import replace
 
@@ -117,13 +140,9 @@ def _roll_out(
     from toolwise import waiting
     from toolwise.diagnosis import evaluation_findings
     from toolwise.routing.direct import DirectRouter
-    from toolwise.run import build_scheduler, check_tools
+    from toolwise.run import build_scheduler
     from toolwise.scoring import build_scoring
-    from toolwise.tools.catalog import build_tools
 
-    tools = build_tools(config.tools)
-    for task in tasks:
-        check_tools(task, tools)
     scoring = build_scoring(config.reward) if config.reward.function or config.reward.parts else None
     console = Console()
 

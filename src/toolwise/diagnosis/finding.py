@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 
@@ -22,3 +23,8 @@ class Finding:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    @classmethod
+    def from_json(cls, written: Mapping[str, Any]) -> Finding:
+        """What another version wrote beside the fields of this one is left out."""
+        return cls(**{part.name: written[part.name] for part in fields(cls)})

@@ -13,6 +13,7 @@ from toolwise.diagnosis.weights import PATIENCE, why_unchanged
 from toolwise.types import ScoredRollout
 
 UNCHANGED = "weights_unchanged"
+_UNKNOWN = ("the checkpoint that the run began from does not say why", "Look at actor/… and groups/… in metrics.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class Diagnosis:
         for symptom in SYMPTOMS:
             if symptom.kind in self.healthy:
                 continue
-            seen = symptom.evidence(scored)
+            seen = symptom.evidence(scored, config)
             if seen is None or self.evidence.setdefault(symptom.kind, seen) != seen:
                 self.healthy.append(symptom.kind)
                 changes.withdrawn.extend(self._withdraw(symptom.kind))
@@ -92,7 +93,7 @@ class Diagnosis:
         return self._added(self._unchanged(step) if self.updated is False and self.steps else None)
 
     def _unchanged(self, step: int) -> Finding:
-        cause, cure = self.why
+        cause, cure = self.why or _UNKNOWN
         steps = f"{self.steps} steps" if self.steps != 1 else "1 step"
         return Finding(UNCHANGED, f"No weight of the actor has changed in {steps}: {cause}", cure, step)
 
@@ -118,4 +119,4 @@ class Diagnosis:
         for part in fields(self):
             if part.name in state:
                 setattr(self, part.name, state[part.name])
-        self.findings = [Finding(**finding) for finding in state.get("findings", [])]
+        self.findings = [Finding.from_json(finding) for finding in state.get("findings", [])]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from toolwise.advantages.step_rewards import SETTINGS, totals_of
 from toolwise.config import RunConfig
 from toolwise.diagnosis.finding import Finding
 from toolwise.types import Rollout, ScoredRollout, StopReason
@@ -22,15 +23,37 @@ class Symptom:
     """`evidence` of one step, None where it is healthy; `explain` it once all the first steps gave the same."""
 
     kind: str
-    evidence: Callable[[Sequence[ScoredRollout]], str | None]
+    evidence: Callable[[Sequence[ScoredRollout], RunConfig], str | None]
     explain: Callable[[str, int, RunConfig], tuple[str, str]]
     """(evidence, rollouts so far, settings) -> cause, cure"""
 
 
-def _equal_rewards(scored: Sequence[ScoredRollout]) -> str | None:
+def _equal_rewards(scored: Sequence[ScoredRollout], config: RunConfig) -> str | None:
+    """Rewards as advantages compare them: with the default reward of a step and the price of an invalid action."""
     counted = [s for s in scored if s.trainable]
-    rewards = {(s.score, *(step.base_reward for step in s.steps if step.base_reward is not None)) for s in counted}
-    return repr(counted[0].score) if len(counted) > 1 and len(rewards) == 1 else None
+    if len(counted) < 2 or _equal_rewards_teach(config, counted[0].score):
+        return None
+    totals = totals_of(counted, **{name: getattr(config.algorithm, name) for name in SETTINGS}).tolist()
+    rewards = {
+        (s.score, total, *(step.base_reward for step in s.steps if step.base_reward is not None))
+        for s, total in zip(counted, totals, strict=True)
+    }
+    return repr(counted[0].score) if len(rewards) == 1 else None
+
+
+def _equal_rewards_teach(config: RunConfig, score: float) -> bool:
+    """Whether rewards that all equal `score` leave something to learn: what routes cost or are labelled, for a router
+    that learns alone; else what thinking costs, or what a thinking level is worth."""
+    router, algorithm, rlvcr = config.router, config.algorithm, config.algorithm.rlvcr
+    if not router.train_actor:
+        return bool(router.budgets) or router.label_coef > 0.0
+    if not rlvcr.enable:
+        return False
+    if rlvcr.price_rollouts and (rlvcr.budget.price > 0.0 or rlvcr.budget.limit is not None):
+        return True
+    thought_over = rlvcr.steps != "mixed" and rlvcr.share > 0.0 and rlvcr.step_advantage_w != 0.0
+    not_gated = rlvcr.gate == "none" or (rlvcr.success_score is not None and score >= rlvcr.success_score)
+    return algorithm.adv_estimator == "rlvcr" and rlvcr.combine == "additive" and thought_over and not_gated
 
 
 def _explain_equal_rewards(score: str, rollouts: int, config: RunConfig) -> tuple[str, str]:
@@ -42,7 +65,7 @@ def _explain_equal_rewards(score: str, rollouts: int, config: RunConfig) -> tupl
     )
 
 
-def _cut(scored: Sequence[ScoredRollout]) -> str | None:
+def _cut(scored: Sequence[ScoredRollout], _: RunConfig) -> str | None:
     acted = [s.rollout for s in scored if s.rollout.steps]
     return "cut" if acted and sum(map(_is_cut, acted)) >= NEARLY_ALL * len(acted) else None
 
@@ -60,7 +83,7 @@ def _explain_cut(_: str, rollouts: int, config: RunConfig) -> tuple[str, str]:
     )
 
 
-def _faults(scored: Sequence[ScoredRollout]) -> str | None:
+def _faults(scored: Sequence[ScoredRollout], _: RunConfig) -> str | None:
     bad = (StopReason.POLICY_FAULT, StopReason.ENV_FAULT, StopReason.DEADLINE)
     return "faults" if scored and all(s.rollout.stop_reason in bad for s in scored) else None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -9,11 +10,12 @@ from pathlib import Path
 
 from toolwise import checkpoint
 from toolwise.checkpoint import Checkpoint
-from toolwise.config import RunConfig, load_config
+from toolwise.config import RunConfig, inference_settings, load_config
 from toolwise.errors import CheckpointError, ConfigError, ModelError
 from toolwise.exporting.card import model_card
 from toolwise.exporting.weights import convert, describe
 from toolwise.models import load_model
+from toolwise.routed.calibration import FACTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,7 @@ def _fill(aside: Path, found: Checkpoint, config: RunConfig, run: Path, dtype: s
             target.mkdir()
         else:
             shutil.copyfile(path, target)
+    _record_settings(aside, config)
     saved_in = describe(aside)
     if dtype is not None and dtype != saved_in:
         convert(aside, dtype)
@@ -107,6 +110,17 @@ def _fill(aside: Path, found: Checkpoint, config: RunConfig, run: Path, dtype: s
     except ModelError as fault:
         raise ModelError(f"what was exported does not load, so it was removed again: {fault}") from fault
     return saved_in
+
+
+def _record_settings(folder: Path, config: RunConfig) -> None:
+    """How a routed agent rolls out, for checkpoints of earlier versions, which do not say it themselves."""
+    file = folder / FACTS
+    if file.is_file():
+        try:
+            facts = inference_settings(config) | json.loads(file.read_text(encoding="utf-8"))
+        except (ValueError, TypeError) as fault:
+            raise CheckpointError(f"{file.name} of the checkpoint cannot be read ({fault}): take another one") from None
+        file.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_generation_config(folder: Path) -> None:

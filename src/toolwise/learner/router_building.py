@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolwise.config import RunConfig
+from toolwise.config import RunConfig, inference_settings
 from toolwise.envs.tool_env import spec_of
 from toolwise.errors import ConfigError
 from toolwise.learner.optimizer import Optimizer
@@ -110,7 +110,7 @@ def build_router(
         ),
         seed=config.seed,
         tasks=tasks,
-        facts={"router": router.model_dump(mode="json", exclude={"labels"})},
+        facts={"router": router.model_dump(mode="json", exclude={"labels"}), **inference_settings(config)},
     )
 
 

@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from toolwise import waiting
-from toolwise.errors import ConfigError
+from toolwise.errors import ConfigError, ContextFullError
 from toolwise.messages import Message, as_messages
+from toolwise.rollout.request import AsyncRolloutRequest
 from toolwise.routed.capped import OVER_BUDGET, CappedEnv
 from toolwise.routed.loading import load_routing
 from toolwise.routed.routing import Routing
 from toolwise.routing.actions import ROUTES, RouteAction
 from toolwise.run import build_scheduler, check_tools
-from toolwise.types import Rollout, Task
+from toolwise.types import Rollout, StopReason, Task
 
 Question = str | Sequence[Message | Mapping[str, Any]] | Task
 
@@ -33,7 +34,7 @@ class Answered:
     """The agent's last words."""
     route: str
     odds: Mapping[str, float]
-    """route -> how likely the router thought it"""
+    """route -> how likely the router thought it; empty where the question is too long for the router to read"""
     cost: float
     """Of the calls that were served, in the unit of the budget."""
     calls: Mapping[str, int]
@@ -90,28 +91,39 @@ class RoutedAgent:
 
         `budget` is what questions may cost on average: the router is held to it by the threshold that was calibrated
         for it. `cap` is what this one may cost at most: calls beyond it are refused, and the model is told. `route`
-        takes the choice out of the router's hands.
+        takes the choice out of the router's hands. A question too long to be read is not answered: the rollout's
+        `stop_reason` is then `prompt_too_long`.
         """
         began = time.perf_counter()
         task = self._task(question)
         check_tools(task, dict(self.routing.tools))
-        (weighed,) = await self.routing.weigh_in_engine([task])
-        if route == "auto":
-            chosen = self.routing.choose(weighed, task, budget=budget, seed=seed)
+        named = None if route == "auto" else RouteAction.parse(route)
+        too_long: ContextFullError | None = None
+        try:
+            (weighed,) = await self.routing.weigh_in_engine([task])
+            odds = {name.value: share for name, share in zip(ROUTES, weighed.probs, strict=True)}
+            chosen = named or self.routing.choose(weighed, task, budget=budget, seed=seed)
+        except ContextFullError as full:
+            # Under a route that was named, the prompt may be a shorter one.
+            odds, chosen, too_long = {}, named or RouteAction.ANSWER, None if named else full
+        request = self._request(task, chosen, cap, do_sample, seed)
+        if too_long is None:
+            await request.run()
         else:
-            chosen = RouteAction.parse(route)
-        rollout, refused = await self._roll_out(task, chosen, cap, do_sample, seed)
-        known = self.routing.calibration
+            request.stop(StopReason.PROMPT_TOO_LONG, str(too_long))
+            await request.finish()
+        rollout = request.finished()
+        known, direct = self.routing.calibration, chosen is RouteAction.ANSWER and not rollout.unanswered
         return Answered(
             text=_last_words(rollout),
             route=chosen.value,
-            odds={name.value: odds for name, odds in zip(ROUTES, weighed.probs, strict=True)},
+            odds=odds,
             cost=self.routing.cost_of(rollout),
             calls=dict(rollout.usage.calls),
-            refused=refused,
+            refused=rollout.usage.failed_calls.get(OVER_BUDGET, 0),
             seconds=time.perf_counter() - began,
             rollout=rollout,
-            with_tools_s=known.with_tools_s if known is not None and chosen is RouteAction.ANSWER else None,
+            with_tools_s=known.with_tools_s if known is not None and direct else None,
         )
 
     def ask(self, question: Question, **how: Any) -> Answered:
@@ -124,18 +136,16 @@ class RoutedAgent:
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(work).result()
 
-    async def _roll_out(
+    def _request(
         self, task: Task, route: RouteAction, cap: float | None, do_sample: bool, seed: int
-    ) -> tuple[Rollout, int]:
+    ) -> AsyncRolloutRequest:
         (request,) = self.scheduler.requests([self.routing.decide(task, route, seed=seed)], do_sample=do_sample)
         if cap is not None:
             if not cap >= 0:
                 raise ConfigError(f"the cap is {cap}: give a number from 0 up")
             families = self.routing.families_of(task)
             request.env = CappedEnv(request.env, cap, lambda calls: self.routing.price_of(calls, families))
-        await request.run()
-        rollout = request.finished()
-        return rollout, rollout.usage.failed_calls.get(OVER_BUDGET, 0)
+        return request
 
     def _task(self, question: Question) -> Task:
         if isinstance(question, Task):

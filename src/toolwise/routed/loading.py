@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from toolwise import checkpoint
-from toolwise.config import RunConfig, load_config
+from toolwise.config import INFERENCE, RunConfig, load_config
 from toolwise.data.files import read_rows
 from toolwise.errors import CheckpointError, ConfigError, DataError
 from toolwise.routed.calibration import FACTS, calibration_of
@@ -87,7 +87,9 @@ def find_routed(source: Path, overrides: Sequence[str] = ()) -> tuple[RunConfig,
 def _exported(folder: Path, overrides: Sequence[str]) -> RunConfig:
     try:
         facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-        settings = {"router": facts.get("router") or {}}
+        settings = {
+            name: facts.get(name) or {} for name in ("router", *INFERENCE)
+        }  # older exports have the router alone
     except (OSError, ValueError, AttributeError) as fault:
         raise CheckpointError(f"{folder / FACTS} cannot be read ({fault}): export the model again") from None
     return build(RunConfig, apply_overrides(settings, overrides), source=str(folder / FACTS))

@@ -7,12 +7,14 @@ they earned and cost. What weighs prompts stands behind `RouterModel`; here are 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
+from toolwise.errors import ContextFullError
 from toolwise.protocols import Metrics
 from toolwise.routing.actions import MIXED, ROUTES, RouteAction, Target, parse_target
 from toolwise.routing.baselines import KindScale, RunningBaseline
@@ -27,6 +29,9 @@ from toolwise.routing.prompts import allowed_tools
 from toolwise.routing.usage import counts_text, usage_of
 from toolwise.tools.base import BaseTool
 from toolwise.types import Rollout, RouteDecision, ScoredRollout, Task
+
+_UNREAD = Weighed((-math.log(len(ROUTES)),) * len(ROUTES))
+"""For a prompt that the head has not seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +85,16 @@ class LearnedRouter:
     def decide(
         self, tasks: Sequence[Task], n: int, step: int, *, label: str = "step", explore: bool = True
     ) -> list[RouteDecision]:
-        """One decision for each (prompt, route). With `explore=False` each prompt gets one route, and is forgotten."""
+        """One decision for each (prompt, route). With `explore=False` each prompt gets one route, and is forgotten.
+
+        A prompt that does not fit the context gets routes at random, and nothing is learned from them: its rollouts end
+        as `prompt_too_long`."""
         if explore:
             self.warm_start()
-        prompts = [self.prompt_of(task) for task in tasks]
-        weighed = self.model.weigh(prompts, self.multipliers, settled=not explore)
+        weighed = self._weigh([self.prompt_of(task) for task in tasks], settled=not explore)
         decisions: list[RouteDecision] = []
-        for place, (task, found) in enumerate(zip(tasks, weighed, strict=True)):
+        for place, (task, read) in enumerate(zip(tasks, weighed, strict=True)):
+            found = read if read is not None else _UNREAD
             prompt_id = f"{label}-{step}/{place}/{task.task_id}"
             rng = Random(f"route/{self.seed}/{prompt_id}")
             counts = self._counts(found, n, rng) if explore else {self._choose(found, rng): n}
@@ -94,11 +102,21 @@ class LearnedRouter:
                 self._decision(task, route, count, prompt_id, found.logprobs[route], rng.getrandbits(48))
                 for route, count in sorted(counts.items())
             ]
-            if explore:
+            if explore and read is not None:
                 self._asked[prompt_id] = _Asked(task, found, target_of(task))
                 self._group |= {d.group_id: (prompt_id, RouteAction.parse(d.route or "").index) for d in made}
             decisions += made
         return decisions
+
+    def _weigh(self, prompts: Sequence[Sequence[int]], *, settled: bool = False) -> list[Weighed | None]:
+        """None for prompts that do not fit the context; one of them does not keep the others from being read."""
+        try:
+            return list(self.model.weigh(prompts, self.multipliers, settled=settled))
+        except ContextFullError:
+            if len(prompts) == 1:
+                return [None]
+            half = len(prompts) // 2
+            return [*self._weigh(prompts[:half], settled=settled), *self._weigh(prompts[half:], settled=settled)]
 
     def _counts(self, weighed: Weighed, n: int, rng: Random) -> Counter[int]:
         """route -> rollouts"""
@@ -218,8 +236,8 @@ class LearnedRouter:
         known: list[tuple[Weighed, int]] = []
         for start in range(0, len(labelled), size):  # each prompt through the trunk once, however many epochs
             part = labelled[start : start + size]
-            weighed = self.model.weigh([self.prompt_of(task) for task, _ in part], self.multipliers)
-            known += zip(weighed, (label for _, label in part), strict=True)
+            weighed = self._weigh([self.prompt_of(task) for task, _ in part])
+            known += [(read, label) for read, (_, label) in zip(weighed, part, strict=True) if read is not None]
         for epoch in range(self.teaching.warm_start_epochs):
             Random(f"warm start/{self.seed}/{epoch}").shuffle(known)
             for start in range(0, len(known), size):

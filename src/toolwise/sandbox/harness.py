@@ -26,6 +26,7 @@ from toolwise.types import EvaluateResult
 Plain = dict[str, Any]
 _dump: Callable[..., str] = EvaluateResult.model_dump_json
 _dump_base: Callable[..., bytes] = EvaluateResult.__pydantic_serializer__.to_json  # leaves out what a subclass adds
+_is_sum: Callable[[EvaluateResult], bool] = EvaluateResult.is_sum_of_steps.fget  # type: ignore[attr-defined]
 _format = tracebacks.format_exception
 _message = Message.model_validate
 _SHOWN_FRAMES = 8
@@ -109,9 +110,13 @@ async def _awaited(value: Any) -> Any:
 
 
 def plain_result(result: EvaluateResult) -> Plain:
-    """As data; subclasses that lie about themselves are asked through the class they claim to be."""
+    """As data, without a score that was not given; subclasses that lie about themselves are asked through the class
+    they claim to be."""
     try:
-        return {"result": _dump(result) if type(result) is EvaluateResult else _dump_base(result).decode()}
+        out = {"score"} if _is_sum(result) else None
+        if type(result) is EvaluateResult:
+            return {"result": _dump(result, exclude=out)}
+        return {"result": _dump_base(result, exclude=out).decode()}
     except Exception as fault:
         return {"fault": {"kind": "bad_type", "message": printable(f"the result is no JSON: {say(fault)}", 500)}}
 

@@ -88,6 +88,62 @@ def test_what_a_file_imports_is_found_without_running_it(tmp_path: Path) -> None
     assert imported_siblings(file) == []
 
 
+LINKED = """
+import helpers
+def score(messages, ground_truth):
+    return {"score": 1.0, "reason": str(getattr(helpers, "SECRET", "none"))}
+"""
+
+
+def linked(folder: Path, link: str, target: Path) -> Path:
+    """A reward whose helpers are a link."""
+    file = folder / "a" / "reward.py"
+    file.parent.mkdir()
+    file.write_text(LINKED)
+    (file.parent / link).symlink_to(target)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("link", "target"),
+    [
+        ("helpers.py", "secret.env"),  # not Python
+        ("helpers.py", "other/settings.py"),  # Python, of another project
+        ("helpers.py", "a/.env"),  # in the folder, not Python
+        ("helpers", "other"),  # a package of another project
+        ("helpers.py", "a/helpers.py"),  # to itself
+    ],
+)
+def test_a_link_that_leads_out_of_the_folder_opens_nothing(link: str, target: str, tmp_path: Path) -> None:
+    file = linked(tmp_path, link, tmp_path / target)
+    (tmp_path / "other").mkdir()
+    for place in ("secret.env", "other/settings.py", "other/__init__.py", "a/.env"):
+        (tmp_path / place).write_text("SECRET = 'hunter2'")
+    assert imported_siblings(file) == []
+
+
+def test_a_worker_does_not_read_through_such_a_link(tmp_path: Path) -> None:
+    (tmp_path / "secret.env").write_text("SECRET = 'hunter2'")
+    file = linked(tmp_path, "helpers.py", tmp_path / "secret.env")
+    with Sandbox(timeout_s=20) as sandbox:
+        if "landlock" not in sandbox.report().layers:
+            pytest.skip("this kernel has no Landlock")
+        result = sandbox.evaluate(f"{file}:score", [], None)
+    assert result.error is not None
+    assert result.error.kind == "denied"
+    assert "read=[" in result.error.message
+    with Sandbox(timeout_s=20, read=[tmp_path / "secret.env"]) as sandbox:  # asked for
+        assert sandbox.evaluate(f"{file}:score", [], None).reason == "hunter2"
+
+
+@pytest.mark.parametrize("tier", ["standard", "namespaced"])
+def test_a_link_within_the_folder_is_followed(tier: str, tmp_path: Path) -> None:
+    file = linked(tmp_path, "helpers.py", tmp_path / "a" / "helpers_2.py")
+    (file.parent / "helpers_2.py").write_text("SECRET = 'shared'")
+    with Sandbox(tier, timeout_s=20) as sandbox:  # type: ignore[arg-type]
+        assert sandbox.evaluate(f"{file}:score", [], None).reason == "shared"
+
+
 def test_a_module_named_by_python_has_its_helpers_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = project(tmp_path, "a", 1.0)
     file.rename(file.with_name("dotted_reward_for_siblings.py"))

@@ -69,7 +69,7 @@ class EvaluateResult(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     score: Number | None = None
-    """Without one, the sum of the step rewards in `step_outputs`."""
+    """Without one, the sum of the step rewards in `step_outputs`, and of what the environment gave the other steps."""
     is_score_valid: bool = True
     reason: str | None = None
     metrics: dict[str, MetricResult] = Field(default_factory=dict)
@@ -103,7 +103,14 @@ class EvaluateResult(BaseModel):
                 rewards.setdefault(str(output.step_index), output.base_reward)
             total = sum(rewards.values())
             self.score = total if math.isfinite(total) else None
+            self.model_fields_set.discard("score")
         return self
+
+    @property
+    def is_sum_of_steps(self) -> bool:
+        """Whether no score was given: `score` is then the sum of the step rewards known so far, and what other steps
+        earned from their environment is still to be added (`rewards/align.py`)."""
+        return self.counts and "score" not in self.model_fields_set
 
     @property
     def counts(self) -> bool:

@@ -133,18 +133,29 @@ def _file_of(place: Path) -> Path | None:
 def imported_siblings(file: Path) -> list[Path]:
     """The files beside `file` that it imports, directly or through each other, found without running any of them.
 
-    Imports that only show when the code runs (`importlib.import_module(name)`) are not found.
+    Imports that only show when the code runs (`importlib.import_module(name)`) are not found. Nor are links that lead
+    out of the folder, or to something else than a .py file: a sandbox opens to its worker whatever is found here.
     """
+    root = file.parent.resolve()
     found: dict[Path, Parts] = {file: ()}
     waiting = [file]
     while waiting:
         source = waiting.pop()
         for parts in _imports(source, found[source]):
             for path, package in _modules(file.parent, parts):
-                if path not in found:
+                if path not in found and _lies_in(root, path):
                     found[path] = package
                     waiting.append(path)
     return [path for path in found if path != file]
+
+
+def _lies_in(root: Path, path: Path) -> bool:
+    """Whether `path`, its links followed, is a Python file in `root`."""
+    try:
+        real = path.resolve(strict=True)
+    except (OSError, RuntimeError):  # gone meanwhile; links in a circle
+        return False
+    return real.suffix == ".py" and real.is_relative_to(root)
 
 
 def _imports(source: Path, package: Parts) -> Iterator[Parts]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from toolwise.advantages.step_rewards import episodes_of
 from toolwise.errors import RewardError
 from toolwise.messages import Message
 from toolwise.rewards import RLDataAligner
 from toolwise.rewards.align import align_rollouts, align_steps
+from toolwise.sandbox.answers import read_answer
+from toolwise.sandbox.harness import plain_result
 from toolwise.types import EvaluateResult, EvaluationFault, Rollout, StepData, StepOutput, StopReason, Task, Usage
 
 
@@ -211,3 +215,36 @@ def test_a_step_reward_that_is_no_number_is_named_and_never_trained_on(reward: f
     assert [s.base_reward for s in aligned] == [0.5, 0.25]
     assert warning.name == "non_finite"
     assert f"a: non_finite step_index 0: its base_reward is {reward}" in warning
+
+
+def in_world(name: str, *rewards: float | None) -> Rollout:
+    """A rollout whose environment gave its steps these rewards."""
+    made = rollout(name, len(rewards))
+    return replace(
+        made, steps=tuple(s.model_copy(update={"base_reward": r}) for s, r in zip(made.steps, rewards, strict=True))
+    )
+
+
+def test_without_a_score_all_steps_count_also_those_that_only_their_environment_paid() -> None:
+    partial = EvaluateResult(step_outputs=outputs(s0=0.5))
+    [scored] = align_rollouts([in_world("a", 1.0, 1.0, 1.0)], [partial])
+    assert [step.base_reward for step in scored.steps] == [0.5, 1.0, 1.0]
+    assert scored.score == 2.5
+    assert partial.score == 0.5  # inputs are never changed
+    episodes = episodes_of([scored.steps], [scored.score], ["g"])
+    assert (episodes.scores.tolist(), episodes.rewards.tolist()) == ([2.5], [0.5, 1.0, 1.0])
+    aligned = RLDataAligner().align_data_for_rl_processing(partial, {"a": in_world("a", 1.0, 1.0, 1.0).steps}, ["a"])
+    assert aligned.final_scores == [2.5]
+
+
+def test_a_sandbox_keeps_apart_a_score_that_was_given_and_one_that_was_not() -> None:
+    for score, total in ((None, 2.5), (0.5, 0.5)):
+        sent = plain_result(EvaluateResult(score=score, step_outputs=outputs(s0=0.5)))
+        [scored] = align_rollouts([in_world("a", 1.0, 1.0, 1.0)], [read_answer(sent)])
+        assert scored.score == total
+
+
+def test_a_sum_of_which_no_step_gets_anything_stays() -> None:
+    unmatched = EvaluateResult(step_outputs=outputs(s7=0.5))
+    [scored] = align_rollouts([in_world("a", None, None)], [unmatched])
+    assert scored.score == 0.5

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
 
 from toolwise.messages import Message
+from toolwise.rewards.align import align_steps
 from toolwise.rewards.combine import Rewards, Weighted, combine, normalized
 from toolwise.rewards.executor import InProcessExecutor
 from toolwise.rewards.function import Reward, faulty
 from toolwise.rewards.signature import Signature
-from toolwise.types import EvaluateResult, MetricResult, Rollout, StepOutput, StopReason, Task, Usage
+from toolwise.types import EvaluateResult, MetricResult, Rollout, StepData, StepOutput, StopReason, Task, Usage
 
 
 def part(name: str, weight: float = 1.0) -> Weighted:
@@ -38,6 +40,56 @@ def test_step_rewards_add_up_by_weight_and_step() -> None:
     )
     (combined,) = combine([(part("a"), [one]), (part("b", 0.5), [two])], ["g"], "sum")
     assert {o.step_index: o.base_reward for o in combined.step_outputs or ()} == {0: 3.0, 1: 1.0}
+
+
+def with_steps(*rewards: tuple[int | str, float], score: float | None = 0.0) -> EvaluateResult:
+    given = [StepOutput(step_index=index, base_reward=reward) for index, reward in rewards]
+    return EvaluateResult(score=score, step_outputs=given)
+
+
+def earned(result: EvaluateResult, count: int) -> tuple[list[float | None], list[str]]:
+    """What the steps of a rollout get of a result, and what did not fit."""
+    bare = {"observation_data": None, "action_taken": {"type": "text"}, "resulting_messages_history": []}
+    steps = [StepData(system_step_index=place, **bare) for place in range(count)]  # type: ignore[arg-type]
+    aligned, misfits = align_steps(steps, result.step_outputs or ())
+    return [step.base_reward for step in aligned], [misfit.name for misfit in misfits]
+
+
+def test_an_index_is_the_same_as_text() -> None:
+    parts = [(part("a"), [with_steps((0, -0.5), (1, -0.5))]), (part("b"), [with_steps(("0", 0.75), ("1", 0.75))])]
+    assert earned(combine(parts, ["g"], "sum")[0], 2) == ([0.25, 0.25], [])
+
+
+def test_of_an_index_given_twice_by_one_part_the_first_counts_and_it_is_named() -> None:
+    twice = with_steps((0, 1.0), (0, 3.0), score=None)
+    (combined,) = combine([(part("a", 0.5), [twice])], ["g"], "sum")
+    assert combined.score == 0.5
+    assert earned(combined, 1) == ([0.5], ["duplicate"])
+
+
+def test_a_part_s_nan_does_not_take_what_others_gave_the_step() -> None:
+    parts = [(part("a"), [with_steps((0, -0.5), (1, -0.5))]), (part("b"), [with_steps((0, math.nan), (2, math.inf))])]
+    rewards, misfits = earned(combine(parts, ["g"], "sum")[0], 3)
+    assert rewards == [-0.5, -0.5, None]
+    assert "non_finite" in misfits
+
+
+def test_a_part_s_step_rewards_are_normalised_by_the_scale_of_its_score() -> None:
+    """By hand: 90, 80, 10 have mean 60 and sample std 43.589; the constant part says nothing."""
+    one = [with_steps((0, step), score=score) for score, step in ((90.0, -10.0), (80.0, -20.0), (10.0, 0.0))]
+    same = [with_steps((0, 5.0), score=1.0) for _ in range(3)]
+    combined = combine([(part("a", 2.0), one), (part("b"), same)], ["g"] * 3, "normalize")
+    std = 1900.0**0.5
+    assert [r.score for r in combined] == pytest.approx([2 * 30 / std, 2 * 20 / std, 2 * -50 / std])
+    steps = [earned(r, 1)[0][0] for r in combined]
+    assert steps == pytest.approx([2 * -10 / std, 2 * -20 / std, 0.0])
+
+
+def test_parts_without_scores_are_completed_like_one_without() -> None:
+    bare = with_steps((0, 1.0), score=None)
+    assert combine([(part("a", 0.5), [bare])], ["g"], "sum")[0].is_sum_of_steps
+    assert not combine([(part("a"), [bare]), (part("b"), results(1))], ["g"], "sum")[0].is_sum_of_steps
+    assert not combine([(part("a"), [bare])], ["g"], "normalize")[0].is_sum_of_steps
 
 
 def test_every_part_is_a_metric_and_names_that_clash_are_kept_apart() -> None:

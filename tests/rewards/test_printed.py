@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import io
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 from toolwise.messages import Message
 from toolwise.rewards import Reward, printed
 from toolwise.rewards.executor import InProcessExecutor
-from toolwise.rewards.printed import CALL_CHARS, PrintedLines, PrintedLog, lines_of
+from toolwise.rewards.printed import CALL_CHARS, PrintedLines, PrintedLog, lines_of, listening
 from toolwise.types import Rollout, StopReason, Task, Usage
 
 
@@ -77,3 +79,32 @@ def test_what_one_call_prints_is_bounded(capsys: pytest.CaptureFixture[str]) -> 
     asyncio.run(InProcessExecutor(told.__setitem__).evaluate(Reward.of(endless), [rollout("a")], step=0))
     assert len(told["step 0, a"]) < CALL_CHARS + 100
     assert "characters more" in told["step 0, a"]
+
+
+def test_calls_that_overlap_wrap_the_streams_once(capsys: pytest.CaptureFixture[str]) -> None:
+    async def wait(count: int) -> None:
+        with listening():
+            for _ in range(count):
+                await asyncio.sleep(0)
+            assert sys.stdout.stream is before[0]  # type: ignore[attr-defined]
+
+    async def overlap() -> None:
+        for _ in range(3):
+            first, second = asyncio.create_task(wait(1)), asyncio.create_task(wait(3))  # the first to begin ends first
+            await asyncio.gather(first, second)
+            assert (sys.stdout, sys.stderr) == before
+
+    before = sys.stdout, sys.stderr
+    asyncio.run(overlap())
+
+
+def test_a_stream_that_is_put_back_late_is_wrapped_no_deeper(capsys: pytest.CaptureFixture[str]) -> None:
+    before = sys.stdout
+    for _ in range(3):
+        redirected = contextlib.redirect_stdout(io.StringIO())
+        with listening():
+            redirected.__enter__()
+        redirected.__exit__(None, None, None)  # puts our wrapper back
+        with listening():
+            assert sys.stdout.stream is before  # type: ignore[attr-defined]
+        assert sys.stdout is before

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from toolwise.sandbox import calls
 from toolwise.sandbox.calls import TOGETHER, run_batch, run_pointwise, run_together
 from toolwise.sandbox.faults import WorkerFault
 from toolwise.sandbox.layers.hardening import Plan
@@ -97,3 +99,27 @@ def test_a_pointwise_function_is_no_batch_function(pool: Pool, tmp_path: Path) -
 def test_what_cannot_be_sent_is_told(pool: Pool, tmp_path: Path) -> None:
     with pytest.raises(WorkerFault, match="JSON"):
         run_batch(pool, _target(tmp_path, "b"), {"calls": _calls([""]), "kwargs": {"x": object()}}, 5.0)
+
+
+def test_async_calls_without_an_answer_are_split_until_the_culprit_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts: list[int] = []
+
+    def overlapping(pool: Any, target: Any, calls: list[dict[str, Any]], timeout_s: float) -> dict[int, Any]:
+        parts.append(len(calls))
+        truths = [call["ground_truth"] for call in calls]
+        return {} if "block" in truths else dict(enumerate(truths))
+
+    def together(pool: Any, target: Any, calls: list[dict[str, Any]], timeout_s: float) -> list[Any]:
+        parts.append(len(calls))
+        return [call["ground_truth"] for call in calls]
+
+    monkeypatch.setattr(calls, "run_overlapping", overlapping)
+    monkeypatch.setattr(calls, "run_together", together)
+    truths = ["" for _ in range(64)]
+    truths[5] = "block"
+    with ThreadPoolExecutor(2) as threads:
+        for workers, first in ((1, [64]), (4, [16] * 4)):
+            parts.clear()
+            fake: Any = SimpleNamespace(workers=workers)
+            assert run_pointwise(fake, None, _calls(truths), 1.0, lambda: threads, overlap=True) == truths  # type: ignore[arg-type]
+            assert sorted(parts) == sorted([*first, *[first[0] // 8] * 8, *[1] * (first[0] // 8)])

@@ -7,9 +7,11 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from toolwise import waiting
 from toolwise.messages import Message
 from toolwise.rewards.executor import InProcessExecutor
 from toolwise.rewards.function import Reward
@@ -19,7 +21,7 @@ from toolwise.sandbox.overlap import run_overlapping
 from toolwise.types import EvaluateResult, Rollout, StopReason, Task, Usage
 
 SOURCE = """
-import asyncio, os, time
+import asyncio, math, os, time
 
 async def f(messages, truth):
     print("begin", truth)
@@ -45,6 +47,26 @@ async def f(messages, truth):
 async def half_a_second(messages, truth):
     await asyncio.sleep(0.5)
     return 1.0
+
+async def shared(messages, truth):
+    print("begin")
+    if truth.startswith("patch"):
+        await asyncio.sleep(0.05)
+        math.exp = lambda x: 99.0
+        if truth == "patch and exit":
+            await asyncio.sleep(0.3)
+            os._exit(1)
+        return 1.0
+    await asyncio.sleep(0.01 if truth == "early" else 0.15)
+    return math.exp(0.0)
+
+async def in_a_thread(messages, truth):
+    print("begin")
+    await asyncio.to_thread(time.sleep, 0.02 * truth)
+    return float(os.getpid())
+
+async def all_of_them(rollouts_messages, ground_truths):
+    return [await f(None, truth) for truth in ground_truths]
 
 async def busy(messages, truth):
     end = time.monotonic() + 0.1
@@ -107,6 +129,51 @@ def test_only_the_culprit_is_blamed(truth: str, kind: str, sandbox: Sandbox, ref
     results = sandbox.evaluate_batch(reference("f"), [[]] * 5, ["", truth, "", "raise", ""])
     assert kinds(results) == ["ok", kind, "ok", "exception", "ok"]
     assert kinds(sandbox.evaluate_batch(reference("f"), [[]] * 2, ["", ""])) == ["ok", "ok"]
+
+
+def labelled(truths: list[Any]) -> list[dict[str, Any]]:
+    return [{"messages": [], "ground_truth": t, "kwargs": {}, "label": f"r{i}"} for i, t in enumerate(truths)]
+
+
+@pytest.mark.parametrize("attack", ["patch", "patch and exit"])
+def test_what_one_call_patches_reaches_no_other_s_score(
+    attack: str, sandbox: Sandbox, reference: Callable[[str], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    said: list[str] = []
+    sandbox.printed = lambda label, text: said.append(label)
+    results = sandbox.run_calls(reference("shared"), labelled(["", "early", attack, ""]))
+    assert [results[at].score for at in (0, 1, 3)] == [1.0, 1.0, 1.0]
+    assert kinds(results)[2] == ("ok" if attack == "patch" else "died")
+    assert said.count("r1") == 1  # it had answered before
+    assert "shared: a call changed modules" in caplog.text
+
+
+def test_threads_of_calls_under_way_are_no_change(sandbox: Sandbox, reference: Callable[[str], str]) -> None:
+    said: list[str] = []
+    sandbox.printed = lambda label, text: said.append(text)
+    sandbox.run_calls(reference("in_a_thread"), labelled([0, 1, 2, 3]))
+    assert said == ["begin\n"] * 4  # each once
+    before = sandbox.pids()
+    sandbox.run_calls(reference("in_a_thread"), labelled([0, 1]))
+    assert sandbox.pids() == before
+
+
+def test_they_are_spread_over_all_workers(reference: Callable[[str], str]) -> None:
+    with Sandbox(timeout_s=20, workers=2) as sandbox:
+        results = sandbox.run_calls(reference("in_a_thread"), labelled([10] * 6))
+    assert len({result.score for result in results}) == 2
+
+
+@pytest.mark.parametrize("name", ["f", "all_of_them"])
+@pytest.mark.parametrize("truths", [["stay"], ["", "stay", ""]])
+def test_without_a_sandbox_one_that_ignores_its_end_is_left_behind(
+    name: str, truths: list[str], reference: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "GRACE_S", 0.05)
+    with Sandbox("off", timeout_s=0.3) as sandbox:
+        results = sandbox.evaluate_batch(reference(name), [[]] * len(truths), truths)
+    late = [truth == "stay" or name == "all_of_them" for truth in truths]
+    assert kinds(results) == ["timeout" if is_late else "ok" for is_late in late]
 
 
 def test_a_worker_stays_warm_after_a_clean_batch(sandbox: Sandbox, reference: Callable[[str], str]) -> None:

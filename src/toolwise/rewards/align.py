@@ -67,18 +67,20 @@ class RLDataAligner:
                 f"{len(results)} results for {len(rollout_ids_in_order)} rollouts: they must match one to one"
             )
         steps: dict[str, list[StepData]] = {}
+        scores: list[float | None] = []
         warnings = duplicate_rollouts(rollout_ids_in_order)
         for rollout_id, result in zip(rollout_ids_in_order, results, strict=True):
             if rollout_id not in raw_rollout_step_data_map:
                 raise RewardError(f"there are no steps for rollout {rollout_id!r}")
-            if rollout_id in steps:
-                continue
             raw = raw_rollout_step_data_map[rollout_id]
-            steps[rollout_id], found = align_steps(raw, result.step_outputs or (), rollout_id)
-            warnings += found
+            aligned, found = align_steps(raw, result.step_outputs or (), rollout_id)
+            scores.append(complete_score(result, aligned).score if result.counts else None)
+            if rollout_id not in steps:
+                steps[rollout_id] = aligned
+                warnings += found
         if warnings and self.strict:
             raise RewardError("; ".join(warnings))
-        return Aligned(steps, [result.score if result.counts else None for result in results], warnings)
+        return Aligned(steps, scores, warnings)
 
 
 def duplicate_rollouts(rollout_ids: Sequence[str]) -> list[Misfit]:
@@ -122,6 +124,12 @@ def align_steps(
     return aligned, warnings
 
 
+def complete_score(result: EvaluateResult, steps: Sequence[StepData]) -> EvaluateResult:
+    """A result without a score of its own gets the sum of what its steps earned, also those it says nothing of."""
+    earned = [step.base_reward for step in steps if step.base_reward is not None]
+    return result.model_copy(update={"score": float(sum(earned))}) if earned and result.is_sum_of_steps else result
+
+
 def align_rollouts(rollouts: Sequence[Rollout], results: Sequence[EvaluateResult]) -> list[ScoredRollout]:
     """Rollouts with their rewards, as the loop hands them on; what did not fit is said in one line.
 
@@ -135,7 +143,7 @@ def align_rollouts(rollouts: Sequence[Rollout], results: Sequence[EvaluateResult
         steps, warnings = align_steps(rollout.steps, result.step_outputs or (), name)
         all_warnings += warnings
         own = (twice[name], *warnings) if name in twice else tuple(warnings)
-        scored.append(ScoredRollout(rollout, result, tuple(steps), own))
+        scored.append(ScoredRollout(rollout, complete_score(result, steps), tuple(steps), own))
     if all_warnings:
         more = f" (and {len(all_warnings) - 1} more)" if len(all_warnings) > 1 else ""
         log.warning("step rewards that do not fit: %s%s", all_warnings[0], more)

@@ -2,11 +2,13 @@
 
 sum         score = Σ wᵢ·sᵢ, and step rewards alike
 normalize   each sᵢ is first normalised within its group (GDPO, arXiv 2601.05242), so that a reward of large range does
-            not drown the others; a reward that is the same all over a group then says nothing
+            not drown the others; its step rewards are divided by the same standard deviation. A reward that is the same
+            all over a group then says nothing, of its steps neither
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,42 +40,76 @@ def combine(
 ) -> list[EvaluateResult]:
     """One result a rollout from each part's results, in order. `groups` names each rollout's group."""
     scores = [[result.score if result.counts else None for result in results] for _, results in parts]
+    scales = [[1.0] * len(groups) for _ in parts]
     if how == "normalize":
+        scales = [_scales(part, groups) for part in scores]
         scores = [normalized(part, groups) for part in scores]
-    return [
-        _combined([(weighted, results[i], scores[p][i]) for p, (weighted, results) in enumerate(parts)])
-        for i in range(len(groups))
-    ]
+    combined = []
+    for i in range(len(groups)):
+        of_parts = [(weighted, results[i], scores[p][i], scales[p][i]) for p, (weighted, results) in enumerate(parts)]
+        result = _combined(of_parts)
+        if how == "sum" and all(part.is_sum_of_steps for _, part, _, _ in of_parts):
+            result.model_fields_set.discard("score")  # so that it is completed as each alone would be
+        combined.append(result)
+    return combined
 
 
 def normalized(scores: Sequence[float | None], groups: Sequence[str]) -> list[float | None]:
     """Scores less their group's mean, over its sample standard deviation; what did not count stays out."""
+    found = _by_group(scores, groups)
+    means = {group: sum(members) / len(members) for group, members in found.items()}
+    scales = _scales(scores, groups)
+    return [
+        None if score is None else (score - means[group]) * scale if scale else 0.0
+        for score, group, scale in zip(scores, groups, scales, strict=True)
+    ]
+
+
+def _scales(scores: Sequence[float | None], groups: Sequence[str]) -> list[float]:
+    """What each rollout's score and step rewards are multiplied by; 0 where all scores of its group are the same."""
+    scales: dict[str, float] = defaultdict(float)
+    for group, found in _by_group(scores, groups).items():
+        if min(found) < max(found):
+            mean = sum(found) / len(found)
+            std = (sum((x - mean) ** 2 for x in found) / (len(found) - 1)) ** 0.5
+            scales[group] = 1 / (std + 1e-6)
+    return [scales[group] for group in groups]
+
+
+def _by_group(scores: Sequence[float | None], groups: Sequence[str]) -> dict[str, list[float]]:
     by_group: dict[str, list[float]] = defaultdict(list)
     for score, group in zip(scores, groups, strict=True):
         if score is not None:
             by_group[group].append(score)
-    out: list[float | None] = []
-    for score, group in zip(scores, groups, strict=True):
-        found = by_group[group]
-        if score is None:
-            out.append(None)
-        elif len(found) < 2 or min(found) == max(found):
-            out.append(0.0)
-        else:
-            mean = sum(found) / len(found)
-            std = (sum((x - mean) ** 2 for x in found) / (len(found) - 1)) ** 0.5
-            out.append((score - mean) / (std + 1e-6))
-    return out
+    return by_group
 
 
-def _combined(parts: Sequence[tuple[Weighted, EvaluateResult, float | None]]) -> EvaluateResult:
+def _combined_steps(parts: Sequence[tuple[float, EvaluateResult]]) -> list[StepOutput]:
+    """Step rewards added up by weight, one output a step. What a part says of a step twice, or that is not a finite
+    number, counts for nothing and comes after them, for the aligner to name."""
+    totals: dict[str, StepOutput] = {}
+    odd: list[StepOutput] = []
+    for weight, result in parts:
+        seen: set[str] = set()
+        for output in result.step_outputs or ():
+            key = str(output.step_index)
+            reward = weight * output.base_reward
+            if key in seen or not math.isfinite(reward):
+                odd.append(StepOutput(step_index=output.step_index, base_reward=reward))
+            else:
+                before = totals.get(key, StepOutput(step_index=output.step_index, base_reward=0.0))
+                totals[key] = before.model_copy(update={"base_reward": before.base_reward + reward})
+            seen.add(key)
+    return [*totals.values(), *odd]
+
+
+def _combined(parts: Sequence[tuple[Weighted, EvaluateResult, float | None, float]]) -> EvaluateResult:
     """Counts only where every part does: a missing part is not a zero."""
     total = 0.0
     metrics: dict[str, MetricResult] = {}
-    steps: dict[int | str, float] = {}
     reasons = []
-    labels = {weighted.label for weighted, _, _ in parts}
-    for weighted, result, score in parts:
+    labels = {weighted.label for weighted, *_ in parts}
+    for weighted, result, score, _ in parts:
         name = weighted.label
         if score is None:
             fault = result.error
@@ -83,11 +119,9 @@ def _combined(parts: Sequence[tuple[Weighted, EvaluateResult, float | None]]) ->
         for key, value in result.metrics.items():
             metrics[f"{name}/{key}" if key in metrics or key in labels else key] = value
         metrics[name] = MetricResult(score=result.score or 0.0, reason=result.reason or "")
-        for output in result.step_outputs or ():
-            steps[output.step_index] = steps.get(output.step_index, 0.0) + weighted.weight * output.base_reward
         if result.reason:
             reasons.append(f"{name}: {result.reason}")
-    outputs = [StepOutput(step_index=index, base_reward=reward) for index, reward in steps.items()]
+    outputs = _combined_steps([(weighted.weight * scale, result) for weighted, result, _, scale in parts])
     return EvaluateResult(
         score=total, reason="; ".join(reasons) or None, metrics=metrics, step_outputs=outputs if outputs else None
     )

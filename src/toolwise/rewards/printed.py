@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 FILE_BYTES = 4 << 20
 """Of a log; when it is full it becomes FILE.1 in place of the last one, and a new one begins."""
@@ -104,35 +104,46 @@ class _Listening:
     """A stream as it was, that also keeps what a reward writes to it."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+        self.stream = stream
 
     def write(self, text: str) -> int:
         call = _current.get()
         if call is not None:
             call.add(text)
-        return self._stream.write(text)
+        return self.stream.write(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
             self.write(line)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(self.stream, name)
+
+
+_listeners = 0
+_streams_lock = threading.Lock()
 
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """While rewards run in this process: `print` goes where it went, and to whoever keeps it."""
-    before = sys.stdout, sys.stderr
-    ours = cast(TextIO, _Listening(before[0])), cast(TextIO, _Listening(before[1]))
-    sys.stdout, sys.stderr = ours
+    """While rewards run in this process: `print` goes where it went, and to whoever keeps it.
+
+    Those that overlap share one wrapper a stream; the last to end takes it off.
+    """
+    global _listeners
+    with _streams_lock:
+        _listeners += 1
+        for name in ("stdout", "stderr"):
+            if not isinstance(stream := getattr(sys, name), _Listening):
+                setattr(sys, name, _Listening(stream))
     try:
         yield
     finally:
-        if sys.stdout is ours[0]:
-            sys.stdout = before[0]
-        if sys.stderr is ours[1]:
-            sys.stderr = before[1]
+        with _streams_lock:
+            _listeners -= 1
+            for name in ("stdout", "stderr"):
+                if not _listeners and isinstance(stream := getattr(sys, name), _Listening):
+                    setattr(sys, name, stream.stream)
 
 
 @contextmanager

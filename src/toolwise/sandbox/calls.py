@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from toolwise.sandbox.faults import WorkerFault
@@ -15,6 +17,11 @@ TOGETHER = 32
 """Pointwise calls that are sent to a worker at once."""
 OVERLAPPING = 64
 """Async ones that run in a worker at the same time."""
+SPLIT = 8
+"""Parts into which those without an answer are split to find the culprit: 64 calls take two more attempts at most."""
+
+log = logging.getLogger("toolwise.sandbox")
+_said: set[str] = set()
 
 Plain = dict[str, Any]
 
@@ -44,51 +51,73 @@ def run_pointwise(
     overlap: bool = False,
 ) -> list[Any]:
     """One answer a call, in order. Each call has `timeout_s`, and those sent together the sum of it; `overlap` runs
-    those of an async function at the same time."""
-    run = run_overlapping if overlap else run_together
-    each = OVERLAPPING if overlap else TOGETHER
-    if not overlap and 1 < len(calls) < TOGETHER * pool.workers:
-        each = -(-len(calls) // pool.workers)
-    parts = [calls[start : start + each] for start in range(0, len(calls), each)]
-    if len(parts) == 1:
-        return run(pool, target, calls, timeout_s)
-    waiting = list(enumerate(parts))[::-1]
-    done: dict[int, list[Any]] = {}
+    those of an async function at the same time. What then stays without an answer runs again in smaller parts."""
+    most = OVERLAPPING if overlap else TOGETHER
+    waiting = _parts(range(len(calls)), pool.workers, most)
+    answers: dict[int, Any] = {}
+    helpers: list[Future[None]] = []
+
+    def get_help(parts: int) -> None:
+        with suppress(RuntimeError):  # the sandbox is closed: whoever asked finds out
+            helpers.extend(threads().submit(work) for _ in range(min(pool.workers, parts) - 1))
 
     def work() -> None:
         while waiting:
             try:
-                number, part = waiting.pop()
+                part = waiting.pop()
             except IndexError:
                 return
-            done[number] = run(pool, target, part, timeout_s)
+            together = [calls[position] for position in part]
+            if not overlap or len(part) == 1:
+                answers.update(zip(part, run_together(pool, target, together, timeout_s), strict=True))
+                continue
+            found = run_overlapping(pool, target, together, timeout_s)
+            answers.update((part[at], answer) for at, answer in found.items())
+            again = _parts([position for at, position in enumerate(part) if at not in found], SPLIT, most)
+            waiting.extend(again)
+            get_help(len(again))
 
-    helpers = [threads().submit(work) for _ in range(min(pool.workers, len(parts)) - 1)]
+    get_help(len(waiting))
     work()
-    for helper in helpers:
+    while helpers:
+        helper = helpers.pop()
         if not helper.cancel():  # one that has not begun has nothing left to do
             helper.result()
-    return [answer for number in range(len(parts)) for answer in done[number]]
+    return [answers[position] for position in range(len(calls))]
 
 
-def run_overlapping(pool: Pool, target: Target, calls: Sequence[Plain], timeout_s: float) -> list[Any]:
-    """Calls of an async function at the same time in one worker; after a death, those without an answer one by one,
-    since nobody can tell which of them it was."""
+def _parts(positions: Sequence[int], count: int, most: int) -> list[Sequence[int]]:
+    """As many as `count` parts, or more where they would be larger than `most`; the first is last."""
+    each = min(most, -(-len(positions) // count)) or 1
+    return [positions[start : start + each] for start in range(0, len(positions), each)][::-1]
+
+
+def run_overlapping(pool: Pool, target: Target, calls: Sequence[Plain], timeout_s: float) -> dict[int, Any]:
+    """Calls of an async function at the same time in one worker: the answers by position.
+
+    Some are missing where one of the calls ended or blocked the worker, or changed what all of them share: nobody can
+    tell which of them it was.
+    """
     answers: dict[int, Any] = {}
-    until = time.monotonic() + timeout_s * len(calls)
     try:
         with pool.worker(target) as worker:
+            until = time.monotonic() + timeout_s * len(calls)
             for position, got in worker.call_overlapping(calls, timeout_s, until):
                 if len(got) != 1:
                     raise WorkerFault("wrong_length", f"the worker sent {len(got)} results for one rollout")
                 answers[position] = got[0]
     except WorkerFault as fault:
         if fault.loading:
-            return [_told(fault)] * len(calls)
-    for position, call in enumerate(calls):
-        if position not in answers:
-            answers[position] = run_together(pool, target, [call], timeout_s)[0]
-    return [answers[position] for position in range(len(calls))]
+            return dict.fromkeys(range(len(calls)), _told(fault))
+        return answers
+    if len(answers) < len(calls) and target.reference not in _said:
+        _said.add(target.reference)
+        log.warning(
+            "reward %s: a call changed modules, the environment or the import path that its worker's async calls "
+            "share; such calls are run again apart, which takes longer (said once)",
+            target.reference,
+        )
+    return answers
 
 
 def run_together(pool: Pool, target: Target, calls: Sequence[Plain], timeout_s: float) -> list[Any]:

@@ -117,17 +117,18 @@ class _Worker:
                 return
 
     def _answer_overlapping(self, harness: Harness, request: Plain) -> None:
-        """Each answer as it comes, then one without any, which says how the worker is after all of them."""
+        """Each answer as it comes, with whether a call has changed what all of them share; then one without any, which
+        says how the worker is after all of them."""
         from toolwise.sandbox.overlap import run_overlapping
 
         assert self._snapshot is not None
-        flush, grave = self._snapshot.flush, False
+        flush, patched, grave = self._snapshot.flush, self._snapshot.patched, False
 
         def answered(position: int, answer: Plain) -> None:
             nonlocal grave
             grave |= _is_grave(answer)
             flush()
-            self._tell(request, [answer], position, tainted=False)
+            self._tell(request, [answer], position, tainted=patched())
 
         calls = request["calls"]
         ended = run_overlapping(harness, calls, request["overlap_s"], answered)

@@ -26,6 +26,7 @@ from toolwise.types import EvaluateResult
 Plain = dict[str, Any]
 _dump: Callable[..., str] = EvaluateResult.model_dump_json
 _dump_base: Callable[..., bytes] = EvaluateResult.__pydantic_serializer__.to_json  # leaves out what a subclass adds
+_is_sum: Callable[[EvaluateResult], bool] = EvaluateResult.is_sum_of_steps.fget  # type: ignore[attr-defined]
 _format = tracebacks.format_exception
 _message = Message.model_validate
 _SHOWN_FRAMES = 8
@@ -38,17 +39,19 @@ class Harness:
     reward: Reward
     allowed: tuple[str, ...] = ()
     """What the sandbox does not refuse; see denials.py."""
+    timeout_s: float | None = None
+    """Of an async call, where nobody ends this process for it."""
 
     @classmethod
-    def load(cls, reference: str, allowed: tuple[str, ...] = ()) -> Harness:
-        return cls(Reward.of(reference), allowed)
+    def load(cls, reference: str, allowed: tuple[str, ...] = (), timeout_s: float | None = None) -> Harness:
+        return cls(Reward.of(reference), allowed, timeout_s)
 
     def one(self, call: Plain) -> Plain:
         """A pointwise call; a function of many rollouts gets a list of one."""
         if self.reward.mode != "pointwise":
             return self.many({"calls": [call], "kwargs": call.get("kwargs") or {}, "lenient": call.get("lenient")})[0]
         try:
-            value = _waited(self._begun(call))
+            value = _waited(self._begun(call), self.timeout_s)
         except BaseException as fault:  # other people's code: anything may come, exits included
             return plain_fault(fault, self.allowed)
         return _read(value, 1)[0]
@@ -70,7 +73,8 @@ class Harness:
             messages = [[_message(m) for m in call["messages"]] for call in calls]
             truths = [call["ground_truth"] for call in calls]
             truth = truths if self.reward.mode == "batch" else truths[0]  # the rollouts of a task share theirs
-            value = _waited(self._value(messages, truth, batch.get("kwargs") or {}, bool(batch.get("lenient"))))
+            value = self._value(messages, truth, batch.get("kwargs") or {}, bool(batch.get("lenient")))
+            value = _waited(value, self.timeout_s)
         except BaseException as fault:  # likewise
             return [plain_fault(fault, self.allowed)] * len(calls)
         return _read(value, len(calls), batch=True)
@@ -85,12 +89,20 @@ class Harness:
         return self.reward.function(messages, truth, **given)
 
 
-def _waited(value: Any) -> Any:
+class _LateError(Exception):
+    """An async call has taken its time."""
+
+
+def _waited(value: Any, timeout_s: float | None) -> Any:
     if not inspect.isawaitable(value):
         return value
     import asyncio  # here, since most functions do without it and a worker should come up fast
 
-    return asyncio.run(_awaited(value))
+    if timeout_s is None:
+        return asyncio.run(_awaited(value))
+    from toolwise import waiting
+
+    return waiting.run(waiting.end_within(timeout_s, _awaited(value), _LateError("it took too long to answer")))
 
 
 def _read(value: Any, count: int, batch: bool = False) -> list[Plain]:
@@ -109,9 +121,13 @@ async def _awaited(value: Any) -> Any:
 
 
 def plain_result(result: EvaluateResult) -> Plain:
-    """As data; subclasses that lie about themselves are asked through the class they claim to be."""
+    """As data, without a score that was not given; subclasses that lie about themselves are asked through the class
+    they claim to be."""
     try:
-        return {"result": _dump(result) if type(result) is EvaluateResult else _dump_base(result).decode()}
+        out = {"score"} if _is_sum(result) else None
+        if type(result) is EvaluateResult:
+            return {"result": _dump(result, exclude=out)}
+        return {"result": _dump_base(result, exclude=out).decode()}
     except Exception as fault:
         return {"fault": {"kind": "bad_type", "message": printable(f"the result is no JSON: {say(fault)}", 500)}}
 
@@ -129,6 +145,8 @@ def kind_of(fault: BaseException, allowed: tuple[str, ...]) -> str:
         return "memory"
     if isinstance(fault, SystemExit):
         return "died"
+    if isinstance(fault, _LateError):
+        return "timeout"
     if isinstance(fault, OSError) and fault.errno == errno.EFBIG:
         return "too_big"
     return "denied" if explain(fault, allowed) else "exception"
@@ -142,6 +160,8 @@ def plain_fault(fault: BaseException, allowed: tuple[str, ...], loading: bool = 
     if kind == "memory":
         fault.__traceback__ = None  # lets go of whatever filled the memory
         return {"fault": {"kind": kind, "message": "it asked for more memory than memory_mb allows"}}
+    if kind == "timeout":
+        return {"fault": {"kind": kind, "message": str(fault)}}
     if kind == "died":
         message = f"it called sys.exit ({message})"
     if kind == "denied":

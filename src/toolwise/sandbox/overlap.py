@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
 
 from toolwise.sandbox.output import call_at
 
@@ -23,10 +23,17 @@ _LATE = {"fault": {"kind": "timeout", "message": "it took too long to answer"}}
 
 
 def run_overlapping(
-    harness: Harness, calls: Sequence[Plain], timeout_s: float, answered: Callable[[int, Plain], None]
+    harness: Harness,
+    calls: Sequence[Plain],
+    timeout_s: float,
+    answered: Callable[[int, Plain], None],
+    run: Callable[[Coroutine[Any, Any, bool]], bool] = asyncio.run,
 ) -> bool:
-    """Calls all of them at once and tells each answer as it comes. False where one had to be cancelled."""
-    return asyncio.run(_overlap(harness, calls, timeout_s, answered))
+    """Calls all of them at once and tells each answer as it comes. False where one had to be cancelled.
+
+    `asyncio.run` waits for ever for a call that ignores its cancellation: fit for a worker, whose process is ended.
+    """
+    return run(_overlap(harness, calls, timeout_s, answered))
 
 
 async def _overlap(

@@ -6,7 +6,6 @@ import asyncio
 import atexit
 import json
 import logging
-import math
 import os
 import threading
 import weakref
@@ -17,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from toolwise import waiting
 from toolwise.errors import RewardError
 from toolwise.rewards.printed import Printed
 from toolwise.rewards.signature import Signature
@@ -213,7 +213,7 @@ class Sandbox:
             raise WorkerFault("bad_type", f"its arguments cannot be sent as JSON: {fault}") from None
         try:
             if reference not in self._loaded:
-                self._loaded[reference] = Harness.load(reference, EVERYTHING)
+                self._loaded[reference] = Harness.load(reference, EVERYTHING, self.timeout_s)
         except Exception as fault:
             return [plain_fault(fault, EVERYTHING, loading=True)] * len(calls)
         harness = self._loaded[reference]
@@ -224,7 +224,8 @@ class Sandbox:
         answers: list[Plain] = []
         for start in range(0, len(calls), OVERLAPPING):
             part: dict[int, Plain] = {}
-            run_overlapping(harness, calls[start : start + OVERLAPPING], math.inf, part.__setitem__)
+            together = calls[start : start + OVERLAPPING]
+            run_overlapping(harness, together, self.timeout_s, part.__setitem__, waiting.run)
             answers += [part[position] for position in sorted(part)]
         return answers
 

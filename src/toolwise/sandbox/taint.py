@@ -44,17 +44,16 @@ class Snapshot:
         }
         self._spaces: list[Any] = [*spaces, *(vars(kind) for kind in classes)]
         self._values = [list(space.values()) for space in self._spaces]
-        self._loose = self._observe()
+        self._loose, self._handlers = self._observe(), _handlers()
         self._flush = [stream.flush for stream in (sys.stdout, sys.stderr)]
         gc.collect()
         gc.freeze()
 
     def _observe(self) -> tuple[Any, ...]:
         environment = os.environ._data if hasattr(os.environ, "_data") else dict(os.environ)
-        handlers = [_handler(number) for number in _SIGNALS]
         streams = (sys.stdout, sys.stderr, sys.stdin)
         modules = (os.path, len(sys.meta_path), len(sys.path), len(sys.path_hooks))
-        return (_cwd(), _limit(), _trace(), _profile(), dict(environment), handlers, streams, modules)
+        return (_cwd(), _limit(), _trace(), _profile(), dict(environment), streams, modules)
 
     def tidy(self) -> None:
         """Puts away what can be put away: timers, and garbage whose finalizers belong to this call."""
@@ -71,10 +70,16 @@ class Snapshot:
                 flush()
 
     def changed(self) -> bool:
-        if _threads() != 1:
-            return True
+        return _threads() != 1 or self.patched() or _handlers() != self._handlers
+
+    def patched(self) -> bool:
+        """What can also be told while calls overlap: they may have threads, and their event loop a signal handler."""
         try:
             # Lists compare by identity first, item by item in C: nothing else is fast enough for every call.
             return [list(space.values()) for space in self._spaces] != self._values or self._observe() != self._loose
         except Exception:  # a folder that is gone, an object that cannot be compared
             return True
+
+
+def _handlers() -> list[Any]:
+    return [_handler(number) for number in _SIGNALS]

@@ -119,7 +119,8 @@ class Worker:
     ) -> Iterator[tuple[int, list[Any]]]:
         """Answers of async calls that run at the same time, as they come, each with the position of its call.
 
-        The worker itself ends a call that waits too long. One that keeps it from answering anything ends with it.
+        The worker itself ends a call that waits too long. One that keeps it from answering anything ends with it. Where
+        a call has changed what all of them share, neither the answer at hand nor a later one counts, and none comes.
         """
         number = self._ask({"calls": list(calls), "overlap_s": timeout_s}, until)
         missing = set(range(len(calls)))
@@ -130,7 +131,10 @@ class Worker:
                 if not isinstance(position, int) or position not in missing:
                     raise _nonsense()
                 missing.discard(position)
-                yield position, self._answers_in(said, number, position)
+                answers = self._answers_in(said, number, position)
+                if said.get("tainted") is not False:
+                    return
+                yield position, answers
             self._end_overlapping(number)
         finally:
             self._pass_on_output()

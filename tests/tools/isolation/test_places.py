@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from toolwise.errors import ToolwiseError
-from toolwise.references import load_reference
+from toolwise.references import file_version, load_reference
 from toolwise.tools.calculator import CalculatorTool, evaluate
 from toolwise.tools.isolation.places import Place, Target
 
@@ -28,7 +28,7 @@ def test_a_module_is_known_by_its_name_and_its_file() -> None:
 
 def test_a_file_is_known_by_its_path() -> None:
     target = Target.of(load_reference(f"{FILE}:plain", what="tool"))
-    assert target == Target(Place(None, str(FILE)), "plain")
+    assert target == Target(Place(None, str(FILE), file_version(FILE)), "plain")
     assert str(target.place) == str(FILE)
 
 

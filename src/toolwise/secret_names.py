@@ -30,19 +30,19 @@ def is_secret(name: str, value: Any) -> bool:
     return bool(_MAYBE.search(words) and _RANDOM.match(value))
 
 
-def secret_keys(table: Any, path: str = "") -> Iterator[str]:
+def secret_keys(table: Any, path: str = "", key: str = "") -> Iterator[str]:
     """The dotted names of such values in nested tables and lists."""
     if isinstance(table, Mapping):
-        pairs = [(str(key), f"{path}.{key}" if path else str(key), value) for key, value in table.items()]
+        pairs = [(str(name), f"{path}.{name}" if path else str(name), value) for name, value in table.items()]
     elif isinstance(table, list | tuple):
-        pairs = [("", f"{path}[{index}]", value) for index, value in enumerate(table)]
+        pairs = [(key, f"{path}[{index}]", value) for index, value in enumerate(table)]
     else:
         return
-    for key, where, value in pairs:
-        if is_secret(key, value):
+    for name, where, value in pairs:
+        if is_secret(name, value):
             yield where
         else:
-            yield from secret_keys(value, where)
+            yield from secret_keys(value, where, name)
 
 
 def masked(table: Any, key: str = "") -> Any:

@@ -33,9 +33,11 @@ def check_same(text: str, defined: Mapping[str, Any], module: str) -> None:
     for name, value in defined.items():
         where = _Comparison().difference(value, space[name], name)
         if where is not None:
+            is_lambda = getattr(value, "__name__", "") == "<lambda>"
+            cure = "write it as a def of its own" if is_lambda else "run that cell again, or put it in a file"
             raise ToolwiseError(
                 f"{where} is not what its cell would give now, so a worker process would run something else than you "
-                "see here; run that cell again, or write the function in a file"
+                f"see here; {cure}"
             )
 
 

@@ -97,3 +97,13 @@ def show():
         assert "module='part'" in module.stdout
     else:
         assert "not: loading part.py again would run it" in script.stdout
+
+
+def test_an_edited_file_is_another_place(tmp_path: Path) -> None:
+    path = tmp_path / "edited.py"
+    places = []
+    for number in (1, 2, 1):
+        path.write_text(f"def f():\n    return {number}\n")
+        places.append(Target.of(load_reference(f"{path}:f", what="tool")).place)
+    assert places[0] == places[2] != places[1]
+    assert Place(**places[1].to_json()) == places[1]

@@ -18,6 +18,7 @@ import pytest
 import toolwise
 from toolwise.config import load_config
 from toolwise.errors import ConfigError, RewardError
+from toolwise.rewards.function import Reward
 from toolwise.tools import isolation
 
 Cli = Callable[..., Any]
@@ -343,8 +344,10 @@ def test_each_run_uses_the_tool_as_it_is_then(notebook: dict[str, Any], tmp_path
 def test_a_secret_given_to_a_reward_is_told_and_not_in_the_report(
     notebook: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    space = run_cells(["def keyed(messages, ground_truth, api_key):\n    return len(messages[-1].content or '') / 100\n"])
-    reward = toolwise.Reward.of(space["keyed"], {"api_key": "my-own-password"})
+    space = run_cells(
+        ["def keyed(messages, ground_truth, api_key):\n    return len(messages[-1].content or '') / 100\n"]
+    )
+    reward = Reward.of(space["keyed"], {"api_key": "my-own-password"})
     config = {**notebook["config"], "trainer": {"total_steps": 1, "console": False}}
     run = toolwise.train(config, tasks=notebook["rows"], reward=reward, out=tmp_path / "run").out
     told = [record.getMessage() for record in caplog.records if "looks like a secret" in record.getMessage()]

@@ -55,12 +55,13 @@ def masked(table: Any, key: str = "") -> Any:
 
 
 def find_secret(source: str) -> str | None:
-    """The name, in Python source, of the first text that looks like a secret; its value's beginning where it has none."""
+    """The name of the first text in Python source that looks like a secret; how it begins where it has no name."""
     tree = ast.parse(source)
     for name, node in _named(tree):
         if isinstance(node, ast.Constant) and is_secret(name, node.value):
             return name
-    texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    constants = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    texts = (value for value in constants if isinstance(value, str))
     found = next((text for text in texts if is_secret("", text)), None)
     return f"{found[:4]!r}…" if found is not None else None
 

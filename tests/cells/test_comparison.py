@@ -48,7 +48,10 @@ def run_cells(*cells: str) -> dict[str, Any]:
         (["class C:\n    def f(self):\n        return 1\n", "C.g = lambda self: 2\n"], r"C\.g"),
         (["class C:\n    def f(self):\n        return 1\n", "def f(self):\n    return 2\nC.f = f\n"], r"C\.f"),
         (
-            ["class C:\n    x = 1\n    @property\n    def f(self):\n        return 1\n", "C.f = property(lambda s: 2)\n"],
+            [
+                "class C:\n    x = 1\n    @property\n    def f(self):\n        return 1\n",
+                "C.f = property(lambda s: 2)\n",
+            ],
             r"C\.f\[0\]",
         ),
         (
@@ -86,7 +89,8 @@ def test_text_that_does_not_run_again_is_refused() -> None:
         ["import threading\ndef score(m, gt, lock=threading.Lock()):\n    with lock:\n        return 1.0\n"],
         [
             "import enum, dataclasses, abc\nclass E(enum.Enum):\n    A = 1\n"
-            "@dataclasses.dataclass\nclass P:\n    x: float = 1.0\n    y: list = dataclasses.field(default_factory=list)\n"
+            "@dataclasses.dataclass\nclass P:\n    x: float = 1.0\n"
+            "    y: list = dataclasses.field(default_factory=list)\n"
             "class B(abc.ABC):\n    @abc.abstractmethod\n    def f(self): ...\n"
             "class C(B):\n    T = [1]\n    def f(self):\n        return super().__class__ and self.T[0] + self.s()\n"
             "    @staticmethod\n    def s():\n        return 1\n"

@@ -18,6 +18,7 @@ import pytest
 import toolwise
 from toolwise.config import load_config
 from toolwise.errors import ConfigError, RewardError
+from toolwise.rewards.function import Reward
 from toolwise.tools import isolation
 
 Cli = Callable[..., Any]
@@ -310,3 +311,49 @@ def test_a_tool_that_cannot_be_copied_runs_in_this_process(
     assert int(text) == os.getpid()
     assert "tool where runs in a thread" in caplog.text
     isolation.close()
+
+
+def test_each_run_uses_the_tool_as_it_is_then(notebook: dict[str, Any], tmp_path: Path) -> None:
+    """One tool object, evaluated, changed through a constant, then trained with: in processes both times."""
+    space = run_cells(
+        [
+            "from toolwise import tool\nRATE = 2\n",
+            """
+            @tool(isolate=True)
+            def calculator(expression: str) -> str:
+                '''Calculates.
+
+                Args:
+                    expression: Such as 12 * 3.
+                '''
+                return f"RATE={RATE}"
+            """,
+        ]
+    )
+    given = {"tools": [space["calculator"]], "reward": notebook["grade"]}
+    config = {**notebook["config"], "trainer": {"total_steps": 1, "console": False}}
+    toolwise.evaluate("builtin:small", notebook["rows"], config=config, **given)
+    space["RATE"] = 3
+    run = toolwise.train(config, tasks=notebook["rows"], out=tmp_path / "run", **given).out
+    told = {m["content"] for row in stored(run) for m in row["messages"] if m["role"] == "tool"}
+    assert told == {"RATE=3"}
+    assert "RATE = 3" in (run / "code" / "tool_calculator.py").read_text(encoding="utf-8")
+    assert [path.stat().st_mode & 0o777 for path in (run / "code").glob("*.py")] == [0o600, 0o600]
+
+
+def test_a_secret_given_to_a_reward_is_told_and_not_in_the_report(
+    notebook: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    space = run_cells(
+        ["def keyed(messages, ground_truth, api_key):\n    return len(messages[-1].content or '') / 100\n"]
+    )
+    reward = Reward.of(space["keyed"], {"api_key": "my-own-password"})
+    config = {**notebook["config"], "trainer": {"total_steps": 1, "console": False}}
+    run = toolwise.train(config, tasks=notebook["rows"], reward=reward, out=tmp_path / "run").out
+    told = [record.getMessage() for record in caplog.records if "looks like a secret" in record.getMessage()]
+    assert len(told) == 1
+    assert told[0].startswith(f"reward.kwargs.api_key: stored as plain text in {tmp_path / 'run'}")
+    assert "my-own-password" not in told[0]
+    report = (run / "report.html").read_text(encoding="utf-8")
+    assert "my-own-password" not in report
+    assert "api_key = &#34;***&#34;" in report

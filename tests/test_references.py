@@ -98,3 +98,9 @@ def test_a_file_that_fails_on_import_is_told_in_one_line_and_not_kept(tmp_path: 
 def test_a_guess_only_where_something_is_close() -> None:
     assert did_you_mean("calculater", ["calculator", "search"]) == "; did you mean 'calculator'?"
     assert did_you_mean("xyz", ["calculator", "search"]) == ""
+
+
+def test_an_edited_file_is_loaded_again(tmp_path: Path) -> None:
+    """Even one of the same size, edited within the same second."""
+    found = [load_reference(f"{write(tmp_path, f'answer = {n}')}:answer", what="x") for n in (1, 2, 3, 1)]
+    assert found == [1, 2, 3, 1]

@@ -80,11 +80,12 @@ def _write_tokens(path: Path, rollouts: Iterable[tuple[str, Sequence[StepData]]]
     write_whole(path, save(tensors, metadata={"steps": json.dumps(names)}))
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """A file that is there whole or not at all, whenever the process dies."""
+def write_whole(path: Path, data: bytes, *, private: bool = False) -> None:
+    """A file that is there whole or not at all, whenever the process dies; `private` is for its owner alone."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with aside.open("wb") as file:
+    aside.unlink(missing_ok=True)
+    with open(aside, "wb", opener=lambda name, flags: os.open(name, flags, 0o600 if private else 0o666)) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

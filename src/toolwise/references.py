@@ -9,9 +9,10 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterable
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import CodeType, ModuleType
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from toolwise.errors import ConfigError, RewardError
@@ -23,23 +24,44 @@ WORKER = "TOOLWISE_WORKER"
 GIVEN = "given in Python: "
 """Begins what a run's config.toml says of a tool or a reward that it cannot name."""
 
-_registered: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+class Registration(NamedTuple):
+    """Where the copy of a notebook cell's function or class lies, and which version of it."""
+
+    reference: str
+    version: str
+
+
+_registered: WeakKeyDictionary[Any, Registration] = WeakKeyDictionary()
 
 
 def register(target: Any, reference: str) -> None:
     """Other processes find `target`, a function or class of a notebook cell, by `reference`."""
-    _registered[target] = reference
+    _registered[target] = Registration(reference, file_version(reference.rpartition(":")[0]))
 
 
 def unregister(target: Any) -> None:
     _registered.pop(target, None)
 
 
-def registered_reference(target: Any) -> str | None:
+def registration_of(target: Any) -> Registration | None:
     try:
         return _registered.get(target)
     except TypeError:  # such an object cannot be a key
         return None
+
+
+def registered_reference(target: Any) -> str | None:
+    found = registration_of(target)
+    return found.reference if found is not None else None
+
+
+def file_version(file: str | Path) -> str:
+    """Changes with the content of a file, so that nothing loaded from an older one is taken for it."""
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+    except OSError:
+        return ""
 
 
 def check_nameable(reference: str, what: str) -> None:
@@ -88,15 +110,23 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+class _Loader(SourceFileLoader):
+    """Reads the source itself: bytecode in __pycache__ passes for that of any edit of the same second and size."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def _load_file(source: str, what: str) -> ModuleType:
     path = Path(source).expanduser().resolve()
     if not path.is_file():
         raise ConfigError(f"{what}: there is no file {source!r}")
-    # Loaded once a path: two references into one file must see the same module state.
-    name = f"toolwise_file_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    # Loaded once for each content of a path: two references into one file must see the same module state.
+    key = hashlib.sha256(f"{path}\n{file_version(path)}".encode()).hexdigest()[:12]
+    name = f"toolwise_file_{path.stem}_{key}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_Loader(name, str(path)))
     if spec is None or spec.loader is None:
         raise ConfigError(f"{what}: {source!r} cannot be loaded as Python")
     module = importlib.util.module_from_spec(spec)

@@ -117,7 +117,7 @@ class RunInputs:
         self._created = [path for path in dict.fromkeys(around) if not path.exists()]
         try:
             for path, data in paths.items():
-                write_whole(path, data)
+                write_whole(path, data, private=path.parent.name == "code")
         except OSError as fault:
             raise ConfigError(f"{self.folder} cannot be written ({fault.strerror}): choose another --out") from fault
         for target, reference in self._registered:

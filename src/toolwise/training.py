@@ -38,6 +38,7 @@ from toolwise.run_changes import (
     record_changes,
     saved_settings,
 )
+from toolwise.secret_names import secret_keys
 from toolwise.settings import to_toml
 from toolwise.summary import summarize_validation, validation_metrics
 from toolwise.tools.record import write_tools
@@ -92,6 +93,7 @@ class Training:
                 if run.config.router.train_actor:
                     never = run.config.algorithm.terminal_score == "never"
                     self._announce(self._sees, logging.WARNING if never else logging.INFO)
+                self._warn_of_secrets()
                 self._tell(run.progress.diagnosis.begin(run.startup_findings()))
                 if run.progress.step == 0 and run.progress.before is None and run.config.validation.before:
                     run.progress.before = await self._validate()
@@ -127,6 +129,17 @@ class Training:
             self._announce(warning, logging.WARNING)
         diagnosis, config = self.run.progress.diagnosis, self.run.config
         self._tell(diagnosis.after_step(config, step, turn.scored, turn.metrics, learner.weights_checksum))
+
+    def _warn_of_secrets(self) -> None:
+        keys = list(secret_keys(self.run.config.model_dump()))
+        if keys:
+            text = (
+                f"{', '.join(keys)}: stored as plain text in {self.out}, and it looks like a secret; read it from "
+                "os.environ inside the function instead"
+            )
+            if any(key.startswith("reward.") for key in keys) and self.run.config.reward.sandbox.tier != "off":
+                text += " (a reward in the sandbox does not see the environment: name its module in sandbox.trusted)"
+            self._announce(text, logging.WARNING)
 
     def _announce(self, text: str, level: int) -> None:
         """On the console; in the log where there is none."""

@@ -6,6 +6,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -541,3 +542,12 @@ def test_episodes_of_are_what_the_array_core_takes(step: Step) -> None:
     found = gigpo_advantages(episodes, anchors, omega=0.5, gamma=0.5)
     told = apply_gigpo_to_batch_steps(lists, scores, 0.5, 0.5, ON_STATE, group_ids=groups)
     assert found.advantages.tolist() == [s.advantage for r in told for s in r]
+
+
+def test_an_anchor_function_stays_the_one_the_run_began_with(tmp_path: Path) -> None:
+    file = tmp_path / "anchor.py"
+    file.write_text("def room(seen):\n    return 'old'\n")
+    estimator = Gigpo(state_anchor=f"{file}:room")
+    file.write_text("def room(seen):\n    return 'new'\n")
+    step = StepData(system_step_index=0, observation_data={}, action_taken={}, resulting_messages_history=[])
+    assert estimator._anchor().keys([step]) == ["old"]

@@ -7,6 +7,7 @@ import enum
 import inspect
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, Optional
 
 import pytest
@@ -416,3 +417,24 @@ def test_how_many_calls_at_once_is_a_term_of_a_tool() -> None:
     for wrong in (0, True, 1.5):
         with pytest.raises(ToolwiseError, match="max_concurrent must be a whole number from 1 up"):
             few.with_terms(max_concurrent=wrong)
+
+
+def test_a_cell_s_tool_follows_the_file_that_each_run_gives_it(tmp_path: Path) -> None:
+    from toolwise.references import register, unregister
+    from toolwise.tools import isolation
+
+    source = "import os\ndef rate() -> str:\n    return '{n}' if os.environ.get('TOOLWISE_WORKER') else 'here'\n"
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(source, "/tmp/ipykernel_0/rate.py", "exec"), space)
+    made, file = tool(space["rate"]), tmp_path / "tool_rate.py"
+    try:
+        assert call(made)[0] == "here"  # tried by hand before any run
+        for number in (1, 2, 3):
+            file.write_text(source.format(n=number))
+            register(space["rate"], f"{file}:rate")
+            assert call(made)[0] == str(number)
+        unregister(space["rate"])
+        assert call(made)[0] == "here"
+    finally:
+        unregister(space["rate"])
+        isolation.close()

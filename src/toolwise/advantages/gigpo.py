@@ -47,6 +47,7 @@ from toolwise.advantages.step_rewards import (
 )
 from toolwise.advantages.token_rewards import token_k1
 from toolwise.protocols import Annotation, Metrics
+from toolwise.references import load_reference
 from toolwise.types import AnnotatedRollout, CreditedRollout, StepData
 
 Combine = Literal["convex", "additive"]
@@ -223,6 +224,9 @@ class Gigpo:
         check_settings(self.omega, self.gamma, self.combine, self.normalization)
         check_choice("terminal_score", self.terminal_score, get_args(TerminalScore))
         self._anchor().check()
+        if isinstance(self.state_anchor, str) and ":" in self.state_anchor:
+            # Loaded once: a run keeps the function it began with when the file is edited meanwhile.
+            object.__setattr__(self, "state_anchor", load_reference(self.state_anchor, what="state_anchor"))
 
     @property
     def needs(self) -> frozenset[Annotation]:

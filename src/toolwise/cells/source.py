@@ -6,7 +6,6 @@ import ast
 import builtins
 import inspect
 import logging
-import math
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,10 +13,13 @@ from pathlib import Path, PurePath
 from types import FunctionType, ModuleType
 from typing import Any
 
+from toolwise.cells.comparison import check_same
+from toolwise.cells.literals import containers, literal
 from toolwise.cells.names import attribute_chains, global_names
 from toolwise.cells.text import Cell, cells_of, find_class, find_function, find_statement
 from toolwise.errors import ToolwiseError
 from toolwise.sandbox.targets import library_folders, own_folder
+from toolwise.secret_names import find_secret
 
 LONGEST_VALUE = 1_000_000
 """Characters that the source of one constant may have."""
@@ -50,7 +52,15 @@ def collect_source(target: Any) -> str:
         raise ToolwiseError(f"{type(target).__name__} objects have no source; write a function or a class")
     collector = _Collector()
     collector.add(found.__name__, target, _namespace_of(found, {}), found.__name__)
-    return collector.text()
+    text = collector.text()
+    secret = find_secret(text)
+    if secret is not None:
+        raise ToolwiseError(
+            f"{found.__name__} holds {secret}, which looks like a secret and would be stored in the run's folder; "
+            f"read it from os.environ inside {found.__name__}, or give it another name if it is none"
+        )
+    check_same(text, collector.defined, found.__module__)
+    return text
 
 
 class _Collector:
@@ -61,6 +71,9 @@ class _Collector:
         self._imports: dict[str, None] = {}
         self._parts: list[str] = []
         self._future = False
+        self._containers: dict[int, str] = {}
+        self.defined: dict[str, Any] = {}
+        """What comes of the cells' own text, by name: it need not give the same again."""
 
     def text(self) -> str:
         future = ["from __future__ import annotations"] if self._future else []
@@ -78,9 +91,11 @@ class _Collector:
         if line is not None:
             self._imports[line] = None
         elif isinstance(unwrapped(value), FunctionType | type):
+            self.defined[name] = value
             self._define(name, value, namespace, user)
         else:
             self._parts.append(f"{name} = {self._constant(name, value, namespace, user)}")
+            self._containers = dict(containers(value, name)) | self._containers
 
     def _define(self, name: str, value: Any, namespace: Mapping[str, Any], user: str) -> None:
         found = unwrapped(value)
@@ -89,7 +104,8 @@ class _Collector:
             what = "is defined inside a function" if own != "<lambda>" else "is a lambda"
             raise ToolwiseError(f"{own} {what}, which no other process can load; write it as a def of its own")
         source = "" if own == "<lambda>" else self._definition(found, space, name)
-        if not source or (value is not found and not source.startswith("@")):
+        another = own != name and space.get(own) is not value
+        if not source or (value is not found and (another or not source.startswith("@"))):
             # name = lambda …, or name = wrapper(function)
             before = f"{source}\n\n\n" if own == name else ""
             source, own = before + self._assignment(name, value, namespace), name
@@ -131,7 +147,7 @@ class _Collector:
             home, own = getattr(value, "__module__", None), getattr(value, attribute, None)
             if isinstance(home, str) and isinstance(own, str) and _is_at(home, own, value):
                 return _from_line(home, own, name)
-        if _literal(value, 0) is not None:
+        if literal(value) is not None:
             return None
         for node in _import_nodes(namespace):  # objects that do not say where they come from
             for alias in node.names:
@@ -157,7 +173,7 @@ class _Collector:
         return source
 
     def _constant(self, name: str, value: Any, namespace: Mapping[str, Any], user: str) -> str:
-        text = _literal(value, 0)
+        text = literal(value, self._containers)
         if text is not None and len(text) > LONGEST_VALUE:
             raise ToolwiseError(
                 f"{user} uses {name}, a {type(value).__name__} of {len(text):,} characters, which is too big to copy; "
@@ -176,6 +192,7 @@ class _Collector:
             source = find_statement(name, cells_of(namespace))
             if source is not None:
                 self._refer(source, namespace, user)
+                self.defined[name] = value
                 text = source.partition("=")[2].strip()
         if text is None:
             kind = type(value)
@@ -201,7 +218,7 @@ def _namespace_of(found: FunctionType | type, default: Mapping[str, Any]) -> Map
 
 def _marks(found: FunctionType | type) -> dict[str, str]:
     """Plain attributes that were set on a function, such as a reward's mode; a decorator in the source sets its own."""
-    told = {key: _literal(value, 0) for key, value in vars(found).items()} if isinstance(found, FunctionType) else {}
+    told = {key: literal(value) for key, value in vars(found).items()} if isinstance(found, FunctionType) else {}
     return {key: text for key, text in told.items() if text is not None}
 
 
@@ -246,30 +263,3 @@ def _is_installed(module: ModuleType) -> bool:
     files = [Path(str(place)).resolve() for place in places if place]
     folders = [*(Path(folder).resolve() for folder in library_folders()), own_folder()]
     return not files or any(file.is_relative_to(folder) for file in files for folder in folders)
-
-
-def _literal(value: Any, depth: int) -> str | None:
-    """The value as Python writes it, where plain data is all it is."""
-    if depth > 50:
-        return None
-    kind = type(value)
-    if value is None or value is Ellipsis or kind in (bool, int, str, bytes):
-        return repr(value)
-    if kind is float:
-        return repr(value) if math.isfinite(value) else f'float("{value}")'
-    if kind in (list, tuple, set, frozenset):
-        items = [_literal(item, depth + 1) for item in value]
-        return None if any(item is None for item in items) else _listed(kind, [item for item in items if item])
-    if kind is dict:
-        pairs = [(_literal(key, depth + 1), _literal(item, depth + 1)) for key, item in value.items()]
-        known = all(key is not None and item is not None for key, item in pairs)
-        return "{" + ", ".join(f"{key}: {item}" for key, item in pairs) + "}" if known else None
-    return None
-
-
-def _listed(kind: type, items: list[str]) -> str:
-    if kind is list:
-        return f"[{', '.join(items)}]"
-    if kind is tuple:
-        return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
-    return f"{kind.__name__}([{', '.join(sorted(items))}])"  # in the same order in every process

@@ -16,7 +16,7 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from toolwise.cells import lacks_file
 from toolwise.errors import ToolwiseError
-from toolwise.references import in_worker, registered_reference
+from toolwise.references import Registration, in_worker, registered_reference, registration_of
 from toolwise.tools import isolation
 from toolwise.tools.base import BaseTool, OpenAIFunctionToolSchema
 from toolwise.tools.isolation.places import Target
@@ -74,8 +74,9 @@ class FunctionTool(BaseTool, Generic[P, R]):
         self._given: dict[str, dict[str, Any]] = {}
         """instance -> the task's `create_kwargs`"""
         self._schemas: dict[frozenset[str], OpenAIFunctionToolSchema] = {}
-        self._may_be_registered = lacks_file(function)  # a cell's function: a run gives it a file later on
-        self._target = None if self._may_be_registered else self._find_target()
+        self._lacks_file = lacks_file(function)  # a cell's function: each run gives it a file
+        self._registration: Registration | str | None = "not looked for"
+        self._target = None if self._lacks_file else self._find_target()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.function(*args, **kwargs)
@@ -128,8 +129,8 @@ class FunctionTool(BaseTool, Generic[P, R]):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[str, float | None, dict[str, Any]]:
-        if self._may_be_registered:
-            self._may_be_registered, self._target = False, self._find_target()
+        if self._lacks_file and self._registration != (found := registration_of(self.function)):
+            self._target, self._registration = self._find_target(), found
         kwargs = {**self._given.get(instance_id, {}), **kwargs}
         self.check_task_arguments(kwargs)
         if self._target is not None and not in_virtual_time() and self._is_found(self._target):

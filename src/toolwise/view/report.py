@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import base64
 import os
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import tomli_w
+
 from toolwise.run_changes import describe_changes
+from toolwise.secret_names import masked, secret_keys
 from toolwise.trackers.console import say_figure, say_time
 from toolwise.trackers.conversation import Turn, clean_text, shorten, turns_of, verdict
 from toolwise.view.comparison import headline, rows_by_kind
@@ -119,9 +123,18 @@ def _render(run: RunFolder, light: bytes, dark: bytes) -> str:
         thinking=_thinking(run),
         tasks=[_task_view(change) for change in changed_tasks(run.rollouts_before, run.rollouts_after)],
         groups=_group_views(run.latest_training),
-        config=clean_text(run.config_text) if run.config_text is not None else None,
+        config=clean_text(_without_secrets(run.config_text)) if run.config_text is not None else None,
         table=_training_table(run),
     )
+
+
+def _without_secrets(config: str) -> str:
+    """A report is sent around: it shows that a key or a password was set, and not which."""
+    try:
+        table = tomllib.loads(config)
+    except tomllib.TOMLDecodeError:
+        return config
+    return tomli_w.dumps(masked(table)) if any(secret_keys(table)) else config
 
 
 def _routing(run: RunFolder) -> dict[str, str] | None:

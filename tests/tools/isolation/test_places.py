@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from toolwise.errors import ToolwiseError
-from toolwise.references import load_reference
+from toolwise.references import file_version, load_reference
 from toolwise.tools.calculator import CalculatorTool, evaluate
 from toolwise.tools.isolation.places import Place, Target
 
@@ -28,7 +28,7 @@ def test_a_module_is_known_by_its_name_and_its_file() -> None:
 
 def test_a_file_is_known_by_its_path() -> None:
     target = Target.of(load_reference(f"{FILE}:plain", what="tool"))
-    assert target == Target(Place(None, str(FILE)), "plain")
+    assert target == Target(Place(None, str(FILE), file_version(FILE)), "plain")
     assert str(target.place) == str(FILE)
 
 
@@ -97,3 +97,13 @@ def show():
         assert "module='part'" in module.stdout
     else:
         assert "not: loading part.py again would run it" in script.stdout
+
+
+def test_an_edited_file_is_another_place(tmp_path: Path) -> None:
+    path = tmp_path / "edited.py"
+    places = []
+    for number in (1, 2, 1):
+        path.write_text(f"def f():\n    return {number}\n")
+        places.append(Target.of(load_reference(f"{path}:f", what="tool")).place)
+    assert places[0] == places[2] != places[1]
+    assert Place(**places[1].to_json()) == places[1]

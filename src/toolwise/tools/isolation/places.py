@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from toolwise.errors import ToolwiseError
-from toolwise.references import load_module, registered_reference
+from toolwise.references import file_version, load_module, registration_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,8 @@ class Place:
 
     module: str | None
     file: str
+    version: str = ""
+    """Of the file: a process that loaded another version is not of this place."""
 
     def __str__(self) -> str:
         return self.module or self.file
@@ -55,10 +57,10 @@ class Target:
     @classmethod
     def of(cls, target: Callable[..., Any]) -> Target:
         """How another process finds `target` again; raises a `ToolwiseError` that says why it cannot."""
-        registered = registered_reference(target)
+        registered = registration_of(target)
         if registered is not None:
-            file, _, name = registered.rpartition(":")
-            return cls(Place(None, file), name)
+            file, _, name = registered.reference.rpartition(":")
+            return cls(Place(None, file, registered.version), name)
         name = str(getattr(target, "__qualname__", ""))
         if inspect.ismethod(target):
             raise ToolwiseError("it belongs to an object that lives here; write it as a def at the top of a file")
@@ -81,7 +83,7 @@ class Target:
                 )
             module = getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", None) or ""
         by_name = module and not module.startswith("toolwise_file_")
-        return cls(Place(module if by_name else None, str(found)), name)
+        return cls(Place(module if by_name else None, str(found), file_version(found)), name)
 
     def find(self, module: ModuleType) -> Any:
         found: Any = module

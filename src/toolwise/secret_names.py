@@ -1,0 +1,94 @@
+"""Values that look like secrets: by the name they go under, and by how such values begin."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+MASK = "***"
+_SECRET = re.compile(
+    r"(api|access|private|secret|signing|encryption)_?keys?$|(access|api|auth|bearer|refresh|session)_?tokens?$"
+    r"|secrets?$|passw(or)?d$|passphrase$|passwd$|pwd$|credentials?$|authorization$"
+)
+_MAYBE = re.compile(r"(^|_)(key|token)$")
+"""Such names often hold no secret at all: the key of a dictionary, a tokenizer's token."""
+_BEGINS = re.compile(
+    r"(sk-|sk_live_|sk_test_|rk_live_|hf_|ghp_|gho_|ghs_|github_pat_|glpat-|xox[abprs]-|AKIA|AIza|eyJ)[\w.+/=-]{8,}$"
+)
+_RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w.+/=-]{16,}$")
+
+
+def is_secret(name: str, value: Any) -> bool:
+    """Whether a text under this name should not be written where others may read it."""
+    if not isinstance(value, str) or not value:
+        return False
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().replace("-", "_")
+    if _BEGINS.match(value) or _SECRET.search(words):
+        return True
+    return bool(_MAYBE.search(words) and _RANDOM.match(value))
+
+
+def secret_keys(table: Any, path: str = "", key: str = "") -> Iterator[str]:
+    """The dotted names of such values in nested tables and lists."""
+    if isinstance(table, Mapping):
+        pairs = [(str(name), f"{path}.{name}" if path else str(name), value) for name, value in table.items()]
+    elif isinstance(table, list | tuple):
+        pairs = [(key, f"{path}[{index}]", value) for index, value in enumerate(table)]
+    else:
+        return
+    for name, where, value in pairs:
+        if is_secret(name, value):
+            yield where
+        else:
+            yield from secret_keys(value, where, name)
+
+
+def masked(table: Any, key: str = "") -> Any:
+    """The same nested tables and lists with a mask in place of such values."""
+    if isinstance(table, Mapping):
+        return {name: masked(value, str(name)) for name, value in table.items()}
+    if isinstance(table, list | tuple):
+        return [masked(value, key) for value in table]
+    return MASK if is_secret(key, table) else table
+
+
+def find_secret(source: str) -> str | None:
+    """The name of the first text in Python source that looks like a secret; how it begins where it has no name."""
+    tree = ast.parse(source)
+    for name, node in _named(tree):
+        if isinstance(node, ast.Constant) and is_secret(name, node.value):
+            return name
+    constants = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    texts = (value for value in constants if isinstance(value, str))
+    found = next((text for text in texts if is_secret("", text)), None)
+    return f"{found[:4]!r}…" if found is not None else None
+
+
+def _named(tree: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
+    """Expressions that go under a name: assigned, passed by keyword, in a dictionary, as a default."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Assign(targets=targets, value=value):
+                yield from ((name, value) for target in targets for name in _names(target))
+            case ast.AnnAssign(target=target, value=value) | ast.NamedExpr(target=target, value=value):
+                yield from ((name, value) for name in _names(target))
+            case ast.keyword(arg=str(name), value=value):
+                yield name, value
+            case ast.Dict(keys=keys, values=values):
+                for key, value in zip(keys, values, strict=True):
+                    if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                        yield key.value, value
+            case ast.arguments(posonlyargs=first, args=args, defaults=defaults, kwonlyargs=keyword, kw_defaults=others):
+                positional = [*first, *args][len(first) + len(args) - len(defaults) :]
+                yield from ((arg.arg, value) for arg, value in zip(positional, defaults, strict=True))
+                yield from ((arg.arg, value) for arg, value in zip(keyword, others, strict=True))
+
+
+def _names(target: ast.expr) -> Iterator[str]:
+    match target:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            yield name
+        case ast.Subscript(slice=ast.Constant(value=str(name))):
+            yield name

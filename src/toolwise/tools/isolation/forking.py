@@ -50,7 +50,7 @@ def fork_workers(channel: int) -> tuple[int, int, int]:
         try:
             pid = os.fork()
         except OSError as fault:
-            _reply(channel, {"refused": f"no more processes: {fault}"})
+            _reply(channel, {"refused": f"no more processes: {fault.strerror}", "errno": fault.errno})
             pid = -1
         if pid == 0:
             trainer.detach()

@@ -22,7 +22,7 @@ class _Reading:
     ended_ns: int = 0
     """How long processes ran that have ended."""
     running: bool = False
-    """Whether one runs now, where the kernel does not say how long it waited for a core."""
+    """Whether one runs now or waits for a core, of which the kernel says only afterwards how long it was."""
 
 
 class CoreTime:
@@ -46,30 +46,32 @@ class CoreTime:
 def _read(pid: int) -> _Reading:
     reading, processes = _Reading(), [b"%d" % pid]
     while processes and len(reading.tasks_ns) < MOST_TASKS:
-        folder = b"/proc/%s/" % processes.pop()
+        process = processes.pop()
+        folder = b"/proc/%s/task/" % process
         try:
-            reading.ended_ns += sum(map(int, _stat(folder)[13:15])) * _TICK_NS
-            for task in os.listdir(folder + b"task")[:MOST_TASKS]:
-                _read_task(reading, folder, task)
-                processes += _content(folder + b"task/%s/children" % task).split()
+            words = _stat(b"/proc/%s/stat" % process)
+            reading.ended_ns += sum(map(int, words[13:15])) * _TICK_NS
+            for task in os.listdir(folder)[:MOST_TASKS]:
+                of_task = words if task == process else _stat(folder + task + b"/stat")
+                reading.running |= of_task[0] == b"R"
+                reading.tasks_ns[task] = _asked_for_ns(folder + task, of_task)
+                processes += _content(folder + task + b"/children").split()
         except (OSError, ValueError, IndexError):  # it ended meanwhile, or the kernel does not list children
             continue
     return reading
 
 
-def _read_task(reading: _Reading, folder: bytes, task: bytes) -> None:
+def _asked_for_ns(folder: bytes, words: list[bytes]) -> int:
     try:
-        ran, waited, _ = _content(folder + b"task/%s/schedstat" % task).split()
-        reading.tasks_ns[task] = int(ran) + int(waited)
-    except FileNotFoundError:
-        words = _stat(folder + b"task/%s/" % task)
-        reading.tasks_ns[task] = sum(map(int, words[11:13])) * _TICK_NS
-        reading.running |= words[0] == b"R"
+        ran, waited, _ = _content(folder + b"/schedstat").split()
+        return int(ran) + int(waited)
+    except FileNotFoundError:  # this kernel does not say how long it waited
+        return sum(map(int, words[11:13])) * _TICK_NS
 
 
-def _stat(folder: bytes) -> list[bytes]:
+def _stat(path: bytes) -> list[bytes]:
     """From the state on: the name before it may contain anything."""
-    return _content(folder + b"stat").rpartition(b")")[2].split()
+    return _content(path).rpartition(b")")[2].split()
 
 
 def _content(path: bytes) -> bytes:

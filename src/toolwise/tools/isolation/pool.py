@@ -272,7 +272,7 @@ class Pool:
     def _tell(self, place: Place, fault: ToolDied) -> None:
         """Why no worker came up: to one of those who wait for it, or to all where the next would not come up either;
         to nobody where it would as soon as another has ended."""
-        waiting = self._waiting.get(place, ())
+        waiting = self._waiting.get(place) or deque()
         if isinstance(fault, NoRoomLeft) and self._roster.up() > 1:
             self._paused_until = time.monotonic() + PAUSE_S
             return

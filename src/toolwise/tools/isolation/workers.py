@@ -55,7 +55,7 @@ class LoadFault(ToolDied):
 
 
 class NoRoomLeft(ToolDied):
-    """Descriptors, processes or memory are used up: another worker may start when one of those that are up has ended."""
+    """Descriptors, processes or memory are used up: another worker may start once one of those that are up ends."""
 
 
 class ToolFault(Exception):  # noqa: N818 (named as what the tool raised)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
@@ -67,6 +68,16 @@ def test_silence_is_a_timeout(played: Played) -> None:
     began = time.monotonic()
     assert _kind(played) == "timeout"
     assert time.monotonic() - began < 0.5
+
+
+def test_a_call_too_large_to_be_taken_at_once_is_sent_by_a_trainer_with_many_open_files(played: Played) -> None:
+    process = played.worker.process
+    with process.channel as low:
+        process.channel = socket.socket(fileno=fcntl.fcntl(low.fileno(), fcntl.F_DUPFD_CLOEXEC, 1100))
+    process.channel.setblocking(False)
+    with pytest.raises(WorkerFault) as caught:
+        played.worker._send(b"x" * (8 << 20), time.monotonic() + 0.2)
+    assert caught.value.kind == "timeout"
 
 
 def test_a_print_on_import_that_comes_before_anybody_waits_for_it_is_told(played: Played) -> None:

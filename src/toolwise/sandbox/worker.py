@@ -204,7 +204,9 @@ class Worker:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise WorkerFault("timeout", "it did not take its call in time") from None
-                select.select([], [channel], [], min(left, LOOK_S))
+                room = select.poll()
+                room.register(channel, select.POLLOUT)
+                room.poll(min(left, LOOK_S) * 1000)
                 self._drain()
             except OSError:
                 raise self._death() from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from toolwise.sandbox.layers.bubblewrap import (
     View,
     _follow,
     _mounts,
+    _read_child,
     command,
     outside_of,
     why_not,
@@ -35,6 +37,15 @@ def test_links_on_the_way_are_kept(tmp_path: Path) -> None:
     root = str(tmp_path.resolve())
     assert _follow(f"{root}/two", links) == f"{root}/real/file"
     assert links == {f"{root}/two": f"{tmp_path}/one/file", f"{root}/one": "real"}
+
+
+def test_a_processs_number_is_read_by_a_trainer_with_many_open_files() -> None:
+    low, theirs = os.pipe()
+    info = fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, 1100)
+    os.write(theirs, b'{"child-pid": 17}')
+    assert _read_child(info) == 17
+    for descriptor in (low, theirs, info):
+        os.close(descriptor)
 
 
 def test_links_without_an_end_lead_nowhere(tmp_path: Path) -> None:

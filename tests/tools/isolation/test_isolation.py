@@ -324,6 +324,28 @@ def test_a_module_that_does_not_load_in_a_worker_runs_in_a_thread(tmp_path: Path
     assert "ValueError: not here" in done.stderr
 
 
+def test_a_module_that_hangs_in_a_worker_keeps_nobody_waiting_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("toolwise.tools.isolation.workers.LOAD_S", 0.5)
+    hangs = "import os, time\nif os.environ.get('TOOLWISE_WORKER'): time.sleep(1000)\n"
+    (tmp_path / "hangs.py").write_text(hangs + "def where() -> int:\n    return os.getpid()\n")
+    where = as_tool(load_reference(f"{tmp_path}/hangs.py:where", what="tool"))
+    calls = [ToolCall(id=str(number), name="where", arguments={}) for number in range(8)]
+
+    async def turn() -> list[Message]:
+        env = ToolEnv(Task(task_id="t", prompt=[]), {"where": where}, tool_timeout_s=5.0)
+        await env.reset()
+        messages, _, _, _ = await env.step({"tool_calls": calls})
+        await env.close()
+        return messages
+
+    assert [message.content for message in run(turn())] == [str(os.getpid())] * 8
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert "took longer than 0.5 s to load in a worker process" in warnings[0]
+
+
 def test_starting_a_run_while_a_worker_loads_is_refused(tmp_path: Path) -> None:
     before = "import toolwise\n    if __name__ != '__main__': toolwise.train()"
     done = script(tmp_path, before=before, call='if __name__ == "__main__": main()')

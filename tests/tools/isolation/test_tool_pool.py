@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
+import resource
 import signal
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
+from toolwise.tools.isolation import pool as pools
 from toolwise.tools.isolation.places import Place, Target
 from toolwise.tools.isolation.pool import Pool, default_limit, read_result
-from toolwise.tools.isolation.workers import LoadFault, ToolDied
+from toolwise.tools.isolation.workers import LOAD_S, LoadFault, ToolDied
 
 T = TypeVar("T")
+linux = pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="workers are forked on Linux")
 SOURCE = """
 import os, time
 def where(seconds: float = 0.0) -> int:
@@ -183,10 +187,105 @@ def test_a_process_that_ends_while_it_loads_is_a_death(pool: Pool, tmp_path: Pat
 def test_a_module_that_takes_for_ever_to_load_is_given_up(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Once for all who wait: each of them would wait as long again."""
     monkeypatch.setattr("toolwise.tools.isolation.workers.LOAD_S", 1.0)
     (tmp_path / "slow.py").write_text("import time; time.sleep(1000)")
-    with pytest.raises(ToolDied, match="took longer than 1 s to load"):
-        run(where(pool, Target(Place(None, str(tmp_path / "slow.py")), "where")))
+    target = Target(Place(None, str(tmp_path / "slow.py")), "where")
+
+    async def several() -> list[Any]:
+        return await asyncio.gather(*(where(pool, target) for _ in range(5)), return_exceptions=True)
+
+    faults = run(several())
+    assert all(isinstance(fault, LoadFault) for fault in faults)
+    assert {str(fault) for fault in faults} == {f"{target.place} took longer than 1 s to load in a worker process"}
+
+
+def test_a_rollouts_own_tool_is_told_that_its_module_does_not_load_rather_than_that_no_worker_is_free() -> None:
+    assert pools.FREE_S > LOAD_S
+
+
+@pytest.fixture
+def open_files() -> Iterator[Callable[[int], None]]:
+    """Sets the limit of open files to so many more than there are."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def leave(more: int) -> None:
+        names = [name for name in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{name}")]
+        free = itertools.filterfalse({int(name) for name in names}.__contains__, itertools.count())
+        resource.setrlimit(resource.RLIMIT_NOFILE, (next(itertools.islice(free, more, None)), limits[1]))
+
+    yield leave
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@linux
+def test_without_descriptors_for_another_worker_calls_wait_for_those_that_are_up(
+    files: list[Target], open_files: Callable[[int], None]
+) -> None:
+    pool = Pool(limit=2, most=64)
+
+    async def many() -> list[int]:
+        await where(pool, files[0])
+        open_files(16)
+        return await asyncio.gather(*(where(pool, files[0], 0.3) for _ in range(12)))
+
+    found = run(many())
+    pool.close()
+    assert len(found) == 12
+    assert len(set(found)) < 12
+
+
+@linux
+def test_without_descriptors_for_a_single_worker_a_call_says_so(
+    files: list[Target], open_files: Callable[[int], None]
+) -> None:
+    pool = Pool(limit=2)
+
+    async def two() -> list[Any]:
+        open_files(3)
+        return await asyncio.gather(*(where(pool, files[0]) for _ in range(2)), return_exceptions=True)
+
+    faults = run(two())
+    assert all("Too many open files" in str(fault) for fault in faults)
+    before = len(os.listdir("/proc/self/fd"))
+    run(two())
+    assert len(os.listdir("/proc/self/fd")) == before
+    pool.close()
+
+
+@linux
+def test_workers_are_buried_where_the_trainer_has_more_than_1024_files_open(files: list[Target]) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= limits[1] < 2048:
+        pytest.skip("no more files may be open here")
+    pool = Pool(limit=2)
+
+    async def killed() -> None:
+        for _ in range(2):
+            await where(pool, files[0])
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(where(pool, files[0], 1000), 0.05)
+        await until(lambda: len(pool._unburied) <= 2)  # the zygote, and one that rests
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, limits[1]))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        run(killed())
+        pool.close()
+        assert not pool._unburied
+    finally:
+        pool.close()
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize(
+    ("soft", "most"), [(1024, 153), (300, 8), (64, 8), (65536, 256), (resource.RLIM_INFINITY, 256)]
+)
+def test_the_most_processes_fit_the_limit_of_open_files(soft: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, soft))
+    assert Pool(limit=8).most == most
 
 
 def test_no_interpreter_to_start_is_a_death(pool: Pool, files: list[Target], monkeypatch: pytest.MonkeyPatch) -> None:

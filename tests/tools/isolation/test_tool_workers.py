@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import pytest
 
 from toolwise.tools.isolation.places import Place
+from toolwise.tools.isolation.processes import Process
 from toolwise.tools.isolation.workers import ToolDied, ToolFault, Worker
 
 T = TypeVar("T")
@@ -119,6 +120,23 @@ def test_who_kills_it_twice_kills_nobody_else(start: Start) -> None:
     worker.thread.join(20)
     worker.kill()
     assert not worker.thread.is_alive()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_whatever_happens_to_its_thread_the_pool_hears_that_it_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sweep(process: Process) -> None:
+        process.popen.wait(20)
+        raise RuntimeError("nobody foresaw this")
+
+    monkeypatch.setattr(Process, "sweep", sweep)
+    gone: queue.Queue[Worker] = queue.Queue()
+    (tmp_path / "tools.py").write_text(SOURCE)
+    worker = Worker(Place(None, str(tmp_path / "tools.py")), Worker.kill, lambda worker, fault: gone.put(worker))
+    assert gone.get(timeout=30) is worker
+    worker.thread.join(20)
+    worker.forget()
 
 
 def test_a_worker_leaves_no_descriptors(start: Start) -> None:

@@ -216,8 +216,10 @@ class Monitor:
 
 def _read_child(info: int) -> int | None:
     said, deadline = b"", time.monotonic() + ANSWER_S
+    waiting = select.poll()
+    waiting.register(info, select.POLLIN)
     while b"}" not in said and time.monotonic() < deadline:
-        if not select.select([info], [], [], 0.1)[0]:
+        if not waiting.poll(100):
             continue
         more = os.read(info, 4096)
         if not more:

@@ -13,6 +13,7 @@ from typing import Any
 
 from toolwise.sandbox import frames
 from toolwise.tools.isolation.processes import MARK
+from toolwise.tools.isolation.random_generators import can_be_reseeded, reseed
 
 
 def open_descriptors() -> set[str]:
@@ -26,9 +27,10 @@ def can_be_forked(before: set[str]) -> bool:
     """Whether workers may share what a module made when it was loaded.
 
     A thread does not survive a fork, with whatever lock it holds. Files and connections would be used by all workers at
-    once. A module that leaves either behind is loaded by each worker anew.
+    once, and so would a random generator that cannot be seeded anew. A module that leaves one of these behind is loaded
+    by each worker for itself.
     """
-    if sys.platform != "linux":
+    if sys.platform != "linux" or not can_be_reseeded():
         return False
     return open_descriptors() <= before and len(os.listdir("/proc/self/task")) == 1
 
@@ -50,7 +52,7 @@ def fork_workers(channel: int) -> tuple[int, int, int]:
         try:
             pid = os.fork()
         except OSError as fault:
-            _reply(channel, {"refused": f"no more processes: {fault}"})
+            _reply(channel, {"refused": f"no more processes: {fault.strerror}", "errno": fault.errno})
             pid = -1
         if pid == 0:
             trainer.detach()
@@ -73,8 +75,7 @@ def _leave_zygote(own: list[int], mark: str, mark_at: int | None) -> None:
     if mark_at is not None:  # where the kernel reads a process's environment: the zygote's mark is on all its children
         ctypes.memmove(mark_at, mark.encode(), len(mark))
     os.environ[MARK] = mark
-    if "numpy.random" in sys.modules:  # Python's own generator is seeded anew after a fork, numpy's is not
-        sys.modules["numpy.random"].seed()
+    reseed()
 
 
 def _reap(pid: int) -> int | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import threading
 import time
 from collections import deque
@@ -19,15 +20,21 @@ from typing import Any
 
 from toolwise.tools.isolation.places import Place, Target
 from toolwise.tools.isolation.roster import LOOK_S, Roster
-from toolwise.tools.isolation.workers import LoadFault, ToolDied, ToolFault, Worker
+from toolwise.tools.isolation.workers import LOAD_S, LoadFault, NoRoomLeft, ToolDied, ToolFault, Worker
 from toolwise.tools.isolation.zygote import AVAILABLE
 from toolwise.waiting import queueing
 
 MOST = 256
-"""Processes at once, however slow their calls are."""
+"""Processes at once, however slow their calls are, where the limit of open files allows as many."""
+DESCRIPTORS = 5
+"""What a worker takes of the trainer's open files: its channel, its output, its life, its end, and one to spare."""
+DESCRIPTORS_LEFT = 256
+"""Left to the rest of the trainer: checkpoints, connections, the sandbox of rewards."""
+PAUSE_S = 0.25
+"""How long no process is started after the system had no room for one."""
 REAP_S = 1.0
 """How often idle workers are looked at."""
-FREE_S = 120.0
+FREE_S = LOAD_S + 30.0
 """How long a rollout's own tool waits for a process where `most` are in use."""
 
 
@@ -36,6 +43,12 @@ def default_limit() -> int:
     with suppress(ValueError):
         return max(1, int(os.environ.get("TOOLWISE_TOOL_WORKERS", "")))
     return min(32, 4 * (os.cpu_count() or 1))
+
+
+def default_most() -> int:
+    """How many processes fit the limit of open files (`ulimit -n`)."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST if soft == resource.RLIM_INFINITY else min(MOST, (soft - DESCRIPTORS_LEFT) // DESCRIPTORS)
 
 
 class _Waiter:
@@ -71,9 +84,9 @@ class Pool:
     be shared (`forking.can_be_forked`) each worker loads it anew, and there are at most `limit` beside slow calls.
     """
 
-    def __init__(self, limit: int | None = None, most: int = MOST) -> None:
+    def __init__(self, limit: int | None = None, most: int | None = None) -> None:
         self.limit = limit if limit is not None else default_limit()
-        self.most = max(most, self.limit)
+        self.most = max(most if most is not None else default_most(), self.limit)
         self.killed = 0
         """How many were ended in the middle of a call, or died there."""
         self._start_over()
@@ -86,6 +99,7 @@ class Pool:
         self._roster = Roster()
         self._waiting: dict[Place, deque[_Waiter]] = {}
         self._unburied: set[Worker] = set()
+        self._paused_until = 0.0
         self.closed = False
 
     async def run(
@@ -217,11 +231,14 @@ class Pool:
 
     def _has_room(self, place: Place) -> bool:
         full = place in self._roster.unshared_places and self._roster.unshared() >= self.limit
-        return not full and self._roster.up() < self.most
+        return not full and not self._is_full()
+
+    def _is_full(self) -> bool:
+        return self._roster.up() >= self.most or time.monotonic() < self._paused_until
 
     def _make_room(self, place: Place) -> bool:
         """Ends an idle worker of another place."""
-        found = self._roster.longest_idle(besides=place, unshared=self._roster.up() < self.most)
+        found = self._roster.longest_idle(besides=place, unshared=not self._is_full())
         if found is not None:
             self._end_idle(found)
         return found is not None
@@ -248,11 +265,19 @@ class Pool:
     def _gone(self, worker: Worker, fault: ToolDied | None) -> None:
         with self._lock:
             self._unburied.discard(worker)
-            waiting = self._waiting.get(worker.place)
-            if worker in self._roster.coming and fault is not None and not self._roster.lost_zygote(worker) and waiting:
-                for _ in range(len(waiting) if isinstance(fault, LoadFault) else 1):
-                    waiting.popleft().give(None, fault)
+            if worker in self._roster.coming and fault is not None and not self._roster.lost_zygote(worker):
+                self._tell(worker.place, fault)
             self._replace(worker)
+
+    def _tell(self, place: Place, fault: ToolDied) -> None:
+        """Why no worker came up: to one of those who wait for it, or to all where the next would not come up either;
+        to nobody where it would as soon as another has ended."""
+        waiting = self._waiting.get(place) or deque()
+        if isinstance(fault, NoRoomLeft) and self._roster.up() > 1:
+            self._paused_until = time.monotonic() + PAUSE_S
+            return
+        for _ in range(len(waiting) if isinstance(fault, LoadFault) else min(1, len(waiting))):
+            waiting.popleft().give(None, fault)
 
     def _look_after(self) -> None:
         """Has a thread look at calls while others wait, and at workers that nobody needs."""

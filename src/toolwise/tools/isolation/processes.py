@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -77,10 +77,16 @@ class Pipes:
     are closed at its end, and ours too unless `process` took them."""
 
     def __enter__(self) -> Pipes:
-        self._ours, self._theirs = socket.socketpair()
-        self._life_read, self._life_write = os.pipe()
-        self._output_read, self._output_write = os.pipe()
         self._kept = False
+        with ExitStack() as undo:  # where descriptors run out halfway
+            self._ours, self._theirs = socket.socketpair()
+            undo.callback(self._theirs.close)
+            undo.callback(self._ours.close)
+            self._life_read, self._life_write = os.pipe()
+            undo.callback(os.close, self._life_read)
+            undo.callback(os.close, self._life_write)
+            self._output_read, self._output_write = os.pipe()
+            undo.pop_all()
         return self
 
     @property

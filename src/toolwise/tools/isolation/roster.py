@@ -155,4 +155,4 @@ def _counts(worker: Worker, now: float) -> bool:
     age = now - worker.asked_at if worker.asked_at is not None else 0.0
     if worker.zygote is None:
         return age < SLOW_S
-    return age < LOOK_S / 2 or (age < SPIN_S and worker.runs())
+    return age < LOOK_S / 2 or (age < SPIN_S and worker.computes())

@@ -24,6 +24,7 @@ from toolwise.tools.base import BaseTool, OpenAIFunctionToolSchema
 from toolwise.tools.function import FunctionTool
 from toolwise.tools.isolation.forking import can_be_forked, fork_workers, open_descriptors
 from toolwise.tools.isolation.places import Place, Target
+from toolwise.tools.isolation.random_generators import recording
 
 # Kept here, so that what a tool patches does not reach them.
 _getpid, _exit = os.getpid, os._exit
@@ -72,7 +73,8 @@ def _wait_for_end(life: int) -> None:
 def _serve(channel: int, place: Place, largest: int) -> None:
     send, open_before = _sender(channel, largest), open_descriptors()
     try:
-        module = place.load()
+        with recording():
+            module = place.load()
     except BaseException as fault:  # other people's code: anything may come
         traceback.print_exc()
         send({"failed": f"{type(fault).__name__}: {_text(fault)}"[:2000]})

@@ -6,6 +6,7 @@ A plain process, not a sandbox: the user's own tools may use the network and fil
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import logging
 import os
@@ -15,12 +16,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from toolwise.sandbox import frames
 from toolwise.sandbox.faults import WorkerFault
 from toolwise.tools.faults import ToolCallError
+from toolwise.tools.isolation.core_time import CoreTime
 from toolwise.tools.isolation.places import Place
 from toolwise.tools.isolation.processes import LARGEST_RESULT, Death, Process, how_it_ended, start_process
 from toolwise.tools.isolation.zygote import Zygote
@@ -33,6 +34,7 @@ LINES_LOGGED = 100
 """Of what a call prints; the rest is read, so that it never waits for us, and dropped."""
 LONGEST_LINE = 8192
 GONE_S = 1.0
+USED_UP = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 
 _numbers = itertools.count(1)
 
@@ -50,6 +52,10 @@ class ToolDied(ToolCallError):  # noqa: N818 (an outcome of a call, not a mistak
 
 class LoadFault(ToolDied):
     """The tool's module does not load in a worker: the next one would not either."""
+
+
+class NoRoomLeft(ToolDied):
+    """Descriptors, processes or memory are used up: another worker may start once one of those that are up ends."""
 
 
 class ToolFault(Exception):  # noqa: N818 (named as what the tool raised)
@@ -89,6 +95,7 @@ class Worker:
         self._incoming = frames.Incoming(LARGEST_RESULT + 4096)
         self._asking = self._killed = self._waited_for = False
         self._how: str | None = None
+        self._core_time: CoreTime | None = None
         self._lines = 0
         self._text = b""
         self.thread = threading.Thread(target=self._keep, name="toolwise-tool-worker", daemon=True)
@@ -150,15 +157,10 @@ class Worker:
         self._process.channel.send(frames.framed(frames.encode({"fork_workers": True})))
         return Zygote(self._process)
 
-    def runs(self) -> bool:
-        """Whether it computes or waits for a core; False where it sleeps, for a server or a disk for example."""
-        try:
-            return any(
-                Path(f"/proc/{self.pid}/task/{task}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"R"
-                for task in os.listdir(f"/proc/{self.pid}/task")
-            )
-        except (OSError, IndexError):
-            return True
+    def computes(self) -> bool:
+        """Whether its call has computed, or waited for a core, since the last look; False where it sleeps, for a server
+        or a disk for example."""
+        return self._core_time is None or self._core_time.computes(self.asked_at or 0.0)
 
     def kill(self) -> None:
         """At once and from any thread. What is left of it is buried by its own thread."""
@@ -182,12 +184,17 @@ class Worker:
             self._start()
             fault = self._listen(loading=True)
             if fault is None:
+                self._core_time = CoreTime(self.pid) if self.pid is not None else None
                 self._on_up(self)
                 self._listen(loading=False)
         except OSError as refused:
-            fault = ToolDied(f"no worker process can be started for {self.place}: {refused}")
-        self._bury()
-        self._on_gone(self, fault)
+            kind = NoRoomLeft if refused.errno in USED_UP else ToolDied
+            fault = kind(f"no worker process can be started for {self.place}: {refused}")
+        finally:
+            try:
+                self._bury()
+            finally:
+                self._on_gone(self, fault)
 
     def _start(self) -> None:
         process = start_process(self.place) if self.zygote is None else self.zygote.fork()
@@ -208,7 +215,8 @@ class Worker:
                     poll.register(descriptor, select.POLLIN)
             while not death.came():
                 if until is not None and time.monotonic() > until:
-                    return ToolDied(f"{self.place} took longer than {LOAD_S:g} s to load")
+                    kind = LoadFault if self.zygote is None else ToolDied
+                    return kind(f"{self.place} took longer than {LOAD_S:g} s to load in a worker process")
                 for descriptor, _ in poll.poll(death.tick_ms if until is None else 1000):
                     if descriptor == output and not self._log_output(output):
                         poll.unregister(output)
@@ -266,12 +274,13 @@ class Worker:
             return
         with self._lock:
             self._kill_group()
-        process.sweep()
+            process.close_pipes()  # first, as the others need descriptors and there may be none left
+        with suppress(OSError):
+            process.sweep()
         with self._lock:
             self._waited_for = True
         code = process.popen.wait()
         with self._lock:
-            process.close_pipes()
             with suppress(OSError):
                 process.channel.shutdown(socket.SHUT_RDWR)  # a call in the middle hears of it, whoever forked
             self._how = how_it_ended(code) if code is not None else "is gone"

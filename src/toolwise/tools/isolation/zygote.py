@@ -43,7 +43,9 @@ class Zygote:
             said = self._ask({"fork": mark}, pipes.theirs)
             pid = said.get("pid")
             if not isinstance(pid, int):
-                raise OSError(str(said.get("refused") or "the process that workers are forked from gave no answer"))
+                if "refused" in said:
+                    raise OSError(said["errno"], said["refused"])
+                raise OSError("the process that workers are forked from gave no answer")
             return pipes.process(ForkedChild(self, pid), mark)
 
     def reap(self, pid: int) -> int | None:
@@ -92,12 +94,29 @@ class ForkedChild:
 
     def wait(self, timeout: float | None = None) -> int | None:
         """Waits for its end, and has the zygote reap it."""
-        if self.returncode is None:
-            with suppress(ProcessLookupError):
-                handle = os.pidfd_open(self.pid)
-                try:
-                    select.select([handle], [], [], timeout)
-                finally:
-                    os.close(handle)
+        if self.returncode is not None:
+            return self.returncode
+        try:
+            handle = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            pass
+        except OSError:  # no descriptor is left
+            return self._ask_until_reaped(timeout if timeout is not None else ANSWER_S)
+        else:
+            ended = select.poll()
+            ended.register(handle, select.POLLIN)
+            try:
+                ended.poll(None if timeout is None else timeout * 1000)
+            finally:
+                os.close(handle)
+        self.returncode = self.zygote.reap(self.pid)
+        return self.returncode
+
+    def _ask_until_reaped(self, timeout: float) -> int | None:
+        until = time.monotonic() + timeout
+        while not self.zygote.gone and time.monotonic() < until:
             self.returncode = self.zygote.reap(self.pid)
+            if self.returncode is not None:
+                break
+            time.sleep(0.02)
         return self.returncode

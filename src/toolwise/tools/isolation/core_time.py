@@ -1,0 +1,82 @@
+"""Whether a worker computes: how long it and the processes it started have run, or waited for a core, since the last
+look. One look at their states would miss a call that naps between computations, and a subprocess that computes for it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+
+SHARE = 0.2
+"""A call that asks for less of one core than this sleeps."""
+MOST_TASKS = 64
+"""Of the processes and threads of a call, these many are looked at."""
+_TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(slots=True)
+class _Reading:
+    tasks_ns: dict[bytes, int] = field(default_factory=dict)
+    """Per thread: how long it ran and waited for a core."""
+    ended_ns: int = 0
+    """How long processes ran that have ended."""
+    running: bool = False
+    """Whether one runs now or waits for a core, of which the kernel says only afterwards how long it was."""
+
+
+class CoreTime:
+    """Of one process and its descendants."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._at, self._last = time.monotonic(), _read(pid)
+
+    def computes(self, since: float) -> bool:
+        """Whether they asked for more than `SHARE` of a core since the last look, or since `since` where that is later
+        (until then they had nothing to do)."""
+        now, reading, last = time.monotonic(), _read(self._pid), self._last
+        interval_ns = (now - max(self._at, since)) * 1e9
+        self._at, self._last = now, reading
+        used_ns = sum(max(0, ns - last.tasks_ns.get(task, 0)) for task, ns in reading.tasks_ns.items())
+        used_ns += max(0, reading.ended_ns - last.ended_ns)
+        return not reading.tasks_ns or reading.running or used_ns > SHARE * interval_ns
+
+
+def _read(pid: int) -> _Reading:
+    reading, processes = _Reading(), [b"%d" % pid]
+    while processes and len(reading.tasks_ns) < MOST_TASKS:
+        process = processes.pop()
+        folder = b"/proc/%s/task/" % process
+        try:
+            words = _stat(b"/proc/%s/stat" % process)
+            reading.ended_ns += sum(map(int, words[13:15])) * _TICK_NS
+            for task in os.listdir(folder)[:MOST_TASKS]:
+                of_task = words if task == process else _stat(folder + task + b"/stat")
+                reading.running |= of_task[0] == b"R"
+                reading.tasks_ns[task] = _asked_for_ns(folder + task, of_task)
+                processes += _content(folder + task + b"/children").split()
+        except (OSError, ValueError, IndexError):  # it ended meanwhile, or the kernel does not list children
+            continue
+    return reading
+
+
+def _asked_for_ns(folder: bytes, words: list[bytes]) -> int:
+    try:
+        ran, waited, _ = _content(folder + b"/schedstat").split()
+        return int(ran) + int(waited)
+    except FileNotFoundError:  # this kernel does not say how long it waited
+        return sum(map(int, words[11:13])) * _TICK_NS
+
+
+def _stat(path: bytes) -> list[bytes]:
+    """From the state on: the name before it may contain anything."""
+    return _content(path).rpartition(b")")[2].split()
+
+
+def _content(path: bytes) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(descriptor, 4096)
+    finally:
+        os.close(descriptor)

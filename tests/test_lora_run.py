@@ -158,7 +158,12 @@ NEIGHBOURS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("beside", NEIGHBOURS)
+QUICK = ("router", "reference", "critic", "thinking levels", "some layers")
+
+
+@pytest.mark.parametrize(
+    "beside", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in NEIGHBOURS]
+)
 def test_adapters_beside(beside: str, tmp_path: Path, make_config: MakeConfig) -> None:
     run = assemble(configured(tmp_path, make_config, **NEIGHBOURS[beside]))
 

@@ -48,7 +48,7 @@ def naps(n: int) -> str:
     for _ in range(25):
         end = time.process_time() + 0.01
         while time.process_time() < end: pass
-        time.sleep(0.003)
+        time.sleep(0.01)
     return "done"
 '''
 

@@ -242,7 +242,7 @@ def test_without_descriptors_for_a_single_worker_a_call_says_so(
     pool = Pool(limit=2)
 
     async def two() -> list[Any]:
-        open_files(3)
+        open_files(5)  # a channel, a pipe, and not a second one
         return await asyncio.gather(*(where(pool, files[0]) for _ in range(2)), return_exceptions=True)
 
     faults = run(two())

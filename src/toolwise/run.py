@@ -163,10 +163,11 @@ def _with_model(
     config: RunConfig, batches: Batches, held_out: Sequence[Task], tools: dict[str, BaseTool], scoring: Scoring
 ) -> Run:
     policy = local_policy(config, config.model.path)
+    prompt = policy.chat.tool_prompt
     if config.multi_turn.enable and tools:
         say_tool_prompt(config, policy.chat)
-    elif config.env.name != "tools" and policy.chat.tool_prompt.where == "nowhere":
-        log.warning("%s", policy.chat.tool_prompt.describe())
+    elif config.env.name != "tools" and (prompt.where == "nowhere" or not prompt.usable):
+        log.warning("%s", prompt.describe())
     from toolwise.learner.building import build_learner
 
     announce("building the learner")
@@ -194,14 +195,25 @@ def _with_model(
 
 
 def say_tool_prompt(config: RunConfig, chat: ChatTokenizer) -> None:
-    """How the model is told of the run's tools; a run whose model is never told is refused."""
-    if chat.tool_prompt.where == "nowhere":
+    """How the model is told of the run's tools; a run whose model cannot be told, or cannot see calls and results, is
+    refused."""
+    prompt = chat.tool_prompt
+    if prompt.where == "nowhere":
         raise ConfigError(
-            f"the chat template of {chat.name} ignores tools, and rollout.tool_prompt = "
+            f"the chat template of {chat.name} {prompt.reason}, and rollout.tool_prompt = "
             f'"{config.rollout.tool_prompt}" with rollout.tool_parser = "{config.rollout.tool_parser}" does not show '
             'them otherwise: use tool_prompt = "auto" and a parser that reads calls, such as hermes'
         )
-    log.info("%s", chat.tool_prompt.describe())
+    if not prompt.usable:
+        raise ConfigError(
+            f"the chat template of {chat.name} {prompt.reason}: "
+            + (
+                'use rollout.tool_prompt = "auto", which writes them as text where it can'
+                if config.rollout.tool_prompt == "template"
+                else "written as text they are lost too, so that tools cannot be used: use another chat template"
+            )
+        )
+    log.info("%s", prompt.describe())
 
 
 def labelled(config: RunConfig, tasks: Sequence[Task]) -> Sequence[Task]:

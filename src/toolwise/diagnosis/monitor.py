@@ -70,10 +70,15 @@ class Diagnosis:
             if symptom.kind in self.healthy:
                 continue
             seen = symptom.evidence(scored, config)
-            if seen is None or self.evidence.setdefault(symptom.kind, seen) != seen:
+            if seen is not None and symptom.kind in self.evidence:
+                seen = symptom.combine(self.evidence[symptom.kind], seen)
+            if seen is None:
                 self.healthy.append(symptom.kind)
                 changes.withdrawn.extend(self._withdraw(symptom.kind))
-            elif self.steps == FIRST_STEPS:
+                continue
+            self.evidence[symptom.kind] = seen
+            if self.steps == FIRST_STEPS:
+                found = [finding for finding in found if finding is None or finding.kind not in symptom.hides]
                 found.append(Finding(symptom.kind, *symptom.explain(seen, self.rollouts, config), step))
         if self.updated is False:
             if metrics.get("actor/update_norm") and checksum() != self.weights:

@@ -5,6 +5,7 @@ A symptom counts only where every one of the first steps shows it: one unlucky s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,16 +17,21 @@ from toolwise.types import Rollout, ScoredRollout, StopReason
 FIRST_STEPS = 3
 """Steps after which a symptom that all of them had is a finding."""
 NEARLY_ALL = 0.95
+ALL, ALL_USERS = "All rollouts", "All rollouts that called a tool"
 
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """`evidence` of one step, None where it is healthy; `explain` it once all the first steps gave the same."""
+    """`evidence` of one step, None where it is healthy; `explain` what the first steps had in common."""
 
     kind: str
     evidence: Callable[[Sequence[ScoredRollout], RunConfig], str | None]
     explain: Callable[[str, int, RunConfig], tuple[str, str]]
     """(evidence, rollouts so far, settings) -> cause, cure"""
+    combine: Callable[[str, str], str | None] = lambda before, now: before if before == now else None
+    """What the evidence of the steps before and of this one have in common; None: nothing."""
+    hides: tuple[str, ...] = ()
+    """Symptoms that are only a consequence of this one."""
 
 
 def _equal_rewards(scored: Sequence[ScoredRollout], config: RunConfig) -> str | None:
@@ -84,22 +90,41 @@ def _explain_cut(_: str, rollouts: int, config: RunConfig) -> tuple[str, str]:
 
 
 def _faults(scored: Sequence[ScoredRollout], _: RunConfig) -> str | None:
-    bad = (StopReason.POLICY_FAULT, StopReason.ENV_FAULT, StopReason.DEADLINE)
-    return "faults" if scored and all(s.rollout.stop_reason in bad for s in scored) else None
+    """The most frequent fault where all episodes ended by one, or all that used a tool."""
+    bad = (StopReason.POLICY_FAULT, StopReason.ENV_FAULT)
+    users = [s.rollout for s in scored if _used_tool(s.rollout)]
+    if scored and all(s.rollout.stop_reason in (*bad, StopReason.DEADLINE) for s in scored):
+        who, failed = ALL, [s.rollout for s in scored]
+    elif users and all(r.stop_reason in bad for r in users):
+        who, failed = ALL_USERS, users
+    else:
+        return None
+    said = Counter(" ".join((r.fault or r.stop_reason.value).split())[:300] for r in failed)
+    return f"{who}\n{said.most_common(1)[0][0]}"
 
 
-def _explain_faults(_: str, rollouts: int, config: RunConfig) -> tuple[str, str]:
+def _combine_faults(before: str, now: str) -> str:
+    """Who failed in both; the fault may be another one in each step."""
+    return now.replace(ALL, ALL_USERS, 1) if before.startswith(ALL_USERS) and not now.startswith(ALL_USERS) else now
+
+
+def _used_tool(rollout: Rollout) -> bool:
+    return any(step.step_info.get("calls") for step in rollout.steps)
+
+
+def _explain_faults(seen: str, rollouts: int, config: RunConfig) -> tuple[str, str]:
+    who, _, fault = seen.partition("\n")
     return (
-        f"All {rollouts} rollouts of the first {FIRST_STEPS} steps ended by a fault of the model, the world or a tool, "
-        f"or at their deadline (rollout.deadline_s = {config.rollout.deadline_s:g})",
-        "`stop_reason` and `fault` in rollouts/step-000001.jsonl say which: put that right, or raise the deadline",
+        f"{who} of the first {FIRST_STEPS} steps ({rollouts} in all) ended by a fault of the model, the world or a "
+        f"tool, or at their deadline (rollout.deadline_s = {config.rollout.deadline_s:g}), most often by: {fault}",
+        "`stop_reason` and `fault` in rollouts/step-000001.jsonl have them all: put that right, or raise the deadline",
     )
 
 
 SYMPTOMS = (
     Symptom("constant_reward", _equal_rewards, _explain_equal_rewards),
     Symptom("replies_cut", _cut, _explain_cut),
-    Symptom("episodes_failed", _faults, _explain_faults),
+    Symptom("episodes_failed", _faults, _explain_faults, _combine_faults, ("constant_reward",)),
 )
 
 

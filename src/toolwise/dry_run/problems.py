@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from toolwise.run import Run
-from toolwise.types import ScoredRollout, StepData
+from toolwise.types import ScoredRollout, StepData, StopReason
 
 BROKEN = ("exception", "timeout", "server_down")
 """Failures of a call that are the tool's fault, not the model's."""
+TEMPLATE_FAULT = "the chat template of "
+"""How a fault in rendering begins: it comes back whenever a conversation takes that turn."""
 
 
 @dataclass(slots=True)
@@ -56,9 +58,11 @@ def _check_endings(scored: Sequence[ScoredRollout], findings: Findings) -> None:
     lost = [s.rollout for s in scored if not s.rollout.trainable or not s.rollout.steps]
     if not lost:
         return
-    cause = _one_line(lost[0].fault or lost[0].stop_reason.value)
-    text = f"{len(lost)} of {len(scored)} rollouts ended with {lost[0].stop_reason.value}: {cause}"
-    (findings.problems if len(lost) == len(scored) else findings.notes).append(text)
+    refused = [r for r in lost if r.stop_reason is StopReason.POLICY_FAULT and TEMPLATE_FAULT in (r.fault or "")]
+    told = refused or lost
+    cause = _one_line(told[0].fault or told[0].stop_reason.value)
+    text = f"{len(told)} of {len(scored)} rollouts ended with {told[0].stop_reason.value}: {cause}"
+    (findings.problems if refused or len(lost) == len(scored) else findings.notes).append(text)
 
 
 def _check_tools(run: Run, scored: Sequence[ScoredRollout], findings: Findings) -> None:

@@ -17,7 +17,7 @@ from toolwise.errors import ModelError
 from toolwise.messages import Message, ToolCall
 from toolwise.rollout.controls import ControlTokens, unmarked
 from toolwise.rollout.parsers import sniff
-from toolwise.rollout.tool_prompt import Mode, ToolPrompt, choose_tool_prompt
+from toolwise.rollout.tool_prompt import Mode, ToolPrompt, UserResult, choose_tool_prompt
 
 Tools = Sequence[dict[str, Any]] | None
 
@@ -68,7 +68,7 @@ class ChatTokenizer:
         if parser == "auto":
             parser = sniff(self.tokenizer.chat_template, self.controls.texts)
         self.tool_prompt = ToolPrompt()  # as the template has it
-        self.tool_prompt = choose_tool_prompt(lambda m, t: unmarked(self.render(m, t)), mode, parser, self.name)
+        self.tool_prompt = choose_tool_prompt(lambda m, t: unmarked(self.render(m, t)), mode, parser)
         return self.tool_prompt
 
     def start(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
@@ -199,11 +199,8 @@ class ChatTokenizer:
 
     def _plain(self, message: Message) -> dict[str, Any]:
         """The dictionary templates expect: arguments as objects, and nothing in it that could be a control token."""
-        guard = self.controls.guard
-        plain: dict[str, Any] = {
-            "role": message.role,
-            "content": guard(message.content or "", tags=message.role == "tool"),
-        }
+        guard, from_tool = self.controls.guard, message.role == "tool" or isinstance(message, UserResult)
+        plain: dict[str, Any] = {"role": message.role, "content": guard(message.content or "", tags=from_tool)}
         if message.tool_calls:
             plain["tool_calls"] = [
                 {

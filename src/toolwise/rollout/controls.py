@@ -83,7 +83,8 @@ class ControlTokens:
         return any(i in self.ids and i != unknown for i in self._encode(text))
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        # Not verbose: what is too long for the model is said by whoever asks it, not by the tokenizer's warning.
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return ids
 
 

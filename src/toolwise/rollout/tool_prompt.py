@@ -1,7 +1,8 @@
 """How a model is told of its tools: by its chat template, or, where that ignores them, in the system message.
 
 Many templates (SmolLM2's, the first Llama 3's, DeepSeek's) take `tools` and write nothing of them. Found out by
-rendering; the tools then go into the system message, in the form of calls that the run's parser reads.
+rendering; the tools then go into the system message, in the form of calls that the run's parser reads. Others show
+the tools, but leave out or refuse calls and the role "tool": those are then written as text.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from toolwise.errors import ConfigError, ModelError
@@ -20,7 +21,11 @@ Mode = Literal["auto", "template", "system"]
 Render = Callable[[Sequence[Message], Sequence[dict[str, Any]] | None], str]
 
 _QUESTION = Message(role="user", content="question")
-_SYSTEM = Message(role="system", content="system")
+_SYSTEM = Message(role="system", content=f"system{secrets.token_hex(8)}")
+
+
+class UserResult(Message):
+    """A user message that holds what a tool returned: it can write no tags, as a message of the role "tool" cannot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +40,39 @@ class ToolPrompt:
     """The template leaves out calls: they are written into the assistant's text."""
     results_from_user: bool = False
     """The template leaves out, or refuses, what tools return: it is written as a user message."""
+    reason: str = ""
+    """What the template does wrong, after "the chat template …", where more is done than to hand it the tools."""
+    usable: bool = True
+    """False where the template leaves out, or refuses, calls or results however they are written."""
 
     def describe(self) -> str:
+        told = self._describe_tools()
+        if self.where == "nowhere":
+            return told
+        if not self.usable:
+            return f"{told}; calls of tools do not work: the chat template {self.reason}"
+        texts = ["calls as text"] * self.calls_as_text + ["results as user messages"] * self.results_from_user
+        if texts:
+            told = f"{told}; {' and '.join(texts)}"
+        return f"{told} (the chat template {self.reason})" if self.reason else told
+
+    def _describe_tools(self) -> str:
         return {
             "template": "tools are shown by the chat template",
             "system": f"tools are shown in the system message, with calls as the parser {self.form} reads them",
             "user": f"tools are shown before the first user message, as the chat template has no system role, with "
             f"calls as the parser {self.form} reads them",
-            "nowhere": "the model is not told of any tools: the chat template ignores them",
+            "nowhere": f"the model is not told of any tools: the chat template {self.reason or 'ignores tools'}",
         }[self.where]
 
     def arrange(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> list[Message]:
         """The conversation as the template is to have it; the same beginning in every turn."""
         told: list[Message] = []
         for before, message in zip([None, *messages], messages, strict=False):
-            if self.results_from_user and message.role == "tool" and before is not None and before.role == "tool":
-                whole = f"{told[-1].content}\n{_result(message)}"  # a template may want the roles to alternate
-                told[-1] = told[-1].model_copy(update={"content": whole})
+            after_result = self.results_from_user and before is not None and before.role == "tool"
+            if after_result and message.role in ("tool", "user"):  # a template may want the roles to alternate
+                text = _result(message) if message.role == "tool" else message.content or ""
+                told[-1] = told[-1].model_copy(update={"content": f"{told[-1].content}\n{text}"})
             else:
                 told.append(self._told(message))
         if not tools or self.where in ("template", "nowhere"):
@@ -75,7 +96,7 @@ class ToolPrompt:
             text = RENDERERS[self.form](message.content or "", message.tool_calls)
             return message.model_copy(update={"content": text, "tool_calls": None})
         if self.results_from_user and message.role == "tool":
-            return Message(role="user", content=_result(message))
+            return UserResult(role="user", content=_result(message))
         return message
 
 
@@ -106,59 +127,95 @@ def _example(form: str, call: ToolCall) -> str:
     return RENDERERS[form]("", [call])
 
 
-def choose_tool_prompt(render: Render, mode: Mode, parser: str, name: str) -> ToolPrompt:
-    """What `mode` comes to for a template, seen by rendering. `parser`: the run's, with "auto" for one that looks at
-    each text; `name`: the model's, for messages."""
+def choose_tool_prompt(render: Render, mode: Mode, parser: str) -> ToolPrompt:
+    """What `mode` comes to for a template, seen by rendering. `render` is the template as it is; `parser` the run's,
+    with "auto" for one that looks at each text."""
     form = "hermes" if parser == "auto" else parser
     reads_calls = form in RENDERERS and form != "action"
-    shows = shows_tools(render)
-    if mode == "template" or (mode == "auto" and shows):
-        return ToolPrompt("template" if shows else "nowhere")
+    hidden = _why_tools_hidden(render)
+    if mode == "template":
+        as_it_is = ToolPrompt("template" if not hidden else "nowhere", reason=hidden)
+        return as_it_is if hidden or not reads_calls else _checked(render, as_it_is)
     if not reads_calls:
         if mode == "system":
             raise ConfigError(
                 f'rollout.tool_prompt is "system", and rollout.tool_parser "{parser}" reads no calls: choose a parser '
                 "that does, such as hermes"
             )
-        return ToolPrompt("nowhere")
-    where: Literal["system", "user"] = "system" if _keeps(render, [_SYSTEM, _QUESTION], "system") else "user"
-    calls, results = _kept_calls(render)
-    return ToolPrompt(where, form, calls_as_text=not calls, results_from_user=not results)
-
-
-def shows_tools(render: Render) -> bool:
-    """Whether the template writes a tool's name, with a system message and without one."""
-    name = f"tool{secrets.token_hex(8)}"
-    spec = {
-        "type": "function",
-        "function": {"name": name, "description": "probe", "parameters": {"type": "object", "properties": {}}},
-    }
-    shown = [
-        _keeps(render, messages, name, [spec])
-        for messages in ([_QUESTION], [_SYSTEM, _QUESTION])
-        if _keeps(render, messages, "")  # a template may have no system role
-    ]
-    return bool(shown) and all(shown)
-
-
-def _kept_calls(render: Render) -> tuple[bool, bool]:
-    """Whether the template writes an assistant's calls, and what a tool returned."""
-    name, result = f"call{secrets.token_hex(8)}", f"result{secrets.token_hex(8)}"
-    call = Message(role="assistant", content="", tool_calls=[ToolCall(id="call_0", name=name, arguments={"x": 1})])
-    answered = [
-        _QUESTION,
-        Message(role="assistant", content="reply"),
-        Message(role="tool", content=result, tool_call_id="call_0", name="tool"),
-    ]
-    return _keeps(render, [_QUESTION, call], name), _keeps(render, answered, result) or _keeps(
-        render, [_QUESTION, call, answered[2]], result
+        return ToolPrompt("nowhere" if hidden else "template", reason=hidden)
+    if mode == "auto" and not hidden:
+        found = _with_calls(render, ToolPrompt("template", form))
+        if found.usable:
+            return found
+    where: Literal["system", "user"] = (
+        "system" if _why_lost(render, [_SYSTEM, _QUESTION], [_SYSTEM.content or ""]) is None else "user"
     )
+    return _with_calls(render, ToolPrompt(where, form, reason=hidden))
 
 
-def _keeps(
-    render: Render, messages: Sequence[Message], word: str, tools: Sequence[dict[str, Any]] | None = None
-) -> bool:
+def _with_calls(render: Render, prompt: ToolPrompt) -> ToolPrompt:
+    """`prompt` with as little written as text as the template needs to show calls and results."""
+    as_it_is = _checked(render, prompt)
+    if as_it_is.usable:
+        return as_it_is
+    for calls, results in ((False, True), (True, False), (True, True)):
+        changed = replace(prompt, calls_as_text=calls, results_from_user=results)
+        if _checked(render, changed).usable:
+            return replace(changed, reason=prompt.reason or as_it_is.reason)
+    return as_it_is
+
+
+def _checked(render: Render, prompt: ToolPrompt) -> ToolPrompt:
+    """`prompt`, with the reason where the template loses calls, or what tools return, written in this way."""
+    call, value, result = (f"{kind}{secrets.token_hex(8)}" for kind in ("call", "value", "result"))
+    spec = _spec(call)
+
+    def turns(place: int) -> list[Message]:
+        called = ToolCall(id=f"call_{place}", name=call, arguments={"x": value})
+        return [
+            Message(role="assistant", content="", tool_calls=[called]),
+            Message(role="tool", content=result, tool_call_id=called.id, name=call),
+        ]
+
+    def lost(messages: Sequence[Message], words: Sequence[str]) -> str | None:
+        shown_by_template = [spec] if prompt.where == "template" else None
+        return _why_lost(render, prompt.arrange(messages, [spec]), words, shown_by_template)
+
+    beginnings = [[_QUESTION], [_SYSTEM, _QUESTION]]
+    for start in (talk for talk in beginnings if lost(talk, []) is None):  # a template may have no system role
+        for talk in ([*start, *turns(0)], [*start, *turns(0), *turns(1)]):
+            why = lost(talk, [value, result])
+            if why is not None:
+                what = {value: "leaves out the calls of tools", result: "leaves out what tools return"}
+                return replace(prompt, usable=False, reason=what.get(why, f"fails on the messages of tools: {why}"))
+    return prompt
+
+
+def _why_tools_hidden(render: Render) -> str:
+    """Why the template does not write a tool's name, with a system message or without one; "" where it does."""
+    name = f"tool{secrets.token_hex(8)}"
+    talks = [talk for talk in ([_QUESTION], [_SYSTEM, _QUESTION]) if _why_lost(render, talk, []) is None]
+    for talk in talks:  # a template may have no system role
+        why = _why_lost(render, talk, [name], [_spec(name)])
+        if why is not None:
+            return "ignores tools" if why == name else f"fails when it is given tools: {why}"
+    return "" if talks else "ignores tools"
+
+
+def _spec(name: str) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {"x": {"type": "string", "description": "probe"}}}
+    return {"type": "function", "function": {"name": name, "description": "probe", "parameters": parameters}}
+
+
+def _why_lost(
+    render: Render,
+    messages: Sequence[Message],
+    words: Sequence[str],
+    tools: Sequence[dict[str, Any]] | None = None,
+) -> str | None:
+    """The first of `words` that the template does not write, or the message it raises; None where all is well."""
     try:
-        return word in render(messages, tools)
-    except ModelError:
-        return False
+        text = render(messages, tools)
+    except ModelError as fault:
+        return " ".join(str(fault.__cause__ or fault).split()) or type(fault.__cause__).__name__
+    return next((word for word in words if word not in text), None)

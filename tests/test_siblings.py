@@ -123,8 +123,10 @@ def test_a_link_that_leads_out_of_the_folder_opens_nothing(link: str, target: st
 
 
 def test_a_worker_does_not_read_through_such_a_link(tmp_path: Path) -> None:
+    folder = tmp_path / "executor-popen"  # names no process, nor does `exec_module`
+    folder.mkdir()
     (tmp_path / "secret.env").write_text("SECRET = 'hunter2'")
-    file = linked(tmp_path, "helpers.py", tmp_path / "secret.env")
+    file = linked(folder, "helpers.py", tmp_path / "secret.env")
     with Sandbox(timeout_s=20) as sandbox:
         if "landlock" not in sandbox.report().layers:
             pytest.skip("this kernel has no Landlock")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import traceback
 from collections.abc import Iterator
 
@@ -48,7 +49,7 @@ def _about(fault: OSError, allowed: tuple[str, ...]) -> str | None:
     frames = traceback.extract_tb(fault.__traceback__)
     if any(frame.filename.endswith(_NETWORK_FILES) for frame in frames) and "network" not in allowed:
         return NETWORK
-    said = " ".join(f"{frame.filename} {frame.name} {frame.line or ''}" for frame in frames)
+    said = " ".join(f"{os.path.basename(frame.filename)} {frame.name} {frame.line or ''}" for frame in frames)
     said = said.replace("exec_module", "")  # importing starts no process
     if fault.filename is None or any(word in said for word in _PROCESS_WORDS[:5]):
         if any(word in said for word in _PROCESS_WORDS) and "subprocess" not in allowed:

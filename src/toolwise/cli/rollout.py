@@ -123,7 +123,7 @@ def _roll_out(
 
     tools = build_tools(config.tools)
     for task in tasks:
-        check_tools(task, tools)
+        check_tools(task, tools, env=config.env.name)
     scoring = build_scoring(config.reward) if config.reward.function or config.reward.parts else None
     console = Console()
 

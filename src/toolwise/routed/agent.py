@@ -94,7 +94,7 @@ class RoutedAgent:
         """
         began = time.perf_counter()
         task = self._task(question)
-        check_tools(task, dict(self.routing.tools))
+        check_tools(task, dict(self.routing.tools), env=self.routing.config.env.name)
         (weighed,) = await self.routing.weigh_in_engine([task])
         if route == "auto":
             chosen = self.routing.choose(weighed, task, budget=budget, seed=seed)

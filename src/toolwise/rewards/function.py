@@ -151,8 +151,8 @@ def _say(reason: Any) -> str:
 
 
 def _checked(result: EvaluateResult) -> EvaluateResult:
-    """A result that claims to count must have a number to count. A step reward that is NaN or infinite beside a score is
-    left to the aligner, which names it and leaves it out."""
+    """A result that claims to count must have a number to count. A step reward that is NaN or infinite beside a score
+    is left to the aligner, which names it and leaves it out."""
     if not result.is_score_valid or result.error is not None:
         return result
     for name, metric in result.metrics.items():

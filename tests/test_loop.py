@@ -23,6 +23,7 @@ from toolwise.types import (
     Rollout,
     ScoredRollout,
     StepData,
+    StepOutput,
     StopReason,
     Task,
     Usage,
@@ -216,6 +217,27 @@ def test_failures_above_the_set_rate_stop_the_run_with_function_and_rollout_name
     assert "\n" not in said
 
 
+def test_a_step_reward_that_is_nan_is_named_and_counted_and_the_run_goes_on() -> None:
+    @reward_function
+    def odd(rollouts_messages: list[Any], ground_truths: list[Any]) -> list[EvaluateResult]:
+        steps = [StepOutput(step_index=0, base_reward=float("nan"))]
+        return [EvaluateResult(score=float(p % 2), step_outputs=steps) for p in range(len(rollouts_messages))]
+
+    turn = asyncio.run(train_step(tiny_run(odd)))
+    assert len(turn.credited) == 4
+    assert (turn.metrics["reward/misaligned"], turn.metrics["reward/error_rate"]) == (4.0, 0.0)
+    assert all("non_finite step_index 0: its base_reward is nan" in s.warnings[0] for s in turn.scored)
+    assert all(s.steps[0].base_reward is None for s in turn.scored)
+
+
+def test_results_that_are_not_valid_do_not_stop_the_run_and_are_no_errors() -> None:
+    def unsure(messages: Any, ground_truth: Any) -> EvaluateResult:
+        return EvaluateResult(is_score_valid=False)
+
+    turn = asyncio.run(train_step(tiny_run(unsure, reward={"max_error_rate": 0.0})))
+    assert (turn.metrics["reward/invalid_rate"], turn.metrics["reward/error_rate"]) == (1.0, 0.0)
+
+
 def test_a_rate_of_one_never_stops_the_run() -> None:
     run = tiny_run(failing(99), reward={"max_error_rate": 1.0})
     turn = asyncio.run(train_step(run))
@@ -318,6 +340,7 @@ DOCUMENTED = {
     "groups/batches",
     "groups/dropped",
     "reward/error_rate",
+    "reward/invalid_rate",
     "reward/misaligned",
     "tokens/clean",
     "tokens/forked",

@@ -84,6 +84,8 @@ def test_a_record_says_everything_a_reader_wants() -> None:
         "route": "SEARCH",
         "ground_truth": "31",
         "reward_kwargs": {},
+        "extra_info": {"kind": "lookup"},
+        "data_source": "",
         "score": 1.0,
         "metrics": {"correct": 1.0},
         "reason": "right",

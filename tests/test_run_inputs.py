@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import toolwise
 from toolwise.config import RunConfig, load_config
 from toolwise.errors import ConfigError
 from toolwise.references import load_reference
@@ -233,3 +234,11 @@ def test_a_module_s_function_that_is_no_longer_there(tmp_path: Path, monkeypatch
     monkeypatch.setattr(sys.modules[__name__], "whisper", length)
     inputs = gather_inputs(RunConfig(), tmp_path, tools=[function])
     assert "has no whisper any more" in inputs.notes[0]
+
+
+@pytest.mark.parametrize("given", [dict, [dict], [int]])
+def test_a_class_of_python_s_own_that_is_no_tool_is_one_line(given: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tools: (dict|int): <class '\w+'> is no tool: a BaseTool or") as caught:
+        toolwise.train(tasks=[{"prompt": "?"}], tools=given, reward=right, out=tmp_path / "run")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()

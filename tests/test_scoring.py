@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from toolwise.config import RewardConfig
+from toolwise.data.rows import read_task
 from toolwise.errors import ConfigError, RewardError, ToolwiseError
 from toolwise.messages import Message
 from toolwise.rewards.function import Reward
@@ -88,6 +89,48 @@ def test_an_argument_that_nobody_gives_is_found_before_the_run(built: list[Scori
     with pytest.raises(RewardError, match=r"argument 'level', which task t1 does not have: give it in reward\.kwargs"):
         scoring.check([task(0, level=1), task(1)])
     scoring_of(built, function=f"{file}:f", kwargs={"level": 3}).check([task(1)])
+
+
+VERL = """
+def one(messages, ground_truth, data_source, extra_info=None):
+    return {"score": extra_info["index"], "reason": data_source}
+
+def batch(rollouts_messages, ground_truths, extra_info, data_source=()):
+    return [{"score": info["index"], "reason": source} for info, source in zip(extra_info, data_source)]
+
+def group(group_messages, ground_truth, extra_info, data_source=""):
+    return [{"score": extra_info["index"], "reason": data_source}] * len(group_messages)
+
+def other(messages, ground_truth, extra_info, data_source="none", **kwargs):
+    return {"score": len(extra_info), "reason": data_source}
+
+def plain(messages, ground_truth, **kwargs):
+    return {"score": len(kwargs), "reason": ",".join(kwargs)}
+"""
+
+
+@pytest.mark.parametrize("tier", ["standard", "off"])
+@pytest.mark.parametrize("name", ["one", "batch", "group"])
+def test_extra_info_and_data_source_reach_functions_that_name_them(
+    built: list[Scoring], tmp_path: Path, name: str, tier: str
+) -> None:
+    (tmp_path / "r.py").write_text(VERL)
+    row = {"prompt": "?", "data_source": "math", "extra_info": {"index": 7, "tools": ["search"]}}
+    scoring = scoring_of(built, function=f"{tmp_path / 'r.py'}:{name}", sandbox={"tier": tier, "workers": 1})
+    read = read_task(Path("rows.jsonl"), 0, row, {})
+    scoring.check([read])
+    [result] = results(scoring, read)
+    assert (result.score, result.reason) == (7.0, "math")
+
+
+def test_a_row_without_them_gives_an_empty_extra_info_and_no_data_source(built: list[Scoring], tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text(VERL)
+    of = {name: scoring_of(built, function=f"{tmp_path / 'r.py'}:{name}") for name in ("one", "other", "plain")}
+    of["other"].check([task()])
+    assert [(r.score, r.reason) for r in results(of["other"])] == [(0.0, "none")]
+    assert [r.reason for r in results(of["plain"], task(level=1))] == ["step,level"]
+    with pytest.raises(RewardError, match="cannot do without its argument 'data_source', which task t0 does not have"):
+        of["one"].check([task()])
 
 
 def test_a_batch_wants_a_column_of_any_task(built: list[Scoring], tmp_path: Path) -> None:

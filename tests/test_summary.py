@@ -71,6 +71,7 @@ def test_a_step_s_figures() -> None:
         "turns/mean": 1.75,
         "tokens/sampled": 16.0,
         "reward/error_rate": 0.25,
+        "reward/invalid_rate": 0.0,
         "reward/misaligned": 0.0,
         "score/mean": 0.5,
         "score/std": pytest.approx((0.5 / 3) ** 0.5),
@@ -107,7 +108,8 @@ def test_where_nothing_could_be_scored_there_is_no_score_rather_than_a_zero() ->
 def test_a_score_that_is_said_not_to_be_valid_does_not_count() -> None:
     invalid = ScoredRollout(STEP[0].rollout, EvaluateResult(score=9.0, is_score_valid=False), ())
     assert summarize([invalid, STEP[1]])["score/mean"] == 0.0
-    assert summarize([invalid, STEP[1]])["reward/error_rate"] == 0.5
+    assert summarize([invalid, STEP[1]])["reward/invalid_rate"] == 0.5
+    assert summarize([invalid, STEP[1]])["reward/error_rate"] == 0.0  # reward.max_error_rate does not count it either
 
 
 def test_validation_figures_overall_and_by_kind() -> None:

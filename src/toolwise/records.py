@@ -24,6 +24,8 @@ def record_of(scored: ScoredRollout, credited: CreditedRollout | None = None) ->
         "messages": [m.to_openai() for m in rollout.messages],
         "ground_truth": rollout.task.ground_truth,
         "reward_kwargs": rollout.task.reward_kwargs,
+        "extra_info": rollout.task.extra_info,
+        "data_source": rollout.task.data_source,
         "score": result.score,
         "metrics": {name: metric.score for name, metric in result.metrics.items()},
         "reason": result.reason,

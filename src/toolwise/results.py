@@ -30,7 +30,7 @@ Number = Annotated[float, BeforeValidator(plain_number)]
 class StepOutput(BaseModel):
     """A reward author's word on one step. `step_index`: the Nth time the assistant acted, from 0."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
     step_index: int | str
     base_reward: Number

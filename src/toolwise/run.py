@@ -143,7 +143,7 @@ def assemble(
         )
         train, held_out = labelled(config, train), labelled(config, held_out)
         for task in (*train, *held_out):
-            check_tools(task, found_tools)
+            check_tools(task, found_tools, env=config.env.name)
         check_routable(config, found_tools, train)
         scoring.check([*train, *held_out])
         batches = Batches(
@@ -390,11 +390,11 @@ def without_tools(tasks: Sequence[Task], tools: dict[str, BaseTool], held_out: S
     return [task if task.tools is not None else task.model_copy(update={"tools": offered}) for task in kept]
 
 
-def check_tools(task: Task, tools: dict[str, BaseTool]) -> None:
+def check_tools(task: Task, tools: dict[str, BaseTool], *, env: str) -> None:
     for name in task.tools or ():
         if name not in tools:
             known = ", ".join(tools) or "none"
             raise ConfigError(
                 f"task {task.task_id} wants the tool {name!r}, and the run has: {known}; add it to `tools`"
             )
-    check_task_arguments(task, tools)
+    check_task_arguments(task, tools, env_has_tools=env != "tools")

@@ -240,6 +240,8 @@ def _named_reference(found: Any) -> str:
         raise ToolwiseError(f"{what} cannot be loaded by another process; write it as a def at the top of a file")
     if _at_its_name(found) is None:
         raise ToolwiseError(f"{found.__module__} has no {name} any more; write it as a def at the top of a file")
+    if isinstance(found, type) and getattr(module, "__file__", None) is None:  # a class of Python itself
+        return f"{found.__module__}:{name}"
     file = Path(str(getattr(module, "__file__", None) or found.__code__.co_filename)).resolve()
     folders = [*(Path(folder).resolve() for folder in library_folders()), own_folder()]
     installed = any(file.is_relative_to(folder) for folder in folders)

@@ -11,6 +11,7 @@ from toolwise.config import RewardConfig, SandboxConfig
 from toolwise.errors import ConfigError, RewardError
 from toolwise.rewards.combine import Rewards, Weighted
 from toolwise.rewards.earned import EARNED, earned_reward
+from toolwise.rewards.executor import columns_of
 from toolwise.rewards.function import Reward
 from toolwise.rewards.part_names import part_names
 from toolwise.rewards.printed import Printed
@@ -176,10 +177,13 @@ def _check_arguments(reward: Reward, tasks: Sequence[Task]) -> None:
     needed = reward.signature.missing({"step", "prompt_length", *reward.kwargs})
     if not needed or not tasks:
         return
+    columns = [columns_of(reward, task) for task in tasks]
     if reward.mode == "batch":  # a batch gets every column that any of its tasks has
-        missing = [(name, "no task has") for name in needed if not any(name in task.reward_kwargs for task in tasks)]
+        missing = [(name, "no task has") for name in needed if not any(name in given for given in columns)]
     else:
-        lacking = ((name, task) for task in tasks for name in needed if name not in task.reward_kwargs)
+        lacking = (
+            (name, task) for task, given in zip(tasks, columns, strict=True) for name in needed if name not in given
+        )
         missing = [(name, f"task {task.task_id} does not have") for name, task in lacking][:1]
     for name, who in missing:
         raise RewardError(

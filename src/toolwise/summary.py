@@ -26,7 +26,8 @@ def summarize(scored: Sequence[ScoredRollout]) -> Metrics:
         "tools/queue_s_max": max(s.rollout.usage.longest_queue_s for s in scored),
         "turns/mean": mean([float(len(s.steps)) for s in scored]),
         "tokens/sampled": float(sum(s.rollout.usage.sampled_tokens for s in scored)),
-        "reward/error_rate": 1.0 - len(counted) / len(scored),
+        "reward/error_rate": mean([float(s.result.error is not None) for s in scored]),
+        "reward/invalid_rate": mean([float(s.result.error is None and not s.result.counts) for s in scored]),
         "reward/misaligned": float(sum(bool(s.warnings) for s in scored)),
     }
     if counted:

@@ -104,6 +104,13 @@ BAD: dict[str, tuple[str, set[str], str]] = {
         {"empty"},
         "it fails on an empty answer",
     ),
+    "a step that is no number": (
+        "from toolwise import EvaluateResult, StepOutput\ndef judge(messages, ground_truth):\n"
+        "    steps = [StepOutput(step_index=0, base_reward=float('nan'))]\n"
+        "    return EvaluateResult(score=float(right(messages, ground_truth)), step_outputs=steps)",
+        {"steps"},
+        "non_finite",
+    ),
     "steps out of range": (
         "from toolwise import EvaluateResult, StepOutput\ndef judge(messages, ground_truth):\n"
         "    steps = [StepOutput(step_index=i, base_reward=0.0) for i, _ in enumerate(messages)]\n"

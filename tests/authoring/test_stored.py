@@ -77,6 +77,14 @@ def test_a_record_says_what_happened_and_not_what_the_reward_was_given(make_stor
     assert [step.base_reward for step in one.rollout.steps] == [0.25]
 
 
+def test_what_rewards_may_name_of_a_task_comes_back(make_stored: MakeStored) -> None:
+    for more in ({}, {"trained_on": True}):
+        given = {"messages": [ASKED, SAID], "extra_info": {"index": 3}, "data_source": "math", **more}
+        (one,) = make_stored([given])
+        task = one.rollout.task
+        assert (task.extra_info, task.data_source, task.reward_kwargs) == ({"index": 3}, "math", {})
+
+
 def test_further_columns_of_other_rows_are_arguments(make_stored: MakeStored) -> None:
     (one,) = make_stored([{"messages": [ASKED, SAID], "ground_truth": "4", "rubric": "strict", "gold": "4"}])
     assert one.rollout.task.reward_kwargs == {"rubric": "strict"}
@@ -129,6 +137,7 @@ def test_the_step_stands_in_the_row_or_in_the_name_of_the_file(make_stored: Make
         ({"messages": "hello"}, "field messages: .*no list"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "field messages: role"),
         ({"messages": [ASKED, SAID], "reward_kwargs": [1]}, "field reward_kwargs: no object"),
+        ({"messages": [ASKED, SAID], "extra_info": "{"}, "field extra_info: not an object"),
     ],
 )
 def test_a_bad_row_is_named(row: dict[str, Any], words: str, tmp_path: Path) -> None:

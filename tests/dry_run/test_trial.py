@@ -15,6 +15,7 @@ import torch
 from toolwise.config import load_config
 from toolwise.dry_run.problems import find_problems
 from toolwise.dry_run.trial import try_rollouts, try_update
+from toolwise.messages import Message
 from toolwise.run import Run, assemble
 from toolwise.types import EvaluateResult, Rollout, ScoredRollout, StepData, StopReason, Task, Usage
 
@@ -53,13 +54,19 @@ def test_no_weight_and_no_optimiser_state_changes(routed: Run) -> None:
     assert (routed.learner.version, routed.progress.step) == (0, 0)
 
 
-def scored(prompt: str) -> ScoredRollout:
+def scored(prompt: str, **step_info: Any) -> ScoredRollout:
     told = {"prompt_ids": list(prompt.encode()), "token_ids": [1], "logprobs": [0.0], "finish_reason": "stop"}
     step = StepData(
-        system_step_index=0, observation_data="", action_taken={}, resulting_messages_history=[], policy_logprobs=told
+        system_step_index=0,
+        observation_data="",
+        action_taken={},
+        resulting_messages_history=[],
+        policy_logprobs=told,
+        step_info=step_info,
     )
     task = Task(task_id="t", prompt=[])
-    rollout = Rollout("r", "g", 0, 0, task, None, (step,), (), StopReason.ANSWERED, Usage())
+    replies = [Message(role="tool", content="error: look_up failed: OSError: no index", name="look_up")]
+    rollout = Rollout("r", "g", 0, 0, task, None, (step,), replies, StopReason.ANSWERED, Usage())
     return ScoredRollout(rollout, EvaluateResult(score=1.0), (step,))
 
 
@@ -85,3 +92,19 @@ def test_a_prompt_that_never_names_the_tools_is_a_problem() -> None:
 
 def test_a_prompt_that_names_them_is_none() -> None:
     assert find_problems(fake_run(), [scored("Tools: look_up(word). user: what is a nile?")]).problems == []
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "fails"),
+    [
+        ([{"exception": 1}], True),
+        ([{"timeout": 1}], False),  # one late call may be a cold start
+        ([{"timeout": 1}, {"timeout": 1}], True),
+        ([{"bad_arguments": 1}], False),
+        ([{"exception": 1}, {}], False),
+    ],
+)
+def test_a_tool_that_raises_on_its_only_call_is_a_problem(rollouts: list[dict[str, int]], fails: bool) -> None:
+    found = find_problems(fake_run(), [scored("look_up", calls={"look_up": 1}, failed_calls=f) for f in rollouts])
+    said = [f"the tool look_up failed on every call ({len(rollouts)}): look_up failed: OSError: no index"]
+    assert found.problems == (said if fails else [])

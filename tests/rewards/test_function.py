@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from decimal import Decimal
 from fractions import Fraction
@@ -282,7 +283,8 @@ def spoilt(score: float) -> EvaluateResult:
         {"score": 10**400},
         spoilt(math.nan),
         spoilt(math.inf),
-        {"score": 1.0, "step_outputs": [{"step_index": 0, "base_reward": math.nan}]},
+        {"step_outputs": [{"step_index": 0, "base_reward": math.nan}]},
+        EvaluateResult(step_outputs=[StepOutput(step_index=0, base_reward=math.inf)]),
     ],
 )
 def test_what_is_not_finite_is_a_fault_of_its_own(value: Any) -> None:
@@ -291,6 +293,21 @@ def test_what_is_not_finite_is_a_fault_of_its_own(value: Any) -> None:
     assert result.error.kind == "non_finite"
     assert result.score is None
     assert not result.counts
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_step_that_is_not_finite_leaves_the_score(reward: float) -> None:
+    """The aligner names it; it also gets there from a worker's answer."""
+    result = read_result({"score": 1.0, "step_outputs": [{"step_index": 0, "base_reward": reward}]})
+    assert result.counts
+    again = read_result(json.loads(result.model_dump_json()))
+    assert again.counts
+    assert [str(output.base_reward) for output in again.step_outputs or ()] == [str(reward)]
+
+
+def test_without_a_score_a_step_that_is_not_finite_is_named() -> None:
+    result = read_result({"step_outputs": [{"step_index": 3, "base_reward": math.nan}]})
+    assert result.reason == "the base_reward of step 3 is nan, and there is no score"
 
 
 def test_a_batch_gives_one_result_each_in_order() -> None:

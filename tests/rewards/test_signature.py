@@ -26,6 +26,12 @@ def verl(data_source: Any, solution_str: Any, ground_truth: Any, extra_info: Any
     return 0.0
 
 
+def verl_batch(
+    data_sources: Any, solution_strs: Any, ground_truths: Any, extra_infos: Any, **kwargs: Any
+) -> list[float]:
+    return []
+
+
 @pytest.mark.parametrize(
     ("function", "first", "shapes"),
     [
@@ -38,7 +44,12 @@ def verl(data_source: Any, solution_str: Any, ground_truth: Any, extra_info: Any
             ],
         ),
         (trl_alone, "completions", ["def trl_alone(messages, ground_truth, **kwargs)"]),
-        (verl, "data_source", ["def verl(messages, ground_truth, extra_info=None)"]),
+        (verl, "data_source", ["def verl(messages, ground_truth, data_source, extra_info=None)"]),
+        (
+            verl_batch,
+            "data_sources",
+            ["def verl_batch(rollouts_messages, ground_truths, data_source, extra_info, **kwargs)"],
+        ),
     ],
 )
 def test_a_reward_of_another_library_is_shown_its_signature(function: Any, first: str, shapes: list[str]) -> None:

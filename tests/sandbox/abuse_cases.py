@@ -421,8 +421,14 @@ RESULTS = [
     Case("nan_in_a_dict", "non_finite", "return {'score': float('nan')}"),
     Case(
         "nan_in_a_step",
-        "non_finite",
+        "ok",
         "return EvaluateResult(score=1.0, step_outputs=[StepOutput(step_index=0, base_reward=float('nan'))])",
+        score=1.0,
+    ),
+    Case(
+        "nan_in_a_step_without_a_score",
+        "non_finite",
+        "return EvaluateResult(step_outputs=[StepOutput(step_index=0, base_reward=float('nan'))])",
     ),
     Case("none", "bad_type", "return None"),
     Case("boolean", "ok", "return True", score=1.0),

@@ -12,7 +12,7 @@ from toolwise.errors import ConfigError
 from toolwise.sandbox.layers.bubblewrap import why_not
 from toolwise.tools.base import BaseTool, FunctionSchema, OpenAIFunctionToolSchema
 from toolwise.tools.calculator import CalculatorTool
-from toolwise.tools.catalog import TOOLS, build_tools
+from toolwise.tools.catalog import TOOLS, build_tools, entries_of
 from toolwise.tools.function import tool
 
 USER_FILE = '''
@@ -176,3 +176,8 @@ def test_a_file_that_fails_says_how(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(ConfigError, match="RuntimeError: no luck"):
             build_tools([f"{path}:x"])
+
+
+def test_what_is_neither_a_tool_nor_a_list_is_one_line() -> None:
+    with pytest.raises(ConfigError, match="tools: 3 is neither a tool nor a list of tools"):
+        entries_of(3)  # type: ignore[arg-type]

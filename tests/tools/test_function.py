@@ -438,3 +438,21 @@ def test_a_cell_s_tool_follows_the_file_that_each_run_gives_it(tmp_path: Path) -
     finally:
         unregister(space["rate"])
         isolation.close()
+
+
+def rated(word: str, value: int = 0):  # type: ignore[no-untyped-def]
+    """Returns something to read, and a number beside it."""
+    return [("fine", 0.5), ("fine", 1, {"a": 2}), ("x", "y"), (1.0, 2.0), ("x", True), "fine"][value]
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_a_reward_that_is_not_annotated_is_warned_of_once(isolate: bool, caplog: pytest.LogCaptureFixture) -> None:
+    target = FunctionTool(rated, isolate=isolate)
+    for value in (2, 3, 4, 5):
+        call(target, word="a", value=value)
+    assert not caplog.records
+    assert call(target, word="a") == ('["fine", 0.5]', None, {"ok": True})
+    assert call(target, word="a", value=1)[2] == {"ok": True}
+    (record,) = caplog.records
+    assert "tool rated returned (text, reward)" in record.getMessage()
+    assert "annotate -> tuple[str, float] to give a reward" in record.getMessage()

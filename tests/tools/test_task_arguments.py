@@ -13,7 +13,7 @@ from toolwise.data.rows import read_task
 from toolwise.envs.tool_env import ToolEnv
 from toolwise.errors import DataError
 from toolwise.messages import Message, ToolCall
-from toolwise.run import assemble, build_scheduler
+from toolwise.run import assemble, build_scheduler, check_tools
 from toolwise.tools.catalog import build_tools
 from toolwise.tools.task_arguments import check_task_arguments
 from toolwise.types import RouteDecision, Task
@@ -82,5 +82,37 @@ def test_an_argument_that_does_not_fit_is_told_before_the_run(kwargs: dict[str, 
     assert words in str(error.value)
 
 
-def test_a_task_may_give_to_tools_that_the_run_does_not_have() -> None:
-    check_task_arguments(a_task(execute_kwargs={"colour": "red"}), {})
+def haggle(article: str) -> str:
+    """Asks for less."""
+    return article
+
+
+def test_a_tool_that_the_run_does_not_have_is_told_before_the_run() -> None:
+    misspelt = Task(task_id="t", prompt=[], tools_kwargs={"prise": SHELF})
+    told = r"task t: tools_kwargs\.prise: the run has no tool 'prise'"
+    with pytest.raises(DataError, match=rf"{told}; did you mean 'price'\?"):
+        assemble(RunConfig(), tasks=[misspelt], tools=[price, haggle], reward="env")
+    with pytest.raises(DataError, match=f"{told}; it has haggle"):
+        check_task_arguments(misspelt, build_tools([haggle]))
+
+
+def test_a_tool_that_the_task_is_not_offered_may_be_given_to() -> None:
+    task = a_task(**SHELF).model_copy(update={"tools": ["haggle"]})
+    check_task_arguments(task, build_tools([price, haggle]))
+
+
+def test_a_run_without_tools_and_an_environment_with_its_own_take_any_task() -> None:
+    task = a_task(execute_kwargs={"colour": "red"})
+    check_task_arguments(task, {})
+    check_task_arguments(task, build_tools([haggle]), env_has_tools=True)
+    for env in ("gsm8k", "file.py:Shop"):
+        check_tools(task, build_tools([haggle]), env=env)
+    with pytest.raises(DataError, match="the run has no tool 'price'"):
+        check_tools(task, build_tools([haggle]), env="tools")
+
+
+def test_a_held_out_tool_may_be_given_to() -> None:
+    config = RunConfig.model_validate({"multi_turn": {"held_out_tools": ["price"]}, "data": {"batch_size": 1}})
+    run = assemble(config, tasks=[a_task(**SHELF)], validation_tasks=[], tools=[price, haggle], reward="env")
+    assert run.batches.tasks[0].tools == ["haggle"]
+    run.close()

@@ -100,8 +100,9 @@ def _word(result: EvaluateResult | None) -> tuple[object, ...]:
     return (_rounded(score_of(result)), result.error.kind if result.error else None, steps)
 
 
-def _rounded(number: float | None) -> float | None:
-    return None if number is None else float(f"{number:.9g}")
+def _rounded(number: float | None) -> str | None:
+    """As text, so that NaN is the same as NaN; -0.0 is 0.0."""
+    return None if number is None else f"{number + 0.0:.9g}"
 
 
 def _told(stored: Stored, one: EvaluateResult | None, other: EvaluateResult | None) -> str:

@@ -116,6 +116,8 @@ def _read_row(path: Path, number: int, row: Row) -> Stored:
         prompt=prompt,
         ground_truth=truth,
         reward_kwargs=_arguments(path, number, row),
+        extra_info=_extra_info(path, number, row),
+        data_source=str(row.get("data_source") or ""),
     )
     rollout = Rollout(
         rollout_id=str(row.get("rollout_id") or f"{path.stem}/{number}"),
@@ -165,6 +167,19 @@ def _arguments(path: Path, number: int, row: Row) -> dict[str, Any]:
     if "trained_on" in row:  # a run's own record: its columns say what happened, not what the reward was given
         return dict(kept)
     return {**{name: value for name, value in row.items() if name not in _NO_ARGUMENTS}, **kept}
+
+
+def _extra_info(path: Path, number: int, row: Row) -> dict[str, Any]:
+    """An object or its JSON text, as in a file of tasks."""
+    value = row.get("extra_info") or {}
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            value = None
+    if not isinstance(value, dict):
+        raise row_error(path, number, "extra_info", "not an object; write an object or its JSON text")
+    return value
 
 
 def _prompt_of(path: Path, number: int, row: Row, messages: Sequence[Message]) -> list[Message]:

@@ -91,7 +91,7 @@ def _tools(config: RunConfig, tasks: list[Task], model: str | None) -> dict[str,
 
     tools = build_tools(config.tools)
     for task in tasks:
-        check_tools(task, tools)
+        check_tools(task, tools, env=config.env.name)
     if model is not None and config.multi_turn.enable:
         check_recorded_tools(Path(locate(model or config.model.path)), tools, WITH_TOOLS)
     return tools

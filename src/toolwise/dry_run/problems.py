@@ -68,16 +68,19 @@ def _check_endings(scored: Sequence[ScoredRollout], findings: Findings) -> None:
 def _check_tools(run: Run, scored: Sequence[ScoredRollout], findings: Findings) -> None:
     calls: Counter[str] = Counter()
     working: set[str] = set()
+    raising: set[str] = set()
     for step in (step for s in scored for step in s.steps):
         made, failed = step.step_info.get("calls") or {}, step.step_info.get("failed_calls") or {}
         calls.update(made)
         if sum(failed.get(kind, 0) for kind in BROKEN) < sum(made.values()):
             working.update(made)
+        if failed.get("exception", 0) == sum(made.values()):
+            raising.update(made)
     for name, count in calls.items():
         if name not in working and name in run.scheduler.tools:
             said = next((m.content or "" for s in scored for m in s.rollout.messages if m.name == name), "")
             text = f"the tool {name} failed on every call ({count}): {_one_line(said).removeprefix('error: ')}"
-            (findings.problems if count > 1 else findings.notes).append(text)
+            (findings.problems if count > 1 or name in raising else findings.notes).append(text)
     unused = [name for name in run.scheduler.tools if name not in calls]
     if unused:
         findings.notes.append(

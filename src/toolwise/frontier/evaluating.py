@@ -213,7 +213,7 @@ def fill_share(told: Mapping[str, Any], number: int, of: int) -> None:
 
 async def _filled(pool: _Pool, routing: Routing, on_done: Any = lambda what, done, of: None) -> Outcomes:
     for task in pool.plan.tasks:
-        check_tools(task, dict(routing.tools))
+        check_tools(task, dict(routing.tools), env=routing.config.env.name)
     what = list(pool.plan.routes)[-1].lower()
     scoring = build_scoring(routing.config.reward)
     try:

@@ -13,7 +13,8 @@ from typing import Any
 from toolwise.messages import Message
 from toolwise.rewards.function import Reward, faulty, read_result, read_results
 from toolwise.rewards.printed import Printed, kept, listening
-from toolwise.types import EvaluateResult, Rollout
+from toolwise.rewards.signature import TASK_FIELDS
+from toolwise.types import EvaluateResult, Rollout, Task
 
 AT_ONCE = 256
 """Async calls that are under way at the same time, at most."""
@@ -43,7 +44,7 @@ class InProcessExecutor:
         async with free:
             with kept(f"step {step}, {rollout.rollout_id}", self._printed):
                 try:
-                    columns = deepcopy(rollout.task.reward_kwargs)
+                    columns = deepcopy(columns_of(reward, rollout.task))
                     given = {**given_by_run(reward, step, rollout.prompt_length), **columns, **reward.kwargs}
                     value = reward(*_copies(rollout), **given)
                     return read_result(await value if inspect.isawaitable(value) else value)
@@ -51,11 +52,10 @@ class InProcessExecutor:
                     return _fault(fault)
 
     async def _evaluate_batch(self, reward: Reward, rollouts: Sequence[Rollout], step: int) -> list[EvaluateResult]:
-        columns = {name for rollout in rollouts for name in rollout.task.reward_kwargs}
         by_column = given_by_run(reward, step, [rollout.prompt_length for rollout in rollouts])
         try:
-            for name in sorted(columns):
-                by_column[name] = [deepcopy(r.task.reward_kwargs.get(name)) for r in rollouts]
+            for name, values in columns_of_batch(reward, rollouts).items():
+                by_column[name] = [deepcopy(value) for value in values]
             truths = [deepcopy(rollout.task.ground_truth) for rollout in rollouts]
         except Exception as fault:  # likewise: a column's own copy
             return [_fault(fault)] * len(rollouts)
@@ -77,7 +77,7 @@ class InProcessExecutor:
     async def _evaluate_group(self, reward: Reward, members: Sequence[Rollout], step: int) -> list[EvaluateResult]:
         task = members[0].task
         try:
-            given = {**given_by_run(reward, step, members[0].prompt_length), **deepcopy(task.reward_kwargs)}
+            given = {**given_by_run(reward, step, members[0].prompt_length), **deepcopy(columns_of(reward, task))}
             truth = deepcopy(task.ground_truth)
         except Exception as fault:  # likewise
             return [_fault(fault)] * len(members)
@@ -101,6 +101,21 @@ def given_by_run(reward: Reward, step: int, prompt_length: int | list[int]) -> d
     """What functions may ask for by name beside the data. A **kwargs alone gets `step` and the data's columns."""
     named = "prompt_length" in reward.signature.names
     return {"step": step, "prompt_length": prompt_length} if named else {"step": step}
+
+
+def columns_of(reward: Reward, task: Task) -> dict[str, Any]:
+    """What a task gives: the other columns of its row, and the `TASK_FIELDS` that the function names.
+
+    `extra_info` is always there, if only as an empty dictionary; `data_source` where the row has one.
+    """
+    fields = {name: getattr(task, name) for name in TASK_FIELDS if name in reward.signature.names}
+    return {**{name: value for name, value in fields.items() if value != ""}, **task.reward_kwargs}
+
+
+def columns_of_batch(reward: Reward, rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
+    """The columns that any of the tasks has, one value a rollout; None where its task has none."""
+    columns = [columns_of(reward, rollout.task) for rollout in rollouts]
+    return {name: [given.get(name) for given in columns] for name in sorted(set().union(*columns))}
 
 
 def _copies(rollout: Rollout) -> tuple[list[Message], Any]:

@@ -151,16 +151,18 @@ def _say(reason: Any) -> str:
 
 
 def _checked(result: EvaluateResult) -> EvaluateResult:
-    """A result that claims to count must have numbers to count."""
+    """A result that claims to count must have a number to count. A step reward that is NaN or infinite beside a score
+    is left to the aligner, which names it and leaves it out."""
     if not result.is_score_valid or result.error is not None:
         return result
-    for output in result.step_outputs or ():
-        if not math.isfinite(output.base_reward):
-            return faulty("non_finite", f"the base_reward of step {output.step_index} is {output.base_reward}")
     for name, metric in result.metrics.items():
         if not math.isfinite(metric.score):
             return faulty("non_finite", f"the metric {name!r} is {metric.score}")
     if result.score is None:
+        for output in result.step_outputs or ():
+            if not math.isfinite(output.base_reward):
+                said = f"the base_reward of step {output.step_index} is {output.base_reward}, and there is no score"
+                return faulty("non_finite", said)
         return faulty("bad_type", "the result has no score: set one, or say is_score_valid=False")
     return result if math.isfinite(result.score) else _not_finite(result.score)
 

@@ -32,6 +32,10 @@ FOREIGN = {
 }
 """First parameters of the rewards of other libraries, which get texts where ours get conversations."""
 _TRUTHS = ("ground_truth", "ground_truths", "labels")
+TASK_FIELDS = ("extra_info", "data_source")
+"""Fields of a task that a function gets if it names them, a batch function as a list."""
+_FIELD_LISTS = {"extra_infos": "extra_info", "data_sources": "data_source"}
+"""What verl calls them in batch rewards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +109,9 @@ def mode_of(function: Callable[..., Any], name: str) -> Mode:
 
 def _translation(parameters: list[inspect.Parameter], name: str) -> str:
     first = parameters[0].name
-    known = {*FOREIGN, *_TRUTHS}
-    kept = [
-        str(p.replace(annotation=p.empty)) for p in parameters if p.name not in known and p.kind != p.VAR_POSITIONAL
-    ]
+    known = {*FOREIGN, *_TRUTHS}.difference(TASK_FIELDS)
+    renamed = [p.replace(name=_FIELD_LISTS.get(p.name, p.name), annotation=p.empty) for p in parameters]
+    kept = [str(p) for p in renamed if p.name not in known and p.kind != p.VAR_POSITIONAL]
     short = name.rpartition(":")[2]
     shapes = [
         f"def {short}({', '.join([*two, *kept])})"

@@ -96,7 +96,7 @@ class RoutedAgent:
         """
         began = time.perf_counter()
         task = self._task(question)
-        check_tools(task, dict(self.routing.tools))
+        check_tools(task, dict(self.routing.tools), env=self.routing.config.env.name)
         named = None if route == "auto" else RouteAction.parse(route)
         too_long: ContextFullError | None = None
         try:

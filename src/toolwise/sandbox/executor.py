@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from toolwise.rewards.earned import EARNED, score_earned
-from toolwise.rewards.executor import InProcessExecutor, given_by_run
+from toolwise.rewards.executor import InProcessExecutor, columns_of, columns_of_batch, given_by_run
 from toolwise.rewards.function import Reward
 from toolwise.sandbox.answers import pack
 from toolwise.sandbox.sandbox import Sandbox
@@ -42,17 +42,15 @@ class SandboxExecutor:
         reference = _reference(reward)
         calls = []
         for r in rollouts:
-            kwargs = {**given_by_run(reward, step, r.prompt_length), **r.task.reward_kwargs, **reward.kwargs}
+            kwargs = {**given_by_run(reward, step, r.prompt_length), **columns_of(reward, r.task), **reward.kwargs}
             label = f"step {step}, {r.rollout_id}"
             calls.append({**pack(r.messages, r.task.ground_truth, kwargs), "label": label})
         if reward.mode == "group":
             return await self._evaluate_groups(reference, rollouts, calls)
         batch: dict[str, Any] | None = None
         if reward.mode == "batch":
-            columns = sorted({name for r in rollouts for name in r.task.reward_kwargs})
-            by_column = {name: [r.task.reward_kwargs.get(name) for r in rollouts] for name in columns}
             given = given_by_run(reward, step, [r.prompt_length for r in rollouts])
-            batch = {**given, **by_column, **reward.kwargs}
+            batch = {**given, **columns_of_batch(reward, rollouts), **reward.kwargs}
         return await self._run(reference, calls, batch)
 
     async def _evaluate_groups(

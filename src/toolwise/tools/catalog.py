@@ -38,7 +38,11 @@ def entries_of(tools: Entry | Sequence[Entry] | None) -> list[Entry]:
     """One entry alone is a list of one: `tools=f` is `tools=[f]`."""
     if tools is None:
         return []
-    return [tools] if isinstance(tools, str | BaseTool | Mapping) or callable(tools) else list(tools)
+    if isinstance(tools, str | BaseTool | Mapping) or callable(tools):
+        return [tools]
+    if not isinstance(tools, Iterable):
+        raise ConfigError(f"tools: {tools!r:.80} is neither a tool nor a list of tools")
+    return list(tools)
 
 
 def build_tools(entries: Sequence[Entry]) -> dict[str, BaseTool]:

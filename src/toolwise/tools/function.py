@@ -30,6 +30,9 @@ R = TypeVar("R")
 
 FAMILIES = ("SEARCH", "CALCULATE", "OTHER")
 
+Result = tuple[str, float | None, dict[str, Any]]
+_TUPLE = "unannotated_tuple"
+"""Marks a result in its info on the way from a worker process."""
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -73,6 +76,7 @@ class FunctionTool(BaseTool, Generic[P, R]):
         self.isolate = isolate
         self._given: dict[str, dict[str, Any]] = {}
         """instance -> the task's `create_kwargs`"""
+        self._warned_of_tuple = False
         self._schemas: dict[frozenset[str], OpenAIFunctionToolSchema] = {}
         self._lacks_file = lacks_file(function)  # a cell's function: each run gives it a file
         self._registration: Registration | str | None = "not looked for"
@@ -135,7 +139,7 @@ class FunctionTool(BaseTool, Generic[P, R]):
         self.check_task_arguments(kwargs)
         if self._target is not None and not in_virtual_time() and self._is_found(self._target):
             try:
-                return await isolation.run(self._target, parameters, kwargs)
+                return self._told_of_tuple(await isolation.run(self._target, parameters, kwargs))
             except LoadFault as fault:
                 if self._target is not None:  # the first of those that waited together says it
                     self._stay_here(str(fault))
@@ -152,7 +156,7 @@ class FunctionTool(BaseTool, Generic[P, R]):
             value = await in_thread(functools.partial(function, **arguments), name=f"tool {self.name}")
         if inspect.isawaitable(value):
             value = await value
-        return self._result(value)
+        return self._told_of_tuple(self._result(value))
 
     def call_here(
         self, parameters: Mapping[str, Any], wait: Callable[[Awaitable[Any]], Any], kwargs: Mapping[str, Any]
@@ -219,7 +223,8 @@ class FunctionTool(BaseTool, Generic[P, R]):
 
     def _result(self, value: Any) -> tuple[str, float | None, dict[str, Any]]:
         if not self._returns_reward:
-            return self._text(value), None, {"ok": True}
+            info = {"ok": True, _TUPLE: True} if _looks_like_reward(value) else {"ok": True}
+            return self._text(value), None, info
         if not isinstance(value, tuple) or len(value) not in (2, 3):
             raise ToolwiseError(f"tool {self.name} must return (text, reward) or (text, reward, info)")
         text, reward, info = (*value, {})[:3]
@@ -229,6 +234,17 @@ class FunctionTool(BaseTool, Generic[P, R]):
             raise ToolwiseError(f"tool {self.name} returned the info {info!r:.80}: return a dictionary")
         return self._text(text), None if reward is None else float(reward), {"ok": True, **info}
 
+    def _told_of_tuple(self, result: Result) -> Result:
+        """A worker process marks such a result, and the trainer warns: once, whichever worker it came from."""
+        if result[2].pop(_TUPLE, False) and not self._warned_of_tuple:
+            self._warned_of_tuple = True
+            log.warning(
+                "tool %s returned (text, reward), which the model reads as JSON and which gives no reward: annotate "
+                "-> tuple[str, float] to give a reward, or return a list",
+                self.name,
+            )
+        return result
+
     def _text(self, value: Any) -> str:
         if isinstance(value, str):
             return value
@@ -236,6 +252,13 @@ class FunctionTool(BaseTool, Generic[P, R]):
             return json.dumps(to_jsonable_python(value), ensure_ascii=False)
         except (PydanticSerializationError, ValueError) as error:
             raise ToolwiseError(f"tool {self.name} returned what is no JSON: {error}") from error
+
+
+def _looks_like_reward(value: Any) -> bool:
+    """(text, number), or with a dictionary beside them."""
+    if not isinstance(value, tuple) or len(value) not in (2, 3) or isinstance(value[1], bool):
+        return False
+    return isinstance(value[0], str) and isinstance(value[1], int | float) and isinstance((*value, {})[2], Mapping)
 
 
 @overload

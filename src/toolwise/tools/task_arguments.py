@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from toolwise.errors import DataError, ToolwiseError
+from toolwise.references import did_you_mean
 from toolwise.tools.base import BaseTool
 from toolwise.tools.function import FunctionTool
 from toolwise.types import Task
@@ -12,10 +13,18 @@ from toolwise.types import Task
 _TAKEN = ("create_kwargs", "execute_kwargs")
 
 
-def check_task_arguments(task: Task, tools: Mapping[str, BaseTool]) -> None:
-    """Refuses arguments that a function does not take; a class of tools says itself what it takes."""
+def check_task_arguments(task: Task, tools: Mapping[str, BaseTool], *, env_has_tools: bool = False) -> None:
+    """Refuses arguments for a tool that is not there, and those that a function does not take; a class of tools says
+    itself what it takes.
+
+    An environment with tools of its own (`env_has_tools`) may take arguments for them, and a run without any tools may
+    use tasks that were written for a run with some.
+    """
     for name, given in task.tools_kwargs.items():
         tool = tools.get(name)
+        if tool is None and tools and not env_has_tools:
+            hint = did_you_mean(name, tools) or f"; it has {', '.join(tools)}"
+            raise DataError(f"task {task.task_id}: tools_kwargs.{name}: the run has no tool {name!r}{hint}")
         if not isinstance(tool, FunctionTool):
             continue
         where = f"task {task.task_id}: tools_kwargs.{name}"

@@ -27,6 +27,7 @@ def scored(
     rewards: Sequence[float | None] = (None,),
     valid: bool = True,
     fault: str | None = None,
+    calls: dict[str, int] | None = None,
 ) -> ScoredRollout:
     """One rollout with a step for each of `rewards`."""
     tokens = {"prompt_ids": [1], "token_ids": [2], "logprobs": [-1.0], "finish_reason": finish}
@@ -38,6 +39,7 @@ def scored(
             resulting_messages_history=[],
             policy_logprobs=tokens,
             base_reward=reward,
+            step_info={"calls": calls} if calls else {},
         )
         for place, reward in enumerate(rewards)
     )

@@ -53,13 +53,13 @@ def test_no_weight_and_no_optimiser_state_changes(routed: Run) -> None:
     assert (routed.learner.version, routed.progress.step) == (0, 0)
 
 
-def scored(prompt: str) -> ScoredRollout:
+def scored(prompt: str, stop: StopReason = StopReason.ANSWERED, fault: str | None = None) -> ScoredRollout:
     told = {"prompt_ids": list(prompt.encode()), "token_ids": [1], "logprobs": [0.0], "finish_reason": "stop"}
     step = StepData(
         system_step_index=0, observation_data="", action_taken={}, resulting_messages_history=[], policy_logprobs=told
     )
     task = Task(task_id="t", prompt=[])
-    rollout = Rollout("r", "g", 0, 0, task, None, (step,), (), StopReason.ANSWERED, Usage())
+    rollout = Rollout("r", "g", 0, 0, task, None, (step,), (), stop, Usage(), fault=fault)
     return ScoredRollout(rollout, EvaluateResult(score=1.0), (step,))
 
 
@@ -85,3 +85,16 @@ def test_a_prompt_that_never_names_the_tools_is_a_problem() -> None:
 
 def test_a_prompt_that_names_them_is_none() -> None:
     assert find_problems(fake_run(), [scored("Tools: look_up(word). user: what is a nile?")]).problems == []
+
+
+def test_a_template_that_fails_in_some_rollouts_is_a_problem_and_another_fault_is_a_note() -> None:
+    prompt = "Tools: look_up(word)."
+    refused = "ModelError: the chat template of m fails on a conversation of [user, assistant, tool]: no tools"
+    rollouts = [
+        scored(prompt),
+        scored(prompt, StopReason.POLICY_FAULT, refused),
+        scored(prompt, StopReason.ENV_FAULT, "step: OSError: down"),
+    ]
+    findings = find_problems(fake_run(), rollouts)
+    assert findings.problems == [f"1 of 3 rollouts ended with policy_fault: {refused}"]
+    assert "1 of 3 rollouts ended with env_fault: step: OSError: down" in findings.notes

@@ -354,7 +354,10 @@ def search(query: str) -> str:
     return "Result: 137 bridges."
 
 
-@pytest.mark.parametrize("name", ["skips", "refuses", "alternates"])
+@pytest.mark.parametrize(
+    "name",
+    ["alternates", pytest.param("skips", marks=pytest.mark.long), pytest.param("refuses", marks=pytest.mark.long)],
+)
 def test_an_agent_sees_what_its_tools_return_whatever_its_template_does(tmp_path: Path, name: str) -> None:
     shutil.copytree(locate("builtin:small"), tmp_path / "model")
     template = tmp_path / "model/chat_template.jinja"
@@ -363,7 +366,7 @@ def test_an_agent_sees_what_its_tools_return_whatever_its_template_does(tmp_path
     assert loop in template.read_text()
     new = loop.replace("rest", "rest if message.role != 'tool'") if name == "skips" else loop + change
     template.write_text(template.read_text().replace(loop, new))
-    towns = ["Alder", "Brenna", "Corvin", "Dalmar"]
+    towns = ["Alder", "Brenna"]
     result = train(
         CONFIG,
         model=tmp_path / "model",
@@ -371,7 +374,7 @@ def test_an_agent_sees_what_its_tools_return_whatever_its_template_does(tmp_path
         tools=[search],
         reward=price_of_tea,
         out=tmp_path / "run",
-        overrides=["validation.before=false", "data.batch_size=4", "rollout.n=4", "rollout.max_new_tokens=32"],
+        overrides=["validation.before=false", "data.batch_size=2", "rollout.n=6", "rollout.max_new_tokens=32"],
     )
     assert "results as user messages" in result.summary["tool_prompt"]
     rows = [json.loads(line) for line in (tmp_path / "run/rollouts/step-000001.jsonl").read_text().splitlines()]

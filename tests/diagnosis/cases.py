@@ -28,6 +28,7 @@ def scored(
     valid: bool = True,
     fault: str | None = None,
     action_valid: bool = True,
+    calls: dict[str, int] | None = None,
 ) -> ScoredRollout:
     """One rollout with a step for each of `rewards`."""
     tokens = {"prompt_ids": [1], "token_ids": [2], "logprobs": [-1.0], "finish_reason": finish}
@@ -39,7 +40,7 @@ def scored(
             resulting_messages_history=[],
             policy_logprobs=tokens,
             base_reward=reward,
-            step_info={"is_action_valid": action_valid},
+            step_info={"is_action_valid": action_valid} | ({"calls": calls} if calls else {}),
         )
         for place, reward in enumerate(rewards)
     )

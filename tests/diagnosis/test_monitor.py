@@ -74,6 +74,33 @@ def test_a_symptom_of_all_the_first_steps_is_a_finding_and_of_one_is_not(
         assert kinds(after([*steps, sick, sick])[0]) == []
 
 
+def failed_calls(place: int) -> list[ScoredRollout]:
+    """Rollouts that called a tool failed, the others have one reward; no two steps have the same fault."""
+    fault = f"ModelError: the chat template of m fails on a conversation of {place} messages: roles must alternate"
+    called = [scored(0.0, stop=StopReason.POLICY_FAULT, calls={"search": 1}, fault=f) for f in (fault, "other", fault)]
+    return [*called, *CONSTANT]
+
+
+def test_faults_of_all_that_called_a_tool_are_the_finding_and_the_equal_rewards_of_the_rest_are_not() -> None:
+    diagnosis, _ = after([failed_calls(place) for place in range(3)])
+    (finding,) = diagnosis.findings
+    assert finding.kind == "episodes_failed"
+    assert finding.cause.startswith("All rollouts that called a tool of the first 3 steps")
+    assert finding.cause.endswith("a conversation of 2 messages: roles must alternate")
+
+
+def test_one_step_in_which_only_those_that_called_a_tool_failed_is_told_of_all() -> None:
+    faults = [scored(0.0, stop=StopReason.ENV_FAULT, calls={"search": 1}, fault="down")] * 2
+    mixed = after([faults, failed_calls(1), faults])[0].findings[0]
+    assert mixed.cause.startswith("All rollouts that called a tool of")
+    assert after([faults] * 3)[0].findings[0].cause.startswith("All rollouts of the first 3 steps")
+
+
+def test_one_call_that_went_well_is_enough() -> None:
+    well = [*failed_calls(0), scored(1.0, calls={"search": 1})]
+    assert kinds(after([well] * 3)[0]) == []
+
+
 def test_a_finding_that_a_later_step_disproves_is_withdrawn_for_good() -> None:
     diagnosis, changes = after([*[CONSTANT] * 5, HEALTHY, *[CONSTANT] * 5])
     assert diagnosis.findings == []

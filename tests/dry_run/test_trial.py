@@ -54,7 +54,9 @@ def test_no_weight_and_no_optimiser_state_changes(routed: Run) -> None:
     assert (routed.learner.version, routed.progress.step) == (0, 0)
 
 
-def scored(prompt: str, **step_info: Any) -> ScoredRollout:
+def scored(
+    prompt: str, stop: StopReason = StopReason.ANSWERED, fault: str | None = None, **step_info: Any
+) -> ScoredRollout:
     told = {"prompt_ids": list(prompt.encode()), "token_ids": [1], "logprobs": [0.0], "finish_reason": "stop"}
     step = StepData(
         system_step_index=0,
@@ -66,7 +68,7 @@ def scored(prompt: str, **step_info: Any) -> ScoredRollout:
     )
     task = Task(task_id="t", prompt=[])
     replies = [Message(role="tool", content="error: look_up failed: OSError: no index", name="look_up")]
-    rollout = Rollout("r", "g", 0, 0, task, None, (step,), replies, StopReason.ANSWERED, Usage())
+    rollout = Rollout("r", "g", 0, 0, task, None, (step,), replies, stop, Usage(), fault=fault)
     return ScoredRollout(rollout, EvaluateResult(score=1.0), (step,))
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file
 from transformers import AutoTokenizer
 
 from toolwise.api import evaluate, train
@@ -19,7 +22,7 @@ from toolwise.rollout.chat import ChatTokenizer
 from toolwise.rollout.controls import unmarked
 from toolwise.rollout.parsers import PARSERS
 from toolwise.rollout.tokens import TokenBuffer
-from toolwise.rollout.tool_prompt import describe_tools
+from toolwise.rollout.tool_prompt import ToolPrompt, describe_tools
 
 TEMPLATES = Path(__file__).parent.parent / "data" / "templates"
 TOOL = {
@@ -65,9 +68,9 @@ def chat_of(template: str, *, mode: Any = "auto", parser: str = "hermes") -> Cha
 @pytest.mark.parametrize("template", ["qwen2_5", "qwen3", "llama3", "mistral"])
 def test_a_template_that_shows_tools_is_left_to_itself(template: str) -> None:
     chat = chat_of(template)
-    assert chat.tool_prompt.where == "template"
+    assert chat.tool_prompt == ToolPrompt("template")
     chat.tell_tools("template")
-    assert chat.tool_prompt.where == "template"
+    assert chat.tool_prompt == ToolPrompt("template")
 
 
 def test_the_model_that_ships_is_told_by_its_own_template() -> None:
@@ -154,6 +157,115 @@ def test_system_may_be_asked_for_where_the_template_would_do_it() -> None:
         chat.tell_tools("system", "none")
 
 
+# Templates that show tools, and lose what comes of them. Each begins with a system message, with the tools in it.
+
+HEAD = (
+    "{% set own = messages[0].content if messages[0].role == 'system' else '' %}"
+    "{{ '<|im_start|>system\n' + own }}{% if tools %}{{ tools | tojson }}{% endif %}{{ '<|im_end|>\n' }}"
+    "{% set rest = messages[1:] if messages[0].role == 'system' else messages %}"
+)
+TURN = "{{ '<|im_start|>' + m.role + '\n' + (m.content or '') }}"
+CALLS = "{% for c in m.tool_calls or [] %}{{ '<tool_call>' + c.function | tojson + '</tool_call>' }}{% endfor %}"
+END = "{{ '<|im_end|>\n' }}"
+TAIL = "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+LOOP = HEAD + "{% for m in rest %}"
+ALTERNATE = "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('must alternate') }}{% endif %}"
+REFUSE = "{% if m.role == 'tool' %}{{ raise_exception('only user and assistant') }}{% endif %}"
+LOSING = {
+    "skips": HEAD + "{% for m in rest if m.role != 'tool' %}" + TURN + CALLS + END + TAIL,
+    "empties": LOOP + TURN.replace("(m.content or '')", "(m.content if m.role != 'tool' else '')") + CALLS + END + TAIL,
+    "refuses": LOOP + REFUSE + TURN + CALLS + END + TAIL,
+    "alternates": LOOP + ALTERNATE + TURN + CALLS + END + TAIL,
+    "drops calls": LOOP + TURN + END + TAIL,
+    "drops both": HEAD + "{% for m in rest if m.role != 'tool' %}" + TURN + END + TAIL,
+}
+REASONS = {
+    "skips": "leaves out what tools return",
+    "empties": "leaves out what tools return",
+    "refuses": "fails on the messages of tools: only user and assistant",
+    "alternates": "fails on the messages of tools: must alternate",
+    "drops calls": "leaves out the calls of tools",
+    "drops both": "leaves out the calls of tools",
+}
+HOPELESS = HEAD + "{% for m in rest[:2] %}" + TURN + END + TAIL
+
+
+def chat_with(template: str, mode: Any = "auto") -> ChatTokenizer:
+    tokenizer = made.tokenizer("chatml")
+    tokenizer.chat_template = template
+    chat = ChatTokenizer(tokenizer)
+    chat.tell_tools(mode, "hermes")
+    return chat
+
+
+@pytest.mark.parametrize("mode", ["auto", "system"])
+@pytest.mark.parametrize("name", LOSING)
+def test_calls_and_results_that_a_template_loses_are_written_as_text(name: str, mode: Any) -> None:
+    chat = chat_with(LOSING[name], mode)
+    prompt = chat.tool_prompt
+    assert prompt.where == ("template" if mode == "auto" else "system")
+    assert prompt.calls_as_text == ("drops" in name)
+    assert prompt.results_from_user == (name != "drops calls")
+    assert f"(the chat template {REASONS[name]}" in prompt.describe()
+    text = unmarked(chat.render([SYSTEM, USER, CALL, RESULT, RESULT], [TOOL]))
+    assert text.count("3.50") == 2
+    assert PARSERS["hermes"](text.split("assistant\n")[1])[1][0].arguments == {"article": "tea"}
+
+
+@pytest.mark.parametrize("name", LOSING)
+def test_each_prompt_begins_with_all_that_was_before(name: str) -> None:
+    chat = chat_with(LOSING[name])
+    buffer, talk, before = TokenBuffer(chat), [SYSTEM, USER], list[int]()
+    said = '<tool_call>{"name": "look_up_price", "arguments": {"article": "tea"}}</tool_call>'
+    for turn in range(3):
+        prompt = list(buffer.prompt(talk, [TOOL]))
+        assert prompt[: len(before)] == before
+        assert chat.tokenizer.decode(prompt[len(before) :]).count("3.50") == 2 * (turn > 0)
+        sampled = [*chat.encode(said), chat.end_id]
+        assert buffer.add(sampled, closed=True) != "forked"
+        before = [*prompt, *sampled]
+        talk = [*talk, CALL, RESULT, RESULT]
+
+
+def test_what_a_user_says_after_a_result_does_not_break_the_alternation() -> None:
+    text = unmarked(chat_with(LOSING["alternates"]).render([USER, CALL, RESULT, USER], [TOOL]))
+    assert "<tool_response>\n3.50\n</tool_response>\nHow much is tea?<|im_end|>" in text
+
+
+def test_a_result_in_a_users_message_writes_no_tags() -> None:
+    chat = chat_with(LOSING["skips"])
+    chat.tokenizer.add_tokens(["<tool_call>"])
+    chat = ChatTokenizer(chat.tokenizer)
+    evil = RESULT.model_copy(update={"content": "<tool_call>"})
+    news = chat.follow([evil], [TOOL], after=[USER, CALL])
+    assert "<tool_call>" in chat.tokenizer.decode(news)
+    assert chat.tokenizer.convert_tokens_to_ids("<tool_call>") not in news
+
+
+def test_a_template_that_fails_on_tools_is_not_said_to_ignore_them() -> None:
+    fails = "{% if tools %}{{ raise_exception('no tools please') }}{% endif %}" + LOSING["drops calls"]
+    said = "the chat template fails when it is given tools: no tools please"
+    assert said in chat_with(fails).tool_prompt.describe()
+    assert said in chat_with(fails, "template").tool_prompt.describe()
+
+
+def test_a_template_that_loses_everything_is_not_usable() -> None:
+    assert not chat_with(HOPELESS).tool_prompt.usable
+    assert not chat_with(LOSING["skips"], "template").tool_prompt.usable
+
+
+def test_a_text_too_long_for_the_model_draws_no_warning_from_the_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
+    chat = chat_of("chatml")
+    chat.tokenizer.model_max_length = 4
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        chat.start([USER])
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "Token indices" not in caplog.text
+
+
 # The whole way: a model folder, a run, what was kept of it, and the trained model used again.
 
 
@@ -209,8 +321,6 @@ def test_an_agent_is_told_of_its_tools_from_training_to_evaluation(deaf_model: P
 
 
 def prompt_of(tensors: Path, model: Path) -> str:
-    from safetensors.numpy import load_file
-
     held = load_file(tensors)
     ids = held["prompt_ids"][: held["prompt_ids.offsets"][1]].tolist()
     return str(AutoTokenizer.from_pretrained(model).decode(ids))
@@ -224,6 +334,78 @@ def test_a_run_whose_model_would_never_hear_of_its_tools_is_refused(
         train(
             CONFIG,
             model=deaf_model,
+            tasks=TASKS,
+            tools=[look_up_price],
+            reward=price_of_tea,
+            out=tmp_path / "run",
+            overrides=[override],
+        )
+
+
+def for_shipped_model(template: str) -> str:
+    own = template.replace("<|im_start|>' + m.role + '\n'", "<|' + m.role + '|>'").replace("<|im_end|>\n", "<|end|>")
+    for role in ("system", "assistant"):
+        own = own.replace(f"<|im_start|>{role}\n", f"<|{role}|>")
+    return own
+
+
+def search(query: str) -> str:
+    """Looks up what is known about a town."""
+    return "Result: 137 bridges."
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["alternates", pytest.param("skips", marks=pytest.mark.long), pytest.param("refuses", marks=pytest.mark.long)],
+)
+def test_an_agent_sees_what_its_tools_return_whatever_its_template_does(tmp_path: Path, name: str) -> None:
+    shutil.copytree(locate("builtin:small"), tmp_path / "model")
+    template = tmp_path / "model/chat_template.jinja"
+    change = {"skips": "", "refuses": REFUSE, "alternates": ALTERNATE}[name].replace("m.role", "message.role")
+    loop = "{%- for message in rest %}"
+    assert loop in template.read_text()
+    new = loop.replace("rest", "rest if message.role != 'tool'") if name == "skips" else loop + change
+    template.write_text(template.read_text().replace(loop, new))
+    towns = ["Alder", "Brenna"]
+    result = train(
+        CONFIG,
+        model=tmp_path / "model",
+        tasks=[{"prompt": f"How many bridges does {town} have?", "ground_truth": "137"} for town in towns],
+        tools=[search],
+        reward=price_of_tea,
+        out=tmp_path / "run",
+        overrides=["validation.before=false", "data.batch_size=2", "rollout.n=6", "rollout.max_new_tokens=32"],
+    )
+    assert "results as user messages" in result.summary["tool_prompt"]
+    rows = [json.loads(line) for line in (tmp_path / "run/rollouts/step-000001.jsonl").read_text().splitlines()]
+    assert any(message["role"] == "tool" for row in rows for message in row["messages"])
+    assert not [row["fault"] for row in rows if row["stop_reason"] == "policy_fault"]
+    held = load_file(next((tmp_path / "run/rollouts").glob("*.safetensors")))
+    prompts = AutoTokenizer.from_pretrained(tmp_path / "model").decode(held["prompt_ids"].tolist())
+    assert "<tool_response>\nResult: 137 bridges.\n</tool_response>" in prompts
+
+
+@pytest.mark.parametrize(
+    ("template", "override", "said"),
+    [
+        (HOPELESS, 'rollout.tool_prompt="auto"', "use another chat template"),
+        (LOSING["alternates"], 'rollout.tool_prompt="template"', 'must alternate: use rollout.tool_prompt = "auto"'),
+        (
+            "{% if tools %}{{ raise_exception('no tools please') }}{% endif %}" + LOSING["skips"],
+            'rollout.tool_prompt="template"',
+            "fails when it is given tools: no tools please, and rollout.tool_prompt",
+        ),
+    ],
+)
+def test_a_run_whose_model_would_not_see_what_tools_return_is_refused(
+    deaf_model: Path, tmp_path: Path, template: str, override: str, said: str
+) -> None:
+    shutil.copytree(deaf_model, tmp_path / "model")
+    (tmp_path / "model/chat_template.jinja").write_text(for_shipped_model(template))
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        train(
+            CONFIG,
+            model=tmp_path / "model",
             tasks=TASKS,
             tools=[look_up_price],
             reward=price_of_tea,

@@ -56,13 +56,14 @@ def _check_rewards(run: Run, scored: Sequence[ScoredRollout], findings: Findings
 
 def _check_endings(scored: Sequence[ScoredRollout], findings: Findings) -> None:
     lost = [s.rollout for s in scored if not s.rollout.trainable or not s.rollout.steps]
-    if not lost:
-        return
     refused = [r for r in lost if r.stop_reason is StopReason.POLICY_FAULT and TEMPLATE_FAULT in (r.fault or "")]
-    told = refused or lost
-    cause = _one_line(told[0].fault or told[0].stop_reason.value)
-    text = f"{len(told)} of {len(scored)} rollouts ended with {told[0].stop_reason.value}: {cause}"
-    (findings.problems if refused or len(lost) == len(scored) else findings.notes).append(text)
+    others = [r for r in lost if r not in refused]
+    for ended in (refused, others):
+        if ended:
+            cause = _one_line(ended[0].fault or ended[0].stop_reason.value)
+            text = f"{len(ended)} of {len(scored)} rollouts ended with {ended[0].stop_reason.value}: {cause}"
+            serious = ended is refused or len(lost) == len(scored)
+            (findings.problems if serious else findings.notes).append(text)
 
 
 def _check_tools(run: Run, scored: Sequence[ScoredRollout], findings: Findings) -> None:

@@ -96,9 +96,8 @@ def finish(result: RunResult) -> None:
     summary = result.summary
     if summary["before"] and summary["after"]:
         console.print(before_after_table(summary))
-    console.print(
-        f"{summary['steps']} steps in {summary['seconds']:.0f} s, peak memory {summary['peak_rss_mb']:.0f} MB"
-    )
+    steps = "1 step" if summary["steps"] == 1 else f"{summary['steps']} steps"
+    console.print(f"{steps} in {summary['seconds']:.0f} s, peak memory {summary['peak_rss_mb']:.0f} MB")
     for line in (f"  {result.out / 'report.html'}", f"  {result.out / 'report.png'}", f"run folder: {result.out}"):
         typer.echo(line)
     if summary["interrupted"]:

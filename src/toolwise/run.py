@@ -50,6 +50,8 @@ class Progress:
     before: dict[str, Any] | None = None
     last: dict[str, Any] | None = None
     """The latest validation."""
+    last_step: int | None = None
+    """Its step; None where there was none, or an older version wrote the checkpoint."""
     best: float | None = None
     """`trainer.best_metric` of the best one, more being better."""
     best_overspend: float = 0.0
@@ -67,7 +69,8 @@ class Progress:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.seconds = state["step"], state["seconds"]
         self.before, self.last, self.best = state["before"], state["last"], state["best"]
-        self.best_overspend = state.get("best_overspend", 0.0)  # older checkpoints have neither
+        self.best_overspend = state.get("best_overspend", 0.0)  # older checkpoints have none of these
+        self.last_step = state.get("last_step")
         self.diagnosis.load_state_dict(state.get("diagnosis", {}))
 
 

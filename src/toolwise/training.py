@@ -41,7 +41,7 @@ from toolwise.settings import to_toml
 from toolwise.summary import summarize_validation, validation_metrics
 from toolwise.tools.record import write_tools
 from toolwise.trackers.console import ConsoleTracker
-from toolwise.trackers.jsonl import JsonlTracker, truncate_after
+from toolwise.trackers.jsonl import JsonlTracker, read_metrics, truncate_after
 
 log = logging.getLogger("toolwise.training")
 
@@ -52,6 +52,8 @@ class RunResult:
 
     out: Path
     summary: dict[str, Any]
+    note: str = ""
+    """Said where a run was resumed with nothing left to do: then nothing was changed."""
 
 
 class Training:
@@ -102,7 +104,7 @@ class Training:
                     self._figures = {}
                     step, best = run.progress.step, run.progress.best_rank
                     if step == total or (run.config.validation.every and step % run.config.validation.every == 0):
-                        run.progress.last = await self._validate()
+                        run.progress.last, run.progress.last_step = await self._validate(), step
                     if step % run.config.trainer.save_every == 0 or run.progress.best_rank != best:
                         self._save()
                 if self._saved_step != run.progress.step:
@@ -213,7 +215,8 @@ class Training:
         summary = {
             "name": run.config.name,
             "before": run.progress.before,
-            "after": run.progress.last,
+            "after": run.progress.last if run.progress.last_step == run.progress.step else None,
+            "last_validation": run.progress.last and {"step": run.progress.last_step, **run.progress.last},
             "steps": run.progress.step,
             "total_steps": run.config.trainer.total_steps,
             "interrupted": interrupted,
@@ -253,6 +256,7 @@ class Training:
             self.run.registry().load_state_dict(found.state())
             self.run.learner.load_weights(found.path / "model")
             self.run.policy.version = self.run.learner.version
+            self._find_last_validation()
         step = found.step if found is not None else -1
         truncate_after(self.out / "metrics.jsonl", step)
         forget_rollouts_after(self.out / "rollouts", step)
@@ -261,6 +265,13 @@ class Training:
         sweep(self.out)
         write_whole(self.out / "config.toml", to_toml(portable(self.run.config, self.out)).encode())
         return step
+
+    def _find_last_validation(self) -> None:
+        """Its step, which older checkpoints do not have, from the metrics."""
+        progress, lines = self.run.progress, read_metrics(self.out / "metrics.jsonl")
+        if progress.last is not None and progress.last_step is None:
+            steps = (line["step"] for line in lines if any(name.startswith("eval/") for name in line))
+            progress.last_step = max((step for step in steps if step <= progress.step), default=None)
 
     def _note_changes(self, found: checkpoint.Checkpoint) -> None:
         """Settings that differ from those the checkpoint was made under are said, and recorded with its step."""
@@ -318,6 +329,22 @@ def find_checkpoint(folder: Path) -> checkpoint.Checkpoint | None:
     for warning in damaged:
         log.warning("%s", warning)
     return found
+
+
+def nothing_left(out: Path, config: RunConfig) -> RunResult | None:
+    """What the run in `out` came to, where no step up to `trainer.total_steps` is left and it has been summed up."""
+    from toolwise.view.run_folder import open_run
+
+    total = config.trainer.total_steps
+    names = [re.match(r"step-(\d+)", path.name) for path in (out / "checkpoints").glob("step-*")]
+    if max((int(name[1]) for name in names if name), default=-1) < total:
+        return None  # seen without reading a whole checkpoint
+    newest = checkpoint.latest(out / "checkpoints", warnings_out=[])
+    summary = open_run(out).written_summary
+    if newest is None or newest.step < total or (newest.step == total and summary is None):
+        return None
+    nothing = {"before": None, "after": None, "steps": newest.step, "total_steps": total, "interrupted": False}
+    return RunResult(out, summary or nothing, f"nothing left to do: the run is at step {newest.step} of {total}")
 
 
 def forget_rollouts_after(folder: Path, step: int) -> None:

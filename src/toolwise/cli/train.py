@@ -92,6 +92,8 @@ def finish(result: RunResult) -> None:
     from toolwise.run_changes import resume_command
     from toolwise.view.report import before_after_table
 
+    if result.note:
+        return typer.echo(result.note)
     console = Console()
     summary = result.summary
     if summary["before"] and summary["after"]:
@@ -105,3 +107,4 @@ def finish(result: RunResult) -> None:
         sys.exit(130)
     if summary["updated"] is False:
         sys.exit(3)  # it was meant to train its actor, and has not
+    return None

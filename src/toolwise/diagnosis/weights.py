@@ -25,8 +25,7 @@ def why_unchanged(
     lr, grad, moved = (metrics.get(f"actor/{name}", 0.0) for name in ("lr", "grad_norm", "update_norm"))
     if not metrics.get("actor/updates"):
         return (
-            f"{dropped} dropped, because the rewards within each are equal or too few of its rollouts "
-            "count",
+            f"{dropped} dropped, because the rewards within each are equal or too few of its rollouts count",
             f"To have something to prefer, {_PREFER}",
         )
     if grad == 0:

@@ -176,6 +176,14 @@ def test_progress_is_plain_data() -> None:
     assert copy == progress
 
 
+def test_progress_of_an_older_checkpoint_has_no_step_of_the_latest_validation() -> None:
+    state = Progress(step=4, last={"n": 2}, last_step=3).state_dict()
+    del state["last_step"]
+    copy = Progress()
+    copy.load_state_dict(state)
+    assert (copy.last, copy.last_step) == ({"n": 2}, None)
+
+
 def parts(*weights: float, **settings: Any) -> RunConfig:
     function = "toolwise.demo.reward:small_world_reward"
     return config(reward={"parts": [{"function": function, "weight": w} for w in weights], **settings})

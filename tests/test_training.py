@@ -16,7 +16,8 @@ import pytest
 
 from toolwise.config import RunConfig
 from toolwise.errors import CheckpointError, ConfigError
-from toolwise.training import check_folder, forget_rollouts_after, portable, sweep
+from toolwise.run_changes import portable
+from toolwise.run_files import check_folder, forget_rollouts_after, sweep
 
 Cli = Callable[..., Any]
 MakeConfig = Callable[..., Path]
@@ -87,6 +88,29 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
     assert summary_of(run)["interrupted"] is False
 
 
+@pytest.mark.usefixtures("no_deadly_sigterm")
+def test_a_validation_of_an_earlier_step_is_not_what_came_after(
+    tmp_path: Path, cli: Cli, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIGNALS", "SIGTERM")
+    monkeypatch.setenv("AT_STEP", "2")
+    config, run = make_signalled(tmp_path, make_config, total_steps=6), tmp_path / "run"
+    more = [word for key in ("validation.every=1", "validation.before=false") for word in ("--set", key)]
+    assert cli("train", config, "--out", run, *more, "--set", "trainer.total_steps=1").status == 0
+    first = summary_of(run)
+    assert first["last_validation"] == {"step": 1, **first["after"]}
+    progress = next((run / "checkpoints" / "step-000001").glob("progress*.json"))
+    assert json.loads(progress.read_text(encoding="utf-8"))["last_step"] == 1
+    ended = cli("resume", run, "--set", "trainer.total_steps=6", "--set", "validation.every=5")
+    assert ended.status == 130, ended.err
+    found = summary_of(run)
+    assert (found["interrupted"], found["steps"], found["after"]) == (True, 3, None)
+    assert found["last_validation"] == first["last_validation"]
+    page = (run / "report.html").read_text(encoding="utf-8")
+    assert "not finished" in page
+    assert "at step 1" in page
+
+
 def test_a_second_signal_ends_it_at_once(tmp_path: Path, make_config: MakeConfig) -> None:
     config, run = make_signalled(tmp_path, make_config, total_steps=6, save_every=1), tmp_path / "run"
     told = {"SIGNALS": "SIGINT SIGINT", "AT_STEP": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -123,6 +147,25 @@ def test_a_finished_run_is_only_summed_up_again(tiny_run: Path, tmp_path: Path, 
     assert {path: path.read_bytes() for path in before} == before
     assert summary_of(run)["after"] == summary_of(tiny_run)["after"]
     assert summary_of(run)["seconds"] >= 0
+
+
+def test_a_checkpoint_that_did_not_keep_the_step_of_its_validation_is_summed_up_too(
+    tiny_run: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from toolwise.run import Progress
+
+    load = Progress.load_state_dict
+    monkeypatch.setattr(
+        Progress,
+        "load_state_dict",
+        lambda self, state: load(self, {k: v for k, v in state.items() if k != "last_step"}),
+    )
+    run = Path(shutil.copytree(tiny_run, tmp_path / "run"))
+    (run / "summary.json").unlink()
+    ended = cli("resume", run)
+    assert ended.status == 0, ended.err
+    assert summary_of(run)["after"] == summary_of(tiny_run)["after"]
+    assert summary_of(run)["last_validation"]["step"] == 2
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(tiny_run: Path, tmp_path: Path, cli: Cli) -> None:

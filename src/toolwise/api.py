@@ -62,8 +62,9 @@ def train(
     """
     _not_in_worker("train")
     from toolwise.run import assemble, check_learnable
+    from toolwise.run_files import check_folder
     from toolwise.run_inputs import gather_inputs
-    from toolwise.training import Training, check_folder
+    from toolwise.training import Training, nothing_left
 
     found = read_config(config, overrides, model)
     folder = Path(out) if out is not None else new_folder(found.name)
@@ -73,6 +74,9 @@ def train(
     check_folder(folder, inputs.recorded, resume=resume)
     if resume:
         inputs.check_files()
+        if (done := nothing_left(folder, inputs.recorded)) is not None:
+            log.info("%s", done.note)
+            return done
     for note in inputs.notes:
         log.warning("%s", note)
     try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from toolwise.advantages import build_estimator, least_group
 from toolwise.checkpoint import Randomness, Registry
 from toolwise.config import RunConfig
-from toolwise.data import Batches, load_tasks
+from toolwise.data import Batches
 from toolwise.deliberation import build_stage, check_thinking, rlvcr_of, watched
 from toolwise.diagnosis import Diagnosis, Finding, check_routable, startup_findings
 from toolwise.envs.base import BaseEnv
@@ -22,6 +22,7 @@ from toolwise.protocols import AdvantageEstimator, AgentPolicy, Sampling
 from toolwise.rollout.queue import RolloutQueue
 from toolwise.rollout.scheduler import RolloutScheduler
 from toolwise.routing.direct import DirectRouter
+from toolwise.run_tasks import check_tools, labelled, load_split, without_tools
 from toolwise.scoring import Scoring, Sources, build_scoring
 from toolwise.startup import announce
 from toolwise.thinking.stage import ThinkingStage
@@ -29,7 +30,6 @@ from toolwise.threads import settle_threads, share_threads
 from toolwise.tools import isolation
 from toolwise.tools.base import BaseTool
 from toolwise.tools.catalog import build_tools, entries_of
-from toolwise.tools.task_arguments import check_task_arguments
 from toolwise.types import Rollout, RouteDecision, Task
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ class Progress:
     before: dict[str, Any] | None = None
     last: dict[str, Any] | None = None
     """The latest validation."""
+    last_step: int | None = None
+    """Its step; None where there was none, or an older version wrote the checkpoint."""
     best: float | None = None
     """`trainer.best_metric` of the best one, more being better."""
     best_overspend: float = 0.0
@@ -71,7 +73,8 @@ class Progress:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.seconds = state["step"], state["seconds"]
         self.before, self.last, self.best = state["before"], state["last"], state["best"]
-        self.best_overspend = state.get("best_overspend", 0.0)  # older checkpoints have neither
+        self.best_overspend = state.get("best_overspend", 0.0)  # older checkpoints have none of these
+        self.last_step = state.get("last_step")
         self.diagnosis.load_state_dict(state.get("diagnosis", {}))
 
 
@@ -216,17 +219,6 @@ def say_tool_prompt(config: RunConfig, chat: ChatTokenizer) -> None:
     log.info("%s", prompt.describe())
 
 
-def labelled(config: RunConfig, tasks: Sequence[Task]) -> Sequence[Task]:
-    """Tasks with what `router.labels` says of them, where it says anything."""
-    if config.router.labels is None:
-        return tasks
-    from toolwise.labelling.labels import join_labels, read_labels
-
-    joined = join_labels(tasks, read_labels(config.router.labels))
-    log.info("%s: %s", config.router.labels, joined.describe())
-    return joined.tasks
-
-
 def _router(
     config: RunConfig, learner: Actor, policy: Any, tools: dict[str, BaseTool], tasks: Sequence[Task]
 ) -> DirectRouter | LearnedRouter:
@@ -364,37 +356,3 @@ def check_learnable(config: RunConfig) -> None:
         )
     if not config.rollout.do_sample:
         raise ConfigError("rollout.do_sample is false: rollouts of one task would all be the same; set it to true")
-
-
-def load_split(config: RunConfig, which: str, limit: int | None) -> list[Task]:
-    path = getattr(config.data, which)
-    if path is None:
-        if which == "val":
-            return []
-        raise ConfigError("data.train is missing: name a Parquet or JSONL file of tasks")
-    return load_tasks(path, limit=limit)
-
-
-def without_tools(tasks: Sequence[Task], tools: dict[str, BaseTool], held_out: Sequence[str]) -> Sequence[Task]:
-    """Tasks to train on: none that names a held-out tool, none that is offered one."""
-    for name in held_out:
-        if name not in tools:
-            known = ", ".join(tools) or "none"
-            raise ConfigError(f"multi_turn.held_out_tools names {name!r}, and the run has: {known}")
-    if not held_out:
-        return tasks
-    offered = [name for name in tools if name not in held_out]
-    kept = [task for task in tasks if set(held_out).isdisjoint(task.tools or ())]
-    if len(kept) < len(tasks):
-        log.warning("%d of %d training tasks name a held-out tool and are left out", len(tasks) - len(kept), len(tasks))
-    return [task if task.tools is not None else task.model_copy(update={"tools": offered}) for task in kept]
-
-
-def check_tools(task: Task, tools: dict[str, BaseTool], *, env: str) -> None:
-    for name in task.tools or ():
-        if name not in tools:
-            known = ", ".join(tools) or "none"
-            raise ConfigError(
-                f"task {task.task_id} wants the tool {name!r}, and the run has: {known}; add it to `tools`"
-            )
-    check_task_arguments(task, tools, env_has_tools=env != "tools")

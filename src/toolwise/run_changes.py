@@ -101,7 +101,7 @@ class Change:
 
     @property
     def allowed(self) -> bool:
-        return re.sub(r"\[\d+\]", "[]", self.key) in MAY_CHANGE
+        return re.sub(r"\[\d+\]", "[]", self.key) in MAY_CHANGE or _moved(self.old, self.new)
 
     def __str__(self) -> str:
         return f"{self.key}: {_shown(self.old)} → {_shown(self.new)}"
@@ -141,6 +141,44 @@ def load_run_config(out: Path, overrides: Sequence[str] = ()) -> RunConfig:
         return load_config(out / "config.toml", overrides)
     except ConfigError as fault:
         raise CheckpointError(f"cannot resume: {fault}") from fault
+
+
+def check_files(config: RunConfig, run: Path, *sections: str) -> None:
+    """Whether the files that the run's config.toml names in `sections` ("data.val", "reward", "tools") are there."""
+    named = _flat(
+        {"data": config.data.model_dump(mode="json"), "tools": config.tools, "env": {"name": config.env.name}}
+    )
+    named |= _flat({"reward": config.reward.model_dump(include={"function", "parts"})})
+    missing = {
+        key: file
+        for key, value in named.items()
+        if key.startswith(sections)
+        for entry in (value if isinstance(value, list) else [value])
+        if (file := _file(entry)) is not None and not file.exists()
+    }
+    if missing:
+        files = ", ".join(f"{file} ({key})" for key, file in missing.items())
+        option = "--reward" if sections == ("reward",) else f"--set {next(iter(missing))}="
+        raise ConfigError(
+            f"{run / 'config.toml'} names what is not there: {files}; put it back, or, if the project was moved, give "
+            f"its new place with {option}…"
+        )
+
+
+def _file(value: Any) -> Path | None:
+    """The file of a setting that is a whole path or a reference to a Python file; None for anything else."""
+    text = str(value) if isinstance(value, str | Path) else ""
+    file = text.rpartition(":")[0] if ".py:" in text else text
+    return Path(file) if Path(file).is_absolute() else None
+
+
+def _moved(old: Any, new: Any) -> bool:
+    """Whether `new` names the same files as `old`, which are gone from where they were."""
+    if isinstance(old, list) and isinstance(new, list):
+        return len(old) == len(new) and all(a == b or _moved(a, b) for a, b in zip(old, new, strict=True))
+    before, now = _file(old), _file(new)
+    same = before is not None and now is not None and Path(str(old)).name == Path(str(new)).name
+    return same and before is not None and now is not None and not before.exists() and now.exists()
 
 
 def resume_command(out: Path) -> str:

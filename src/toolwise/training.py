@@ -6,7 +6,6 @@ import json
 import logging
 import re
 import resource
-import shutil
 import signal
 import sys
 import threading
@@ -23,7 +22,7 @@ from toolwise.advantages.description import describe_rewards
 from toolwise.advantages.score_check import ScoreCheck
 from toolwise.config import RunConfig
 from toolwise.diagnosis import Changes, show_changes
-from toolwise.errors import CheckpointError, ConfigError
+from toolwise.errors import ConfigError
 from toolwise.evaluation import validate
 from toolwise.loop import Turn, train_step
 from toolwise.records import record_of, write_records, write_whole
@@ -32,18 +31,18 @@ from toolwise.run import Run
 from toolwise.run_changes import (
     Change,
     changes_since,
-    check_same_run,
     portable,
     read_changes,
     record_changes,
     saved_settings,
 )
+from toolwise.run_files import check_folder, find_checkpoint, forget_rollouts_after, sweep
 from toolwise.secret_names import secret_keys
 from toolwise.settings import to_toml
 from toolwise.summary import summarize_validation, validation_metrics
 from toolwise.tools.record import write_tools
 from toolwise.trackers.console import ConsoleTracker
-from toolwise.trackers.jsonl import JsonlTracker, truncate_after
+from toolwise.trackers.jsonl import JsonlTracker, read_metrics, truncate_after
 
 log = logging.getLogger("toolwise.training")
 
@@ -54,6 +53,8 @@ class RunResult:
 
     out: Path
     summary: dict[str, Any]
+    note: str = ""
+    """Said where a run was resumed with nothing left to do: then nothing was changed."""
 
 
 class Training:
@@ -105,7 +106,7 @@ class Training:
                     self._figures = {}
                     step, best = run.progress.step, run.progress.best_rank
                     if step == total or (run.config.validation.every and step % run.config.validation.every == 0):
-                        run.progress.last = await self._validate()
+                        run.progress.last, run.progress.last_step = await self._validate(), step
                     if step % run.config.trainer.save_every == 0 or run.progress.best_rank != best:
                         self._save()
                 if self._saved_step != run.progress.step:
@@ -227,7 +228,8 @@ class Training:
         summary = {
             "name": run.config.name,
             "before": run.progress.before,
-            "after": run.progress.last,
+            "after": run.progress.last if run.progress.last_step == run.progress.step else None,
+            "last_validation": run.progress.last and {"step": run.progress.last_step, **run.progress.last},
             "steps": run.progress.step,
             "total_steps": run.config.trainer.total_steps,
             "interrupted": interrupted,
@@ -269,6 +271,7 @@ class Training:
                 self._find_the_best(found.step)
             self.run.learner.load_weights(found.path / "model")
             self.run.policy.version = self.run.learner.version
+            self._find_last_validation()
         step = found.step if found is not None else -1
         truncate_after(self.out / "metrics.jsonl", step)
         forget_rollouts_after(self.out / "rollouts", step)
@@ -277,6 +280,13 @@ class Training:
         sweep(self.out)
         write_whole(self.out / "config.toml", to_toml(portable(self.run.config, self.out)).encode())
         return step
+
+    def _find_last_validation(self) -> None:
+        """Its step, which older checkpoints do not have, from the metrics."""
+        progress, lines = self.run.progress, read_metrics(self.out / "metrics.jsonl")
+        if progress.last is not None and progress.last_step is None:
+            steps = (line["step"] for line in lines if any(name.startswith("eval/") for name in line))
+            progress.last_step = max((step for step in steps if step <= progress.step), default=None)
 
     def _note_changes(self, found: checkpoint.Checkpoint) -> list[Change]:
         """Settings that differ from those the checkpoint was made under are said, and recorded with its step."""
@@ -318,55 +328,20 @@ class Training:
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
-def check_folder(out: Path, config: RunConfig, *, resume: bool) -> None:
-    """Whether a run under `config` may begin, or go on, in `out`. Nothing is changed."""
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"{out} is a file: choose a folder for --out")
-    config_file = out / "config.toml"
-    if config_file.exists():
-        if not resume:
-            raise ConfigError(f"{out} already holds a run: add --resume to go on with it, or choose another --out")
-        check_same_run(config, config_file)
-    elif checkpoint.latest(out / "checkpoints", warnings_out=[]) is not None:
-        raise CheckpointError(f"{out} has checkpoints and no config.toml to tell whose: choose another --out")
-    elif resume:
-        raise ConfigError(f"{out} holds no run to resume (no config.toml): leave --resume out to begin one there")
+def nothing_left(out: Path, config: RunConfig) -> RunResult | None:
+    """What the run in `out` came to, where no step up to `trainer.total_steps` is left and it has been summed up."""
+    from toolwise.view.run_folder import open_run
 
-
-def find_checkpoint(folder: Path) -> checkpoint.Checkpoint | None:
-    """The last whole one. Damaged ones are passed over, but never all of them: that would begin the run anew."""
-    damaged: list[str] = []
-    found = checkpoint.latest(folder, warnings_out=damaged)
-    if found is None and damaged:
-        raise CheckpointError(f"cannot resume, all checkpoints are damaged: {damaged[0]}; or remove {folder}")
-    for warning in damaged:
-        log.warning("%s", warning)
-    return found
-
-
-def forget_rollouts_after(folder: Path, step: int) -> None:
-    for path in folder.iterdir() if folder.is_dir() else ():
-        found = re.fullmatch(r"(?:step|eval)-(\d{6,})\.(?:jsonl|safetensors)", path.name)
-        if found is not None and int(found.group(1)) > step:
-            path.unlink()
-
-
-def sweep(out: Path) -> None:
-    """Remove what a killed run was in the middle of writing."""
-    beside = (
-        ".config.toml.*.tmp",
-        ".*.json.*.tmp",
-        "metrics.jsonl.tmp",
-        "changes.jsonl.tmp",
-        "report.*.tmp",
-        "rollouts/.*.tmp",
-        "code/.*.tmp",
-        "data/.*.tmp",
-    )
-    for path in [path for pattern in beside for path in out.glob(pattern)]:
-        path.unlink()
-    for path in out.glob("checkpoints/step-*.tmp-*"):
-        shutil.rmtree(path)
+    total = config.trainer.total_steps
+    names = [re.match(r"step-(\d+)", path.name) for path in (out / "checkpoints").glob("step-*")]
+    if max((int(name[1]) for name in names if name), default=-1) < total:
+        return None  # seen without reading a whole checkpoint
+    newest = checkpoint.latest(out / "checkpoints", warnings_out=[])
+    summary = open_run(out).written_summary
+    if newest is None or newest.step < total or (newest.step == total and summary is None):
+        return None
+    nothing = {"before": None, "after": None, "steps": newest.step, "total_steps": total, "interrupted": False}
+    return RunResult(out, summary or nothing, f"nothing left to do: the run is at step {newest.step} of {total}")
 
 
 def peak_rss_mb() -> float:

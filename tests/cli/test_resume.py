@@ -20,6 +20,10 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
+def files_of(run: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory, cli: Cli, make_config: MakeConfig) -> Path:
     """A run of two steps under settings that its configuration file does not have. Copy it."""
@@ -52,11 +56,28 @@ def test_a_run_goes_on_with_what_was_set_when_it_began_wherever_its_folder_is(
 
 
 def test_a_finished_run_stays_as_it_is(run: Path, cli: Cli) -> None:
-    before = (run / "metrics.jsonl").read_bytes()
+    before = files_of(run)
     ended = cli("resume", run)
-    assert (ended.status, ended.err) == (0, "")
-    assert (run / "metrics.jsonl").read_bytes() == before
-    assert not (run / "changes.jsonl").exists()
+    assert (ended.status, ended.out, ended.err) == (0, "nothing left to do: the run is at step 2 of 2\n", "")
+    assert files_of(run) == before
+
+
+@pytest.mark.parametrize("summed_up", [True, False])
+def test_fewer_steps_than_the_run_has_leave_nothing_to_do(summed_up: bool, run: Path, cli: Cli) -> None:
+    if not summed_up:  # as if it had been killed
+        (run / "summary.json").unlink()
+    before = files_of(run)
+    ended = cli("resume", run, "--set", "trainer.total_steps=1")
+    assert (ended.status, ended.out, ended.err) == (0, "nothing left to do: the run is at step 2 of 1\n", "")
+    assert files_of(run) == before
+
+
+def test_in_python_a_finished_run_gives_its_summary_again(run: Path) -> None:
+    from toolwise import resume
+
+    result = resume(run)
+    assert result.note == "nothing left to do: the run is at step 2 of 2"
+    assert result.summary == json.loads((run / "summary.json").read_bytes())
 
 
 def test_the_configuration_file_alone_is_another_run_and_the_way_out_is_named(begun: Path, cli: Cli) -> None:
@@ -98,16 +119,41 @@ def test_rate_schedule_batch_and_deadlines_may_change_and_it_is_recorded(run: Pa
 
 def test_a_change_that_died_before_its_checkpoint_is_not_recorded_twice(run: Path, cli: Cli) -> None:
     """Nor is one lost that somebody made by hand in the folder's own config.toml."""
-    for more in (["--set", "trainer.save_every=7"], []):
+    for more in (["--set", "trainer.save_every=7", "--set", "trainer.total_steps=3"], []):
         file = run / "config.toml"
         file.write_text(file.read_text(encoding="utf-8").replace("lr = 0.0001", "lr = 0.0003", 1), encoding="utf-8")
         ended = cli("resume", run, *more)
         assert ended.status == 0, ended.err
-        assert "actor.lr: 0.0001 → 0.0003, trainer.save_every: 1 → 7" in ended.err
-        assert [line["key"] for line in lines_of(run / "changes.jsonl")] == ["actor.lr", "trainer.save_every"]
+        assert "actor.lr: 0.0001 → 0.0003, trainer.total_steps: 2 → 3, trainer.save_every: 1 → 7" in ended.err
+        changed = ["actor.lr", "trainer.total_steps", "trainer.save_every"]
+        assert [line["key"] for line in lines_of(run / "changes.jsonl")] == changed
+        shutil.rmtree(run / "checkpoints" / "step-000003")
 
 
 def test_what_may_not_change_is_refused_here_too(run: Path, cli: Cli) -> None:
     ended = cli("resume", run, "--set", "rollout.n=4")
     assert ended.status == 2
     assert "rollout.n: 2 → 4" in ended.err
+
+
+def test_files_of_a_project_that_was_moved_are_named_with_the_way_out(run: Path, tmp_path: Path, cli: Cli) -> None:
+    config, old = load_config(run / "config.toml"), tmp_path / "old"
+    text = (run / "config.toml").read_text(encoding="utf-8")
+    text = text.replace(str(config.data.train), str(old / "train.jsonl")).replace(
+        str(config.data.val), str(old / "heldout.jsonl")
+    )
+    reward = config.reward.function
+    gone = text.replace(f'"{reward}"', f'"{old / "judge.py"}:judge"')
+    (run / "config.toml").write_text(gone, encoding="utf-8")
+    more = ["--set", "trainer.total_steps=3"]
+    for command in (["resume", run, *more], ["eval", run], ["score", run]):
+        ended = cli(*command)
+        assert (ended.status, ended.err.count("\n")) == (2, 1)
+        assert f"{run / 'config.toml'} names what is not there: " in ended.err
+        assert f"{old / 'judge.py'} (reward.function)" in ended.err
+        assert "put it back, or, if the project was moved, give its new place with --" in ended.err
+    assert f"{old / 'train.jsonl'} (data.train)" in cli("resume", run, *more).err
+    (run / "config.toml").write_text(text, encoding="utf-8")
+    new = [word for which in ("train", "val") for word in ("--set", f"data.{which}={getattr(config.data, which)}")]
+    ended = cli("resume", run, *more, *new)
+    assert ended.status == 0, ended.err

@@ -177,7 +177,25 @@ def test_weights_that_did_not_change_in_ten_updates() -> None:
     assert [len(c.found) for c in changes] == [0] * 9 + [1, 0]
     (finding,) = diagnosis.findings
     assert (finding.kind, finding.step) == ("weights_unchanged", 10)
-    assert "in 10 steps: all 1 groups were dropped" in finding.cause
+    assert "in 10 steps: all 10 groups were dropped" in finding.cause
+
+
+def test_dropped_groups_are_those_of_all_steps_that_were_looked_at() -> None:
+    four = [scored(1.0, group=name) for name in "abcd"]
+    diagnosis, _ = after([four] * 2 + [four[:1]], metrics=DROPPED)
+    assert "in 3 steps: all 9 groups were dropped" in diagnosis.end(3).found[0].cause
+    diagnosis, _ = after([four], metrics={**UPDATED, "actor/update_norm": 0.0})
+    diagnosis, _ = after([four[:1]], diagnosis, metrics=DROPPED)
+    assert "in 2 steps: the only group of the step without an update was dropped" in diagnosis.end(2).found[0].cause
+
+
+def test_a_checkpoint_that_did_not_count_dropped_groups_is_loaded() -> None:
+    first, _ = after([HEALTHY] * 2, metrics=DROPPED)
+    state = {name: value for name, value in first.state_dict().items() if not name.startswith("dropped_")}
+    resumed = Diagnosis()
+    resumed.load_state_dict(state)
+    resumed, _ = after([HEALTHY] * 2, resumed, metrics=DROPPED)
+    assert "in 4 steps: all 2 groups of the 2 steps without an update were dropped" in resumed.end(4).found[0].cause
 
 
 def test_updates_that_change_no_bit_are_none() -> None:

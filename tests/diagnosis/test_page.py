@@ -22,3 +22,7 @@ def test_the_page_s_numbers_are_the_code_s() -> None:
     assert f"after {FIRST_STEPS} steps" in PAGE
     assert f"after {PATIENCE} steps, or at the end" in PAGE
     assert f"{100 * NEARLY_ALL:.0f} % or more" in PAGE
+
+
+def test_the_page_lists_every_exit_status() -> None:
+    assert re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE) == ["0", "1", "2", "3", "130"]

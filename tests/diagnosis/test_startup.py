@@ -145,7 +145,7 @@ def test_families_are_those_of_all_tasks_together() -> None:
 @pytest.mark.parametrize(
     ("tools", "tasks", "sections", "said"),
     [
-        ([], [task()], {}, "there are none: a router chooses between tools; add some to `tools`"),
+        ([], [task()], {}, "there are no tools: a router chooses between tools; add some to `tools`"),
         (["search"], [task(tools=[])], {}, "no task offers any of them"),
         (["search"], [task()], {"multi_turn": {"enable": False}}, "multi_turn.enable = true"),
     ],

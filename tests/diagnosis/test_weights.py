@@ -25,7 +25,7 @@ GOOD = [scored(1.0), scored(0.0)]
             "ended by policy_fault: server down",
             "server",
         ),
-        ([scored(1.0), scored(1.0)], DROPPED, "all 1 groups were dropped", "rollout.n"),
+        ([scored(1.0), scored(1.0)], DROPPED, "all 8 groups were dropped", "rollout.n"),
         (GOOD, {**UPDATED, "actor/grad_norm": 0.0}, "the gradient is 0", "tells better replies from worse"),
         (GOOD, {**UPDATED, "actor/lr": 0.0}, "the learning rate is 0", "warmup_steps"),
         (
@@ -40,6 +40,6 @@ GOOD = [scored(1.0), scored(0.0)]
 def test_each_cause_has_its_cure(
     rollouts: list[ScoredRollout], metrics: Mapping[str, float], cause: str, cure: str
 ) -> None:
-    found = why_unchanged(config(model={"dtype": "bfloat16"}), rollouts, metrics)
+    found = why_unchanged(config(model={"dtype": "bfloat16"}), rollouts, metrics, "all 8 groups were")
     assert cause in found[0]
     assert cure in found[1]

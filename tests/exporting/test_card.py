@@ -78,3 +78,9 @@ def test_several_rewards_and_what_was_given_in_python(trained: Path) -> None:
     assert "| training data | given in Python |" in python
     assert "| tools |" not in python
     assert "| held-out data |" not in python
+
+
+def test_adapters_that_were_merged_are_named(trained: Path) -> None:
+    assert "| LoRA |" not in card_of(trained, 10)
+    card = card_of(trained, 10, actor={"lora": {"rank": 8, "alpha": 16.0}})
+    assert "| LoRA | adapters of rank 8 (alpha 16), merged into the weights |" in card

@@ -13,7 +13,8 @@ from toolwise.data.rows import read_task
 from toolwise.envs.tool_env import ToolEnv
 from toolwise.errors import DataError
 from toolwise.messages import Message, ToolCall
-from toolwise.run import assemble, build_scheduler, check_tools
+from toolwise.run import assemble, build_scheduler
+from toolwise.run_tasks import check_tools
 from toolwise.tools.catalog import build_tools
 from toolwise.tools.task_arguments import check_task_arguments
 from toolwise.types import RouteDecision, Task

@@ -34,6 +34,40 @@ def test_an_unfinished_run_is_summed_up_from_its_validation_lines(make_run: Make
     assert run.summary["steps"] == 25
 
 
+@pytest.mark.parametrize(
+    ("summary", "finished"),
+    [
+        ({"steps": 12, "total_steps": 12, "interrupted": False, "after": None}, True),  # no validation data
+        ({"steps": 85, "total_steps": 100, "interrupted": True, "after": {"score": 0.5}}, False),
+        ({"steps": 5, "total_steps": 12, "interrupted": False}, False),
+        ({"steps": 12, "after": {"score": 0.5}}, True),  # written by an older version
+        ({"steps": 12, "after": None}, False),
+    ],
+)
+def test_a_run_is_finished_at_its_last_step_and_not_by_a_validation(
+    summary: dict[str, object], finished: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    assert open_run(tmp_path).finished is finished
+
+
+def test_an_interrupted_run_shows_its_last_validation_with_its_step(make_run: MakeRun) -> None:
+    path = make_run(steps=25, finished=False)
+    summary = {"steps": 25, "total_steps": 100, "interrupted": True, "before": None, "after": None}
+    (path / "summary.json").write_text(json.dumps(summary))
+    run = open_run(path)
+    assert (run.summary["before"]["step"], run.summary["after"]["step"]) == (0, 20)
+
+
+def test_one_validation_in_the_middle_is_not_one_before_training(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 10, "eval/score": 0.5}) + "\n")
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts" / "eval-000010.jsonl").write_text('{"kind": "a"}\n')
+    run = open_run(tmp_path)
+    assert "before" not in run.summary
+    assert (run.summary["after"]["step"], run.summary["after"]["n"]) == (10, 1)
+
+
 def test_one_validation_is_a_before_without_an_after(make_run: MakeRun) -> None:
     run = open_run(make_run(steps=5, finished=False))
     assert "after" not in run.summary

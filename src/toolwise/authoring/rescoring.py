@@ -16,11 +16,12 @@ from typing import Any
 from toolwise.authoring.findings import same, score_of
 from toolwise.authoring.passes import Results, score_stored
 from toolwise.authoring.stored import Stored
-from toolwise.config import RewardConfig, load_config
+from toolwise.config import RewardConfig, RunConfig, load_config
 from toolwise.data.files import Row
 from toolwise.errors import DataError
 from toolwise.records import write_whole
 from toolwise.rewards.align import align_steps
+from toolwise.run_changes import check_files
 from toolwise.scoring import build_scoring
 from toolwise.types import EvaluateResult
 
@@ -58,8 +59,10 @@ def reward_of_run(run: Path, reference: str | None, kwargs: Mapping[str, Any]) -
     A function that the run used already keeps the arguments it had there; `kwargs` go before them.
     """
     file = run / "config.toml"
-    known = load_config(file).reward if file.is_file() else RewardConfig()
+    config = load_config(file) if file.is_file() else RunConfig()
+    known = config.reward
     if reference is None:
+        check_files(config, run, "reward")
         if known.parts and kwargs:
             raise DataError(f"{file}: has several rewards, so --kwargs does not say whose; name one with --reward")
         if not known.parts and not known.function:

@@ -30,7 +30,7 @@ def demo(
     from toolwise.api import new_folder, read_config
     from toolwise.demo.recipe import demo_settings, write_tasks
     from toolwise.errors import ConfigError
-    from toolwise.training import check_folder
+    from toolwise.run_files import check_folder
 
     if resume and out is None:
         raise ConfigError("--resume needs --out DIR: the folder of the demo to go on with")

@@ -45,8 +45,11 @@ def evaluate(
     from toolwise.api import evaluate as evaluate_model
     from toolwise.data import load_tasks
     from toolwise.errors import ConfigError
+    from toolwise.run_changes import check_files
 
     config, found = resolve(source, model, overrides or [])
+    if source.is_dir():
+        check_files(config, source, *(() if data else ("data.val",)), "reward", "tools", "env")
     file = data or config.data.val
     if file is None:
         raise ConfigError(f"{source} names no data.val: add --data FILE")

@@ -15,6 +15,8 @@ def resume(
     overrides: Overrides = None,
 ) -> None:
     """Go on with a run from its last checkpoint, under its own settings."""
-    from toolwise.run_changes import load_run_config
+    from toolwise.run_changes import check_files, load_run_config
 
-    go(load_run_config(run, overrides or []), run, resume=True)
+    config = load_run_config(run, overrides or [])
+    check_files(config, run, "data.", "reward", "tools", "env")
+    go(config, run, resume=True)

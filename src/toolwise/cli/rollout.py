@@ -85,7 +85,7 @@ def _tasks(config: RunConfig, data: Path | None) -> list[Task]:
 def _tools(config: RunConfig, tasks: list[Task], model: str | None) -> dict[str, BaseTool]:
     """Those of the configuration, which must have all that the tasks want and that a `model` of ours knows."""
     from toolwise.models import locate
-    from toolwise.run import check_tools
+    from toolwise.run_tasks import check_tools
     from toolwise.tools.catalog import build_tools
     from toolwise.tools.record import check_recorded_tools
 

@@ -50,7 +50,7 @@ def train(
 def check(config: RunConfig, out: Path | None, resume: bool) -> None:
     """A dry run: two tasks for real, and nothing written. Exit status 1 where the configuration has problems."""
     from toolwise.run import check_learnable
-    from toolwise.training import check_folder
+    from toolwise.run_files import check_folder
 
     check_learnable(config)
     if out is not None:
@@ -92,13 +92,14 @@ def finish(result: RunResult) -> None:
     from toolwise.run_changes import resume_command
     from toolwise.view.report import before_after_table
 
+    if result.note:
+        return typer.echo(result.note)
     console = Console()
     summary = result.summary
     if summary["before"] and summary["after"]:
         console.print(before_after_table(summary))
-    console.print(
-        f"{summary['steps']} steps in {summary['seconds']:.0f} s, peak memory {summary['peak_rss_mb']:.0f} MB"
-    )
+    steps = "1 step" if summary["steps"] == 1 else f"{summary['steps']} steps"
+    console.print(f"{steps} in {summary['seconds']:.0f} s, peak memory {summary['peak_rss_mb']:.0f} MB")
     for line in (f"  {result.out / 'report.html'}", f"  {result.out / 'report.png'}", f"run folder: {result.out}"):
         typer.echo(line)
     if summary["interrupted"]:
@@ -106,3 +107,4 @@ def finish(result: RunResult) -> None:
         sys.exit(130)
     if summary["updated"] is False:
         sys.exit(3)  # it was meant to train its actor, and has not
+    return None

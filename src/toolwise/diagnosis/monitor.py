@@ -42,6 +42,10 @@ class Diagnosis:
     """Checksum of the actor's trainable weights before the first step that was seen; "" once they have changed."""
     why: list[str] = field(default_factory=list)
     """Cause and cure of the weights not changing, by the latest step."""
+    dropped_groups: int = 0
+    """Groups of the steps without an update, counted until the weights have changed."""
+    dropped_steps: int = 0
+    """Those steps."""
 
     def begin(self, findings: Sequence[Finding]) -> Changes:
         """Takes what is known before the first step; gives everything found so far, also before a resume."""
@@ -85,7 +89,10 @@ class Diagnosis:
                 self.updated, self.weights, self.why = True, "", []
                 changes.withdrawn.extend(self._withdraw(UNCHANGED))
             else:
-                self.why = list(why_unchanged(config, scored, metrics))
+                if not metrics.get("actor/updates"):
+                    self.dropped_groups += len({s.rollout.group_id for s in scored})
+                    self.dropped_steps += 1
+                self.why = list(why_unchanged(config, scored, metrics, self._dropped()))
                 found.append(self._unchanged(step) if self.steps >= PATIENCE else None)
         changes.found.extend(finding for finding in found if finding is not None and self._add(finding))
         return changes
@@ -101,6 +108,13 @@ class Diagnosis:
         cause, cure = self.why or _UNKNOWN
         steps = f"{self.steps} steps" if self.steps != 1 else "1 step"
         return Finding(UNCHANGED, f"No weight of the actor has changed in {steps}: {cause}", cure, step)
+
+    def _dropped(self) -> str:
+        """`all 40 groups were`, as the subject of a sentence."""
+        groups = "the only group" if self.dropped_groups == 1 else f"all {self.dropped_groups} groups"
+        steps = "step" if self.dropped_steps == 1 else f"{self.dropped_steps} steps"
+        of = "" if self.dropped_steps == self.steps else f" of the {steps} without an update"
+        return f"{groups}{of} {'was' if self.dropped_groups == 1 else 'were'}"
 
     def _added(self, finding: Finding | None) -> Changes:
         return Changes([finding] if finding is not None and self._add(finding) else [])

@@ -56,7 +56,7 @@ def check_routable(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequ
             "router.enable is true and multi_turn.enable false: no tool is offered, so every route is the same; set "
             "multi_turn.enable = true, or router.enable = false"
         )
-    why = "no task offers any of them" if tools else "there are none"
+    why = "no task offers any of them" if tools else "there are no tools"
     raise ConfigError(
         f"router.enable is true, and {why}: a router chooses between tools; add some to `tools`, or set "
         "router.enable = false"

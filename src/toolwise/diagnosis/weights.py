@@ -16,16 +16,16 @@ _PREFER = (
 )
 
 
-def why_unchanged(config: RunConfig, scored: Sequence[ScoredRollout], metrics: Mapping[str, float]) -> tuple[str, str]:
-    """The cause and the cure, by the latest step."""
+def why_unchanged(
+    config: RunConfig, scored: Sequence[ScoredRollout], metrics: Mapping[str, float], dropped: str
+) -> tuple[str, str]:
+    """The cause and the cure, by the latest step; `dropped` names the groups of all steps without an update."""
     if not any(s.trainable for s in scored):
         return _nothing_usable(config, scored)
     lr, grad, moved = (metrics.get(f"actor/{name}", 0.0) for name in ("lr", "grad_norm", "update_norm"))
     if not metrics.get("actor/updates"):
-        groups = len({s.rollout.group_id for s in scored})
         return (
-            f"all {groups} groups were dropped, because the rewards within each are equal or too few of its rollouts "
-            "count",
+            f"{dropped} dropped, because the rewards within each are equal or too few of its rollouts count",
             f"To have something to prefer, {_PREFER}",
         )
     if grad == 0:

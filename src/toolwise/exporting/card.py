@@ -11,26 +11,44 @@ from typing import Any
 from toolwise import __version__
 from toolwise.checkpoint import Checkpoint
 from toolwise.config import RunConfig
+from toolwise.rollout.tool_prompt import ToolPrompt
 from toolwise.trackers.jsonl import read_metrics
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
-USE = """\
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+TOOL_TEXT = "tool_prompt.txt"
+"""In an export whose chat template ignores tools: what the prompt said of them in training."""
 
-tokenizer = AutoTokenizer.from_pretrained("PATH")
-model = AutoModelForCausalLM.from_pretrained("PATH")
+_USE = """\
+```python
+{imports}from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "."  # where this file is
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder)
+{messages}
 prompt = tokenizer.apply_chat_template(
-    [{"role": "user", "content": "…"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    messages,{tools} add_generation_prompt=True, return_tensors="pt", return_dict=True
 )
 reply = model.generate(**prompt, max_new_tokens=256)
 print(tokenizer.decode(reply[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
 ```"""
+_IMPORTS = {"json": "import json\nfrom pathlib import Path\n\n", "text": "from pathlib import Path\n\n", "": ""}
+_QUESTION = 'messages = [{"role": "user", "content": "What is 3 + 4?"}]'
+_LOAD_SCHEMAS = 'tools = json.loads(Path(folder, "tools.json").read_text(encoding="utf-8"))["tools"]'
+_LOAD_TEXT = f'tools = Path(folder, "{TOOL_TEXT}").read_text(encoding="utf-8")'
+_IN_SYSTEM = """\
+messages = [
+    {"role": "system", "content": tools},  # after a system message of your own and an empty line, if you have one
+    {"role": "user", "content": "What is 3 + 4?"},
+]"""
+_IN_USER = 'messages = [{"role": "user", "content": tools + "\\n\\nWhat is 3 + 4?"}]  # the first one only'
 
 
-def model_card(config: RunConfig, found: Checkpoint, run: Path, *, dtype: str, saved_in: str) -> str:
-    """README.md of an exported model."""
+def model_card(
+    config: RunConfig, found: Checkpoint, run: Path, *, dtype: str, saved_in: str, tool_prompt: ToolPrompt | None = None
+) -> str:
+    """README.md of an exported model; `tool_prompt` is how it is told of its tools, None for a model without any."""
     made_with = found.facts.get("toolwise", __version__)
     table = {**_training(config, found), "weights": _weights(dtype, saved_in), "made with": f"toolwise {made_with}"}
     return "\n".join(
@@ -52,7 +70,7 @@ def model_card(config: RunConfig, found: Checkpoint, run: Path, *, dtype: str, s
             "",
             "## How to use it",
             "",
-            USE,
+            *_use(tool_prompt),
             "",
             "## Licence",
             "",
@@ -87,8 +105,32 @@ def _training(config: RunConfig, found: Checkpoint) -> dict[str, str]:
         "advantage estimator": _code(config.algorithm.adv_estimator),
         "steps": f"{found.step} of {config.data.batch_size} tasks × {config.rollout.n} rollouts{turns}",
         "learning rate": f"{config.actor.lr:g}",
+        "LoRA": _lora(config),
         "seed": str(config.seed),
     }
+
+
+def _lora(config: RunConfig) -> str:
+    lora = config.actor.lora
+    return f"adapters of rank {lora.rank} (alpha {lora.alpha:g}), merged into the weights" if lora.rank else ""
+
+
+def _use(tool_prompt: ToolPrompt | None) -> Iterator[str]:
+    """The snippet prompts the model as it was prompted in training."""
+    if tool_prompt is None or tool_prompt.where == "nowhere":
+        yield _USE.format(imports=_IMPORTS[""], messages=_QUESTION, tools="")
+        return
+    how = tool_prompt.describe()
+    yield (
+        "The model was trained with tools and answers badly without them: `tools.json` has their schemas. "
+        f"{how[0].upper()}{how[1:]}. It writes calls as text; your program runs them and adds the results."
+    )
+    yield ""
+    if tool_prompt.where == "template":
+        yield _USE.format(imports=_IMPORTS["json"], messages=f"{_LOAD_SCHEMAS}\n{_QUESTION}", tools=" tools=tools,")
+    else:
+        messages = f"{_LOAD_TEXT}\n{_IN_SYSTEM if tool_prompt.where == 'system' else _IN_USER}"
+        yield _USE.format(imports=_IMPORTS["text"], messages=messages, tools="")
 
 
 def _base(path: str) -> str:

@@ -12,10 +12,12 @@ from toolwise import checkpoint
 from toolwise.checkpoint import Checkpoint
 from toolwise.config import RunConfig, inference_settings, load_config
 from toolwise.errors import CheckpointError, ConfigError, ModelError
-from toolwise.exporting.card import model_card
+from toolwise.exporting.card import TOOL_TEXT, model_card
 from toolwise.exporting.weights import convert, describe
 from toolwise.models import load_model
+from toolwise.rollout.tool_prompt import describe_tools
 from toolwise.routed.calibration import FACTS
+from toolwise.tools.record import recorded_tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +104,17 @@ def _fill(aside: Path, found: Checkpoint, config: RunConfig, run: Path, dtype: s
         convert(aside, dtype)
     if not (aside / "generation_config.json").exists():
         _write_generation_config(aside)
-    (aside / "README.md").write_text(
-        model_card(config, found, run, dtype=dtype or saved_in, saved_in=saved_in), encoding="utf-8"
-    )
     try:
-        load_model(str(aside), device="cpu", dtype=dtype or saved_in)
+        _, chat = load_model(str(aside), device="cpu", dtype=dtype or saved_in)
     except ModelError as fault:
         raise ModelError(f"what was exported does not load, so it was removed again: {fault}") from fault
+    prompt, tools = None, list(recorded_tools(aside).values())
+    if tools:
+        prompt = chat.tell_tools(config.rollout.tool_prompt, config.rollout.tool_parser)
+        if prompt.where in ("system", "user"):
+            (aside / TOOL_TEXT).write_text(describe_tools(tools, prompt.form), encoding="utf-8")
+    card = model_card(config, found, run, dtype=dtype or saved_in, saved_in=saved_in, tool_prompt=prompt)
+    (aside / "README.md").write_text(card, encoding="utf-8")
     return saved_in
 
 

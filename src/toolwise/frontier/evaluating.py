@@ -21,7 +21,8 @@ from toolwise.routed.calibration import Calibration, sorted_budgets
 from toolwise.routed.routing import Routing, values_of
 from toolwise.routed.timing import TimeSaved, time_saved
 from toolwise.routing.actions import ROUTES, RouteAction
-from toolwise.run import build_scheduler, check_tools, local_policy
+from toolwise.run import build_scheduler, local_policy
+from toolwise.run_tasks import check_tools
 from toolwise.scoring import build_scoring
 from toolwise.types import RouteDecision, Task
 

@@ -18,7 +18,7 @@ from toolwise.routed.routing import Routing
 from toolwise.routing.actions import MIXED, ROUTES, RouteAction, Target
 from toolwise.routing.families import families_of_task, heuristic_target
 from toolwise.routing.learned import target_of
-from toolwise.run import labelled, load_split
+from toolwise.run_tasks import labelled, load_split
 from toolwise.types import Task
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from toolwise.routed.capped import OVER_BUDGET, CappedEnv
 from toolwise.routed.loading import load_routing
 from toolwise.routed.routing import Routing
 from toolwise.routing.actions import ROUTES, RouteAction
-from toolwise.run import build_scheduler, check_tools
+from toolwise.run import build_scheduler
+from toolwise.run_tasks import check_tools
 from toolwise.types import Rollout, StopReason, Task
 
 Question = str | Sequence[Message | Mapping[str, Any]] | Task

@@ -168,7 +168,7 @@ def _facts(run: RunFolder) -> list[str]:
     summary = run.summary
     facts = []
     if summary.get("steps") is not None:
-        facts.append(f"{summary['steps']} training steps")
+        facts.append(f"{summary['steps']} training step{'' if summary['steps'] == 1 else 's'}")
     if isinstance(summary.get("seconds"), int | float):
         facts.append(say_time(summary["seconds"]))
     if isinstance(summary.get("peak_rss_mb"), int | float):

@@ -62,16 +62,19 @@ class RunFolder:
 
     @property
     def finished(self) -> bool:
-        return bool(self.written_summary and self.written_summary.get("after"))
+        summary = self.written_summary or {}
+        if "total_steps" not in summary:  # an older version wrote it
+            return bool(summary.get("after"))
+        return not summary.get("interrupted") and summary.get("steps") == summary["total_steps"]
 
     @cached_property
     def summary(self) -> dict[str, Any]:
         """The run's own summary, filled up from the validation lines where the run has not come to it yet."""
         known = dict(self.written_summary or {})
         lines = self._validation_lines()
-        if not known.get("before") and lines:
+        if not known.get("before") and lines and (len(lines) > 1 or not lines[0].get("step")):
             known["before"] = self._summarize(lines[0], self.rollouts_before)
-        if not known.get("after") and len(lines) > 1:
+        if not known.get("after") and lines and (len(lines) > 1 or lines[0].get("step")):
             known["after"] = self._summarize(lines[-1], self.rollouts_after)
         if "steps" not in known and self.metrics:
             known["steps"] = max(int(line.get("step") or 0) for line in self.metrics)
@@ -80,13 +83,13 @@ class RunFolder:
     @cached_property
     def rollouts_before(self) -> list[dict[str, Any]]:
         files = self._rollout_files("eval")
-        return read_metrics(files[0]) if files else []
+        return read_metrics(files[0]) if len(files) > 1 or _before_training(files) else []
 
     @cached_property
     def rollouts_after(self) -> list[dict[str, Any]]:
-        """The latest validation; empty while there has been but one."""
+        """The latest validation; empty while the only one is that before training."""
         files = self._rollout_files("eval")
-        return read_metrics(files[-1]) if len(files) > 1 else []
+        return read_metrics(files[-1]) if files and (len(files) > 1 or not _before_training(files)) else []
 
     @cached_property
     def latest_training(self) -> list[dict[str, Any]]:
@@ -132,6 +135,10 @@ def open_run(run_dir: str | os.PathLike[str]) -> RunFolder:
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such run folder; give the folder that a run wrote its metrics.jsonl into")
     return RunFolder(path)
+
+
+def _before_training(files: Sequence[Path]) -> bool:
+    return bool(files) and files[0].stem == "eval-000000"
 
 
 def _has(line: dict[str, Any], name: str) -> bool:

@@ -145,20 +145,20 @@ def load_run_config(out: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def check_files(config: RunConfig, run: Path, *sections: str) -> None:
     """Whether the files that the run's config.toml names in `sections` ("data.val", "reward", "tools") are there."""
-    named = _flat(
-        {"data": config.data.model_dump(mode="json"), "tools": config.tools, "env": {"name": config.env.name}}
+    named = _flat({"data": config.data.model_dump(mode="json"), "tools": config.tools})
+    named |= _flat(
+        {"reward": config.reward.model_dump(include={"function", "parts"}), "env": {"name": config.env.name}}
     )
-    named |= _flat({"reward": config.reward.model_dump(include={"function", "parts"})})
-    missing = {
-        key: file
+    missing = [
+        (key, file)
         for key, value in named.items()
         if key.startswith(sections)
         for entry in (value if isinstance(value, list) else [value])
         if (file := _file(entry)) is not None and not file.exists()
-    }
+    ]
     if missing:
-        files = ", ".join(f"{file} ({key})" for key, file in missing.items())
-        option = "--reward" if sections == ("reward",) else f"--set {next(iter(missing))}="
+        files = ", ".join(f"{file} ({key})" for key, file in missing)
+        option = "--reward" if sections == ("reward",) else f"--set {missing[0][0]}="
         raise ConfigError(
             f"{run / 'config.toml'} names what is not there: {files}; put it back, or, if the project was moved, give "
             f"its new place with {option}…"
@@ -177,8 +177,9 @@ def _moved(old: Any, new: Any) -> bool:
     if isinstance(old, list) and isinstance(new, list):
         return len(old) == len(new) and all(a == b or _moved(a, b) for a, b in zip(old, new, strict=True))
     before, now = _file(old), _file(new)
-    same = before is not None and now is not None and Path(str(old)).name == Path(str(new)).name
-    return same and before is not None and now is not None and not before.exists() and now.exists()
+    if before is None or now is None or Path(str(old)).name != Path(str(new)).name:
+        return False
+    return now.exists() and not before.exists()
 
 
 def resume_command(out: Path) -> str:

@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # Without a GPU the CPU build of torch saves gigabytes: CONSTRAINTS= takes whatever pip finds best.
 CONSTRAINTS ?= $(if $(shell command -v nvidia-smi),,constraints/cpu.txt)
 READY := $(VENV)/.ready
+# Many tests wait for processes of their own: twice as many workers as cores.
+WORKERS ?= $(shell expr 2 \* $$(getconf _NPROCESSORS_ONLN))
 
 .PHONY: demo test test-docs test-namespaced test-long check format vllm-env bench-env clean help
 
@@ -16,11 +18,11 @@ demo: $(READY)  ## Train a small agent, live, and show what it learned
 
 # Those of the sandbox come last and alone: they bomb, and they hold deadlines.
 test: $(READY)  ## All tests but the long ones and those of the pages
-	$(BIN)/python -m pytest -n auto --dist loadfile --ignore=tests/sandbox --ignore=tests/docs
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --ignore=tests/sandbox --ignore=tests/docs
 	$(BIN)/python -m pytest tests/sandbox
 
 test-docs: $(READY)  ## Every snippet in the README and in docs/, run as it stands
-	$(BIN)/python -m pytest -n auto --dist loadfile tests/docs
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/docs
 
 test-namespaced: $(READY)  ## What needs bubblewrap (apt install bubblewrap): the sandbox's tier of namespaces
 	@command -v bwrap > /dev/null || { echo 'bubblewrap is missing: apt install bubblewrap' >&2; exit 1; }

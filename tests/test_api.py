@@ -118,7 +118,7 @@ def test_an_object_that_cannot_be_named_is_asked_for_and_given_again(tmp_path: P
 
     out = tmp_path / "run"
     toolwise.train(SMALL, tasks=ROWS, tools=["calculator", lookup], reward=right, out=out)
-    for command in (["resume", out], ["rollout", out, "-n", 1]):
+    for command in (["resume", out, "--set", "trainer.total_steps=2"], ["rollout", out, "-n", 1]):
         ended = cli(*command)
         assert ended.status == 2
         assert ended.err.startswith("toolwise: tools: this run was started from Python with the tool lookup")

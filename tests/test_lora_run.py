@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from selection import quick_first
 
 from toolwise.config import RunConfig, load_config
 from toolwise.engine.dense import DenseRunner
@@ -161,9 +162,7 @@ NEIGHBOURS: dict[str, dict[str, Any]] = {
 QUICK = ("router", "reference", "critic", "thinking levels", "some layers")
 
 
-@pytest.mark.parametrize(
-    "beside", [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in NEIGHBOURS]
-)
+@pytest.mark.parametrize("beside", quick_first(NEIGHBOURS, QUICK))
 def test_adapters_beside(beside: str, tmp_path: Path, make_config: MakeConfig) -> None:
     run = assemble(configured(tmp_path, make_config, **NEIGHBOURS[beside]))
 

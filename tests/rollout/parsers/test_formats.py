@@ -242,8 +242,8 @@ def seconds(name: str, text: str) -> float:
 
 def grows_linearly(name: str, start: str, unit: str, end: str) -> bool:
     """Eight times the text takes nowhere near 64 times as long. What takes no time to speak of is not compared."""
-    short, long = (start + unit * (size // len(unit)) + end for size in (30_000, 240_000))
-    return (taken := seconds(name, long)) < 0.2 or taken < 24 * seconds(name, short)
+    short, long = (start + unit * (size // len(unit)) + end for size in (15_000, 120_000))
+    return (taken := seconds(name, long)) < 0.1 or taken < 24 * seconds(name, short)
 
 
 @pytest.mark.parametrize(("name", "start", "unit", "end"), HEAVY)

@@ -219,6 +219,7 @@ def open_files() -> Iterator[Callable[[int], None]]:
 
 
 @linux
+@pytest.mark.long
 def test_without_descriptors_for_another_worker_calls_wait_for_those_that_are_up(
     files: list[Target], open_files: Callable[[int], None]
 ) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from selection import quick_first
 
 Case = Callable[["Desk"], list[object]]
 CASES: dict[str, tuple[Case, list[str]]] = {}
@@ -422,7 +423,13 @@ def test_a_mistake_is_one_line_on_stderr_and_status_2(name: str, desk: Desk, cli
     assert not (desk.folder / "out").exists(), "nothing is begun before everything is checked"
 
 
-@pytest.mark.parametrize("name", ["malformed_toml", "evaluation_of_a_tampered_run"])
+@pytest.mark.parametrize(
+    "name",
+    quick_first(
+        ["malformed_toml", "bad_json_line", "model_cut_short", "evaluation_of_a_tampered_run"],
+        ("malformed_toml", "evaluation_of_a_tampered_run"),
+    ),
+)
 def test_the_same_from_a_process_of_its_own(name: str, desk: Desk) -> None:
     make, words = CASES[name]
     arguments = [sys.executable, "-m", "toolwise", *map(str, make(desk))]

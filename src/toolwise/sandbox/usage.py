@@ -10,7 +10,8 @@ from pathlib import Path
 
 from toolwise.sandbox.layers.bubblewrap import Monitor
 from toolwise.sandbox.layers.hardening import MEBIBYTE
-from toolwise.sandbox.processes import Running, born, members_of
+from toolwise.sandbox.processes import born
+from toolwise.sandbox.supervision import Running, members_of
 
 MOST_FILES = 10_000
 MOST_PROCESSES = 64

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from toolwise.sandbox import frames
+from toolwise.sandbox.layers.supervisor import supervise
 from toolwise.tools.isolation.processes import MARK
 from toolwise.tools.isolation.random_generators import can_be_reseeded, reseed
 
@@ -36,7 +37,8 @@ def can_be_forked(before: set[str]) -> bool:
 
 
 def fork_workers(channel: int) -> tuple[int, int, int]:
-    """Forks a worker for each request. Returns in the children only: the worker's channel, life and output."""
+    """Forks a worker, with a supervisor above it, for each request. Returns in the workers only: the channel, life and
+    output."""
     trainer = socket.socket(fileno=channel)
     gc.collect()
     gc.freeze()  # what was loaded is not looked through again: pages that nobody writes to stay shared
@@ -56,8 +58,9 @@ def fork_workers(channel: int) -> tuple[int, int, int]:
             pid = -1
         if pid == 0:
             trainer.detach()
-            _leave_zygote(descriptors, request["fork"], mark_at)
             worker, life, output = descriptors
+            _leave_zygote(descriptors, request["fork"], mark_at)
+            supervise(life)
             return worker, life, output
         for descriptor in descriptors:
             os.close(descriptor)

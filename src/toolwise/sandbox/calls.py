@@ -34,7 +34,7 @@ def run_batch(pool: Pool, target: Target, batch: Plain, timeout_s: float) -> lis
     try:
         return _run_batch(pool, target, batch, timeout_s, fresh=False)
     except WorkerFault as fault:
-        if fault.loading or not (fault.unreached or fault.killed):
+        if fault.loading or not fault.unreached:
             raise
         return _run_batch(pool, target, batch, timeout_s, fresh=True)
 
@@ -130,8 +130,8 @@ def run_overlapping(pool: Pool, target: Target, calls: Sequence[Plain], timeout_
 
 
 def run_together(pool: Pool, target: Target, calls: Sequence[Plain], timeout_s: float) -> list[Any]:
-    """Calls in one frame; after a death, the rest one by one in fresh workers. A call that never reached its worker, or
-    whose worker was killed, by whomever, has one more attempt."""
+    """Calls in one frame; after a death, the rest one by one in fresh workers. A call that never reached its worker has
+    one more attempt."""
     until = time.monotonic() + timeout_s * len(calls)
     answers: list[Any] = []
     alone, again = len(calls) == 1, -1
@@ -149,8 +149,8 @@ def run_together(pool: Pool, target: Target, calls: Sequence[Plain], timeout_s: 
         except WorkerFault as fault:
             if fault.loading:
                 return answers + [_told(fault)] * (len(calls) - len(answers))
-            if (fault.unreached or fault.killed) and again != len(answers):
-                again, alone = len(answers), alone or not fault.unreached
+            if fault.unreached and again != len(answers):
+                again = len(answers)
                 until += time.monotonic() - asked
                 continue
             suspect_is_alone = len(part) == 1 or fault.kind == "timeout"

@@ -40,8 +40,6 @@ class WorkerFault(Exception):  # noqa: N818 (a fault of the user's code, which b
         """Whether it happened before the first call: then every call would meet it."""
         self.unreached = False
         """Whether its process was gone, or stopped, before it had read the call: nobody's fault who called."""
-        self.killed = False
-        """Whether its process was killed (SIGKILL), by itself or by another: the two cannot be told apart."""
 
     def result(self) -> EvaluateResult:
         return faulty(self.kind, self.message, self.traceback)

@@ -86,12 +86,12 @@ class Pool:
             self._end(worker)
 
     def _fresh(self, target: Target, *, with_spare: bool = True) -> Worker:
-        """A worker that comes up now, or has as a spare. One that is killed before it could answer, or stopped, is
-        replaced once: that was nobody's doing who calls, unless it happens again."""
+        """A worker that comes up now, or has as a spare. One that ends, or is stopped, before it has begun to load the
+        user's code is replaced once: that is not the function's fault."""
         try:
             return self._come_up(target, self._take_spare(target) if with_spare else None)
         except WorkerFault as fault:
-            if not (fault.unreached or fault.killed):
+            if not fault.unreached:
                 raise
             return self._come_up(target, None)
 
@@ -115,7 +115,11 @@ class Pool:
         with self._lock:
             self._busy.add(worker)
         try:
-            worker.seal(target, self._more_path())
+            try:
+                worker.seal(target, self._more_path())
+            except WorkerFault as fault:
+                fault.unreached = True
+                raise
             if worker.missing and self._require:
                 raise SandboxError(f"a worker got no {', '.join(worker.missing)}, which the sandbox requires")
             worker.load(self._timeout_s)

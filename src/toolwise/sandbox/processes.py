@@ -75,7 +75,12 @@ class Process:
 
     def is_lost(self) -> bool:
         """Whether it has ended, or somebody has stopped it, while it waited."""
-        return self.popen.poll() is not None or is_stopped(self.worker)
+        return self.popen.poll() is not None or self.is_stopped()
+
+    def is_stopped(self) -> bool:
+        """Whether somebody has stopped it, or one that it needs to come up."""
+        inside = [self.popen.init or 0] if isinstance(self.popen, Monitor) else []
+        return any(is_stopped(pid) for pid in (self.popen.pid, self.worker, *inside))
 
     def kill(self) -> None:
         """At once and without waiting: what is left of it is removed by `end`."""

@@ -22,7 +22,7 @@ from toolwise.sandbox.layers.hardening import MEBIBYTE, Plan
 from toolwise.sandbox.output import Output
 from toolwise.sandbox.process_limits import check_processes, left_running, oom_kills
 from toolwise.sandbox.processes import Process, remove_folder
-from toolwise.sandbox.supervision import Supervised, is_stopped
+from toolwise.sandbox.supervision import Supervised
 from toolwise.sandbox.targets import Target
 from toolwise.sandbox.usage import overfilled
 
@@ -288,7 +288,7 @@ class Worker:
             raise WorkerFault("too_big", too_much)
 
     def _look_at_processes(self) -> None:
-        if is_stopped(self.process.worker) and not (self.layers and self._has_read()):
+        if self.process.is_stopped() and not (self.layers and self._has_read()):
             raise self._unreached(WorkerFault("timeout", "its process was stopped before it took its call"))
         if self.layers:  # until then it is ours, and in namespaces may still see all processes
             check_processes(self.process, self.plan.memory_mb, children=self.may_have_children)
@@ -313,9 +313,7 @@ class Worker:
         if code == -signal.SIGSYS:
             return WorkerFault("denied", "it made a system call of another processor's", printed)
         how = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with status {code}"
-        fault = WorkerFault("died", f"its process {how}{torn}{self._by_whom(code)}", printed)
-        fault.killed = code == -signal.SIGKILL
-        return fault
+        return WorkerFault("died", f"its process {how}{torn}{self._by_whom(code)}", printed)
 
     def _by_whom(self, code: int) -> str:
         if code != -signal.SIGKILL or oom_kills() <= self._oom_kills:

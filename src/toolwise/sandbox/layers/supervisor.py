@@ -24,6 +24,7 @@ SWEEP_S = 10.0
 PR_SET_DUMPABLE, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 4, 15, 36
 ANY_CHILD = 0x40000000
 """__WALL: children of every kind, also those that signal nothing when they end."""
+DYING_S = 0.02
 CROWD = 32
 """Of a crowd that may fork faster than it is killed, the supervisor goes first where it is allowed to."""
 NEXT = 4
@@ -123,14 +124,19 @@ class _Supervisor:
         until = time.monotonic() + SWEEP_S
         if self._status is None:
             _kill_with_group(self._child, self._child)
+            self._wait(DYING_S)  # most have started nothing, and nobody need be looked for
         while self._reap() and time.monotonic() < until:
             found = self._kill_next() or self._kill_all()
             if not found and self._spares:
                 return
             if len(self._killed) > CROWD:
                 _go_first()
-            self._poll.poll(1)
-            self._signals()
+            self._wait(0.001)
+
+    def _wait(self, seconds: float) -> None:
+        """For the end of a child."""
+        self._poll.poll(seconds * 1000)
+        self._signals()
 
     def _kill_next(self) -> bool:
         last = self._last_reaped

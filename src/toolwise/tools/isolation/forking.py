@@ -59,8 +59,11 @@ def fork_workers(channel: int) -> tuple[int, int, int]:
         if pid == 0:
             trainer.detach()
             worker, life, output = descriptors
-            _leave_zygote(descriptors, request["fork"], mark_at)
+            os.setsid()
+            if mark_at is not None:  # where the kernel reads a process's environment, which still has the zygote's mark
+                ctypes.memmove(mark_at, request["fork"].encode(), len(request["fork"]))
             supervise(life)
+            _leave_zygote(descriptors, request["fork"])
             return worker, life, output
         for descriptor in descriptors:
             os.close(descriptor)
@@ -68,15 +71,12 @@ def fork_workers(channel: int) -> tuple[int, int, int]:
             _reply(channel, {"pid": pid})
 
 
-def _leave_zygote(own: list[int], mark: str, mark_at: int | None) -> None:
-    """In a child: a session of its own, and nothing of the zygote's."""
-    os.setsid()
+def _leave_zygote(own: list[int], mark: str) -> None:
+    """In a worker: nothing of the zygote's."""
     for descriptor in {int(name) for name in open_descriptors()} - {0, 1, 2, *own}:
         os.close(descriptor)
     for descriptor in own:
         os.set_inheritable(descriptor, False)
-    if mark_at is not None:  # where the kernel reads a process's environment: the zygote's mark is on all its children
-        ctypes.memmove(mark_at, mark.encode(), len(mark))
     os.environ[MARK] = mark
     reseed()
 

@@ -325,8 +325,9 @@ class Worker:
         if self._death is not None:
             self._death.came(END_S)  # its supervisor ends what it started
             self._death.close()
-        with suppress(OSError):
-            process.sweep()
+        if not self._killed:  # else its supervisor has ended it all, as it was asked to
+            with suppress(OSError):
+                process.sweep()
         with self._lock:
             self._waited_for = True
         code = process.popen.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import os
 import resource
@@ -221,7 +222,6 @@ def open_files() -> Iterator[Callable[[int], None]]:
 
 
 @linux
-@pytest.mark.long
 def test_without_descriptors_for_another_worker_calls_wait_for_those_that_are_up(
     files: list[Target], open_files: Callable[[int], None]
 ) -> None:
@@ -236,6 +236,31 @@ def test_without_descriptors_for_another_worker_calls_wait_for_those_that_are_up
     pool.close()
     assert len(found) == 12
     assert len(set(found)) < 12
+
+
+@linux
+def test_a_worker_that_is_up_needs_no_more_descriptors(files: list[Target], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it did, it was killed in the middle of its call as soon as others had used them up."""
+    pool, opened = Pool(limit=2), os.pidfd_open
+    calls: list[int] = []
+
+    def open_once(pid: int, flags: int = 0) -> int:
+        if pid in calls:
+            raise OSError(errno.EMFILE, "Too many open files")
+        calls.append(pid)
+        return opened(pid, flags)
+
+    monkeypatch.setattr(os, "pidfd_open", open_once)
+
+    async def many() -> list[int]:
+        return await asyncio.gather(*(where(pool, files[0], 0.1) for _ in range(4)))
+
+    try:
+        assert len(run(many())) == 4
+        assert pool.killed == 0
+    finally:
+        monkeypatch.undo()
+        pool.close()
 
 
 @linux

@@ -64,7 +64,7 @@ class _Supervisor:
     def __init__(self, child: int, life: int, report: int | None, spares: bool) -> None:
         self._child, self._report, self._spares = child, report, spares
         self._status: int | None = None
-        self._killed: set[int] = set()
+        self._met: set[int] = set()
         self._last_reaped = child
         _let_go_of_all_but({life} if report is None else {life, report})
         call_prctl(PR_SET_DUMPABLE, 0)  # whoever has the same user must not read or change it
@@ -93,7 +93,7 @@ class _Supervisor:
         self._poll.unregister(self._life)
         self._say(b"ended ")
         self._sweep()
-        self._say(b"%d" % len(self._killed - {self._child}))
+        self._say(b"%d" % len(self._met - {self._child}))
         _end_as(self._status)
 
     def _say(self, words: bytes) -> None:
@@ -125,11 +125,13 @@ class _Supervisor:
         if self._status is None:
             _kill_with_group(self._child, self._child)
             self._wait(DYING_S)  # most have started nothing, and nobody need be looked for
+        elif self._reap():
+            self._go_through(kill=False)  # to count them: whole groups are killed at once
         while self._reap() and time.monotonic() < until:
-            found = self._kill_next() or self._kill_all()
+            found = self._kill_next() or self._go_through(kill=True)
             if not found and self._spares:
                 return
-            if len(self._killed) > CROWD:
+            if len(self._met) > CROWD:
                 _go_first()
             self._wait(0.001)
 
@@ -140,17 +142,17 @@ class _Supervisor:
 
     def _kill_next(self) -> bool:
         last = self._last_reaped
-        return any(self._kill(pid, {os.getpid()}) for pid in range(last + 1, last + 1 + NEXT))
+        return any(self._meet(pid, {os.getpid()}, kill=True) for pid in range(last + 1, last + 1 + NEXT))
 
-    def _kill_all(self) -> bool:
-        """Those with small numbers first: of most processes the parent comes before them."""
+    def _go_through(self, *, kill: bool) -> bool:
+        """All beneath this process. Small numbers first: of most processes the parent comes before them."""
         beneath = {os.getpid()}
         for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
-            if self._kill(pid, beneath):
+            if self._meet(pid, beneath, kill=kill):
                 beneath.add(pid)
         return len(beneath) > 1
 
-    def _kill(self, pid: int, parents: set[int]) -> bool:
+    def _meet(self, pid: int, parents: set[int], *, kill: bool) -> bool:
         try:
             state, parent, group = _stat(pid)
         except (OSError, ValueError, IndexError):
@@ -158,8 +160,9 @@ class _Supervisor:
         if parent not in parents or (self._spares and pid != self._child and _is_supervisor(pid)):
             return False
         if state not in (b"Z", b"X"):
-            self._killed.add(pid)
-            _kill_with_group(pid, group)
+            self._met.add(pid)
+            if kill:
+                _kill_with_group(pid, group)
         return True
 
 

@@ -50,10 +50,9 @@ result = toolwise.train(config, tasks=rows, val=rows[:1], tools=[calculator], re
 def grade(messages, ground_truth):
     return 0.125
 """,
-    """print("again", toolwise.evaluate(
-    "run/checkpoints/step-000001/model", rows[:1], config={"model": {"device": "cpu"}, "rollout": {"max_new_tokens": 4}},
-    tools=[calculator], reward=grade,
-)["score"])
+    """short = {"model": {"device": "cpu"}, "rollout": {"max_new_tokens": 4}}
+model = result.out / "checkpoints/step-000001/model"
+print("again", toolwise.evaluate(model, rows[:1], config=short, tools=[calculator], reward=grade)["score"])
 """,
 ]
 SHELL = """

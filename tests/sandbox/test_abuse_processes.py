@@ -210,7 +210,7 @@ class _anything:  # noqa: N801
         pass
 
     def __exit__(self, kind: Any, fault: Any, trace: Any) -> bool:
-        return isinstance(fault, ToolFault | ToolDied)
+        return isinstance(fault, ToolFault | ToolDied | TimeoutError)
 
 
 TRAINER = """

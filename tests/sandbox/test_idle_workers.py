@@ -111,9 +111,14 @@ def test_a_call_that_never_reached_its_worker_is_made_again(
     assert lost
 
 
-def test_a_death_in_the_call_is_the_calls(standard: Sandbox, tmp_path: Path) -> None:
+@pytest.mark.parametrize("oom_kills", [0, 1])
+def test_a_death_in_the_call_is_the_calls(tmp_path: Path, oom_kills: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: Iterator[int] = iter([])
+    monkeypatch.setattr("toolwise.sandbox.worker.oom_kills", lambda: next(counts, 3 + oom_kills))
+    (tmp_path / "r.py").write_text(SOURCE)
     reference, note = f"{tmp_path / 'r.py'}:slow", tmp_path / "note"
     with Sandbox("basic", timeout_s=20.0, workers=1) as sandbox:
+        counts = iter([3])  # when its worker comes up
         found: list[EvaluateResult] = []
         call = threading.Thread(target=lambda: found.append(sandbox.evaluate(reference, MESSAGES, str(note))))
         call.start()
@@ -123,6 +128,7 @@ def test_a_death_in_the_call_is_the_calls(standard: Sandbox, tmp_path: Path) -> 
     assert found[0].error is not None
     assert found[0].error.kind == "died"
     assert "killed by SIGKILL" in found[0].error.message
+    assert ("out of memory" in found[0].error.message) == bool(oom_kills)
 
 
 def test_one_that_stops_itself_in_a_call_has_its_time_and_no_more(tmp_path: Path) -> None:

@@ -52,6 +52,34 @@ def test_a_reward_with_too_many_threads_is_ended(tmp_path: Path, tier: Any, perm
         assert sandbox.evaluate(f"{tmp_path / 'r.py'}:g", MESSAGES, None).score == 1.0
 
 
+DAEMONS = """
+import os, time
+def leave(count, size):
+    for _ in range(count):
+        if os.fork() == 0:
+            os.setsid(); os.environ.clear()
+            x = bytearray(os.urandom(1000)) * (size // 1000)
+            time.sleep(60)
+    time.sleep(60)
+def many(messages, truth): leave(80, 1000)
+def large(messages, truth): leave(6, 100_000_000)
+"""
+
+
+@pytest.mark.parametrize(
+    ("tier", "permissions"),
+    [("basic", []), pytest.param("standard", ["subprocess"], marks=pytest.mark.long),
+     pytest.param("namespaced", ["subprocess"], marks=pytest.mark.namespaced)],
+)  # fmt: skip
+def test_limits_hold_for_daemons_too(tmp_path: Path, tier: Any, permissions: list[str]) -> None:
+    (tmp_path / "r.py").write_text(DAEMONS)
+    with Sandbox(tier, timeout_s=20.0, memory_mb=256, workers=1, permissions=permissions) as sandbox:
+        for name, kind, words in (("many", "too_big", "64 processes"), ("large", "memory", "together")):
+            result = sandbox.evaluate(f"{tmp_path / 'r.py'}:{name}", MESSAGES, None)
+            assert result.error is not None
+            assert (result.error.kind, words in result.error.message) == (kind, True), result.error
+
+
 @pytest.mark.parametrize("tier", ["basic", "standard", pytest.param("namespaced", marks=pytest.mark.namespaced)])
 def test_a_program_with_too_many_threads_is_ended(tier: Any) -> None:
     sandbox = ProgramSandbox("python", tier, timeout_s=20.0)

@@ -21,6 +21,8 @@ from toolwise.sandbox.usage import overgrown
 
 MOST_THREADS = max(256, 4 * (os.cpu_count() or 1))
 """Thread pools of numerical libraries have as many as there are cores, a few times over."""
+FEW = 64
+"""Of so many new processes on the machine each is looked at, instead of all that there are."""
 TOO_MANY_THREADS = f"it started more than {MOST_THREADS} threads"
 
 
@@ -73,11 +75,20 @@ def _places(popen: Running, alone: int | None) -> Iterable[str]:
     return []
 
 
-def left_running(process: Process) -> int:
-    """How many processes a worker has started that have not ended."""
+def left_running(process: Process, last: int, now: int) -> int:
+    """How many processes a worker has started that have not ended, since the kernel had given the number `last`."""
     if isinstance(process.popen, Supervised):
-        return sum(pid != process.worker for pid in members_of(process.popen.pid))
+        few = range(last + 1, now + 1) if 0 < last <= now <= last + FEW else None
+        found = members_of(process.popen.pid, among=few)
+        return sum(pid != process.worker and _is_process(pid) for pid in found)
     return max(0, process.popen.count() - 2) if isinstance(process.popen, Monitor) else 0  # bwrap's own, and the worker
+
+
+def _is_process(pid: int) -> bool:
+    """And not a thread, which can be looked up by its number too."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/status").read_bytes().split(b"\nTgid:")[1].split(None, 1)[0]) == pid
+    return False
 
 
 def oom_kills() -> int:

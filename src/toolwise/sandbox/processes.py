@@ -113,6 +113,9 @@ class Process:
 
     def end(self, *, sweep: bool) -> int:
         """Kills it and what it started; removes its folder. Returns how it ended."""
+        life, self.life = self.life, -1
+        with suppress(OSError):
+            os.close(life)
         code = end_tree(self.popen, self.mark, sweep=sweep)
         self.forget()
         remove_folder(self.scratch, wait=False)  # whoever waits for a result need not wait for a hostile folder's end

@@ -7,7 +7,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from toolwise.sandbox.layers.bubblewrap import Monitor
@@ -93,9 +93,9 @@ class Supervised:
 Running = subprocess.Popen[bytes] | Monitor | Supervised
 
 
-def members_of(ancestor: int, mark: str = "", since: int = 0) -> Iterator[int]:
-    """The living processes beneath one, as they are found, so that who has seen enough of a bomb need not look
-    through all of it. `since`: none is older, in the kernel's ticks."""
+def members_of(ancestor: int, mark: str = "", since: int = 0, among: Iterable[int] | None = None) -> Iterator[int]:
+    """The living processes beneath one, as they are found, so that who has seen enough of a bomb need not look through
+    all of it. `since`: none is older, in the kernel's ticks. `among`: the numbers to look at, all by default."""
     beneath = {ancestor: True, 0: False, 1: False, os.getpid(): False}
 
     def belongs(pid: int) -> bool:
@@ -112,11 +112,27 @@ def members_of(ancestor: int, mark: str = "", since: int = 0) -> Iterator[int]:
         beneath.update(dict.fromkeys(chain, beneath[pid]))
         return beneath[pid]
 
-    for pid in sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True):
+    if among is None:
+        among = sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True)
+    for pid in among:
         if pid != ancestor and belongs(pid):
             with suppress(OSError, ValueError, IndexError):
                 if stat_of(pid)[0] not in (b"Z", b"X"):
                     yield pid
+
+
+def last_pid() -> int:
+    """The number that the kernel gave to the last process or thread; 0 where it does not say."""
+    try:
+        descriptor = os.open("/proc/loadavg", os.O_RDONLY)
+    except OSError:
+        return 0
+    try:
+        return int(os.read(descriptor, 128).split()[4])
+    except (OSError, ValueError, IndexError):
+        return 0
+    finally:
+        os.close(descriptor)
 
 
 def stat_of(pid: int) -> tuple[bytes, int, int, int]:

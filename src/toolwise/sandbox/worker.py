@@ -22,7 +22,7 @@ from toolwise.sandbox.layers.hardening import MEBIBYTE, Plan
 from toolwise.sandbox.output import Output
 from toolwise.sandbox.process_limits import check_processes, left_running, oom_kills
 from toolwise.sandbox.processes import Process, remove_folder
-from toolwise.sandbox.supervision import Supervised
+from toolwise.sandbox.supervision import Supervised, last_pid
 from toolwise.sandbox.targets import Target
 from toolwise.sandbox.usage import overfilled
 
@@ -55,7 +55,7 @@ class Worker:
         """The deadline that loading the user's code set; the first call shares it."""
         self.left = 0
         """How many processes calls left running."""
-        self._oom_kills = oom_kills()
+        self._oom_kills, self._last_pid = oom_kills(), last_pid()
         self._incoming = frames.Incoming(LARGEST_RESULT)
         self._output = Output()
         self._output.begin(["on import"])  # which may begin before `load` waits for it
@@ -197,8 +197,10 @@ class Worker:
         if threads is not None and threads > 1:
             time.sleep(0.001)  # a thread that was joined may take a moment to be gone
             self.clean &= self.process.threads() == 1
-        if self.may_have_children and (left := left_running(self.process)):
-            self.left, self.clean = left, False
+        if self.may_have_children:
+            last, self._last_pid = self._last_pid, last_pid()
+            left = left_running(self.process, last, self._last_pid) if last != self._last_pid or not last else 0
+            self.left, self.clean = left, self.clean and not left
         if os.listdir(self.process.scratch):
             for entry in self.process.scratch.iterdir():
                 if entry.is_dir() and not entry.is_symlink():

@@ -95,7 +95,7 @@ def test_it_goes_on_after_signals_that_are_not_meant_for_it() -> None:
 
 
 def test_its_child_ends_with_it() -> None:
-    supervisor = Supervisor("echo $$; sleep 300")
+    supervisor = Supervisor("echo $$; exec sleep 300")
     pid = supervisor.line()
     os.kill(supervisor.popen.pid, signal.SIGKILL)
     assert supervisor.end() == (-9, b"")

@@ -45,7 +45,12 @@ def supervise(life: int, report: int | None = None, *, spares: bool = False) -> 
     says that the child has ended, and then how many processes it found running beside it. `spares`: other supervisors
     that end up beneath this one are left alone; they end by themselves.
     """
-    call_prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        call_prctl(PR_SET_CHILD_SUBREAPER, 1)
+    except OSError:  # no kernel of Linux's own: what is left is found by session and environment, if at all
+        if report is not None:
+            os.close(report)
+        return
     own = os.getpid()
     child = os.fork()
     if child == 0:
@@ -198,7 +203,11 @@ def _is_supervisor(pid: int) -> bool:
 
 def _let_go_of_all_but(kept: set[int]) -> None:
     """Of what it shares with its child: a channel is closed only when the last who has it is gone."""
-    for descriptor in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *kept}:
+    try:
+        opened = {int(name) for name in os.listdir("/proc/self/fd")}
+    except OSError:
+        opened = set(range(1024))
+    for descriptor in opened - {0, 1, 2, *kept}:
         with suppress(OSError):  # the one that the list was read from
             os.close(descriptor)
     nothing = os.open(os.devnull, os.O_RDWR)

@@ -20,6 +20,8 @@ class ModelConfig(Section):
     device: str = "auto"
     """"auto" takes a GPU where there is one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    trust_remote_code: bool = False
+    """Let Python code of the model's folder run, in this process and with all its rights: read it first."""
     threads: PositiveInt | None = None
     """Of a CPU; by default one for a model under 4 million weights, for whom waking others costs more than it saves."""
 

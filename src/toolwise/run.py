@@ -233,7 +233,12 @@ def _router(
 def _critic_model(config: RunConfig, path: str) -> Any:
     from toolwise.models import load_model
 
-    return load_model(path, device=config.model.device, dtype=config.model.dtype)[0]
+    return load_model(path, **_loading(config))[0]
+
+
+def _loading(config: RunConfig) -> dict[str, Any]:
+    model = config.model
+    return {"device": model.device, "dtype": model.dtype, "trust_remote_code": model.trust_remote_code}
 
 
 def local_policy(config: RunConfig, path: str) -> LocalPolicy:
@@ -250,7 +255,7 @@ def local_policy(config: RunConfig, path: str) -> LocalPolicy:
     if grammar is not None and config.rollout.engine != "toolwise":
         raise ConfigError(f'rollout.grammar needs rollout.engine = "toolwise", given "{config.rollout.engine}"')
     announce(f"loading the model {path}")
-    model, chat = load_model(path, device=config.model.device, dtype=config.model.dtype)
+    model, chat = load_model(path, **_loading(config))
     share_threads(config, model)
     if model.device.type == "cpu" and config.model.dtype == "bfloat16":
         raise ConfigError("model.dtype is bfloat16 on a CPU: many cannot multiply it, some crash; use float32")

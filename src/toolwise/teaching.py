@@ -27,13 +27,15 @@ def teach_model(
     from toolwise.learner.lora import Adapters, LoraSettings
     from toolwise.learner.supervised import teach_steps, tokenize_conversation
 
+    settings = dict(settings)
+    trusted = bool(settings.pop("trust_remote_code", False))
     taught = _read_settings(settings)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not an empty folder: choose another one for the taught model")
     path = Path(data) if isinstance(data, str | Path) else Path("data")
     rows = read_rows(path) if isinstance(data, str | Path) else [dict(row) for row in data]
     conversations = [read_conversation(path, number, row) for number, row in enumerate(rows)]
-    model, chat = load_model(model_path)
+    model, chat = load_model(model_path, trust_remote_code=trusted)
     examples = []
     for number, (messages, tools) in enumerate(conversations):
         try:

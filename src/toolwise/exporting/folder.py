@@ -103,9 +103,10 @@ def _fill(aside: Path, found: Checkpoint, config: RunConfig, run: Path, dtype: s
     if dtype is not None and dtype != saved_in:
         convert(aside, dtype)
     if not (aside / "generation_config.json").exists():
-        _write_generation_config(aside)
+        _write_generation_config(aside, trusted=config.model.trust_remote_code)
     try:
-        _, chat = load_model(str(aside), device="cpu", dtype=dtype or saved_in)
+        trusted = config.model.trust_remote_code
+        _, chat = load_model(str(aside), device="cpu", dtype=dtype or saved_in, trust_remote_code=trusted)
     except ModelError as fault:
         raise ModelError(f"what was exported does not load, so it was removed again: {fault}") from fault
     prompt, tools = None, list(recorded_tools(aside).values())
@@ -129,7 +130,8 @@ def _record_settings(folder: Path, config: RunConfig) -> None:
         file.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_generation_config(folder: Path) -> None:
+def _write_generation_config(folder: Path, *, trusted: bool) -> None:
     from transformers import AutoConfig, GenerationConfig
 
-    GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
+    GenerationConfig.from_model_config(config).save_pretrained(folder)

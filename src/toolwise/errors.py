@@ -20,6 +20,10 @@ class ModelError(ToolwiseError):
     """A model folder or tokenizer that cannot be used."""
 
 
+class TemplateLimitError(ToolwiseError):
+    """A chat template that does not end, or makes more than a conversation can be: not one to try in another way."""
+
+
 class CheckpointError(ToolwiseError):
     """A checkpoint or run folder that is missing, torn or tampered with."""
 

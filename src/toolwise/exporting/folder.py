@@ -10,6 +10,7 @@ from pathlib import Path
 
 from toolwise import checkpoint
 from toolwise.checkpoint import Checkpoint
+from toolwise.checkpoint.files import disk_fault
 from toolwise.config import RunConfig, inference_settings, load_config
 from toolwise.errors import CheckpointError, ConfigError, ModelError
 from toolwise.exporting.card import TOOL_TEXT, model_card
@@ -50,6 +51,10 @@ def export_model(source: Path, out: Path, *, dtype: str | None = None, best: str
         if found.path.exists():
             raise
         raise CheckpointError(f"{found.path} was removed by its run while it was read: try again") from fault
+    except Exception as fault:
+        if (reason := disk_fault(fault)) is None:
+            raise
+        raise ModelError(f"cannot write {out}: {reason}; nothing was left there") from fault
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return Export(out, found, dtype or saved_in)

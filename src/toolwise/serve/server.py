@@ -52,7 +52,8 @@ class Server:
     @property
     def url(self) -> str:
         """What an OpenAI client takes as its base URL."""
-        return f"http://{self.host}:{self.port}/v1"
+        host = "127.0.0.1" if self.host in ("", "0.0.0.0") else self.host  # all addresses are not one to ask
+        return f"http://{host}:{self.port}/v1"
 
     def start(self) -> Server:
         if self._thread is not None:

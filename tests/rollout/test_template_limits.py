@@ -184,6 +184,16 @@ def test_long_conversations_are_no_loop(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(chat.render(talk)) > 1_900_000
 
 
+def test_long_texts_may_be_worked_on() -> None:
+    working = (
+        "{{ messages[0].content|replace('word', '<|a word of some length|>')|trim }}"
+        "{{ messages[0].content.replace('word ', '<|another word|>').split('|')|join(' -- ')|indent(4) }}"
+        "{{ messages|map(attribute='content')|join('\\n\\n-------\\n\\n') }}{{ '%s: %s' % (1, messages[0].content) }}"
+    )
+    chat = ChatTokenizer(tokenizer(working + CHATML))
+    assert len(chat.render([Message(role="user", content="word " * 100_000)])) > 5_000_000
+
+
 def test_a_folder_with_such_a_template_ends_with_one_line(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(BUILTIN / "small", tmp_path / "mine"))
     (folder / "chat_template.jinja").write_text(CHATML + ENDLESS["nested loops"], encoding="utf-8")

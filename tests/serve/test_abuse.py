@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import socket
 import threading
 import time
@@ -28,6 +29,30 @@ SHORT = ServerLimits(
 @cache
 def chat() -> Any:
     return load_model("builtin:small", device="cpu")[1]
+
+
+class Troubles(logging.Handler):
+    """What the server logs as its own fault: nothing that a client sends may be."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.seen: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.seen.append(f"{record.getMessage()} {record.exc_info}")
+
+
+@pytest.fixture(autouse=True)
+def troubles() -> Iterator[None]:
+    handler = Troubles()
+    loggers = [logging.getLogger(name) for name in ("uvicorn.error", "toolwise.serve", "asyncio")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    yield
+    time.sleep(0.01)  # for what follows an answer
+    for logger in loggers:
+        logger.removeHandler(handler)
+    assert handler.seen == []
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +109,10 @@ FRAMING = {
     "TE with a space before the colon": (raw("Transfer-Encoding : chunked", body=CHUNKS), 400),
     "TE in HTTP/1.0": (raw(CHUNKED, body=CHUNKS).replace(b"HTTP/1.1", b"HTTP/1.0", 1), 400),
     "a chunk size that is none": (raw(CHUNKED, body=b"zz\r\n{}\r\n0\r\n\r\n"), 400),
+    "a bad chunk after headers that are refused": (
+        request(b"zz\r\n{}\r\n", headers=[HOST, "Content-Type: text/plain", CHUNKED], length=False),
+        400,
+    ),
     "a negative chunk size": (raw(CHUNKED, body=b"-1\r\n{}\r\n0\r\n\r\n"), 400),
     "a chunk size of 30 digits": (raw(CHUNKED, body=b"f" * 30 + b"\r\n{}"), 400),
     "a chunk longer than its size": (raw(CHUNKED, body=b"1\r\n{}\r\n0\r\n\r\n"), 400),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ def _load(place: str, dtype: Any, trusted: bool) -> tuple[Any, Any, dict[str, An
     from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
     if not Path(place).is_dir():
-        check_sizes(PretrainedConfig.get_config_dict(place)[0], place, None)
+        with suppress(OSError):  # not there, or adapters alone: the next line says it, or finds their model
+            check_sizes(PretrainedConfig.get_config_dict(place)[0], place, None)
     tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trusted)
     model, report = AutoModelForCausalLM.from_pretrained(
         place, dtype=dtype, use_safetensors=True, output_loading_info=True, trust_remote_code=trusted

@@ -114,6 +114,9 @@ class LimitedProtocol(H11Protocol):
             self.transport.abort()
 
     def _refuse(self, status: int, message: str) -> None:
+        if self.cycle is not None:  # whatever is being made for this client has nobody left to read it
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
         body = json.dumps({"error": error}).encode()
         headers = [("content-type", "application/json"), ("connection", "close"), ("content-length", str(len(body)))]

@@ -22,10 +22,9 @@ def teach_model(
     model_path: str, data: str | Path | Sequence[Mapping[str, Any]], out: Path, settings: Mapping[str, Any]
 ) -> dict[str, float]:
     """Teach the model at `model_path` on `data` and save it to `out`; gives the first and the last figures."""
-    from rich.progress import track
-
     from toolwise.learner.lora import Adapters, LoraSettings
     from toolwise.learner.supervised import teach_steps, tokenize_conversation
+    from toolwise.terminal.display import track
 
     taught = _read_settings(settings)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from toolwise.terminal import say
+
 
 def sft(
     data: Annotated[Path, typer.Argument(help="Conversations: JSONL or Parquet with `messages`.", show_default=False)],
@@ -34,4 +36,4 @@ def sft(
         seed=seed,
         progress=True,
     )
-    typer.echo(f"{out}: loss {figures['first_loss']:.3f} → {figures['loss']:.3f} over {steps} steps")
+    say(f"{out}: loss {figures['first_loss']:.3f} → {figures['loss']:.3f} over {steps} steps")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from toolwise.errors import ConfigError, DataError
+from toolwise.json_text import json_text
 
 READABLE = (".parquet", ".jsonl", ".json")
 WRITABLE = (".parquet", ".jsonl")
@@ -152,7 +153,7 @@ def _write_parquet(rows: Sequence[Row], path: Path) -> None:
 def _write_jsonl(rows: Sequence[Row], path: Path) -> None:
     with path.open("w", encoding="utf-8") as file:
         for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.write(json_text(row) + "\n")
 
 
 def _not_utf8(path: Path, error: UnicodeDecodeError) -> NoReturn:

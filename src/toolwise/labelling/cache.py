@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from toolwise.errors import DataError
+from toolwise.json_text import json_text
 
 
 class AnswerCache:
@@ -42,7 +43,7 @@ class AnswerCache:
     def put(self, question: Mapping[str, Any], answer: Any) -> None:
         key = key_of(question)
         self._answers[key] = answer
-        line = json.dumps({"key": key, "answer": answer})
+        line = json_text({"key": key, "answer": answer})
         try:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)

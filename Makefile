@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 # Many tests wait for processes of their own: twice as many workers as cores.
 WORKERS ?= $(shell expr 2 \* $$(getconf _NPROCESSORS_ONLN))
 
-.PHONY: demo test test-docs test-namespaced test-long check format vllm-env bench-env clean help
+.PHONY: demo test test-docs test-namespaced test-long fuzz check format vllm-env bench-env clean help
 
 help:  ## What there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -30,6 +30,10 @@ test-namespaced: $(READY)  ## What needs bubblewrap (apt install bubblewrap): th
 
 test-long: $(READY)  ## The long tests: five seeds, ten kills, 10,000 schedules
 	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -m long
+
+MINUTES ?= 10
+fuzz: $(READY)  ## Random frames, replies, templates, settings, rows and requests for MINUTES=10
+	FUZZ_MINUTES=$(MINUTES) $(BIN)/python -m pytest -s -p no:cacheprovider tests/fuzz
 
 check: $(READY)  ## Style, types, layers
 	$(BIN)/ruff check src tests scripts examples benchmarks

@@ -122,7 +122,7 @@ def _policy(
         raise ConfigError("--policy scripted needs --script FILE: a JSON list of replies, one a turn")
     try:
         lines = json.loads(script.read_text(encoding="utf-8"))
-    except ValueError as fault:
+    except (ValueError, RecursionError) as fault:
         raise ConfigError(f"{script} is no JSON: {fault}") from None
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
         raise ConfigError(f"{script} must be a JSON list of strings, one reply a turn")

@@ -125,7 +125,7 @@ def _record_settings(folder: Path, config: RunConfig) -> None:
     if file.is_file():
         try:
             facts = inference_settings(config) | json.loads(file.read_text(encoding="utf-8"))
-        except (ValueError, TypeError) as fault:
+        except (ValueError, TypeError, RecursionError) as fault:
             raise CheckpointError(f"{file.name} of the checkpoint cannot be read ({fault}): take another one") from None
         file.write_text(json_text(facts, indent=2) + "\n", encoding="utf-8")
 

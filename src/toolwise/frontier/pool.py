@@ -130,7 +130,7 @@ def read_cells(path: Path, plan: Plan) -> dict[Cell, dict[str, Any]]:
     for line in lines:
         try:
             found.append(json.loads(line))
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
     if not found or found[0] != plan.head():
         told = found[0] if found and isinstance(found[0], dict) else {}

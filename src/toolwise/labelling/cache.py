@@ -31,7 +31,7 @@ class AnswerCache:
             try:
                 entry = json.loads(line)
                 self._answers[entry["key"]] = entry["answer"]
-            except (ValueError, KeyError, TypeError):  # the process died in the middle of it
+            except (ValueError, KeyError, TypeError, RecursionError):  # the process died in the middle of it
                 continue
 
     def __len__(self) -> int:

@@ -110,7 +110,7 @@ def _read(path: Path, number: int, row: Row) -> Label:
     if isinstance(families, str):
         try:
             families = json.loads(families)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise row_error(path, number, FAMILIES, "text that is no JSON; write an object of tools") from None
     if not isinstance(families, Mapping):
         raise row_error(path, number, FAMILIES, f"{families!r:.60} is no object; write tool names with families")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from toolwise.bounds import LARGEST_SCORE, in_bounds
+from toolwise.bounds import LARGEST_SCORE, LONGEST_REASON, cut, in_bounds
 from toolwise.protocols import Executor
 from toolwise.rewards.function import Reward, faulty
 from toolwise.types import EvaluateResult, MetricResult, Rollout, StepOutput
@@ -124,9 +124,8 @@ def _combined(parts: Sequence[tuple[Weighted, EvaluateResult, float | None, floa
     if not in_bounds(total):
         return faulty("out_of_range", f"the weighted sum is {total}; it must lie between ±{LARGEST_SCORE:g}")
     outputs = _combined_steps([(weighted.weight * scale, result) for weighted, result, _, scale in parts])
-    return EvaluateResult(
-        score=total, reason="; ".join(reasons) or None, metrics=metrics, step_outputs=outputs if outputs else None
-    )
+    reason = cut("; ".join(reasons), LONGEST_REASON) or None
+    return EvaluateResult(score=total, reason=reason, metrics=metrics, step_outputs=outputs if outputs else None)
 
 
 @dataclass(frozen=True, slots=True)

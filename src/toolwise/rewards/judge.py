@@ -151,7 +151,7 @@ class Judge:
         try:
             kept = json.loads((self.cache / key[:2] / f"{key}.json").read_text(encoding="utf-8"))
             return read_verdict(kept["reply"], self.scale) if isinstance(kept["reply"], str) else None
-        except (OSError, ValueError, KeyError, TypeError, JudgeError):
+        except (OSError, ValueError, KeyError, TypeError, JudgeError, RecursionError):
             return None
 
     def _remember(self, key: str, reply: str) -> None:

@@ -91,7 +91,7 @@ def store_calibration(model: Path, calibration: Calibration) -> None:
     path = model / FACTS
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as fault:
+    except (OSError, ValueError, RecursionError) as fault:
         raise CheckpointError(f"{path} cannot be read ({fault}): is there a router in {model}?") from None
     data = (json_text(facts | {_KEY: calibration.to_json()}, indent=2) + "\n").encode()
     if (model.parent / checkpoint.MANIFEST).is_file():

@@ -90,7 +90,7 @@ def _read_gold(path: Path) -> list[Any]:
     if path.suffix == ".json":
         try:
             actions = json.loads(text)
-        except ValueError as fault:
+        except (ValueError, RecursionError) as fault:
             raise DataError(f"{path} is no JSON: {fault}") from None
         if not isinstance(actions, list):
             raise DataError(f"{path} must hold a list of actions")
@@ -113,7 +113,7 @@ def _read_action(given: Any, where: str) -> Any:
             return given
         try:
             given = json.loads(given)
-        except ValueError:
+        except (ValueError, RecursionError):
             return given
     calls = given if isinstance(given, list) else [given]
     if not all(isinstance(call, dict) for call in calls):

@@ -52,7 +52,7 @@ def _object(text: str, option: str) -> dict[str, Any]:
 
     try:
         value = json.loads(text)
-    except ValueError as fault:
+    except (ValueError, RecursionError) as fault:
         raise ConfigError(f"{option} {text!r:.80} is no JSON ({fault})") from None
     if not isinstance(value, dict):
         raise ConfigError(f'{option} {text!r:.80} is no JSON object; write {{"argument": value}}')

@@ -51,7 +51,7 @@ def plain(value: Any, depth: int = 0) -> Any:
 
 def _key(key: Any) -> str:
     """As the standard library writes it, where it does: `true`, `null`, `1`."""
-    found = plain(key, DEEPEST)
+    found = plain(key) if key is None or isinstance(key, str | bool | int | float) else _shown(key)
     return found if isinstance(found, str) else json.dumps(found)
 
 

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
+from toolwise.bounds import cut
 from toolwise.errors import ConfigError
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -218,7 +219,9 @@ def _location(raw: Location, settings: Any, *, missing: bool) -> Location:
 
 
 def _dotted(location: Location) -> str:
-    return "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in location).lstrip(".")
+    """As an override names it, in one line: a key may be any text."""
+    names = (f"[{name}]" if isinstance(name, int) else f".{cut(_one_line(str(name)), 80)}" for name in location)
+    return "".join(names).lstrip(".")
 
 
 def _shown(value: Any) -> str:

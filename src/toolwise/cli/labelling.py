@@ -41,7 +41,7 @@ def label_file(file: Path, out: Path, tools: Sequence[str], asked: Asked | None)
 
     if out.suffix.lower() not in (".jsonl", ".csv", ".parquet"):
         raise ConfigError(f"--out {out}: labels are written as .jsonl, .csv or .parquet")
-    if out.resolve() == file.resolve():
+    if os.path.realpath(out) == os.path.realpath(file):
         raise ConfigError(f"--out {out} is the file itself: give another, nothing is ever overwritten")
     built = build_tools(tools)
     tasks = load_tasks(file)

@@ -49,7 +49,7 @@ CALLS = st.fixed_dictionaries({}, optional={"name": JSON, "arguments": JSON, "pa
 WRITTEN = st.lists(st.one_of(MARKS, MARKS, TEXT, CALLS.map(lambda call: json_text(call))), max_size=10).map("".join)
 
 
-@fuzz(st.sampled_from(sorted(PARSERS)), WRITTEN, examples=120)
+@fuzz(st.sampled_from(sorted(PARSERS)), WRITTEN, examples=80)
 def test_any_text_is_read(name: str, text: str) -> None:
     content, calls = PARSERS[name](text)
     assert isinstance(content, str)

@@ -25,7 +25,7 @@ def time_each(targets: int) -> None:
     _seconds_each = 60.0 * MINUTES / max(1, targets)
 
 
-def fuzz(*strategies: Any, examples: int = 40) -> Callable[[Callable[..., None]], Callable[[], None]]:
+def fuzz(*strategies: Any, examples: int = 25) -> Callable[[Callable[..., None]], Callable[[], None]]:
     """`examples` that are the same each time; or new ones until the time is over, each round with a seed that a
     failure names. Arguments are drawn from `strategies` in order."""
 

@@ -50,10 +50,10 @@ RESULTS = st.fixed_dictionaries(
 )
 MANY = st.sampled_from(
     [
-        {"score": 1, "metrics": {str(i): 1.0 for i in range(5_000)}},
-        {"score": 1, "metrics": {"x" * 100_000: 1.0}},
-        {"score": 1, "reason": "x" * 100_000},
-        {"score": 1, "step_outputs": [{"step_index": i, "base_reward": 0} for i in range(20_000)]},
+        {"score": 1, "metrics": {str(i): 1.0 for i in range(300)}},
+        {"score": 1, "metrics": {"x" * 1_000: 1.0}},
+        {"score": 1, "reason": "x" * 30_000},
+        {"score": 1, "step_outputs": [{"step_index": i, "base_reward": 0} for i in range(10_001)]},
         {"step_outputs": [{"step_index": i, "base_reward": 1e308} for i in range(3)]},
     ]
 )

@@ -46,7 +46,7 @@ def told(fault: ToolwiseError) -> None:
     assert len(str(fault)) < 30_000
 
 
-@fuzz(ROWS, examples=80)
+@fuzz(ROWS, examples=40)
 def test_any_row_is_a_task_or_a_line(row: dict[str, Any]) -> None:
     try:
         task = read_task(Path("x.jsonl"), 0, row, {})

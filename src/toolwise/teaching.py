@@ -25,10 +25,9 @@ def teach_model(
     model_path: str, data: str | Path | Sequence[Mapping[str, Any]], out: Path, settings: Mapping[str, Any]
 ) -> dict[str, float]:
     """Teach the model at `model_path` on `data` and save it to `out`; gives the first and the last figures."""
-    from rich.progress import track
-
     from toolwise.learner.lora import Adapters, LoraSettings
     from toolwise.learner.supervised import teach_steps, tokenize_conversation
+    from toolwise.terminal.display import track
 
     settings = dict(settings)
     trusted = bool(settings.pop("trust_remote_code", False))

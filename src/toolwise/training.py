@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import resource
@@ -24,6 +23,7 @@ from toolwise.config import RunConfig
 from toolwise.diagnosis import Changes, show_changes
 from toolwise.errors import ConfigError
 from toolwise.evaluation import validate
+from toolwise.json_text import json_text
 from toolwise.loop import Turn, train_step
 from toolwise.records import record_of, write_records, write_whole
 from toolwise.rewards.printed import PrintedLog
@@ -40,6 +40,7 @@ from toolwise.run_files import check_folder, find_checkpoint, forget_rollouts_af
 from toolwise.secret_names import secret_keys
 from toolwise.settings import to_toml
 from toolwise.summary import summarize_validation, validation_metrics
+from toolwise.terminal import say
 from toolwise.tools.record import write_tools
 from toolwise.trackers.console import ConsoleTracker
 from toolwise.trackers.jsonl import JsonlTracker, read_metrics, truncate_after
@@ -187,7 +188,7 @@ class Training:
         show_changes(changes, self.console)
         if changes.found or changes.withdrawn:
             findings = [finding.to_json() for finding in self.run.progress.diagnosis.findings]
-            write_whole(self.out / "diagnosis.json", json.dumps(findings, indent=2).encode())
+            write_whole(self.out / "diagnosis.json", json_text(findings, indent=2).encode())
 
     def _save(self) -> None:
         progress, trainer = self.run.progress, self.run.config.trainer
@@ -245,7 +246,7 @@ class Training:
             "diagnosis": [finding.to_json() for finding in diagnosis.findings],
             "tool_prompt": run.chat.tool_prompt.describe() if run.scheduler.tools else None,
         }
-        write_whole(self.out / "summary.json", json.dumps(summary, indent=2).encode())
+        write_whole(self.out / "summary.json", json_text(summary, indent=2).encode())
         from toolwise.view.report import write_report
 
         write_report(self.out)
@@ -315,7 +316,7 @@ class Training:
                 raise KeyboardInterrupt
             self.interrupted = True
             name = signal.Signals(number).name
-            print(f"\n{name}: finishing this step and saving; once more to stop at once", file=sys.stderr, flush=True)
+            say(f"\n{name}: finishing this step and saving; once more to stop at once", err=True)
 
         if threading.current_thread() is not threading.main_thread():
             yield  # signals belong to the host

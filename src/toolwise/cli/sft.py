@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from toolwise.terminal import say
+
 
 def sft(
     data: Annotated[Path, typer.Argument(help="Conversations: JSONL or Parquet with `messages`.", show_default=False)],
@@ -38,4 +40,4 @@ def sft(
         trust_remote_code=trust_remote_code,
         progress=True,
     )
-    typer.echo(f"{out}: loss {figures['first_loss']:.3f} → {figures['loss']:.3f} over {steps} steps")
+    say(f"{out}: loss {figures['first_loss']:.3f} → {figures['loss']:.3f} over {steps} steps")

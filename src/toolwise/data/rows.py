@@ -134,7 +134,7 @@ class _RowReader:
     def json_of(self, text: str, field: str) -> Any:
         try:
             return json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise self.error(field, f"text that is not JSON ({error}); write JSON text or the value itself") from error
 
     def prompt(self, *, required: bool) -> list[Message]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 from uuid import uuid4
 
+from toolwise.bounds import LARGEST_SCORE, in_bounds
 from toolwise.envs.base import BaseEnv
 from toolwise.limits import OPEN, Gate
 from toolwise.messages import Message, ToolCall
@@ -165,7 +166,7 @@ class ToolEnv(BaseEnv):
             return CallOutcome(self._shorten(text), failure="unknown_tool")
         problems = validate_arguments(schema_for(tool, self.task), call.arguments)
         if problems:
-            return CallOutcome(f"error: {'; '.join(problems)}", failure="bad_arguments")
+            return CallOutcome(self._shorten(f"error: {'; '.join(problems)}"), failure="bad_arguments")
         clock = WorkClock()
         outcome = await self._execute(tool, call.arguments, clock)
         outcome.queue_s = clock.queue_s
@@ -213,10 +214,10 @@ class ToolEnv(BaseEnv):
         return await end_within(self.tool_timeout_s, work, TimeoutError(self._late), WorkClock())
 
     def _shorten(self, text: str) -> str:
+        more = len(text) - self.max_result_chars
+        text = text[: self.max_result_chars]  # first: a copy of a gigabyte is a gigabyte
         text = text.encode("utf-8", "replace").decode()  # half a character is no text, and no tokenizer takes it
-        if len(text) <= self.max_result_chars:
-            return text
-        return f"{text[: self.max_result_chars]}… ({len(text) - self.max_result_chars} more characters)"
+        return text if more <= 0 else f"{text}… ({more} more characters)"
 
 
 _specs: dict[int, tuple[weakref.ref[OpenAIFunctionToolSchema], dict[str, Any]]] = {}
@@ -257,6 +258,7 @@ def add_counts(counts: dict[str, int], more: Mapping[str, int]) -> None:
 def as_reward(value: Any) -> float | None:
     """A step's or a tool's reward, refused where it is none: a NaN would spoil its whole group in silence."""
     reward = None if value is None else float(value)
-    if reward is not None and not math.isfinite(reward):
-        raise ValueError(f"the reward {reward} is no finite number")
+    if reward is not None and not in_bounds(reward):
+        what = f"does not lie between ±{LARGEST_SCORE:g}" if math.isfinite(reward) else "is no finite number"
+        raise ValueError(f"the reward {reward} {what}")
     return reward

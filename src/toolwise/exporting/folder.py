@@ -15,6 +15,7 @@ from toolwise.config import RunConfig, inference_settings, load_config
 from toolwise.errors import CheckpointError, ConfigError, ModelError
 from toolwise.exporting.card import TOOL_TEXT, model_card
 from toolwise.exporting.weights import convert, describe
+from toolwise.json_text import json_text
 from toolwise.models import load_model
 from toolwise.rollout.tool_prompt import describe_tools
 from toolwise.routed.calibration import FACTS
@@ -130,9 +131,9 @@ def _record_settings(folder: Path, config: RunConfig) -> None:
     if file.is_file():
         try:
             facts = inference_settings(config) | json.loads(file.read_text(encoding="utf-8"))
-        except (ValueError, TypeError) as fault:
+        except (ValueError, TypeError, RecursionError) as fault:
             raise CheckpointError(f"{file.name} of the checkpoint cannot be read ({fault}): take another one") from None
-        file.write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        file.write_text(json_text(facts, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_generation_config(folder: Path, *, trusted: bool) -> None:

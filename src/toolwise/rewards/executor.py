@@ -13,6 +13,7 @@ from typing import Any
 from toolwise.messages import Message
 from toolwise.rewards.function import Reward, faulty, read_result, read_results
 from toolwise.rewards.printed import Printed, kept, listening
+from toolwise.rewards.result_bounds import shortened
 from toolwise.rewards.signature import TASK_FIELDS
 from toolwise.types import EvaluateResult, Rollout, Task
 
@@ -124,4 +125,8 @@ def _copies(rollout: Rollout) -> tuple[list[Message], Any]:
 
 
 def _fault(fault: Exception) -> EvaluateResult:
-    return faulty("exception", f"{type(fault).__name__}: {fault}", traceback.format_exc(limit=-5))
+    try:
+        said = str(fault)
+    except Exception:  # likewise
+        said = "(its text cannot be had)"
+    return shortened(faulty("exception", f"{type(fault).__name__}: {said}", traceback.format_exc(limit=-5)))

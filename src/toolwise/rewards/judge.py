@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from toolwise.errors import ConfigError
+from toolwise.json_text import json_text
 from toolwise.messages import Message, as_messages
 from toolwise.rewards.function import faulty, reward_function
 from toolwise.rewards.judge_endpoint import JudgeError, Retries, ask
@@ -150,7 +151,7 @@ class Judge:
         try:
             kept = json.loads((self.cache / key[:2] / f"{key}.json").read_text(encoding="utf-8"))
             return read_verdict(kept["reply"], self.scale) if isinstance(kept["reply"], str) else None
-        except (OSError, ValueError, KeyError, TypeError, JudgeError):
+        except (OSError, ValueError, KeyError, TypeError, JudgeError, RecursionError):
             return None
 
     def _remember(self, key: str, reply: str) -> None:
@@ -160,7 +161,7 @@ class Judge:
         part = path.with_suffix(f".{uuid4().hex}.part")  # a name of its own: other runs may share the cache
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json.dumps({"reply": reply}), encoding="utf-8")
+            part.write_text(json_text({"reply": reply}), encoding="utf-8")
             part.replace(path)  # whole or not at all
         except OSError as fault:  # a verdict is worth more than its copy
             log.warning("judge: the cache %s cannot be written: %s", self.cache, fault)

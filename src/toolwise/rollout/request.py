@@ -12,14 +12,16 @@ from collections.abc import Callable, Coroutine, Sequence
 from enum import StrEnum
 from typing import Any, TypeVar, cast
 
+from toolwise.bounds import LONGEST_FAULT, cut
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.tool_env import as_reward
 from toolwise.errors import ContextFullError
 from toolwise.limits import Limits, Place
-from toolwise.messages import Message, Prefix, as_messages
+from toolwise.messages import Message, Prefix
 from toolwise.protocols import AgentPolicy, SessionPolicy
 from toolwise.rollout.call_counts import CallCounts
 from toolwise.rollout.decision import Decision
+from toolwise.rollout.observation import observed
 from toolwise.rollout.termination import Termination
 from toolwise.types import Rollout, StepData, StopReason, Task, Usage
 from toolwise.waiting import end_within
@@ -322,7 +324,7 @@ class AsyncRolloutRequest:
             stop_reason=self.stop_reason or StopReason.POLICY_FAULT,
             usage=self.usage,
             tool_rewards=self.tool_rewards,
-            fault=self.fault,
+            fault=self.fault and cut(self.fault, LONGEST_FAULT),
             infrastructure_fault=self.infrastructure_fault,
         )
 
@@ -373,11 +375,7 @@ class AsyncRolloutRequest:
             log.debug("step %d of %s: %s", len(self.steps), self.rollout_id, decision.raw)
 
     def _see(self, observation: str | Sequence[Message]) -> None:
-        if isinstance(observation, str):
-            if observation:
-                self.messages.append(Message(role="user", content=observation))
-        else:
-            self.messages.extend(as_messages(observation))
+        self.messages.extend(observed(observation))
 
     def _count(self, info: dict[str, Any]) -> None:
         self._counts.add(info)

@@ -132,7 +132,7 @@ def _without_secrets(config: str) -> str:
     """A report is sent around: it shows that a key or a password was set, and not which."""
     try:
         table = tomllib.loads(config)
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return config
     return tomli_w.dumps(masked(table)) if any(secret_keys(table)) else config
 

@@ -15,6 +15,7 @@ import torch
 
 from toolwise.checkpoint.files import disk_fault
 from toolwise.errors import PolicyError
+from toolwise.json_text import json_text
 
 
 class WeightsFolder:
@@ -88,4 +89,4 @@ def _untie(config: Path) -> None:
     """vLLM's CPU build packs a tied head once, and keeps that copy when the embeddings change; a head that is loaded
     by itself is packed anew."""
     settings = json.loads(config.read_text(encoding="utf-8"))
-    config.write_text(json.dumps(settings | {"tie_word_embeddings": False}, indent=2), encoding="utf-8")
+    config.write_text(json_text(settings | {"tie_word_embeddings": False}, indent=2), encoding="utf-8")

@@ -43,6 +43,7 @@ from toolwise.summary import summarize_validation, validation_metrics
 from toolwise.tools.record import write_tools
 from toolwise.trackers.console import ConsoleTracker
 from toolwise.trackers.jsonl import JsonlTracker, read_metrics, truncate_after
+from toolwise.user_code import Interrupt
 
 log = logging.getLogger("toolwise.training")
 
@@ -312,7 +313,7 @@ class Training:
 
         def stop(number: int, frame: FrameType | None) -> None:
             if self.interrupted:
-                raise KeyboardInterrupt
+                raise Interrupt
             self.interrupted = True
             name = signal.Signals(number).name
             print(f"\n{name}: finishing this step and saving; once more to stop at once", file=sys.stderr, flush=True)

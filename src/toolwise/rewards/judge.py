@@ -19,6 +19,7 @@ from uuid import uuid4
 
 from toolwise.errors import ConfigError
 from toolwise.messages import Message, as_messages
+from toolwise.own_tasks import hide
 from toolwise.rewards.function import faulty, reward_function
 from toolwise.rewards.judge_endpoint import JudgeError, Retries, ask
 from toolwise.rewards.transcript import split_thought
@@ -100,7 +101,7 @@ class Judge:
             asyncio.TaskGroup() as group,
         ):
             asked = {
-                key: group.create_task(self._grade_one(client, slots, key, question))
+                key: hide(group.create_task(self._grade_one(client, slots, key, question)))
                 for key, question in dict(zip(keys, questions, strict=True)).items()
             }
         return [asked[key].result().model_copy(deep=True) for key in keys]

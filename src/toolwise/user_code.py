@@ -12,7 +12,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Awaitable, Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -73,12 +73,26 @@ def call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 async def contain(work: Awaitable[T]) -> T:
     """What `work` gives, for a task of its own; a cancellation stays one."""
+    task = asyncio.current_task()
     try:
         return await work
     except (Exception, asyncio.CancelledError):
         raise
     except BaseException as fault:
+        if is_closing(fault, task):
+            raise
         raise as_exception(fault) from None
+
+
+def is_closing(fault: BaseException, task: asyncio.Task[Any] | None = None) -> bool:
+    """Whether Python is closing a coroutine, of `task` where that is known, that nobody runs any more."""
+    if not isinstance(fault, GeneratorExit):
+        return False
+    try:
+        current = asyncio.current_task()
+    except RuntimeError:  # no loop is running
+        return True
+    return current is None or (task is not None and current is not task)
 
 
 def describe(fault: BaseException) -> str:

@@ -178,11 +178,14 @@ def _wake(woken: asyncio.Future[None] | None) -> None:
 async def _told_of(work: Coroutine[Any, Any, T], woken: asyncio.Future[None]) -> T:
     """Wakes whoever waits when `work` ends: a callback of the task, or `asyncio.wait`, would take another turn of the
     loop. A `sys.exit()` in a task would end the loop, and the run with it."""
+    task = asyncio.current_task()
     try:
         return await work
     except (Exception, asyncio.CancelledError):
         raise
     except BaseException as fault:
+        if user_code.is_closing(fault, task):
+            raise
         raise user_code.as_exception(fault) from None
     finally:
         if not woken.done():

@@ -23,7 +23,7 @@ from toolwise.rollout.call_counts import CallCounts
 from toolwise.rollout.decision import Decision
 from toolwise.rollout.termination import Termination
 from toolwise.types import Rollout, StepData, StopReason, Task, Usage
-from toolwise.user_code import as_exception, call, contain, describe, traced
+from toolwise.user_code import as_exception, call, contain, describe, is_closing, traced
 from toolwise.waiting import end_within
 
 log = logging.getLogger("toolwise.rollout")
@@ -273,6 +273,8 @@ class AsyncRolloutRequest:
         """A fault in other people's code is a typed outcome, never a crash of the run."""
         if isinstance(fault, asyncio.CancelledError):
             _heed()
+        if is_closing(fault):
+            raise fault
         reason, said = blame, f"{where}{describe(as_exception(fault))}"
         if isinstance(fault, ContextFullError):
             reason, said = StopReason.MAX_TOKENS if self.steps else StopReason.PROMPT_TOO_LONG, str(fault)

@@ -194,13 +194,20 @@ def read_verdict(reply: str, scale: tuple[float, float]) -> EvaluateResult:
     )
 
 
+MAX_FALSE_STARTS = 200
+"""Braces that begin no JSON; after them only as many of the last ones are tried. Each may cost a look at all the text."""
+
+
 def _last_object(text: str) -> dict[str, Any] | None:
-    decoder, found, place = json.JSONDecoder(), None, text.find("{")
+    decoder, found, place, failures = json.JSONDecoder(), None, text.find("{"), 0
     while place >= 0:
         try:
             value, end = decoder.raw_decode(text, place)
         except (ValueError, RecursionError):
-            end = place + 1
+            end, failures = place + 1, failures + 1
+            if failures == MAX_FALSE_STARTS:
+                last = [at for at, letter in enumerate(text) if letter == "{"][-MAX_FALSE_STARTS]
+                end = max(end, last)
         else:
             if isinstance(value, dict) and "score" in value:
                 found = value

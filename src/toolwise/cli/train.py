@@ -89,6 +89,7 @@ def finish(result: RunResult) -> None:
     """The before/after table, and where everything is; an interrupted run says how to go on."""
     from rich.console import Console
 
+    from toolwise.fault_rates import describe_totals
     from toolwise.run_changes import resume_command
     from toolwise.view.report import before_after_table
 
@@ -100,6 +101,8 @@ def finish(result: RunResult) -> None:
         console.print(before_after_table(summary))
     steps = "1 step" if summary["steps"] == 1 else f"{summary['steps']} steps"
     console.print(f"{steps} in {summary['seconds']:.0f} s, peak memory {summary['peak_rss_mb']:.0f} MB")
+    if failed := describe_totals(summary.get("faults") or {}):
+        typer.echo(f"faults: {failed}")
     for line in (f"  {result.out / 'report.html'}", f"  {result.out / 'report.png'}", f"run folder: {result.out}"):
         typer.echo(line)
     if summary["interrupted"]:

@@ -195,7 +195,7 @@ def read_verdict(reply: str, scale: tuple[float, float]) -> EvaluateResult:
 
 
 MAX_FALSE_STARTS = 200
-"""Braces that begin no JSON; after them only as many of the last ones are tried. Each may cost a look at all the text."""
+"""Braces that begin no JSON; after them only as many of the last are tried. Each may cost a look at all the text."""
 
 
 def _last_object(text: str) -> dict[str, Any] | None:

@@ -32,6 +32,10 @@ class RewardError(ToolwiseError):
     """A reward function that cannot be used, or fails more often than the run allows."""
 
 
+class FaultRateError(ToolwiseError):
+    """More of a run fails than `faults` allows."""
+
+
 class PolicyError(ToolwiseError):
     """A policy that cannot do what was asked of it."""
 

@@ -17,6 +17,7 @@ from toolwise.diagnosis import Diagnosis, Finding, check_routable, startup_findi
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.catalog import build_env_factory
 from toolwise.errors import ConfigError
+from toolwise.fault_rates import FaultRates
 from toolwise.limits import Gate, Limits
 from toolwise.protocols import AdvantageEstimator, AgentPolicy, Sampling
 from toolwise.rollout.queue import RolloutQueue
@@ -57,6 +58,7 @@ class Progress:
     best_overspend: float = 0.0
     """By how much the best one exceeds the router's budget: routing/overspend.py."""
     diagnosis: Diagnosis = field(default_factory=Diagnosis)
+    faults: FaultRates = field(default_factory=FaultRates)
 
     @property
     def best_rank(self) -> tuple[float, float] | None:
@@ -76,6 +78,7 @@ class Progress:
         self.best_overspend = state.get("best_overspend", 0.0)  # older checkpoints have none of these
         self.last_step = state.get("last_step")
         self.diagnosis.load_state_dict(state.get("diagnosis", {}))
+        self.faults.load_state_dict(state.get("faults", {}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import select
 import signal
+import struct
+import termios
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -17,7 +20,9 @@ from toolwise.sandbox import frames
 from toolwise.sandbox.faults import SandboxError, WorkerFault, read_fault
 from toolwise.sandbox.layers.hardening import MEBIBYTE, Plan
 from toolwise.sandbox.output import Output
+from toolwise.sandbox.process_limits import check_processes, left_running, oom_kills
 from toolwise.sandbox.processes import Process, remove_folder
+from toolwise.sandbox.supervision import Supervised
 from toolwise.sandbox.targets import Target
 from toolwise.sandbox.usage import overfilled
 
@@ -38,8 +43,8 @@ _numbers = itertools.count(1)
 class Worker:
     """A process that serves one function."""
 
-    def __init__(self, process: Process, plan: Plan, printed: Printed | None = None) -> None:
-        self.process, self.plan, self._on_print = process, plan, printed
+    def __init__(self, process: Process, plan: Plan, printed: Printed | None = None, target: str = "") -> None:
+        self.process, self.plan, self.target, self._on_print = process, plan, target, printed
         self.calls = 0
         self.signature: Signature | None = None
         """What its function takes, once it is loaded."""
@@ -48,12 +53,17 @@ class Worker:
         self.clean = True
         self.loaded_by = 0.0
         """The deadline that loading the user's code set; the first call shares it."""
+        self.left = 0
+        """How many processes calls left running."""
+        self._oom_kills = oom_kills()
         self._incoming = frames.Incoming(LARGEST_RESULT)
         self._output = Output()
         self._output.begin(["on import"])  # which may begin before `load` waits for it
         self._poll = select.poll()
         self._poll.register(process.channel, select.POLLIN)
         self._poll.register(process.output, select.POLLIN)
+        self._waiting = select.poll()
+        self._waiting.register(process.channel, select.POLLIN)
 
     @property
     def may_have_children(self) -> bool:
@@ -62,8 +72,11 @@ class Worker:
     def seal(self, target: Target, path: Sequence[str] = (), *, probe: bool = False) -> None:
         """Waits for the interpreter, and has it harden itself."""
         deadline = time.monotonic() + START_S
-        if self._next(deadline, "start").get("ready") is not True:
+        ready = self._next(deadline, "start")
+        if ready.get("ready") is not True:
             raise SandboxError("a worker did not start as it should")
+        if isinstance(self.process.popen, Supervised):
+            self.process.first = int(ready["pid"])
         order = {
             "plan": self.plan.to_json(),
             "path": list(path),
@@ -184,6 +197,8 @@ class Worker:
         if threads is not None and threads > 1:
             time.sleep(0.001)  # a thread that was joined may take a moment to be gone
             self.clean &= self.process.threads() == 1
+        if self.may_have_children and (left := left_running(self.process)):
+            self.left, self.clean = left, False
         if os.listdir(self.process.scratch):
             for entry in self.process.scratch.iterdir():
                 if entry.is_dir() and not entry.is_symlink():
@@ -191,8 +206,14 @@ class Worker:
                 else:
                     entry.unlink(missing_ok=True)
 
+    def is_ready(self) -> bool:
+        """Whether it still waits for a call: it is not gone, and nothing came that nobody asked for."""
+        return not self._incoming.torn and not self._waiting.poll(0)
+
     def end(self) -> int:
-        return self.process.end(sweep=self.may_have_children)
+        code = self.process.end(sweep=self.may_have_children)
+        self.left = max(self.left, self.process.left)
+        return code
 
     def _send(self, payload: bytes, deadline: float) -> None:
         view = memoryview(frames.framed(payload))
@@ -209,7 +230,11 @@ class Worker:
                 room.poll(min(left, LOOK_S) * 1000)
                 self._drain()
             except OSError:
-                raise self._death() from None
+                raise self._unreached(self._death()) from None
+
+    def _unreached(self, fault: WorkerFault) -> WorkerFault:
+        fault.unreached = True
+        return fault
 
     def _next(self, deadline: float, what: str) -> dict[str, Any]:
         """The next message from the worker."""
@@ -224,6 +249,7 @@ class Worker:
             ready = self._poll.poll(min(left, LOOK_S) * 1000)
             if time.monotonic() > look:
                 self._look_at_folder()
+                self._look_at_processes()
                 look = time.monotonic() + LOOK_S
             for descriptor, _ in ready:
                 if descriptor == self.process.output:
@@ -236,6 +262,8 @@ class Worker:
             data = self.process.channel.recv(1 << 18)
         except BlockingIOError:
             return
+        except ConnectionResetError:  # the kernel's word for an end with something unread
+            raise self._unreached(self._death()) from None
         except OSError:
             data = b""
         if not data:
@@ -259,6 +287,17 @@ class Worker:
         if too_much:
             raise WorkerFault("too_big", too_much)
 
+    def _look_at_processes(self) -> None:
+        if self.process.is_stopped() and not (self.layers and self._has_read()):
+            raise self._unreached(WorkerFault("timeout", "its process was stopped before it took its call"))
+        if self.layers:  # until then it is ours, and in namespaces may still see all processes
+            check_processes(self.process, self.plan.memory_mb, children=self.may_have_children)
+
+    def _has_read(self) -> bool:
+        """Whether it has taken all that was sent."""
+        unread = fcntl.ioctl(self.process.channel, termios.TIOCOUTQ, bytes(4))
+        return struct.unpack("i", unread) == (0,)
+
     def _death(self) -> WorkerFault:
         """Why the channel is closed."""
         end = time.monotonic() + GONE_S
@@ -274,7 +313,12 @@ class Worker:
         if code == -signal.SIGSYS:
             return WorkerFault("denied", "it made a system call of another processor's", printed)
         how = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with status {code}"
-        return WorkerFault("died", f"its process {how}{torn}", printed)
+        return WorkerFault("died", f"its process {how}{torn}{self._by_whom(code)}", printed)
+
+    def _by_whom(self, code: int) -> str:
+        if code != -signal.SIGKILL or oom_kills() <= self._oom_kills:
+            return ""
+        return "; meanwhile the kernel killed a process since the machine or its container was out of memory"
 
     def _printed(self) -> str:
         return self._output.of()

@@ -54,6 +54,11 @@ class Plan:
     outside: tuple[str, ...] = ()
     """The trainer's namespaces that it must not be in, as the kernel names them; none where it was started in them."""
 
+    @property
+    def may_have_children(self) -> bool:
+        """Whether it is not kept from starting processes."""
+        return "subprocess" in self.permissions or "seccomp" not in self.layers or not seccomp.supported()
+
     def to_json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
 

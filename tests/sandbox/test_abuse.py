@@ -48,6 +48,7 @@ def _check(case: Any, outcome: Any) -> None:
     assert outcome["left_behind"] == [], outcome
     assert outcome["next_score"] == 0.25, outcome
     assert outcome["seconds"] <= cases.TIMEOUT_S + cases.GRACE_S, outcome
+    assert outcome["disk_mb"] <= outcome["disk_limit_mb"], outcome
     if case.score is not None:
         assert outcome["score"] == case.score, outcome
     if case.replaced is not None:
@@ -78,7 +79,8 @@ def _readable_copy(folder: Path) -> dict[str, str]:
             shutil.copy(source, folder / "lib" / name)
     own = HERE.parent.parent / "src" / "toolwise"
     shutil.copytree(own, folder / "src" / "toolwise", ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
-    shutil.copy(HERE / "abuse_cases.py", folder)
+    for source in (HERE / "abuse_cases.py", *(HERE.parent / "helpers").glob("abuse_*.py")):
+        shutil.copy(source, folder)
     (folder / "run.py").write_text(
         "import site, sys\n"
         f"site.getsitepackages = lambda: [{str(folder / 'lib')!r}]\n"

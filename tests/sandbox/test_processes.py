@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from toolwise.sandbox.processes import _environment, remove_folder, start_process, sweep_leftovers
+from toolwise.sandbox.processes import _environment, start_process, sweep_leftovers
+from toolwise.sandbox.scratch import remove_folder
 
 
 def test_the_environment_holds_nothing_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

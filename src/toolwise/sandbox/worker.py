@@ -6,20 +6,24 @@ import itertools
 import os
 import select
 import signal
+import socket
+import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
 from toolwise.rewards.printed import Printed
 from toolwise.rewards.signature import Signature
 from toolwise.sandbox import frames
+from toolwise.sandbox.disk_usage import Disk
 from toolwise.sandbox.faults import SandboxError, WorkerFault, read_fault
+from toolwise.sandbox.layers.bubblewrap import Monitor
 from toolwise.sandbox.layers.hardening import MEBIBYTE, Plan
 from toolwise.sandbox.output import Output
-from toolwise.sandbox.processes import Process, remove_folder
+from toolwise.sandbox.processes import Process
 from toolwise.sandbox.targets import Target
-from toolwise.sandbox.usage import overfilled
+from toolwise.sandbox.usage import places_of
 
 START_S = 60.0
 """How long an interpreter may take to come up on a busy machine; the user's code has not begun by then."""
@@ -27,11 +31,13 @@ LARGEST_RESULT = 8 * MEBIBYTE
 SLACK_S = 0.5
 """What a worker has, beyond a call's time, to say that the call ran out of it."""
 LOOK_S = 0.1
-"""How often a long call's folder is looked at."""
+MEASURE_S = 0.01
+"""How often a long call's folder is looked at: where the kernel keeps its size, and where it has to be measured."""
 GONE_S = 0.2
 MOST_READS = 256
 """Of what it printed, after its last answer: a thread that was left behind may print for ever."""
 
+_FOLDER = struct.Struct("i")
 _numbers = itertools.count(1)
 
 
@@ -48,6 +54,7 @@ class Worker:
         self.clean = True
         self.loaded_by = 0.0
         """The deadline that loading the user's code set; the first call shares it."""
+        self._disk: Disk | None = None
         self._incoming = frames.Incoming(LARGEST_RESULT)
         self._output = Output()
         self._output.begin(["on import"])  # which may begin before `load` waits for it
@@ -56,8 +63,17 @@ class Worker:
         self._poll.register(process.output, select.POLLIN)
 
     @property
+    def disk(self) -> Disk:
+        """Its folder, as it sees it itself where it has told so."""
+        if self._disk is None:
+            self._disk = Disk([self.process.scratch], self.plan.file_mb)
+        return self._disk
+
+    @property
     def may_have_children(self) -> bool:
-        return "seccomp" not in self.layers or "subprocess" in self.plan.permissions
+        """Or is one: bubblewrap's."""
+        alone = "seccomp" in self.layers and "subprocess" not in self.plan.permissions
+        return not alone or isinstance(self.process.popen, Monitor)
 
     def seal(self, target: Target, path: Sequence[str] = (), *, probe: bool = False) -> None:
         """Waits for the interpreter, and has it harden itself."""
@@ -72,8 +88,10 @@ class Worker:
             "probe": probe,
         }
         self._send(frames.encode(order), deadline)
+        self._next(deadline, "tell its folder")
         said = self._next(deadline, "harden itself")
         self.layers, self.missing = dict(said.get("layers") or {}), dict(said.get("missing") or {})
+        self._disk = self.disk  # before a line of the user's code runs
 
     def load(self, timeout_s: float) -> None:
         """Waits until the user's code is loaded. The deadline starts here."""
@@ -162,6 +180,7 @@ class Worker:
         answers = said.get("answers")
         if said.get("id") != number or not isinstance(answers, list):
             raise _nonsense()
+        self._look_at_folder()
         self.calls += 1
         if said.get("tainted") is not False or any(not _is_result(answer) for answer in answers):
             self.clean = False
@@ -184,15 +203,28 @@ class Worker:
         if threads is not None and threads > 1:
             time.sleep(0.001)  # a thread that was joined may take a moment to be gone
             self.clean &= self.process.threads() == 1
-        if os.listdir(self.process.scratch):
-            for entry in self.process.scratch.iterdir():
-                if entry.is_dir() and not entry.is_symlink():
-                    remove_folder(entry)
-                else:
-                    entry.unlink(missing_ok=True)
+        if self.clean and not self._has_empty_folder():
+            self.disk.empty()
+            self.clean &= self.disk.is_empty(self._places)  # else something without a name is left
+
+    def _has_empty_folder(self) -> bool:
+        alone = not self.may_have_children and self.disk.is_untouched(self._place)
+        return alone or self.disk.is_empty(self._places)
 
     def end(self) -> int:
-        return self.process.end(sweep=self.may_have_children)
+        try:
+            return self.process.end(sweep=self.may_have_children)
+        finally:
+            self._let_go_of_disk()
+
+    def forget(self) -> None:
+        """Lets go of what is another process's."""
+        self.process.forget()
+        self._let_go_of_disk()
+
+    def _let_go_of_disk(self) -> None:
+        if self._disk is not None:
+            self._disk.close()
 
     def _send(self, payload: bytes, deadline: float) -> None:
         view = memoryview(frames.framed(payload))
@@ -213,7 +245,8 @@ class Worker:
 
     def _next(self, deadline: float, what: str) -> dict[str, Any]:
         """The next message from the worker."""
-        look = time.monotonic() + LOOK_S
+        every = LOOK_S if self._disk is None or self._disk.limited else MEASURE_S
+        look = time.monotonic() + every
         while True:
             message = self._incoming.next()
             if message is not None:
@@ -221,10 +254,11 @@ class Worker:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise WorkerFault("timeout", f"it took too long to {what}", self._printed())
-            ready = self._poll.poll(min(left, LOOK_S) * 1000)
-            if time.monotonic() > look:
+            ready = self._poll.poll(min(left, every) * 1000)
+            if self._disk is not None and time.monotonic() > look:
+                began = time.thread_time()
                 self._look_at_folder()
-                look = time.monotonic() + LOOK_S
+                look = time.monotonic() + max(every, 10 * (time.thread_time() - began))  # a tenth of a core at most
             for descriptor, _ in ready:
                 if descriptor == self.process.output:
                     self._drain()
@@ -233,7 +267,7 @@ class Worker:
 
     def _receive(self) -> None:
         try:
-            data = self.process.channel.recv(1 << 18)
+            data = self.process.channel.recv(1 << 18) if self._disk is not None else self._receive_with_folder()
         except BlockingIOError:
             return
         except OSError:
@@ -254,10 +288,27 @@ class Worker:
         self._output.feed(data)
         return bool(data)
 
+    def _receive_with_folder(self) -> bytes:
+        """What a worker says before it runs the user's code: a descriptor of its folder may come with it."""
+        flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+        data, given, _, _ = self.process.channel.recvmsg(1 << 18, socket.CMSG_SPACE(_FOLDER.size), flags)
+        for _, _, packed in given:
+            (folder,) = _FOLDER.unpack(packed[: _FOLDER.size])
+            self._disk = Disk([self.process.scratch], self.plan.file_mb, [folder])
+        return data
+
     def _look_at_folder(self) -> None:
-        too_much = overfilled([self.process.scratch], self.plan.file_mb)
-        if too_much:
-            raise WorkerFault("too_big", too_much)
+        if self.may_have_children or self.disk.may_have_grown(self._place):
+            too_much = self.disk.is_full(self._places)
+            if too_much:
+                raise WorkerFault("too_big", too_much)
+
+    @property
+    def _place(self) -> str:
+        return f"/proc/{self.process.pid}"
+
+    def _places(self) -> Iterable[str]:
+        return places_of(self.process.popen, self.process.mark) if self.may_have_children else [self._place]
 
     def _death(self) -> WorkerFault:
         """Why the channel is closed."""

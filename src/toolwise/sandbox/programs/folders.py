@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from toolwise.errors import DataError
 from toolwise.sandbox.pool import make_root
-from toolwise.sandbox.processes import remove_folder
+from toolwise.sandbox.scratch import remove_beside, remove_root
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,6 @@ class WorkFolder:
     @property
     def files(self) -> Path:
         return self.path / "work"
-
-    def empty(self) -> None:
-        remove_folder(self.files)
-        self.files.mkdir(mode=0o700)
 
 
 class WorkFolders:
@@ -61,7 +57,7 @@ class WorkFolders:
         return path
 
     def remove(self, folder: WorkFolder) -> None:
-        remove_folder(folder.path)
+        remove_beside(folder.path)
         with self._lock:
             self._open.discard(folder)
             if self._open:
@@ -76,7 +72,7 @@ class WorkFolders:
         if root is None:
             return
         if self._pid == os.getpid():  # else this is a fork, and they are the parent's
-            remove_folder(root[0])
+            remove_root(root[0])
         os.close(root[1])
 
 

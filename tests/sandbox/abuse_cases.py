@@ -4,6 +4,7 @@ program by a user without privileges: `python abuse_cases.py FOLDER [all]` print
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import select
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from abuse_case import Case
-from abuse_files import FILE_CASES
+from abuse_files import FILE_CASES, RACES
 
 TIMEOUT_S, GRACE_S = 0.6, 0.5
 SECRET = "correct-horse-battery-staple"
@@ -466,10 +467,12 @@ RESULTS = [
     Case("denied_on_import", "denied", module="open('/etc/passwd')"),
 ]
 CASES = [*LOOPS, *BOMBS, *FILES, *NETWORK, *PROCESSES, *LEFTOVERS, *RESULTS, *FILE_CASES]
-WHERE_PRIVILEGES_MATTER = [*FILES, *NETWORK, *PROCESSES, *FILE_CASES[::5]]
+WHERE_PRIVILEGES_MATTER = [*FILES, *NETWORK, *PROCESSES, *FILE_CASES[4::8]]
 BY_NAME = {case.name: case for case in CASES}
+__all__ = ["RACES"]
 
 
+_numbers = itertools.count(1)
 FILE_MB, SLACK_MB = 32, 8
 """What a case may have on disk; and what else the kernel may count as its own meanwhile."""
 MEASURED_MB = 160
@@ -540,7 +543,8 @@ class Ground:
         self.unix = socket.socket(socket.AF_UNIX)
         self.unix.bind(str(folder / "s"))
         self.abstract = socket.socket(socket.AF_UNIX)
-        self.abstract.bind(f"\0toolwise-test-{os.getpid()}")
+        name = f"toolwise-test-{os.getpid()}-{next(_numbers)}"
+        self.abstract.bind(f"\0{name}")
         for server in (self.unix, self.abstract):
             server.listen()
         self.truth = {
@@ -550,7 +554,7 @@ class Ground:
             "victim": str(folder / "victim"),
             "tcp": self.tcp.getsockname()[1],
             "unix": str(folder / "s"),
-            "abstract": f"toolwise-test-{os.getpid()}",
+            "abstract": name,
         }
         self.sandbox = Sandbox(tier, timeout_s=TIMEOUT_S, memory_mb=128, file_mb=FILE_MB, workers=2)
         self.own_disk = own_disk and getattr(self.sandbox.report(), "own_disk", False)

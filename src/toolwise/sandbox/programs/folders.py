@@ -6,7 +6,7 @@ import itertools
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from toolwise.errors import DataError
@@ -19,6 +19,8 @@ class WorkFolder:
     """A rollout's own place; `files` is what its programs see of it."""
 
     path: Path
+    lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
+    """Held while its files are copied."""
 
     @property
     def files(self) -> Path:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -74,6 +74,8 @@ class Order:
     """The working folder, and that for temporary files."""
     timeout_s: float
     output_bytes: int
+    lock: threading.Lock = field(default_factory=threading.Lock, compare=False)
+    """Held while the working folder is copied: other programs may run in it."""
 
     @property
     def may_have_children(self) -> bool:
@@ -203,7 +205,7 @@ class _Run:
             told, told_write = _pipe(closing, theirs)
             life_read, _ = _pipe(theirs, closing)
             self._births = _Births(closing)
-            self._disk = WorkDisk(order.folders, order.plan.file_mb, closing)
+            self._disk = WorkDisk(order.folders, order.plan.file_mb, order.lock, closing)
             asking = self._births.open(theirs) if order.asks_for_births else None
             self._out, self._err = Captured(out, order.output_bytes), Captured(err, order.output_bytes)
             self._told = Captured(told, LONGEST_TOLD)

@@ -121,13 +121,13 @@ class ProgramSandbox:
             return ProgramResult("exit", "a command cannot hold a NUL character", exit_status=2)
         temporary = self._folders.temporary(folder)
         try:
-            return run_program(self._order(text, folder.files, temporary), stop)
+            return run_program(self._order(text, folder, temporary), stop)
         finally:
             remove_beside(temporary)
 
-    def _order(self, text: str, work: Path, temporary: Path) -> Order:
+    def _order(self, text: str, folder: WorkFolder, temporary: Path) -> Order:
         """The two folders have names of their own where there are namespaces, and their real ones elsewhere."""
-        layers, permissions = self._plan.layers, self.permissions
+        layers, permissions, work = self._plan.layers, self.permissions, folder.files
         scratch, write, view = str(work), str(temporary), None
         packages = tuple(place for place in readable_folders() if place != str(own_folder()))
         read = (*packages, *self._plan.read)
@@ -140,7 +140,8 @@ class ProgramSandbox:
             view = View(tuple(seen), mounts, scratch, "network" in permissions, file_mb)
         limits = (self._plan.memory_mb, self._plan.file_mb, self._plan.cpu_s)
         plan = Plan(layers, scratch, read, *limits, permissions, (write,), outside_of(view), self._plan.own_disk)
-        return Order(self.language, text, plan, view, (work, temporary), self.timeout_s, self.output_bytes)
+        folders = (work, temporary)
+        return Order(self.language, text, plan, view, folders, self.timeout_s, self.output_bytes, folder.lock)
 
     def _executor(self) -> ThreadPoolExecutor:
         with self._lock:

@@ -6,27 +6,28 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from threading import Lock
 
 from toolwise.sandbox.disk_usage import Disk, Places
 from toolwise.sandbox.faults import SandboxError
 from toolwise.sandbox.layers.hardening import MEBIBYTE
-from toolwise.sandbox.programs.copies import State, TooMuchError, copy_tree, state_of, wait_for_the_clock
+from toolwise.sandbox.programs.copies import State, TooMuchError, copy_changes, state_of, wait_for_the_clock
 from toolwise.sandbox.scratch import FOLDER, empty_folder
 
 _ONE = struct.Struct("i")
 
 
 class WorkDisk:
-    """`folders`: the rollout's working folder, and that of temporary files."""
+    """`folders`: the rollout's working folder and that of temporary files; `lock` is held while the first is copied."""
 
-    def __init__(self, folders: Sequence[Path], file_mb: int, closing: ExitStack) -> None:
-        self._folders, self._file_mb, self._closing = folders, file_mb, closing
+    def __init__(self, folders: Sequence[Path], file_mb: int, lock: Lock, closing: ExitStack) -> None:
+        self._folders, self._file_mb, self._lock, self._closing = folders, file_mb, lock, closing
         self._disk: Disk | None = None
         self._channel: socket.socket
-        self._before: State | None = None
+        self._before: State = {}
         self.full = ""
         """Why the program cannot begin: its rollout's files do not fit."""
 
@@ -52,6 +53,8 @@ class WorkDisk:
         if not said:  # it ended
             return
         received = [number for _, _, packed in given for (number,) in _ONE.iter_unpack(packed)]
+        if len(received) != len(self._folders):
+            raise SandboxError("a program's folders did not come through: are there too many open files?")
         self._disk = Disk(self._folders, self._file_mb, received)
         self._closing.callback(self._disk.close)
         try:
@@ -66,42 +69,43 @@ class WorkDisk:
             self._channel.send(b"x")
 
     def _fill(self, inside: int) -> None:
-        outside = os.open(self._folders[0], FOLDER)
-        try:
-            if os.listdir(outside):
-                copy_tree(outside, inside, self._file_mb * MEBIBYTE)
+        with self._lock, _opened(self._folders[0]) as outside:
+            if copy_changes(outside, inside, {}, self._file_mb * MEBIBYTE):
                 wait_for_the_clock()
                 self._before = state_of(inside)
-        finally:
-            os.close(outside)
 
     def is_full(self, places: Places) -> str:
         return self._disk.is_full(places) if self._disk is not None else ""
 
     def take_back(self) -> str:
-        """After its end: makes the rollout's folder what the program made of it. "" or why it is emptied instead."""
+        """After its end: has the rollout's folder follow what the program did. "" or why it is emptied instead."""
         if self._disk is None:
             return ""
-        inside = self._disk.folders[0]
-        full = self.full or self._disk.is_full(lambda: ())
-        outside = os.open(self._folders[0], FOLDER)
-        try:
-            if not full and (not self._disk.limited or self._is_unchanged(inside, outside)):
-                return ""
-            if not empty_folder(outside):
+        with self._lock, _opened(self._folders[0]) as outside:
+            try:
+                full = self.full or self._disk.is_full(lambda: ()) or self._copy_back(self._disk, outside)
+            except TooMuchError as fault:
+                full = f"it filled its folder: {fault}"
+            except OSError as fault:
+                raise SandboxError(f"the files of a program cannot be kept: {fault}") from None
+            if full and not empty_folder(outside):
                 raise SandboxError(f"{self._folders[0]} cannot be emptied")
-            if not full:
-                copy_tree(inside, outside, self._file_mb * MEBIBYTE)
-            return full
-        except TooMuchError as fault:
-            empty_folder(outside)
-            return f"it filled its folder: {fault}"
-        except OSError as fault:
-            raise SandboxError(f"the files of a program cannot be kept: {fault}") from None
-        finally:
-            os.close(outside)
+        return full
 
-    def _is_unchanged(self, inside: int, outside: int) -> bool:
-        if self._before is not None:
-            return state_of(inside) == self._before
-        return not os.listdir(inside) and not os.listdir(outside)
+    def _copy_back(self, disk: Disk, outside: int) -> str:
+        if not disk.limited or not copy_changes(disk.folders[0], outside, self._before, self._file_mb * MEBIBYTE):
+            return ""
+        together = Disk([self._folders[0]], self._file_mb)  # with what other calls have left there meanwhile
+        try:
+            return together.is_full(lambda: ())
+        finally:
+            together.close()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    folder = os.open(path, FOLDER)
+    try:
+        yield folder
+    finally:
+        os.close(folder)

@@ -295,11 +295,12 @@ class _Run:
                 return None
 
     def _look(self, now: float) -> tuple[Kind, str] | None:
+        if self._began is None:  # what looks like its /proc may still be the whole machine's
+            return None
         full = self._disk.is_full(self._places)
         if full:
             return "too_big", full
-        # Before it has begun, what looks like its /proc may still be the whole machine's.
-        if self._began is None or not self._order.may_have_children or now < self._next_count:
+        if not self._order.may_have_children or now < self._next_count:
             return None
         self._next_count = now + LOOK_S
         grown = overgrown(self.popen, self.mark, self._order.plan.memory_mb)

@@ -19,12 +19,12 @@ from toolwise.sandbox.layers.disk import send_folders
 from toolwise.sandbox.layers.hardening import Got, Plan, harden
 from toolwise.sandbox.layers.lifeline import live_with_parent
 from toolwise.sandbox.output import MarkedStream, call_at
-from toolwise.sandbox.scratch import FOLDER, empty_folder
+from toolwise.sandbox.scratch import FOLDER, EmptySince, empty_folder
 from toolwise.sandbox.taint import Snapshot
 
 # Kept here, and compiled where there is a choice, so that whatever a function patches later does not reach them.
 _getpid, _exit, _write = os.getpid, os._exit, frames.write_all
-_listdir, _open, _close = os.listdir, os.open, os.close
+_stat, _listdir, _open, _close = os.stat, os.listdir, os.open, os.close
 _encode, _framed, _read, _header = to_json, frames.framed, frames.read_exactly, frames.HEADER
 _decode = json.JSONDecoder().raw_decode
 EMPTY_S = 0.2
@@ -66,7 +66,7 @@ class _Worker:
     def __init__(self, channel: int) -> None:
         self._channel, self._pid = channel, _getpid()
         self._snapshot: Snapshot | None = None
-        self._scratch = ""
+        self._scratch, self._empty_since = "", EmptySince()
 
     def _send(self, message: Plain) -> None:
         if _getpid() != self._pid:  # a child of the user's, back from a fork where it has no business
@@ -156,7 +156,11 @@ class _Worker:
     def _empty_folder(self) -> bool:
         """What a call leaves there is none of the next one's business. False where something stays."""
         try:
+            found = _stat(self._scratch)
+            if self._empty_since.holds(found):
+                return True
             if not _listdir(self._scratch):
+                self._empty_since.note(found)
                 return True
             folder = _open(self._scratch, FOLDER)
             try:

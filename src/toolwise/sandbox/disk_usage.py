@@ -15,7 +15,7 @@ from pathlib import Path
 
 from toolwise.sandbox.layers.disk import MOST_FILES
 from toolwise.sandbox.layers.hardening import MEBIBYTE
-from toolwise.sandbox.scratch import EMPTY_S, FOLDER, empty_folder, open_inside
+from toolwise.sandbox.scratch import EMPTY_S, FOLDER, EmptySince, empty_folder, open_inside
 
 MOST_DEPTH = 64
 """Of folders in folders, where they are walked."""
@@ -38,14 +38,17 @@ class Disk:
         )
         """Whether the kernel lets nobody write more than `most_mb` to each folder."""
         self._counts_writes = not self.limited and counts_writes(self.folders[0])
+        self._io: int | None = None
         self._written: int | None = None
+        self._empty_since: dict[int, EmptySince] = {}
         self._touched = False
         """Whether something was written since it was last seen to be empty."""
 
     def close(self) -> None:
-        folders, self.folders = self.folders, []
-        for folder in folders:
-            os.close(folder)
+        descriptors, self.folders = [*self.folders, *([] if self._io is None else [self._io])], []
+        self._io = None
+        for descriptor in descriptors:
+            os.close(descriptor)
 
     def is_full(self, places: Places) -> str:
         """What is wrong with it; "" where nothing is."""
@@ -57,26 +60,47 @@ class Disk:
         """Whether the process at `place` has written to a disk since this was last asked. A guess on the safe side that
         takes microseconds, where measuring takes a fraction of a millisecond."""
         if self.limited:
-            return True
-        written = bytes_written(place) if self._counts_writes else None
+            return not self._is_clear()
+        written = self._bytes_written(place) if self._counts_writes else None
         grown = written is None or written != self._written
         self._written = written
         self._touched |= grown
         return grown
 
+    def _bytes_written(self, place: str) -> int | None:
+        if self._io is None:
+            with suppress(OSError):
+                self._io = os.open(f"{place}/io", os.O_RDONLY | os.O_CLOEXEC)
+        return None if self._io is None else _read_written(self._io)
+
+    def is_untouched(self) -> bool:
+        """A guess at `is_empty` on the safe side, right after `may_have_grown`: of one process, in microseconds."""
+        if self.limited:
+            return self._is_clear()
+        return not self._touched and all(map(self._has_no_names, self.folders))
+
     def is_empty(self, places: Places) -> bool:
         """Whether there is nothing: no file with a name, and none without."""
         if self.limited:
-            found = [os.fstatvfs(folder) for folder in self.folders]
-            return all(f.f_bfree == f.f_blocks and f.f_files - f.f_ffree <= 1 for f in found)
+            return self._is_clear()
         self._touched = any(os.listdir(folder) for folder in self.folders) or any(True for _ in self._nameless(places))
         return not self._touched
 
-    def is_untouched(self, place: str) -> bool:
-        """A guess at `is_empty` for one process, on the safe side, in microseconds."""
-        if self.limited or any(os.listdir(folder) for folder in self.folders):
+    def _is_clear(self) -> bool:
+        for folder in self.folders:
+            found = os.fstatvfs(folder)
+            if found.f_bfree != found.f_blocks or found.f_files - found.f_ffree > 1:
+                return False
+        return True
+
+    def _has_no_names(self, folder: int) -> bool:
+        found, since = os.fstat(folder), self._empty_since.setdefault(folder, EmptySince())
+        if since.holds(found):
+            return True
+        if os.listdir(folder):
             return False
-        return not self.may_have_grown(place) and not self._touched
+        since.note(found)
+        return True
 
     def empty(self, seconds: float = EMPTY_S) -> bool:
         """Removes what has a name. False where something is left."""
@@ -170,10 +194,17 @@ def bytes_written(place: str) -> int | None:
     """Bytes of files that a process has changed, by writing or through maps; None where the kernel does not tell."""
     try:
         descriptor = os.open(f"{place}/io", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            text = os.read(descriptor, 512)
-        finally:
-            os.close(descriptor)
+    except OSError:
+        return None
+    try:
+        return _read_written(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read_written(io: int) -> int | None:
+    try:
+        text = os.pread(io, 512, 0)
         return int(text[text.index(b"\nwrite_bytes:") + 13 :].split(None, 1)[0])
     except (OSError, ValueError, IndexError):
         return None

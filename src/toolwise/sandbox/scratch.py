@@ -22,14 +22,32 @@ EMPTY_S = 1.0
 REMOVE_S = 10.0
 AT_ONCE_S = 0.02
 """How long whoever ends a worker waits for the end of its folder; the rest goes on beside."""
+TICK_NS = 50_000_000
+"""No clock that stamps changes has longer ticks."""
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _HANDLE = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
+_now = time.time_ns
 _numbers = itertools.count(1)
 # Kept here, since a worker that empties its own folder runs beside code that may patch them.
 _scandir, _unlink, _rmdir, _rename, _open, _close = os.scandir, os.unlink, os.rmdir, os.rename, os.open, os.close
 _fstat, _fchmod, _chmod, _geteuid, _monotonic = os.fstat, os.fchmod, os.chmod, os.geteuid, time.monotonic
 log = logging.getLogger("toolwise.sandbox")
+
+
+class EmptySince:
+    """Tells in a microsecond that nothing was made in a folder since it was seen to be empty."""
+
+    def __init__(self) -> None:
+        self._changed = -1
+        """When the folder was last changed, as of the last time that it was empty; -1 where that says nothing."""
+
+    def holds(self, found: os.stat_result) -> bool:
+        return found.st_mtime_ns == self._changed
+
+    def note(self, found: os.stat_result) -> None:
+        """`found` was asked before the folder was seen to be empty. Changes within a tick of the clock look like one."""
+        self._changed = found.st_mtime_ns if _now() - found.st_mtime_ns > TICK_NS else -1
 
 
 def empty_folder(folder: int, seconds: float = EMPTY_S) -> bool:

@@ -55,6 +55,7 @@ class Worker:
         self.loaded_by = 0.0
         """The deadline that loading the user's code set; the first call shares it."""
         self._disk: Disk | None = None
+        self._next_look = 0.0
         self._incoming = frames.Incoming(LARGEST_RESULT)
         self._output = Output()
         self._output.begin(["on import"])  # which may begin before `load` waits for it
@@ -124,6 +125,8 @@ class Worker:
                 said = self._next(deadline, "answer")
                 if said.get("at") != position:
                     raise _nonsense()
+                if position == count - 1:
+                    self._look_at_folder()
                 yield self._answers_in(said, number, position)
                 if said.get("tainted") is not False:
                     return
@@ -149,6 +152,8 @@ class Worker:
                 if not isinstance(position, int) or position not in missing:
                     raise _nonsense()
                 missing.discard(position)
+                if not missing:
+                    self._look_at_folder()
                 answers = self._answers_in(said, number, position)
                 if said.get("tainted") is not False:
                     return
@@ -169,7 +174,7 @@ class Worker:
 
     def _ask(self, request: dict[str, Any], deadline: float) -> str:
         """Sends calls; the labels of their prints stay here."""
-        self.loaded_by = 0.0
+        self.loaded_by, self._next_look = 0.0, time.monotonic() + MEASURE_S
         number = f"{next(_numbers)}-{os.urandom(8).hex()}"
         plain, labels = _unlabelled(request)
         self._output.begin(labels)
@@ -180,7 +185,6 @@ class Worker:
         answers = said.get("answers")
         if said.get("id") != number or not isinstance(answers, list):
             raise _nonsense()
-        self._look_at_folder()
         self.calls += 1
         if said.get("tainted") is not False or any(not _is_result(answer) for answer in answers):
             self.clean = False
@@ -208,8 +212,8 @@ class Worker:
             self.clean &= self.disk.is_empty(self._places)  # else something without a name is left
 
     def _has_empty_folder(self) -> bool:
-        alone = not self.may_have_children and self.disk.is_untouched(self._place)
-        return alone or self.disk.is_empty(self._places)
+        quickly = self.disk.limited or not self.may_have_children
+        return (quickly and self.disk.is_untouched()) or self.disk.is_empty(self._places)
 
     def end(self) -> int:
         try:
@@ -245,8 +249,6 @@ class Worker:
 
     def _next(self, deadline: float, what: str) -> dict[str, Any]:
         """The next message from the worker."""
-        every = LOOK_S if self._disk is None or self._disk.limited else MEASURE_S
-        look = time.monotonic() + every
         while True:
             message = self._incoming.next()
             if message is not None:
@@ -254,11 +256,13 @@ class Worker:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise WorkerFault("timeout", f"it took too long to {what}", self._printed())
+            every = LOOK_S if self._disk is None or self._disk.limited else MEASURE_S
             ready = self._poll.poll(min(left, every) * 1000)
-            if self._disk is not None and time.monotonic() > look:
+            if self._disk is not None and time.monotonic() > self._next_look:
                 began = time.thread_time()
                 self._look_at_folder()
-                look = time.monotonic() + max(every, 10 * (time.thread_time() - began))  # a tenth of a core at most
+                # A tenth of a core at most.
+                self._next_look = time.monotonic() + max(every, 10 * (time.thread_time() - began))
             for descriptor, _ in ready:
                 if descriptor == self.process.output:
                     self._drain()
@@ -298,7 +302,8 @@ class Worker:
         return data
 
     def _look_at_folder(self) -> None:
-        if self.may_have_children or self.disk.may_have_grown(self._place):
+        disk = self.disk
+        if (self.may_have_children and not disk.limited) or disk.may_have_grown(self._place):
             too_much = self.disk.is_full(self._places)
             if too_much:
                 raise WorkerFault("too_big", too_much)

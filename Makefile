@@ -5,8 +5,10 @@ BIN := $(VENV)/bin
 # Without a GPU the CPU build of torch saves gigabytes: CONSTRAINTS= takes whatever pip finds best.
 CONSTRAINTS ?= $(if $(shell command -v nvidia-smi),,constraints/cpu.txt)
 READY := $(VENV)/.ready
-# Many tests wait for processes of their own: twice as many workers as cores.
-WORKERS ?= $(shell expr 2 \* $$(getconf _NPROCESSORS_ONLN))
+# Many tests wait for processes of their own: one worker more than there are cores. Each computes with one thread.
+CORES := $(shell getconf _NPROCESSORS_ONLN)
+WORKERS ?= $(shell expr 1 + $(CORES))
+TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: demo test test-docs test-namespaced test-long check format vllm-env bench-env clean help
 
@@ -16,20 +18,20 @@ help:  ## What there is
 demo: $(READY)  ## Train a small agent, live, and show what it learned
 	$(BIN)/toolwise demo
 
-# Those of the sandbox come last and alone: they bomb, and they hold deadlines.
+# Those of the sandbox come last and one a core: they bomb, and they hold deadlines.
 test: $(READY)  ## All tests but the long ones, those of the pages and those that need bubblewrap
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --ignore=tests/sandbox --ignore=tests/docs -m 'not long and not namespaced'
-	$(BIN)/python -m pytest tests/sandbox -m 'not long and not namespaced'
+	$(TEST) -n $(WORKERS) --dist loadfile --ignore=tests/sandbox --ignore=tests/docs -m 'not long and not namespaced'
+	$(TEST) -n $(CORES) --dist loadgroup tests/sandbox -m 'not long and not namespaced'
 
-test-docs: $(READY)  ## Every snippet in the README and in docs/, run as it stands
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/docs
+test-docs: $(READY)  ## Every snippet in the README and in docs/ and a notebook's cells, run as they stand
+	$(TEST) -n $(WORKERS) --dist loadfile tests/docs
 
 test-namespaced: $(READY)  ## What needs bubblewrap (apt install bubblewrap): the sandbox's tier of namespaces
 	@command -v bwrap > /dev/null || { echo 'bubblewrap is missing: apt install bubblewrap' >&2; exit 1; }
-	$(BIN)/python -m pytest -m namespaced tests/sandbox tests/tools
+	$(TEST) -n $(CORES) --dist loadgroup -m namespaced tests/sandbox tests/tools
 
 test-long: $(READY)  ## The long tests: five seeds, ten kills, 10,000 schedules
-	HYPOTHESIS_PROFILE=thorough $(BIN)/python -m pytest -m long
+	HYPOTHESIS_PROFILE=thorough $(TEST) -m long
 
 check: $(READY)  ## Style, types, layers
 	$(BIN)/ruff check src tests scripts examples benchmarks

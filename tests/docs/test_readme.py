@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,7 +30,7 @@ def score(messages, ground_truth):
 
 
 def is_the_quickstart(snippet: Snippet) -> None:
-    """The same program as examples/quickstart.py, which tests/test_examples.py runs."""
+    """The same program as examples/quickstart.py, which the test below runs."""
     assert snippet.text.strip() == (ROOT / "examples" / "quickstart.py").read_text().strip()
 
 
@@ -41,3 +45,23 @@ def test_every_snippet_runs(reader: Callable[..., Reader], tmp_path: Path, cli: 
     sizes["rollout"] = {"max_new_tokens": 8}
     reader("README.md", base=sizes, not_run=NOT_RUN, handlers={"python": is_the_quickstart}).read()
     assert (tmp_path / "runs" / "first" / "report.html").is_file()
+
+
+def test_the_quickstart_learns(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "quickstart.py")],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    before, arrow, after, report = done.stdout.strip().splitlines()[-1].split()
+    assert arrow == "->"
+    assert float(before) == 0.0
+    assert float(after) > 0.5
+    assert (tmp_path / report).is_file()
+    summary = json.loads((tmp_path / report).with_name("summary.json").read_bytes())
+    assert (summary["updated"], summary["diagnosis"]) == (True, [])  # a healthy run raises no alarm

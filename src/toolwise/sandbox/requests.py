@@ -1,4 +1,4 @@
-"""What a worker is asked: requests without our own labels, as bytes."""
+"""What a worker is asked, as bytes and without our own labels, and what counts as an answer."""
 
 from __future__ import annotations
 
@@ -29,3 +29,7 @@ def encoded(request: dict[str, Any]) -> bytes:
         return frames.encode(request)
     except (TypeError, ValueError, RecursionError) as fault:
         raise WorkerFault("bad_type", f"its arguments cannot be sent as JSON: {fault}") from None
+
+
+def is_result(answer: Any) -> bool:
+    return isinstance(answer, dict) and "result" in answer

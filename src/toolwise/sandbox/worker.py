@@ -25,7 +25,7 @@ from toolwise.sandbox.layers.hardening import MEBIBYTE, Plan
 from toolwise.sandbox.output import Output
 from toolwise.sandbox.process_limits import check_processes, left_running, oom_kills
 from toolwise.sandbox.processes import Process
-from toolwise.sandbox.requests import encoded, nonsense, unlabelled
+from toolwise.sandbox.requests import encoded, is_result, nonsense, unlabelled
 from toolwise.sandbox.supervision import Supervised
 from toolwise.sandbox.targets import Target
 from toolwise.sandbox.usage import places_of
@@ -199,7 +199,7 @@ class Worker:
         if said.get("id") != number or not isinstance(answers, list):
             raise nonsense()
         self.calls += 1
-        if said.get("tainted") is not False or any(not _is_result(answer) for answer in answers):
+        if said.get("tainted") is not False or any(not is_result(answer) for answer in answers):
             self.clean = False
             self._drain()
         return [self._with_output(answer, position) for answer in answers]
@@ -389,10 +389,6 @@ class Worker:
             fault = {**answer["fault"], "traceback": (told if isinstance(told, str) else "") + printed}
             return {**answer, "fault": fault}
         return answer
-
-
-def _is_result(answer: Any) -> bool:
-    return isinstance(answer, dict) and "result" in answer
 
 
 def _signal_name(number: int) -> str:

@@ -33,6 +33,7 @@ def test_a_worker_says_what_it_does_step_by_step(tmp_path: Path) -> None:
         assert _hear(process) == {"ready": True, "pid": process.pid}
         plan = Plan(("limits",), str(tmp_path / "1"), memory_mb=256)
         _say(process, {"plan": plan.to_json(), "path": [], "reference": f"{tmp_path / 'r.py'}:f", "top": None})
+        assert _hear(process) == {"folder": True}
         assert list(_hear(process)["layers"]) == ["limits"]
         assert _hear(process)["signature"]["mode"] == "pointwise"
         calls = [{"messages": [], "ground_truth": n} for n in range(3)]

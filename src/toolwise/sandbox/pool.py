@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import stat
 import sys
 import tempfile
 import threading
@@ -19,12 +20,15 @@ from toolwise.rewards.printed import Printed
 from toolwise.sandbox.faults import SandboxError, WorkerFault
 from toolwise.sandbox.layers.bubblewrap import View, outside_of, worker_view
 from toolwise.sandbox.layers.hardening import Plan
-from toolwise.sandbox.processes import Process, remove_folder, start_process
+from toolwise.sandbox.processes import Process, start_process
+from toolwise.sandbox.scratch import FOLDER, remove_folder, remove_root
 from toolwise.sandbox.targets import Target, readable_folders, within
 from toolwise.sandbox.worker import Worker
 
 PREFIX = "toolwise-sandbox-"
 YOUNG_S = 3600.0
+SWEEP_S = 2.0
+LOCK = ".lock"
 LOCK_ATTEMPTS = 20
 log = logging.getLogger("toolwise.sandbox")
 UNHEARD = 8
@@ -73,6 +77,11 @@ class Pool:
             finally:
                 self._put_back(target, worker)
 
+    @property
+    def closed(self) -> bool:
+        """Workers that end now were ended by us: no call is tried again."""
+        return self._closed
+
     def _warm(self, target: Target) -> Worker | None:
         while True:
             with self._lock:
@@ -91,7 +100,7 @@ class Pool:
         try:
             return self._come_up(target, self._take_spare(target) if with_spare else None)
         except WorkerFault as fault:
-            if not fault.unreached:
+            if not fault.unreached or self._closed:
                 raise
             return self._come_up(target, None)
 
@@ -176,7 +185,8 @@ class Pool:
         return (*readable_folders(), *target.read, *self._plan.read)
 
     def _view(self, target: Target, scratch: Path) -> View | None:
-        return worker_view(self._plan.layers, self._readable(target), str(scratch), self._plan.permissions)
+        file_mb = self._plan.file_mb if self._plan.own_disk else None
+        return worker_view(self._plan.layers, self._readable(target), str(scratch), self._plan.permissions, file_mb)
 
     def _more_path(self) -> list[str]:
         return [place for place in sys.path if place and within(place, self._plan.read)]
@@ -251,7 +261,7 @@ class Pool:
         while self._busy and time.monotonic() < end:
             time.sleep(0.005)
         if self._root is not None:
-            remove_folder(self._root)
+            remove_root(self._root)
         if self._held is not None:
             os.close(self._held)
             self._held = None
@@ -259,8 +269,10 @@ class Pool:
     def abandon(self) -> None:
         """In the child of a fork: the workers are the parent's. Lets go of them and starts with none."""
         idle = [worker for workers in self._idle.values() for worker in workers]
-        for process in [worker.process for worker in [*idle, *self._busy]] + ([self._spare] if self._spare else []):
-            process.forget()
+        for worker in [*idle, *self._busy]:
+            worker.forget()
+        if self._spare is not None:
+            self._spare.forget()
         if self._held is not None:
             os.close(self._held)
         closed = self._closed
@@ -277,14 +289,20 @@ def make_root() -> tuple[Path, int]:
             held = _lock(root)
         except BlockingIOError:  # another process sweeps it away at this moment
             continue
-        if (root / ".lock").exists():
+        if (root / LOCK).exists():
             return root, held
         os.close(held)  # it was swept away between making and locking
     raise SandboxError(f"{tempfile.gettempdir()}: other processes remove scratch folders as soon as they are made")
 
 
 def _lock(root: Path) -> int:
-    held = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    folder = os.open(root, FOLDER)
+    try:
+        if os.fstat(folder).st_uid != os.geteuid():
+            raise PermissionError(f"{root} is another's")
+        held = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    finally:
+        os.close(folder)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # its owner lives
@@ -294,14 +312,17 @@ def _lock(root: Path) -> int:
 
 
 def sweep_roots() -> None:
+    """Removes the folders of trainers that were killed, as far as that goes in `SWEEP_S`."""
+    end = time.monotonic() + SWEEP_S
     for root in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):
-            if root.is_symlink() or root.stat().st_uid != os.getuid():
+            found = root.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
                 continue
-            if not (root / ".lock").exists() and time.time() - root.stat().st_mtime < YOUNG_S:
+            if not (root / LOCK).exists() and time.time() - found.st_mtime < YOUNG_S:
                 continue  # its owner may be between making it and locking it
             held = _lock(root)
             try:
-                remove_folder(root)
+                remove_folder(root, max(end - time.monotonic(), 0.01))
             finally:
                 os.close(held)

@@ -16,7 +16,7 @@ from toolwise.sandbox.faults import WorkerFault
 from toolwise.sandbox.layers.bubblewrap import Monitor
 from toolwise.sandbox.layers.hardening import ROOM_FOR_LIBRARIES_MB
 from toolwise.sandbox.processes import Process
-from toolwise.sandbox.supervision import Running, Supervised, members_of
+from toolwise.sandbox.supervision import Running, Supervised, last_pid, members_of
 from toolwise.sandbox.usage import overgrown
 
 MOST_THREADS = max(256, 4 * (os.cpu_count() or 1))
@@ -75,13 +75,17 @@ def _places(popen: Running, alone: int | None) -> Iterable[str]:
     return []
 
 
-def left_running(process: Process, last: int, now: int) -> int:
-    """How many processes a worker has started that have not ended, since the kernel had given the number `last`."""
+def left_running(process: Process, since: int) -> tuple[int, int]:
+    """How many processes a worker has started that have not ended, since the kernel had given a process the number
+    `since`; and the last number that it has given by now."""
+    now, left = last_pid(), 0
     if isinstance(process.popen, Supervised):
-        few = range(last + 1, now + 1) if 0 < last <= now <= last + FEW else None
+        few = range(since + 1, now + 1) if 0 < since <= now <= since + FEW else None
         found = members_of(process.popen.pid, among=few)
-        return sum(pid != process.worker and _is_process(pid) for pid in found)
-    return max(0, process.popen.count() - 2) if isinstance(process.popen, Monitor) else 0  # bwrap's own, and the worker
+        left = sum(pid != process.worker and _is_process(pid) for pid in found)
+    elif isinstance(process.popen, Monitor):
+        left = max(0, process.popen.count() - 2)  # bwrap's own, and the worker
+    return left, now
 
 
 def _is_process(pid: int) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +21,7 @@ from typing import Any, TypeVar
 from toolwise.references import WORKER
 from toolwise.sandbox.faults import SandboxError
 from toolwise.sandbox.layers.bubblewrap import INIT, Monitor, View, command
+from toolwise.sandbox.scratch import remove_beside
 from toolwise.sandbox.supervision import AVAILABLE, Report, Running, Supervised, is_stopped, stat_of
 from toolwise.sandbox.targets import library_folders, own_folder
 
@@ -118,7 +118,7 @@ class Process:
             os.close(life)
         code = end_tree(self.popen, self.mark, sweep=sweep)
         self.forget()
-        remove_folder(self.scratch, wait=False)  # whoever waits for a result need not wait for a hostile folder's end
+        remove_beside(self.scratch)  # whoever waits for a result need not wait for a hostile folder's end
         return code
 
 
@@ -321,22 +321,3 @@ def _kill_checked(pid: int, session: int, mark: str) -> None:
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
         finally:
             os.close(handle)
-
-
-def remove_folder(folder: Path, *, wait: bool = True) -> None:
-    """Removes a folder that somebody hostile has filled; links are removed, never followed. What is slow about it may
-    go on beside."""
-    with suppress(OSError, RecursionError):
-        shutil.rmtree(folder)
-    if folder.exists() and wait:
-        _remove_at_any_depth(folder)
-    elif folder.exists():
-        threading.Thread(target=_remove_at_any_depth, args=(folder,), name="toolwise-sandbox-sweep").start()
-
-
-def _remove_at_any_depth(folder: Path) -> None:
-    if folder.exists():
-        subprocess.run(["rm", "-rf", str(folder)], check=False, capture_output=True)  # at any depth
-    if folder.exists():  # closed to its owner
-        subprocess.run(["chmod", "-R", "u+rwX", str(folder)], check=False, capture_output=True)
-        subprocess.run(["rm", "-rf", str(folder)], check=False, capture_output=True)

@@ -74,7 +74,8 @@ class Sandbox:
         cpu_s = int(min(LONGEST_CPU_S, timeout_s * max_calls + 60))
         readable = tuple(str(Path(place).expanduser().resolve()) for place in read)
         layers = LAYERS.get(tier, ())
-        plan = Plan(layers, "", readable, memory_mb, file_mb, cpu_s, self.permissions)
+        own_disk = self.report().own_disk
+        plan = Plan(layers, "", readable, memory_mb, file_mb, cpu_s, self.permissions, own_disk=own_disk)
         self._pool = Pool(plan, workers=self._workers, max_calls=max_calls, timeout_s=timeout_s, require=require)
         self._threads: ThreadPoolExecutor | None = None
         self._targets: dict[tuple[str, str], Target] = {}

@@ -7,24 +7,28 @@ import itertools
 import os
 import select
 import signal
+import socket
 import struct
 import termios
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
 from toolwise.rewards.printed import Printed
 from toolwise.rewards.signature import Signature
 from toolwise.sandbox import frames
+from toolwise.sandbox.disk_usage import Disk
 from toolwise.sandbox.faults import SandboxError, WorkerFault, read_fault
+from toolwise.sandbox.layers.bubblewrap import Monitor
 from toolwise.sandbox.layers.hardening import MEBIBYTE, Plan
 from toolwise.sandbox.output import Output
 from toolwise.sandbox.process_limits import check_processes, left_running, oom_kills
-from toolwise.sandbox.processes import Process, remove_folder
+from toolwise.sandbox.processes import Process
+from toolwise.sandbox.requests import encoded, is_result, nonsense, unlabelled
 from toolwise.sandbox.supervision import Supervised, last_pid
 from toolwise.sandbox.targets import Target
-from toolwise.sandbox.usage import overfilled
+from toolwise.sandbox.usage import places_of
 
 START_S = 60.0
 """How long an interpreter may take to come up on a busy machine; the user's code has not begun by then."""
@@ -32,11 +36,13 @@ LARGEST_RESULT = 8 * MEBIBYTE
 SLACK_S = 0.5
 """What a worker has, beyond a call's time, to say that the call ran out of it."""
 LOOK_S = 0.1
-"""How often a long call's folder is looked at."""
+MEASURE_S = 0.01
+"""How often a long call's folder is looked at: where the kernel keeps its size, and where it has to be measured."""
 GONE_S = 0.2
 MOST_READS = 256
 """Of what it printed, after its last answer: a thread that was left behind may print for ever."""
 
+_FOLDER = struct.Struct("i")
 _numbers = itertools.count(1)
 
 
@@ -56,6 +62,8 @@ class Worker:
         self.left = 0
         """How many processes calls left running."""
         self._oom_kills, self._last_pid = oom_kills(), last_pid()
+        self._disk: Disk | None = None
+        self._next_look = 0.0
         self._incoming = frames.Incoming(LARGEST_RESULT)
         self._output = Output()
         self._output.begin(["on import"])  # which may begin before `load` waits for it
@@ -66,8 +74,17 @@ class Worker:
         self._waiting.register(process.channel, select.POLLIN)
 
     @property
+    def disk(self) -> Disk:
+        """Its folder, as it sees it itself where it has told so."""
+        if self._disk is None:
+            self._disk = Disk([self.process.scratch], self.plan.file_mb)
+        return self._disk
+
+    @property
     def may_have_children(self) -> bool:
-        return "seccomp" not in self.layers or "subprocess" in self.plan.permissions
+        """Or is one: bubblewrap's."""
+        alone = "seccomp" in self.layers and "subprocess" not in self.plan.permissions
+        return not alone or isinstance(self.process.popen, Monitor)
 
     def seal(self, target: Target, path: Sequence[str] = (), *, probe: bool = False) -> None:
         """Waits for the interpreter, and has it harden itself."""
@@ -85,8 +102,10 @@ class Worker:
             "probe": probe,
         }
         self._send(frames.encode(order), deadline)
+        self._next(deadline, "tell its folder")
         said = self._next(deadline, "harden itself")
         self.layers, self.missing = dict(said.get("layers") or {}), dict(said.get("missing") or {})
+        self._disk = self.disk  # before a line of the user's code runs
 
     def load(self, timeout_s: float) -> None:
         """Waits until the user's code is loaded. The deadline starts here."""
@@ -102,7 +121,7 @@ class Worker:
         try:
             self.signature = Signature.from_json(said.get("signature"))
         except ValueError:
-            raise _nonsense() from None
+            raise nonsense() from None
 
     def probe(self) -> dict[str, Any]:
         return dict(self._next(time.monotonic() + START_S, "be probed").get("probed") or {})
@@ -118,7 +137,9 @@ class Worker:
             for position in range(count):
                 said = self._next(deadline, "answer")
                 if said.get("at") != position:
-                    raise _nonsense()
+                    raise nonsense()
+                if position == count - 1:
+                    self._look_at_folder()
                 yield self._answers_in(said, number, position)
                 if said.get("tainted") is not False:
                     return
@@ -142,8 +163,10 @@ class Worker:
                 said = self._next(min(time.monotonic() + timeout_s + SLACK_S, until), "answer")
                 position = said.get("at")
                 if not isinstance(position, int) or position not in missing:
-                    raise _nonsense()
+                    raise nonsense()
                 missing.discard(position)
+                if not missing:
+                    self._look_at_folder()
                 answers = self._answers_in(said, number, position)
                 if said.get("tainted") is not False:
                     return
@@ -164,19 +187,19 @@ class Worker:
 
     def _ask(self, request: dict[str, Any], deadline: float) -> str:
         """Sends calls; the labels of their prints stay here."""
-        self.loaded_by = 0.0
+        self.loaded_by, self._next_look = 0.0, time.monotonic() + MEASURE_S
         number = f"{next(_numbers)}-{os.urandom(8).hex()}"
-        plain, labels = _unlabelled(request)
+        plain, labels = unlabelled(request)
         self._output.begin(labels)
-        self._send(_encoded({**plain, "id": number, "largest": LARGEST_RESULT}), deadline)
+        self._send(encoded({**plain, "id": number, "largest": LARGEST_RESULT}), deadline)
         return number
 
     def _answers_in(self, said: dict[str, Any], number: str, position: int) -> list[Any]:
         answers = said.get("answers")
         if said.get("id") != number or not isinstance(answers, list):
-            raise _nonsense()
+            raise nonsense()
         self.calls += 1
-        if said.get("tainted") is not False or any(not _is_result(answer) for answer in answers):
+        if said.get("tainted") is not False or any(not is_result(answer) for answer in answers):
             self.clean = False
             self._drain()
         return [self._with_output(answer, position) for answer in answers]
@@ -198,24 +221,36 @@ class Worker:
             time.sleep(0.001)  # a thread that was joined may take a moment to be gone
             self.clean &= self.process.threads() == 1
         if self.may_have_children:
-            last, self._last_pid = self._last_pid, last_pid()
-            left = left_running(self.process, last, self._last_pid) if last != self._last_pid or not last else 0
-            self.left, self.clean = left, self.clean and not left
-        if os.listdir(self.process.scratch):
-            for entry in self.process.scratch.iterdir():
-                if entry.is_dir() and not entry.is_symlink():
-                    remove_folder(entry)
-                else:
-                    entry.unlink(missing_ok=True)
+            self.left, self._last_pid = left_running(self.process, self._last_pid)
+            self.clean &= not self.left
+        if self.clean and not self._has_empty_folder():
+            self.disk.empty()
+            self.clean &= self.disk.is_empty(self._places)  # else something without a name is left
+
+    def _has_empty_folder(self) -> bool:
+        quickly = self.disk.limited or not self.may_have_children
+        return (quickly and self.disk.is_untouched()) or self.disk.is_empty(self._places)
 
     def is_ready(self) -> bool:
         """Whether it still waits for a call: it is not gone, and nothing came that nobody asked for."""
         return not self._incoming.torn and not self._waiting.poll(0)
 
     def end(self) -> int:
-        code = self.process.end(sweep=self.may_have_children)
+        try:
+            code = self.process.end(sweep=self.may_have_children)
+        finally:
+            self._let_go_of_disk()
         self.left = max(self.left, self.process.left)
         return code
+
+    def forget(self) -> None:
+        """Lets go of what is another process's."""
+        self.process.forget()
+        self._let_go_of_disk()
+
+    def _let_go_of_disk(self) -> None:
+        if self._disk is not None:
+            self._disk.close()
 
     def _send(self, payload: bytes, deadline: float) -> None:
         view = memoryview(frames.framed(payload))
@@ -248,9 +283,14 @@ class Worker:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise WorkerFault("timeout", f"it took too long to {what}", self._printed())
-            ready = self._poll.poll(min(left, LOOK_S) * 1000)
-            if time.monotonic() > look:
+            every = LOOK_S if self._disk is None or self._disk.limited else MEASURE_S
+            ready = self._poll.poll(min(left, every) * 1000)
+            if self._disk is not None and time.monotonic() > self._next_look:
+                began = time.thread_time()
                 self._look_at_folder()
+                # A tenth of a core at most.
+                self._next_look = time.monotonic() + max(every, 10 * (time.thread_time() - began))
+            if time.monotonic() > look:
                 self._look_at_processes()
                 look = time.monotonic() + LOOK_S
             for descriptor, _ in ready:
@@ -261,7 +301,7 @@ class Worker:
 
     def _receive(self) -> None:
         try:
-            data = self.process.channel.recv(1 << 18)
+            data = self.process.channel.recv(1 << 18) if self._disk is not None else self._receive_with_folder()
         except BlockingIOError:
             return
         except ConnectionResetError:  # the kernel's word for an end with something unread
@@ -284,10 +324,28 @@ class Worker:
         self._output.feed(data)
         return bool(data)
 
+    def _receive_with_folder(self) -> bytes:
+        """What a worker says before it runs the user's code: a descriptor of its folder may come with it."""
+        flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+        data, given, _, _ = self.process.channel.recvmsg(1 << 18, socket.CMSG_SPACE(_FOLDER.size), flags)
+        for _, _, packed in given:
+            (folder,) = _FOLDER.unpack(packed[: _FOLDER.size])
+            self._disk = Disk([self.process.scratch], self.plan.file_mb, [folder])
+        return data
+
     def _look_at_folder(self) -> None:
-        too_much = overfilled([self.process.scratch], self.plan.file_mb)
-        if too_much:
-            raise WorkerFault("too_big", too_much)
+        disk = self.disk
+        if (self.may_have_children and not disk.limited) or disk.may_have_grown(self._place):
+            too_much = self.disk.is_full(self._places)
+            if too_much:
+                raise WorkerFault("too_big", too_much)
+
+    @property
+    def _place(self) -> str:
+        return f"/proc/{self.process.pid}"
+
+    def _places(self) -> Iterable[str]:
+        return places_of(self.process.popen, self.process.mark) if self.may_have_children else [self._place]
 
     def _look_at_processes(self) -> None:
         if self.process.is_stopped() and not (self.layers and self._has_read()):
@@ -332,33 +390,6 @@ class Worker:
             fault = {**answer["fault"], "traceback": (told if isinstance(told, str) else "") + printed}
             return {**answer, "fault": fault}
         return answer
-
-
-def _unlabelled(request: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A request without the labels of its calls, which are ours, and the labels: one for all where it is one call."""
-    batch = request.get("batch")
-    calls = (batch or request).get("calls") or []
-    labels = [str(call.get("label", "")) for call in calls]
-    plain = [{key: value for key, value in call.items() if key != "label"} for call in calls]
-    if batch is None:
-        return {**request, "calls": plain}, labels
-    more = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
-    return {"batch": {**batch, "calls": plain}}, [f"{labels[0]}{more}" if labels else ""]
-
-
-def _nonsense() -> WorkerFault:
-    return WorkerFault("bad_type", "the worker sent something else than what it was asked for")
-
-
-def _encoded(request: dict[str, Any]) -> bytes:
-    try:
-        return frames.encode(request)
-    except (TypeError, ValueError, RecursionError) as fault:
-        raise WorkerFault("bad_type", f"its arguments cannot be sent as JSON: {fault}") from None
-
-
-def _is_result(answer: Any) -> bool:
-    return isinstance(answer, dict) and "result" in answer
 
 
 def _signal_name(number: int) -> str:

@@ -13,9 +13,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,16 +27,18 @@ from toolwise.sandbox.process_limits import TOO_MANY_THREADS, too_many_threads
 from toolwise.sandbox.processes import end_tree, launch, program_environment, require_interpreter
 from toolwise.sandbox.programs.captured import Captured
 from toolwise.sandbox.programs.fork_gate import ForkGate
+from toolwise.sandbox.programs.work_disk import WorkDisk
 from toolwise.sandbox.supervision import AVAILABLE, END_S, Report, Running, Supervised
 from toolwise.sandbox.targets import library_folders, own_folder
-from toolwise.sandbox.usage import TOO_MANY, overfilled, overgrown, too_many
+from toolwise.sandbox.usage import TOO_MANY, overgrown, places_of, too_many
 
 Language = Literal["python", "shell"]
 Kind = Literal["ok", "exit", "timeout", "memory", "denied", "died", "too_big"]
 START_S = 60.0
 """How long an interpreter may take to come up on a busy machine; the program has not begun by then."""
 LOOK_S = 0.1
-"""How often a program's folder and processes are looked at."""
+MEASURE_S = 0.01
+"""How often a program's processes are looked at; and its folder, where it has to be measured."""
 MOST_OUTPUT = 16 * MEBIBYTE
 LONGEST_TOLD = 1 << 16
 _TOLD_KINDS: dict[str, Kind] = {"memory": "memory", "denied": "denied", "too_big": "too_big"}
@@ -75,6 +77,8 @@ class Order:
     """The working folder, and that for temporary files."""
     timeout_s: float
     output_bytes: int
+    lock: threading.Lock = field(default_factory=threading.Lock, compare=False)
+    """Held while the working folder is copied: other programs may run in it."""
 
     @property
     def may_have_children(self) -> bool:
@@ -133,6 +137,7 @@ class _Run:
         self._order, self._stop, self._stopped = order, stop, stopped
         self.mark = secrets.token_hex(16)
         self._began: float | None = None
+        self._next_count = 0.0
         self._seconds = 0.0
         self._over = False
         """Whether it has ended by itself, and its supervisor ends what it left."""
@@ -142,6 +147,7 @@ class _Run:
             told, told_write = _pipe(closing, theirs)
             life_read, _ = _pipe(theirs, closing)
             self._births = ForkGate(closing)
+            self._disk = WorkDisk(order.folders, order.plan.file_mb, order.lock, closing)
             asking = self._births.open(theirs) if order.asks_for_births else None
             self._out, self._err = Captured(out, order.output_bytes), Captured(err, order.output_bytes)
             self._told = Captured(told, LONGEST_TOLD)
@@ -149,21 +155,24 @@ class _Run:
             if self._report is not None:
                 closing.callback(self._report.close)
                 theirs.callback(self._report.passed_on)
-            self.popen = self._launch(out_write, err_write, told_write, life_read, asking)
+            given = {
+                "told": told_write,
+                "life": life_read,
+                "births": asking,
+                "report": None if self._report is None else self._report.theirs,
+                "folders": self._disk.open(theirs),
+            }
+            self.popen = self._launch(out_write, err_write, given)
 
-    def _launch(self, out: int, err: int, told: int, life: int, births: int | None) -> Running:
+    def _launch(self, out: int, err: int, given: dict[str, int | None]) -> Running:
         order, keep = self._order, library_folders()
         home, *more = order.plan.scratch, *order.plan.write
-        start = {
-            "life": life,
-            "told": told,
-            "births": births,
-            "report": None if self._report is None else self._report.theirs,
+        start: dict[str, Any] = {
+            **given,
             "parent": os.getpid() if order.view is None else INIT,
             "path": [*keep, str(own_folder().parent)],
             "keep": keep,
         }
-        passed = [descriptor for descriptor in (told, life, births, start["report"]) if descriptor is not None]
         asked = {"plan": order.plan.to_json(), "language": order.language, "text": order.text}
         with tempfile.TemporaryFile() as file:  # not a pipe: a program of any length is there at once
             file.write(json.dumps(asked).encode())
@@ -180,7 +189,7 @@ class _Run:
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=err,
-                    pass_fds=(*passed, file.fileno()),
+                    pass_fds=(file.fileno(), *(number for number in given.values() if number is not None)),
                 )
             except OSError as fault:
                 raise SandboxError(f"no process can be started for a program: {fault}") from None
@@ -195,6 +204,7 @@ class _Run:
             if descriptor is not None:
                 poll.register(descriptor, select.POLLIN)
         self._births.listen(poll)
+        self._disk.listen(poll)
         try:
             return self._watch(poll, ended)
         finally:
@@ -216,11 +226,12 @@ class _Run:
                 self._births.seen = 0
             if now >= look:
                 began = time.thread_time()
-                cut = self._look()
+                cut = self._look(now)
                 if cut is not None:
                     return cut
                 # A tenth of a core at most. Not of the time that passed: a bomb would be looked at less the more it is.
-                look = time.monotonic() + max(LOOK_S, 10 * (time.thread_time() - began))
+                every = LOOK_S if self._disk.limited else MEASURE_S
+                look = time.monotonic() + max(every, 10 * (time.thread_time() - began))
             events = poll.poll(max(min(deadline, look) - time.monotonic(), 0) * 1000)
             ready = [found for found, _ in events]
             if self._stop.asked:
@@ -230,6 +241,9 @@ class _Run:
                 self._over, self._seconds, deadline = True, self._passed(), time.monotonic() + END_S
                 poll.unregister(self._report.ours)
                 self._births.stop()
+            self._disk.answer(ready, poll)
+            if self._disk.full:
+                return "too_big", self._disk.full
             for captured in (self._out, self._err, self._told):
                 if captured.descriptor in ready and captured.read() is None:
                     poll.unregister(captured.descriptor)
@@ -241,13 +255,17 @@ class _Run:
             if ended in ready or (ended is None and self.popen.poll() is not None):
                 return None
 
-    def _look(self) -> tuple[Kind, str] | None:
-        full = overfilled(self._order.folders, self._order.plan.file_mb)
+    def _look(self, now: float) -> tuple[Kind, str] | None:
+        if self._began is None:  # what looks like its /proc may still be the whole machine's
+            return None
+        full = self._disk.is_full(self._places)
         if full:
             return "too_big", full
-        # Before it has begun, what looks like its /proc may still be the whole machine's.
-        if self._began is None or self._over:
+        if self._over:
             return None
+        if now < self._next_count:
+            return None
+        self._next_count = now + LOOK_S
         if too_many_threads(self.popen):
             return "too_big", TOO_MANY_THREADS
         if not self._order.may_have_children:
@@ -258,20 +276,27 @@ class _Run:
     def _passed(self) -> float:
         return time.monotonic() - self._began if self._began is not None else 0.0
 
+    def _places(self) -> Iterable[str]:
+        if self._order.may_have_children or self._order.view is not None:
+            return places_of(self.popen, self.mark)
+        return [f"/proc/{self.popen.pid}"]
+
     def result(self, cut: tuple[Kind, str] | None, code: int) -> ProgramResult:
         """After its end: what is still in the pipes, and what it came to."""
         for captured in (self._out, self._err, self._told):
             captured.drain()
         out, err = self._out.text(), self._err.text()
+        full = self._disk.take_back()
+        if self._disk.full:  # it was not begun
+            return ProgramResult("too_big", full)
         # The first line was written before the program began; what follows may be anybody's word.
         first, *later = [_read_line(line) for line in self._told.text().splitlines()] or [{}]
         if first.get("missing") != {}:
             why = first.get("missing") or " ".join(err.split())[:300] or (cut and cut[1])
             why = why or f"its process ended with status {code}"
             raise SandboxError(f"a program could not be started in its sandbox: {why}")
-        if cut is None:
-            full = overfilled(self._order.folders, self._order.plan.file_mb)
-            cut = ("too_big", full) if full else None
+        if cut is None and full:
+            cut = "too_big", full
         if cut is not None:
             return ProgramResult(*cut, out, err, None, self._seconds, self._left_running())
         status = 128 - code if code < 0 else code

@@ -10,7 +10,7 @@ CORES := $(shell getconf _NPROCESSORS_ONLN)
 WORKERS ?= $(shell expr 1 + $(CORES))
 TEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test test-docs test-namespaced test-long check format vllm-env bench-env clean help
+.PHONY: demo test test-docs test-namespaced test-long fuzz check format vllm-env bench-env clean help
 
 help:  ## What there is
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,6 +32,10 @@ test-namespaced: $(READY)  ## What needs bubblewrap (apt install bubblewrap): th
 
 test-long: $(READY)  ## The long tests: five seeds, ten kills, 10,000 schedules
 	HYPOTHESIS_PROFILE=thorough $(TEST) -m long
+
+MINUTES ?= 10
+fuzz: $(READY)  ## Random frames, replies, templates, settings, rows and requests for MINUTES=10
+	FUZZ_MINUTES=$(MINUTES) $(BIN)/python -m pytest -s -p no:cacheprovider tests/fuzz
 
 check: $(READY)  ## Style, types, layers
 	$(BIN)/ruff check src tests scripts examples benchmarks

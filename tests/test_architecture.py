@@ -112,3 +112,77 @@ def test_the_layers_hold() -> None:
 def test_versions_agree() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert toolwise.__version__ == project["version"]
+
+
+TERMINAL = ROOT / "src" / "toolwise" / "terminal"
+PIPES = {
+    "cli/doctor.py": "a child process of its own answers on a pipe",
+    "tools/isolation/serving.py": "a worker's output is a pipe of the trainer's",
+}
+"""Who else may print, and why it reaches no terminal."""
+
+
+def _prints(tree: ast.AST) -> list[str]:
+    """Whatever writes to a standard stream or builds a console by another way than `toolwise.terminal`."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            module, _, verb = name.rpartition(".")
+            streams = ("sys.stdout", "sys.stderr", "sys.__stdout__", "sys.__stderr__")
+            if name in ("print", "traceback.print_exc", "pprint.pprint") or (
+                module in streams and verb in ("write", "writelines")
+            ):
+                found.append(name)
+            if module in ("typer", "click") and verb in ("echo", "secho", "confirm", "prompt"):
+                found.append(name)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {alias.name for alias in node.names}
+            if node.module.split(".")[0] in ("tqdm", "click") or (
+                node.module.startswith("rich") and names & {"Console", "Live", "Status", "Progress", "track", "print"}
+            ):
+                found.append(f"from {node.module} import {', '.join(sorted(names))}")
+        elif isinstance(node, ast.Import):
+            found += [a.name for a in node.names if a.name.split(".")[0] in ("tqdm", "click", "rich", "pprint")]
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT / "src")))
+def test_nothing_prints_but_by_the_terminal(path: Path) -> None:
+    """Control characters of other people's text are made visible there, and nowhere else."""
+    inside = str(path.relative_to(ROOT / "src" / "toolwise"))
+    if TERMINAL not in path.parents and inside not in PIPES:
+        assert _prints(ast.parse(path.read_text())) == []
+
+
+def test_the_search_for_prints_finds_them() -> None:
+    code = "print(1); typer.echo(2); sys.stderr.write(3)\nfrom rich.console import Console\nimport tqdm"
+    assert len(_prints(ast.parse(code))) == 5
+
+
+PRIVATE_JSON = {
+    "sandbox/programs/run.py": "what a child process of ours is asked for, on a descriptor that only it reads",
+}
+
+
+def _writes_json(function: ast.AST) -> bool:
+    """Whether a function writes a file of JSON that it made by itself; `allow_nan=False` refuses instead."""
+    calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
+    loose = [
+        call
+        for call in calls
+        if ast.unparse(call.func) in ("json.dump", "json.dumps") and "allow_nan" not in [k.arg for k in call.keywords]
+    ]
+    names = [ast.unparse(call.func) for call in calls]
+    verbs = ("write_text", "write_bytes", "writelines", "write_whole", "writerow")
+    return bool(loose) and any(name.split(".")[-1] in verbs or name.endswith("file.write") for name in names)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT / "src")))
+def test_every_json_file_has_the_one_writer(path: Path) -> None:
+    """`toolwise.json_text`: no NaN, no half characters, whatever is in a value."""
+    functions = [
+        n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    if str(path.relative_to(ROOT / "src" / "toolwise")) not in PRIVATE_JSON:
+        assert [f.name for f in functions if _writes_json(f)] == []

@@ -313,15 +313,17 @@ def test_a_model_inside_itself_ends_and_a_shorthand_is_a_leaf_as_well() -> None:
     ]
 
 
+INTEGERS = st.integers(-(2**63), 2**63 - 1)
+"""As many as TOML has."""
 WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 FLOATS = st.floats(allow_nan=False)
 FREE = st.recursive(
-    st.booleans() | st.integers() | FLOATS | WORDS,
+    st.booleans() | INTEGERS | FLOATS | WORDS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
     max_leaves=6,
 )
 SEARCHES = st.builds(Search, corpus=st.sampled_from([Path("a"), Path("/b/c d")]))
-CALCULATORS = st.builds(Calculator, digits=st.integers())
+CALCULATORS = st.builds(Calculator, digits=INTEGERS)
 RUNS = st.builds(
     Run,
     name=WORDS,
@@ -334,9 +336,9 @@ RUNS = st.builds(
     rollout=st.none()
     | st.builds(
         RolloutSettings,
-        max_steps=st.integers(max_value=100),
+        max_steps=st.integers(-(2**63), 100),
         speed=st.sampled_from(Speed),
-        seed=st.none() | st.integers() | WORDS,
+        seed=st.none() | INTEGERS | WORDS,
         tool=SEARCHES | CALCULATORS,
         others=st.lists(SEARCHES, max_size=2),
         named=st.dictionaries(WORDS, CALCULATORS, max_size=2),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from toolwise.bounds import MOST_WARNINGS
+from toolwise.json_text import json_line, json_text
 from toolwise.types import CreditedRollout, ScoredRollout, StepData
 
 
@@ -30,7 +31,7 @@ def record_of(scored: ScoredRollout, credited: CreditedRollout | None = None) ->
         "metrics": {name: metric.score for name, metric in result.metrics.items()},
         "reason": result.reason,
         "error": result.error.model_dump() if result.error else None,
-        "warnings": list(scored.warnings),
+        "warnings": _first_warnings(scored.warnings),
         "stop_reason": rollout.stop_reason.value,
         "fault": rollout.fault,
         "infrastructure_fault": rollout.infrastructure_fault,
@@ -56,8 +57,13 @@ def write_records(
     by_id = {c.rollout.rollout_id: c for c in credited}
     folder.mkdir(parents=True, exist_ok=True)
     _write_tokens(folder / f"{name}.safetensors", [(s.rollout.rollout_id, s.steps) for s in scored])
-    lines = (json.dumps(record_of(s, by_id.get(s.rollout.rollout_id)), ensure_ascii=False, default=str) for s in scored)
-    write_whole(folder / f"{name}.jsonl", "".join(f"{line}\n" for line in lines).encode("utf-8", "backslashreplace"))
+    lines = (json_line(record_of(s, by_id.get(s.rollout.rollout_id))) for s in scored)
+    write_whole(folder / f"{name}.jsonl", b"".join(lines))
+
+
+def _first_warnings(warnings: Sequence[str]) -> list[str]:
+    more = len(warnings) - MOST_WARNINGS
+    return [*warnings[:MOST_WARNINGS], *([f"… and {more:,} more"] if more > 0 else ())]
 
 
 def _write_tokens(path: Path, rollouts: Iterable[tuple[str, Sequence[StepData]]]) -> None:
@@ -79,7 +85,7 @@ def _write_tokens(path: Path, rollouts: Iterable[tuple[str, Sequence[StepData]]]
     tensors = {key: np.concatenate(parts) for key, parts in arrays.items()}
     for key in ("prompt_ids", "token_ids"):
         tensors[f"{key}.offsets"] = np.cumsum([0, *map(len, arrays[key])]).astype(np.int64)
-    write_whole(path, save(tensors, metadata={"steps": json.dumps(names)}))
+    write_whole(path, save(tensors, metadata={"steps": json_text(names, ascii_only=True)}))
 
 
 def write_whole(path: Path, data: bytes, *, private: bool = False) -> None:

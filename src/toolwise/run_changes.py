@@ -12,6 +12,7 @@ from typing import Any
 
 from toolwise.config import RunConfig, load_config
 from toolwise.errors import CheckpointError, ConfigError
+from toolwise.json_text import json_text
 from toolwise.placing import place_paths
 from toolwise.settings import build
 from toolwise.trackers.jsonl import read_metrics
@@ -75,6 +76,13 @@ MAY_CHANGE = frozenset(
         "reward.sandbox.workers",
         "reward.sandbox.trusted",
         "reward.max_error_rate",
+        "faults.policy",
+        "faults.env",
+        "faults.deadline",
+        "faults.infrastructure",
+        "faults.tool",
+        "faults.parse",
+        "faults.window",
         "actor.canary",
         # how long the run is, what it saves and when it validates
         "trainer.total_steps",
@@ -246,7 +254,7 @@ def record_changes(out: Path, step: int, changes: list[Change]) -> None:
     file = out / CHANGES
     if lines or file.exists():
         aside = file.with_name(f"{CHANGES}.tmp")
-        aside.write_text("".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines), encoding="utf-8")
+        aside.write_text("".join(f"{json_text(line)}\n" for line in lines), encoding="utf-8")
         aside.replace(file)
 
 

@@ -19,6 +19,8 @@ def check_folder(out: Path, config: RunConfig, *, resume: bool) -> None:
     """Whether a run under `config` may begin, or go on, in `out`. Nothing is changed."""
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is a file: choose a folder for --out")
+    if out.is_symlink() and not out.exists():
+        raise ConfigError(f"{out} is a link to nowhere: choose another --out")
     config_file = out / "config.toml"
     if config_file.exists():
         if not resume:

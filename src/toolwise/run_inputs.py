@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from os.path import realpath
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -223,7 +224,7 @@ def gather_inputs(
     env: Any = None,
 ) -> RunInputs:
     """Nothing is written yet. `tasks` and `val` are what was given, and the tasks in it."""
-    inputs = RunInputs(folder.resolve(), config, config)
+    inputs = RunInputs(Path(realpath(folder)), config, config)
     inputs.add_tasks("train", *tasks)
     inputs.add_tasks("val", *val)
     inputs.add_tools(tools)

@@ -6,7 +6,9 @@ from __future__ import annotations
 import copy
 import difflib
 import importlib
+import os
 import re
+import stat
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
+from toolwise.bounds import cut
 from toolwise.errors import ConfigError
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -25,6 +28,9 @@ Location = tuple[int | str, ...]
 
 SHOWN_ERRORS = 3
 SHOWN_KEYS = 8
+LARGEST_FILE = 16 << 20
+DEEPEST = 50
+"""Levels of tables and lists."""
 
 
 class Section(BaseModel):
@@ -38,21 +44,34 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     readers = {".toml": _read_toml, ".yaml": _read_yaml, ".yml": _read_yaml}
     read = readers.get(path.suffix.lower())
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder: name a configuration file in it")
-    if read is None:
-        raise ConfigError(f"{path}: a configuration file ends in .toml, .yaml or .yml")
     try:
-        settings = read(path, path.read_bytes().decode("utf-8-sig"))
+        if path.is_dir():
+            raise ConfigError(f"{path} is a folder: name a configuration file in it")
+        if read is None:
+            raise ConfigError(f"{path}: a configuration file ends in .toml, .yaml or .yml")
+        settings = read(path, _content(path).decode("utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text (byte {error.start})") from None
+    except ValueError as error:  # a name that no file can have
+        raise ConfigError(f"{path} cannot be read: {error}") from None
     if not isinstance(settings, dict):
         raise ConfigError(f"{path} must hold a table of settings (key: value), not {_shown(settings)}")
     return settings
+
+
+def _content(path: Path) -> bytes:
+    """Of a regular file of a size that people write; opened without waiting, as a pipe would have it."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ConfigError(f"{path} is a pipe or a device: write the configuration to a file")
+        content = file.read(LARGEST_FILE + 1)
+    if len(content) > LARGEST_FILE:
+        raise ConfigError(f"{path} is larger than {LARGEST_FILE >> 20} MB: it is no configuration file")
+    return content
 
 
 def _read_toml(path: Path, text: str) -> Any:
@@ -81,7 +100,10 @@ def _read_yaml(path: Path, text: str) -> Any:
 
 def apply_overrides(settings: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """A copy of `settings` with each `a.b=c` put in place; tables on the way are made where missing."""
-    settings = copy.deepcopy(settings)
+    try:
+        settings = copy.deepcopy(settings)
+    except RecursionError:
+        raise ConfigError("the settings are nested too deeply: flatten them") from None
     for override in overrides:
         key, equals, text = override.partition("=")
         names = _key_names(key)
@@ -104,7 +126,7 @@ def _key_names(key: str) -> list[str]:
         return [name.strip() for name in key.split(".")]
     try:
         table: Any = tomllib.loads(f"{key} = 0")
-    except ValueError:
+    except (ValueError, RecursionError):
         return [""]
     names = []
     while isinstance(table, dict):
@@ -126,6 +148,8 @@ def _value(text: str) -> Any:
 
 def build(model: type[Model], settings: dict[str, Any], *, source: str) -> Model:
     """`settings` as a `model`; whatever is wrong with them is one `ConfigError` that begins with `source`."""
+    if (fault := next(_excesses(settings, ()), None)) is not None:
+        raise ConfigError(f"{source}: {fault}")
     try:
         return model.model_validate(settings)
     except ValidationError as error:
@@ -133,6 +157,20 @@ def build(model: type[Model], settings: dict[str, Any], *, source: str) -> Model
     rest = len(complaints) - SHOWN_ERRORS
     more = f"; and {rest} more" if rest > 0 else ""
     raise ConfigError(f"{source}: {'; '.join(complaints[:SHOWN_ERRORS])}{more}")
+
+
+def _excesses(value: Any, location: Location) -> Iterator[str]:
+    """What neither TOML nor a run can hold, though Python can."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        yield f"`{_dotted(location)}` is an integer of more than 64 bits"
+    elif isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+        yield f"`{_dotted(location)}` holds half a character: write text"
+    elif isinstance(value, dict | list) and len(location) >= DEEPEST:
+        yield f"`{_dotted(location[:3])}` is nested more than {DEEPEST} levels deep"
+    elif isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _excesses(key, location) if isinstance(key, str) else ()
+            yield from _excesses(item, (*location, key))
 
 
 def _complaints(model: type[BaseModel], settings: dict[str, Any], error: ValidationError) -> list[str]:
@@ -181,7 +219,9 @@ def _location(raw: Location, settings: Any, *, missing: bool) -> Location:
 
 
 def _dotted(location: Location) -> str:
-    return "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in location).lstrip(".")
+    """As an override names it, in one line: a key may be any text."""
+    names = (f"[{name}]" if isinstance(name, int) else f".{cut(_one_line(str(name)), 80)}" for name in location)
+    return "".join(names).lstrip(".")
 
 
 def _shown(value: Any) -> str:

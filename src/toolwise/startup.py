@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import IO
 
+from toolwise.terminal import visible
+
 LOGGER = logging.getLogger("toolwise.startup")
 
 
@@ -25,16 +27,15 @@ def show_startup(file: IO[str] | None = None, *, enabled: bool = True) -> Iterat
     if not enabled:
         yield
         return
-    from rich.console import Console
-    from rich.text import Text
+    from toolwise.terminal.display import Console, Status
 
     console = Console(file=file)
     level, propagate = LOGGER.level, LOGGER.propagate
     # The stream is asked too: rich also takes FORCE_COLOR for a terminal.
-    status = console.status("starting …") if console.is_terminal and console.file.isatty() else None
+    status = Status(console, "starting …") if console.is_terminal and console.file.isatty() else None
     handler = _Handler(partial(_write_line, console.file))
     if status is not None:
-        handler = _Handler(lambda text: status.update(Text(text)))  # as text: a path may look like markup
+        handler = _Handler(status.update)
         status.start()
     LOGGER.addHandler(handler)
     LOGGER.setLevel(logging.INFO)
@@ -63,5 +64,5 @@ class _Handler(logging.Handler):
 
 def _write_line(file: IO[str], text: str) -> None:
     encoding = getattr(file, "encoding", None) or "utf-8"
-    file.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+    file.write(visible(text).encode(encoding, "replace").decode(encoding) + "\n")
     file.flush()

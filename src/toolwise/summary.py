@@ -7,6 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from toolwise.bounds import LONGEST_NAME, MOST_METRICS, MOST_NAMES, cut
+from toolwise.fault_rates import fault_metrics, is_faulty
 from toolwise.protocols import Metrics
 from toolwise.types import ScoredRollout, StopReason
 
@@ -33,15 +35,18 @@ def summarize(scored: Sequence[ScoredRollout]) -> Metrics:
     if counted:
         scores = [s.score for s in counted]
         metrics |= {"score/mean": mean(scores), "score/std": std(scores)}
-        for name, values in reported(counted).items():
-            metrics |= {f"reward/{name}/mean": mean(values), f"reward/{name}/std": std(values)}
+        by_name = reported(counted)
+        for name in _commonest(by_name):
+            metrics |= {f"reward/{name}/mean": mean(by_name[name]), f"reward/{name}/std": std(by_name[name])}
+        if len(by_name) > MOST_METRICS:
+            metrics["reward/metrics_left_out"] = float(len(by_name) - MOST_METRICS)
     for reason, count in Counter(s.rollout.stop_reason.value for s in scored).items():
         metrics[f"stop/{reason}"] = count / len(scored)
     turns = Counter((step.policy_logprobs or {}).get("alignment") for s in scored for step in s.steps)
     metrics |= {f"tokens/{how}": float(turns[how]) for how in ("clean", "realigned", "forked")}
     for kind, count in Counter(s.result.error.kind for s in scored if s.result.error).items():
         metrics[f"reward/errors/{kind}"] = float(count)
-    return metrics | by_route(scored)
+    return metrics | fault_metrics(scored) | by_route(scored)
 
 
 def by_route(scored: Sequence[ScoredRollout]) -> Metrics:
@@ -73,8 +78,9 @@ def summarize_validation(scored: Sequence[ScoredRollout], held_out_tools: Collec
             kinds["unseen tools" if unseen else "seen tools"].append(s)
         kind = s.rollout.task.extra_info.get("kind")
         if kind is not None:
-            kinds[str(kind)].append(s)
-    return _figures(scored) | by_route(scored) | {"by_kind": {kind: _figures(kinds[kind]) for kind in sorted(kinds)}}
+            kinds[cut(str(kind), LONGEST_NAME)].append(s)
+    by_kind = {kind: _figures(kinds[kind]) for kind in _commonest(kinds, MOST_NAMES)}
+    return _figures(scored) | by_route(scored) | {"by_kind": by_kind}
 
 
 def validation_metrics(figures: Mapping[str, Any]) -> Metrics:
@@ -91,13 +97,14 @@ def _figures(scored: Sequence[ScoredRollout]) -> dict[str, Any]:
     own = {
         "cost": mean([s.rollout.usage.cost for s in scored]),
         "tokens": mean([float(s.rollout.usage.sampled_tokens) for s in scored]),
-        "errors": len(scored) - len(counted),
+        "errors": sum(not s.result.counts or is_faulty(s) for s in scored),
     }
     too_long = sum(s.rollout.stop_reason is StopReason.PROMPT_TOO_LONG for s in scored)
     own |= {StopReason.PROMPT_TOO_LONG.value: too_long} if too_long else {}
     first = {"n": len(scored)} | ({"score": mean([s.score for s in counted])} if counted else {})
     taken = {"n", "score", "by_kind", *own}
-    return first | {name: mean(v) for name, v in reported(counted).items() if name not in taken} | own
+    by_name = reported(counted)
+    return first | {name: mean(by_name[name]) for name in _commonest(by_name) if name not in taken} | own
 
 
 def reported(counted: Sequence[ScoredRollout]) -> dict[str, list[float]]:
@@ -108,6 +115,11 @@ def reported(counted: Sequence[ScoredRollout]) -> dict[str, list[float]]:
             if metric.is_score_valid:
                 values[name].append(metric.score)
     return dict(sorted(values.items()))
+
+
+def _commonest(by_name: Mapping[str, Sequence[object]], most: int = MOST_METRICS) -> list[str]:
+    """The names with most values, in order: a reward may report other metrics of every rollout."""
+    return sorted(sorted(by_name, key=lambda name: (-len(by_name[name]), name))[:most])
 
 
 def mean(values: Sequence[float]) -> float:

@@ -393,6 +393,73 @@ def preparing_with_the_wrong_option(desk: Desk) -> list[object]:
     return ["data", "prepare", "rlla", desk.file("rows.jsonl", "{}\n"), "--oracle-tool"]
 
 
+@case("run.toml", "not valid TOML", "digits")
+def a_number_of_5000_digits(desk: Desk) -> list[object]:
+    return ["train", desk.file("run.toml", f"seed = {'9' * 5_000}\n")]
+
+
+@case("run.toml", "`seed` is an integer of more than 64 bits")
+def a_number_of_5000_hexadecimal_digits(desk: Desk) -> list[object]:
+    return ["train", desk.file("run.toml", f"seed = 0x{'f' * 5_000}\n")]
+
+
+@case("`seed`")
+def an_override_of_5000_digits(desk: Desk) -> list[object]:
+    return desk.train(None, "--set", f"seed={'9' * 5_000}")
+
+
+@case("--tasks")
+def an_option_of_5000_digits(desk: Desk) -> list[object]:
+    return ["rollout", desk.make_config(desk.folder), "--tasks", "9" * 5_000]
+
+
+@case("train.jsonl: row 0 (0-based; line 1)", "not JSON", "digits")
+def a_row_of_5000_digits(desk: Desk) -> list[object]:
+    return desk.rows('{"prompt": "1?", "ground_truth": ' + "9" * 5_000 + "}")
+
+
+@case("train.jsonl: row 0", "field extra_info", "not JSON")
+def a_field_of_5000_digits(desk: Desk) -> list[object]:
+    return desk.rows({"prompt": "1?", "extra_info": '{"index": ' + "9" * 5_000 + "}"})
+
+
+@case("File name too long")
+def a_configuration_with_a_long_name(desk: Desk) -> list[object]:
+    return ["train", desk.folder / f"{'x' * 300}.toml"]
+
+
+@case("cannot be read (File name too long)")
+def data_with_a_long_name(desk: Desk) -> list[object]:
+    return desk.train({"data": {"train": f"{'x' * 300}.jsonl"}})
+
+
+@case("is a pipe or a device")
+def a_configuration_that_never_ends(desk: Desk) -> list[object]:
+    (desk.folder / "run.toml").symlink_to("/dev/zero")
+    return ["train", desk.folder / "run.toml"]
+
+
+@case("is a pipe or a device")
+def data_that_never_ends(desk: Desk) -> list[object]:
+    (desk.folder / "tasks.jsonl").symlink_to("/dev/zero")
+    return ["data", "stats", desk.folder / "tasks.jsonl"]
+
+
+@case("is compressed with gzip")
+def data_that_is_packed(desk: Desk) -> list[object]:
+    return ["data", "stats", desk.file("tasks.jsonl", b"\x1f\x8b" + b"\0" * 20)]
+
+
+@case("nested")
+def a_configuration_that_is_deep(desk: Desk) -> list[object]:
+    return ["train", desk.file("run.toml", f"[reward.kwargs]\nx = {'[' * 100}{']' * 100}\n")]
+
+
+@case("No such option", "--help")
+def an_option_that_is_none(desk: Desk) -> list[object]:
+    return ["demo", "--sed", "3"]
+
+
 def damage(file: Path, at: int = -1) -> None:
     """One byte of a file is another one; its size stays."""
     data = bytearray(file.read_bytes())

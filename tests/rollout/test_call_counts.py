@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from toolwise.rollout.call_counts import CallCounts
+import math
+from typing import Any
+
+import pytest
+
+from toolwise.bounds import MOST_NAMES
+from toolwise.rollout.call_counts import OTHERS, CallCounts
 
 
 def test_steps_add_up_and_the_time_in_the_queue_leaves_the_step() -> None:
@@ -26,3 +32,27 @@ def test_nothing_adds_up_to_nothing() -> None:
         0.0,
         0,
     )
+
+
+@pytest.mark.parametrize("cost", [math.nan, math.inf, -0.5, 1e308, "nan", [1]])
+def test_a_cost_that_is_none_is_refused(cost: Any) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        CallCounts().add({"cost": cost})
+
+
+@pytest.mark.parametrize("count", [math.nan, -1, 1.5, "2", None])
+def test_a_count_that_is_none_is_refused(count: Any) -> None:
+    with pytest.raises(ValueError, match="give a whole number"):
+        CallCounts().add({"calls": {"search": count}})
+
+
+def test_names_are_bounded_in_length_and_number() -> None:
+    """A model may call a tool of another name at every turn, each of any length."""
+    counts = CallCounts()
+    for number in range(3):
+        counts.add({"calls": {f"{number}-{i}" + "x" * 5_000: 1 for i in range(200)}, "failed_calls": {"unknown": 200}})
+    calls = counts.usage([], 0.0).calls
+    assert sum(calls.values()) == 600
+    assert len(calls) <= MOST_NAMES + 1
+    assert calls[OTHERS] == 600 - MOST_NAMES
+    assert max(map(len, calls)) < 300

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,6 +18,7 @@ from toolwise.authoring.stored import Stored
 from toolwise.config import RewardConfig, RunConfig, load_config
 from toolwise.data.files import Row
 from toolwise.errors import DataError
+from toolwise.json_text import json_text
 from toolwise.records import write_whole
 from toolwise.rewards.align import align_steps
 from toolwise.run_changes import check_files
@@ -203,5 +203,5 @@ def free_path(place: Path, reward: str, out: Path | None = None) -> Path:
 
 
 def write_rescored(path: Path, rows: Sequence[Row]) -> None:
-    text = "".join(f"{json.dumps(row, ensure_ascii=False, default=str)}\n" for row in rows)
+    text = "".join(f"{json_text(row)}\n" for row in rows)
     write_whole(path, text.encode("utf-8", "backslashreplace"))

@@ -10,6 +10,7 @@ from typing import Any
 
 from toolwise.data.files import Row
 from toolwise.errors import ConfigError
+from toolwise.json_text import json_text
 from toolwise.records import write_whole
 from toolwise.rewards.signature import Mode
 
@@ -27,7 +28,7 @@ def start_reward(folder: Path, name: str = STAND_IN, mode: Mode = "pointwise") -
             raise ConfigError(f"{path} is there already; give another name, or take the file away")
     text = (files("toolwise.authoring") / "starters" / f"{mode}.py").read_text("utf-8")
     write_whole(code, text.replace(STAND_IN, name).encode())
-    lines = "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in sample_rows())
+    lines = "".join(f"{json_text(row)}\n" for row in sample_rows())
     write_whole(rollouts, lines.encode())
     return code, rollouts
 

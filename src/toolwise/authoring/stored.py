@@ -175,7 +175,7 @@ def _extra_info(path: Path, number: int, row: Row) -> dict[str, Any]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             value = None
     if not isinstance(value, dict):
         raise row_error(path, number, "extra_info", "not an object; write an object or its JSON text")

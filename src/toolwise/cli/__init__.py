@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from toolwise.errors import ToolwiseError
+from toolwise.terminal import guard_streams, say, say_error
+from toolwise.terminal.streams import say_traceback
 
 app = typer.Typer(
     name="toolwise",
@@ -23,7 +25,7 @@ def _version(asked: bool) -> None:
     if asked:
         from toolwise import __version__
 
-        typer.echo(f"toolwise {__version__}")
+        say(f"toolwise {__version__}")
         raise typer.Exit
 
 
@@ -37,7 +39,7 @@ def _root(
     import logging
 
     level = logging.DEBUG if debug else logging.WARNING
-    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     if debug:
         for noisy in ("matplotlib", "httpx", "httpcore", "asyncio", "PIL", "urllib3", "filelock"):
             logging.getLogger(noisy).setLevel(logging.INFO)
@@ -69,18 +71,42 @@ def main() -> None:
     # Threads that wait must sleep: on a shared machine spinning ones make everything many times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    guard_streams()
     try:
-        app()
-    except ToolwiseError as fault:
-        if "--debug" in sys.argv:
-            raise
-        print(f"toolwise: {' '.join(str(fault).split())}", file=sys.stderr)
-        for note in getattr(fault, "__notes__", ()):  # such as the traceback of a reward
-            print(note, file=sys.stderr)
-        sys.exit(2)
-    except OSError as fault:
-        if "--debug" in sys.argv or fault.strerror is None:
-            raise
-        where = f"{fault.filename}: " if fault.filename else ""
-        print(f"toolwise: {where}{fault.strerror}; check path, permissions and free space", file=sys.stderr)
-        sys.exit(2)
+        status = app(standalone_mode=False)
+    except KeyboardInterrupt:
+        status = 130
+    except SystemExit as end:  # with words for an exit status, Python itself would print them
+        status = end.code
+        if status is not None and not isinstance(status, int):
+            say(status, err=True)
+            status = 1
+    except Exception as fault:
+        status = _tell(fault)
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _tell(fault: Exception) -> int:
+    """What went wrong, on standard error; gives the exit status."""
+    if hasattr(fault, "format_message"):  # of the command line's parser: a wrong option, a missing argument
+        return _tell_usage(fault)
+    if "--debug" not in sys.argv:
+        if isinstance(fault, ToolwiseError):
+            say_error(fault)
+            for note in getattr(fault, "__notes__", ()):  # such as the traceback of a reward
+                say(note, err=True)
+            return 2
+        if isinstance(fault, OSError) and fault.strerror is not None:
+            where = f"{fault.filename}: " if fault.filename else ""
+            say_error(f"{where}{fault.strerror}; check path, permissions and free space")
+            return 2
+    say_traceback(fault)
+    return 1
+
+
+def _tell_usage(fault: Any) -> int:
+    context, message = getattr(fault, "ctx", None), fault.format_message()
+    if message and type(fault).__name__ != "NoArgsIsHelpError":  # which has shown the help
+        usage = f"; {context.get_usage()}; {context.command_path} --help says more" if context is not None else ""
+        say_error(f"{message}{usage}")
+    return int(fault.exit_code)

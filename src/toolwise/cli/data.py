@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from toolwise.errors import ConfigError
+from toolwise.terminal import say, say_json
 
 app = typer.Typer(name="data", help="Prepare datasets and look at them.", no_args_is_help=True)
 
@@ -42,7 +43,7 @@ def prepare(
     else:
         written = prepare_rlla(source, target)
     for file in written:
-        typer.echo(f"wrote {file.rows:,} rows to {file.path}")
+        say(f"wrote {file.rows:,} rows to {file.path}")
 
 
 @app.command()
@@ -82,14 +83,12 @@ def stats(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Check every row of a file and show what it holds."""
-    import json
-
-    from rich.console import Console
 
     from toolwise.data.stats import describe, stats_table
+    from toolwise.terminal.display import Console
 
     description = describe(file)
     if as_json:
-        typer.echo(json.dumps(description, ensure_ascii=False, indent=2))
+        say_json(description)
     else:
         Console().print(stats_table(description))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolwise.cli.train import Overrides, go
+from toolwise.terminal import say, say_error
 
 if TYPE_CHECKING:
     from toolwise.frontier.evaluating import Evaluated
@@ -45,14 +46,13 @@ def demo(
 
 def _show_frontier(folder: Path) -> None:
     """Accuracy against cost, and what to try next."""
-    from rich.console import Console
-
     from toolwise import waiting
     from toolwise.demo.frontier import small_frontier
+    from toolwise.terminal.display import Console, Status
     from toolwise.view.report import write_report
 
     async def work() -> Evaluated:
-        with Console(stderr=True).status("the frontier") as status:
+        with Status(Console(stderr=True), "the frontier") as status:
             return await small_frontier(
                 folder, on_done=lambda what, done, of: status.update(f"the frontier: {done} of {of} groups of rollouts")
             )
@@ -62,23 +62,22 @@ def _show_frontier(folder: Path) -> None:
     except KeyboardInterrupt:
         sys.stdout.flush()
         whole = f"toolwise eval {folder} --budgets 0,0.1,…,1"
-        print(f"toolwise: the run is whole, its frontier is not: go on with: {whole}", file=sys.stderr)
+        say_error(f"the run is whole, its frontier is not: go on with: {whole}")
         os._exit(130)  # an ordinary exit would wait for the model to finish what it is generating
     write_report(folder)
     _tell(found, folder)
 
 
 def _tell(found: Evaluated, folder: Path) -> None:
-    from rich.console import Console
-
     from toolwise.frontier.report import tables
+    from toolwise.terminal.display import Console
 
     console = Console()
     first, *_, fixed = tables(found.frontier, "share correct against cost, held-out tasks")
     for table in (first, fixed):
         console.print(table)
     if found.time is not None:
-        typer.echo(found.time.describe())
+        say(found.time.describe())
     question = "How many bridges does Alder have?"
     for line in (
         f"  {folder / 'frontier.png'}, {folder / 'frontier.json'}, and in {folder / 'report.html'}",
@@ -87,4 +86,4 @@ def _tell(found: Evaluated, folder: Path) -> None:
         f'  toolwise run {folder} "What is 417 * 38?" --budget 0.3',
         f"  toolwise eval {folder} --budgets 0,0.1,…,1    # the whole frontier: more draws, minutes",
     ):
-        typer.echo(line)
+        say(line)

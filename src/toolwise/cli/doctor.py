@@ -20,6 +20,8 @@ from typing import Annotated, Any
 
 import typer
 
+from toolwise.terminal import say_json
+
 CORE = (
     "torch>=2.11 transformers>=5.10 numpy>=2.0 safetensors>=0.5 pydantic>=2.10 typer>=0.15 rich>=13.9 "
     "pyarrow>=18 jinja2>=3.1 httpx>=0.27 jsonschema>=4.23 tomli-w>=1.1 matplotlib>=3.9"
@@ -69,7 +71,7 @@ def doctor(
         machine |= found
         troubles += broken
     if as_json:
-        typer.echo(json.dumps(_as_json(packages, machine, troubles), indent=2))
+        say_json(_as_json(packages, machine, troubles))
     else:
         _show(packages, machine, troubles)
     if troubles:
@@ -281,12 +283,12 @@ def _as_json(packages: Sequence[Package], machine: dict[str, Any], troubles: lis
 
 
 def _show(packages: Sequence[Package], machine: dict[str, Any], troubles: list[str]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from toolwise import __version__
+    from toolwise.terminal.display import Console
 
-    console = Console(markup=False, highlight=False)  # the brackets of toolwise[serve] are no markup
+    console = Console()
     core = Table("package", "wanted", "installed", title=f"toolwise {__version__}: core", title_justify="left")
     for package in packages:
         if package.extra is None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from toolwise.cli.train import Overrides
+from toolwise.terminal import say_json
 
 if TYPE_CHECKING:
     from toolwise.config import RunConfig
@@ -56,7 +56,7 @@ def evaluate(
     tasks = load_tasks(file, limit=config.data.val_limit if data is None else None)
     figures = evaluate_model(found, tasks, config=config)
     if as_json:
-        typer.echo(json.dumps(figures, indent=2))
+        say_json(figures)
     else:
         _show(figures, found)
     return None
@@ -88,8 +88,9 @@ def resolve(source: Path, model: str | None, overrides: list[str]) -> tuple[RunC
 
 
 def _show(figures: dict[str, Any], model: str) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from toolwise.terminal.display import Console
 
     parts = {"all": figures, **figures["by_kind"]}
     table = Table(title=model, caption="one rollout a task")

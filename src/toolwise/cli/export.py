@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from toolwise.terminal import say
+
 
 class Dtype(StrEnum):
     """As torch spells them."""
@@ -36,4 +38,4 @@ def export(
     from toolwise.exporting import export_model
 
     done = export_model(source, out, dtype=dtype.value if dtype else None, best=best)
-    typer.echo(f"{done.out}: the model of step {done.checkpoint.step} in {done.dtype}; its card is README.md")
+    say(f"{done.out}: the model of step {done.checkpoint.step} in {done.dtype}; its card is README.md")

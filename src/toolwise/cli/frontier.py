@@ -8,15 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
 from toolwise.errors import ConfigError
+from toolwise.terminal import say, say_json
 
 if TYPE_CHECKING:
-    from rich.status import Status
-
     from toolwise.config import RunConfig
     from toolwise.frontier.evaluating import Evaluated
+    from toolwise.terminal.display import Status
 
 _GOES_ON = re.compile(r"^(…|\.\.\.)$")
 
@@ -36,16 +34,13 @@ class Asked:
 
 def show_frontier(source: Path, data: Path | None, overrides: Sequence[str], asked: Asked, *, as_json: bool) -> None:
     """Pool, compare, show, write; the thresholds go into the checkpoint."""
-    import json
-
-    from rich.console import Console
-
     from toolwise import waiting
     from toolwise.data import load_tasks
     from toolwise.frontier.evaluating import Shared, evaluate_frontier
     from toolwise.frontier.report import as_json as to_json
     from toolwise.routed.calibration import store_calibration
     from toolwise.routed.loading import find_routed, load_routing
+    from toolwise.terminal.display import Console, Status
 
     budgets = read_budgets(asked.budgets)
     config, model = find_routed(source, overrides)
@@ -56,7 +51,6 @@ def show_frontier(source: Path, data: Path | None, overrides: Sequence[str], ask
     otc = None if asked.otc is None else _other(asked.otc)
     folder = asked.out or _folder(model)
     routing = load_routing(source, config=config)
-    console = Console(stderr=True)
 
     async def work(status: Status) -> Evaluated:
         return await evaluate_frontier(
@@ -74,31 +68,30 @@ def show_frontier(source: Path, data: Path | None, overrides: Sequence[str], ask
             ),
         )
 
-    with console.status("") as status:
+    with Status(Console(stderr=True)) as status:
         found = waiting.run(work(status))
     found.write(folder, str(source))
     if asked.store:
         store_calibration(model, found.calibration)
     if as_json:
-        typer.echo(json.dumps(to_json(found.frontier), indent=2))
+        say_json(to_json(found.frontier))
         return
     _show(found, str(source))
-    typer.echo(f"written: {folder / 'frontier.json'}, {folder / 'frontier.png'}")
+    say(f"written: {folder / 'frontier.json'}, {folder / 'frontier.png'}")
     if asked.store:
-        typer.echo(f"thresholds for these budgets are now in {model}: toolwise run {source} QUESTION --budget B")
+        say(f"thresholds for these budgets are now in {model}: toolwise run {source} QUESTION --budget B")
 
 
 def _show(found: Evaluated, title: str) -> None:
-    from rich.console import Console
-
     from toolwise.frontier.report import tables
+    from toolwise.terminal.display import Console
 
     for table in tables(found.frontier, title):
         Console().print(table)
     for note in found.notes:
-        typer.echo(note)
+        say(note)
     if found.time is not None:
-        typer.echo(found.time.describe())
+        say(found.time.describe())
 
 
 def _folder(model: Path) -> Path:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from toolwise.errors import ConfigError
+from toolwise.terminal import say
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -40,7 +41,7 @@ def label_file(file: Path, out: Path, tools: Sequence[str], asked: Asked | None)
 
     if out.suffix.lower() not in (".jsonl", ".csv", ".parquet"):
         raise ConfigError(f"--out {out}: labels are written as .jsonl, .csv or .parquet")
-    if out.resolve() == file.resolve():
+    if os.path.realpath(out) == os.path.realpath(file):
         raise ConfigError(f"--out {out} is the file itself: give another, nothing is ever overwritten")
     built = build_tools(tools)
     tasks = load_tasks(file)
@@ -50,12 +51,12 @@ def label_file(file: Path, out: Path, tools: Sequence[str], asked: Asked | None)
     else:
         write_labels(done.labels, out)
     counts = ", ".join(f"{route} {count:,}" for route, count in shares(done.labels).items())
-    typer.echo(f"labelled {len(done.labels):,} rows: {counts}; wrote {out}")
+    say(f"labelled {len(done.labels):,} rows: {counts}; wrote {out}")
     if asked is not None:
-        typer.echo(f"asked {done.asked:,} questions, {done.from_cache:,} were answered before")
+        say(f"asked {done.asked:,} questions, {done.from_cache:,} were answered before")
     if done.failed:
         name, reason = done.failed[0]
-        typer.echo(
+        say(
             f"{len(done.failed):,} questions have no answer, first {name[:80]}: {reason}; run the same again to ask "
             "only these",
             err=True,
@@ -64,12 +65,11 @@ def label_file(file: Path, out: Path, tools: Sequence[str], asked: Asked | None)
 
 
 def _ask(tasks: Sequence[Task], asked: Asked, out: Path, tools: Mapping[str, BaseTool]) -> Labelled:
-    from rich.console import Console
-
     from toolwise import waiting
     from toolwise.labelling.cache import AnswerCache
     from toolwise.labelling.labelling import label_by_model
     from toolwise.policies.openai.endpoint import Endpoint
+    from toolwise.terminal.display import Console, Status
 
     if not asked.base_url or not asked.model:
         raise ConfigError("give --base-url URL and --model NAME, or --heuristic to label without any model")
@@ -83,7 +83,7 @@ def _ask(tasks: Sequence[Task], asked: Asked, out: Path, tools: Mapping[str, Bas
     answered = 0
 
     async def work() -> Labelled:
-        with Console(stderr=True).status("") as status:
+        with Status(Console(stderr=True)) as status:
 
             def one_more() -> None:
                 nonlocal answered

@@ -13,14 +13,13 @@ import typer
 
 from toolwise.cli.evaluate import resolve
 from toolwise.cli.train import Overrides
+from toolwise.terminal import say
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.status import Status
-
     from toolwise.config import RunConfig
     from toolwise.protocols import AgentPolicy
     from toolwise.rollout.request import AsyncRolloutRequest
+    from toolwise.terminal.display import Console, Status
     from toolwise.tools.base import BaseTool
     from toolwise.types import Rollout, ScoredRollout, Task
 
@@ -69,7 +68,7 @@ def rollout(
     scored = _roll_out(found, deciding, tools, tasks, each, do_sample=found.rollout.do_sample and not greedy)
     write_records(folder, "rollouts", scored, [])
     _summarize(scored)
-    typer.echo(f"written: {folder / 'rollouts.jsonl'}")
+    say(f"written: {folder / 'rollouts.jsonl'}")
 
 
 def _tasks(config: RunConfig, data: Path | None) -> list[Task]:
@@ -123,7 +122,7 @@ def _policy(
         raise ConfigError("--policy scripted needs --script FILE: a JSON list of replies, one a turn")
     try:
         lines = json.loads(script.read_text(encoding="utf-8"))
-    except ValueError as fault:
+    except (ValueError, RecursionError) as fault:
         raise ConfigError(f"{script} is no JSON: {fault}") from None
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
         raise ConfigError(f"{script} must be a JSON list of strings, one reply a turn")
@@ -135,19 +134,18 @@ def _roll_out(
 ) -> list[ScoredRollout]:
     from dataclasses import replace
 
-    from rich.console import Console
-
     from toolwise import waiting
     from toolwise.diagnosis import evaluation_findings
     from toolwise.routing.direct import DirectRouter
     from toolwise.run import build_scheduler
     from toolwise.scoring import build_scoring
+    from toolwise.terminal.display import Console, Status
 
     scoring = build_scoring(config.reward) if config.reward.function or config.reward.parts else None
     console = Console()
 
     async def work() -> list[ScoredRollout]:
-        with console.status("") as status:
+        with Status(console) as status:
             watch = _Watch(console, status, len(tasks) * each)
             scheduler = replace(build_scheduler(config, policy, tools), on_state=watch.state)
             decisions = DirectRouter(config.seed).decide(tasks, each, 0, label="rollout")
@@ -159,7 +157,7 @@ def _roll_out(
             scoring.check(tasks)
         scored = waiting.run(work())
         for finding in evaluation_findings(scoring.rewards, tasks, scored) if scoring is not None else ():
-            typer.echo(f"WARNING {finding}", err=True)
+            say(f"WARNING {finding}", err=True)
         return scored
     finally:
         if scoring is not None:
@@ -198,10 +196,10 @@ class _Watch:
 
 
 def _summarize(scored: list[ScoredRollout]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from toolwise.summary import summarize
+    from toolwise.terminal.display import Console
 
     figures = summarize(scored)
     table = Table("figure", "value")
@@ -210,4 +208,4 @@ def _summarize(scored: list[ScoredRollout]) -> None:
     Console().print(table)
     faults = [s.rollout.fault for s in scored if s.rollout.fault]
     if faults:
-        typer.echo(f"{len(faults)} of {len(scored)} rollouts met a fault; the first: {faults[0]}")
+        say(f"{len(faults)} of {len(scored)} rollouts met a fault; the first: {faults[0]}")

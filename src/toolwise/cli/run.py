@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolwise.cli.train import Overrides
+from toolwise.terminal import say, say_json
 
 if TYPE_CHECKING:
     from toolwise.routed.agent import Answered
@@ -53,7 +54,7 @@ def run(
     agent = RoutedAgent.load(source, tools=tools, documents=found, overrides=overrides or [])
     answered = agent.ask(question, budget=budget, route=route.value, cap=cap, seed=seed, do_sample=do_sample)
     if as_json:
-        typer.echo(json.dumps(_told(answered), ensure_ascii=False, indent=2))
+        say_json(_told(answered))
     else:
         _show(answered)
 
@@ -76,20 +77,20 @@ def _told(answered: Answered) -> dict[str, object]:
 
 def _show(answered: Answered) -> None:
     odds = ", ".join(f"{name} {share:.2f}" for name, share in answered.odds.items())
-    typer.echo(f"route: {answered.route}  ({odds})")
+    say(f"route: {answered.route}  ({odds})")
     for message in answered.rollout.messages:
         for call in message.tool_calls or ():
-            typer.echo(f"  {call.name}({json.dumps(call.arguments, ensure_ascii=False)})")
+            say(f"  {call.name}({json.dumps(call.arguments, ensure_ascii=False)})")
         if message.role == "tool":
-            typer.echo(f"    {message.content}")
-    typer.echo(answered.text)
+            say(f"    {message.content}")
+    say(answered.text)
     refused = f", {answered.refused} calls refused" if answered.refused else ""
-    typer.echo(f"cost {answered.cost:g}{refused}, {answered.seconds:.2f} s", err=True)
+    say(f"cost {answered.cost:g}{refused}, {answered.seconds:.2f} s", err=True)
     if answered.saved_s is not None:
-        typer.echo(
+        say(
             f"answered directly: with all tools such questions took {answered.with_tools_s:.2f} s, "
             f"{answered.saved_s:+.2f} s saved",
             err=True,
         )
     if answered.rollout.fault:
-        typer.echo(f"the rollout ended in a fault: {answered.rollout.fault}", err=True)
+        say(f"the rollout ended in a fault: {answered.rollout.fault}", err=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from toolwise.cli.reward_options import Allow, Kwargs, Memory, Read, Tier, Timeout, changed_sandbox, read_kwargs
+from toolwise.terminal import say, say_json
 
 if TYPE_CHECKING:
     from toolwise.authoring.rescoring import Rescoring
@@ -32,7 +33,6 @@ def score(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Score a run's stored rollouts again, in the sandbox, and show what changed. The old files stay as they are."""
-    import json
 
     from toolwise.authoring.rescoring import free_path, rescore, reward_of_run, write_rescored
     from toolwise.authoring.stored import read_stored
@@ -46,33 +46,31 @@ def score(
     path = free_path(run, found.reward, out)
     write_rescored(path, rows)
     if as_json:
-        typer.echo(json.dumps({**found.to_json(), "out": str(path)}, ensure_ascii=False, indent=2))
+        say_json({**found.to_json(), "out": str(path)})
     else:
         _show(found)
-        typer.echo(f"wrote {len(rows):,} rollouts to {path}")
+        say(f"wrote {len(rows):,} rollouts to {path}")
 
 
 def _show(found: Rescoring) -> None:
-    from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
+    from toolwise.terminal.display import Console
+
     console = Console()
-    table = Table(title=f"{escape(found.reward)} on {found.rollouts} stored rollouts")
+    table = Table(title=f"{found.reward} on {found.rollouts} stored rollouts")
     for column in ("", "then", "now"):
         table.add_column(column, justify="left" if not column else "right")
     table.add_row("mean score", _number(found.old_mean), _number(found.new_mean))
     for kind in sorted({*found.old_errors, *found.new_errors}):
         table.add_row(f"{kind} errors", str(found.old_errors.get(kind, 0)), str(found.new_errors.get(kind, 0)))
     console.print(table)
-    typer.echo(
-        f"{found.changed} of {found.rollouts} rollouts have another score; correlation {_number(found.correlation)}"
-    )
-    typer.echo(f"{found.pairs_turned} of {found.pairs} pairs within a group stand the other way round")
+    say(f"{found.changed} of {found.rollouts} rollouts have another score; correlation {_number(found.correlation)}")
+    say(f"{found.pairs_turned} of {found.pairs} pairs within a group stand the other way round")
     if found.not_tried:
-        typer.echo(f"{found.not_tried} rollouts were not tried after too many timeouts")
+        say(f"{found.not_tried} rollouts were not tried after too many timeouts")
     for moved in found.largest:
-        typer.echo(f"  {moved['rollout_id']}: {moved['old']:g} → {moved['new']:g}")
+        say(f"  {moved['rollout_id']}: {moved['old']:g} → {moved['new']:g}")
 
 
 def _number(value: float | None) -> str:

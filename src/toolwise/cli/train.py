@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from toolwise.terminal import say, say_error
+
 if TYPE_CHECKING:
     from toolwise.config import RunConfig
     from toolwise.training import RunResult
@@ -57,16 +59,16 @@ def check(config: RunConfig, out: Path | None, resume: bool) -> None:
         check_folder(out, config, resume=resume)
     from toolwise.dry_run import dry_run
 
-    findings = dry_run(config, print)  # typer.echo would write across the status line of a terminal
+    findings = dry_run(config, say)
     for note in findings.notes:
-        typer.echo(f"note: {note}")
+        say(f"note: {note}")
     if findings.problems:
         for problem in findings.problems:
-            typer.echo(f"toolwise: dry run failed: {problem}", err=True)
+            say_error(f"dry run failed: {problem}")
         if findings.traceback:
-            typer.echo(findings.traceback.rstrip(), err=True)
+            say(findings.traceback.rstrip(), err=True)
         raise typer.Exit(1)
-    typer.echo("dry run passed; nothing was written")
+    say("dry run passed; nothing was written")
 
 
 def go(config: RunConfig, out: Path, resume: bool) -> None:
@@ -80,30 +82,32 @@ def go(config: RunConfig, out: Path, resume: bool) -> None:
         sys.stdout.flush()
         begun = (out / "config.toml").is_file()
         how = f"go on from the last checkpoint with: {resume_command(out)}" if begun else "nothing had begun yet"
-        print(f"toolwise: stopped at once; {how}", file=sys.stderr)
+        say_error(f"stopped at once; {how}")
         os._exit(130)  # an ordinary exit would wait for the model to finish what it is generating
     finish(result)
 
 
 def finish(result: RunResult) -> None:
     """The before/after table, and where everything is; an interrupted run says how to go on."""
-    from rich.console import Console
-
+    from toolwise.fault_rates import describe_totals
     from toolwise.run_changes import resume_command
+    from toolwise.terminal.display import Console
     from toolwise.view.report import before_after_table
 
     if result.note:
-        return typer.echo(result.note)
+        return say(result.note)
     console = Console()
     summary = result.summary
     if summary["before"] and summary["after"]:
         console.print(before_after_table(summary))
     steps = "1 step" if summary["steps"] == 1 else f"{summary['steps']} steps"
     console.print(f"{steps} in {summary['seconds']:.0f} s, peak memory {summary['peak_rss_mb']:.0f} MB")
+    if failed := describe_totals(summary.get("faults") or {}):
+        say(f"faults: {failed}")
     for line in (f"  {result.out / 'report.html'}", f"  {result.out / 'report.png'}", f"run folder: {result.out}"):
-        typer.echo(line)
+        say(line)
     if summary["interrupted"]:
-        typer.echo(f"stopped after step {summary['steps']}; go on with: {resume_command(result.out)}")
+        say(f"stopped after step {summary['steps']}; go on with: {resume_command(result.out)}")
         sys.exit(130)
     if summary["updated"] is False:
         sys.exit(3)  # it was meant to train its actor, and has not

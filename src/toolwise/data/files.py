@@ -8,13 +8,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
+from toolwise.data.limits import Budget, check_text, lines_of, open_data
+from toolwise.data.parquet import read_parquet
 from toolwise.errors import ConfigError, DataError
+from toolwise.json_text import json_text
 
 READABLE = (".parquet", ".jsonl", ".json")
 WRITABLE = (".parquet", ".jsonl")
-_ROWS_A_READ = 1024
 
 Row = dict[str, Any]
 
@@ -24,14 +26,15 @@ def read_rows(path: str | Path, *, limit: int | None = None) -> list[Row]:
     path = Path(path)
     if limit is not None and limit < 1:
         raise ConfigError(f"limit is {limit}; give at least 1, or leave it out to read every row of {path}")
-    _check_readable(path)
-    read = {".parquet": _read_parquet, ".jsonl": _read_jsonl, ".json": _read_json}[path.suffix.lower()]
-    try:
-        rows = list(islice(read(path), limit))
-    except OSError as error:
-        raise DataError(
-            f"{path}: cannot be read ({error.strerror or error}); check the path and its permissions"
-        ) from error
+    _check_ending(path)
+    budget = Budget(path)
+    with open_data(path) as file:
+        if path.suffix.lower() == ".parquet":
+            found = read_parquet(path, file, budget, limit)
+        else:
+            check_text(path, file)
+            found = (_read_jsonl if path.suffix.lower() == ".jsonl" else _read_json)(path, file, budget)
+        rows = list(islice(found, limit))
     if not rows:
         raise DataError(f"{path}: has no rows; give a file with at least one")
     return rows
@@ -71,62 +74,41 @@ def drop_nulls(value: Any) -> Any:
     return value
 
 
-def _check_readable(path: Path) -> None:
+def _check_ending(path: Path) -> None:
     if path.suffix.lower() not in READABLE:
         ending = path.suffix or "no ending"
         raise DataError(f"{path}: has {ending}; tasks are read from {', '.join(READABLE)} files: convert it")
-    if path.is_dir():
-        raise DataError(f"{path}: is a folder; give one of the files in it")
-    if not path.exists():
-        raise DataError(f"{path}: no such file; check the path (relative paths start at {Path.cwd()})")
-    if path.stat().st_size == 0:
-        raise DataError(f"{path}: the file is empty; give a file with at least one row")
 
 
-def _read_parquet(path: Path) -> Iterator[Row]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=_ROWS_A_READ):
-                # A struct column has one set of keys for all rows, so Parquet fills in nulls no one wrote.
-                yield from (drop_nulls(row) for row in batch.to_pylist(maps_as_pydicts="strict"))
-    except (pa.ArrowException, KeyError, RecursionError) as error:
-        reason = _one_line(error)
-        raise DataError(f"{path}: not a Parquet file that can be read ({reason}); write the file again") from error
-
-
-def _read_jsonl(path: Path) -> Iterator[Row]:
+def _read_jsonl(path: Path, file: BinaryIO, budget: Budget) -> Iterator[Row]:
     row = 0
-    with path.open(encoding="utf-8-sig") as file:
+    for number, raw in enumerate(lines_of(path, file, budget), start=1):
+        line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
+        if not line.strip():
+            continue
+        where = f"{path}: row {row} (0-based; line {number})"
         try:
-            for line_number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                where = f"{path}: row {row} (0-based; line {line_number})"
-                try:
-                    value = json.loads(line)
-                except (json.JSONDecodeError, RecursionError) as error:
-                    raise DataError(
-                        f"{where}: not JSON ({_one_line(error)}); each line must be one JSON object"
-                    ) from error
-                if not isinstance(value, dict):
-                    raise DataError(f"{where}: a {_kind(value)}, not a JSON object; each line must be one object")
-                yield value
-                row += 1
+            value = json.loads(line.decode("utf-8"))
         except UnicodeDecodeError as error:
-            _not_utf8(path, error)
+            _not_utf8(path, error, f", line {number}")
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where}: not JSON ({_one_line(error)}); each line must be one JSON object") from error
+        if not isinstance(value, dict):
+            raise DataError(f"{where}: a {_kind(value)}, not a JSON object; each line must be one object")
+        yield value
+        row += 1
 
 
-def _read_json(path: Path) -> Iterator[Row]:
+def _read_json(path: Path, file: BinaryIO, budget: Budget) -> Iterator[Row]:
+    raw = file.read(budget.bytes + 1)
+    budget.spend(len(raw))
     try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (json.JSONDecodeError, RecursionError) as error:
-        hint = "a .json file is one list of objects; if every line is an object, end the name with .jsonl"
-        raise DataError(f"{path}: not JSON ({_one_line(error)}); {hint}") from error
+        value = json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         _not_utf8(path, error)
+    except (ValueError, RecursionError) as error:
+        hint = "a .json file is one list of objects; if every line is an object, end the name with .jsonl"
+        raise DataError(f"{path}: not JSON ({_one_line(error)}); {hint}") from error
     if not isinstance(value, list):
         raise DataError(f"{path}: holds a {_kind(value)}; a .json file must be one list of objects")
     for row, item in enumerate(value):
@@ -142,7 +124,9 @@ def _write_parquet(rows: Sequence[Row], path: Path) -> None:
     # Not Table.from_pylist: it takes its columns from the first row and loses what only later rows have.
     columns = dict.fromkeys(name for row in rows for name in row)
     try:
-        pq.write_table(pa.table({name: [row.get(name) for row in rows] for name in columns}), path)
+        table = pa.table({name: [row.get(name) for row in rows] for name in columns})
+        with path.open("wb") as file:
+            pq.write_table(table, file)
     except (pa.ArrowException, OverflowError) as error:
         raise DataError(
             f"{path.stem}: these rows do not fit Parquet ({_one_line(error)}); end the output in .jsonl"
@@ -152,11 +136,11 @@ def _write_parquet(rows: Sequence[Row], path: Path) -> None:
 def _write_jsonl(rows: Sequence[Row], path: Path) -> None:
     with path.open("w", encoding="utf-8") as file:
         for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.write(json_text(row) + "\n")
 
 
-def _not_utf8(path: Path, error: UnicodeDecodeError) -> NoReturn:
-    raise DataError(f"{path}: not UTF-8 text ({error.reason}, byte {error.start}); save it as UTF-8") from error
+def _not_utf8(path: Path, error: UnicodeDecodeError, where: str = "") -> NoReturn:
+    raise DataError(f"{path}: not UTF-8 text ({error.reason}, byte {error.start}{where}); save it as UTF-8") from error
 
 
 def _kind(value: Any) -> str:
@@ -165,4 +149,4 @@ def _kind(value: Any) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from os.path import realpath
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def _plan(source: Path, out: Path) -> list[tuple[Path, str, Path]]:
         split = source.stem if source.stem in _SPLITS else "train"
         plan = [(source, split, out if out.suffix and not out.is_dir() else out / f"{source.stem}.parquet")]
     for path, _, target in plan:
-        if target.resolve() == path.resolve():
+        if realpath(target) == realpath(path):
             raise DataError(f"{target}: the output would replace its own source; give another output path")
     return plan
 

@@ -29,7 +29,7 @@ def parse_tools(system_text: str) -> list[ToolEntry]:
     for name, description, text in TOOL_ENTRY.findall(system_text):
         try:
             parameters = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(
                 f"tool {name!r}: its Parameters line is not JSON ({error}); write one JSON object"
             ) from error
@@ -64,7 +64,7 @@ def gold_calls(ground_truth: str) -> list[dict[str, Any]]:
             continue
         try:
             call = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"gold call {line.strip()[:80]!r} is not JSON ({error}); write one call a line") from error
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise DataError(f'gold call {line.strip()[:80]!r} has no name; write {{"name": …, "parameters": …}}')

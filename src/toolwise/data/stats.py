@@ -11,6 +11,7 @@ from toolwise.data.files import row_error
 from toolwise.data.rlla import gold_calls, gold_kind, parse_tools
 from toolwise.data.rows import load_tasks
 from toolwise.errors import DataError
+from toolwise.terminal import visible
 from toolwise.types import Task
 
 if TYPE_CHECKING:
@@ -46,15 +47,15 @@ def describe(path: str | Path) -> dict[str, Any]:
 
 def stats_table(description: dict[str, Any]) -> Table:
     """The description as a table for a terminal."""
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=escape(description["file"]), show_header=False, title_justify="left")
+    table = Table(title=Text(visible(description["file"])), show_header=False, title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in description.items():
         if name != "file" and value not in (None, {}):
-            table.add_row(_words(name), escape(_cell(name, value)))
+            table.add_row(_words(name), Text(visible(_cell(name, value))))
     return table
 
 

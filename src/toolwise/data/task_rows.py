@@ -28,7 +28,7 @@ def row_of(task: Task, what: str, number: int) -> Row:
             row = _row(wanted, as_text)
             if _plain(read_task(Path(what), number, json.loads(json.dumps(row)), {})) == wanted:
                 return row
-    except (ValueError, TypeError, ToolwiseError) as fault:
+    except (ValueError, TypeError, ToolwiseError, RecursionError) as fault:
         raise DataError(f"{what}: row {number} cannot be written as JSON: {' '.join(str(fault).split())}") from None
     raise DataError(f"{what}: row {number} ({task.task_id}) is not the same when it is read back from JSON")
 

@@ -8,7 +8,6 @@ two_step    look something up, then calculate with it
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
@@ -26,6 +25,7 @@ from toolwise.demo.world import (
     is_known,
     random_sum,
 )
+from toolwise.json_text import json_text
 
 KINDS = ["known", "lookup", "arithmetic", "two_step"]
 SPLITS = {"train": 1, "heldout": 2, "teach": 3}
@@ -63,7 +63,7 @@ def make_rows(count: int, *, seed: int, split: str, kinds: Sequence[str] = KINDS
 def write_rows(path: Path, count: int, *, seed: int, split: str, kinds: Sequence[str] = KINDS) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = make_rows(count, seed=seed, split=split, kinds=kinds)
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    path.write_text("".join(json_text(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 

@@ -220,7 +220,7 @@ def _check_schema(grammar: Grammar) -> None:
 
     try:
         schema = json.loads(grammar.text)
-    except ValueError as fault:
+    except (ValueError, RecursionError) as fault:
         raise GrammarError(f"{grammar.source} is no JSON: {fault}") from None
     if not isinstance(schema, dict | bool):
         raise GrammarError(

@@ -136,7 +136,7 @@ def _own_options(task: Task) -> Options:
     if isinstance(given, str):  # rows that differ too much for one Parquet schema write JSON
         try:
             given = json.loads(given)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise DataError(f"task {task.task_id}: extra_info.env_kwargs is no JSON: {given!r:.80}") from None
     if not isinstance(given, dict):
         raise DataError(f"task {task.task_id}: extra_info.env_kwargs must be a table of options, got {given!r:.80}")

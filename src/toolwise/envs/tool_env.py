@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 from uuid import uuid4
 
+from toolwise import user_code
+from toolwise.bounds import LARGEST_SCORE, in_bounds
 from toolwise.envs.base import BaseEnv
 from toolwise.limits import OPEN, Gate
 from toolwise.messages import Message, ToolCall
@@ -165,7 +167,7 @@ class ToolEnv(BaseEnv):
             return CallOutcome(self._shorten(text), failure="unknown_tool")
         problems = validate_arguments(schema_for(tool, self.task), call.arguments)
         if problems:
-            return CallOutcome(f"error: {'; '.join(problems)}", failure="bad_arguments")
+            return CallOutcome(self._shorten(f"error: {'; '.join(problems)}"), failure="bad_arguments")
         clock = WorkClock()
         outcome = await self._execute(tool, call.arguments, clock)
         outcome.queue_s = clock.queue_s
@@ -180,7 +182,7 @@ class ToolEnv(BaseEnv):
                 await gate.enter()
                 clock.queue_s += asyncio.get_running_loop().time() - asked
             try:
-                work = tool.execute(self._instances[tool.name], arguments, **kwargs)
+                work = user_code.call(tool.execute, self._instances[tool.name], arguments, **kwargs)
                 text, reward, info = await end_within(self.tool_timeout_s, work, late, clock)
             finally:
                 gate.leave()
@@ -192,7 +194,7 @@ class ToolEnv(BaseEnv):
                 return CallOutcome(text, failure=fault.failure, infrastructure=fault.infrastructure)
             if fault is late:
                 return CallOutcome(f"error: {tool.name} {late}", failure="timeout")
-            text = f"error: {tool.name} failed: {type(fault).__name__}: {fault}"
+            text = f"error: {tool.name} failed: {user_code.describe(fault)}"
             return CallOutcome(self._shorten(text), failure="exception")
 
     def _price(self, call: ToolCall) -> float:
@@ -213,10 +215,10 @@ class ToolEnv(BaseEnv):
         return await end_within(self.tool_timeout_s, work, TimeoutError(self._late), WorkClock())
 
     def _shorten(self, text: str) -> str:
+        more = len(text) - self.max_result_chars
+        text = text[: self.max_result_chars]  # first: a copy of a gigabyte is a gigabyte
         text = text.encode("utf-8", "replace").decode()  # half a character is no text, and no tokenizer takes it
-        if len(text) <= self.max_result_chars:
-            return text
-        return f"{text[: self.max_result_chars]}… ({len(text) - self.max_result_chars} more characters)"
+        return text if more <= 0 else f"{text}… ({more} more characters)"
 
 
 _specs: dict[int, tuple[weakref.ref[OpenAIFunctionToolSchema], dict[str, Any]]] = {}
@@ -257,6 +259,7 @@ def add_counts(counts: dict[str, int], more: Mapping[str, int]) -> None:
 def as_reward(value: Any) -> float | None:
     """A step's or a tool's reward, refused where it is none: a NaN would spoil its whole group in silence."""
     reward = None if value is None else float(value)
-    if reward is not None and not math.isfinite(reward):
-        raise ValueError(f"the reward {reward} is no finite number")
+    if reward is not None and not in_bounds(reward):
+        what = f"does not lie between ±{LARGEST_SCORE:g}" if math.isfinite(reward) else "is no finite number"
+        raise ValueError(f"the reward {reward} {what}")
     return reward

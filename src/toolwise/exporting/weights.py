@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolwise.errors import ModelError
+from toolwise.json_text import json_text
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 """Names of torch's, and those that safetensors has for them."""
@@ -39,10 +40,10 @@ def convert(folder: Path, dtype: str) -> None:
     for index in folder.glob("*.safetensors.index.json"):
         told = json.loads(index.read_bytes())
         told.setdefault("metadata", {})["total_size"] = sum(sizes)
-        index.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        index.write_text(json_text(told, indent=2) + "\n", encoding="utf-8")
     config = json.loads((folder / "config.json").read_bytes())
     _say_dtype(config, dtype)
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(json_text(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _weights_of(folder: Path) -> list[Path]:

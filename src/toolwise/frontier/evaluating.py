@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from toolwise.frontier.pool import Plan, fill_pool, read_cells
 from toolwise.frontier.report import as_json, picture
 from toolwise.frontier.rivals import AT_ONCE, rivals
 from toolwise.frontier.sharing import absorb, in_processes, lines_in, share_of, shares_of
+from toolwise.json_text import json_text
 from toolwise.routed.agent import RoutedAgent
 from toolwise.routed.calibration import Calibration, sorted_budgets
 from toolwise.routed.routing import Routing, values_of
@@ -47,7 +47,7 @@ class Evaluated:
         """frontier.json and frontier.png."""
         folder.mkdir(parents=True, exist_ok=True)
         told = as_json(self.frontier) | {"calibration": self.calibration.to_json(), "notes": list(self.notes)}
-        (folder / "frontier.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        (folder / "frontier.json").write_text(json_text(told, indent=2) + "\n", encoding="utf-8")
         (folder / "frontier.png").write_bytes(picture(self.frontier, title))
 
 

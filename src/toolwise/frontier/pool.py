@@ -10,6 +10,7 @@ from typing import IO, Any
 
 from toolwise.errors import DataError
 from toolwise.frontier.outcomes import Outcomes
+from toolwise.json_text import json_text
 from toolwise.rollout.scheduler import RolloutScheduler
 from toolwise.scoring import Scoring
 from toolwise.types import EvaluateResult, Rollout, RouteDecision, Task
@@ -65,7 +66,7 @@ async def fill_pool(
             results = await scoring.evaluate(rollouts, step=0)
             for cell, line in _lines(part, rollouts, results, plan, cost_of):
                 known[cell] = line
-                file.write(json.dumps(line) + "\n")
+                file.write(json_text(line) + "\n")
             file.flush()
             done += len(part)
             on_done(done, len(wanted))
@@ -129,7 +130,7 @@ def read_cells(path: Path, plan: Plan) -> dict[Cell, dict[str, Any]]:
     for line in lines:
         try:
             found.append(json.loads(line))
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
     if not found or found[0] != plan.head():
         told = found[0] if found and isinstance(found[0], dict) else {}
@@ -141,7 +142,7 @@ def read_cells(path: Path, plan: Plan) -> dict[Cell, dict[str, Any]]:
 def write_cells(path: Path, plan: Plan, lines: Iterable[Mapping[str, Any]]) -> None:
     """More cells, behind those that the pool has."""
     with _opened(path, plan) as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
+        file.writelines(json_text(line) + "\n" for line in lines)
 
 
 def _opened(path: Path, plan: Plan) -> IO[str]:
@@ -149,7 +150,7 @@ def _opened(path: Path, plan: Plan) -> IO[str]:
     whole = new or path.read_bytes().endswith(b"\n")
     file = path.open("a", encoding="utf-8")
     if new:
-        file.write(json.dumps(plan.head()) + "\n")
+        file.write(json_text(plan.head()) + "\n")
     elif not whole:
         file.write("\n")
     return file

@@ -18,6 +18,7 @@ from typing import Any
 
 from toolwise.errors import ToolwiseError
 from toolwise.frontier.pool import Plan, read_cells, write_cells
+from toolwise.terminal import guard_streams, say_error
 
 
 def share_of(path: Path, number: int, of: int) -> Path:
@@ -82,11 +83,12 @@ take_part(start)
 
 def take_part(start: Mapping[str, Any]) -> None:
     """In a process of its own. What is wrong is one line, as everywhere."""
+    guard_streams()
     module, _, function = start["work"].partition(":")
     try:
         getattr(import_module(module), function)(start["told"], start["number"], start["of"])
     except ToolwiseError as fault:
-        print(f"toolwise: {fault}", file=sys.stderr)
+        say_error(fault)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from toolwise.errors import DataError
+from toolwise.json_text import json_text
 
 
 class AnswerCache:
@@ -30,7 +31,7 @@ class AnswerCache:
             try:
                 entry = json.loads(line)
                 self._answers[entry["key"]] = entry["answer"]
-            except (ValueError, KeyError, TypeError):  # the process died in the middle of it
+            except (ValueError, KeyError, TypeError, RecursionError):  # the process died in the middle of it
                 continue
 
     def __len__(self) -> int:
@@ -42,7 +43,7 @@ class AnswerCache:
     def put(self, question: Mapping[str, Any], answer: Any) -> None:
         key = key_of(question)
         self._answers[key] = answer
-        line = json.dumps({"key": key, "answer": answer})
+        line = json_text({"key": key, "answer": answer})
         try:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 from toolwise.data.files import Row, read_rows, row_error, write_rows
 from toolwise.errors import DataError, ToolwiseError
+from toolwise.json_text import json_text
 from toolwise.routing.actions import Target, parse_target
 from toolwise.routing.families import Family
 from toolwise.types import Task
@@ -109,7 +110,7 @@ def _read(path: Path, number: int, row: Row) -> Label:
     if isinstance(families, str):
         try:
             families = json.loads(families)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise row_error(path, number, FAMILIES, "text that is no JSON; write an object of tools") from None
     if not isinstance(families, Mapping):
         raise row_error(path, number, FAMILIES, f"{families!r:.60} is no object; write tool names with families")
@@ -143,7 +144,7 @@ def write_labels(labels: Sequence[Label], path: str | Path) -> None:
     writer.writeheader()
     for label in labels:
         row = label.row()
-        writer.writerow(row | {FAMILIES: json.dumps(row[FAMILIES], ensure_ascii=False)})
+        writer.writerow(row | {FAMILIES: json_text(row[FAMILIES])})
     part = path.with_name(path.name + ".tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     part.write_text(out.getvalue(), encoding="utf-8")
@@ -153,5 +154,5 @@ def write_labels(labels: Sequence[Label], path: str | Path) -> None:
 def write_columns(rows: Sequence[Row], labels: Sequence[Label], path: str | Path) -> None:
     """The data itself with two columns more, the families as JSON text: tools differ from row to row."""
     told = [label.row() for label in labels]
-    more = [{TARGET: row[TARGET], FAMILIES: json.dumps(row[FAMILIES], ensure_ascii=False)} for row in told]
+    more = [{TARGET: row[TARGET], FAMILIES: json_text(row[FAMILIES])} for row in told]
     write_rows([{**row, **extra} for row, extra in zip(rows, more, strict=True)], path)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from toolwise.errors import CheckpointError
+from toolwise.json_text import json_text
 
 WEIGHTS, FACTS = "router.safetensors", "router.json"
 FORMAT = 1
@@ -83,7 +84,7 @@ def save_head(head: RouterHead, folder: Path, facts: dict[str, Any] | None = Non
         {name: weight.detach().cpu().contiguous() for name, weight in head.state_dict().items()}, folder / WEIGHTS
     )
     told = {"format": FORMAT, "head": asdict(head.settings)} | (facts or {})
-    (folder / FACTS).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    (folder / FACTS).write_text(json_text(told, indent=2) + "\n", encoding="utf-8")
 
 
 def load_head(folder: Path) -> tuple[RouterHead, dict[str, Any]]:

@@ -7,12 +7,12 @@ are the same. Inputs are never changed.
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from toolwise.bounds import in_bounds
 from toolwise.errors import RewardError
 from toolwise.types import EvaluateResult, Rollout, ScoredRollout, StepData, StepOutput
 
@@ -103,7 +103,7 @@ def align_steps(
     warnings = [
         Misfit.of("non_finite", key, f": its base_reward is {reward}, and counts as none", rollout_id)
         for key, reward in rewards.items()
-        if not math.isfinite(reward)
+        if not in_bounds(reward)
     ]
     warnings += [
         Misfit.of("duplicate", key, f" ({count} times; the first counts)", rollout_id)
@@ -113,7 +113,7 @@ def align_steps(
     aligned = []
     for step in steps:
         key = str(step.step_info.get("assistant_turn_index", step.system_step_index))
-        if key in rewards and math.isfinite(rewards[key]):
+        if key in rewards and in_bounds(rewards[key]):
             aligned.append(step.model_copy(update={"base_reward": rewards.pop(key)}))
         else:
             if outputs and rewards.pop(key, None) is None:

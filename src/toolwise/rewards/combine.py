@@ -8,12 +8,12 @@ normalize   each sᵢ is first normalised within its group (GDPO, arXiv 2601.052
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from toolwise.bounds import LARGEST_SCORE, LONGEST_REASON, cut, in_bounds
 from toolwise.protocols import Executor
 from toolwise.rewards.function import Reward, faulty
 from toolwise.types import EvaluateResult, MetricResult, Rollout, StepOutput
@@ -94,7 +94,7 @@ def _combined_steps(parts: Sequence[tuple[float, EvaluateResult]]) -> list[StepO
         for output in result.step_outputs or ():
             key = str(output.step_index)
             reward = weight * output.base_reward
-            if key in seen or not math.isfinite(reward):
+            if key in seen or not in_bounds(reward):
                 odd.append(StepOutput(step_index=output.step_index, base_reward=reward))
             else:
                 before = totals.get(key, StepOutput(step_index=output.step_index, base_reward=0.0))
@@ -121,10 +121,11 @@ def _combined(parts: Sequence[tuple[Weighted, EvaluateResult, float | None, floa
         metrics[name] = MetricResult(score=result.score or 0.0, reason=result.reason or "")
         if result.reason:
             reasons.append(f"{name}: {result.reason}")
+    if not in_bounds(total):
+        return faulty("out_of_range", f"the weighted sum is {total}; it must lie between ±{LARGEST_SCORE:g}")
     outputs = _combined_steps([(weighted.weight * scale, result) for weighted, result, _, scale in parts])
-    return EvaluateResult(
-        score=total, reason="; ".join(reasons) or None, metrics=metrics, step_outputs=outputs if outputs else None
-    )
+    reason = cut("; ".join(reasons), LONGEST_REASON) or None
+    return EvaluateResult(score=total, reason=reason, metrics=metrics, step_outputs=outputs if outputs else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,11 @@ from typing import Any, TypeVar, overload
 
 from pydantic import BaseModel, ValidationError
 
+from toolwise.bounds import in_bounds
 from toolwise.errors import ConfigError, RewardError
 from toolwise.references import did_you_mean, load_module, load_reference
 from toolwise.results import MetricResult, StepOutput, plain_number
+from toolwise.rewards.result_bounds import excess_of, shortened
 from toolwise.rewards.signature import Mode, Signature, mode_of
 from toolwise.types import EvaluateResult, EvaluationFault
 
@@ -151,8 +153,11 @@ def _say(reason: Any) -> str:
 
 
 def _checked(result: EvaluateResult) -> EvaluateResult:
-    """A result that claims to count must have a number to count. A step reward that is NaN or infinite beside a score
-    is left to the aligner, which names it and leaves it out."""
+    """A result that claims to count must have a number to count, and none may be beyond what files and updates take. A
+    step reward that is no number to count beside a score is left to the aligner, which names it and leaves it out."""
+    if (excess := excess_of(result)) is not None:
+        return faulty(*excess)
+    result = shortened(result)
     if not result.is_score_valid or result.error is not None:
         return result
     for name, metric in result.metrics.items():
@@ -160,9 +165,9 @@ def _checked(result: EvaluateResult) -> EvaluateResult:
             return faulty("non_finite", f"the metric {name!r} is {metric.score}")
     if result.score is None:
         for output in result.step_outputs or ():
-            if not math.isfinite(output.base_reward):
+            if not in_bounds(output.base_reward):
                 said = f"the base_reward of step {output.step_index} is {output.base_reward}, and there is no score"
-                return faulty("non_finite", said)
+                return faulty("out_of_range" if math.isfinite(output.base_reward) else "non_finite", said)
         return faulty("bad_type", "the result has no score: set one, or say is_score_valid=False")
     return result if math.isfinite(result.score) else _not_finite(result.score)
 

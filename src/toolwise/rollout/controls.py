@@ -41,6 +41,8 @@ class ControlTokens:
     def guard(self, text: str, *, tags: bool = False) -> str:
         """`text` with marks where it would become a control token (`tags`: or any other added token)."""
         text = text.replace(CUT, "\ufffd")
+        if not text.isascii():  # half a character is no text, and no tokenizer takes it
+            text = text.encode("utf-8", "replace").decode("utf-8")
         wanted = self._control_or_tag if tags else self._control
         while wanted.search(text):  # what is left of one token may hold another
             text = wanted.sub(_cut_first, text)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from toolwise import checkpoint
 from toolwise.checkpoint.amending import amend
 from toolwise.errors import CheckpointError, ConfigError
+from toolwise.json_text import json_text
 from toolwise.routing.threshold import Threshold
 
 if TYPE_CHECKING:
@@ -90,9 +91,9 @@ def store_calibration(model: Path, calibration: Calibration) -> None:
     path = model / FACTS
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as fault:
+    except (OSError, ValueError, RecursionError) as fault:
         raise CheckpointError(f"{path} cannot be read ({fault}): is there a router in {model}?") from None
-    data = (json.dumps(facts | {_KEY: calibration.to_json()}, indent=2) + "\n").encode()
+    data = (json_text(facts | {_KEY: calibration.to_json()}, indent=2) + "\n").encode()
     if (model.parent / checkpoint.MANIFEST).is_file():
         amend(model.parent, {f"{model.name}/{FACTS}": data})
         return

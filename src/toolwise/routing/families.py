@@ -70,7 +70,7 @@ def load_rules(path: str | Path = RULES_FILE) -> Rules:
     path = Path(path)
     try:
         given = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as fault:
+    except (OSError, ValueError, RecursionError) as fault:
         raise ConfigError(f"{path}: {fault}; write [[rule]] tables as families.toml has them") from fault
     rules, skip = given.pop("rule", []), given.pop("skip", [])
     if given or not isinstance(rules, list) or not isinstance(skip, list):

@@ -57,7 +57,7 @@ def _shipped() -> Wording:
 def _read(path: Path) -> dict[tuple[str, RouteAction, str], str]:
     try:
         given = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as fault:
+    except (OSError, ValueError, RecursionError) as fault:
         raise ConfigError(f"{path}: {fault}; copy {WORDING_FILE.name} from the package and change that") from fault
     found = {}
     for style, routes in given.items():

@@ -11,8 +11,6 @@ from toolwise.rewards.function import faulty, read_result
 from toolwise.sandbox.faults import KINDS, LONGEST_TRACEBACK, printable, read_fault
 from toolwise.types import EvaluateResult
 
-LONGEST_REASON = 20_000
-
 
 def pack(messages: Sequence[Any], ground_truth: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """One call as plain data."""

@@ -81,7 +81,7 @@ class _Worker:
         return _decode(payload.decode("ascii"))[0]
 
     def serve(self) -> None:
-        self._send({"ready": True})
+        self._send({"ready": True, "pid": self._pid})
         order = self._receive()
         plan = Plan.from_json(order["plan"])
         sys.path += order["path"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import stat
 import sys
@@ -29,6 +30,7 @@ YOUNG_S = 3600.0
 SWEEP_S = 2.0
 LOCK = ".lock"
 LOCK_ATTEMPTS = 20
+log = logging.getLogger("toolwise.sandbox")
 UNHEARD = 8
 """Texts that are kept until somebody asks for what is printed."""
 
@@ -42,6 +44,9 @@ class Pool:
         self._printed: Printed | None = None
         self._unheard: list[tuple[str, str]] = []
         self._print_lock = threading.Lock()
+        self.left_running = 0
+        """How many processes calls have left running; they were ended."""
+        self._said_left = False
         self._start_over()
 
     def _start_over(self) -> None:
@@ -57,10 +62,13 @@ class Pool:
         self.pid = os.getpid()
 
     @contextmanager
-    def worker(self, target: Target) -> Iterator[Worker]:
-        """A worker that has loaded `target`. Whoever leaves with an exception, or not clean, ends it."""
+    def worker(self, target: Target, *, fresh: bool = False) -> Iterator[Worker]:
+        """A worker that has loaded `target`. Whoever leaves with an exception, or not clean, ends it.
+
+        `fresh`: not one that has waited, and may have been killed or stopped meanwhile.
+        """
         with self._slots:
-            worker = self._warm(target) or self._fresh(target)
+            worker = (None if fresh else self._warm(target)) or self._fresh(target, with_spare=not fresh)
             try:
                 yield worker
             except BaseException:
@@ -69,31 +77,58 @@ class Pool:
             finally:
                 self._put_back(target, worker)
 
-    def _warm(self, target: Target) -> Worker | None:
-        with self._lock:
-            idle = self._idle.get(target.reference)
-            if not idle:
-                return None
-            worker = idle.pop()
-            self._busy.add(worker)
-            return worker
+    @property
+    def closed(self) -> bool:
+        """Workers that end now were ended by us: no call is tried again."""
+        return self._closed
 
-    def _fresh(self, target: Target) -> Worker:
+    def _warm(self, target: Target) -> Worker | None:
+        while True:
+            with self._lock:
+                idle = self._idle.get(target.reference)
+                if not idle:
+                    return None
+                worker = idle.pop()
+                self._busy.add(worker)
+            if worker.is_ready():
+                return worker
+            self._end(worker)
+
+    def _fresh(self, target: Target, *, with_spare: bool = True) -> Worker:
+        """A worker that comes up now, or has as a spare. One that ends, or is stopped, before it has begun to load the
+        user's code is replaced once: that is not the function's fault."""
+        try:
+            return self._come_up(target, self._take_spare(target) if with_spare else None)
+        except WorkerFault as fault:
+            if not fault.unreached or self._closed:
+                raise
+            return self._come_up(target, None)
+
+    def _take_spare(self, target: Target) -> Process | None:
+        with self._lock:
+            process, self._spare = self._spare, None
+        if process is None or (self._fits(process, target) and not process.is_lost()):
+            return process
+        process.end(sweep=False)
+        return None
+
+    def _come_up(self, target: Target, process: Process | None) -> Worker:
         with self._lock:
             if self._closed:
+                if process is not None:
+                    process.end(sweep=False)
                 raise SandboxError("this sandbox is closed")
-            process, self._spare = self._spare, None
-        if process is not None and not self._fits(process, target):
-            process.end(sweep=False)
-            process = None
-        if process is None:
-            with self._lock:
+            if process is None:
                 process = self._process(target)
-        worker = Worker(process, self._plan_for(target, process), self._tell)
+        worker = Worker(process, self._plan_for(target, process), self._tell, target.reference)
         with self._lock:
             self._busy.add(worker)
         try:
-            worker.seal(target, self._more_path())
+            try:
+                worker.seal(target, self._more_path())
+            except WorkerFault as fault:
+                fault.unreached = True
+                raise
             if worker.missing and self._require:
                 raise SandboxError(f"a worker got no {', '.join(worker.missing)}, which the sandbox requires")
             worker.load(self._timeout_s)
@@ -162,7 +197,7 @@ class Pool:
         self._count += 1
         scratch = self._root / str(self._count)
         scratch.mkdir(mode=0o700)
-        return start_process(scratch, self._view(target, scratch))
+        return start_process(scratch, self._view(target, scratch), supervised=self._plan.may_have_children)
 
     def _put_back(self, target: Target, worker: Worker) -> None:
         if not worker.clean or worker.calls >= self._max_calls or self._closed:
@@ -184,6 +219,20 @@ class Pool:
         with self._lock:
             self._busy.discard(worker)
         worker.end()
+        if worker.left:
+            self._count_left(worker.target, worker.left)
+
+    def _count_left(self, reference: str, count: int) -> None:
+        with self._lock:
+            self.left_running += count
+            said, self._said_left = self._said_left, True
+        if not said:
+            log.warning(
+                "reward %s left %d process%s running, which were ended (said once; all are counted)",
+                reference,
+                count,
+                "es" * (count > 1),
+            )
 
     def pids(self) -> list[int]:
         """The processes that are up now."""
@@ -203,9 +252,7 @@ class Pool:
             self._idle.clear()
             busy = list(self._busy)
         for worker in busy:  # its caller's thread removes what is left of it
-            with suppress(OSError):
-                if worker.process.popen.returncode is None:
-                    os.killpg(worker.process.pid, 9)
+            worker.process.kill()
         for worker in idle:
             worker.end()
         if spare is not None:

@@ -236,6 +236,11 @@ class Sandbox:
                 self._threads = ThreadPoolExecutor(2 * self._workers, thread_name_prefix="toolwise-sandbox")
             return self._threads
 
+    @property
+    def left_running(self) -> int:
+        """How many processes functions have left running so far; they were ended with their workers."""
+        return self._pool.left_running
+
     def pids(self) -> list[int]:
         """The worker processes that are up."""
         return self._pool.pids()

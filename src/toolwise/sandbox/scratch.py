@@ -46,7 +46,7 @@ class EmptySince:
         return found.st_mtime_ns == self._changed
 
     def note(self, found: os.stat_result) -> None:
-        """`found` was asked before the folder was seen to be empty. Changes in one tick of the clock look like one."""
+        """`found` was asked before the folder was seen empty. Changes within a tick of the clock look like one."""
         self._changed = found.st_mtime_ns if _now() - found.st_mtime_ns > TICK_NS else -1
 
 

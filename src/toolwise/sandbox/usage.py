@@ -10,7 +10,8 @@ from pathlib import Path
 
 from toolwise.sandbox.layers.bubblewrap import Monitor
 from toolwise.sandbox.layers.hardening import MEBIBYTE
-from toolwise.sandbox.processes import Running, born, members_of
+from toolwise.sandbox.processes import born
+from toolwise.sandbox.supervision import Running, Supervised, members_of
 
 MOST_PROCESSES = 64
 TOO_MANY = f"it started more than {MOST_PROCESSES} processes"
@@ -39,6 +40,8 @@ def _some_places(popen: Running, mark: str) -> list[str]:
 def places_of(popen: Running, mark: str) -> Iterator[str]:
     """A folder of /proc for each of its processes."""
     if not isinstance(popen, Monitor):
+        if not isinstance(popen, Supervised):
+            yield f"/proc/{popen.pid}"
         yield from (f"/proc/{pid}" for pid in members_of(popen.pid, mark, born(popen.pid)))
         return
     inside = f"/proc/{popen.init}/root/proc"  # theirs, which lists no others

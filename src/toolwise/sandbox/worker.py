@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import select
 import signal
 import socket
 import struct
+import termios
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -21,7 +23,10 @@ from toolwise.sandbox.faults import SandboxError, WorkerFault, read_fault
 from toolwise.sandbox.layers.bubblewrap import Monitor
 from toolwise.sandbox.layers.hardening import MEBIBYTE, Plan
 from toolwise.sandbox.output import Output
+from toolwise.sandbox.process_limits import check_processes, left_running, oom_kills
 from toolwise.sandbox.processes import Process
+from toolwise.sandbox.requests import encoded, is_result, nonsense, unlabelled
+from toolwise.sandbox.supervision import Supervised
 from toolwise.sandbox.targets import Target
 from toolwise.sandbox.usage import places_of
 
@@ -44,8 +49,8 @@ _numbers = itertools.count(1)
 class Worker:
     """A process that serves one function."""
 
-    def __init__(self, process: Process, plan: Plan, printed: Printed | None = None) -> None:
-        self.process, self.plan, self._on_print = process, plan, printed
+    def __init__(self, process: Process, plan: Plan, printed: Printed | None = None, target: str = "") -> None:
+        self.process, self.plan, self.target, self._on_print = process, plan, target, printed
         self.calls = 0
         self.signature: Signature | None = None
         """What its function takes, once it is loaded."""
@@ -54,6 +59,9 @@ class Worker:
         self.clean = True
         self.loaded_by = 0.0
         """The deadline that loading the user's code set; the first call shares it."""
+        self.left = 0
+        """How many processes calls left running."""
+        self._oom_kills = oom_kills()
         self._disk: Disk | None = None
         self._next_look = 0.0
         self._incoming = frames.Incoming(LARGEST_RESULT)
@@ -62,6 +70,8 @@ class Worker:
         self._poll = select.poll()
         self._poll.register(process.channel, select.POLLIN)
         self._poll.register(process.output, select.POLLIN)
+        self._waiting = select.poll()
+        self._waiting.register(process.channel, select.POLLIN)
 
     @property
     def disk(self) -> Disk:
@@ -79,8 +89,11 @@ class Worker:
     def seal(self, target: Target, path: Sequence[str] = (), *, probe: bool = False) -> None:
         """Waits for the interpreter, and has it harden itself."""
         deadline = time.monotonic() + START_S
-        if self._next(deadline, "start").get("ready") is not True:
+        ready = self._next(deadline, "start")
+        if ready.get("ready") is not True:
             raise SandboxError("a worker did not start as it should")
+        if isinstance(self.process.popen, Supervised):
+            self.process.first = int(ready["pid"])
         order = {
             "plan": self.plan.to_json(),
             "path": list(path),
@@ -108,7 +121,7 @@ class Worker:
         try:
             self.signature = Signature.from_json(said.get("signature"))
         except ValueError:
-            raise _nonsense() from None
+            raise nonsense() from None
 
     def probe(self) -> dict[str, Any]:
         return dict(self._next(time.monotonic() + START_S, "be probed").get("probed") or {})
@@ -124,7 +137,7 @@ class Worker:
             for position in range(count):
                 said = self._next(deadline, "answer")
                 if said.get("at") != position:
-                    raise _nonsense()
+                    raise nonsense()
                 if position == count - 1:
                     self._look_at_folder()
                 yield self._answers_in(said, number, position)
@@ -150,7 +163,7 @@ class Worker:
                 said = self._next(min(time.monotonic() + timeout_s + SLACK_S, until), "answer")
                 position = said.get("at")
                 if not isinstance(position, int) or position not in missing:
-                    raise _nonsense()
+                    raise nonsense()
                 missing.discard(position)
                 if not missing:
                     self._look_at_folder()
@@ -176,17 +189,17 @@ class Worker:
         """Sends calls; the labels of their prints stay here."""
         self.loaded_by, self._next_look = 0.0, time.monotonic() + MEASURE_S
         number = f"{next(_numbers)}-{os.urandom(8).hex()}"
-        plain, labels = _unlabelled(request)
+        plain, labels = unlabelled(request)
         self._output.begin(labels)
-        self._send(_encoded({**plain, "id": number, "largest": LARGEST_RESULT}), deadline)
+        self._send(encoded({**plain, "id": number, "largest": LARGEST_RESULT}), deadline)
         return number
 
     def _answers_in(self, said: dict[str, Any], number: str, position: int) -> list[Any]:
         answers = said.get("answers")
         if said.get("id") != number or not isinstance(answers, list):
-            raise _nonsense()
+            raise nonsense()
         self.calls += 1
-        if said.get("tainted") is not False or any(not _is_result(answer) for answer in answers):
+        if said.get("tainted") is not False or any(not is_result(answer) for answer in answers):
             self.clean = False
             self._drain()
         return [self._with_output(answer, position) for answer in answers]
@@ -207,6 +220,8 @@ class Worker:
         if threads is not None and threads > 1:
             time.sleep(0.001)  # a thread that was joined may take a moment to be gone
             self.clean &= self.process.threads() == 1
+        if self.may_have_children and (left := left_running(self.process)):
+            self.left, self.clean = left, False
         if self.clean and not self._has_empty_folder():
             self.disk.empty()
             self.clean &= self.disk.is_empty(self._places)  # else something without a name is left
@@ -215,11 +230,17 @@ class Worker:
         quickly = self.disk.limited or not self.may_have_children
         return (quickly and self.disk.is_untouched()) or self.disk.is_empty(self._places)
 
+    def is_ready(self) -> bool:
+        """Whether it still waits for a call: it is not gone, and nothing came that nobody asked for."""
+        return not self._incoming.torn and not self._waiting.poll(0)
+
     def end(self) -> int:
         try:
-            return self.process.end(sweep=self.may_have_children)
+            code = self.process.end(sweep=self.may_have_children)
         finally:
             self._let_go_of_disk()
+        self.left = max(self.left, self.process.left)
+        return code
 
     def forget(self) -> None:
         """Lets go of what is another process's."""
@@ -245,10 +266,15 @@ class Worker:
                 room.poll(min(left, LOOK_S) * 1000)
                 self._drain()
             except OSError:
-                raise self._death() from None
+                raise self._unreached(self._death()) from None
+
+    def _unreached(self, fault: WorkerFault) -> WorkerFault:
+        fault.unreached = True
+        return fault
 
     def _next(self, deadline: float, what: str) -> dict[str, Any]:
         """The next message from the worker."""
+        look = time.monotonic() + LOOK_S
         while True:
             message = self._incoming.next()
             if message is not None:
@@ -263,6 +289,9 @@ class Worker:
                 self._look_at_folder()
                 # A tenth of a core at most.
                 self._next_look = time.monotonic() + max(every, 10 * (time.thread_time() - began))
+            if time.monotonic() > look:
+                self._look_at_processes()
+                look = time.monotonic() + LOOK_S
             for descriptor, _ in ready:
                 if descriptor == self.process.output:
                     self._drain()
@@ -274,6 +303,8 @@ class Worker:
             data = self.process.channel.recv(1 << 18) if self._disk is not None else self._receive_with_folder()
         except BlockingIOError:
             return
+        except ConnectionResetError:  # the kernel's word for an end with something unread
+            raise self._unreached(self._death()) from None
         except OSError:
             data = b""
         if not data:
@@ -315,6 +346,17 @@ class Worker:
     def _places(self) -> Iterable[str]:
         return places_of(self.process.popen, self.process.mark) if self.may_have_children else [self._place]
 
+    def _look_at_processes(self) -> None:
+        if self.process.is_stopped() and not (self.layers and self._has_read()):
+            raise self._unreached(WorkerFault("timeout", "its process was stopped before it took its call"))
+        if self.layers:  # until then it is ours, and in namespaces may still see all processes
+            check_processes(self.process, self.plan.memory_mb, children=self.may_have_children)
+
+    def _has_read(self) -> bool:
+        """Whether it has taken all that was sent."""
+        unread = fcntl.ioctl(self.process.channel, termios.TIOCOUTQ, bytes(4))
+        return struct.unpack("i", unread) == (0,)
+
     def _death(self) -> WorkerFault:
         """Why the channel is closed."""
         end = time.monotonic() + GONE_S
@@ -330,7 +372,12 @@ class Worker:
         if code == -signal.SIGSYS:
             return WorkerFault("denied", "it made a system call of another processor's", printed)
         how = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with status {code}"
-        return WorkerFault("died", f"its process {how}{torn}", printed)
+        return WorkerFault("died", f"its process {how}{torn}{self._by_whom(code)}", printed)
+
+    def _by_whom(self, code: int) -> str:
+        if code != -signal.SIGKILL or oom_kills() <= self._oom_kills:
+            return ""
+        return "; meanwhile the kernel killed a process since the machine or its container was out of memory"
 
     def _printed(self) -> str:
         return self._output.of()
@@ -342,33 +389,6 @@ class Worker:
             fault = {**answer["fault"], "traceback": (told if isinstance(told, str) else "") + printed}
             return {**answer, "fault": fault}
         return answer
-
-
-def _unlabelled(request: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A request without the labels of its calls, which are ours, and the labels: one for all where it is one call."""
-    batch = request.get("batch")
-    calls = (batch or request).get("calls") or []
-    labels = [str(call.get("label", "")) for call in calls]
-    plain = [{key: value for key, value in call.items() if key != "label"} for call in calls]
-    if batch is None:
-        return {**request, "calls": plain}, labels
-    more = f" and {len(labels) - 1} more" if len(labels) > 1 else ""
-    return {"batch": {**batch, "calls": plain}}, [f"{labels[0]}{more}" if labels else ""]
-
-
-def _nonsense() -> WorkerFault:
-    return WorkerFault("bad_type", "the worker sent something else than what it was asked for")
-
-
-def _encoded(request: dict[str, Any]) -> bytes:
-    try:
-        return frames.encode(request)
-    except (TypeError, ValueError, RecursionError) as fault:
-        raise WorkerFault("bad_type", f"its arguments cannot be sent as JSON: {fault}") from None
-
-
-def _is_result(answer: Any) -> bool:
-    return isinstance(answer, dict) and "result" in answer
 
 
 def _signal_name(number: int) -> str:

@@ -99,7 +99,7 @@ def load_levels(path: str | Path = TEMPLATE) -> Levels:
     where = Path(path)
     try:
         table = tomllib.loads(where.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as fault:
+    except (OSError, ValueError, RecursionError) as fault:
         raise ConfigError(f"levels: cannot read {where}: {fault}") from None
     unknown = sorted(set(table) - {"prompt", "level"})
     if unknown:

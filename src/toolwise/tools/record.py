@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from toolwise.errors import CheckpointError, ConfigError
+from toolwise.json_text import json_text
 from toolwise.tools.base import BaseTool
 
 log = logging.getLogger("toolwise.tools")
@@ -21,7 +22,7 @@ FORMAT = 1
 def write_tools(folder: Path, tools: Mapping[str, BaseTool]) -> None:
     """The names and schemas of `tools`, in OpenAI's form."""
     told = {"format": FORMAT, "tools": [_schema(tool) for tool in tools.values()]}
-    (folder / FILE).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    (folder / FILE).write_text(json_text(told, indent=2) + "\n", encoding="utf-8")
 
 
 def recorded_tools(folder: Path) -> dict[str, Any]:

@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from toolwise.terminal import visible
+from toolwise.terminal.display import Console, Live
 from toolwise.trackers.conversation import clean_text, shorten, turns_of, verdict
 from toolwise.trackers.routes import budget_of, route_shares, say_shares, share_bar
 
@@ -176,6 +177,7 @@ class ConsoleTracker:
             value = _first(metrics, (validation,)) if evaluated and validation else _trained(name, metrics, training)
             if value is not None:
                 parts.append(f"{name} {self._said(name, value)}")
+        parts += [f"faults {faults:.0f}"] if (faults := metrics.get("faults/rollouts")) else []
         parts += [say_shares(shares)] if (shares := route_shares(metrics)) else []
         left = self._seconds_left()
         if left is not None and not evaluated and step < self._total:
@@ -191,7 +193,7 @@ class ConsoleTracker:
         file = self._console.file
         encoding = getattr(file, "encoding", None) or "utf-8"
         try:
-            file.write(line.encode(encoding, "replace").decode(encoding) + "\n")
+            file.write(visible(line).encode(encoding, "replace").decode(encoding) + "\n")
             file.flush()
         except (OSError, ValueError):
             return

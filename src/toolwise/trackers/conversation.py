@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-_CONTROLS = [*range(9), *range(11, 32), *range(127, 160)]
-_DIRECTIONS = [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]
-_UNPRINTABLE = dict.fromkeys(_CONTROLS + _DIRECTIONS, "\ufffd") | {ord("\r"): "\n"}
+from toolwise.terminal import visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +23,8 @@ class Turn:
 
 
 def clean_text(value: object) -> str:
-    """Text that any UTF-8 output takes: no lone surrogates, no control or direction-changing characters."""
-    text = "" if value is None else str(value)
-    return text.replace("\r\n", "\n").encode("utf-8", "replace").decode("utf-8").translate(_UNPRINTABLE)
+    """Text that any UTF-8 output takes: control characters are shown, and so are halves of characters."""
+    return visible("" if value is None else value)
 
 
 def shorten(text: str, limit: int) -> str:

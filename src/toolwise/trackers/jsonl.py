@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from toolwise.errors import CheckpointError
+from toolwise.json_text import json_line
 
 
 class JsonlTracker:
@@ -23,7 +24,7 @@ class JsonlTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         line = {"step": int(step)} | {name: _plain(value) for name, value in metrics.items() if name != "step"}
-        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        self._file.write(json_line(line))
         self._file.flush()
 
     def sync(self) -> None:

@@ -24,7 +24,7 @@ def read_frontier(run: RunFolder) -> Frontier | None:
     try:
         told = json.loads(file.read_bytes())
         _points(told, "router"), told["fixed"], told["rows"], told["draws"]
-    except (ValueError, KeyError, TypeError) as fault:
+    except (ValueError, KeyError, TypeError, RecursionError) as fault:
         raise CheckpointError(f"{file}: cannot be read ({fault!r}); delete it to see the run without it") from None
     return dict(told)
 

@@ -45,7 +45,7 @@ class RunFolder:
             return None
         try:
             summary = json.loads(file.read_bytes())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{file}: not JSON ({error}); delete it to see the run without it") from None
         return summary if isinstance(summary, dict) else None
 
@@ -55,7 +55,7 @@ class RunFolder:
         file = self.path / "diagnosis.json"
         try:
             found = json.loads(file.read_bytes()) if file.exists() else None
-        except ValueError:  # it says nothing that the log has not said
+        except (ValueError, RecursionError):  # it says nothing that the log has not said
             found = None
         found = (self.written_summary or {}).get("diagnosis", found)
         return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []

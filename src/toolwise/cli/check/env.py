@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from toolwise.cli.check.marks import mark_of
 from toolwise.cli.reward_options import Kwargs, read_kwargs
 from toolwise.errors import ConfigError, DataError
+from toolwise.terminal import say, say_json
 
 if TYPE_CHECKING:
     from toolwise.envs.conformance.check import EnvCheck
     from toolwise.types import Task
-
-MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]look[/]", "wrong": "[red]wrong[/]", "skipped": "[dim]skipped[/]"}
 
 
 def check_env(
@@ -44,7 +44,6 @@ def check_env(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Try an environment out: life cycle, types, determinism, states, endings, invalid and gold actions, deadlines."""
-    import json
 
     from toolwise.envs.catalog import build_env_factory
     from toolwise.envs.conformance.check import check_env as check
@@ -63,7 +62,7 @@ def check_env(
         step_timeout_s=timeout_s,
     )
     if as_json:
-        typer.echo(json.dumps(found.to_json(), ensure_ascii=False, indent=2))
+        say_json(found.to_json())
     else:
         _show(found)
     if not found.ok:
@@ -91,7 +90,7 @@ def _read_gold(path: Path) -> list[Any]:
     if path.suffix == ".json":
         try:
             actions = json.loads(text)
-        except ValueError as fault:
+        except (ValueError, RecursionError) as fault:
             raise DataError(f"{path} is no JSON: {fault}") from None
         if not isinstance(actions, list):
             raise DataError(f"{path} must hold a list of actions")
@@ -114,7 +113,7 @@ def _read_action(given: Any, where: str) -> Any:
             return given
         try:
             given = json.loads(given)
-        except ValueError:
+        except (ValueError, RecursionError):
             return given
     calls = given if isinstance(given, list) else [given]
     if not all(isinstance(call, dict) for call in calls):
@@ -126,15 +125,15 @@ def _read_action(given: Any, where: str) -> Any:
 
 
 def _show(check: EnvCheck) -> None:
-    from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=escape(check.env))
+    from toolwise.terminal.display import Console
+
+    table = Table(title=check.env)
     for column in ("", "", "what was seen"):
         table.add_column(column)
     for finding in check.findings:
-        table.add_row(finding.name, MARKS[finding.verdict], escape(finding.says))
+        table.add_row(finding.name, mark_of(finding.verdict), finding.says)
     Console().print(table)
     wrong = [finding.name for finding in check.findings if finding.verdict == "wrong"]
-    typer.echo(f"wrong: {', '.join(wrong)}" if wrong else "nothing is wrong with it")
+    say(f"wrong: {', '.join(wrong)}" if wrong else "nothing is wrong with it")

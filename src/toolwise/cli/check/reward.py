@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from toolwise.cli.check.marks import mark_of
 from toolwise.cli.reward_options import Allow, Kwargs, Memory, Read, Tier, Timeout, changed_sandbox, read_kwargs
+from toolwise.terminal import say, say_json
 
 if TYPE_CHECKING:
     from toolwise.authoring.checking import RewardCheck
     from toolwise.authoring.findings import Finding
-
-MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]look[/]", "wrong": "[red]wrong[/]"}
 
 
 def check_reward(
@@ -38,7 +38,6 @@ def check_reward(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Run a reward in the sandbox over stored rollouts: results, determinism, speed, spread, steps and gold answers."""
-    import json
 
     from toolwise.authoring.checking import check_reward as check
     from toolwise.authoring.stored import read_stored
@@ -51,7 +50,7 @@ def check_reward(
     config = RewardConfig(function=reference, kwargs=read_kwargs(kwargs), sandbox=sandbox)
     found = check(config, read_stored(rollouts, step=step, limit=limit), gold=gold, gold_form=gold_form)
     if as_json:
-        typer.echo(json.dumps(found.to_json(), ensure_ascii=False, indent=2))
+        say_json(found.to_json())
     else:
         _show(found)
     if not found.ok:
@@ -59,31 +58,31 @@ def check_reward(
 
 
 def _show(check: RewardCheck) -> None:
-    from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
+    from toolwise.terminal.display import Console
+
     console = Console()
-    table = Table(title=f"{escape(check.reward)} ({check.mode}) on {check.rollouts} rollouts of {check.tasks} tasks")
+    table = Table(title=f"{check.reward} ({check.mode}) on {check.rollouts} rollouts of {check.tasks} tasks")
     for column in ("", "", "what was seen"):
         table.add_column(column)
     for finding in check.findings:
-        table.add_row(finding.name, MARKS[finding.verdict], escape(finding.says))
+        table.add_row(finding.name, mark_of(finding.verdict), finding.says)
     console.print(table)
     for finding in check.findings:
         _show_details(finding)
     if check.printed:
         more = f"  … and {check.printed_more:,} lines more" if check.printed_more else ""
-        typer.echo("\n".join(["\nit printed:", *(f"  {line}" for line in check.printed), more]))
-    typer.echo(check.sandbox)
+        say("\n".join(["\nit printed:", *(f"  {line}" for line in check.printed), more]))
+    say(check.sandbox)
     wrong = [finding.name for finding in check.findings if finding.verdict == "wrong"]
-    typer.echo(f"wrong: {', '.join(wrong)}" if wrong else "nothing is wrong with it")
+    say(f"wrong: {', '.join(wrong)}" if wrong else "nothing is wrong with it")
 
 
 def _show_details(finding: Finding) -> None:
     """As plain text: a traceback is for reading and copying, not for wrapping."""
     if finding.details:
-        typer.echo(f"\n{finding.name}:")
+        say(f"\n{finding.name}:")
         for detail in finding.details:
-            typer.echo("\n".join(f"  {line}" for line in detail.splitlines()))
-        typer.echo("")
+            say("\n".join(f"  {line}" for line in detail.splitlines()))
+        say("")

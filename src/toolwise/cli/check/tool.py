@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from toolwise.cli.check.marks import mark_of
 from toolwise.errors import ConfigError
+from toolwise.terminal import say, say_json
 
 if TYPE_CHECKING:
     from toolwise.tools.conformance.check import ToolCheck
-
-MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]look[/]", "wrong": "[red]wrong[/]", "skipped": "[dim]skipped[/]"}
 
 
 def check_tool(
@@ -30,7 +30,6 @@ def check_tool(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Try a tool out: schema, life cycle, results, instances, odd and bad arguments, cancelling, the event loop."""
-    import json
 
     from toolwise.tools.catalog import build_tools
     from toolwise.tools.conformance.check import check_tool as check
@@ -40,7 +39,7 @@ def check_tool(
     tools = build_tools([{"name": reference, **_object(config, "--config")}])
     found = [check(tool, calls=calls, create_kwargs=create_kwargs, timeout_s=timeout_s) for tool in tools.values()]
     if as_json:
-        typer.echo(json.dumps([one.to_json() for one in found], ensure_ascii=False, indent=2))
+        say_json([one.to_json() for one in found])
     else:
         for one in found:
             _show(one)
@@ -53,7 +52,7 @@ def _object(text: str, option: str) -> dict[str, Any]:
 
     try:
         value = json.loads(text)
-    except ValueError as fault:
+    except (ValueError, RecursionError) as fault:
         raise ConfigError(f"{option} {text!r:.80} is no JSON ({fault})") from None
     if not isinstance(value, dict):
         raise ConfigError(f'{option} {text!r:.80} is no JSON object; write {{"argument": value}}')
@@ -61,15 +60,15 @@ def _object(text: str, option: str) -> dict[str, Any]:
 
 
 def _show(check: ToolCheck) -> None:
-    from rich.console import Console
-    from rich.markup import escape
     from rich.table import Table
 
-    table = Table(title=escape(check.tool))
+    from toolwise.terminal.display import Console
+
+    table = Table(title=check.tool)
     for column in ("", "", "what was seen"):
         table.add_column(column)
     for finding in check.findings:
-        table.add_row(finding.name, MARKS[finding.verdict], escape(finding.says))
+        table.add_row(finding.name, mark_of(finding.verdict), finding.says)
     Console().print(table)
     wrong = [finding.name for finding in check.findings if finding.verdict == "wrong"]
-    typer.echo(f"wrong: {', '.join(wrong)}" if wrong else "nothing is wrong with it")
+    say(f"wrong: {', '.join(wrong)}" if wrong else "nothing is wrong with it")

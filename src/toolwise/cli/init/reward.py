@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from toolwise.terminal import say
+
 
 class Mode(StrEnum):
     POINTWISE = "pointwise"
@@ -24,5 +26,5 @@ def init_reward(
     from toolwise.authoring.starting import start_reward
 
     code, rollouts = start_reward(folder, name, mode.value)
-    typer.echo(f"wrote {code} and {rollouts}; look at it with:")
-    typer.echo(f"  toolwise check reward {code} --rollouts {rollouts}")
+    say(f"wrote {code} and {rollouts}; look at it with:")
+    say(f"  toolwise check reward {code} --rollouts {rollouts}")

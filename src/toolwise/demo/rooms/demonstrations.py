@@ -10,7 +10,6 @@ A fresh model needs `--lessons` and `--told` walks beside them.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
@@ -18,6 +17,8 @@ from random import Random
 from typing import Any, get_args
 
 from toolwise.demo.rooms.house import House, Kind, Plan, along, build_house, draw_map
+from toolwise.json_text import json_text
+from toolwise.terminal import say
 from toolwise.thinking.levels import LEVELS, Levels, load_levels
 
 SPLITS = {"train": 0, "heldout": 1, "teach": 2}
@@ -121,7 +122,7 @@ def lessons(count: int, *, seed: int = 0, plan: Plan | None = None, questions: i
 def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        file.writelines(json_text(row) + "\n" for row in rows)
     return path
 
 
@@ -151,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ("train", task_rows(range(args.tasks), "train", levels=told)),
         ("heldout", task_rows(range(args.tasks // 2), "heldout", levels=told)),
     ):
-        print(write_rows(args.out / f"{name}.jsonl", rows))
+        say(write_rows(args.out / f"{name}.jsonl", rows))
 
 
 if __name__ == "__main__":

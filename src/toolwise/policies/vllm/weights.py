@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
+from toolwise.checkpoint.files import disk_fault
 from toolwise.errors import PolicyError
+from toolwise.json_text import json_text
 
 
 class WeightsFolder:
@@ -37,7 +39,9 @@ class WeightsFolder:
         try:
             model.save_pretrained(folder, state_dict=dict(state or checkpoint_state(model)))
             _untie(folder / "config.json")
-        except OSError as fault:
+        except Exception as fault:
+            if not isinstance(fault, OSError) and disk_fault(fault) is None:
+                raise
             raise PolicyError(
                 f"the weights for vLLM cannot be written ({fault}): see rollout.vllm.weights_dir"
             ) from fault
@@ -85,4 +89,4 @@ def _untie(config: Path) -> None:
     """vLLM's CPU build packs a tied head once, and keeps that copy when the embeddings change; a head that is loaded
     by itself is packed anew."""
     settings = json.loads(config.read_text(encoding="utf-8"))
-    config.write_text(json.dumps(settings | {"tie_word_embeddings": False}, indent=2), encoding="utf-8")
+    config.write_text(json_text(settings | {"tie_word_embeddings": False}, indent=2), encoding="utf-8")

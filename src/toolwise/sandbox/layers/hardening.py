@@ -63,6 +63,11 @@ class Plan:
         """All that it may write to."""
         return (self.scratch, *self.write)
 
+    @property
+    def may_have_children(self) -> bool:
+        """Whether it is not kept from starting processes."""
+        return "subprocess" in self.permissions or "seccomp" not in self.layers or not seccomp.supported()
+
     def to_json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
 

@@ -1,0 +1,16 @@
+"""How a verdict looks in a table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+_STYLES = {"ok": "green", "warning": "yellow", "wrong": "red", "skipped": "dim"}
+
+
+def mark_of(verdict: str) -> Text:
+    from rich.text import Text
+
+    return Text("look" if verdict == "warning" else verdict, style=_STYLES[verdict])

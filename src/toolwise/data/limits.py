@@ -1,0 +1,113 @@
+"""How much of a file is read: regular files only, and no more than a budget, whatever the file says of itself."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from toolwise.errors import ConfigError, DataError
+
+VARIABLE = "TOOLWISE_MAX_DATA_MB"
+MAX_DATA_MB = 2048
+"""Of one file's rows, unpacked. As Python objects they take several times as much memory."""
+LINE_MB = 64
+"""Of one line of a JSONL file."""
+CELL_BYTES = 64
+"""What a value costs at least once it is an object: a small file may have a thousand million rows."""
+
+_PACKED = {
+    b"\x1f\x8b": "is compressed with gzip; unpack it first (gunzip)",
+    b"PK\x03\x04": "is a zip archive; unpack it first",
+    b"\x28\xb5\x2f\xfd": "is compressed with zstd; unpack it first (unzstd)",
+    b"BZh": "is compressed with bzip2; unpack it first (bunzip2)",
+    b"\xfd7zXZ": "is compressed with xz; unpack it first (unxz)",
+    b"PAR1": "is a Parquet file; end its name with .parquet",
+    b"\xff\xfe": "is UTF-16 text; save it as UTF-8",
+    b"\xfe\xff": "is UTF-16 text; save it as UTF-8",
+}
+
+
+class Budget:
+    """The bytes that may still be read of one file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.bytes = self._left = max_data_bytes()
+
+    def spend(self, count: int) -> None:
+        self._left -= count
+        if self._left < 0:
+            self.refuse()
+
+    def refuse(self) -> None:
+        raise DataError(
+            f"{self.path}: its rows take more than {self.bytes >> 20:,} MB; split the file, or read more with "
+            f"{VARIABLE}={4 * self.bytes >> 20}"
+        )
+
+
+def max_data_bytes() -> int:
+    given = os.environ.get(VARIABLE, "")
+    if given and (not given.isascii() or not given.isdigit() or not 0 < len(given) < 10 or int(given) == 0):
+        raise ConfigError(f"{VARIABLE}={given!r:.40}: give a whole number of megabytes, such as {MAX_DATA_MB}")
+    return (int(given) if given else MAX_DATA_MB) << 20
+
+
+@contextmanager
+def open_data(path: Path) -> Iterator[BinaryIO]:
+    """A regular file with something in it, open; anything else is refused without waiting for it."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for a writer
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file; check the path (relative paths start at {Path.cwd()})") from None
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from error
+    try:
+        _check_kind(path, os.fstat(descriptor))
+    except DataError:
+        os.close(descriptor)
+        raise
+    with os.fdopen(descriptor, "rb") as file:
+        try:
+            yield file
+        except OSError as error:
+            raise _unreadable(path, error) from error
+
+
+def _check_kind(path: Path, found: os.stat_result) -> None:
+    if stat.S_ISDIR(found.st_mode):
+        raise DataError(f"{path}: is a folder; give one of the files in it")
+    if not stat.S_ISREG(found.st_mode):
+        raise DataError(f"{path}: is a pipe or a device; write its content to a file and give that")
+    if found.st_size == 0:
+        raise DataError(f"{path}: the file is empty; give a file with at least one row")
+
+
+def _unreadable(path: Path, error: OSError | ValueError) -> DataError:
+    reason = " ".join(str(getattr(error, "strerror", None) or error).split())
+    return DataError(f"{path}: cannot be read ({reason}); check the path and its permissions")
+
+
+def check_text(path: Path, file: BinaryIO) -> None:
+    """Refuses what is plainly something else than text."""
+    beginning = file.read(8)
+    for mark, what in _PACKED.items():
+        if beginning.startswith(mark):
+            raise DataError(f"{path}: {what}")
+    file.seek(0)
+
+
+def lines_of(path: Path, file: BinaryIO, budget: Budget) -> Iterator[bytes]:
+    """The lines of a text file, each of bounded length."""
+    number = 0
+    while line := file.readline((LINE_MB << 20) + 1):
+        number += 1
+        if len(line) > LINE_MB << 20:
+            hint = "each line is one JSON object; if the file is one list, end its name with .json"
+            raise DataError(f"{path}: line {number} is longer than {LINE_MB} MB; {hint}")
+        budget.spend(len(line) + CELL_BYTES)
+        yield line

@@ -1,0 +1,10 @@
+"""The one way to the terminal. Text from data, models, tools and exceptions is shown, never obeyed.
+
+`text` makes control characters visible, `streams` prints lines and guards the standard streams, `display` is rich's
+console with the same rule. Nothing else in the package prints (tests/test_architecture.py).
+"""
+
+from toolwise.terminal.streams import guard_streams, say, say_error, say_json
+from toolwise.terminal.text import visible
+
+__all__ = ["guard_streams", "say", "say_error", "say_json", "visible"]

@@ -1,0 +1,143 @@
+"""Rich's console, status line and live display. Text is shown as text: no markup, no links, no control characters."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Iterable, Iterator
+from typing import IO, Any, Self, TypeVar
+
+import rich.console
+import rich.live
+from rich.progress import Progress
+from rich.segment import Segment
+from rich.spinner import Spinner
+from rich.text import Text
+
+from toolwise.terminal.text import visible
+
+T = TypeVar("T")
+
+
+class Console(rich.console.Console):
+    """Styles come from `Text`, `style=` and tables; `[red]` in a string is five characters.
+
+    Every piece of text passes `render`, on its own and in tables and panels alike: here it loses what a terminal obeys.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**({"markup": False, "highlight": False, "emoji": False} | options))
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Before it is measured: an escape that is written out is longer."""
+        return super().render_str(visible(text), **options)
+
+    def render(
+        self, renderable: rich.console.RenderableType, options: rich.console.ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            if segment.control:  # of rich's own: cursor movements of a live display
+                yield segment
+                continue
+            style = segment.style
+            if style is not None and style.link:
+                style = style.update_link(None)
+            yield Segment(visible(segment.text), style)
+
+
+class Live(rich.live.Live):
+    """What is printed meanwhile, by anybody, stands above the display as plain text.
+
+    Rich's own redirection would carry out colours and links that a program prints.
+    """
+
+    def __init__(self, renderable: Any = None, **options: Any) -> None:
+        super().__init__(renderable, redirect_stdout=False, redirect_stderr=False, **options)
+        self._streams: dict[str, _Above] = {}
+
+    def start(self, refresh: bool = False) -> None:
+        super().start(refresh)
+        if self.console.is_terminal and not self._streams:
+            for name in ("stdout", "stderr"):
+                stream = _Above(self.console, getattr(sys, name))
+                self._streams[name] = stream
+                setattr(sys, name, stream)
+
+    def stop(self) -> None:
+        for name, stream in self._streams.items():
+            stream.flush()
+            if getattr(sys, name) is stream:
+                setattr(sys, name, stream.stream)
+        self._streams = {}
+        super().stop()
+
+
+class Status:
+    """One line with a spinner, gone at the end; nothing where the console is no terminal."""
+
+    def __init__(self, console: Console, text: str = "") -> None:
+        self._spinner = Spinner("dots", Text(visible(text)), style="status.spinner")
+        self._live = Live(self._spinner, console=console, refresh_per_second=12.5, transient=True)
+
+    def update(self, text: str) -> None:
+        self._spinner.update(text=Text(visible(text)))
+
+    def start(self) -> None:
+        self._live.start()
+
+    def stop(self) -> None:
+        self._live.stop()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def track(items: Iterable[T], description: str, *, total: int, disable: bool = False) -> Iterator[T]:
+    """Items with a progress bar."""
+    with Progress(console=Console(), redirect_stdout=False, redirect_stderr=False, disable=disable) as progress:
+        yield from progress.track(items, total=total, description=description)
+
+
+class _Above(io.TextIOBase):
+    """Whole lines printed above a live display."""
+
+    def __init__(self, console: rich.console.Console, stream: IO[str]) -> None:
+        self.console, self.stream = console, stream
+        self._begun = ""
+
+    @property
+    def rich_proxied_file(self) -> IO[str]:
+        """Where rich writes instead of here."""
+        inner: IO[str] = getattr(self.stream, "rich_proxied_file", self.stream)
+        return inner
+
+    def write(self, text: str) -> int:
+        *lines, self._begun = f"{self._begun}{text}".split("\n")
+        for line in lines:
+            self.console.print(Text(visible(line)))
+        return len(text)
+
+    def flush(self) -> None:
+        if self._begun:
+            begun, self._begun = self._begun, ""
+            self.console.print(Text(visible(begun)))
+
+    def isatty(self) -> bool:
+        return self.stream.isatty()
+
+    def fileno(self) -> int:
+        return self.stream.fileno()
+
+    def writable(self) -> bool:
+        return True
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return getattr(self.stream, "encoding", None) or "utf-8"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)

@@ -1,0 +1,43 @@
+"""Control characters made visible: what a terminal would obey is written out as an escape."""
+
+from __future__ import annotations
+
+_OBEYED = (
+    (0x00, 0x08),
+    (0x0B, 0x1F),  # all of C0 but tab and line feed: a carriage return overwrites what stands before it
+    (0x7F, 0x9F),  # delete, and C1, where one character is a whole escape sequence
+    (0x2028, 0x2029),  # line and paragraph separators
+    (0x202A, 0x202E),
+    (0x2060, 0x206F),  # changes of direction, and invisible operators
+    (0xFFF9, 0xFFFB),
+    (0xD800, 0xDFFF),  # halves of characters, which no encoding takes
+    (0xE0000, 0xE007F),  # tags: text that nobody sees
+)
+_SINGLE = (0x00AD, 0x061C, 0x180E, 0x200B, 0x200E, 0x200F, 0xFEFF)
+"""Soft hyphen, marks of direction, zero-width space, byte-order mark. Joiners stay: scripts and emoji need them."""
+
+
+def _escape(code: int) -> str:
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+_CODES = [*_SINGLE, *(code for first, last in _OBEYED for code in range(first, last + 1))]
+_VISIBLE = {code: _escape(code) for code in _CODES}
+_IN_JSON = {code: f"\\u{code:04x}" for code in _CODES if code < 0x10000} | {
+    code: f"\\ud{0x800 | (code - 0x10000) >> 10:03x}\\ud{0xC00 | (code - 0x10000) & 0x3FF:03x}"
+    for code in _CODES
+    if code >= 0x10000
+}
+
+
+def visible(value: object) -> str:
+    """`value` as text that any UTF-8 output takes and no terminal obeys. Tabs and line feeds stay."""
+    text = value if isinstance(value, str) else str(value)
+    if text.isascii() and text.isprintable():
+        return text
+    return text.replace("\r\n", "\n").translate(_VISIBLE)
+
+
+def visible_json(text: str) -> str:
+    """The same for JSON text, in JSON's own escapes: what is read back is unchanged."""
+    return text.translate(_IN_JSON)

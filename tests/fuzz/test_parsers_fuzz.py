@@ -1,0 +1,88 @@
+"""Whatever a model writes: parsers give text and calls, never raise, and what they give can be kept and sent."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fuzzing import JSON, TEXT, fuzz
+from hypothesis import strategies as st
+
+from toolwise.json_text import json_text
+from toolwise.messages import Message, ToolCall, parse_arguments
+from toolwise.rollout.parsers import PARSERS, RENDERERS, sniff, to_action
+
+MARKS = st.sampled_from(
+    [
+        "<tool_call>",
+        "</tool_call>",
+        "<tool_call>\n",
+        "<think>",
+        "</think>",
+        "<|python_tag|>",
+        "[TOOL_CALLS]",
+        "[TOOL_RESULTS]",
+        "Action:",
+        "<response>",
+        "</response>",
+        '{"name": "f", "arguments": ',
+        '{"name": "f", "parameters": {',
+        '"arguments": "',
+        "{",
+        "}",
+        "[",
+        "]",
+        "\\",
+        '"',
+        "```json\n",
+        "```",
+        "f(x=1)",
+        "[f(x=[1, {'a': 2}])]",
+        "\n\n  \t",
+        "NaN",
+        "9" * 4_400,
+        "[" * 2_000,
+        '{"a":' * 1_500,
+    ]
+)
+CALLS = st.fixed_dictionaries({}, optional={"name": JSON, "arguments": JSON, "parameters": JSON, "id": JSON})
+WRITTEN = st.lists(st.one_of(MARKS, MARKS, TEXT, CALLS.map(lambda call: json_text(call))), max_size=10).map("".join)
+
+
+@fuzz(st.sampled_from(sorted(PARSERS)), WRITTEN, examples=80)
+def test_any_text_is_read(name: str, text: str) -> None:
+    content, calls = PARSERS[name](text)
+    assert isinstance(content, str)
+    message = Message(role="assistant", content=content, tool_calls=calls or None)
+    json_text(message.to_openai()).encode()
+    to_action(content, calls)
+    for call in calls:
+        assert isinstance(call, ToolCall)
+        assert isinstance(call.arguments, dict | str)
+        if isinstance(call.arguments, dict):
+            json.dumps(call.arguments, allow_nan=False)
+
+
+@fuzz(
+    st.sampled_from(sorted(set(RENDERERS) - {"action"})),
+    TEXT,
+    st.lists(st.tuples(TEXT, st.dictionaries(TEXT, JSON, max_size=3)), max_size=2),
+)
+def test_any_call_is_written_and_read(name: str, content: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
+    made = []
+    for tool, arguments in calls:
+        try:
+            made.append(ToolCall(name=tool, arguments=json.loads(json.dumps(arguments, allow_nan=False))))
+        except ValueError:
+            return
+    PARSERS[name](RENDERERS[name](content, made))
+
+
+@fuzz(st.one_of(WRITTEN, JSON.map(json_text)))
+def test_any_arguments_are_read(text: str) -> None:
+    assert isinstance(parse_arguments(text), dict | str)
+
+
+@fuzz(WRITTEN, st.lists(TEXT, max_size=3))
+def test_any_template_is_looked_at(template: str, texts: list[str]) -> None:
+    assert sniff(template, texts) in PARSERS

@@ -1,0 +1,68 @@
+"""Control characters are shown, never obeyed."""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolwise.terminal import visible
+from toolwise.terminal.text import visible_json
+
+HOSTILE = {
+    "title": "\x1b]0;owned\x07",
+    "hyperlink": "\x1b]8;;http://evil\x1b\\click\x1b]8;;\x1b\\",
+    "clipboard": "\x1b]52;c;cm0gLXJm\x07",
+    "clear": "\x1b[2J\x1b[H",
+    "colour": "\x1b[31mred\x1b[0m",
+    "8-bit csi": "\x9b31m",
+    "8-bit osc": "\x9d0;owned\x9c",
+    "overwrite": "all wrong\rall right",
+    "backspaces": "wrong\x08\x08\x08\x08\x08right",
+    "delete": "a\x7fb",
+    "bell": "\x07",
+    "override": "\u202egnirts\u202c",
+    "isolate": "\u2066x\u2069",
+    "zero width": "a\u200bb\ufeffc",
+    "tags": "\U000e0041\U000e0042",
+    "half": "\ud800",
+    "lines": "a\u2028b\x85c\x0bd\x0ce",
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_nothing_that_a_terminal_obeys_is_left(name: str) -> None:
+    shown = visible(HOSTILE[name])
+    assert shown.encode("utf-8")
+    assert [c for c in shown if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")] == []
+    assert "\\" in shown
+
+
+def test_it_is_shown_as_an_escape() -> None:
+    assert visible("a\x1b[31mb\u202e\U000e0041") == "a\\x1b[31mb\\u202e\\U000e0041"
+
+
+def test_what_people_write_stays() -> None:
+    text = "naïve → 日本語 \t🤷🏽‍♀️ سلام\nnext"
+    assert visible(text) == text
+    assert visible("one\r\ntwo") == "one\ntwo"
+
+
+@given(st.text())
+def test_any_text_is_printable_and_stays_so(text: str) -> None:
+    shown = visible(text)
+    shown.encode("utf-8")
+    assert all(c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs") for c in shown)
+    assert visible(shown) == shown
+
+
+@given(st.text())
+def test_json_reads_back_the_same(text: str) -> None:
+    shown = visible_json(json.dumps(text, ensure_ascii=False))
+    assert json.loads(shown) == json.loads(json.dumps(text))
+    assert "\x1b" not in shown
+    assert "\x9b" not in shown
+    shown.encode("utf-8")

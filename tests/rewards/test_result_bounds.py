@@ -14,7 +14,7 @@ from toolwise.bounds import LONGEST_REASON, MOST_METRICS, MOST_STEP_OUTPUTS
 from toolwise.messages import Message
 from toolwise.records import write_records
 from toolwise.rewards.align import align_rollouts
-from toolwise.rewards.combine import Weighted, combine
+from toolwise.rewards.combine import Rewards, Weighted, combine
 from toolwise.rewards.executor import InProcessExecutor
 from toolwise.rewards.function import Reward, read_result, reward_function
 from toolwise.summary import summarize
@@ -148,3 +148,22 @@ def test_files_of_hostile_results_are_json_of_bounded_size(tmp_path: Path) -> No
     assert len(figures) < 2 * MOST_METRICS + 50
     assert figures["reward/metrics_left_out"] == 40 * 200 - MOST_METRICS
     assert all(math.isfinite(value) for value in figures.values())
+
+
+class Forger:
+    """An executor that checks nothing."""
+
+    async def evaluate(self, reward: Reward, rollouts: Any, *, step: int) -> list[EvaluateResult]:
+        return [EvaluateResult(score=1e300), EvaluateResult(score=1.0, reason="x" * 10**6)]
+
+
+def test_what_another_executor_gives_is_bounded_too() -> None:
+    @reward_function
+    def half(messages: Any, ground_truth: Any) -> float:
+        return 0.5
+
+    rewards = Rewards((Weighted(Reward.of(half)),))
+    first, second = asyncio.run(rewards.evaluate(Forger(), [rollout("a"), rollout("b")], step=0))
+    assert first.error is not None
+    assert first.error.kind == "out_of_range"
+    assert len(second.reason or "") < 21_000

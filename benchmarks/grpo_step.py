@@ -79,7 +79,7 @@ def make_model(folder: Path) -> None:
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    tokenizer = AutoTokenizer.from_pretrained(SMALL)
+    tokenizer = AutoTokenizer.from_pretrained(SMALL, trust_remote_code=False)
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SHAPE, **ids, vocab_size=2048, max_position_embeddings=4096))
@@ -90,7 +90,7 @@ def make_model(folder: Path) -> None:
 def make_prompts(folder: Path, count: int) -> list[str]:
     from transformers import AutoTokenizer
 
-    tokenizer, drawn = AutoTokenizer.from_pretrained(folder), random.Random(0)
+    tokenizer, drawn = AutoTokenizer.from_pretrained(folder, trust_remote_code=False), random.Random(0)
 
     def one() -> str:
         words = ["List", str(drawn.randrange(1000))]

@@ -62,7 +62,7 @@ def reward(completions: list[list[dict[str, Any]]], **_: Any) -> list[float]:
 def theirs(job: dict[str, Any], folder: str) -> dict[str, Any]:
     torch.set_num_threads(job["threads"])
     imports = memory_mb("VmRSS")
-    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32, trust_remote_code=False)
     rows = PROMPTS * GROUP
     settings = GRPOConfig(
         output_dir=folder,
@@ -94,7 +94,7 @@ def theirs(job: dict[str, Any], folder: str) -> dict[str, Any]:
         reward_funcs=reward,
         args=settings,
         train_dataset=prompts,
-        processing_class=AutoTokenizer.from_pretrained(job["model"]),
+        processing_class=AutoTokenizer.from_pretrained(job["model"], trust_remote_code=False),
         callbacks=[clock],
     )
     trainer.generate_seconds = []

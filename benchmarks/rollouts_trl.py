@@ -67,13 +67,13 @@ class TimedTrainer(GRPOTrainer):
 
 
 def parts() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL, trust_remote_code=False)
     # TRL asks for a schema where it does not know the chat template: this is its own for the same call format, with our
     # end of turn for Qwen's.
     schema = copy.deepcopy(qwen3_schema)
     schema["x-regex"] = schema["x-regex"].replace(r"<\|im_end\|>", r"<\|end\|>")
     tokenizer.response_schema = schema
-    model = AutoModelForCausalLM.from_pretrained(MODEL)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, trust_remote_code=False)
     call, answer = (torch.tensor([*tokenizer.encode(text), tokenizer.eos_token_id]) for text in (CALL, "done"))
     result = tokenizer.convert_tokens_to_ids("<|tool|>")
 

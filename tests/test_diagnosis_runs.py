@@ -181,6 +181,48 @@ def test_adapters_that_move_are_an_update(tmp_path: Path, cli: Cli, make_config:
     assert (summary_of(run)["updated"], kinds_of(run)) == (True, [])
 
 
+# Faults.
+
+
+def unknown_tokens(folder: Path, make_config: MakeConfig, steps: int) -> Path:
+    """Prompts of token ids that the model does not have: the policy fails on each."""
+    config = set_up(folder, make_config, "random_reward", steps, data={"batch_size": 4, "val_limit": 1})
+    rows = [{"prompt": f"What is {n} * 7?", "prompt_ids": [10**6], "ground_truth": "7"} for n in range(8)]
+    write_lines(folder / "train.jsonl", rows)
+    return config
+
+
+def test_a_run_that_fails_too_often_stops_with_a_checkpoint(tmp_path: Path, cli: Cli, make_config: MakeConfig) -> None:
+    config, run = unknown_tokens(tmp_path, make_config, 6), tmp_path / "run"
+    ended = cli("train", config, "--out", run, "--set", "faults.window=16")
+    assert ended.status == 2, ended.err
+    line = "the policy failed in 16 of the latest 16 rollouts, more than faults.policy = 0.5 allows; the last one, "
+    assert ended.err.count(line) == 1
+    assert "prompt_ids name tokens outside the model's" in ended.err
+    assert "Traceback" not in ended.err
+    found = summary_of(run)
+    assert (found["steps"], found["interrupted"]) == (2, False)
+    assert found["stopped"].startswith(line)
+    assert (found["faults"]["policy"], found["faults"]["rollouts"]) == (16, 16)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir())[-1] == "step-000002"
+    last = json.loads((run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    assert (last["faults/policy"], last["faults/rollouts"]) == (8.0, 8.0)
+    assert "faults 8" in ended.out
+    assert "faults: policy 16 of 16" in (run / "report.html").read_text(encoding="utf-8")
+    ended = cli("resume", run, "--set", "faults.policy=1", "--set", "trainer.total_steps=3")
+    assert ended.status == 3, ended.err
+    assert "faults: policy 24 of 24" in ended.out
+    assert summary_of(run)["stopped"] is None
+
+
+def test_a_short_run_in_which_all_fails_says_so(tmp_path: Path, cli: Cli, make_config: MakeConfig) -> None:
+    config, run = unknown_tokens(tmp_path, make_config, 2), tmp_path / "run"
+    ended = cli("train", config, "--out", run)
+    assert ended.status == 3, ended.err
+    assert "faults: policy 16 of 16" in ended.out
+    assert summary_of(run)["faults"]["policy"] == 16
+
+
 # Routers.
 
 

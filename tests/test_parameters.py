@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -33,3 +34,56 @@ def test_what_is_no_schema_is_named() -> None:
 def test_equal_schemas_share_a_validator() -> None:
     text = json.dumps({"type": "object"})
     assert compile_parameters("t", text) is compile_parameters("t", text)
+
+
+def with_pattern(**keywords: object) -> dict[str, object]:
+    return {"type": "object", "properties": {"a": {"type": "string", **keywords}}}
+
+
+def test_patterns_are_searched() -> None:
+    assert fits(with_pattern(pattern="^[a-z]+$"), {"a": "abc"})
+    assert not fits(with_pattern(pattern="^[a-z]+$"), {"a": "a1"})
+    named = {"type": "object", "patternProperties": {"^x_": {"type": "integer"}}, "additionalProperties": False}
+    assert fits(named, {"x_1": 1})
+    assert not fits(named, {"x_1": "1"})
+    assert not fits(named, {"y": 1})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        with_pattern(pattern="^(a+)+$"),
+        {"type": "object", "patternProperties": {"^(a+)+$": {}}},
+        {"type": "object", "patternProperties": {"^(a+)+$": {}}, "additionalProperties": False},
+        {"type": "object", "propertyNames": {"pattern": "^(a+)+$"}},
+        {"type": "object", "properties": {"a": {"anyOf": [{"pattern": "^(.*a){30}$"}, {"type": "integer"}]}}},
+    ],
+)
+def test_no_argument_freezes_a_pattern(schema: object) -> None:
+    """Python's engine would take 2 to the 50,000 steps."""
+    bad = "a" * 50_000 + "!"
+    began = time.process_time()
+    fits(schema, {"a": bad, bad: 1})
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize(
+    "keyword", [{"pattern": "(?=a)b"}, {"pattern": r"(a)\1"}, {"items": {"patternProperties": {"(?!x)": {}}}}]
+)
+def test_a_pattern_beyond_linear_time_is_refused(keyword: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"tool t: .* cannot be matched in linear time; write it without"):
+        compile_parameters("t", json.dumps(with_pattern(**keyword)))
+
+
+def test_a_property_that_is_called_pattern_is_none() -> None:
+    schema = {"type": "object", "properties": {"pattern": {"type": "string"}, "patternProperties": {"enum": ["(?=a)"]}}}
+    assert fits(schema, {"pattern": "("})
+
+
+def test_unique_items_take_linear_time() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    assert not fits(schema, {"a": [{"b": 1}, {"b": 1.0}]})
+    assert fits(schema, {"a": [1, True, "1", None, [1], {"b": 1}, {"b": True}]})
+    began = time.process_time()
+    assert fits(schema, {"a": [{"b": n} for n in range(20_000)]})
+    assert time.process_time() - began < 5

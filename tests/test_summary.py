@@ -83,6 +83,14 @@ def test_a_step_s_figures() -> None:
         "tokens/clean": 0.0,
         "tokens/realigned": 0.0,
         "tokens/forked": 0.0,
+        "faults/rollouts": 1.0,
+        "faults/policy": 0.0,
+        "faults/env": 0.0,
+        "faults/deadline": 0.0,
+        "faults/infrastructure": 0.0,
+        "faults/tool": 1.0,
+        "faults/parse": 0.0,
+        "faults/reward": 1.0,
     }
     assert all(type(value) is float for value in metrics.values())
 

@@ -175,7 +175,8 @@ def sft(
 ) -> dict[str, float]:
     """Teach a model on conversations (loss on assistant tokens only) and save it to `out`; gives the last figures.
 
-    `settings` are those of `toolwise.learner.supervised.SupervisedSettings`.
+    `settings` are those of `toolwise.learner.supervised.SupervisedSettings`; `trust_remote_code=True` lets Python code
+    run that the model's folder brings along.
     """
     _not_in_worker("sft")
     check_model(model)

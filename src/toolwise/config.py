@@ -20,6 +20,8 @@ class ModelConfig(Section):
     device: str = "auto"
     """"auto" takes a GPU where there is one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    trust_remote_code: bool = False
+    """Let Python code of the model's folder run, in this process and with all its rights: read it first."""
     threads: PositiveInt | None = None
     """Of a CPU; by default one for a model under 4 million weights, for whom waking others costs more than it saves."""
 
@@ -183,6 +185,26 @@ class RewardConfig(Section):
     """The run stops when more than this share of a step's rollouts could not be scored."""
 
 
+class FaultsConfig(Section):
+    """How much may fail before a run stops, with a checkpoint: docs/diagnosis.md. Each is a share of the latest
+    rollouts or tool calls, `window` of them or more; 1 never stops. For rewards there is `reward.max_error_rate`."""
+
+    policy: float = Field(default=0.5, ge=0.0, le=1.0)
+    """Rollouts that ended by a fault of the policy: token ids that the model does not have, a server that is gone."""
+    env: float = Field(default=0.5, ge=0.0, le=1.0)
+    """Rollouts that ended by a fault of the environment, or of a tool when it was created or asked for its reward."""
+    deadline: float = Field(default=0.5, ge=0.0, le=1.0)
+    """Rollouts that passed `rollout.deadline_s`."""
+    infrastructure: float = Field(default=0.5, ge=0.0, le=1.0)
+    """Rollouts in which something behind a tool was down: a server, a worker process."""
+    tool: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Tool calls that raised or were late. Many tools fail often for good reasons: without a bound by default."""
+    parse: float = Field(default=1.0, ge=0.0, le=1.0)
+    """Tool calls that could not be read. A model may have that still to learn: without a bound by default."""
+    window: PositiveInt = 64
+    """Rollouts, or calls, that are judged together: those of the latest steps until there are so many."""
+
+
 class LoraConfig(Section):
     """Adapters in place of the whole model: pip install 'toolwise[peft]'."""
 
@@ -287,6 +309,7 @@ class RunConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     multi_turn: MultiTurnConfig = MultiTurnConfig()
     reward: RewardConfig = RewardConfig()
+    faults: FaultsConfig = FaultsConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     router: RouterConfig = RouterConfig()
     actor: ActorConfig = ActorConfig()

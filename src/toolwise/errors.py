@@ -20,12 +20,20 @@ class ModelError(ToolwiseError):
     """A model folder or tokenizer that cannot be used."""
 
 
+class TemplateLimitError(ToolwiseError):
+    """A chat template that does not end, or makes more than a conversation can be: not one to try in another way."""
+
+
 class CheckpointError(ToolwiseError):
     """A checkpoint or run folder that is missing, torn or tampered with."""
 
 
 class RewardError(ToolwiseError):
     """A reward function that cannot be used, or fails more often than the run allows."""
+
+
+class FaultRateError(ToolwiseError):
+    """More of a run fails than `faults` allows."""
 
 
 class PolicyError(ToolwiseError):

@@ -13,6 +13,7 @@ from toolwise.advantages import credit, equal_scores_teach, least_group
 from toolwise.advantages.step_rewards import reward_settings, totals_of
 from toolwise.deliberation import annotate_added
 from toolwise.errors import RewardError
+from toolwise.own_tasks import spawn
 from toolwise.protocols import Metrics
 from toolwise.rewards.align import align_rollouts
 from toolwise.rollout.watchdog import Watchdog
@@ -138,7 +139,7 @@ async def roll_out(run: Run, decisions: Sequence[RouteDecision]) -> list[Rollout
         except Exception as fault:
             run.queue.fail(fault)
 
-    producer = asyncio.create_task(produce())
+    producer = spawn(produce())
     try:
         deliveries = await run.queue.take(len(prompts))
     finally:

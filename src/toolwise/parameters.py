@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from functools import lru_cache
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
 
 from toolwise.errors import ConfigError
+from toolwise.patterns import PatternError, compile_pattern
 
 if TYPE_CHECKING:
     from jsonschema import Draft202012Validator
@@ -27,8 +29,104 @@ def compile_parameters(tool: str, parameters: str) -> Draft202012Validator:
         Draft202012Validator.check_schema(schema)
     except SchemaError as error:
         raise ConfigError(f"tool {tool}: its parameters are no JSON schema: {error.message}") from error
+    _check_patterns(tool, schema)
     # JSON schema lets unnamed properties pass; in a call, an argument that a tool lacks is a mistake.
     if isinstance(schema, dict) and schema.get("properties") and not schema.keys() & _MORE_PROPERTIES:
         schema.setdefault("additionalProperties", False)
     # An empty registry: a $ref must never make us fetch something from the network.
-    return Draft202012Validator(schema, registry=Registry())
+    validator: Draft202012Validator = _linear_validator()(schema, registry=Registry())
+    return validator
+
+
+def _check_patterns(tool: str, schema: Any) -> None:
+    """Refuses what a model's arguments could not be matched against in linear time."""
+    keywords = set()
+    for keyword, value in _keywords(schema):
+        keywords.add(keyword)
+        patterns = value if keyword == "patternProperties" else [value] if keyword == "pattern" else []
+        for pattern in patterns:
+            try:
+                compile_pattern(pattern)
+            except PatternError as fault:
+                raise ConfigError(f"tool {tool}: {keyword} {pattern!r:.80} in its parameters: {fault}") from None
+    if keywords >= {"unevaluatedProperties", "patternProperties"}:
+        raise ConfigError(
+            f"tool {tool}: unevaluatedProperties and patternProperties in one schema of parameters are not supported; "
+            "use additionalProperties"
+        )
+
+
+_NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+_NO_SCHEMAS = {"enum", "const", "default", "examples", "required"}
+
+
+def _keywords(schema: Any) -> Iterator[tuple[str, Any]]:
+    """Every keyword of a schema and of those inside it; the names of properties are none."""
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, list):
+            waiting += part
+        elif isinstance(part, dict):
+            for keyword, value in part.items():
+                if keyword in _NO_SCHEMAS:
+                    continue
+                yield keyword, value
+                named = keyword in _NAMED_SCHEMAS and isinstance(value, dict)
+                waiting += value.values() if named else [value]
+
+
+@cache
+def _linear_validator() -> Any:
+    """The standard's validator, but for the keywords that `jsonschema` may take more than linear time for: patterns,
+    which Python's own engine matches by backtracking, and `uniqueItems`, which compares each item with each."""
+    from jsonschema import Draft202012Validator, ValidationError
+    from jsonschema.validators import extend
+
+    def pattern(validator: Any, wanted: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
+        if isinstance(instance, str) and not compile_pattern(wanted).search(instance):
+            yield ValidationError(f"{instance!r:.80} does not match {wanted!r}")
+
+    def pattern_properties(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+        for key, value in instance.items() if isinstance(instance, dict) else ():
+            for each, inner in wanted.items():
+                if compile_pattern(each).search(key):
+                    yield from validator.descend(value, inner, path=key, schema_path=each)
+
+    standard = Draft202012Validator.VALIDATORS["additionalProperties"]
+
+    def additional_properties(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+        if not isinstance(instance, dict) or "patternProperties" not in schema:
+            yield from standard(validator, wanted, instance, schema)
+            return
+        patterns = [compile_pattern(each) for each in schema["patternProperties"]]
+        rest = {k: v for k, v in instance.items() if not any(each.search(k) for each in patterns)}
+        plain = {key: value for key, value in schema.items() if key != "patternProperties"}
+        yield from standard(validator, wanted, rest, plain)
+
+    def unique_items(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+        if wanted and isinstance(instance, list) and len(set(map(_canonical, instance))) < len(instance):
+            yield ValidationError(f"{instance!r:.80} has non-unique elements")
+
+    return extend(
+        Draft202012Validator,
+        {
+            "pattern": pattern,
+            "patternProperties": pattern_properties,
+            "additionalProperties": additional_properties,
+            "uniqueItems": unique_items,
+        },
+    )
+
+
+def _canonical(value: Any) -> str:
+    """The same text for values that JSON takes for the same: 1 and 1.0, but not 1 and true."""
+    return json.dumps(_plain_numbers(value), sort_keys=True)
+
+
+def _plain_numbers(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _plain_numbers(inner) for key, inner in value.items()}
+    return [_plain_numbers(inner) for inner in value] if isinstance(value, list) else value

@@ -17,6 +17,7 @@ from toolwise.diagnosis import Diagnosis, Finding, check_routable, startup_findi
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.catalog import build_env_factory
 from toolwise.errors import ConfigError
+from toolwise.fault_rates import FaultRates
 from toolwise.limits import Gate, Limits
 from toolwise.protocols import AdvantageEstimator, AgentPolicy, Sampling
 from toolwise.rollout.queue import RolloutQueue
@@ -57,6 +58,7 @@ class Progress:
     best_overspend: float = 0.0
     """By how much the best one exceeds the router's budget: routing/overspend.py."""
     diagnosis: Diagnosis = field(default_factory=Diagnosis)
+    faults: FaultRates = field(default_factory=FaultRates)
 
     @property
     def best_rank(self) -> tuple[float, float] | None:
@@ -76,6 +78,7 @@ class Progress:
         self.best_overspend = state.get("best_overspend", 0.0)  # older checkpoints have none of these
         self.last_step = state.get("last_step")
         self.diagnosis.load_state_dict(state.get("diagnosis", {}))
+        self.faults.load_state_dict(state.get("faults", {}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +236,12 @@ def _router(
 def _critic_model(config: RunConfig, path: str) -> Any:
     from toolwise.models import load_model
 
-    return load_model(path, device=config.model.device, dtype=config.model.dtype)[0]
+    return load_model(path, **_loading(config))[0]
+
+
+def _loading(config: RunConfig) -> dict[str, Any]:
+    model = config.model
+    return {"device": model.device, "dtype": model.dtype, "trust_remote_code": model.trust_remote_code}
 
 
 def local_policy(config: RunConfig, path: str) -> LocalPolicy:
@@ -250,7 +258,7 @@ def local_policy(config: RunConfig, path: str) -> LocalPolicy:
     if grammar is not None and config.rollout.engine != "toolwise":
         raise ConfigError(f'rollout.grammar needs rollout.engine = "toolwise", given "{config.rollout.engine}"')
     announce(f"loading the model {path}")
-    model, chat = load_model(path, device=config.model.device, dtype=config.model.dtype)
+    model, chat = load_model(path, **_loading(config))
     share_threads(config, model)
     if model.device.type == "cpu" and config.model.dtype == "bfloat16":
         raise ConfigError("model.dtype is bfloat16 on a CPU: many cannot multiply it, some crash; use float32")

@@ -76,6 +76,13 @@ MAY_CHANGE = frozenset(
         "reward.sandbox.workers",
         "reward.sandbox.trusted",
         "reward.max_error_rate",
+        "faults.policy",
+        "faults.env",
+        "faults.deadline",
+        "faults.infrastructure",
+        "faults.tool",
+        "faults.parse",
+        "faults.window",
         "actor.canary",
         # how long the run is, what it saves and when it validates
         "trainer.total_steps",

@@ -12,6 +12,8 @@ import random
 from collections.abc import Callable, Coroutine
 from typing import Any, NoReturn, TypeVar
 
+from toolwise.own_tasks import all_tasks
+
 T = TypeVar("T")
 
 SPINS = 100_000
@@ -108,7 +110,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
             ready[at] = handle
 
     def _waiting(self) -> str:
-        names = sorted(f"{_where(task)} ({task.get_name()})" for task in asyncio.all_tasks(self))
+        names = sorted(f"{_where(task)} ({task.get_name()})" for task in all_tasks(self))
         return "; ".join(names) or "no task at all"
 
 
@@ -122,7 +124,7 @@ def simulate(work: Coroutine[Any, Any, T], *, seed: int | None = None, jitter_s:
         try:
             runner.close()
         except Deadlock:  # those that do not heed their cancellation: the first word on it is the better one
-            for task in asyncio.all_tasks(loop):
+            for task in all_tasks(loop):
                 task._log_destroy_pending = False  # type: ignore[attr-defined]  # and the last one
 
 

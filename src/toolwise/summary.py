@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from toolwise.bounds import LONGEST_NAME, MOST_METRICS, MOST_NAMES, cut
+from toolwise.fault_rates import fault_metrics, is_faulty
 from toolwise.protocols import Metrics
 from toolwise.types import ScoredRollout, StopReason
 
@@ -45,7 +46,7 @@ def summarize(scored: Sequence[ScoredRollout]) -> Metrics:
     metrics |= {f"tokens/{how}": float(turns[how]) for how in ("clean", "realigned", "forked")}
     for kind, count in Counter(s.result.error.kind for s in scored if s.result.error).items():
         metrics[f"reward/errors/{kind}"] = float(count)
-    return metrics | by_route(scored)
+    return metrics | fault_metrics(scored) | by_route(scored)
 
 
 def by_route(scored: Sequence[ScoredRollout]) -> Metrics:
@@ -96,7 +97,7 @@ def _figures(scored: Sequence[ScoredRollout]) -> dict[str, Any]:
     own = {
         "cost": mean([s.rollout.usage.cost for s in scored]),
         "tokens": mean([float(s.rollout.usage.sampled_tokens) for s in scored]),
-        "errors": len(scored) - len(counted),
+        "errors": sum(not s.result.counts or is_faulty(s) for s in scored),
     }
     too_long = sum(s.rollout.stop_reason is StopReason.PROMPT_TOO_LONG for s in scored)
     own |= {StopReason.PROMPT_TOO_LONG.value: too_long} if too_long else {}

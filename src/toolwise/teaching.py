@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from toolwise.checkpoint.files import disk_fault
 from toolwise.data.files import read_rows, row_error
 from toolwise.errors import ConfigError, DataError, ModelError
 from toolwise.messages import Message
@@ -26,13 +29,15 @@ def teach_model(
     from toolwise.learner.supervised import teach_steps, tokenize_conversation
     from toolwise.terminal.display import track
 
+    settings = dict(settings)
+    trusted = bool(settings.pop("trust_remote_code", False))
     taught = _read_settings(settings)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} is not an empty folder: choose another one for the taught model")
     path = Path(data) if isinstance(data, str | Path) else Path("data")
     rows = read_rows(path) if isinstance(data, str | Path) else [dict(row) for row in data]
     conversations = [read_conversation(path, number, row) for number, row in enumerate(rows)]
-    model, chat = load_model(model_path)
+    model, chat = load_model(model_path, trust_remote_code=trusted)
     examples = []
     for number, (messages, tools) in enumerate(conversations):
         try:
@@ -49,13 +54,25 @@ def teach_model(
     adapters = Adapters(model, LoraSettings(rank, taught.lora_alpha)) if rank else None
     steps = teach_steps(model, examples, taught, pad_id=chat.pad_id)
     figures = list(track(steps, "teaching", total=taught.steps, disable=not settings.get("progress")))
-    out.mkdir(parents=True, exist_ok=True)
-    if adapters is not None:
-        adapters.save_merged(out)
-    else:
-        model.save_pretrained(out)
-    chat.tokenizer.save_pretrained(out)
+    _save(out, model.save_pretrained if adapters is None else adapters.save_merged, chat.tokenizer.save_pretrained)
     return {"first_loss": figures[0]["loss"], **figures[-1]}
+
+
+def _save(out: Path, *writers: Callable[[Path], Any]) -> None:
+    """All of the model, or nothing of it: written to a folder within `out`, whose files are then moved up."""
+    new, aside = not out.exists(), out / f".tmp-{os.getpid()}"
+    try:
+        aside.mkdir(parents=True)
+        for write in writers:
+            write(aside)
+        for file in aside.iterdir():
+            file.rename(out / file.name)
+        aside.rmdir()
+    except BaseException as fault:
+        shutil.rmtree(out if new else aside, ignore_errors=True)
+        if (reason := disk_fault(fault)) is None:
+            raise
+        raise ModelError(f"cannot write {out}: {reason}; nothing was left there") from fault
 
 
 def _read_settings(settings: Mapping[str, Any]) -> SupervisedSettings:

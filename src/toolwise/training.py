@@ -21,7 +21,7 @@ from toolwise.advantages.description import describe_rewards
 from toolwise.advantages.score_check import ScoreCheck
 from toolwise.config import RunConfig
 from toolwise.diagnosis import Changes, show_changes
-from toolwise.errors import ConfigError
+from toolwise.errors import ConfigError, FaultRateError
 from toolwise.evaluation import validate
 from toolwise.json_text import json_text
 from toolwise.loop import Turn, train_step
@@ -44,6 +44,7 @@ from toolwise.terminal import say
 from toolwise.tools.record import write_tools
 from toolwise.trackers.console import ConsoleTracker
 from toolwise.trackers.jsonl import JsonlTracker, read_metrics, truncate_after
+from toolwise.user_code import Interrupt
 
 log = logging.getLogger("toolwise.training")
 
@@ -66,6 +67,8 @@ class Training:
         self.out = out
         self.interrupted = False
         self._figures: dict[str, float] = {}
+        self._too_many: str | None = None
+        """Why it stops, where more fails than `faults` allows."""
         self._lock = checkpoint.FolderLock(out)
         try:
             self._saved_step = self._open_folder(resume)
@@ -84,7 +87,10 @@ class Training:
     async def go(self) -> RunResult:
         try:
             await self._train()
-            return RunResult(self.out, self._summarize())
+            summary = self._summarize()
+            if self._too_many is not None:
+                raise FaultRateError(f"{self._too_many}; see {self.out / 'report.html'} and rollouts/, then resume")
+            return RunResult(self.out, summary)
         finally:
             self._lock.release()
 
@@ -101,11 +107,12 @@ class Training:
                     run.progress.before = await self._validate()
                     self._save()
                 run.router.warm_start()
-                while run.progress.step < total and not self.interrupted:
+                while run.progress.step < total and not self.interrupted and self._too_many is None:
                     run.progress.diagnosis.before_step(run.config, run.learner.weights_checksum)
                     self._note(await train_step(run))
                     self._figures = {}
                     step, best = run.progress.step, run.progress.best_rank
+                    self._too_many = run.progress.faults.exceeded(run.config.faults, ended=self._ends_unnoticed())
                     if step == total or (run.config.validation.every and step % run.config.validation.every == 0):
                         run.progress.last, run.progress.last_step = await self._validate(), step
                     if step % run.config.trainer.save_every == 0 or run.progress.best_rank != best:
@@ -118,8 +125,14 @@ class Training:
             if self.console is not None:
                 self.console.close()
 
+    def _ends_unnoticed(self) -> bool:
+        """At its last step, with weights that have changed: that they have not is told by another exit status."""
+        progress = self.run.progress
+        return progress.step == self.run.config.trainer.total_steps and progress.diagnosis.updated is not False
+
     def _note(self, turn: Turn) -> None:
         step, learner = self.run.progress.step, self.run.learner
+        self.run.progress.faults.add(turn.scored, self.run.config.faults.window)
         self.metrics.log(step, turn.metrics)
         write_records(self.out / "rollouts", f"step-{step:06d}", turn.scored, turn.credited)
         if self.console is not None:
@@ -222,7 +235,7 @@ class Training:
     def _summarize(self) -> dict[str, Any]:
         run, diagnosis = self.run, self.run.progress.diagnosis
         interrupted = self.interrupted and run.progress.step < run.config.trainer.total_steps
-        if not interrupted:
+        if not interrupted and self._too_many is None:
             self._tell(diagnosis.end(run.progress.step))
             if diagnosis.updated is False:
                 log.warning("the actor was to be trained and was never updated: see the diagnosis in %s", self.out)
@@ -234,6 +247,8 @@ class Training:
             "steps": run.progress.step,
             "total_steps": run.config.trainer.total_steps,
             "interrupted": interrupted,
+            "stopped": self._too_many,
+            "faults": run.progress.faults.totals,
             "seed": run.config.seed,
             "seconds": round(time.monotonic() - self._began, 3),
             "peak_rss_mb": peak_rss_mb(),
@@ -313,7 +328,7 @@ class Training:
 
         def stop(number: int, frame: FrameType | None) -> None:
             if self.interrupted:
-                raise KeyboardInterrupt
+                raise Interrupt
             self.interrupted = True
             name = signal.Signals(number).name
             say(f"\n{name}: finishing this step and saving; once more to stop at once", err=True)

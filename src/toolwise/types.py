@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NotRequired, TypedDict
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, field_serializer
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, PlainValidator, field_serializer, field_validator
 
 from toolwise.messages import Message, Prefix, ToolCall, as_messages
+from toolwise.patterns import compile_pattern
 from toolwise.results import EvaluateResult as EvaluateResult
 from toolwise.results import EvaluationFault as EvaluationFault
 from toolwise.results import MetricResult as MetricResult
@@ -58,7 +59,15 @@ class Task(BaseModel):
     """Other columns of the row and the task's evaluation criteria; keyword arguments of the reward."""
     extra_info: dict[str, Any] = Field(default_factory=dict)
     termination_regex: str | None = None
-    """An episode ends when the assistant's text matches it."""
+    """An episode ends when the assistant's text matches it. Python's syntax without look-around and back-references,
+    which cannot be matched in linear time."""
+
+    @field_validator("termination_regex")
+    @classmethod
+    def _usable(cls, pattern: str | None) -> str | None:
+        if pattern:
+            compile_pattern(pattern)
+        return pattern
 
 
 class TokenLogprobs(TypedDict):

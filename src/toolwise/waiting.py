@@ -12,6 +12,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, cast
 
+from toolwise import user_code
+from toolwise.own_tasks import all_tasks, forget, hide, show, spawn
+
 log = logging.getLogger("toolwise.waiting")
 T = TypeVar("T")
 
@@ -143,18 +146,18 @@ async def end_within(
     cast("Any", guarded).__qualname__ = getattr(work, "__qualname__", "") or str(work)
     timer: asyncio.TimerHandle | None = None
     if clock is None:
-        task, timer = loop.create_task(guarded), loop.call_later(limit_s, _wake, woken)
+        task, timer = spawn(guarded), loop.call_later(limit_s, _wake, woken)
     else:
         clock.start(limit_s, woken)
         before = _clock.set(clock)
-        task = loop.create_task(guarded)  # which takes the context along
+        task = spawn(guarded)  # which takes the context along
         _clock.reset(before)
     try:
         await woken
         if not task.done():
             raise late
         if task.cancelled():  # by itself: this must not pass for a cancellation of whoever waits
-            raise RuntimeError("it cancelled itself")
+            raise user_code.UserCodeError("it cancelled itself")
         return task.result()
     finally:
         if timer is not None:
@@ -175,10 +178,15 @@ def _wake(woken: asyncio.Future[None] | None) -> None:
 async def _told_of(work: Coroutine[Any, Any, T], woken: asyncio.Future[None]) -> T:
     """Wakes whoever waits when `work` ends: a callback of the task, or `asyncio.wait`, would take another turn of the
     loop. A `sys.exit()` in a task would end the loop, and the run with it."""
+    task = asyncio.current_task()
     try:
         return await work
-    except SystemExit as fault:
-        raise RuntimeError(f"it called sys.exit({fault.code!r})") from None
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as fault:
+        if user_code.is_closing(fault, task):
+            raise
+        raise user_code.as_exception(fault) from None
     finally:
         if not woken.done():
             woken.set_result(None)
@@ -200,6 +208,7 @@ async def _put_away(task: asyncio.Task[Any], work: Coroutine[Any, Any, Any]) -> 
     if task.done():
         work.close()  # for the case that it was never begun: it would complain of that
     else:
+        show(task)  # no longer ours
         _abandon(getattr(work, "__qualname__", str(work)), "does not heed its cancellation")
     if cancelled:
         raise asyncio.CancelledError
@@ -252,7 +261,12 @@ async def all_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     begun = list(works)
     if len(begun) == 1:  # the most usual case, at no cost
         return [await begun[0]]
-    results = await asyncio.gather(*begun, return_exceptions=True)
+    tasks = [spawn(user_code.contain(work)) for work in begun]
+    try:
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    finally:
+        for work in begun:
+            work.close()  # for those that a cancellation kept from beginning: they would complain of that
     for result in results:
         if isinstance(result, BaseException):
             raise result
@@ -261,31 +275,73 @@ async def all_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 def run(work: Coroutine[Any, Any, T]) -> T:
     """As `asyncio.run`, but it ends: a task that does not heed its cancellation is left behind after `GRACE_S`, and a
-    thread that somebody's `asyncio.to_thread` hangs in is not waited for."""
+    thread that somebody's `asyncio.to_thread` hangs in is not waited for. And it ends no earlier than `work`, whatever
+    other people's tasks do to the loop; only the user's Ctrl-C ends it."""
 
     async def whole() -> T:
-        asyncio.get_running_loop().set_default_executor(_Threads())
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(_Threads())
+        main = asyncio.current_task()
+        assert main is not None
+        hide(main)
+        _refuse_to_stop(loop, main)
         try:
             return await work
         finally:
             await _put_all_away()
 
     with asyncio.Runner() as runner:
-        return runner.run(whole())
+        loop = runner.get_loop()
+        _go_on_after_faults(loop)
+        try:
+            return runner.run(whole())
+        finally:
+            for task in all_tasks(loop):  # what is left is asyncio's to end
+                show(task)
+
+
+def _refuse_to_stop(loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) -> None:
+    stop = loop.stop
+
+    def refuse() -> None:
+        if not main.done():
+            raise RuntimeError("the event loop is the run's: it must not be stopped")
+        stop()
+
+    with suppress(AttributeError):  # a loop that is not written in Python: what stops it is met below
+        cast("Any", loop).stop = refuse
+
+
+def _go_on_after_faults(loop: asyncio.AbstractEventLoop) -> None:
+    """Other people's tasks that raise `SystemExit` or `KeyboardInterrupt` make asyncio leave its loop: back in."""
+    leave = loop.run_until_complete
+
+    def run_until_complete(future: Any) -> Any:
+        main = asyncio.ensure_future(future, loop=loop)
+        while True:
+            try:
+                return leave(main)
+            except BaseException as fault:
+                if main.done() or loop.is_closed() or user_code.is_interrupt(fault):
+                    raise
+                log.warning("a task of other people's code raised %s: the run goes on", user_code.describe(fault))
+
+    with suppress(AttributeError):
+        cast("Any", loop).run_until_complete = run_until_complete
 
 
 async def _put_all_away() -> None:
     """Ends all other tasks of the loop, or takes them off its books."""
     loop, me = asyncio.get_running_loop(), asyncio.current_task()
-    if tasks := asyncio.all_tasks() - {me}:
+    if tasks := all_tasks() - {me}:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks, timeout=GRACE_S)
-    closing = loop.create_task(loop.shutdown_asyncgens())
+    closing = spawn(loop.shutdown_asyncgens())
     await asyncio.wait({closing}, timeout=GRACE_S)
-    for task in asyncio.all_tasks() - {me}:
+    for task in all_tasks() - {me}:
         _abandon(getattr(task.get_coro(), "__qualname__", repr(task)), "does not heed its cancellation")
-        asyncio.tasks._unregister_task(task)  # documented under Extending asyncio
+        forget(task)
         task._log_destroy_pending = False  # type: ignore[attr-defined]
         _left.append(task)
 

@@ -172,7 +172,12 @@ def test_means_of_different_prompts_do_not_wait_for_each_other() -> None:
     assert engine.metrics()["engine/steps"] == 1.0
 
 
-def test_who_was_not_in_a_step_that_failed_is_answered() -> None:
+class Panic(BaseException):
+    """As a panic of a Rust extension is."""
+
+
+@pytest.mark.parametrize("fault", [RuntimeError, Panic, KeyboardInterrupt])
+def test_who_was_not_in_a_step_that_failed_is_answered(fault: type[BaseException]) -> None:
     engine = counted(tiny("llama"))
     engine.linger_s = 0.2  # until all have asked
     head, calls = engine.results.head, []
@@ -180,7 +185,7 @@ def test_who_was_not_in_a_step_that_failed_is_answered() -> None:
     def fails_once(states: torch.Tensor) -> torch.Tensor:
         calls.append(states)
         if len(calls) == 1:
-            raise RuntimeError("out of memory")
+            raise fault("out of memory")
         return head(states)
 
     engine.results.head = fails_once

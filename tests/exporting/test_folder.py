@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import stat
 import subprocess
@@ -158,3 +159,15 @@ def test_a_checkpoint_that_its_run_prunes_meanwhile_is_one_line(
     with pytest.raises(CheckpointError, match="was removed by its run while it was read: try again"):
         export_model(run, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_disk_that_is_full_is_one_line_and_leaves_nothing(trained: Path, tmp_path: Path, dtype: str | None) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(ModelError, match=rf"^cannot write {tmp_path}/out: File too large; nothing was left there$"):
+            export_model(trained, tmp_path / "out", dtype=dtype)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,7 +18,7 @@ from transformers.cache_utils import DynamicLayer
 
 from toolwise.errors import PolicyError
 from toolwise.models import load_model
-from toolwise.policies.decoding import RoomyLayer, draw, generate_batch, uniforms
+from toolwise.policies.decoding import Batches, RoomyLayer, draw, generate_batch, uniforms
 from toolwise.protocols import Generation, Sampling
 
 torch.set_num_threads(1)
@@ -348,3 +349,27 @@ def test_a_model_that_gives_nan_is_named_and_not_sampled_from(do_sample: bool) -
             generate(PROMPTS[:1], [Sampling(max_new_tokens=2, do_sample=do_sample)])
     finally:
         handle.remove()
+
+
+class Panic(BaseException):
+    """As a panic of a Rust extension is."""
+
+
+def test_nobody_waits_for_ever_after_a_panic() -> None:
+    class Panicking(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(1))
+            self.config = type("Config", (), {"num_hidden_layers": 1})()
+
+        def forward(self, **_: Any) -> Any:
+            raise Panic("index out of bounds")
+
+    async def whole() -> list[Any]:
+        batches = Batches(Panicking(), 0, 4)
+        asked = [asyncio.wait_for(batches.generate([1, 2], Sampling()), 20) for _ in range(3)]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    for fault in asyncio.run(whole()):
+        assert isinstance(fault, PolicyError)
+        assert "Panic: index out of bounds" in str(fault)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from toolwise import waiting
 from toolwise.messages import Message, ToolCall
 from toolwise.rewards import Reward, reward_function
 from toolwise.rewards.executor import InProcessExecutor
@@ -234,3 +235,69 @@ def test_async_groups_overlap() -> None:
     rollouts = [replace(rollout("a"), group_id=f"g{i}") for i in range(4)]
     assert [r.score for r in evaluate(slow, rollouts)] == [1.0] * 4
     assert most == 4
+
+
+class Panic(BaseException):
+    """As a panic of a Rust extension is."""
+
+
+class Mute(Exception):  # noqa: N818
+    def __str__(self) -> str:
+        raise GeneratorExit
+
+
+def cancel_all() -> None:
+    for task in asyncio.all_tasks():
+        task.cancel()
+    raise ValueError("cancelled")
+
+
+def stop_loop() -> None:
+    asyncio.get_running_loop().stop()
+
+
+@pytest.mark.parametrize(
+    "fault", [KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError, Panic, Mute, cancel_all, stop_loop]
+)
+@pytest.mark.parametrize("mode", ["pointwise", "awaited", "batch", "group"])
+def test_what_would_end_the_program_is_a_result(fault: Any, mode: str) -> None:
+    def bad(said: str | None) -> float:
+        if said != "bad":
+            return 1.0
+        if isinstance(fault, type):
+            raise fault
+        fault()
+        return 0.0
+
+    def pointwise(messages: list[Message], ground_truth: Any) -> float:
+        return bad(messages[-1].content)
+
+    async def awaited(messages: list[Message], ground_truth: Any) -> float:
+        await asyncio.sleep(0)
+        return bad(messages[-1].content)
+
+    @reward_function
+    def batch(rollouts_messages: list[list[Message]], ground_truths: list[Any]) -> list[float]:
+        return [bad(messages[-1].content) for messages in rollouts_messages]
+
+    @reward_function(mode="group")
+    def group(group_messages: list[list[Message]], ground_truth: Any) -> list[float]:
+        return [bad(messages[-1].content) for messages in group_messages]
+
+    function: Any = {"pointwise": pointwise, "awaited": awaited, "batch": batch, "group": group}[mode]
+    good, ill = replace(rollout("good"), group_id="other"), rollout("bad")
+    results = waiting.run(InProcessExecutor().evaluate(Reward.of(function), [good, ill, good], step=0))
+    shared = "exception" if mode == "batch" else None
+    assert kinds(results) == [shared, "exception", shared]
+
+
+def test_a_real_cancellation_is_no_result() -> None:
+    async def slow(messages: list[Message], ground_truth: Any) -> float:
+        await asyncio.sleep(60)
+        return 1.0
+
+    async def whole() -> None:
+        await asyncio.wait_for(InProcessExecutor().evaluate(Reward.of(slow), [rollout("a")], step=0), 0.05)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(whole())

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import Any
 
 import pytest
 
+from toolwise.messages import Message
 from toolwise.rollout.decision import Decision
 from toolwise.rollout.termination import Termination
-from toolwise.types import StopReason
+from toolwise.rollout.worker import termination_of
+from toolwise.types import StopReason, Task
 
 
 def decided(kind: str = "text", content: str = "so", *, tokens: int = 0, cut: bool = False, raw: Any = ...) -> Decision:
@@ -96,3 +99,17 @@ def test_without_a_limit_tokens_end_nothing() -> None:
     termination = Termination()
     termination.before(decided(tokens=10**6))
     assert termination.count_step() is None
+
+
+def test_a_tasks_pattern_cannot_freeze_the_trainer() -> None:
+    task = Task(task_id="t", prompt=[Message(role="user", content="?")], termination_regex="^(.+)+\\x00$")
+    termination, began = termination_of(task, 10), time.process_time()
+    assert termination.before(decided(content="a" * 100_000)) is None
+    assert time.process_time() - began < 5
+    assert termination.before(decided(content="a\x00")) is StopReason.REGEX
+
+
+@pytest.mark.parametrize("pattern", ["(?=a)b", r"(a)\1", "("])
+def test_a_pattern_beyond_linear_time_is_refused_with_its_task(pattern: str) -> None:
+    with pytest.raises(ValueError, match=r"linear time|unterminated"):
+        Task(task_id="t", prompt=[Message(role="user", content="?")], termination_regex=pattern)

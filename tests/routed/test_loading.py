@@ -129,3 +129,15 @@ def test_no_path_of_the_machine_is_exported(tmp_path: Path) -> None:
     (tmp_path / "turn.json").write_text("{}")
     config = RunConfig.model_validate({"rollout": {"grammar": {"json_schema": str(tmp_path / "turn.json")}}})
     assert str(tmp_path) not in json.dumps(inference_settings(config))
+
+
+def test_an_exported_folder_cannot_name_a_program_to_start(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    vllm = {"command": ["touch", str(ran)]}
+    facts = {"router": {"enable": True}, "rollout": {"engine": "vllm", "vllm": vllm, "temperature": 0.5}}
+    (tmp_path / "router.json").write_text(json.dumps(facts), encoding="utf-8")
+    config, _ = find_routed(tmp_path)
+    assert config.rollout.engine == "toolwise"
+    assert config.rollout.vllm.command == ["vllm", "serve"]
+    assert config.rollout.temperature == 0.5
+    assert not ran.exists()

@@ -4,61 +4,26 @@ program by a user without privileges: `python abuse_cases.py FOLDER [all]` print
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import select
 import socket
 import sys
-import textwrap
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from abuse_case import Case
+from abuse_files import FILE_CASES, RACES
 
 TIMEOUT_S, GRACE_S = 0.6, 0.5
 SECRET = "correct-horse-battery-staple"
 MESSAGES = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
-HEAD = """
-import asyncio, builtins, ctypes, errno, fcntl, gc, itertools, json, math, mmap, os, re, resource, signal, socket
-import struct, subprocess, sys, threading, time
-from toolwise.types import EvaluateResult, MetricResult, StepOutput
-
-def system(number, *arguments):
-    libc = ctypes.CDLL(None, use_errno=True)
-    answer = libc.syscall(number, *arguments)
-    if answer < 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return answer
-
-def channel():
-    for fd in range(3, 64):
-        try:
-            if os.fstat(fd).st_mode & 0o170000 == 0o140000:
-                return fd
-        except OSError:
-            pass
-"""
-
-
-@dataclass(frozen=True)
-class Case:
-    """`body` is the body of f(messages, truth); `module` stands before it. `kind` is one or several, "ok" for none."""
-
-    name: str
-    kind: str
-    body: str = "return 1.0"
-    module: str = ""
-    score: float | None = None
-    replaced: bool | None = None
-    """Whether the worker must not serve again."""
-
-    def source(self) -> str:
-        return f"{HEAD}\n{textwrap.dedent(self.module)}\ndef f(messages, truth):\n" + textwrap.indent(
-            textwrap.dedent(self.body).strip("\n"), "    "
-        )
 
 
 @dataclass(frozen=True)
@@ -73,6 +38,9 @@ class Outcome:
     left_behind: list[str]
     next_score: float | None
     """What a harmless call right after it gave."""
+    disk_mb: float = 0.0
+    disk_limit_mb: float = 0.0
+    """The most that it had on disk at once, seen from outside, and what it may have had."""
 
 
 LOOPS = [
@@ -498,15 +466,65 @@ RESULTS = [
     Case("error_on_import", "import", module="1 / 0"),
     Case("denied_on_import", "denied", module="open('/etc/passwd')"),
 ]
-CASES = [*LOOPS, *BOMBS, *FILES, *NETWORK, *PROCESSES, *LEFTOVERS, *RESULTS]
-WHERE_PRIVILEGES_MATTER = [*FILES, *NETWORK, *PROCESSES]
+CASES = [*LOOPS, *BOMBS, *FILES, *NETWORK, *PROCESSES, *LEFTOVERS, *RESULTS, *FILE_CASES]
+WHERE_PRIVILEGES_MATTER = [*FILES, *NETWORK, *PROCESSES, *FILE_CASES[4::8]]
 BY_NAME = {case.name: case for case in CASES}
+__all__ = ["RACES"]
+
+
+_numbers = itertools.count(1)
+FILE_MB, SLACK_MB = 32, 8
+"""What a case may have on disk; and what else the kernel may count as its own meanwhile."""
+MEASURED_MB = 160
+"""What one may have where its folder is measured: it writes at full speed until it is looked at."""
+
+
+class Meter(threading.Thread):
+    """The most that is on disk at once: in the workers' own file systems, or in the one that holds their folders."""
+
+    def __init__(self, sandbox: Any, own_disk: bool) -> None:
+        super().__init__(daemon=True)
+        self._pool, self._done, self._own_disk = sandbox._pool, threading.Event(), own_disk
+        self._before = 0
+        self._before = self._outside()
+        self.peak = 0.0
+
+    def _outside(self) -> int:
+        """Where workers have their own disks, nothing but they may hold anything: others write to this one meanwhile."""
+        if self._own_disk:
+            files = Path(self._pool._root).rglob("*") if self._pool._root is not None else ()
+            return sum(path.lstat().st_blocks * 512 for path in files if path.is_file())
+        found = os.statvfs(self._pool._root or "/tmp")
+        return (found.f_blocks - found.f_bfree) * found.f_frsize
+
+    def _inside(self) -> int:
+        used = 0
+        for worker in list(self._pool._busy):
+            disk = getattr(worker, "_disk", None)
+            with suppress(OSError, IndexError):
+                if disk is not None and disk.limited:
+                    found = os.fstatvfs(disk.folders[0])
+                    used += (found.f_blocks - found.f_bfree) * found.f_frsize
+        return used
+
+    def run(self) -> None:
+        while not self._done.wait(0.002):
+            with suppress(OSError):  # what is removed while it is looked at
+                self.peak = max(self.peak, self._inside() + self._outside() - self._before)
+
+    def stop(self) -> float:
+        self._done.set()
+        self.join()
+        return self.peak / 2**20
 
 
 class Ground:
-    """The world that the cases attack: secrets beside the reward, servers that must hear nothing."""
+    """The world that the cases attack: secrets beside the reward, servers that must hear nothing.
 
-    def __init__(self, folder: Path) -> None:
+    `own_disk` false: as on a machine where workers cannot have file systems of their own.
+    """
+
+    def __init__(self, folder: Path, tier: Any = "standard", *, own_disk: bool = True) -> None:
         from toolwise.sandbox import Sandbox
 
         self.folder = folder
@@ -514,30 +532,41 @@ class Ground:
         (folder / "secret.txt").write_text(SECRET)
         (folder / "neighbour.py").write_text("x = 1")
         (folder / "json.py").write_text("raise RuntimeError('neighbour')")
+        (folder / "victim" / "folder").mkdir(parents=True)
+        (folder / "victim" / "folder" / "file").write_text(SECRET)
+        (folder / "victim" / "closed").write_text(SECRET)
+        (folder / "victim" / "closed").chmod(0o400)
+        (folder / "victim" / "folder" / "file").chmod(0o400)
+        (folder / "victim" / "folder").chmod(0o500)
         (folder / "harmless.py").write_text("def f(messages, truth):\n    return 0.25\n")
         self.tcp = socket.create_server(("127.0.0.1", 0))
         self.unix = socket.socket(socket.AF_UNIX)
         self.unix.bind(str(folder / "s"))
         self.abstract = socket.socket(socket.AF_UNIX)
-        self.abstract.bind(f"\0toolwise-test-{os.getpid()}")
+        name = f"toolwise-test-{os.getpid()}-{next(_numbers)}"
+        self.abstract.bind(f"\0{name}")
         for server in (self.unix, self.abstract):
             server.listen()
         self.truth = {
             "folder": str(folder),
             "secret": str(folder / "secret.txt"),
             "word": SECRET,
+            "victim": str(folder / "victim"),
             "tcp": self.tcp.getsockname()[1],
             "unix": str(folder / "s"),
-            "abstract": f"toolwise-test-{os.getpid()}",
+            "abstract": name,
         }
-        self.sandbox = Sandbox(timeout_s=TIMEOUT_S, memory_mb=128, file_mb=32, workers=2)
+        self.sandbox = Sandbox(tier, timeout_s=TIMEOUT_S, memory_mb=128, file_mb=FILE_MB, workers=2)
+        self.own_disk = own_disk and getattr(self.sandbox.report(), "own_disk", False)
+        if not own_disk:
+            self.sandbox._pool._plan = replace(self.sandbox._pool._plan, own_disk=False)
         self.before = self.state()
 
     def state(self) -> Any:
         return sorted(
-            (p.name, p.stat().st_mode, p.read_text())
-            for p in self.folder.iterdir()
-            if p.is_file() and "case" not in p.name
+            (p.name, p.stat().st_mode, p.read_text() if p.is_file() else "")
+            for p in self.folder.rglob("*")
+            if (p.is_file() or p.is_dir()) and "case" not in p.name
         )
 
     def visitors(self) -> list[str]:
@@ -559,16 +588,20 @@ class Ground:
     def run(self, case: Case) -> Outcome:
         """Once; or twice, where the first time was slow: this machine may have had other things to do."""
         outcome = self._run(case)
-        return outcome if outcome.seconds <= TIMEOUT_S + GRACE_S else self._run(case)
+        late = outcome.seconds > TIMEOUT_S + GRACE_S or outcome.disk_mb > outcome.disk_limit_mb
+        return self._run(case) if late else outcome
 
     def _run(self, case: Case) -> Outcome:
         path = self.folder / f"case_{case.name}.py"
         path.write_text(case.source(), encoding="utf-8")
         self.wait_for_spare()
         threads = threading.active_count()
+        meter = Meter(self.sandbox, self.own_disk)
+        meter.start()
         began = time.monotonic()
         result = self.sandbox.evaluate(f"{path}:f", MESSAGES, self.truth)
         seconds = time.monotonic() - began
+        disk_mb = meter.stop()
         self.wait_for_sweepers()
         kept = bool(self.sandbox._pool._idle.get(f"{path.resolve()}:f"))
         left = self.left_behind() + self.visitors()
@@ -586,6 +619,8 @@ class Ground:
             not kept,
             left,
             next_score,
+            disk_mb,
+            FILE_MB + SLACK_MB if self.own_disk else MEASURED_MB,
         )
 
     def wait_for_sweepers(self) -> None:
@@ -618,8 +653,8 @@ def processes_with(word: str) -> list[int]:
 
 
 @contextmanager
-def ground_in(folder: Path) -> Iterator[Ground]:
-    ground = Ground(folder)
+def ground_in(folder: Path, tier: Any = "standard", *, own_disk: bool = True) -> Iterator[Ground]:
+    ground = Ground(folder, tier, own_disk=own_disk)
     try:
         yield ground
     finally:
@@ -627,8 +662,12 @@ def ground_in(folder: Path) -> Iterator[Ground]:
 
 
 def main() -> None:
-    with ground_in(Path(sys.argv[1])) as ground:
-        for case in CASES if sys.argv[2:] == ["all"] else WHERE_PRIVILEGES_MATTER:
+    """`FOLDER [all|files TIER OWN_DISK]`."""
+    which, *rest = [*sys.argv[2:], "privileges"]
+    chosen = {"all": CASES, "files": FILE_CASES}.get(which, WHERE_PRIVILEGES_MATTER)
+    tier, own_disk = (rest[0], rest[1] == "True") if which == "files" else ("standard", True)
+    with ground_in(Path(sys.argv[1]), tier, own_disk=own_disk) as ground:
+        for case in chosen:
             print(json.dumps({"name": case.name, "outcome": asdict(ground.run(case)), "uid": os.getuid()}), flush=True)
 
 

@@ -48,6 +48,7 @@ def _check(case: Any, outcome: Any) -> None:
     assert outcome["left_behind"] == [], outcome
     assert outcome["next_score"] == 0.25, outcome
     assert outcome["seconds"] <= cases.TIMEOUT_S + cases.GRACE_S, outcome
+    assert outcome["disk_mb"] <= outcome["disk_limit_mb"], outcome
     if case.score is not None:
         assert outcome["score"] == case.score, outcome
     if case.replaced is not None:
@@ -57,10 +58,64 @@ def _check(case: Any, outcome: Any) -> None:
         assert outcome["message"], outcome
 
 
+def sample(every: int, first: int = 0) -> list[Any]:
+    """The cases about files, most of them among the long tests."""
+    chosen = cases.FILE_CASES[first::every]
+    return [
+        pytest.param(case, marks=() if case in chosen else pytest.mark.long, id=case.name) for case in cases.FILE_CASES
+    ]
+
+
+OTHERS = [pytest.param(case, id=case.name) for case in cases.CASES if case not in cases.FILE_CASES]
+
+
 @linux
-@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*OTHERS, *sample(3)])
 def test_the_parent_survives(case: Any, ground: Any) -> None:
     _check(case, cases.asdict(ground.run(case)))
+
+
+@pytest.fixture(scope="module")
+def measured() -> Iterator[Any]:
+    """As on a machine where a worker cannot have a file system of its own."""
+    with (
+        tempfile.TemporaryDirectory(prefix="toolwise-abuse-") as folder,
+        cases.ground_in(Path(folder), own_disk=False) as ground,
+    ):
+        yield ground
+
+
+@linux
+@pytest.mark.parametrize("case", sample(8, 1))
+def test_the_parent_survives_where_disks_are_measured(case: Any, measured: Any) -> None:
+    _check(case, cases.asdict(measured.run(case)))
+
+
+@pytest.fixture(scope="module", params=[True, False])
+def basic(request: pytest.FixtureRequest) -> Iterator[Any]:
+    with (
+        tempfile.TemporaryDirectory(prefix="toolwise-abuse-") as folder,
+        cases.ground_in(Path(folder), "basic", own_disk=request.param) as ground,
+    ):
+        yield ground
+
+
+UNSTOPPED = ("there_and_full", "reserved", "memory_files", "on_their_way", "left_pipe", "immutable")
+"""What nothing but a filter of system calls can stop."""
+
+
+@linux
+@pytest.mark.parametrize("case", [p for p in sample(16, 2) if not any(word in p.values[0].name for word in UNSTOPPED)])
+def test_the_parent_survives_in_the_basic_tier(case: Any, basic: Any) -> None:
+    _check(case, cases.asdict(basic.run(case)))
+
+
+@linux
+@pytest.mark.long
+@pytest.mark.parametrize("case", cases.RACES, ids=lambda case: case.name)
+def test_races_are_lost_again_and_again(case: Any, measured: Any, ground: Any) -> None:
+    for place in (measured, measured, measured, ground):
+        _check(case, cases.asdict(place.run(case)))
 
 
 def _readable_copy(folder: Path) -> dict[str, str]:
@@ -78,7 +133,8 @@ def _readable_copy(folder: Path) -> dict[str, str]:
             shutil.copy(source, folder / "lib" / name)
     own = HERE.parent.parent / "src" / "toolwise"
     shutil.copytree(own, folder / "src" / "toolwise", ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
-    shutil.copy(HERE / "abuse_cases.py", folder)
+    for source in (HERE / "abuse_cases.py", *(HERE.parent / "helpers").glob("abuse_*.py")):
+        shutil.copy(source, folder)
     (folder / "run.py").write_text(
         "import site, sys\n"
         f"site.getsitepackages = lambda: [{str(folder / 'lib')!r}]\n"
@@ -124,7 +180,7 @@ def _run_as_nobody(*arguments: str) -> dict[str, Any]:
             capture_output=True,
             text=True,
             check=False,
-            timeout=400,
+            timeout=1200,
         )
         assert done.returncode == 0, done.stderr[-2000:]
         lines = [json.loads(line) for line in done.stdout.splitlines()]
@@ -145,6 +201,14 @@ def test_the_parent_survives_without_privileges(case: Any, unprivileged: dict[st
 
 @linux
 @pytest.mark.long
+@pytest.mark.parametrize("own_disk", ["True", "False"])
+def test_files_are_kept_within_limits_without_privileges(own_disk: str) -> None:
+    for name, outcome in _run_as_nobody("files", "standard", own_disk).items():
+        _check(cases.BY_NAME[name], outcome)
+
+
+@linux
+@pytest.mark.long
 def test_the_parent_survives_everything_without_privileges() -> None:
     outcomes = _run_as_nobody("all")
     assert set(outcomes) == set(cases.BY_NAME)
@@ -153,5 +217,6 @@ def test_the_parent_survives_everything_without_privileges() -> None:
 
 
 def test_there_are_enough_cases() -> None:
-    assert len(cases.CASES) >= 60
+    assert len(cases.CASES) >= 280
+    assert len(cases.FILE_CASES) >= 90
     assert len(cases.BY_NAME) == len(cases.CASES)

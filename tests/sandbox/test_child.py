@@ -30,9 +30,10 @@ def test_a_worker_says_what_it_does_step_by_step(tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
     process = start_process(tmp_path / "1")
     try:
-        assert _hear(process) == {"ready": True}
+        assert _hear(process) == {"ready": True, "pid": process.pid}
         plan = Plan(("limits",), str(tmp_path / "1"), memory_mb=256)
         _say(process, {"plan": plan.to_json(), "path": [], "reference": f"{tmp_path / 'r.py'}:f", "top": None})
+        assert _hear(process) == {"folder": True}
         assert list(_hear(process)["layers"]) == ["limits"]
         assert _hear(process)["signature"]["mode"] == "pointwise"
         calls = [{"messages": [], "ground_truth": n} for n in range(3)]
@@ -48,7 +49,7 @@ def test_a_worker_says_what_it_does_step_by_step(tmp_path: Path) -> None:
 def test_a_worker_ends_when_its_channel_closes(tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
     process = start_process(tmp_path / "1")
-    assert _hear(process) == {"ready": True}
+    assert _hear(process) == {"ready": True, "pid": process.pid}
     process.channel.close()
     end = time.monotonic() + 5
     while process.popen.poll() is None and time.monotonic() < end:

@@ -77,6 +77,7 @@ def _check(case: Any, ground: Ground) -> None:
     assert outcome.kind in kinds, outcome
     assert outcome.left_behind == [], outcome
     assert outcome.next_score == 0.25, outcome
+    assert outcome.disk_mb <= outcome.disk_limit_mb, outcome
     assert case.score is None or outcome.score == case.score, outcome
 
 

@@ -1,4 +1,4 @@
-"""Worker processes: their environment, their end, and folders that resist."""
+"""Worker processes: their environment and their end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from toolwise.sandbox.processes import _environment, remove_folder, start_process, sweep_leftovers
+from toolwise.sandbox.processes import _environment, start_process, sweep_leftovers
 
 
 def test_the_environment_holds_nothing_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -32,28 +32,3 @@ def test_a_process_has_its_own_session_and_ends_with_its_folder(tmp_path: Path) 
 
 def test_a_sweep_with_nothing_to_find_is_quiet() -> None:
     sweep_leftovers(2**22 + 1, "no such mark")
-
-
-def test_links_are_removed_and_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "outside").mkdir()
-    (tmp_path / "outside" / "kept").write_text("x")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "link").symlink_to(tmp_path / "outside")
-    remove_folder(tmp_path / "folder")
-    assert not (tmp_path / "folder").exists()
-    assert (tmp_path / "outside" / "kept").exists()
-
-
-def test_a_folder_too_deep_for_recursion_is_removed(tmp_path: Path) -> None:
-    home = os.getcwd()
-    try:
-        os.chdir(tmp_path)
-        os.mkdir("top")
-        os.chdir("top")
-        for _ in range(1500):
-            os.mkdir("d")
-            os.chdir("d")
-    finally:
-        os.chdir(home)
-    remove_folder(tmp_path / "top")
-    assert not (tmp_path / "top").exists()

@@ -20,7 +20,7 @@ class BusyPool:
         self.wait_s, self.given = wait_s, 0
 
     @contextmanager
-    def worker(self, target: Any) -> Iterator[Any]:
+    def worker(self, target: Any, *, fresh: bool = False) -> Iterator[Any]:
         self.given += 1
         if self.given > 1:
             time.sleep(self.wait_s)

@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,20 @@ def says_and_fails(messages, ground_truth):
 
 def ten(messages, ground_truth):
     return 10.0
+
+def leaves_files(messages, ground_truth):
+    found = len(os.listdir("."))
+    os.makedirs("a/b")
+    os.symlink("/", "a/c")
+    open("d", "w").write("x")
+    return float(found)
+
+def keeps_nameless(messages, ground_truth):
+    keeps_nameless.file = open("x", "wb")
+    keeps_nameless.file.write(bytes(100_000))
+    keeps_nameless.file.flush()
+    os.unlink("x")
+    return float(os.getpid())
 """
 
 
@@ -161,6 +176,36 @@ def test_a_worker_is_replaced_after_max_calls(rewards: Callable[[str], str]) -> 
     with Sandbox(timeout_s=2.0, workers=1, max_calls=2) as sandbox:
         pids = [sandbox.evaluate(rewards("as_told"), MESSAGES, "pid").score for _ in range(4)]
     assert pids[0] == pids[1] != pids[2] == pids[3]
+
+
+@pytest.mark.parametrize("own_disk", [True, False])
+def test_a_call_finds_nothing_of_those_before_it(rewards: Callable[[str], str], own_disk: bool) -> None:
+    with Sandbox(workers=1) as one:
+        one._pool._plan = replace(one._pool._plan, own_disk=own_disk)
+        results = one.evaluate_batch(rewards("leaves_files"), [MESSAGES] * 12, [None] * 12)
+        results.append(one.evaluate(rewards("leaves_files"), MESSAGES, None))
+        assert [result.score for result in results] == [0.0] * 13
+        assert len(one.pids()) == 2  # one worker served them all, beside the spare
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="files without names are found in /proc")
+@pytest.mark.parametrize("own_disk", [True, False])
+def test_a_worker_that_keeps_a_file_without_a_name_is_replaced(rewards: Callable[[str], str], own_disk: bool) -> None:
+    with Sandbox(workers=1) as one:
+        one._pool._plan = replace(one._pool._plan, own_disk=own_disk)
+        scores = {one.evaluate(rewards("keeps_nameless"), MESSAGES, None).score for _ in range(3)}
+        assert len(scores) == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="descriptors are counted in /proc")
+def test_workers_that_come_and_go_leave_no_descriptors(rewards: Callable[[str], str]) -> None:
+    with Sandbox(workers=1) as one:
+        counts = []
+        for _ in range(4):
+            one.evaluate(rewards("as_told"), MESSAGES, "raise")
+            one.evaluate(rewards("as_told"), MESSAGES, "fine")
+            counts.append(len(os.listdir("/proc/self/fd")))
+        assert counts[-1] == counts[1]
 
 
 def test_what_it_printed_stands_with_the_fault(sandbox: Sandbox, rewards: Callable[[str], str]) -> None:

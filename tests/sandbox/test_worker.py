@@ -31,7 +31,9 @@ class Played:
         ours, self.theirs = socket.socketpair()
         output, self.printer = os.pipe()
         self.life, life = os.pipe()
-        popen = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"], start_new_session=True)
+        words = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
+        nothing = subprocess.DEVNULL
+        popen = subprocess.Popen(words, start_new_session=True, stdin=nothing, stdout=nothing, stderr=nothing)
         ours.setblocking(False)
         os.set_blocking(output, False)
         self.worker = Worker(Process(popen, ours, output, life, scratch, "mark"), Plan((), str(scratch)))

@@ -18,9 +18,10 @@ from toolwise.models import load_model
 from toolwise.policies.local import LocalPolicy
 from toolwise.protocols import Generation, Sampling
 from toolwise.serve import Served, Server, build_app
-from toolwise.serve.app import MAX_BODY_BYTES
+from toolwise.serve.limits import LARGEST_BODY
 
 torch.set_num_threads(1)
+JSON = {"content-type": "application/json"}
 HELLO = {"model": "small", "messages": [{"role": "user", "content": "Hello there"}], "temperature": 0}
 
 
@@ -82,13 +83,13 @@ def test_a_bad_request_gets_openais_error(root: str, body: Any, status: int, cod
 
 
 def test_a_body_that_is_no_json(root: str) -> None:
-    answer = httpx.post(f"{root}/v1/chat/completions", content=b"{")
+    answer = httpx.post(f"{root}/v1/chat/completions", content=b"{", headers=JSON)
     assert answer.status_code == 400
     assert "not JSON" in answer.json()["error"]["message"]
 
 
 def test_a_body_too_large_is_not_read_to_its_end(root: str) -> None:
-    answer = httpx.post(f"{root}/v1/chat/completions", content=b" " * (MAX_BODY_BYTES + 1), timeout=30)
+    answer = httpx.post(f"{root}/v1/chat/completions", content=b" " * (LARGEST_BODY + 1), headers=JSON, timeout=30)
     assert answer.status_code == 413
 
 

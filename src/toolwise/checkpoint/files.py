@@ -5,6 +5,7 @@ A file's data is on the disk once the file is synced, its name once its folder i
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -14,6 +15,19 @@ from uuid import uuid4
 
 FOLDER = re.compile(r"step-(\d+)(?:\.(tmp|old)-.*)?")
 """`step-000012` is a checkpoint; `.tmp-…` is one being written or removed, `.old-…` one that is being replaced."""
+
+
+_RUST = re.compile(r"\(os error (\d+)\)")
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO, errno.EMFILE}
+
+
+def disk_fault(fault: BaseException) -> str | None:
+    """What the file system said where it refused a write; None for any other fault. Libraries in Rust (tokenizers,
+    safetensors) raise exceptions of their own for it, with the error's number in their words."""
+    number = fault.errno if isinstance(fault, OSError) else None
+    if number is None and isinstance(fault, Exception) and (found := _RUST.search(str(fault))):
+        number = int(found[1])
+    return os.strerror(number) if number in _DISK else None
 
 
 def sync(path: Path) -> None:

@@ -13,7 +13,17 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from toolwise.checkpoint.files import aside, folders, is_plain, make_folder, newest_first, plain, remove, sync
+from toolwise.checkpoint.files import (
+    aside,
+    disk_fault,
+    folders,
+    is_plain,
+    make_folder,
+    newest_first,
+    plain,
+    remove,
+    sync,
+)
 from toolwise.checkpoint.loading import Checkpoint, best_first
 from toolwise.checkpoint.manifest import FORMAT, Manifest, glance, seal
 from toolwise.checkpoint.registry import check_name
@@ -60,8 +70,9 @@ def save(
         sync(final.parent)
     except BaseException as error:
         shutil.rmtree(new, ignore_errors=True)
-        if isinstance(error, OSError | SafetensorError):
-            reason = getattr(error, "strerror", None) or error
+        reason = disk_fault(error)
+        if reason is not None or isinstance(error, OSError | SafetensorError):
+            reason = reason or getattr(error, "strerror", None) or str(error)
             raise CheckpointError(f"cannot write {final}: {reason}; earlier ones are untouched") from error
         raise
     _put_in_order(lambda: _prune(final, step, keep_last, keep_best), final.parent)

@@ -20,6 +20,9 @@ def sft(
     row_tokens: Annotated[int, typer.Option(min=8, help="Tokens a packed row.")] = 1024,
     lora_rank: Annotated[int, typer.Option(min=0, help="Teach adapters of this rank and merge them; 0: all.")] = 0,
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code that the model's folder brings: read it first.")
+    ] = False,
 ) -> None:
     """Supervised learning: loss on what the assistant wrote, rows packed end to end."""
     from toolwise.api import sft as teach
@@ -34,6 +37,7 @@ def sft(
         row_tokens=row_tokens,
         lora_rank=lora_rank,
         seed=seed,
+        trust_remote_code=trust_remote_code,
         progress=True,
     )
     say(f"{out}: loss {figures['first_loss']:.3f} → {figures['loss']:.3f} over {steps} steps")

@@ -89,6 +89,7 @@ def go(config: RunConfig, out: Path, resume: bool) -> None:
 
 def finish(result: RunResult) -> None:
     """The before/after table, and where everything is; an interrupted run says how to go on."""
+    from toolwise.fault_rates import describe_totals
     from toolwise.run_changes import resume_command
     from toolwise.terminal.display import Console
     from toolwise.view.report import before_after_table
@@ -101,6 +102,8 @@ def finish(result: RunResult) -> None:
         console.print(before_after_table(summary))
     steps = "1 step" if summary["steps"] == 1 else f"{summary['steps']} steps"
     console.print(f"{steps} in {summary['seconds']:.0f} s, peak memory {summary['peak_rss_mb']:.0f} MB")
+    if failed := describe_totals(summary.get("faults") or {}):
+        say(f"faults: {failed}")
     for line in (f"  {result.out / 'report.html'}", f"  {result.out / 'report.png'}", f"run folder: {result.out}"):
         say(line)
     if summary["interrupted"]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from toolwise.data.files import Row, drop_nulls, read_rows, row_error
 from toolwise.data.tokens import read_prompt_ids
 from toolwise.errors import DataError
 from toolwise.messages import Message
+from toolwise.patterns import PatternError, compile_pattern
 from toolwise.types import Task
 
 KNOWN_COLUMNS = frozenset(
@@ -232,9 +232,9 @@ class _RowReader:
         if not isinstance(pattern, str):
             raise self.error("termination_regex", f"a {type(pattern).__name__}; give a regular expression as a string")
         try:
-            re.compile(pattern)
-        except (re.error, OverflowError) as error:
-            raise self.error("termination_regex", f"not a regular expression ({error}); correct it") from error
+            compile_pattern(pattern)
+        except PatternError as error:
+            raise self.error("termination_regex", f"not a usable regular expression ({error}); correct it") from error
         return pattern
 
     def task_id(self, taken: Mapping[str, int]) -> str:

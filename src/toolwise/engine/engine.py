@@ -31,6 +31,7 @@ from toolwise.engine.sampler import NotANumberError, head_of
 from toolwise.engine.scheduler import Plan, Scheduler
 from toolwise.errors import ContextFullError, ModelError, PolicyError
 from toolwise.protocols import Generation, Metrics, Sampling
+from toolwise.user_code import describe
 
 CPU_BATCH_TOKENS, MOST_GPU_BATCH_TOKENS = 4096, 65_536
 MOST_STEPS_IN_A_QUEUE = 8
@@ -249,9 +250,9 @@ class Engine:
             self.runner.release()  # what is NaN in a block spoils whoever gets it next, behind the mask
         self._finished += finished
 
-    def _fail(self, fault: Exception) -> None:
+    def _fail(self, fault: BaseException) -> None:
         """Whoever was in the step hears of it, none waits for ever; the others are computed anew."""
-        error = PolicyError(f"generation failed: {type(fault).__name__}: {fault}")
+        error = PolicyError(f"generation failed: {describe(fault)}")
         victims = [r for r in self._in_step if r in self.scheduler.running] or self.scheduler.requests
         for request in victims:
             request.fault = error
@@ -281,7 +282,7 @@ class Engine:
                 return
             try:
                 self.step()
-            except Exception as fault:
+            except BaseException as fault:  # a panic too: whoever waits would wait for ever
                 self._fail(fault)
 
     def _take_news(self) -> bool:

@@ -14,6 +14,7 @@ from toolwise.engine.blocks import Blocks
 from toolwise.engine.request import Request
 from toolwise.engine.scheduler import Plan
 from toolwise.errors import PolicyError
+from toolwise.user_code import describe
 
 Decode = Callable[[Sequence[int]], str]
 _LONGEST_CHARACTER = 8
@@ -105,8 +106,8 @@ class Results:
         longest = max(len(stop.encode()) for stop in request.stop_strings) + _LONGEST_CHARACTER
         try:
             text = self.decode(request.tokens[max(request.prompt_length, len(request.tokens) - longest) :])
-        except Exception as fault:  # somebody else's code
-            request.fault = PolicyError(f"the text of a request cannot be read: {type(fault).__name__}: {fault}")
+        except BaseException as fault:  # somebody else's code
+            request.fault = PolicyError(f"the text of a request cannot be read: {describe(fault)}")
             return False
         return any(stop in text for stop in request.stop_strings)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from toolwise.engine.request import Request
 from toolwise.errors import PolicyError
 from toolwise.protocols import Sampling
+from toolwise.user_code import describe
 
 ROWS = 256
 """Rows of logits that exist at a time: vocabularies are large."""
@@ -132,8 +133,8 @@ def _allowed(logits: Tensor, requests: Sequence[Request]) -> Tensor:
                 if not bool(may.any()):
                     raise PolicyError("it allows no token at all")
                 allowed[row] = may.to(logits.device)
-        except Exception as fault:  # somebody else's code
-            request.fault = PolicyError(f"the logits mask of a request failed: {type(fault).__name__}: {fault}")
+        except BaseException as fault:  # somebody else's code
+            request.fault = PolicyError(f"the logits mask of a request failed: {describe(fault)}")
     return allowed
 
 

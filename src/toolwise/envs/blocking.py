@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
+from toolwise import user_code
 from toolwise.waiting import in_thread, in_virtual_time
 
 T = TypeVar("T")
@@ -51,7 +52,7 @@ class BlockingCalls:
             if self._inside:
                 self._closing = closing
                 return
-        await self._elsewhere(partial(_as_exception, closing))
+        await self._elsewhere(partial(user_code.call, closing))
 
     async def _elsewhere(self, work: Callable[[], T]) -> T:
         return work() if in_virtual_time() else await in_thread(work, name=self.what)
@@ -62,20 +63,10 @@ class BlockingCalls:
                 raise RuntimeError(f"{self.what} is closed")
             self._inside = True
         try:
-            return _as_exception(work)
+            return user_code.call(work)
         finally:
             with self._lock:
                 self._inside = False
                 closing = self._closing
             if closing is not None:
                 closing()
-
-
-def _as_exception(work: Callable[[], T]) -> T:
-    """`sys.exit()` in somebody's world must not end the run."""
-    try:
-        return work()
-    except Exception:
-        raise
-    except BaseException as fault:
-        raise RuntimeError(f"it raised {type(fault).__name__}: {fault}") from fault

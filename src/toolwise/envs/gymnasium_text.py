@@ -16,7 +16,7 @@ MAX_NUMBERS = 1000
 MAX_LISTED = 50
 """Actions that are written out in a menu or an error; of more only the range is told."""
 
-_ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
+_OPENING, _CLOSING = "<action>", "</action>"
 _HIGHLIGHT = re.compile(r"\x1b\[(?!0m)[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
@@ -60,8 +60,10 @@ def _short(value: Any) -> str:
 def said(text: str) -> str:
     """The action in what an agent wrote: its last `<action>` block, or everything after its thought."""
     text = split_thought(text)[1]
-    blocks = _ACTION.findall(text)
-    return str(blocks[-1]).strip() if blocks else text.strip()
+    action, at = text, 0
+    while (begin := text.find(_OPENING, at)) >= 0 and (end := text.find(_CLOSING, begin)) >= 0:
+        action, at = text[begin + len(_OPENING) : end], end + len(_CLOSING)
+    return action.strip()
 
 
 class ActionReader:

@@ -9,6 +9,7 @@ from functools import lru_cache, partial
 from types import FunctionType, MethodType
 from typing import Any
 
+from toolwise import user_code
 from toolwise.envs.blocking import BlockingCalls
 from toolwise.envs.state import digest, public_state
 from toolwise.envs.tool_env import CallOutcome, ToolEnv, as_reward
@@ -48,10 +49,7 @@ class MethodTool(FunctionTool[..., Any]):
         if not inspect.iscoroutinefunction(self.function):
             # The result is put in words in the same thread: it may be large, or an object with a will of its own.
             return await self._calls.call(lambda: self._result(work()))
-        try:
-            return self._result(await work())
-        except SystemExit as fault:
-            raise RuntimeError(f"it raised SystemExit: {fault}") from fault
+        return self._result(await work())
 
     def _text(self, value: Any) -> str:
         if isinstance(value, Iterator) or inspect.isasyncgen(value) or inspect.isawaitable(value):
@@ -229,7 +227,7 @@ def _run_all(works: Sequence[Callable[[], object]]) -> None:
     faults = []
     for work in works:
         try:
-            work()
+            user_code.call(work)
         except Exception as fault:
             faults.append(fault)
     if faults:

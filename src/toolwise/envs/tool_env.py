@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 from uuid import uuid4
 
+from toolwise import user_code
 from toolwise.bounds import LARGEST_SCORE, in_bounds
 from toolwise.envs.base import BaseEnv
 from toolwise.limits import OPEN, Gate
@@ -181,7 +182,7 @@ class ToolEnv(BaseEnv):
                 await gate.enter()
                 clock.queue_s += asyncio.get_running_loop().time() - asked
             try:
-                work = tool.execute(self._instances[tool.name], arguments, **kwargs)
+                work = user_code.call(tool.execute, self._instances[tool.name], arguments, **kwargs)
                 text, reward, info = await end_within(self.tool_timeout_s, work, late, clock)
             finally:
                 gate.leave()
@@ -193,7 +194,7 @@ class ToolEnv(BaseEnv):
                 return CallOutcome(text, failure=fault.failure, infrastructure=fault.infrastructure)
             if fault is late:
                 return CallOutcome(f"error: {tool.name} {late}", failure="timeout")
-            text = f"error: {tool.name} failed: {type(fault).__name__}: {fault}"
+            text = f"error: {tool.name} failed: {user_code.describe(fault)}"
             return CallOutcome(self._shorten(text), failure="exception")
 
     def _price(self, call: ToolCall) -> float:

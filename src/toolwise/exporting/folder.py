@@ -10,6 +10,7 @@ from pathlib import Path
 
 from toolwise import checkpoint
 from toolwise.checkpoint import Checkpoint
+from toolwise.checkpoint.files import disk_fault
 from toolwise.config import RunConfig, inference_settings, load_config
 from toolwise.errors import CheckpointError, ConfigError, ModelError
 from toolwise.exporting.card import TOOL_TEXT, model_card
@@ -51,6 +52,10 @@ def export_model(source: Path, out: Path, *, dtype: str | None = None, best: str
         if found.path.exists():
             raise
         raise CheckpointError(f"{found.path} was removed by its run while it was read: try again") from fault
+    except Exception as fault:
+        if (reason := disk_fault(fault)) is None:
+            raise
+        raise ModelError(f"cannot write {out}: {reason}; nothing was left there") from fault
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return Export(out, found, dtype or saved_in)
@@ -104,9 +109,10 @@ def _fill(aside: Path, found: Checkpoint, config: RunConfig, run: Path, dtype: s
     if dtype is not None and dtype != saved_in:
         convert(aside, dtype)
     if not (aside / "generation_config.json").exists():
-        _write_generation_config(aside)
+        _write_generation_config(aside, trusted=config.model.trust_remote_code)
     try:
-        _, chat = load_model(str(aside), device="cpu", dtype=dtype or saved_in)
+        trusted = config.model.trust_remote_code
+        _, chat = load_model(str(aside), device="cpu", dtype=dtype or saved_in, trust_remote_code=trusted)
     except ModelError as fault:
         raise ModelError(f"what was exported does not load, so it was removed again: {fault}") from fault
     prompt, tools = None, list(recorded_tools(aside).values())
@@ -130,7 +136,8 @@ def _record_settings(folder: Path, config: RunConfig) -> None:
         file.write_text(json_text(facts, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_generation_config(folder: Path) -> None:
+def _write_generation_config(folder: Path, *, trusted: bool) -> None:
     from transformers import AutoConfig, GenerationConfig
 
-    GenerationConfig.from_model_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
+    GenerationConfig.from_model_config(config).save_pretrained(folder)

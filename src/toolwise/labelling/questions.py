@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 from toolwise.errors import ToolwiseError
@@ -75,6 +76,10 @@ def read_target(body: Any, headers: Mapping[str, str]) -> Target:
         raise _bad(f"it names no route but {found!r:.60}") from None
 
 
+MAX_STARTS = 200
+"""Braces at which an object is looked for: each may cost a look at the whole text."""
+
+
 def _value_in(body: Any, key: str) -> Any:
     """Of the first JSON object that has it in a chat completion's text; models put words and fences around it."""
     try:
@@ -84,9 +89,9 @@ def _value_in(body: Any, key: str) -> Any:
     if not isinstance(text, str):
         raise _bad("it has no text")
     text = text.rpartition("</think>")[2]
-    for start in (place for place, letter in enumerate(text) if letter == "{"):
+    for start in islice((place for place, letter in enumerate(text) if letter == "{"), MAX_STARTS):
         try:
-            value, _ = json.JSONDecoder().raw_decode(text[start:])
+            value, _ = json.JSONDecoder().raw_decode(text, start)
         except (ValueError, RecursionError):
             continue
         if isinstance(value, dict) and key in value:

@@ -291,7 +291,9 @@ class Actor:
         """Weights that `save_model` wrote, into the model the policy shares."""
         if self.adapters is not None:
             return  # the model beneath never changes, and the adapters came with the state
-        saved = type(self.model).from_pretrained(folder, dtype=self.model.dtype)
+        saved = type(self.model).from_pretrained(
+            folder, dtype=self.model.dtype, use_safetensors=True, trust_remote_code=False
+        )
         try:
             self.model.load_state_dict(saved.state_dict())
         except RuntimeError as fault:

@@ -2,81 +2,65 @@
 
 from __future__ import annotations
 
-import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from toolwise.errors import ModelError
+from toolwise.models.folder import BUILTIN, locate
+from toolwise.models.own_code import announce_code, check_kernels, refuse_code
+from toolwise.models.sizes import check_sizes
 from toolwise.rollout.chat import ChatTokenizer
 
-BUILTIN = Path(__file__).parent
+__all__ = ["BUILTIN", "load_model", "locate"]
 
 
-def locate(path: str) -> str:
-    """Where a model is. What looks like a folder must be one; anything else is left to the hub."""
-    if path.startswith("builtin:"):
-        name = path.removeprefix("builtin:")
-        folder = BUILTIN / name
-        if not (folder / "config.json").is_file():
-            known = ", ".join(f"builtin:{p.parent.name}" for p in sorted(BUILTIN.glob("*/config.json")))
-            raise ModelError(f"there is no built-in model {name!r}; there is: {known}")
-        return str(folder)
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        _check_folder(folder)
-        return str(folder)
-    if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
-        raise ModelError(
-            f"model.path: there is no folder {path!r}; give a folder, owner/name on a hub, or builtin:small"
-        )
-    return path
+def load_model(
+    path: str, *, device: str = "auto", dtype: str = "float32", trust_remote_code: bool = False
+) -> tuple[Any, ChatTokenizer]:
+    """The model, ready to generate and to be trained, and its tokenizer.
 
-
-def _check_folder(folder: Path) -> None:
-    from safetensors import SafetensorError, safe_open
-
-    config = folder / "config.json"
-    if not config.is_file():
-        raise ModelError(f"{folder} has no config.json: it is no model folder in Hugging Face's form")
-    try:
-        json.loads(config.read_text(encoding="utf-8"))
-    except ValueError as fault:
-        raise ModelError(f"{config} is not JSON ({fault}): the model folder is damaged") from fault
-    if not [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]:
-        raise ModelError(
-            f"{folder} has no *.safetensors: save the model with save_pretrained (pickled weights are refused)"
-        )
-    for weights in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(weights, framework="np"):
-                continue
-        except (SafetensorError, OSError) as fault:
-            raise ModelError(f"{weights} cannot be loaded ({fault}): it is damaged, copy the model again") from fault
-    if not (folder / "tokenizer.json").is_file() and not (folder / "tokenizer_config.json").is_file():
-        raise ModelError(f"{folder} has no tokenizer.json: save the tokenizer beside the model")
-
-
-def load_model(path: str, *, device: str = "auto", dtype: str = "float32") -> tuple[Any, ChatTokenizer]:
-    """The model, ready to generate and to be trained, and its tokenizer."""
+    Python code of the folder runs only with `trust_remote_code`, in this process and with all its rights.
+    """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     place = locate(path)
+    if trust_remote_code:
+        announce_code(path, place)
+    elif Path(place).is_dir():
+        check_kernels(path, place)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(place)
-        model, told = AutoModelForCausalLM.from_pretrained(
-            place, dtype=getattr(torch, dtype), use_safetensors=True, output_loading_info=True
-        )
+        model, tokenizer, report = _load(place, getattr(torch, dtype), trust_remote_code)
         model = model.to(device)
-    except Exception as fault:  # transformers raises all sorts; the person needs the folder and the reason
+    except ModelError:
+        raise
+    except BaseException as fault:  # transformers raises all sorts; the person needs the folder and the reason
+        if not isinstance(fault, Exception) and type(fault).__name__ != "PanicException":  # of a library in Rust
+            raise
+        if "trust_remote_code" in str(fault):
+            raise refuse_code(path, place) from fault
         reason = str(fault).strip().splitlines()[0] if str(fault).strip() else type(fault).__name__
         raise ModelError(f"the model {path!r} cannot be loaded: {reason}") from fault
-    missing = sorted(told["missing_keys"])
+    missing = sorted(report["missing_keys"])
     if missing:  # transformers would make them up at random and go on
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(f"the model {path!r} lacks the weights {missing[0]}{more}: its folder is damaged")
     return model.eval(), ChatTokenizer(tokenizer)
+
+
+def _load(place: str, dtype: Any, trusted: bool) -> tuple[Any, Any, dict[str, Any]]:
+    """`trust_remote_code` is always said: left out, transformers asks on standard input."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
+
+    if not Path(place).is_dir():
+        with suppress(OSError):  # not there, or adapters alone: the next line says it, or finds their model
+            check_sizes(PretrainedConfig.get_config_dict(place)[0], place, None)
+    tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trusted)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        place, dtype=dtype, use_safetensors=True, output_loading_info=True, trust_remote_code=trusted
+    )
+    return model, tokenizer, report

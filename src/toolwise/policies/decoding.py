@@ -22,6 +22,7 @@ from toolwise.engine import sampler
 from toolwise.engine.sampler import uniforms
 from toolwise.errors import PolicyError
 from toolwise.protocols import Generation, Sampling
+from toolwise.user_code import describe
 
 __all__ = ["Batches", "RoomyLayer", "draw", "generate_batch", "uniforms"]
 _Waiting = tuple[Sequence[int], Sampling, "asyncio.Future[Generation]"]
@@ -60,8 +61,8 @@ class Batches:
             settings = {"pad_id": self.pad_id, "policy_version": self.version}
             try:
                 results = generate_batch(self.model, prompts, samplings, **settings)
-            except Exception as fault:  # every requester hears of it; none waits for ever
-                error = PolicyError(f"generation failed: {type(fault).__name__}: {fault}")
+            except BaseException as fault:  # every requester hears of it; none waits for ever
+                error = PolicyError(f"generation failed: {describe(fault)}")
                 for future in futures:
                     _deliver(future, error)
                 continue

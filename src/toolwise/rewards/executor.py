@@ -10,7 +10,9 @@ from contextlib import nullcontext
 from copy import deepcopy
 from typing import Any
 
+from toolwise import user_code
 from toolwise.messages import Message
+from toolwise.own_tasks import spawn
 from toolwise.rewards.function import Reward, faulty, read_result, read_results
 from toolwise.rewards.printed import Printed, kept, listening
 from toolwise.rewards.result_bounds import shortened
@@ -37,7 +39,7 @@ class InProcessExecutor:
             if reward.mode == "group":
                 return await self._evaluate_groups(reward, rollouts, step)
             free = asyncio.Semaphore(AT_ONCE)
-            return list(await asyncio.gather(*(self._evaluate_one(reward, r, step, free) for r in rollouts)))
+            return list(await asyncio.gather(*(spawn(self._evaluate_one(reward, r, step, free)) for r in rollouts)))
 
     async def _evaluate_one(
         self, reward: Reward, rollout: Rollout, step: int, free: asyncio.Semaphore
@@ -49,7 +51,7 @@ class InProcessExecutor:
                     given = {**given_by_run(reward, step, rollout.prompt_length), **columns, **reward.kwargs}
                     value = reward(*_copies(rollout), **given)
                     return read_result(await value if inspect.isawaitable(value) else value)
-                except Exception as fault:  # other people's code: anything may come
+                except BaseException as fault:  # other people's code: anything may come
                     return _fault(fault)
 
     async def _evaluate_batch(self, reward: Reward, rollouts: Sequence[Rollout], step: int) -> list[EvaluateResult]:
@@ -58,7 +60,7 @@ class InProcessExecutor:
             for name, values in columns_of_batch(reward, rollouts).items():
                 by_column[name] = [deepcopy(value) for value in values]
             truths = [deepcopy(rollout.task.ground_truth) for rollout in rollouts]
-        except Exception as fault:  # likewise: a column's own copy
+        except BaseException as fault:  # likewise: a column's own copy
             return [_fault(fault)] * len(rollouts)
         return await self._evaluate_many(reward, rollouts, truths, by_column, step)
 
@@ -68,7 +70,7 @@ class InProcessExecutor:
         for place, rollout in enumerate(rollouts):
             groups.setdefault(rollout.group_id, []).append(place)
         done = await asyncio.gather(
-            *(self._evaluate_group(reward, [rollouts[p] for p in places], step) for places in groups.values())
+            *(spawn(self._evaluate_group(reward, [rollouts[p] for p in places], step)) for places in groups.values())
         )
         results: dict[int, EvaluateResult] = {}
         for places, found in zip(groups.values(), done, strict=True):
@@ -80,7 +82,7 @@ class InProcessExecutor:
         try:
             given = {**given_by_run(reward, step, members[0].prompt_length), **deepcopy(columns_of(reward, task))}
             truth = deepcopy(task.ground_truth)
-        except Exception as fault:  # likewise
+        except BaseException as fault:  # likewise
             return [_fault(fault)] * len(members)
         return await self._evaluate_many(reward, members, truth, given, step)
 
@@ -94,7 +96,7 @@ class InProcessExecutor:
                 messages = [_copies(rollout)[0] for rollout in rollouts]
                 value = reward(messages, truth, **{**given, **reward.kwargs})
                 return read_results(await value if inspect.isawaitable(value) else value, len(rollouts))
-            except Exception as fault:  # likewise
+            except BaseException as fault:  # likewise
                 return [_fault(fault)] * len(rollouts)
 
 
@@ -124,9 +126,12 @@ def _copies(rollout: Rollout) -> tuple[list[Message], Any]:
     return [message.model_copy(deep=True) for message in rollout.messages], deepcopy(rollout.task.ground_truth)
 
 
-def _fault(fault: Exception) -> EvaluateResult:
-    try:
-        said = str(fault)
-    except Exception:  # likewise
-        said = "(its text cannot be had)"
-    return shortened(faulty("exception", f"{type(fault).__name__}: {said}", traceback.format_exc(limit=-5)))
+def _fault(fault: BaseException) -> EvaluateResult:
+    """A real cancellation, and the user's Ctrl-C, are raised on."""
+    task = asyncio.current_task()
+    if isinstance(fault, asyncio.CancelledError) and task is not None and task.cancelling():
+        raise fault
+    found = user_code.as_exception(fault)
+    lines = "".join(traceback.format_tb(fault.__traceback__)[-5:])
+    said = user_code.describe(found)
+    return shortened(faulty("exception", said, f"Traceback (most recent call last):\n{lines}{said}\n"))

@@ -20,6 +20,7 @@ from uuid import uuid4
 from toolwise.errors import ConfigError
 from toolwise.json_text import json_text
 from toolwise.messages import Message, as_messages
+from toolwise.own_tasks import hide
 from toolwise.rewards.function import faulty, reward_function
 from toolwise.rewards.judge_endpoint import JudgeError, Retries, ask
 from toolwise.rewards.transcript import split_thought
@@ -101,7 +102,7 @@ class Judge:
             asyncio.TaskGroup() as group,
         ):
             asked = {
-                key: group.create_task(self._grade_one(client, slots, key, question))
+                key: hide(group.create_task(self._grade_one(client, slots, key, question)))
                 for key, question in dict(zip(keys, questions, strict=True)).items()
             }
         return [asked[key].result().model_copy(deep=True) for key in keys]
@@ -194,13 +195,20 @@ def read_verdict(reply: str, scale: tuple[float, float]) -> EvaluateResult:
     )
 
 
+MAX_FALSE_STARTS = 200
+"""Braces that begin no JSON; after them only as many of the last are tried. Each may cost a look at all the text."""
+
+
 def _last_object(text: str) -> dict[str, Any] | None:
-    decoder, found, place = json.JSONDecoder(), None, text.find("{")
+    decoder, found, place, failures = json.JSONDecoder(), None, text.find("{"), 0
     while place >= 0:
         try:
             value, end = decoder.raw_decode(text, place)
         except (ValueError, RecursionError):
-            end = place + 1
+            end, failures = place + 1, failures + 1
+            if failures == MAX_FALSE_STARTS:
+                last = [at for at, letter in enumerate(text) if letter == "{"][-MAX_FALSE_STARTS]
+                end = max(end, last)
         else:
             if isinstance(value, dict) and "score" in value:
                 found = value

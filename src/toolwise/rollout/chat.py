@@ -13,10 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from toolwise.errors import ModelError
+from toolwise.errors import ModelError, TemplateLimitError
 from toolwise.messages import Message, ToolCall
 from toolwise.rollout.controls import ControlTokens, unmarked
 from toolwise.rollout.parsers import sniff
+from toolwise.rollout.template_limits import bound_template, budget
 from toolwise.rollout.tool_prompt import Mode, ToolPrompt, UserResult, choose_tool_prompt
 
 Tools = Sequence[dict[str, Any]] | None
@@ -55,7 +56,7 @@ class ChatTokenizer:
         self.end_text: str = tokenizer.eos_token
         self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.end_id
         self._now = now or datetime.now()
-        self._templates: dict[str, str] = {}
+        self._templates: dict[str, Any] = {}
         self._encoded: dict[str, list[int]] = {}
         """The last few texts: all rollouts of a group begin with the same."""
         self._nine_letter_ids = False
@@ -108,14 +109,18 @@ class ChatTokenizer:
         if self.tool_prompt.where != "template":
             tools = None
         try:
-            text: str = self.tokenizer.apply_chat_template(
-                [self._plain(m) for m in arranged],
-                tools=self.controls.guard_all(list(tools)) if tools else None,
-                chat_template=self._template(tools),
-                add_generation_prompt=begin_reply,
-                tokenize=False,
-                **self.template_kwargs,
-            )
+            plain = [self._plain(m) for m in arranged]
+            with budget(sum(len(message["content"]) for message in plain)):
+                text: str = self.tokenizer.apply_chat_template(
+                    plain,
+                    tools=self.controls.guard_all(list(tools)) if tools else None,
+                    chat_template=self._template(tools),
+                    add_generation_prompt=begin_reply,
+                    tokenize=False,
+                    **self.template_kwargs,
+                )
+        except TemplateLimitError as fault:
+            raise TemplateLimitError(f"the chat template of {self.name} is refused: {fault}") from fault
         except Exception as fault:  # a template is a program, and can fail in any way that one can
             words = " ".join(str(fault).split()) or type(fault).__name__
             roles = ", ".join(m.role for m in messages)
@@ -190,11 +195,12 @@ class ChatTokenizer:
             )
         return rest
 
-    def _template(self, tools: Tools) -> str:
-        """The template in use, with the clock stopped."""
+    def _template(self, tools: Tools) -> Any:
+        """The template in use, with the clock stopped and an end to whatever it does."""
         source: str = self.tokenizer.get_chat_template(tools=list(tools) if tools else None)
         if source not in self._templates:
-            self._templates[source] = _CLOCK.sub(lambda m: f'"{self._now.strftime(m.group(2))}"', source)
+            stopped = _CLOCK.sub(lambda m: f'"{self._now.strftime(m.group(2))}"', source)
+            self._templates[source] = bound_template(stopped)
         return self._templates[source]
 
     def _plain(self, message: Message) -> dict[str, Any]:

@@ -18,12 +18,14 @@ from toolwise.envs.tool_env import as_reward
 from toolwise.errors import ContextFullError
 from toolwise.limits import Limits, Place
 from toolwise.messages import Message, Prefix
+from toolwise.own_tasks import spawn
 from toolwise.protocols import AgentPolicy, SessionPolicy
 from toolwise.rollout.call_counts import CallCounts
 from toolwise.rollout.decision import Decision
 from toolwise.rollout.observation import observed
 from toolwise.rollout.termination import Termination
 from toolwise.types import Rollout, StepData, StopReason, Task, Usage
+from toolwise.user_code import as_exception, call, contain, describe, is_closing, traced
 from toolwise.waiting import end_within
 
 log = logging.getLogger("toolwise.rollout")
@@ -31,8 +33,6 @@ T = TypeVar("T")
 
 _TURN_S = 0.002
 """After which an episode lets the others have their turn, whatever it does."""
-_ANY = (Exception, SystemExit, asyncio.CancelledError)
-"""What other people's code may raise."""
 CLOSING_S = 30.0
 """What the last rewards and the release of an episode's tools may take, each, after its end."""
 
@@ -133,7 +133,7 @@ class AsyncRolloutRequest:
     async def finish(self) -> None:
         """Ask for the last rewards and free the world: once, and to the end, however often somebody cancels."""
         if self._finishing is None:
-            self._finishing = asyncio.create_task(self._finish())
+            self._finishing = spawn(self._finish())
         cancelled = False
         while not self._finishing.done():
             try:
@@ -163,7 +163,7 @@ class AsyncRolloutRequest:
         self._now()
         try:
             await self._reset()
-        except _ANY as fault:
+        except BaseException as fault:
             self._blame(fault, StopReason.ENV_FAULT, "reset: ")
         _heed()
         if not self.done:
@@ -185,8 +185,8 @@ class AsyncRolloutRequest:
             return
         try:
             specs, self._state_key = self.env.tool_specs(), self.env.state_key
-        except Exception as fault:
-            self.stop(StopReason.ENV_FAULT, f"tool_specs, state_key: {type(fault).__name__}: {fault}")
+        except BaseException as fault:
+            self._blame(fault, StopReason.ENV_FAULT, "tool_specs, state_key: ")
             return
         try:
             if self._session is None:
@@ -199,7 +199,7 @@ class AsyncRolloutRequest:
                 self._place.give_up()
             if self._finishing is None:
                 self._decision = Decision.of(answer)
-        except _ANY as fault:
+        except BaseException as fault:
             self._blame(fault, StopReason.POLICY_FAULT)
         _heed()
 
@@ -218,7 +218,7 @@ class AsyncRolloutRequest:
             return
         try:
             await self._move(decision)
-        except _ANY as fault:
+        except BaseException as fault:
             self._blame(fault, StopReason.ENV_FAULT, "step: ")
         _heed()
         self._note(None, {})  # where the world failed: what was decided is kept all the same
@@ -266,18 +266,19 @@ class AsyncRolloutRequest:
             await end_within(left, work, late)
         except Exception as fault:
             if fault is not late:  # other people's faults are told where they happen: this one is ours
-                log.exception("%s", self.rollout_id)
-            self.stop(*((StopReason.DEADLINE, str(late)) if fault is late else (StopReason.ENV_FAULT, repr(fault))))
+                log.error("%s\n%s", self.rollout_id, traced(fault))
+            self.stop(*((StopReason.DEADLINE, str(late)) if fault is late else (StopReason.ENV_FAULT, describe(fault))))
         finally:
             self._place.give_up()  # in the name of work that was left behind: it must not keep the others out for ever
 
     def _blame(self, fault: BaseException, blame: StopReason, where: str = "") -> None:
         """A fault in other people's code is a typed outcome, never a crash of the run."""
-        reason, said = blame, f"{where}{type(fault).__name__}: {fault}"
         if isinstance(fault, asyncio.CancelledError):
             _heed()
-            said = f"{where}RuntimeError: it cancelled itself"
-        elif isinstance(fault, ContextFullError):
+        if is_closing(fault):
+            raise fault
+        reason, said = blame, f"{where}{describe(as_exception(fault))}"
+        if isinstance(fault, ContextFullError):
             reason, said = StopReason.MAX_TOKENS if self.steps else StopReason.PROMPT_TOO_LONG, str(fault)
         if self._finishing is None:
             self.stop(reason, said)
@@ -288,15 +289,15 @@ class AsyncRolloutRequest:
         if self._seen is not None:  # the deadline, or somebody, ended the step before it was noted
             self._note(None, {})
         try:
-            given = await self._last(self.env.final_rewards())
+            given = await self._last(call(self.env.final_rewards))
             self.tool_rewards = {name: reward for name in given if (reward := as_reward(given[name])) is not None}
         except Exception as fault:  # no reward to be had from a broken tool: say so and leave it out of the update
             if self.stop_reason is None or self.stop_reason.trainable:
-                self.stop(StopReason.ENV_FAULT, f"calc_reward: {type(fault).__name__}: {fault}")
+                self.stop(StopReason.ENV_FAULT, f"calc_reward: {describe(fault)}")
         try:
-            await self._last(self.env.close())
+            await self._last(call(self.env.close))
         except Exception as fault:  # the episode is over and whole; what could not be freed is still said
-            self.fault = self.fault or f"close: {type(fault).__name__}: {fault}"
+            self.fault = self.fault or f"close: {describe(fault)}"
             log.warning("task %s: %s", self.task.task_id, self.fault)
         self._ended = self._now()
         failed = self.stop_reason in (None, StopReason.POLICY_FAULT, StopReason.ENV_FAULT)
@@ -307,7 +308,7 @@ class AsyncRolloutRequest:
 
     async def _last(self, work: Coroutine[Any, Any, T]) -> T:
         if self.env.keeps_deadlines:
-            return await work
+            return await contain(work)
         return await end_within(self.closing_s, work, TimeoutError(f"took longer than {self.closing_s:g} s"))
 
     def finished(self) -> Rollout:
@@ -344,8 +345,12 @@ class AsyncRolloutRequest:
 
     def _enter(self, state: RequestState) -> None:
         self.state = state
-        if self.on_state is not None:
-            self.on_state(self)
+        if self.on_state is None:
+            return
+        try:
+            call(self.on_state, self)
+        except Exception as fault:  # whoever watches an episode must not end it
+            log.warning("%s: on_state: %s", self.rollout_id, describe(fault))
 
     def _note(self, reward: float | None, info: dict[str, Any]) -> None:
         """Write the step down: once, and not after the end."""

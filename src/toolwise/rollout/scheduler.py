@@ -7,16 +7,19 @@ import gc
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.tool_env import ToolEnv
+from toolwise.errors import ToolwiseError
 from toolwise.limits import Gate, Limits
+from toolwise.own_tasks import spawn
 from toolwise.protocols import AgentPolicy
 from toolwise.rollout.request import AsyncRolloutRequest
 from toolwise.rollout.worker import termination_of
 from toolwise.tools.base import BaseTool
 from toolwise.types import Rollout, RouteDecision
+from toolwise.user_code import call, describe
 from toolwise.waiting import all_of
 
 Watch = Callable[[AsyncRolloutRequest], None]
@@ -70,7 +73,7 @@ class RolloutScheduler:
         if self.lock_step:
             for rollouts in await self._all_in_step(requests, len(decisions)):
                 for rollout in rollouts:
-                    on_done(rollout)
+                    call(on_done, rollout)
                 yield rollouts
             return
         gate = Gate(self.max_concurrent)
@@ -85,7 +88,7 @@ class RolloutScheduler:
             async with gate:
                 await request.run()
             rollout = request.finished()
-            on_done(rollout)
+            call(on_done, rollout)
             group = done[request.batch_data_id]
             group.append(rollout)
             if len(group) == missing[request.batch_data_id]:
@@ -95,7 +98,7 @@ class RolloutScheduler:
             if not task.cancelled() and task.exception() is not None:
                 whole.put_nowait(task.exception() or RuntimeError())
 
-        tasks = [asyncio.create_task(run(request)) for request in requests]
+        tasks = [spawn(run(request)) for request in requests]
         for task in tasks:
             task.add_done_callback(tell)
         try:
@@ -120,7 +123,7 @@ class RolloutScheduler:
 
     async def _all_in_step(self, requests: Sequence[AsyncRolloutRequest], groups: int) -> list[list[Rollout]]:
         """Ended once where somebody cancels, and then waited for: a second cancellation must not reach its work."""
-        work = asyncio.create_task(self._in_step(requests, groups))
+        work = spawn(self._in_step(requests, groups))
         try:
             await asyncio.wait({work})
         finally:
@@ -137,7 +140,7 @@ class RolloutScheduler:
                     await all_of(request.decide() for request in active)
                     await all_of(request.act() for request in active)
             finally:
-                await _ended([asyncio.create_task(request.finish()) for request in part])
+                await _ended([spawn(request.finish()) for request in part])
         rollouts: list[list[Rollout]] = [[] for _ in range(groups)]
         for request in requests:
             rollouts[request.batch_data_id].append(request.finished())
@@ -150,7 +153,7 @@ class RolloutScheduler:
         return AsyncRolloutRequest(
             task,
             self.policy,
-            self.make_env(decision) if self.make_env is not None else self._tool_env(decision),
+            self._env(decision),
             batch_data_id=batch_data_id,
             rollout_offset=offset,
             group_id=decision.group_id,
@@ -170,6 +173,16 @@ class RolloutScheduler:
             on_state=self.on_state,
         )
 
+    def _env(self, decision: RouteDecision) -> BaseEnv:
+        if self.make_env is None:
+            return self._tool_env(decision)
+        try:
+            return call(self.make_env, decision)
+        except ToolwiseError:  # for a person to put right
+            raise
+        except Exception as fault:
+            return FailedEnv(fault)
+
     def _tool_env(self, decision: RouteDecision) -> ToolEnv:
         return ToolEnv(
             decision.task,
@@ -180,6 +193,19 @@ class RolloutScheduler:
             max_result_chars=self.max_result_chars,
             gates=self.limits.tools,
         )
+
+
+class FailedEnv(BaseEnv):
+    """In place of a world that could not be made: its episode ends before it begins."""
+
+    def __init__(self, fault: Exception) -> None:
+        self.fault = fault
+
+    async def reset(self) -> str:
+        raise RuntimeError(f"the environment could not be made: {describe(self.fault)}")
+
+    async def step(self, action: Any) -> NoReturn:
+        raise RuntimeError("there is no environment")
 
 
 @contextmanager

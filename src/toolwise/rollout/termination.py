@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from toolwise.patterns import Pattern
 from toolwise.rollout.decision import Decision
 from toolwise.types import StopReason
 
@@ -17,7 +18,8 @@ class Termination:
     max_steps: int = 10
     max_tokens: int | None = None
     """Sampled over the whole episode."""
-    regex: re.Pattern[str] | None = None
+    regex: Pattern | re.Pattern[str] | None = None
+    """A task's is a `Pattern`, matched in linear time: it comes with the data, and what it reads from a model."""
     max_invalid_in_a_row: int = 3
     _steps: int = field(default=0, init=False)
     _tokens: int = field(default=0, init=False)

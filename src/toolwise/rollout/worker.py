@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.tool_env import ToolEnv
 from toolwise.messages import Message
+from toolwise.patterns import compile_pattern
 from toolwise.protocols import AgentPolicy
 from toolwise.rollout.request import AsyncRolloutRequest
 from toolwise.rollout.termination import Termination
@@ -60,5 +60,5 @@ def termination_of(
     task: Task, max_steps: int, *, max_tokens: int | None = None, max_invalid_in_a_row: int = 3
 ) -> Termination:
     """The endings of one episode of `task`."""
-    regex = re.compile(task.termination_regex) if task.termination_regex else None
+    regex = compile_pattern(task.termination_regex) if task.termination_regex else None
     return Termination(max_steps, max_tokens, regex, max_invalid_in_a_row)

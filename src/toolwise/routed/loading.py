@@ -87,9 +87,12 @@ def find_routed(source: Path, overrides: Sequence[str] = ()) -> tuple[RunConfig,
 def _exported(folder: Path, overrides: Sequence[str]) -> RunConfig:
     try:
         facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
-        settings = {
-            name: facts.get(name) or {} for name in ("router", *INFERENCE)
-        }  # older exports have the router alone
+        settings = {"router": facts.get("router") or {}}  # all that older exports have
+        # Nothing else of these sections: a model's folder must not say, for instance, which program is started.
+        settings |= {
+            section: {name: value for name, value in (facts.get(section) or {}).items() if name in known}
+            for section, known in INFERENCE.items()
+        }
     except (OSError, ValueError, AttributeError) as fault:
         raise CheckpointError(f"{folder / FACTS} cannot be read ({fault}): export the model again") from None
     return build(RunConfig, apply_overrides(settings, overrides), source=str(folder / FACTS))

@@ -31,8 +31,17 @@ def run_batch(pool: Pool, target: Target, batch: Plain, timeout_s: float) -> lis
 
     Whatever goes wrong with it goes wrong for the whole batch.
     """
+    try:
+        return _run_batch(pool, target, batch, timeout_s, fresh=False)
+    except WorkerFault as fault:
+        if fault.loading or not fault.unreached:
+            raise
+        return _run_batch(pool, target, batch, timeout_s, fresh=True)
+
+
+def _run_batch(pool: Pool, target: Target, batch: Plain, timeout_s: float, *, fresh: bool) -> list[Any] | None:
     count = len(batch["calls"])
-    with pool.worker(target) as worker:
+    with pool.worker(target, fresh=fresh) as worker:
         if worker.signature is None or worker.signature.mode == "pointwise":
             return None
         (answers,) = worker.call({"batch": batch}, 1, timeout_s, time.monotonic() + timeout_s)
@@ -121,16 +130,17 @@ def run_overlapping(pool: Pool, target: Target, calls: Sequence[Plain], timeout_
 
 
 def run_together(pool: Pool, target: Target, calls: Sequence[Plain], timeout_s: float) -> list[Any]:
-    """Calls in one frame; after a death, the rest one by one in fresh workers."""
+    """Calls in one frame; after a death, the rest one by one in fresh workers. A call that never reached its worker has
+    one more attempt."""
     until = time.monotonic() + timeout_s * len(calls)
     answers: list[Any] = []
-    alone = len(calls) == 1
+    alone, again = len(calls) == 1, -1
     while len(answers) < len(calls):
         begun = len(answers)
         part = calls[begun : begun + 1] if alone else calls[begun:]
         asked = time.monotonic()
         try:
-            with pool.worker(target) as worker:
+            with pool.worker(target, fresh=again == begun) as worker:
                 until += time.monotonic() - asked  # waiting for a worker is not the function's time
                 for got in worker.call({"calls": part}, len(part), timeout_s, until):
                     if len(got) != 1:
@@ -139,6 +149,10 @@ def run_together(pool: Pool, target: Target, calls: Sequence[Plain], timeout_s: 
         except WorkerFault as fault:
             if fault.loading:
                 return answers + [_told(fault)] * (len(calls) - len(answers))
+            if fault.unreached and again != len(answers):
+                again = len(answers)
+                until += time.monotonic() - asked
+                continue
             suspect_is_alone = len(part) == 1 or fault.kind == "timeout"
             if suspect_is_alone or time.monotonic() >= until:
                 answers.append(_told(fault))

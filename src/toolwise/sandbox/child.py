@@ -15,15 +15,20 @@ from pydantic_core import to_json
 
 from toolwise.sandbox import frames
 from toolwise.sandbox.harness import Harness, Plain, plain_fault, preload_package
+from toolwise.sandbox.layers.disk import send_folders
 from toolwise.sandbox.layers.hardening import Got, Plan, harden
 from toolwise.sandbox.layers.lifeline import live_with_parent
 from toolwise.sandbox.output import MarkedStream, call_at
+from toolwise.sandbox.scratch import FOLDER, EmptySince, empty_folder
 from toolwise.sandbox.taint import Snapshot
 
 # Kept here, and compiled where there is a choice, so that whatever a function patches later does not reach them.
 _getpid, _exit, _write = os.getpid, os._exit, frames.write_all
+_stat, _listdir, _open, _close = os.stat, os.listdir, os.open, os.close
 _encode, _framed, _read, _header = to_json, frames.framed, frames.read_exactly, frames.HEADER
 _decode = json.JSONDecoder().raw_decode
+EMPTY_S = 0.2
+"""What a worker has to empty its folder after a call; one that cannot is replaced."""
 _memory_fault = {"kind": "memory", "message": "it asked for more memory than memory_mb allows"}
 
 
@@ -61,6 +66,7 @@ class _Worker:
     def __init__(self, channel: int) -> None:
         self._channel, self._pid = channel, _getpid()
         self._snapshot: Snapshot | None = None
+        self._scratch, self._empty_since = "", EmptySince()
 
     def _send(self, message: Plain) -> None:
         if _getpid() != self._pid:  # a child of the user's, back from a fork where it has no business
@@ -75,11 +81,12 @@ class _Worker:
         return _decode(payload.decode("ascii"))[0]
 
     def serve(self) -> None:
-        self._send({"ready": True})
+        self._send({"ready": True, "pid": self._pid})
         order = self._receive()
         plan = Plan.from_json(order["plan"])
         sys.path += order["path"]
-        got = harden(plan)
+        self._scratch, here = plan.scratch, _framed(_encode({"folder": True}))
+        got = harden(plan, lambda: send_folders(self._channel, plan.folders, here))
         self._send({"layers": got.layers, "missing": got.missing})
         if order.get("probe"):
             from toolwise.sandbox.layers.probes import try_everything
@@ -140,10 +147,28 @@ class _Worker:
         try:
             self._snapshot.tidy()
             tainted = tainted or self._snapshot.changed() or any(_is_grave(answer) for answer in answers)
+            tainted = tainted or not self._empty_folder()
         except MemoryError:
             gc.collect()
             tainted, answers = True, [{"fault": _memory_fault}]
         return self._tell(request, answers, position, tainted=tainted)
+
+    def _empty_folder(self) -> bool:
+        """What a call leaves there is none of the next one's business. False where something stays."""
+        try:
+            found = _stat(self._scratch)
+            if self._empty_since.holds(found):
+                return True
+            if not _listdir(self._scratch):
+                self._empty_since.note(found)
+                return True
+            folder = _open(self._scratch, FOLDER)
+            try:
+                return empty_folder(folder, EMPTY_S)
+            finally:
+                _close(folder)
+        except OSError:
+            return False
 
     def _tell(self, request: Plain, answers: list[Plain], position: int, *, tainted: bool) -> bool:
         largest = request["largest"]

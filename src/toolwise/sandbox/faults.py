@@ -38,6 +38,8 @@ class WorkerFault(Exception):  # noqa: N818 (a fault of the user's code, which b
         self.kind, self.message, self.traceback = kind, message, traceback
         self.loading = False
         """Whether it happened before the first call: then every call would meet it."""
+        self.unreached = False
+        """Whether its process was gone, or stopped, before it had read the call: nobody's fault who called."""
 
     def result(self) -> EvaluateResult:
         return faulty(self.kind, self.message, self.traceback)

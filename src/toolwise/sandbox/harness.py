@@ -30,6 +30,7 @@ _is_sum: Callable[[EvaluateResult], bool] = EvaluateResult.is_sum_of_steps.fget 
 _format = tracebacks.format_exception
 _message = Message.model_validate
 _SHOWN_FRAMES = 8
+FULL = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(slots=True)
@@ -147,7 +148,7 @@ def kind_of(fault: BaseException, allowed: tuple[str, ...]) -> str:
         return "died"
     if isinstance(fault, _LateError):
         return "timeout"
-    if isinstance(fault, OSError) and fault.errno == errno.EFBIG:
+    if isinstance(fault, OSError) and fault.errno in FULL:
         return "too_big"
     return "denied" if explain(fault, allowed) else "exception"
 

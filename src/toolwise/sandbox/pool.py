@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
+import stat
 import sys
 import tempfile
 import threading
@@ -18,13 +20,17 @@ from toolwise.rewards.printed import Printed
 from toolwise.sandbox.faults import SandboxError, WorkerFault
 from toolwise.sandbox.layers.bubblewrap import View, outside_of, worker_view
 from toolwise.sandbox.layers.hardening import Plan
-from toolwise.sandbox.processes import Process, remove_folder, start_process
+from toolwise.sandbox.processes import Process, start_process
+from toolwise.sandbox.scratch import FOLDER, remove_folder, remove_root
 from toolwise.sandbox.targets import Target, readable_folders, within
 from toolwise.sandbox.worker import Worker
 
 PREFIX = "toolwise-sandbox-"
 YOUNG_S = 3600.0
+SWEEP_S = 2.0
+LOCK = ".lock"
 LOCK_ATTEMPTS = 20
+log = logging.getLogger("toolwise.sandbox")
 UNHEARD = 8
 """Texts that are kept until somebody asks for what is printed."""
 
@@ -38,6 +44,9 @@ class Pool:
         self._printed: Printed | None = None
         self._unheard: list[tuple[str, str]] = []
         self._print_lock = threading.Lock()
+        self.left_running = 0
+        """How many processes calls have left running; they were ended."""
+        self._said_left = False
         self._start_over()
 
     def _start_over(self) -> None:
@@ -53,10 +62,13 @@ class Pool:
         self.pid = os.getpid()
 
     @contextmanager
-    def worker(self, target: Target) -> Iterator[Worker]:
-        """A worker that has loaded `target`. Whoever leaves with an exception, or not clean, ends it."""
+    def worker(self, target: Target, *, fresh: bool = False) -> Iterator[Worker]:
+        """A worker that has loaded `target`. Whoever leaves with an exception, or not clean, ends it.
+
+        `fresh`: not one that has waited, and may have been killed or stopped meanwhile.
+        """
         with self._slots:
-            worker = self._warm(target) or self._fresh(target)
+            worker = (None if fresh else self._warm(target)) or self._fresh(target, with_spare=not fresh)
             try:
                 yield worker
             except BaseException:
@@ -66,30 +78,52 @@ class Pool:
                 self._put_back(target, worker)
 
     def _warm(self, target: Target) -> Worker | None:
-        with self._lock:
-            idle = self._idle.get(target.reference)
-            if not idle:
-                return None
-            worker = idle.pop()
-            self._busy.add(worker)
-            return worker
+        while True:
+            with self._lock:
+                idle = self._idle.get(target.reference)
+                if not idle:
+                    return None
+                worker = idle.pop()
+                self._busy.add(worker)
+            if worker.is_ready():
+                return worker
+            self._end(worker)
 
-    def _fresh(self, target: Target) -> Worker:
+    def _fresh(self, target: Target, *, with_spare: bool = True) -> Worker:
+        """A worker that comes up now, or has as a spare. One that ends, or is stopped, before it has begun to load the
+        user's code is replaced once: that is not the function's fault."""
+        try:
+            return self._come_up(target, self._take_spare(target) if with_spare else None)
+        except WorkerFault as fault:
+            if not fault.unreached:
+                raise
+            return self._come_up(target, None)
+
+    def _take_spare(self, target: Target) -> Process | None:
+        with self._lock:
+            process, self._spare = self._spare, None
+        if process is None or (self._fits(process, target) and not process.is_lost()):
+            return process
+        process.end(sweep=False)
+        return None
+
+    def _come_up(self, target: Target, process: Process | None) -> Worker:
         with self._lock:
             if self._closed:
+                if process is not None:
+                    process.end(sweep=False)
                 raise SandboxError("this sandbox is closed")
-            process, self._spare = self._spare, None
-        if process is not None and not self._fits(process, target):
-            process.end(sweep=False)
-            process = None
-        if process is None:
-            with self._lock:
+            if process is None:
                 process = self._process(target)
-        worker = Worker(process, self._plan_for(target, process), self._tell)
+        worker = Worker(process, self._plan_for(target, process), self._tell, target.reference)
         with self._lock:
             self._busy.add(worker)
         try:
-            worker.seal(target, self._more_path())
+            try:
+                worker.seal(target, self._more_path())
+            except WorkerFault as fault:
+                fault.unreached = True
+                raise
             if worker.missing and self._require:
                 raise SandboxError(f"a worker got no {', '.join(worker.missing)}, which the sandbox requires")
             worker.load(self._timeout_s)
@@ -146,7 +180,8 @@ class Pool:
         return (*readable_folders(), *target.read, *self._plan.read)
 
     def _view(self, target: Target, scratch: Path) -> View | None:
-        return worker_view(self._plan.layers, self._readable(target), str(scratch), self._plan.permissions)
+        file_mb = self._plan.file_mb if self._plan.own_disk else None
+        return worker_view(self._plan.layers, self._readable(target), str(scratch), self._plan.permissions, file_mb)
 
     def _more_path(self) -> list[str]:
         return [place for place in sys.path if place and within(place, self._plan.read)]
@@ -157,7 +192,7 @@ class Pool:
         self._count += 1
         scratch = self._root / str(self._count)
         scratch.mkdir(mode=0o700)
-        return start_process(scratch, self._view(target, scratch))
+        return start_process(scratch, self._view(target, scratch), supervised=self._plan.may_have_children)
 
     def _put_back(self, target: Target, worker: Worker) -> None:
         if not worker.clean or worker.calls >= self._max_calls or self._closed:
@@ -179,6 +214,20 @@ class Pool:
         with self._lock:
             self._busy.discard(worker)
         worker.end()
+        if worker.left:
+            self._count_left(worker.target, worker.left)
+
+    def _count_left(self, reference: str, count: int) -> None:
+        with self._lock:
+            self.left_running += count
+            said, self._said_left = self._said_left, True
+        if not said:
+            log.warning(
+                "reward %s left %d process%s running, which were ended (said once; all are counted)",
+                reference,
+                count,
+                "es" * (count > 1),
+            )
 
     def pids(self) -> list[int]:
         """The processes that are up now."""
@@ -198,9 +247,7 @@ class Pool:
             self._idle.clear()
             busy = list(self._busy)
         for worker in busy:  # its caller's thread removes what is left of it
-            with suppress(OSError):
-                if worker.process.popen.returncode is None:
-                    os.killpg(worker.process.pid, 9)
+            worker.process.kill()
         for worker in idle:
             worker.end()
         if spare is not None:
@@ -209,7 +256,7 @@ class Pool:
         while self._busy and time.monotonic() < end:
             time.sleep(0.005)
         if self._root is not None:
-            remove_folder(self._root)
+            remove_root(self._root)
         if self._held is not None:
             os.close(self._held)
             self._held = None
@@ -217,8 +264,10 @@ class Pool:
     def abandon(self) -> None:
         """In the child of a fork: the workers are the parent's. Lets go of them and starts with none."""
         idle = [worker for workers in self._idle.values() for worker in workers]
-        for process in [worker.process for worker in [*idle, *self._busy]] + ([self._spare] if self._spare else []):
-            process.forget()
+        for worker in [*idle, *self._busy]:
+            worker.forget()
+        if self._spare is not None:
+            self._spare.forget()
         if self._held is not None:
             os.close(self._held)
         closed = self._closed
@@ -235,14 +284,20 @@ def make_root() -> tuple[Path, int]:
             held = _lock(root)
         except BlockingIOError:  # another process sweeps it away at this moment
             continue
-        if (root / ".lock").exists():
+        if (root / LOCK).exists():
             return root, held
         os.close(held)  # it was swept away between making and locking
     raise SandboxError(f"{tempfile.gettempdir()}: other processes remove scratch folders as soon as they are made")
 
 
 def _lock(root: Path) -> int:
-    held = os.open(root / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    folder = os.open(root, FOLDER)
+    try:
+        if os.fstat(folder).st_uid != os.geteuid():
+            raise PermissionError(f"{root} is another's")
+        held = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+    finally:
+        os.close(folder)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # its owner lives
@@ -252,14 +307,17 @@ def _lock(root: Path) -> int:
 
 
 def sweep_roots() -> None:
+    """Removes the folders of trainers that were killed, as far as that goes in `SWEEP_S`."""
+    end = time.monotonic() + SWEEP_S
     for root in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):
-            if root.is_symlink() or root.stat().st_uid != os.getuid():
+            found = root.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
                 continue
-            if not (root / ".lock").exists() and time.time() - root.stat().st_mtime < YOUNG_S:
+            if not (root / LOCK).exists() and time.time() - found.st_mtime < YOUNG_S:
                 continue  # its owner may be between making it and locking it
             held = _lock(root)
             try:
-                remove_folder(root)
+                remove_folder(root, max(end - time.monotonic(), 0.01))
             finally:
                 os.close(held)

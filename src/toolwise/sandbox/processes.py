@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,10 +21,13 @@ from typing import Any, TypeVar
 from toolwise.references import WORKER
 from toolwise.sandbox.faults import SandboxError
 from toolwise.sandbox.layers.bubblewrap import INIT, Monitor, View, command
+from toolwise.sandbox.scratch import remove_beside
+from toolwise.sandbox.supervision import AVAILABLE, Report, Running, Supervised, is_stopped, stat_of
 from toolwise.sandbox.targets import library_folders, own_folder
 
 _BOOT = (
     "import json, sys; start = json.loads(sys.argv[1]); sys.path[:] = start['path']; "
+    "from toolwise.sandbox.layers.supervisor import begin; begin(start); "
     "from toolwise.sandbox.child import main; main(start)"
 )
 _MARK = "TOOLWISE_SANDBOX"
@@ -43,7 +45,6 @@ _QUIET = {
     "PYDANTIC_DISABLE_PLUGINS": "__all__",
 }
 _SWEEPS = 40
-Running = subprocess.Popen[bytes] | Monitor
 T = TypeVar("T")
 
 
@@ -60,23 +61,51 @@ class Process:
     view: View | None = None
     """What it sees, where it is in namespaces of its own."""
     owner: int = field(default_factory=os.getpid)
+    first: int | None = None
+    """The worker beneath a supervisor, once it has said its number."""
 
     @property
     def pid(self) -> int:
-        return self.popen.pid
+        return self.first or self.popen.pid
+
+    @property
+    def left(self) -> int:
+        """How many processes it had left running when it ended."""
+        return (self.popen.left or 0) if isinstance(self.popen, Supervised) else 0
+
+    def is_lost(self) -> bool:
+        """Whether it has ended, or somebody has stopped it, while it waited."""
+        return self.popen.poll() is not None or self.is_stopped()
+
+    def is_stopped(self) -> bool:
+        """Whether somebody has stopped it, or one that it needs to come up."""
+        inside = [self.popen.init or 0] if isinstance(self.popen, Monitor) else []
+        return any(is_stopped(pid) for pid in (self.popen.pid, self.worker, *inside))
+
+    def kill(self) -> None:
+        """At once and without waiting: what is left of it is removed by `end`."""
+        if isinstance(self.popen, Supervised):
+            self.popen.ask_to_end()
+        elif self.popen.returncode is None:
+            with suppress(OSError):
+                os.killpg(self.popen.pid, signal.SIGKILL)
+
+    @property
+    def worker(self) -> int:
+        """The worker itself, in namespaces too; 0 where it is not known."""
+        return (self.popen.first() or 0) if isinstance(self.popen, Monitor) else self.pid
 
     def threads(self) -> int | None:
         """How many threads it has, from the kernel and not from itself; None where the kernel does not say."""
-        pid = self.popen.first() if isinstance(self.popen, Monitor) else self.pid
         try:
-            return len(os.listdir(f"/proc/{pid}/task"))
+            return len(os.listdir(f"/proc/{self.worker}/task"))
         except OSError:
             return None
 
     def forget(self) -> None:
         """Lets go of the descriptors without touching the process: it is another's."""
         self.channel.close()
-        if isinstance(self.popen, Monitor):
+        if isinstance(self.popen, Monitor | Supervised):
             self.popen.forget()
         for descriptor in (self.output, self.life):
             with suppress(OSError):
@@ -86,12 +115,17 @@ class Process:
         """Kills it and what it started; removes its folder. Returns how it ended."""
         code = end_tree(self.popen, self.mark, sweep=sweep)
         self.forget()
-        remove_folder(self.scratch, wait=False)  # whoever waits for a result need not wait for a hostile folder's end
+        remove_beside(self.scratch)  # whoever waits for a result need not wait for a hostile folder's end
         return code
 
 
 def end_tree(popen: Running, mark: str, *, sweep: bool) -> int:
     """Kills a process and what it started, and waits until they are gone. Returns how it ended."""
+    if isinstance(popen, Supervised):
+        code = popen.end()
+        if popen.left is None:  # it was killed itself, and its orphans are anybody's
+            sweep_leftovers(popen.pid, mark)
+        return code
     if popen.returncode is None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(popen.pid, signal.SIGKILL)
@@ -125,22 +159,47 @@ class _Spawner:
 _spawner = _Spawner()
 
 
-def start_process(scratch: Path, view: View | None = None) -> Process:
-    """A worker, in namespaces of its own where there is a `view`."""
-    return _spawner.run(lambda: _start(scratch, view))
+def start_process(scratch: Path, view: View | None = None, *, supervised: bool = False) -> Process:
+    """A worker, in namespaces of its own where there is a `view`. `supervised`: it may start processes, which are to
+    end with it."""
+    report = Report() if supervised and AVAILABLE and view is None else None
+    try:
+        return _spawner.run(lambda: _start(scratch, view, report))
+    except BaseException:
+        if report is not None:
+            report.close()
+        raise
+    finally:
+        if report is not None:
+            report.passed_on()
 
 
 def launch(
-    words: list[str], environment: Mapping[str, str], folder: Path, *, view: View | None, **popen: Any
+    words: list[str],
+    environment: Mapping[str, str],
+    folder: Path,
+    *,
+    view: View | None,
+    report: Report | None = None,
+    **popen: Any,
 ) -> Running:
-    """Starts a program, from the one thread that starts all; `pass_fds` and the like are Popen's."""
-    return _spawner.run(lambda: _launch(words, environment, folder, view, **popen))
+    """Starts a program, from the one thread that starts all; `pass_fds` and the like are Popen's. `report`: of the
+    supervisor that it puts above itself."""
+    return _spawner.run(lambda: _launch(words, environment, folder, view, report, **popen))
 
 
-def _launch(words: list[str], environment: Mapping[str, str], folder: Path, view: View | None, **popen: Any) -> Running:
+def _launch(
+    words: list[str],
+    environment: Mapping[str, str],
+    folder: Path,
+    view: View | None,
+    report: Report | None,
+    **popen: Any,
+) -> Running:
     settings: dict[str, Any] = {"env": environment, "cwd": folder, "start_new_session": True, **popen}
     if view is None:
-        return subprocess.Popen(words, **settings)
+        plain = subprocess.Popen(words, **settings)
+        return plain if report is None else Supervised(plain, report)
     info, theirs = os.pipe()
     settings["pass_fds"] = (*settings.get("pass_fds", ()), theirs)
     try:
@@ -156,7 +215,7 @@ def _launch(words: list[str], environment: Mapping[str, str], folder: Path, view
         os.close(info)
 
 
-def _start(scratch: Path, view: View | None) -> Process:
+def _start(scratch: Path, view: View | None, report: Report | None) -> Process:
     require_interpreter()
     mark = secrets.token_hex(16)
     ours, theirs = socket.socketpair()
@@ -169,6 +228,7 @@ def _start(scratch: Path, view: View | None) -> Process:
         "parent": os.getpid() if view is None else INIT,
         "path": [*keep, str(own_folder().parent)],
         "keep": keep,
+        "report": None if report is None else report.theirs,
     }
     try:
         popen = _launch(
@@ -179,7 +239,8 @@ def _start(scratch: Path, view: View | None) -> Process:
             stdin=subprocess.DEVNULL,
             stdout=output_write,
             stderr=output_write,
-            pass_fds=(theirs.fileno(), life_read),
+            pass_fds=(theirs.fileno(), life_read, *([] if report is None else [report.theirs])),
+            report=report,
         )
     except OSError as fault:
         ours.close()
@@ -212,23 +273,17 @@ def _environment(scratch: Path, mark: str) -> dict[str, str]:
 
 
 def sweep_leftovers(session: int, mark: str) -> None:
-    """Ends whatever still runs in the worker's session or carries its mark: a daemon inherits its environment."""
+    """Ends whatever still runs in a session or carries its mark: a process inherits its environment. Where there is no
+    supervisor that would know of it."""
     if sys.platform != "linux":
         return
     for _ in range(_SWEEPS):
-        found = False
-        for pid in members_of(session, mark):
-            found = True
+        found = [pid for pid in _processes() if _belongs(pid, session, mark)]
+        for pid in found:
             _kill_checked(pid, session, mark)
         if not found:
             return
         time.sleep(0.005)
-
-
-def members_of(session: int, mark: str, since: int = 0) -> Iterator[int]:
-    """The living processes of a session, and those that carry its mark: as they are found, the newest first, so that
-    who has seen enough of a bomb need not look through all of it. `since`: nobody is older, in the kernel's ticks."""
-    return (pid for pid in _processes() if _belongs(pid, session, mark, since))
 
 
 def _processes() -> list[int]:
@@ -236,29 +291,22 @@ def _processes() -> list[int]:
     return sorted((pid for pid in found if pid != os.getpid()), reverse=True)
 
 
-def _belongs(pid: int, session: int, mark: str, since: int = 0) -> bool:
+def _belongs(pid: int, session: int, mark: str) -> bool:
     try:
-        state, sid, birth = _stat(pid)
-        if state in (b"Z", b"X") or birth < since:
+        state, _, sid, _ = stat_of(pid)
+        if state in (b"Z", b"X"):
             return False
         return sid == session or f"{_MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
-    except (OSError, ValueError):
+    except (OSError, ValueError, IndexError):
         return False
 
 
 def born(pid: int) -> int:
     """In the kernel's ticks; 0 where it is gone."""
     try:
-        return _stat(pid)[2]
-    except (OSError, ValueError):
+        return stat_of(pid)[3]
+    except (OSError, ValueError, IndexError):
         return 0
-
-
-def _stat(pid: int) -> tuple[bytes, int, int]:
-    """The state of a process, its session and its birth."""
-    text = Path(f"/proc/{pid}/stat").read_bytes()
-    words = text[text.rindex(b")") + 2 :].split()
-    return words[0], int(words[3]), int(words[19])
 
 
 def _kill_checked(pid: int, session: int, mark: str) -> None:
@@ -270,22 +318,3 @@ def _kill_checked(pid: int, session: int, mark: str) -> None:
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
         finally:
             os.close(handle)
-
-
-def remove_folder(folder: Path, *, wait: bool = True) -> None:
-    """Removes a folder that somebody hostile has filled; links are removed, never followed. What is slow about it may
-    go on beside."""
-    with suppress(OSError, RecursionError):
-        shutil.rmtree(folder)
-    if folder.exists() and wait:
-        _remove_at_any_depth(folder)
-    elif folder.exists():
-        threading.Thread(target=_remove_at_any_depth, args=(folder,), name="toolwise-sandbox-sweep").start()
-
-
-def _remove_at_any_depth(folder: Path) -> None:
-    if folder.exists():
-        subprocess.run(["rm", "-rf", str(folder)], check=False, capture_output=True)  # at any depth
-    if folder.exists():  # closed to its owner
-        subprocess.run(["chmod", "-R", "u+rwX", str(folder)], check=False, capture_output=True)
-        subprocess.run(["rm", "-rf", str(folder)], check=False, capture_output=True)

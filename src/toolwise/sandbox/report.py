@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 
 from toolwise.sandbox.faults import SandboxError, WorkerFault
 from toolwise.sandbox.layers.bubblewrap import outside_of, why_not, worker_view
-from toolwise.sandbox.layers.hardening import HOW_TO_GET, LAYERS, Plan, Tier
+from toolwise.sandbox.layers.hardening import HOW_TO_GET, LAYERS, OWN_DISK, Plan, Tier
 from toolwise.sandbox.pool import make_root
-from toolwise.sandbox.processes import remove_folder, start_process
+from toolwise.sandbox.processes import start_process
+from toolwise.sandbox.scratch import remove_root
 from toolwise.sandbox.targets import Target, readable_folders
 from toolwise.sandbox.worker import Worker
 
+FILE_MB = 16
 _cache: dict[tuple[Tier, tuple[str, ...]], Report] = {}
 
 
@@ -31,6 +33,11 @@ class Report:
     @property
     def complete(self) -> bool:
         return not self.missing
+
+    @property
+    def own_disk(self) -> bool:
+        """Whether the kernel keeps what is written within its size, so that nobody has to measure it."""
+        return self.layers.get("limits", "").endswith(f" {OWN_DISK}")
 
     def __str__(self) -> str:
         if self.asked == "off":
@@ -64,9 +71,9 @@ def _probe(tier: Tier, permissions: tuple[str, ...]) -> Report:
         scratch = root / "1"
         scratch.mkdir()
         read = tuple(readable_folders())
-        process = start_process(scratch, worker_view(layers, read, str(scratch), permissions))
+        process = start_process(scratch, worker_view(layers, read, str(scratch), permissions, FILE_MB))
         outside = outside_of(process.view)
-        plan = Plan(layers, str(scratch), read, memory_mb=256, permissions=permissions, outside=outside)
+        plan = Plan(layers, str(scratch), read, 256, FILE_MB, permissions=permissions, outside=outside)
         worker = Worker(process, plan)
         try:
             worker.seal(Target("", ()), probe=True)
@@ -76,7 +83,7 @@ def _probe(tier: Tier, permissions: tuple[str, ...]) -> Report:
         finally:
             worker.end()
     finally:
-        remove_folder(root)
+        remove_root(root)
         os.close(held)
     through = {layer: str(why) for layer, why in said.items() if why and layer in worker.layers}
     missing |= worker.missing | through | ({"namespaces": without} if without else {})

@@ -74,7 +74,8 @@ class Sandbox:
         cpu_s = int(min(LONGEST_CPU_S, timeout_s * max_calls + 60))
         readable = tuple(str(Path(place).expanduser().resolve()) for place in read)
         layers = LAYERS.get(tier, ())
-        plan = Plan(layers, "", readable, memory_mb, file_mb, cpu_s, self.permissions)
+        own_disk = self.report().own_disk
+        plan = Plan(layers, "", readable, memory_mb, file_mb, cpu_s, self.permissions, own_disk=own_disk)
         self._pool = Pool(plan, workers=self._workers, max_calls=max_calls, timeout_s=timeout_s, require=require)
         self._threads: ThreadPoolExecutor | None = None
         self._targets: dict[tuple[str, str], Target] = {}
@@ -234,6 +235,11 @@ class Sandbox:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(2 * self._workers, thread_name_prefix="toolwise-sandbox")
             return self._threads
+
+    @property
+    def left_running(self) -> int:
+        """How many processes functions have left running so far; they were ended with their workers."""
+        return self._pool.left_running
 
     def pids(self) -> list[int]:
         """The worker processes that are up."""

@@ -1,38 +1,20 @@
-"""What a program takes while it runs, seen from outside: its folders, its processes and their memory."""
+"""What a program takes while it runs, seen from outside: its processes and their memory."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
 from toolwise.sandbox.layers.bubblewrap import Monitor
 from toolwise.sandbox.layers.hardening import MEBIBYTE
-from toolwise.sandbox.processes import Running, born, members_of
+from toolwise.sandbox.processes import born
+from toolwise.sandbox.supervision import Running, Supervised, members_of
 
-MOST_FILES = 10_000
 MOST_PROCESSES = 64
 TOO_MANY = f"it started more than {MOST_PROCESSES} processes"
-
-
-def overfilled(folders: Iterable[Path], most_mb: int) -> str:
-    """What is wrong with the folders of a program, taken together; "" where nothing is."""
-    size, files, waiting = 0, 0, [str(folder) for folder in folders]
-    while waiting and files <= MOST_FILES and size <= most_mb * MEBIBYTE:
-        with suppress(OSError), os.scandir(waiting.pop()) as entries:
-            for entry in entries:
-                files += 1
-                if entry.is_dir(follow_symlinks=False):
-                    waiting.append(entry.path)
-                else:
-                    with suppress(OSError):
-                        size += entry.stat(follow_symlinks=False).st_blocks * 512
-                if files > MOST_FILES:
-                    break
-    too_much = files > MOST_FILES or size > most_mb * MEBIBYTE
-    return f"it filled its folder: more than {most_mb} MB or {MOST_FILES:,} files" if too_much else ""
 
 
 def overgrown(popen: Running, mark: str, most_mb: int) -> tuple[str, str] | None:
@@ -52,12 +34,14 @@ def too_many(popen: Running, mark: str) -> bool:
 
 def _some_places(popen: Running, mark: str) -> list[str]:
     """No more than are too many: the rest of a bomb would take seconds to count."""
-    return list(islice(_places(popen, mark), MOST_PROCESSES + 1))
+    return list(islice(places_of(popen, mark), MOST_PROCESSES + 1))
 
 
-def _places(popen: Running, mark: str) -> Iterator[str]:
+def places_of(popen: Running, mark: str) -> Iterator[str]:
     """A folder of /proc for each of its processes."""
     if not isinstance(popen, Monitor):
+        if not isinstance(popen, Supervised):
+            yield f"/proc/{popen.pid}"
         yield from (f"/proc/{pid}" for pid in members_of(popen.pid, mark, born(popen.pid)))
         return
     inside = f"/proc/{popen.init}/root/proc"  # theirs, which lists no others

@@ -2,6 +2,7 @@
 
 from toolwise.serve.app import build_app
 from toolwise.serve.chat import Served
+from toolwise.serve.limits import ServerLimits
 from toolwise.serve.server import Server
 
-__all__ = ["Served", "Server", "build_app"]
+__all__ = ["Served", "Server", "ServerLimits", "build_app"]

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from toolwise.errors import MissingExtraError
 from toolwise.serve.chat import Served, error_of
-from toolwise.serve.request import BadRequestError, read_request
+from toolwise.serve.guard import Guard
+from toolwise.serve.limits import ALL_BODIES, ServerLimits
+from toolwise.serve.request import BadRequestError
 from toolwise.serve.stream import events
 
 if TYPE_CHECKING:
@@ -20,14 +23,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("toolwise.serve")
 
-MAX_BODY_BYTES = 32_000_000
 
+def build_app(served: Served, *, hosts: Sequence[str] = (), limits: ServerLimits | None = None) -> Starlette:
+    """`/health`, `/v1/models` and `/v1/chat/completions` for one model.
 
-def build_app(served: Served) -> Starlette:
-    """`/health`, `/v1/models` and `/v1/chat/completions` for one model."""
+    It answers as localhost, as the address that it is reached at, and under the names in `hosts` ("*": any name).
+    """
     try:
         from starlette.applications import Starlette
         from starlette.exceptions import HTTPException
+        from starlette.middleware import Middleware
         from starlette.requests import ClientDisconnect
         from starlette.responses import JSONResponse, Response, StreamingResponse
         from starlette.routing import Route
@@ -35,6 +40,8 @@ def build_app(served: Served) -> Starlette:
         raise MissingExtraError("starlette", "serve") from missing
 
     began = int(time.time())
+    limits = limits or ServerLimits()
+    bodies = Bodies(served.limits.body_bytes, limits.body_s)
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -45,7 +52,8 @@ def build_app(served: Served) -> Starlette:
 
     async def chat_completions(request: Request) -> Response:
         try:
-            asked = read_request(await _body(request))
+            async with bodies.read(request) as raw:
+                asked = await served.read(raw)
             answer = await _unless_gone(request, served.complete(asked))
         except ClientDisconnect:
             answer = None
@@ -59,9 +67,10 @@ def build_app(served: Served) -> Starlette:
 
     def told(fault: Exception) -> Response:
         status, body = error_of(fault)
-        if status >= 500:
+        if status >= 500 and not isinstance(fault, BadRequestError):
             log.error("%s: %s", type(fault).__name__, fault, exc_info=fault)
-        return JSONResponse(body, status_code=status)
+        closes = isinstance(fault, BadRequestError) and fault.closes
+        return JSONResponse(body, status_code=status, headers={"connection": "close"} if closes else None)
 
     async def no_such_place(request: Request, fault: Exception) -> Response:
         assert isinstance(fault, HTTPException)
@@ -74,17 +83,45 @@ def build_app(served: Served) -> Starlette:
             Route("/v1/models", models),
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         ],
+        middleware=[Middleware(Guard, refuse=told, hosts=hosts, limits=limits)],
         exception_handlers={HTTPException: no_such_place},
     )
 
 
-async def _body(request: Request) -> bytes:
-    raw = bytearray()
-    async for chunk in request.stream():
-        raw += chunk
-        if len(raw) > MAX_BODY_BYTES:
-            raise BadRequestError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413)
-    return bytes(raw)
+class Bodies:
+    """Bodies being read: each bounded in bytes and time, and all of them together in bytes."""
+
+    def __init__(self, largest: int, body_s: float) -> None:
+        self.largest = largest
+        self.body_s = body_s
+        self._held = 0
+
+    @asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[bytes]:
+        if int(request.headers.get("content-length", "0")) > self.largest:
+            raise self._too_large()
+        raw = bytearray()
+        try:
+            await self._fill(raw, request)
+            yield bytes(raw)
+        finally:
+            self._held -= len(raw)
+
+    async def _fill(self, raw: bytearray, request: Request) -> None:
+        try:
+            async with asyncio.timeout(self.body_s):
+                async for chunk in request.stream():
+                    raw += chunk
+                    self._held += len(chunk)
+                    if len(raw) > self.largest:
+                        raise self._too_large()
+                    if self._held > ALL_BODIES:
+                        raise BadRequestError("too many large requests at once: try again", status=503)
+        except TimeoutError:
+            raise BadRequestError(f"the body did not come within {self.body_s:g} s", status=408, closes=True) from None
+
+    def _too_large(self) -> BadRequestError:
+        return BadRequestError(f"the body is larger than {self.largest} bytes", status=413)
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any] | None:

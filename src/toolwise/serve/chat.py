@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 from toolwise.errors import ContextFullError, PolicyError
 from toolwise.protocols import Generation, Sampling, TokenGenerator
 from toolwise.rollout.chat import ChatTokenizer
 from toolwise.rollout.parsers import PARSERS
-from toolwise.serve.request import BadRequestError, ChatRequest
+from toolwise.serve.limits import LONGEST_CONTEXT, TextLimits
+from toolwise.serve.request import BadRequestError, ChatRequest, read_request
 from toolwise.waiting import all_of
 
 if TYPE_CHECKING:
     from toolwise.policies.local import LocalPolicy
+
+T = TypeVar("T")
+LONGEST_MESSAGE = 1_000
+_THREADS = ThreadPoolExecutor(2, thread_name_prefix="toolwise-serve-text")
+"""For text: parsing, rendering and tokenising would keep the event loop from everybody else's requests."""
+
+
+async def _off_loop(work: Callable[..., T], *arguments: Any) -> T:
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, work, *arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +42,21 @@ class Served:
     sampling: Sampling
     """What holds where a request says nothing."""
     parser: str = "hermes"
+    max_context: int = LONGEST_CONTEXT
+    """Tokens of a prompt and its completion; text that cannot fit is refused before it is tokenised."""
+    limits: TextLimits = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "limits", TextLimits.of(self.chat.tokenizer, self.max_context))
 
     @classmethod
     def of(cls, policy: LocalPolicy, name: str, *, parser: str = "hermes") -> Served:
         """A local policy's model. Requests that come together are generated together. The policy belongs to the
         server's event loop from then on: whoever wants the model elsewhere makes another policy over it."""
-        return cls(name, policy, policy.chat, policy.sampling, parser)
+        return cls(name, policy, policy.chat, policy.sampling, parser, policy.max_context)
+
+    async def read(self, raw: bytes) -> ChatRequest:
+        return await _off_loop(read_request, raw)
 
     async def complete(self, request: ChatRequest) -> dict[str, Any]:
         if request.model != self.name:
@@ -44,11 +66,14 @@ class Served:
                 code="model_not_found",
                 status=404,
             )
-        prompt = self._prompt(request)
+        prompt = await _off_loop(self._prompt, request)
         try:
             results = await all_of(self.generator.generate(prompt, s) for s in self._samplings(request))
         except ContextFullError as full:
             raise BadRequestError(str(full), param="messages", code="context_length_exceeded") from full
+        return await _off_loop(self._answer, request, prompt, results)
+
+    def _answer(self, request: ChatRequest, prompt: list[int], results: Sequence[Generation]) -> dict[str, Any]:
         sampled = sum(len(result.token_ids) for result in results)
         answer: dict[str, Any] = {
             "id": f"chatcmpl-{uuid4().hex}",
@@ -70,7 +95,16 @@ class Served:
     def _prompt(self, request: ChatRequest) -> list[int]:
         tools = [tool.model_dump(exclude_none=True) for tool in request.tools or ()]
         try:
-            prompt = self.chat.start(request.messages, tools or None)
+            text = self.chat.render(request.messages, tools or None)
+            if len(text) > self.limits.prompt_chars:
+                raise BadRequestError(
+                    f"a prompt of {len(text)} characters cannot fit the model's {self.max_context} tokens: shorten it",
+                    param="messages",
+                    code="context_length_exceeded",
+                )
+            prompt = self.chat.encode(text)
+        except BadRequestError:
+            raise
         except Exception as fault:  # a template is a program of the model's: whatever it raises, it was over this
             reason = " ".join(f"{type(fault).__name__}: {fault}".split())
             raise BadRequestError(f"the model's chat template refuses this: {reason}", param="messages") from fault
@@ -130,5 +164,5 @@ def error_of(fault: Exception) -> tuple[int, dict[str, Any]]:
         kind, param, code, status = "server_error", None, None, 500
     else:  # ours to mend: the client learns that it was not its request, and no more
         return 500, {"error": {"message": "internal error", "type": "server_error", "param": None, "code": None}}
-    message = " ".join(str(fault).split())
+    message = " ".join(str(fault).split())[:LONGEST_MESSAGE]
     return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}

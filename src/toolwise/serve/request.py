@@ -10,8 +10,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from toolwise.errors import ToolwiseError
 from toolwise.messages import Message
+from toolwise.serve.json_body import read_json
 
 MAX_CHOICES = 128
+MAX_MESSAGES = 20_000
+MAX_TOOLS = 1_000
+MAX_STOP_IDS = 256
+MAX_NEW_TOKENS = 1 << 31
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p": (1,),
@@ -31,11 +36,21 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 class BadRequestError(ToolwiseError):
     """A request that cannot be done; becomes OpenAI's error object."""
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        status: int = 400,
+        closes: bool = False,
+    ) -> None:
+        """`closes`: where one request ends and the next begins is in doubt, so the connection ends with this one."""
         super().__init__(message)
         self.param = param
         self.code = code
         self.status = status
+        self.closes = closes
 
 
 class FunctionSpec(BaseModel):
@@ -78,30 +93,31 @@ class ChatRequest(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=False)
 
-    model: str
-    messages: list[Annotated[Message, BeforeValidator(_unwrap)]] = Field(min_length=1)
-    tools: list[ToolSpec] | None = None
+    model: str = Field(max_length=512)
+    messages: list[Annotated[Message, BeforeValidator(_unwrap)]] = Field(min_length=1, max_length=MAX_MESSAGES)
+    tools: list[ToolSpec] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: Literal["auto", "none"] | None = None
     """none: the tools are shown to the model, and what it writes is given back as text."""
-    temperature: float | None = Field(default=None, ge=0, le=100)
+    temperature: float | None = Field(default=None, ge=0, le=100, strict=True)
     """0 takes the likeliest token each time; log-probs are then those at temperature 1."""
-    max_tokens: int | None = Field(default=None, ge=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
-    stop_token_ids: list[int] | None = None
-    logprobs: bool = False
-    return_token_ids: bool = False
-    return_tokens_as_token_ids: bool = False
-    stream: bool = False
+    max_tokens: int | None = Field(default=None, ge=1, lt=MAX_NEW_TOKENS, strict=True)
+    max_completion_tokens: int | None = Field(default=None, ge=1, lt=MAX_NEW_TOKENS, strict=True)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63, strict=True)
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES, strict=True)
+    stop_token_ids: list[Annotated[int, Field(ge=0, lt=1 << 31, strict=True)]] | None = Field(
+        default=None, max_length=MAX_STOP_IDS
+    )
+    logprobs: bool = Field(default=False, strict=True)
+    return_token_ids: bool = Field(default=False, strict=True)
+    return_tokens_as_token_ids: bool = Field(default=False, strict=True)
+    stream: bool = Field(default=False, strict=True)
 
 
 def read_request(raw: bytes) -> ChatRequest:
     try:
-        value = json.loads(raw)
-        json.dumps(value, ensure_ascii=False).encode()  # halves of characters cannot be tokenised
-    except (ValueError, RecursionError) as fault:
-        raise BadRequestError(f"the body is not JSON that can be used: {_first_line(fault)}") from None
+        value = read_json(raw)
+    except ValueError as fault:
+        raise BadRequestError(f"the body is not JSON that can be used: {fault}") from None
     if not isinstance(value, dict):
         raise BadRequestError("the body must be a JSON object with model and messages")
     _refuse_reshaping(value)
@@ -124,7 +140,3 @@ def _refuse_reshaping(value: Mapping[str, Any]) -> None:
                 param=name,
                 code="unsupported_parameter",
             )
-
-
-def _first_line(fault: BaseException) -> str:
-    return (str(fault).splitlines() or [type(fault).__name__])[0]

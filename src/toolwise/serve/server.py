@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from toolwise.errors import MissingExtraError, ToolwiseError
+from toolwise.serve.limits import ServerLimits
 
 if TYPE_CHECKING:
     import uvicorn
@@ -21,23 +22,38 @@ GRACE_S = 5.0
 class Server:
     """`with Server(app) as server: …` serves `app` at `server.url`; leaving stops it and waits until it has stopped."""
 
-    def __init__(self, app: Any, *, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(self, app: Any, *, host: str = "127.0.0.1", port: int = 0, limits: ServerLimits | None = None) -> None:
         try:
             import uvicorn
+
+            from toolwise.serve.protocol import limited_protocol
         except ModuleNotFoundError as missing:
             raise MissingExtraError("uvicorn", "serve") from missing
         self.host = host
         self.port = port
         """0 takes any free port; the one taken stands here once the server has started."""
+        limits = limits or ServerLimits()
         self._server: uvicorn.Server = uvicorn.Server(
-            uvicorn.Config(app, lifespan="off", log_level="warning", timeout_graceful_shutdown=int(GRACE_S))
+            uvicorn.Config(
+                app,
+                http=limited_protocol(limits),
+                ws="none",
+                lifespan="off",
+                log_level="error",
+                proxy_headers=False,
+                server_header=False,
+                timeout_keep_alive=max(1, int(limits.keep_alive_s)),
+                timeout_graceful_shutdown=int(GRACE_S),
+                h11_max_incomplete_event_size=limits.head_bytes,
+            )
         )
         self._thread: threading.Thread | None = None
 
     @property
     def url(self) -> str:
         """What an OpenAI client takes as its base URL."""
-        return f"http://{self.host}:{self.port}/v1"
+        host = "127.0.0.1" if self.host in ("", "0.0.0.0") else self.host  # all addresses are not one to ask
+        return f"http://{host}:{self.port}/v1"
 
     def start(self) -> Server:
         if self._thread is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -26,6 +26,7 @@ FAILURES = {
 
 
 _CLOSING = re.compile(re.escape(END_THINK), re.IGNORECASE | re.ASCII)
+_WORD = re.compile(r"\w", re.ASCII)
 
 
 class Codec(Protocol):
@@ -135,7 +136,30 @@ def names_action(thought: str | None, action: str | None) -> bool:
     if not thought or not action:
         return False
     said, wanted = (" ".join(text.casefold().split()) for text in (thought, action))
-    return bool(wanted) and re.search(rf"(?<!\w){re.escape(wanted)}(?!\w)", said, re.ASCII) is not None
+    return any(
+        not _WORD.fullmatch(said[max(0, at - 1) : at]) and not _WORD.match(said, at + len(wanted))
+        for at in _places(wanted, said)
+    )
+
+
+def _places(wanted: str, said: str) -> Iterator[int]:
+    """Wherever `wanted` begins in `said`, overlaps included, in linear time (Knuth, Morris and Pratt)."""
+    if not wanted or wanted not in said:
+        return
+    borders, length = [0], 0
+    for letter in wanted[1:]:
+        while length and letter != wanted[length]:
+            length = borders[length - 1]
+        length += letter == wanted[length]
+        borders.append(length)
+    length = 0
+    for at, letter in enumerate(said):
+        while length and letter != wanted[length]:
+            length = borders[length - 1]
+        length += letter == wanted[length]
+        if length == len(wanted):
+            yield at + 1 - length
+            length = borders[length - 1]
 
 
 def _seed(seed: int, turn: int, step: ReadStep, level: Level) -> int:

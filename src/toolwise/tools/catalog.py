@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
 from toolwise.errors import ConfigError, ToolwiseError
+from toolwise.parameters import compile_parameters
 from toolwise.references import did_you_mean, load_reference
 from toolwise.tools.base import BaseTool, OpenAIFunctionToolSchema
 from toolwise.tools.calculator import CalculatorTool
@@ -55,6 +57,9 @@ def build_tools(entries: Sequence[Entry]) -> dict[str, BaseTool]:
     for made in (isolated(tool) for entry in entries for tool in _build(entry)):
         if made.name in tools:
             raise ConfigError(f"tools: {made.name!r} is there twice; remove one, or rename it in its schema")
+        parameters = json.dumps(made.tool_schema.function.parameters, sort_keys=True)
+        if '"pattern' in parameters:  # to be refused before any work is done, and not by the first call
+            compile_parameters(made.name, parameters)
         tools[made.name] = made
     return tools
 

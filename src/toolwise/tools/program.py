@@ -58,7 +58,8 @@ class ProgramTool(BaseTool):
             return f"error: {self.parameter} must be a string", None, {"ok": False}
         result = await self.sandbox.run(text, self._folders[instance_id])
         info = {"kind": result.kind, "exit_status": result.exit_status, "seconds": round(result.seconds, 3)}
-        return show(result), None, {"ok": result.kind == "ok", **info}
+        left = {"left_running": result.left_running} if result.left_running else {}
+        return show(result), None, {"ok": result.kind == "ok", **info, **left}
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         folder = self._folders.pop(instance_id, None)

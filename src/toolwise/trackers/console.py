@@ -177,6 +177,7 @@ class ConsoleTracker:
             value = _first(metrics, (validation,)) if evaluated and validation else _trained(name, metrics, training)
             if value is not None:
                 parts.append(f"{name} {self._said(name, value)}")
+        parts += [f"faults {faults:.0f}"] if (faults := metrics.get("faults/rollouts")) else []
         parts += [say_shares(shares)] if (shares := route_shares(metrics)) else []
         left = self._seconds_left()
         if left is not None and not evaluated and step < self._total:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
+from toolwise.fault_rates import describe_totals
 from toolwise.run_changes import describe_changes
 from toolwise.secret_names import masked, secret_keys
 from toolwise.trackers.console import say_figure, say_time
@@ -175,6 +176,10 @@ def _facts(run: RunFolder) -> list[str]:
         facts.append(f"{summary['peak_rss_mb']:,.0f} MB of memory at most")
     if summary.get("seed") is not None:
         facts.append(f"seed {summary['seed']}")
+    if failed := describe_totals(summary.get("faults") or {}):
+        facts.append(f"faults: {failed}")
+    if summary.get("stopped"):
+        facts.append(f"stopped: {summary['stopped']}")
     tasks = (summary.get("before") or {}).get("n")
     if tasks:
         facts.append(f"{tasks} held-out tasks")

@@ -7,15 +7,20 @@ import json
 import os
 import select
 import socket
+import stat
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from abuse_program_files import PROGRAM_FILES
+
+from toolwise.sandbox.programs.folders import WorkFolder
 from toolwise.sandbox.programs.sandbox import ProgramSandbox
 
 TIMEOUT_S = 1.0
@@ -25,7 +30,8 @@ SECRET = "xyzzy-7431"
 
 @dataclass(frozen=True)
 class Case:
-    """`text` may name {secret} (a file), {port}, {parent} (the trainer's process) and {root} (of all folders)."""
+    """`text` may name {secret} (a file), {victim} (a folder), {port}, {parent} (the trainer's process) and {root} (the
+    folder of all folders)."""
 
     name: str
     language: str
@@ -43,6 +49,9 @@ class Outcome:
     seconds: float
     late: bool
     left: list[str]
+    disk_mb: float = 0.0
+    disk_limit_mb: float = 0.0
+    """The most that it had on disk at once, seen from outside, and what it may have had."""
 
 
 def _python(name: str, text: str, kind: str, says: str = "") -> Case:
@@ -122,49 +131,122 @@ SHELL = [
     _shell("sees_its_own_only", "ls /proc | grep -c '^[0-9]'", "ok", tiers=("namespaced",)),
     _shell("scripts", "echo 'echo from a script' > s; chmod +x s; touch s; ./s", "ok", "a script", ("namespaced",)),
 ]
-CASES = [*PYTHON, *SHELL]
+FILES = [Case(f"{language}_{name}", language, text, kind) for name, language, text, kind in PROGRAM_FILES]
+CASES = [*PYTHON, *SHELL, *FILES]
 BY_NAME = {case.name: case for case in CASES}
 WORDS = ("reads", "writes", "removes", "follows", "lists", "kills", "fork", "network", "daemon", "kernel", "namespaces")
-WHERE_PRIVILEGES_MATTER = [case for case in CASES if any(word in case.name for word in WORDS)]
+WHERE_PRIVILEGES_MATTER = [*[c for c in (*PYTHON, *SHELL) if any(word in c.name for word in WORDS)], *FILES[::6]]
+
+
+FILE_MB, SLACK_MB, MEASURED_MB = 32, 8, 160
+"""What one folder of a program may hold, what else may be counted as its own, and what it may have where its folders
+have to be measured: it writes at full speed until it is looked at."""
+
+
+class Meter(threading.Thread):
+    """The most that a program has on disk at once: in its own file systems, or in the one that holds its folders."""
+
+    def __init__(self, folder: WorkFolder, own_disk: bool) -> None:
+        super().__init__(daemon=True)
+        self._folder, self._own_disk, self._done = folder, own_disk, threading.Event()
+        self._before = used(folder.path)
+        self.peak = 0
+
+    def run(self) -> None:
+        while not self._done.wait(0.005):
+            with suppress(OSError):
+                self.peak = max(self.peak, self._inside() if self._own_disk else used(self._folder.path) - self._before)
+
+    def _inside(self) -> int:
+        """A process of its own sees its folders as they are for it."""
+        found: dict[int, int] = {}
+        outside = os.stat(self._folder.path).st_dev
+        for pid in descendants_of(os.getpid()):
+            temporary = [*self._folder.path.glob("tmp-*")]
+            for place in (self._folder.files, *temporary, "/sandbox", "/tmp"):
+                with suppress(OSError):
+                    inside = f"/proc/{pid}/root{place}"
+                    device = os.stat(inside).st_dev
+                    if device != outside and os.statvfs(inside).f_blocks * 4096 <= FILE_MB << 20:
+                        found[device] = used(inside)
+        return sum(found.values())
+
+    def stop(self) -> float:
+        self._done.set()
+        self.join()
+        return self.peak / 2**20
+
+
+def used(place: str | Path) -> int:
+    found = os.statvfs(place)
+    return (found.f_blocks - found.f_bfree) * found.f_frsize
 
 
 class Ground:
-    """A folder with a secret, a server that nobody may reach, and a sandbox for each language."""
+    """A folder with a secret, a server that nobody may reach, and a sandbox for each language.
 
-    def __init__(self, folder: Path, tier: str) -> None:
+    `own_disk` false: as on a machine where programs cannot have file systems of their own.
+    """
+
+    def __init__(self, folder: Path, tier: str, *, own_disk: bool = True) -> None:
         self.secret = folder / "secret.txt"
         self.secret.write_text(SECRET)
+        self.victim = folder / "victim"
+        self.victim.mkdir()
+        (self.victim / "closed").write_text(SECRET)
+        (self.victim / "closed").chmod(0o400)
+        self.victim.chmod(0o500)
         os.environ["TOOLWISE_TEST_SECRET"] = SECRET
         self.server = socket.create_server(("127.0.0.1", 0))
-        limits: dict[str, Any] = {"timeout_s": TIMEOUT_S, "memory_mb": 128, "file_mb": 32, "output_kb": 4}
+        limits: dict[str, Any] = {"timeout_s": TIMEOUT_S, "memory_mb": 128, "file_mb": FILE_MB, "output_kb": 4}
         self.sandboxes = {
             "python": ProgramSandbox("python", tier, require=True, **limits),  # type: ignore[arg-type]
             "shell": ProgramSandbox("shell", tier, require=True, permissions=["subprocess"], **limits),  # type: ignore[arg-type]
         }
 
+        self.own_disk = own_disk and self.sandboxes["python"].report().own_disk
+        if not own_disk:
+            for sandbox in self.sandboxes.values():
+                sandbox._plan = replace(sandbox._plan, own_disk=False)
+
     def run(self, case: Case) -> Outcome:
         """Once; or twice, where the first time was slow: this machine may have had other things to do."""
         outcome = self._run(case)
-        return self._run(case) if outcome.late else outcome
+        return self._run(case) if outcome.late or outcome.disk_mb > outcome.disk_limit_mb else outcome
 
     def _run(self, case: Case) -> Outcome:
         sandbox = self.sandboxes[case.language]
         folder = sandbox.open_folder()
         root = folder.path.parent
-        where = {"secret": str(self.secret), "port": self.server.getsockname()[1], "parent": os.getpid()}
+        where: dict[str, Any] = {"secret": str(self.secret), "victim": str(self.victim)}
+        where |= {"port": self.server.getsockname()[1], "parent": os.getpid()}
         text = case.text.format(**where, root=str(root), secret_name="TOOLWISE_TEST_SECRET")
+        meter = Meter(folder, self.own_disk)
+        if case in FILES:
+            meter.start()
         began = time.monotonic()
         result = asyncio.run(sandbox.run(text, folder))
         took = time.monotonic() - began
+        disk_mb = meter.stop() if case in FILES else 0.0
+        sizes = {found.st_ino: found.st_blocks for found in (path.lstat() for path in folder.files.rglob("*"))}
+        kept = sum(sizes.values()) * 512 / 2**20
         left = [f"process {pid}" for pid in processes_of(root)]
         left += [path.name for path in folder.path.iterdir() if path != folder.files]
         asyncio.run(sandbox.close_folder(folder))
         left += [str(root)] if root.exists() else []
         left += ["a visitor"] if select.select([self.server], [], [], 0)[0] else []
-        left += [] if self.secret.read_text() == SECRET and len(list(self.secret.parent.iterdir())) == 1 else ["files"]
+        left += [] if self._is_whole() else ["files"]
+        left += [f"{kept:.0f} MB kept"] if case in FILES and kept > FILE_MB + SLACK_MB else []
         said = f"{result.stdout}\n{result.stderr}\n{result.message}"
         # The start of an interpreter on a busy machine is nobody's fault: what is timed is the program.
-        return Outcome(result.kind, result.message, said, took, result.seconds > TIMEOUT_S + GRACE_S, left)
+        late, limit = result.seconds > TIMEOUT_S + GRACE_S, 2 * FILE_MB + SLACK_MB if self.own_disk else MEASURED_MB
+        return Outcome(result.kind, result.message, said, took, late, left, disk_mb, limit)
+
+    def _is_whole(self) -> bool:
+        """Whether all that lies outside is as it was."""
+        modes = [stat.S_IMODE(path.stat().st_mode) for path in (self.victim, self.victim / "closed")]
+        words = [self.secret.read_text(), (self.victim / "closed").read_text()]
+        return modes == [0o500, 0o400] and words == [SECRET] * 2 and len(list(self.secret.parent.iterdir())) == 2
 
     def close(self) -> None:
         self.server.close()
@@ -172,22 +254,38 @@ class Ground:
             sandbox.close()
 
 
+def descendants_of(pid: int) -> list[int]:
+    """The processes that a process has started, and theirs."""
+    parents: dict[int, int] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with suppress(OSError, ValueError, IndexError):
+                parents[int(name)] = int(Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[1])
+    found = [pid]
+    for parent in found:
+        found += [child for child, above in parents.items() if above == parent]
+    return found[1:]
+
+
 def processes_of(root: Path) -> list[int]:
-    """Processes that have a folder below `root` mounted, or in their environment."""
+    """Processes that have a folder below `root` in their environment, and those of ours in a namespace."""
+    here = os.readlink("/proc/self/ns/pid")
     found = []
+    for pid in descendants_of(os.getpid()):
+        with suppress(OSError):
+            if os.readlink(f"/proc/{pid}/ns/pid") != here:
+                found.append(pid)
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != os.getpid():
-            for file in ("environ", "mountinfo"):
-                with suppress(OSError):
-                    if root.name.encode() in Path(f"/proc/{name}/{file}").read_bytes():
-                        found.append(int(name))
-                        break
+            with suppress(OSError):
+                if root.name.encode() in Path(f"/proc/{name}/environ").read_bytes():
+                    found.append(int(name))
     return found
 
 
 @contextmanager
-def ground_in(folder: Path, tier: str) -> Iterator[Ground]:
-    ground = Ground(folder, tier)
+def ground_in(folder: Path, tier: str, *, own_disk: bool = True) -> Iterator[Ground]:
+    ground = Ground(folder, tier, own_disk=own_disk)
     try:
         yield ground
     finally:
@@ -195,10 +293,14 @@ def ground_in(folder: Path, tier: str) -> Iterator[Ground]:
 
 
 def main() -> None:
-    """As another user: `FOLDER TIER`; a line of JSON a case."""
-    tier = sys.argv[2]
-    with tempfile.TemporaryDirectory(dir=sys.argv[1]) as folder, ground_in(Path(folder), tier) as ground:
-        for case in WHERE_PRIVILEGES_MATTER:
+    """As another user: `FOLDER TIER [files OWN_DISK]`; a line of JSON a case."""
+    tier, files = sys.argv[2], sys.argv[3:4] == ["files"]
+    own_disk = not files or sys.argv[4] == "True"
+    with (
+        tempfile.TemporaryDirectory(dir=sys.argv[1]) as folder,
+        ground_in(Path(folder), tier, own_disk=own_disk) as ground,
+    ):
+        for case in FILES if files else WHERE_PRIVILEGES_MATTER:
             if tier in case.tiers:
                 outcome = asdict(ground.run(case))
                 print(json.dumps({"name": case.name, "outcome": outcome, "uid": os.getuid()}), flush=True)

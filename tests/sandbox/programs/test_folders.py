@@ -37,11 +37,9 @@ def test_a_file_that_cannot_be_put_there_leaves_nothing(temporary: Path) -> None
     assert list(temporary.iterdir()) == []
 
 
-def test_an_emptied_folder_is_still_there() -> None:
+def test_each_call_has_its_own_temporary_folder() -> None:
     folders = WorkFolders()
     folder = folders.open({"a": "x"})
-    folder.empty()
-    assert list(folder.files.iterdir()) == []
     assert folders.temporary(folder) != folders.temporary(folder)
     folders.close()
 

@@ -13,7 +13,7 @@ import pytest
 from toolwise.sandbox import SandboxError
 from toolwise.sandbox.layers.births import allow_birth
 from toolwise.sandbox.layers.hardening import Plan
-from toolwise.sandbox.programs import run
+from toolwise.sandbox.programs import fork_gate
 from toolwise.sandbox.programs.run import Order, Stop, run_program
 from toolwise.sandbox.usage import MOST_PROCESSES
 
@@ -105,7 +105,7 @@ def test_a_bomb_is_seen(tmp_path: Path, asked: bool, monkeypatch: pytest.MonkeyP
         births.append(listener)
         allow_birth(listener)
 
-    monkeypatch.setattr(run, "allow_birth", count)
+    monkeypatch.setattr(fork_gate, "allow_birth", count)
     if not asked:  # as where the kernel has no listener
         monkeypatch.setattr(Order, "asks_for_births", False)
     result = run_program(_shell_order(tmp_path, CHILDREN), Stop())
@@ -128,7 +128,7 @@ def test_nobody_inherits_the_listener_and_none_is_left(tmp_path: Path, monkeypat
         inheritable.append(os.get_inheritable(listener))
         allow_birth(listener)
 
-    monkeypatch.setattr(run, "allow_birth", look)
+    monkeypatch.setattr(fork_gate, "allow_birth", look)
     before = set(os.listdir("/proc/self/fd"))
     result = run_program(_shell_order(tmp_path, "/bin/true; echo $(ls /proc/self/fd)"), Stop())
     assert result is not None
@@ -141,7 +141,7 @@ def test_nobody_inherits_the_listener_and_none_is_left(tmp_path: Path, monkeypat
 def test_a_listener_that_is_lost_is_our_fault_and_not_the_programs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run.socket.socket, "recvmsg", lambda *_: (b"x", [], 0, None))
+    monkeypatch.setattr(fork_gate.socket.socket, "recvmsg", lambda *_: (b"x", [], 0, None))
     with pytest.raises(SandboxError, match="too many open files"):
         run_program(_shell_order(tmp_path, "/bin/true"), Stop())
 
@@ -150,6 +150,6 @@ def test_births_that_cannot_be_answered_are_our_fault_too(tmp_path: Path, monkey
     def fail(listener: int) -> None:
         raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr(run, "allow_birth", fail)
+    monkeypatch.setattr(fork_gate, "allow_birth", fail)
     with pytest.raises(SandboxError, match="Invalid argument"):
         run_program(_shell_order(tmp_path, "/bin/true; /bin/true"), Stop())

@@ -34,7 +34,10 @@ import os, threading, time
 def nap(seconds: float) -> str:
     """Sleeps."""
     time.sleep(seconds)
-    return f"rested {{os.getpid()}} {{os.getppid()}}"
+    return f"rested {{os.getpid()}} {{above_supervisor()}}"
+
+def above_supervisor() -> str:
+    return open(f"/proc/{{os.getppid()}}/stat").read().rpartition(")")[2].split()[1]
 
 def spin(seconds: float) -> str:
     """Computes."""

@@ -20,7 +20,8 @@ import os, random, time
 {top}
 def roll() -> list[str]:
     time.sleep(0.3)
-    return [str(os.getppid()), *(str(generator.random()) for generator in GENERATORS)]
+    above_supervisor = open(f"/proc/{{os.getppid()}}/stat").read().rpartition(")")[2].split()[1]
+    return [above_supervisor, *(str(generator.random()) for generator in GENERATORS)]
 """
 
 

@@ -19,7 +19,7 @@ def process(tmp_path: Path) -> Iterator[Process]:
     (tmp_path / "sleeps.py").write_text("import time; time.sleep(1000)")
     made = start_process(Place(None, str(tmp_path / "sleeps.py")))
     yield made
-    made.kill_group()
+    made.kill()
     made.popen.wait(20)
     made.channel.close()
     made.close_pipes()
@@ -31,14 +31,14 @@ def test_it_has_a_session_of_its_own(process: Process) -> None:
 
 
 def test_its_death_is_seen_without_waiting_for_it(process: Process) -> None:
-    with Death(process) as death:
-        assert not death.came()
-        process.kill_group()
-        if death.descriptor is not None:
-            assert select.select([death.descriptor], [], [], 20)[0]
-        assert death.came()
+    death = Death(process)
+    assert not death.came()
+    process.kill()
+    assert death.came(20)
+    if death.descriptor is not None:
         assert process.popen.returncode is None
-    assert process.popen.wait(20) == -signal.SIGKILL
+    death.close()
+    assert process.popen.wait(20) in (-signal.SIGKILL, -signal.SIGTERM)  # the latter where it was not up yet
 
 
 def test_it_ends_when_the_trainers_end_of_its_life_is_closed(process: Process) -> None:

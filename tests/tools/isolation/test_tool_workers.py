@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 import pytest
 
 from toolwise.tools.isolation.places import Place
-from toolwise.tools.isolation.processes import Process
 from toolwise.tools.isolation.workers import ToolDied, ToolFault, Worker
 
 T = TypeVar("T")
@@ -126,11 +125,10 @@ def test_who_kills_it_twice_kills_nobody_else(start: Start) -> None:
 def test_whatever_happens_to_its_thread_the_pool_hears_that_it_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def sweep(process: Process) -> None:
-        process.popen.wait(20)
+    def fail(code: int | None) -> str:
         raise RuntimeError("nobody foresaw this")
 
-    monkeypatch.setattr(Process, "sweep", sweep)
+    monkeypatch.setattr("toolwise.tools.isolation.workers.how_it_ended", fail)
     gone: queue.Queue[Worker] = queue.Queue()
     (tmp_path / "tools.py").write_text(SOURCE)
     worker = Worker(Place(None, str(tmp_path / "tools.py")), Worker.kill, lambda worker, fault: gone.put(worker))

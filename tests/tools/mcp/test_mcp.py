@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -124,6 +125,20 @@ def test_every_tool_of_a_server_is_a_tool_with_terms(clock: dict[str, Any]) -> N
 
 def test_a_call_gives_what_the_server_says(clock: dict[str, Any]) -> None:
     assert '"timezone": "Europe/Paris"' in call(clock["get_current_time"], timezone="Europe/Paris")
+
+
+def test_a_trainer_with_more_than_1024_open_files_can_start_and_ask_a_server() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= limits[1] < 2048:
+        pytest.skip("no more files may be open here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2048, limits[1]))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert "heard" in call(by_name(mcp_tools(STDIO))["echo"], text="heard")
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_what_the_tool_refuses_is_its_own_words_and_a_typed_failure(clock: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from toolwise.checkpoint.files import disk_fault
 from toolwise.errors import PolicyError
 from toolwise.json_text import json_text
 
@@ -38,7 +39,9 @@ class WeightsFolder:
         try:
             model.save_pretrained(folder, state_dict=dict(state or checkpoint_state(model)))
             _untie(folder / "config.json")
-        except OSError as fault:
+        except Exception as fault:
+            if not isinstance(fault, OSError) and disk_fault(fault) is None:
+                raise
             raise PolicyError(
                 f"the weights for vLLM cannot be written ({fault}): see rollout.vllm.weights_dir"
             ) from fault

@@ -35,7 +35,7 @@ _ENDS_OF_TURN = ("<|eom_id|>", "<|eot_id|>")
 _OBJECT = re.compile(r"\s*(?:```\w*\s*)?\{")
 _BROKEN_CALL = re.compile(r'\s*(?:```\w*\s*)?\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:')
 _PYTHONIC = re.compile(r"\s*\[\s*[\w.]+\(\s*(?:\)|\w+\s*=)")
-_SEPARATOR = re.compile(r"\s*(?:;\s*|<\|python_tag\|>\s*)*(?=\{)|\s*;", re.IGNORECASE | re.ASCII)
+_SEPARATOR = re.compile(r"\s*+(?:(?:;|<\|python_tag\|>)\s*+)*+(?=\{)|\s*+;", re.IGNORECASE | re.ASCII)
 
 
 def parse_llama3(text: str) -> Parsed:

@@ -28,7 +28,8 @@ _THINK = r"(?P<opening><think>|\[THINK\])|(?P<closing></think>|\[/THINK\])"
 _SPACE = re.compile(r"\s*")
 _FENCE = re.compile(r"```\w*\s*")
 _FENCE_END = re.compile(r"\s*```")
-_NEXT_VALUE = re.compile(r"\s*;?\s*(?=\{)")
+# Possessive: what is given back of white space after a failure would be tried again, at each place of it.
+_NEXT_VALUE = re.compile(r"\s*+(?:;\s*+)?+(?=\{)")
 _TOO_LONG = object()
 
 

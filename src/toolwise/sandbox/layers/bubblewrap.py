@@ -38,16 +38,18 @@ class View:
     folder: str
     """The working folder, by its name inside."""
     network: bool = False
+    file_mb: int | None = None
+    """The size of a file system in memory that stands in for each folder to write to; None to write to the folder."""
 
 
 def worker_view(
-    layers: Collection[str], read: Iterable[str], scratch: str, permissions: Collection[str]
+    layers: Collection[str], read: Iterable[str], scratch: str, permissions: Collection[str], file_mb: int | None = None
 ) -> View | None:
     """What a worker with these settings sees; None where it is to be started without namespaces, or must be."""
     network = "network" in permissions
     if "namespaces" not in layers or why_not(network):
         return None
-    return View(tuple(readable_places(read, permissions)), ((scratch, scratch),), scratch, network)
+    return View(tuple(readable_places(read, permissions)), ((scratch, scratch),), scratch, network, file_mb)
 
 
 @functools.cache
@@ -82,7 +84,8 @@ def command(view: View, info: int | None = None) -> list[str]:
         *("--die-with-parent", "--cap-drop", "ALL", "--hostname", "sandbox"),
         # The last word on each is read-only: root outside is the owner of /proc/sys inside, powers or not.
         *("--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--tmpfs", "/tmp"),
-        *_mounts((*view.read, sys.executable, os.path.join(sys.prefix, "pyvenv.cfg")), view.write),
+        *_mounts((*view.read, sys.executable, os.path.join(sys.prefix, "pyvenv.cfg")), _written(view)),
+        *(() if any(inside == "/tmp" for _, inside in view.write) else ("--remount-ro", "/tmp")),
         *("--remount-ro", "/", "--chdir", view.folder, "--"),
     ]
 
@@ -100,13 +103,25 @@ def _program() -> str:
 
 
 @functools.cache
+def _options() -> str:
+    """What this bubblewrap says that it can do."""
+    said = subprocess.run([_program(), "--help"], capture_output=True, text=True, check=False, timeout=ANSWER_S)
+    return said.stdout + said.stderr
+
+
 def _no_more_namespaces() -> tuple[str, ...]:
     """Namespaces inside namespaces are nobody's need there; an older bubblewrap cannot forbid them."""
-    said = subprocess.run([_program(), "--help"], capture_output=True, text=True, check=False, timeout=ANSWER_S)
-    return ("--disable-userns",) if "--disable-userns" in said.stdout + said.stderr else ()
+    return ("--disable-userns",) if "--disable-userns" in _options() else ()
 
 
-def _mounts(read: Iterable[str], write: Iterable[tuple[str, str]]) -> list[str]:
+def _written(view: View) -> list[tuple[str, tuple[str, ...]]]:
+    """Where each folder to write to is mounted, and how. An older bubblewrap cannot limit the size of one in memory."""
+    if view.file_mb is None or "--size" not in _options():
+        return [(inside, ("--bind", outside)) for outside, inside in view.write]
+    return [(inside, ("--size", str(view.file_mb << 20), "--perms", "0700", "--tmpfs")) for _, inside in view.write]
+
+
+def _mounts(read: Iterable[str], write: Iterable[tuple[str, tuple[str, ...]]]) -> list[str]:
     """Each place to read under its real path, and every link on the way to it: programs are found by both."""
     links: dict[str, str] = {}
     # Devices come with --dev: a bind mount of one cannot be opened.
@@ -116,9 +131,9 @@ def _mounts(read: Iterable[str], write: Iterable[tuple[str, str]]) -> list[str]:
     for path in sorted(real):
         if not _inside(path, bound):
             bound.append(path)
-    mounts = [(path, "--ro-bind", path) for path in bound] + [(inside, "--bind", outside) for outside, inside in write]
+    mounts = [*((path, ("--ro-bind", path)) for path in bound), *write]
     # Whatever lies in another comes after it, and would be hidden by it otherwise.
-    words = [word for at, how, source in sorted(mounts, key=lambda mount: mount[0]) for word in (how, source, at)]
+    words = [word for at, how in sorted(mounts, key=lambda mount: mount[0]) for word in (*how, at)]
     needed = {at: to for at, to in links.items() if not _inside(os.path.dirname(at), bound)}
     return words + [word for at, to in needed.items() for word in ("--symlink", to, at)]
 
@@ -188,6 +203,13 @@ class Monitor:
             born = {pid: start for pid, parent, start in _all_processes() if parent == self.init}
             self._first = min(born, key=born.__getitem__) if born else None
         return self._first
+
+    def count(self) -> int:
+        """How many processes there are inside; 0 where nobody knows."""
+        try:
+            return sum(name.isdigit() for name in os.listdir(f"/proc/{self.init}/root/proc"))
+        except OSError:
+            return 0
 
     def kill(self) -> None:
         """Ends everything inside at once."""

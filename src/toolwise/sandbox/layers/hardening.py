@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from toolwise.sandbox.layers import kernel, landlock, seccomp
+from toolwise.sandbox.layers import disk, kernel, landlock, seccomp
 
 Tier = Literal["off", "basic", "standard", "namespaced"]
 LAYERS: dict[Tier, tuple[str, ...]] = {
@@ -36,6 +36,8 @@ MEBIBYTE = 1 << 20
 ROOM_FOR_LIBRARIES_MB = 64
 """Address space for the code of libraries, which is no memory of the user's."""
 MOST_DESCRIPTORS = 64
+OWN_DISK = "disk"
+"""What the limits say where the kernel keeps what is written within `file_mb`, and nobody has to measure it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,18 @@ class Plan:
     """Folders that it may write to besides its scratch folder."""
     outside: tuple[str, ...] = ()
     """The trainer's namespaces that it must not be in, as the kernel names them; none where it was started in them."""
+    own_disk: bool = True
+    """Whether its writable folders are to be file systems of their own, of `file_mb` each."""
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """All that it may write to."""
+        return (self.scratch, *self.write)
+
+    @property
+    def may_have_children(self) -> bool:
+        """Whether it is not kept from starting processes."""
+        return "subprocess" in self.permissions or "seccomp" not in self.layers or not seccomp.supported()
 
     def to_json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
@@ -71,8 +85,11 @@ class Got:
     missing: dict[str, str] = field(default_factory=dict)
 
 
-def harden(plan: Plan) -> Got:
-    """Each layer in its order: limits first, the filter last, since it forbids what the others need."""
+def harden(plan: Plan, limited: Callable[[], None] = lambda: None) -> Got:
+    """Each layer in its order: limits first, the filter last, since it forbids what the others need.
+
+    `limited` is called once the folders are what they will be, before anything is forbidden.
+    """
     steps: dict[str, Callable[[Plan], str]] = {
         "namespaces": _be_apart,
         "limits": _limit,
@@ -88,6 +105,8 @@ def harden(plan: Plan) -> Got:
         except Exception as fault:  # a layer that this machine does not have is told, not raised
             got.missing[layer] = f"{type(fault).__name__}: {fault}"
             plan = replace(plan, outside=()) if layer == "namespaces" else plan  # the next layers must not build on it
+        if layer == "limits":
+            limited()
     return got
 
 
@@ -116,7 +135,17 @@ def _limit(plan: Plan) -> str:
         _lower(resource.RLIMIT_DATA, data + wanted)
         _lower(resource.RLIMIT_AS, address_space + wanted + ROOM_FOR_LIBRARIES_MB * MEBIBYTE)
         _lower(resource.RLIMIT_MSGQUEUE, 0)
-    return "memory, file size, descriptors, CPU time"
+    return f"memory, file size, descriptors, CPU time, {_limit_disk(plan)}"
+
+
+def _limit_disk(plan: Plan) -> str:
+    """Bubblewrap has mounted what is to be mounted in its namespaces."""
+    why = "" if plan.outside else "not asked for"
+    if plan.own_disk and not plan.outside:
+        why = disk.limit_folders(plan.folders, plan.file_mb)
+    if not why and all(disk.is_limited(folder, plan.file_mb) for folder in plan.folders):
+        return OWN_DISK
+    return f"disk by measuring it{f': {why}' if why else ''}"
 
 
 def _lower(which: int, value: int) -> None:
@@ -145,7 +174,7 @@ def _gain_no_privileges(plan: Plan) -> str:
 
 def _restrict_files(plan: Plan) -> str:
     subprocess, network = "subprocess" in plan.permissions, "network" in plan.permissions
-    read, write = readable_places(plan.read, plan.permissions), [plan.scratch, *plan.write]
+    read, write = readable_places(plan.read, plan.permissions), plan.folders
     version = landlock.restrict(read, write, devices=["/dev/null"], network=network, run=subprocess)
     return f"ABI {version}"
 

@@ -45,6 +45,7 @@ def _give(action: int) -> Instruction:
 
 
 EPERM, ENOSYS, FINE = _give(REFUSE | errno.EPERM), _give(REFUSE | errno.ENOSYS), _give(ALLOW)
+UNSUPPORTED = _give(REFUSE | errno.EOPNOTSUPP)
 
 
 def _none_of(index: int, values: Collection[int]) -> list[Instruction]:
@@ -67,6 +68,7 @@ def _looked_into(pid: int, permissions: Collection[str], scoped: bool) -> dict[s
         "prctl": _none_of(0, PR_REFUSED),
         "fcntl": _none_of(1, FCNTL_REFUSED),
         "ioctl": _none_of(1, IOCTL_REFUSED),
+        "fallocate": [UNSUPPORTED],  # gigabytes in no time; whoever asks for it writes instead
     }
     if "subprocess" in permissions:
         del blocks["prlimit64"]

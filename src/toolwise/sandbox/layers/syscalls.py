@@ -20,6 +20,9 @@ NETWORK: Numbers = {
     "listen": (50, 201),
     "accept": (43, 202),
     "accept4": (288, 242),
+    # A descriptor on its way through a socket keeps a file that nobody can see.
+    "sendmsg": (46, 211),
+    "sendmmsg": (307, 269),
 }
 """Allowed with the permission `network`."""
 
@@ -190,6 +193,7 @@ LOOKED_INTO: Numbers = {
     "socketpair": (53, 199),
     "sendto": (44, 206),
     "prlimit64": (302, 261),
+    "fallocate": (285, 47),
 }
 """Allowed or not by their arguments: see seccomp.py."""
 

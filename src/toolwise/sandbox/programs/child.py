@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from toolwise.sandbox.layers.births import ask_for_births
 from toolwise.sandbox.layers.denials import explain
+from toolwise.sandbox.layers.disk import send_folders
 from toolwise.sandbox.layers.hardening import Plan, harden
 from toolwise.sandbox.layers.lifeline import live_with_parent
 
@@ -32,14 +33,14 @@ def main(start: dict[str, Any]) -> NoReturn:
     """`start`: descriptors of the order, of what is told back and of the trainer's life; and the parent's id."""
     live_with_parent(start["life"], start["parent"])
     told = start["told"]
-    for descriptor in (start["life"], told):
+    for descriptor in (start["life"], told, start["folders"]):
         os.set_inheritable(descriptor, False)
     with os.fdopen(start["order"], "rb") as file:
         order = json.load(file)
     plan = Plan.from_json(order["plan"])
     if start["births"] is not None:
         ask_for_births(start["births"])
-    got = harden(plan)
+    got = harden(plan, lambda: _have_folders_filled(start["folders"], plan.folders))
     os.write(told, json.dumps({"missing": got.missing}).encode() + b"\n")
     if got.missing:
         os._exit(NOT_HARDENED)
@@ -47,6 +48,13 @@ def main(start: dict[str, Any]) -> NoReturn:
         shell = next(path for path in SHELLS if os.path.exists(path))
         os.execve(shell, [shell, "-c", order["text"]], os.environ)
     sys.exit(_run(order["text"], start["keep"], told, plan.permissions))
+
+
+def _have_folders_filled(channel: int, folders: tuple[str, ...]) -> None:
+    send_folders(channel, folders, b"x")
+    if not os.read(channel, 1):  # its files do not fit, or the trainer is gone
+        os._exit(NOT_HARDENED)
+    os.close(channel)
 
 
 def _run(text: str, path: list[str], told: int, permissions: tuple[str, ...]) -> int:

@@ -6,12 +6,12 @@ import itertools
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from toolwise.errors import DataError
 from toolwise.sandbox.pool import make_root
-from toolwise.sandbox.processes import remove_folder
+from toolwise.sandbox.scratch import remove_beside, remove_root
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +19,12 @@ class WorkFolder:
     """A rollout's own place; `files` is what its programs see of it."""
 
     path: Path
+    lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
+    """Held while its files are copied."""
 
     @property
     def files(self) -> Path:
         return self.path / "work"
-
-    def empty(self) -> None:
-        remove_folder(self.files)
-        self.files.mkdir(mode=0o700)
 
 
 class WorkFolders:
@@ -61,7 +59,7 @@ class WorkFolders:
         return path
 
     def remove(self, folder: WorkFolder) -> None:
-        remove_folder(folder.path)
+        remove_beside(folder.path)
         with self._lock:
             self._open.discard(folder)
             if self._open:
@@ -76,7 +74,7 @@ class WorkFolders:
         if root is None:
             return
         if self._pid == os.getpid():  # else this is a fork, and they are the parent's
-            remove_folder(root[0])
+            remove_root(root[0])
         os.close(root[1])
 
 

@@ -8,40 +8,43 @@ import os
 import secrets
 import select
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from toolwise.sandbox.faults import LONGEST_MESSAGE, SandboxError, printable
-from toolwise.sandbox.layers.births import allow_birth
+from toolwise.sandbox.layers import seccomp
 from toolwise.sandbox.layers.bubblewrap import INIT, View
 from toolwise.sandbox.layers.hardening import MEBIBYTE, Plan
-from toolwise.sandbox.processes import Running, end_tree, launch, program_environment, require_interpreter
+from toolwise.sandbox.process_limits import TOO_MANY_THREADS, too_many_threads
+from toolwise.sandbox.processes import end_tree, launch, program_environment, require_interpreter
 from toolwise.sandbox.programs.captured import Captured
+from toolwise.sandbox.programs.fork_gate import ForkGate
+from toolwise.sandbox.programs.work_disk import WorkDisk
+from toolwise.sandbox.supervision import AVAILABLE, END_S, Report, Running, Supervised
 from toolwise.sandbox.targets import library_folders, own_folder
-from toolwise.sandbox.usage import MOST_PROCESSES, TOO_MANY, overfilled, overgrown, too_many
+from toolwise.sandbox.usage import TOO_MANY, overgrown, places_of, too_many
 
 Language = Literal["python", "shell"]
 Kind = Literal["ok", "exit", "timeout", "memory", "denied", "died", "too_big"]
 START_S = 60.0
 """How long an interpreter may take to come up on a busy machine; the program has not begun by then."""
 LOOK_S = 0.1
-"""How often a program's folder and processes are looked at."""
+MEASURE_S = 0.01
+"""How often a program's processes are looked at; and its folder, where it has to be measured."""
 MOST_OUTPUT = 16 * MEBIBYTE
 LONGEST_TOLD = 1 << 16
-_LISTENER = struct.Struct("i")
 _TOLD_KINDS: dict[str, Kind] = {"memory": "memory", "denied": "denied", "too_big": "too_big"}
 _BOOT = (
     "import json, sys; start = json.loads(sys.argv[1]); sys.path[:] = start['path']; "
+    "from toolwise.sandbox.layers.supervisor import begin; begin(start); "
     "from toolwise.sandbox.programs.child import main; main(start)"
 )
 
@@ -58,6 +61,8 @@ class ProgramResult:
     exit_status: int | None = None
     """As a shell has it: 128 + n where signal n ended it; None where the sandbox did, or nothing was run."""
     seconds: float = 0.0
+    left_running: int = 0
+    """Processes that it had started and that still ran when it ended; they were ended with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +77,16 @@ class Order:
     """The working folder, and that for temporary files."""
     timeout_s: float
     output_bytes: int
+    lock: threading.Lock = field(default_factory=threading.Lock, compare=False)
+    """Held while the working folder is copied: other programs may run in it."""
 
     @property
     def may_have_children(self) -> bool:
-        return "subprocess" in self.plan.permissions or "seccomp" not in self.plan.layers
+        return self.plan.may_have_children
 
     @property
     def asks_for_births(self) -> bool:
-        return "subprocess" in self.plan.permissions and "seccomp" in self.plan.layers
+        return self.may_have_children and seccomp.supported()
 
 
 class Stop:
@@ -124,94 +131,44 @@ def run_program(order: Order, stop: Stop) -> ProgramResult | None:
         return run.result(cut, code)
 
 
-class _Births:
-    """The trainer's end of a program's births, where it asks for them."""
-
-    def __init__(self, closing: ExitStack) -> None:
-        self.seen = 0
-        """Since the program was last looked at."""
-        self._closing = closing
-        self._channel: socket.socket | None = None
-        self._listener: int | None = None
-        self._poll: select.poll
-
-    @property
-    def many(self) -> bool:
-        return self.seen >= MOST_PROCESSES
-
-    def open(self, theirs: ExitStack) -> int:
-        """The end that the program is given, to be closed with `theirs`."""
-        ours, given = socket.socketpair()
-        self._channel = self._closing.enter_context(ours)
-        return theirs.enter_context(given).fileno()
-
-    def listen(self, poll: select.poll) -> None:
-        self._poll = poll
-        if self._channel is not None:
-            poll.register(self._channel, select.POLLIN)
-
-    def answer(self, ready: list[tuple[int, int]]) -> None:
-        for descriptor, event in ready:
-            if self._channel is not None and descriptor == self._channel.fileno():
-                self._poll.unregister(descriptor)
-                self._listener = self._receive(self._channel)
-            elif descriptor == self._listener and event & select.POLLIN:
-                self._allow(descriptor)
-            elif descriptor == self._listener and event & (select.POLLHUP | select.POLLNVAL):
-                self._poll.unregister(descriptor)  # nobody is left who could ask
-
-    def _receive(self, channel: socket.socket) -> int | None:
-        """None where births are free."""
-        # Not `recv_fds`: whatever else is started in this process must not inherit the listener.
-        said, given, _, _ = channel.recvmsg(1, socket.CMSG_LEN(_LISTENER.size), socket.MSG_CMSG_CLOEXEC)
-        if not said:
-            return None
-        if not given:
-            raise SandboxError("a program's listener did not come through: are there too many open files?")
-        (listener,) = _LISTENER.unpack(given[0][2])
-        self._closing.callback(os.close, listener)
-        self._poll.register(listener, select.POLLIN)
-        return int(listener)
-
-    def _allow(self, listener: int) -> None:
-        """Those who wait already, without another round of everything else."""
-        ready = select.poll()
-        ready.register(listener, select.POLLIN)
-        while not self.many:
-            try:
-                allow_birth(listener)
-            except OSError as fault:
-                raise SandboxError(f"a program's births cannot be answered: {fault}") from None
-            self.seen += 1
-            if not any(event & select.POLLIN for _, event in ready.poll(0)):
-                return
-
-
 class _Run:
     def __init__(self, order: Order, stop: Stop, stopped: int, closing: ExitStack) -> None:
         require_interpreter()
         self._order, self._stop, self._stopped = order, stop, stopped
         self.mark = secrets.token_hex(16)
         self._began: float | None = None
+        self._next_count = 0.0
         self._seconds = 0.0
+        self._over = False
+        """Whether it has ended by itself, and its supervisor ends what it left."""
         with ExitStack() as theirs:
             out, out_write = _pipe(closing, theirs)
             err, err_write = _pipe(closing, theirs)
             told, told_write = _pipe(closing, theirs)
             life_read, _ = _pipe(theirs, closing)
-            self._births = _Births(closing)
+            self._births = ForkGate(closing)
+            self._disk = WorkDisk(order.folders, order.plan.file_mb, order.lock, closing)
             asking = self._births.open(theirs) if order.asks_for_births else None
             self._out, self._err = Captured(out, order.output_bytes), Captured(err, order.output_bytes)
             self._told = Captured(told, LONGEST_TOLD)
-            self.popen = self._launch(out_write, err_write, told_write, life_read, asking)
+            self._report = Report() if order.may_have_children and AVAILABLE else None
+            if self._report is not None:
+                closing.callback(self._report.close)
+                theirs.callback(self._report.passed_on)
+            given = {
+                "told": told_write,
+                "life": life_read,
+                "births": asking,
+                "report": None if self._report is None else self._report.theirs,
+                "folders": self._disk.open(theirs),
+            }
+            self.popen = self._launch(out_write, err_write, given)
 
-    def _launch(self, out: int, err: int, told: int, life: int, births: int | None) -> Running:
+    def _launch(self, out: int, err: int, given: dict[str, int | None]) -> Running:
         order, keep = self._order, library_folders()
         home, *more = order.plan.scratch, *order.plan.write
-        start = {
-            "life": life,
-            "told": told,
-            "births": births,
+        start: dict[str, Any] = {
+            **given,
             "parent": os.getpid() if order.view is None else INIT,
             "path": [*keep, str(own_folder().parent)],
             "keep": keep,
@@ -228,10 +185,11 @@ class _Run:
                     program_environment(home, more[0] if more else home, self.mark),
                     order.folders[0],
                     view=order.view,
+                    report=self._report,
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=err,
-                    pass_fds=(told, life, file.fileno(), *([] if births is None else [births])),
+                    pass_fds=(file.fileno(), *(number for number in given.values() if number is not None)),
                 )
             except OSError as fault:
                 raise SandboxError(f"no process can be started for a program: {fault}") from None
@@ -241,13 +199,16 @@ class _Run:
         poll = select.poll()
         ended = _ending(self.popen.pid)
         pipes = [captured.descriptor for captured in (self._out, self._err, self._told)]
-        for descriptor in (*pipes, self._stopped, *([] if ended is None else [ended])):
-            poll.register(descriptor, select.POLLIN)
+        reported = None if self._report is None else self._report.ours
+        for descriptor in (*pipes, self._stopped, ended, reported):
+            if descriptor is not None:
+                poll.register(descriptor, select.POLLIN)
         self._births.listen(poll)
+        self._disk.listen(poll)
         try:
             return self._watch(poll, ended)
         finally:
-            self._seconds = time.monotonic() - self._began if self._began is not None else 0.0
+            self._seconds = self._seconds or self._passed()
             if ended is not None:
                 os.close(ended)
 
@@ -255,6 +216,8 @@ class _Run:
         deadline, look = time.monotonic() + START_S, time.monotonic() + LOOK_S
         while True:
             now = time.monotonic()
+            if now >= deadline and self._over:
+                return None
             if now >= deadline:
                 return "timeout", f"it ran longer than {self._order.timeout_s:g} s and was ended"
             if self._births.many:
@@ -263,16 +226,24 @@ class _Run:
                 self._births.seen = 0
             if now >= look:
                 began = time.thread_time()
-                cut = self._look()
+                cut = self._look(now)
                 if cut is not None:
                     return cut
                 # A tenth of a core at most. Not of the time that passed: a bomb would be looked at less the more it is.
-                look = time.monotonic() + max(LOOK_S, 10 * (time.thread_time() - began))
+                every = LOOK_S if self._disk.limited else MEASURE_S
+                look = time.monotonic() + max(every, 10 * (time.thread_time() - began))
             events = poll.poll(max(min(deadline, look) - time.monotonic(), 0) * 1000)
             ready = [found for found, _ in events]
             if self._stop.asked:
                 return None
             self._births.answer(events)
+            if self._report is not None and not self._over and self._report.ours in ready:
+                self._over, self._seconds, deadline = True, self._passed(), time.monotonic() + END_S
+                poll.unregister(self._report.ours)
+                self._births.stop()
+            self._disk.answer(ready, poll)
+            if self._disk.full:
+                return "too_big", self._disk.full
             for captured in (self._out, self._err, self._told):
                 if captured.descriptor in ready and captured.read() is None:
                     poll.unregister(captured.descriptor)
@@ -284,34 +255,58 @@ class _Run:
             if ended in ready or (ended is None and self.popen.poll() is not None):
                 return None
 
-    def _look(self) -> tuple[Kind, str] | None:
-        full = overfilled(self._order.folders, self._order.plan.file_mb)
+    def _look(self, now: float) -> tuple[Kind, str] | None:
+        if self._began is None:  # what looks like its /proc may still be the whole machine's
+            return None
+        full = self._disk.is_full(self._places)
         if full:
             return "too_big", full
-        # Before it has begun, what looks like its /proc may still be the whole machine's.
-        if self._began is None or not self._order.may_have_children:
+        if self._over:
+            return None
+        if now < self._next_count:
+            return None
+        self._next_count = now + LOOK_S
+        if too_many_threads(self.popen):
+            return "too_big", TOO_MANY_THREADS
+        if not self._order.may_have_children:
             return None
         grown = overgrown(self.popen, self.mark, self._order.plan.memory_mb)
         return None if grown is None else (_TOLD_KINDS[grown[0]], grown[1])
+
+    def _passed(self) -> float:
+        return time.monotonic() - self._began if self._began is not None else 0.0
+
+    def _places(self) -> Iterable[str]:
+        if self._order.may_have_children or self._order.view is not None:
+            return places_of(self.popen, self.mark)
+        return [f"/proc/{self.popen.pid}"]
 
     def result(self, cut: tuple[Kind, str] | None, code: int) -> ProgramResult:
         """After its end: what is still in the pipes, and what it came to."""
         for captured in (self._out, self._err, self._told):
             captured.drain()
         out, err = self._out.text(), self._err.text()
+        full = self._disk.take_back()
+        if self._disk.full:  # it was not begun
+            return ProgramResult("too_big", full)
         # The first line was written before the program began; what follows may be anybody's word.
         first, *later = [_read_line(line) for line in self._told.text().splitlines()] or [{}]
         if first.get("missing") != {}:
             why = first.get("missing") or " ".join(err.split())[:300] or (cut and cut[1])
             why = why or f"its process ended with status {code}"
             raise SandboxError(f"a program could not be started in its sandbox: {why}")
-        if cut is None:
-            full = overfilled(self._order.folders, self._order.plan.file_mb)
-            cut = ("too_big", full) if full else None
+        if cut is None and full:
+            cut = "too_big", full
         if cut is not None:
-            return ProgramResult(*cut, out, err, None, self._seconds)
+            return ProgramResult(*cut, out, err, None, self._seconds, self._left_running())
         status = 128 - code if code < 0 else code
-        return ProgramResult(*self._judge(status, later[0] if later else {}), out, err, status, self._seconds)
+        kind, message = self._judge(status, later[0] if later else {})
+        return ProgramResult(kind, message, out, err, status, self._seconds, self._left_running())
+
+    def _left_running(self) -> int:
+        if isinstance(self.popen, Supervised):
+            return self.popen.left or 0
+        return (self._report.take() or 0) if self._report is not None else 0
 
     def _judge(self, status: int, told: dict[str, Any]) -> tuple[Kind, str]:
         if status == 0:

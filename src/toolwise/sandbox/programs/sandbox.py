@@ -20,13 +20,12 @@ from typing import TypeVar, get_args
 from toolwise.sandbox.faults import SandboxError
 from toolwise.sandbox.layers.bubblewrap import View, outside_of
 from toolwise.sandbox.layers.hardening import HOW_TO_GET, LAYERS, Plan, Tier, readable_places
-from toolwise.sandbox.processes import remove_folder
 from toolwise.sandbox.programs.folders import WorkFolder, WorkFolders
 from toolwise.sandbox.programs.run import Language, Order, ProgramResult, Stop, run_program
 from toolwise.sandbox.report import Report, probe
 from toolwise.sandbox.sandbox import PERMISSIONS
+from toolwise.sandbox.scratch import remove_beside
 from toolwise.sandbox.targets import own_folder, readable_folders
-from toolwise.sandbox.usage import overfilled
 from toolwise.waiting import queued
 
 log = logging.getLogger("toolwise.sandbox")
@@ -69,7 +68,8 @@ class ProgramSandbox:
         layers = tuple(layer for layer in LAYERS[tier] if layer in self._report.layers)
         readable = tuple(str(Path(place).expanduser().resolve()) for place in read)
         cpu_s = int(timeout_s * (os.cpu_count() or 1)) + 5
-        self._plan = Plan(layers, "", readable, memory_mb, file_mb, cpu_s, self.permissions)
+        own_disk = self._report.own_disk
+        self._plan = Plan(layers, "", readable, memory_mb, file_mb, cpu_s, self.permissions, own_disk=own_disk)
         self._at_once = at_once or max(4, 2 * (os.cpu_count() or 1))
         self._start_over()
         _alive.add(self)
@@ -121,16 +121,13 @@ class ProgramSandbox:
             return ProgramResult("exit", "a command cannot hold a NUL character", exit_status=2)
         temporary = self._folders.temporary(folder)
         try:
-            result = run_program(self._order(text, folder.files, temporary), stop)
+            return run_program(self._order(text, folder, temporary), stop)
         finally:
-            remove_folder(temporary)
-        if overfilled([folder.files], self._plan.file_mb):
-            folder.empty()  # otherwise every later call of the rollout would be ended for it
-        return result
+            remove_beside(temporary)
 
-    def _order(self, text: str, work: Path, temporary: Path) -> Order:
+    def _order(self, text: str, folder: WorkFolder, temporary: Path) -> Order:
         """The two folders have names of their own where there are namespaces, and their real ones elsewhere."""
-        layers, permissions = self._plan.layers, self.permissions
+        layers, permissions, work = self._plan.layers, self.permissions, folder.files
         scratch, write, view = str(work), str(temporary), None
         packages = tuple(place for place in readable_folders() if place != str(own_folder()))
         read = (*packages, *self._plan.read)
@@ -139,10 +136,12 @@ class ProgramSandbox:
             read += ("/proc",) if "subprocess" in permissions else ()  # of its own processes
             seen = readable_places((*read, str(own_folder())), permissions)
             mounts = ((str(work), scratch), (str(temporary), write))
-            view = View(tuple(seen), mounts, scratch, "network" in permissions)
+            file_mb = self._plan.file_mb if self._plan.own_disk else None
+            view = View(tuple(seen), mounts, scratch, "network" in permissions, file_mb)
         limits = (self._plan.memory_mb, self._plan.file_mb, self._plan.cpu_s)
-        plan = Plan(layers, scratch, read, *limits, permissions, (write,), outside_of(view))
-        return Order(self.language, text, plan, view, (work, temporary), self.timeout_s, self.output_bytes)
+        plan = Plan(layers, scratch, read, *limits, permissions, (write,), outside_of(view), self._plan.own_disk)
+        folders = (work, temporary)
+        return Order(self.language, text, plan, view, folders, self.timeout_s, self.output_bytes, folder.lock)
 
     def _executor(self) -> ThreadPoolExecutor:
         with self._lock:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from toolwise.sandbox import frames
+from toolwise.sandbox.layers.supervisor import supervise
 from toolwise.tools.isolation.processes import MARK
 from toolwise.tools.isolation.random_generators import can_be_reseeded, reseed
 
@@ -36,7 +37,8 @@ def can_be_forked(before: set[str]) -> bool:
 
 
 def fork_workers(channel: int) -> tuple[int, int, int]:
-    """Forks a worker for each request. Returns in the children only: the worker's channel, life and output."""
+    """Forks a worker, with a supervisor above it, for each request. Returns in the workers only: the channel, life and
+    output."""
     trainer = socket.socket(fileno=channel)
     gc.collect()
     gc.freeze()  # what was loaded is not looked through again: pages that nobody writes to stay shared
@@ -56,8 +58,12 @@ def fork_workers(channel: int) -> tuple[int, int, int]:
             pid = -1
         if pid == 0:
             trainer.detach()
-            _leave_zygote(descriptors, request["fork"], mark_at)
             worker, life, output = descriptors
+            os.setsid()
+            if mark_at is not None:  # where the kernel reads a process's environment, which still has the zygote's mark
+                ctypes.memmove(mark_at, request["fork"].encode(), len(request["fork"]))
+            supervise(life)
+            _leave_zygote(descriptors, request["fork"])
             return worker, life, output
         for descriptor in descriptors:
             os.close(descriptor)
@@ -65,15 +71,12 @@ def fork_workers(channel: int) -> tuple[int, int, int]:
             _reply(channel, {"pid": pid})
 
 
-def _leave_zygote(own: list[int], mark: str, mark_at: int | None) -> None:
-    """In a child: a session of its own, and nothing of the zygote's."""
-    os.setsid()
+def _leave_zygote(own: list[int], mark: str) -> None:
+    """In a worker: nothing of the zygote's."""
     for descriptor in {int(name) for name in open_descriptors()} - {0, 1, 2, *own}:
         os.close(descriptor)
     for descriptor in own:
         os.set_inheritable(descriptor, False)
-    if mark_at is not None:  # where the kernel reads a process's environment: the zygote's mark is on all its children
-        ctypes.memmove(mark_at, mark.encode(), len(mark))
     os.environ[MARK] = mark
     reseed()
 

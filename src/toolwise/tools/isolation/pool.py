@@ -20,7 +20,7 @@ from typing import Any
 
 from toolwise.tools.isolation.places import Place, Target
 from toolwise.tools.isolation.roster import LOOK_S, Roster
-from toolwise.tools.isolation.workers import LOAD_S, LoadFault, NoRoomLeft, ToolDied, ToolFault, Worker
+from toolwise.tools.isolation.workers import LOAD_S, LoadFault, NeverReached, NoRoomLeft, ToolDied, ToolFault, Worker
 from toolwise.tools.isolation.zygote import AVAILABLE
 from toolwise.waiting import queueing
 
@@ -30,6 +30,8 @@ DESCRIPTORS = 5
 """What a worker takes of the trainer's open files: its channel, its output, its life, its end, and one to spare."""
 DESCRIPTORS_LEFT = 256
 """Left to the rest of the trainer: checkpoints, connections, the sandbox of rewards."""
+ATTEMPTS = 3
+"""Of a call whose process is gone before the call has reached it."""
 PAUSE_S = 0.25
 """How long no process is started after the system had no room for one."""
 REAP_S = 1.0
@@ -106,9 +108,15 @@ class Pool:
         self, target: Target, parameters: dict[str, Any], kwargs: dict[str, Any] | None = None
     ) -> tuple[str, float | None, dict[str, Any]]:
         """What `target`, a function tool, gives for the model's arguments and the task's own."""
-        async with self._worker(target.place) as worker:
-            question = {"call": target.name, "parameters": parameters, "kwargs": kwargs or {}}
-            return read_result(await worker.ask(question))
+        question = {"call": target.name, "parameters": parameters, "kwargs": kwargs or {}}
+        for attempt in range(ATTEMPTS):
+            try:
+                async with self._worker(target.place) as worker:
+                    return read_result(await worker.ask(question))
+            except NeverReached:
+                if attempt + 1 == ATTEMPTS:
+                    raise
+        raise AssertionError("unreachable")
 
     @asynccontextmanager
     async def _worker(self, place: Place) -> AsyncIterator[Worker]:
@@ -118,8 +126,8 @@ class Pool:
         except ToolFault:  # the tool's own: its process is as good as before
             self._put_back(worker)
             raise
-        except BaseException:
-            self.killed += 1
+        except BaseException as fault:
+            self.killed += not isinstance(fault, NeverReached)
             self.end(worker)
             raise
         self._put_back(worker)
@@ -141,8 +149,9 @@ class Pool:
             if self.closed:
                 raise ToolDied("the workers of the tools are closed")
             waiting = self._waiting.setdefault(place, deque())
-            if not waiting and roster.idle.get(place) and roster.counted() < self.limit:  # the most usual case
-                worker = roster.idle[place].pop()
+            free = not waiting and roster.counted() < self.limit
+            worker = self._ready(place) if free else None
+            if worker is not None:  # the most usual case
                 (roster.kept if keeps else roster.busy).add(worker)
                 return worker
             waiter = _Waiter(keeps=keeps)
@@ -160,6 +169,16 @@ class Pool:
         if waiter.worker is None:
             raise waiter.fault or ToolDied("no worker came up")
         return waiter.worker
+
+    def _ready(self, place: Place) -> Worker | None:
+        """One that rests. Who was killed meanwhile is not handed out."""
+        idle = self._roster.idle.get(place)
+        while idle:
+            worker = idle.pop()
+            if worker.is_ready():
+                return worker
+            self._end_idle(worker)
+        return None
 
     def end(self, worker: Worker) -> None:
         worker.kill()
@@ -198,8 +217,9 @@ class Pool:
             if not places:
                 break
             place = min(places, key=lambda place: (self._roster.at_work(place), self._waiting[place][0].since))
-            if free and idle.get(place):
-                self._hand_on(idle[place].pop())
+            worker = self._ready(place) if free else None
+            if worker is not None:
+                self._hand_on(worker)
             elif self._has_room(place) or self._make_room(place):
                 self._start(place)
             else:
@@ -258,6 +278,7 @@ class Pool:
         with self._lock:
             if worker in self._roster.coming:
                 self._roster.coming.discard(worker)
+                self._roster.killed_coming.pop(worker.place, None)
                 if not self._roster.found(worker):
                     self._rest(worker)
                 self._admit()
@@ -265,7 +286,8 @@ class Pool:
     def _gone(self, worker: Worker, fault: ToolDied | None) -> None:
         with self._lock:
             self._unburied.discard(worker)
-            if worker in self._roster.coming and fault is not None and not self._roster.lost_zygote(worker):
+            roster = self._roster
+            if worker in roster.coming and fault is not None and not roster.comes_again(worker):
                 self._tell(worker.place, fault)
             self._replace(worker)
 

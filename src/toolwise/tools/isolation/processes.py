@@ -10,12 +10,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 from toolwise.references import WORKER
 from toolwise.sandbox.processes import sweep_leftovers
+from toolwise.sandbox.supervision import AVAILABLE
 from toolwise.tools.isolation.places import Place
 
 LARGEST_RESULT = 8 << 20
@@ -23,6 +25,8 @@ LARGEST_RESULT = 8 << 20
 # A fresh interpreter, never a fork: the trainer has threads, and a fork would take their locks along.
 _BOOT = (
     "import json, sys; start = json.loads(sys.argv[1]); sys.path[:] = start['path']; "
+    "from toolwise.sandbox.layers.supervisor import supervise; "
+    "sys.platform == 'linux' and supervise(start['life'], spares=True); "
     "from toolwise.tools.isolation.serving import main; main(start)"
 )
 MARK = "TOOLWISE_SANDBOX"
@@ -31,6 +35,9 @@ _DEFAULTS = {
     "PYTHONHASHSEED": "0",  # all workers order a set alike
     "OPENBLAS_NUM_THREADS": "1",  # numpy's import would start threads, and a process with threads cannot be forked
 }
+
+
+_closing = threading.Lock()
 
 
 class Child(Protocol):
@@ -46,6 +53,8 @@ class Child(Protocol):
 
 @dataclass(slots=True)
 class Process:
+    """A worker's supervisor, where the system has such (`sandbox/layers/supervisor.py`), or the worker itself."""
+
     popen: Child
     channel: socket.socket
     output: int
@@ -57,19 +66,32 @@ class Process:
     def pid(self) -> int:
         return self.popen.pid
 
-    def kill_group(self) -> None:
-        for kill in (os.killpg, os.kill):  # one that was forked just now may have no group of its own yet
+    def kill(self) -> None:
+        """With all that it started. Twice is as good as once, until it is waited for."""
+        self._close_life()
+        if AVAILABLE:
+            for number in (signal.SIGCONT, signal.SIGTERM):
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(self.pid, number)
+        else:
             with suppress(ProcessLookupError, PermissionError):
-                kill(self.pid, signal.SIGKILL)
+                os.killpg(self.pid, signal.SIGKILL)
 
     def sweep(self) -> None:
-        """Ends what it started in other groups. Before it is waited for: after that its number may be another's."""
+        """Ends what carries its mark, where its supervisor was killed. Before it is waited for: after that its number
+        may be another's."""
         sweep_leftovers(self.pid, self.mark)
 
     def close_pipes(self) -> None:
-        for descriptor in (self.output, self.life):
-            with suppress(OSError):
-                os.close(descriptor)
+        self._close_life()
+        with suppress(OSError):
+            os.close(self.output)
+
+    def _close_life(self) -> None:
+        with _closing:
+            life, self.life = self.life, -1
+        if life >= 0:
+            os.close(life)
 
 
 class Pipes:
@@ -147,13 +169,14 @@ class Death:
         if self.descriptor is not None:
             self._poll.register(self.descriptor, select.POLLIN)
 
-    def came(self) -> bool:
-        return bool(self._poll.poll(0)) if self.descriptor is not None else self._popen.poll() is not None
+    def came(self, within_s: float = 0.0) -> bool:
+        if self.descriptor is not None:
+            return bool(self._poll.poll(within_s * 1000))
+        with suppress(subprocess.TimeoutExpired):
+            self._popen.wait(within_s)
+        return self._popen.poll() is not None
 
-    def __enter__(self) -> Death:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
+    def close(self) -> None:
         if self.descriptor is not None:
             os.close(self.descriptor)
 

@@ -15,6 +15,8 @@ SLOW_S = 1.0
 """The same for a worker that shares no memory, of which there should be few: one that takes longer is not counted."""
 SPIN_S = 10.0
 """A call that computes for longer may as well hang: it keeps nobody out any more."""
+MOST_LOST = 3
+"""So many zygotes, or workers that come up, may be killed before the module is taken to be the cause."""
 IDLE_S = 30.0
 """How long a worker that nobody needs stays up."""
 IDLE_LOADED_S = 300.0
@@ -36,6 +38,9 @@ class Roster:
         self.zygotes: dict[Place, tuple[Worker, Zygote]] = {}
         self.unshared_places: set[Place] = set()
         """Places that each worker loads for itself."""
+        self.killed_coming: dict[Place, int] = {}
+        """How many were killed while they came up, since one has."""
+        self._lost_zygotes: dict[Place, int] = {}
         self._used: dict[Worker, float] = {}
         """When an idle worker, or a zygote, was last of use."""
 
@@ -56,12 +61,27 @@ class Roster:
         return False
 
     def lost_zygote(self, worker: Worker) -> bool:
-        """Whether a worker did not come up because its zygote does not fork: from now on the place goes without."""
+        """Whether a worker did not come up because its zygote does not fork: another takes its place, and where that
+        happens again and again each worker loads for itself."""
         if worker.zygote is None or not worker.zygote.gone:
             return False
-        self.unshared_places.add(worker.place)
-        self.zygotes.pop(worker.place, None)
+        held, zygote = self.zygotes.get(worker.place, (None, None))
+        if zygote is worker.zygote and held is not None:
+            del self.zygotes[worker.place]
+            self._used.pop(held, None)
+            self._lost_zygotes[worker.place] = self._lost_zygotes.get(worker.place, 0) + 1
+            if self._lost_zygotes[worker.place] >= MOST_LOST:
+                self.unshared_places.add(worker.place)
         return True
+
+    def comes_again(self, worker: Worker) -> bool:
+        """Whether another is to come up for one that did not, as its zygote was gone or somebody killed it: that is not
+        its place's fault, unless it happens again and again."""
+        if self.lost_zygote(worker):
+            return True
+        count = self.killed_coming.get(worker.place, 0) + 1
+        self.killed_coming[worker.place] = count
+        return worker.was_killed and count < MOST_LOST
 
     def zygote_of(self, place: Place) -> Zygote | None:
         worker, zygote = self.zygotes.get(place, (None, None))

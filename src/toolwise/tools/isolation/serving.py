@@ -79,7 +79,7 @@ def _serve(channel: int, place: Place, largest: int) -> None:
         traceback.print_exc()
         send({"failed": f"{type(fault).__name__}: {_text(fault)}"[:2000]})
         return
-    send({"loaded": True, "forks": can_be_forked(open_before)})
+    send({"loaded": True, "forks": can_be_forked(open_before), "pid": _getpid()})
     _answer(channel, module, largest)
 
 
@@ -111,7 +111,7 @@ def _answer(channel: int, module: ModuleType, largest: int) -> None:
             # What follows runs in a child: the zygote itself never comes back from there.
             _become_worker(life, output)
             send, server = _sender(channel, largest), _Server(module)
-            send({"loaded": True, "forks": False})
+            send({"loaded": True, "forks": False, "pid": _getpid()})
             continue
         try:
             send({"id": question["id"], "value": server.answer(question)})

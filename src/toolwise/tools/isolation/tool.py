@@ -15,8 +15,8 @@ from toolwise.tools import isolation
 from toolwise.tools.base import BaseTool
 from toolwise.tools.function import FunctionTool
 from toolwise.tools.isolation.places import Target
-from toolwise.tools.isolation.pool import Pool, read_result
-from toolwise.tools.isolation.workers import ToolDied, ToolFault, Worker
+from toolwise.tools.isolation.pool import ATTEMPTS, Pool, read_result
+from toolwise.tools.isolation.workers import NeverReached, ToolDied, ToolFault, Worker
 from toolwise.waiting import queueing
 
 
@@ -52,10 +52,8 @@ class IsolatedTool(BaseTool):
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> str:
         pool = isolation.shared()
-        life = _Life(pool, await pool.take(self.target.place))
+        life = _Life(pool, await self._made(pool))
         try:
-            schema = self.tool_schema.model_dump()
-            await life.worker.ask({"make": self.target.name, "config": self.config, "schema": schema})
             life.inner = str(await self._ask(life, "create", instance_id, **kwargs))
         except BaseException:
             pool.end(life.worker)
@@ -64,6 +62,21 @@ class IsolatedTool(BaseTool):
         outer = instance_id or str(uuid4())
         self._lives[outer] = life
         return outer
+
+    async def _made(self, pool: Pool) -> Worker:
+        """A process with a tool object in it."""
+        question = {"make": self.target.name, "config": self.config, "schema": self.tool_schema.model_dump()}
+        for attempt in range(ATTEMPTS):
+            worker = await pool.take(self.target.place)
+            try:
+                await worker.ask(question)
+            except BaseException as fault:
+                pool.end(worker)
+                if not isinstance(fault, NeverReached) or attempt + 1 == ATTEMPTS:
+                    raise
+            else:
+                return worker
+        raise AssertionError("unreachable")
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any

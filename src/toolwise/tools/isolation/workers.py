@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import itertools
 import logging
 import os
 import select
+import signal
 import socket
+import termios
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,6 +23,7 @@ from typing import Any
 
 from toolwise.sandbox import frames
 from toolwise.sandbox.faults import WorkerFault
+from toolwise.sandbox.supervision import END_S, is_stopped
 from toolwise.tools.faults import ToolCallError
 from toolwise.tools.isolation.core_time import CoreTime
 from toolwise.tools.isolation.places import Place
@@ -34,6 +38,8 @@ LINES_LOGGED = 100
 """Of what a call prints; the rest is read, so that it never waits for us, and dropped."""
 LONGEST_LINE = 8192
 GONE_S = 1.0
+STOPPED_S = 0.2
+"""After so long a call without an answer is looked at: its process may have been stopped before it took it."""
 USED_UP = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 
 _numbers = itertools.count(1)
@@ -56,6 +62,10 @@ class LoadFault(ToolDied):
 
 class NoRoomLeft(ToolDied):
     """Descriptors, processes or memory are used up: another worker may start once one of those that are up ends."""
+
+
+class NeverReached(ToolDied):
+    """The process was gone, or stopped, before it had read the call: another may be asked."""
 
 
 class ToolFault(Exception):  # noqa: N818 (named as what the tool raised)
@@ -92,10 +102,13 @@ class Worker:
         self._on_up, self._on_gone = on_up, on_gone
         self._lock = threading.Lock()
         self._process: Process | None = None
+        self._death: Death | None = None
+        self._pid: int | None = None
         self._incoming = frames.Incoming(LARGEST_RESULT + 4096)
         self._asking = self._killed = self._waited_for = False
         self._how: str | None = None
         self._core_time: CoreTime | None = None
+        self._idle: select.poll | None = None
         self._lines = 0
         self._text = b""
         self.thread = threading.Thread(target=self._keep, name="toolwise-tool-worker", daemon=True)
@@ -103,7 +116,17 @@ class Worker:
 
     @property
     def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
+        """Its own; that of its supervisor until it has loaded."""
+        return self._pid or (None if self._process is None else self._process.pid)
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether somebody has killed it, other than we: the kernel for want of memory, for example."""
+        return not self._killed and self._how == how_it_ended(-signal.SIGKILL)
+
+    def is_ready(self) -> bool:
+        """Whether it still waits for a call: it is not gone, and nothing came that nobody asked for."""
+        return self._idle is not None and not self._idle.poll(0)
 
     async def ask(self, question: dict[str, Any]) -> Any:
         """One question, one answer. Whoever is cancelled in between ends the process, whatever it is in."""
@@ -134,6 +157,7 @@ class Worker:
     async def _exchange(self, payload: bytes) -> dict[str, Any]:
         assert self._process is not None
         loop, channel = asyncio.get_running_loop(), self._process.channel
+        look = loop.call_later(STOPPED_S, self._end_where_stopped)
         try:
             await loop.sock_sendall(channel, payload)
             self.asked_at = time.monotonic()
@@ -145,17 +169,33 @@ class Worker:
             return dict(said)
         except WorkerFault as fault:
             raise ToolDied(f"the tool's process sent nonsense: {fault.message}") from None
-        except OSError:
+        except OSError as fault:
+            look.cancel()
             end = time.monotonic() + GONE_S
             while self._how is None and time.monotonic() < end:  # noqa: ASYNC110 (a thread says it, to no loop)
                 await asyncio.sleep(0.002)
-            raise ToolDied(f"the tool's process {self._how or 'closed its channel'}") from None
+            # The kernel's words for an end before all was read; where it had read the call, that is an end of file.
+            unread = isinstance(fault, BrokenPipeError | ConnectionResetError)
+            kind, when = (NeverReached, " before the call reached it") if unread else (ToolDied, "")
+            raise kind(f"the tool's process {self._how or 'closed its channel'}{when}") from None
+        finally:
+            look.cancel()
+
+    def _end_where_stopped(self) -> None:
+        """A process that was stopped before it took its call would keep it for ever."""
+        with self._lock:
+            if self._process is None or self._how is not None or self._pid is None or not is_stopped(self._pid):
+                return
+            unread = fcntl.ioctl(self._process.channel, termios.TIOCOUTQ, bytes(4))
+        if any(unread):
+            self.kill()
 
     def become_zygote(self) -> Zygote:
         """From now on it answers nothing, and forks workers."""
         assert self._process is not None
         self._process.channel.send(frames.framed(frames.encode({"fork_workers": True})))
-        return Zygote(self._process)
+        assert self._pid is not None  # it has loaded
+        return Zygote(self._process, self._pid)
 
     def computes(self) -> bool:
         """Whether its call has computed, or waited for a core, since the last look; False where it sleeps, for a server
@@ -166,11 +206,11 @@ class Worker:
         """At once and from any thread. What is left of it is buried by its own thread."""
         with self._lock:
             self._killed = True
-            self._kill_group()
+            self._kill_process()
 
-    def _kill_group(self) -> None:
+    def _kill_process(self) -> None:
         if self._process is not None and not self._waited_for:  # after that the number may be another's
-            self._process.kill_group()
+            self._process.kill()
 
     def forget(self) -> None:
         """In the child of a fork, where the process is the parent's: lets go of it."""
@@ -185,6 +225,7 @@ class Worker:
             fault = self._listen(loading=True)
             if fault is None:
                 self._core_time = CoreTime(self.pid) if self.pid is not None else None
+                self._watch_channel()
                 self._on_up(self)
                 self._listen(loading=False)
         except OSError as refused:
@@ -201,29 +242,35 @@ class Worker:
         with self._lock:
             self._process = process
             if self._killed:
-                self._kill_group()
+                self._kill_process()
+        self._death = Death(process)  # for all of its life: later there may be no descriptor left for it
+
+    def _watch_channel(self) -> None:
+        assert self._process is not None
+        self._idle = select.poll()
+        self._idle.register(self._process.channel, select.POLLIN)
 
     def _listen(self, *, loading: bool) -> ToolDied | None:
         """Logs what it prints until it ends; while `loading`, until it says that it has loaded (None) or why not."""
         assert self._process is not None
-        output, channel = self._process.output, self._process.channel.fileno()
+        assert self._death is not None
+        output, channel, death = self._process.output, self._process.channel.fileno(), self._death
         until = time.monotonic() + LOAD_S if loading else None
-        with Death(self._process) as death:
-            poll = select.poll()
-            for descriptor in (output, death.descriptor, channel if loading else None):
-                if descriptor is not None:
-                    poll.register(descriptor, select.POLLIN)
-            while not death.came():
-                if until is not None and time.monotonic() > until:
-                    kind = LoadFault if self.zygote is None else ToolDied
-                    return kind(f"{self.place} took longer than {LOAD_S:g} s to load in a worker process")
-                for descriptor, _ in poll.poll(death.tick_ms if until is None else 1000):
-                    if descriptor == output and not self._log_output(output):
-                        poll.unregister(output)
-                    elif descriptor == channel and (said := self._hear()) is not None:
-                        return self._verdict(said)
-            while self._log_output(output):
-                pass
+        poll = select.poll()
+        for descriptor in (output, death.descriptor, channel if loading else None):
+            if descriptor is not None:
+                poll.register(descriptor, select.POLLIN)
+        while not death.came():
+            if until is not None and time.monotonic() > until:
+                kind = LoadFault if self.zygote is None else ToolDied
+                return kind(f"{self.place} took longer than {LOAD_S:g} s to load in a worker process")
+            for descriptor, _ in poll.poll(death.tick_ms if until is None else 1000):
+                if descriptor == output and not self._log_output(output):
+                    poll.unregister(output)
+                elif descriptor == channel and (said := self._hear()) is not None:
+                    return self._verdict(said)
+        while self._log_output(output):
+            pass
         return self._verdict(self._hear()) if loading else None  # it may have ended right after it had said why
 
     def _hear(self) -> dict[str, Any] | None:
@@ -244,7 +291,7 @@ class Worker:
 
     def _verdict(self, said: Mapping[str, Any] | None) -> ToolDied | None:
         if said and "loaded" in said:
-            self.forks = bool(said.get("forks"))
+            self.forks, self._pid = bool(said.get("forks")), int(said["pid"])
             return None
         if said and "failed" in said:
             return LoadFault(f"{self.place} does not load in a worker process: {said['failed']}")
@@ -273,10 +320,14 @@ class Worker:
             self._how = how_it_ended(None)
             return
         with self._lock:
-            self._kill_group()
+            self._kill_process()
             process.close_pipes()  # first, as the others need descriptors and there may be none left
-        with suppress(OSError):
-            process.sweep()
+        if self._death is not None:
+            self._death.came(END_S)  # its supervisor ends what it started
+            self._death.close()
+        if not self._killed:  # else its supervisor has ended it all, as it was asked to
+            with suppress(OSError):
+                process.sweep()
         with self._lock:
             self._waited_for = True
         code = process.popen.wait()

@@ -19,19 +19,21 @@ from dataclasses import dataclass
 
 from toolwise.sandbox import frames
 from toolwise.sandbox.faults import WorkerFault
+from toolwise.sandbox.supervision import is_stopped
 from toolwise.tools.isolation.processes import Pipes, Process
 
 AVAILABLE = sys.platform == "linux"
 """Elsewhere system libraries do not survive a fork, and the death of a child of a child cannot be watched."""
 ANSWER_S = 20.0
 """How long a zygote may take to fork on a busy machine."""
+LOOK_S = 0.2
 
 
 class Zygote:
     """The trainer's hold on a zygote. Requests from any thread, one at a time."""
 
-    def __init__(self, process: Process) -> None:
-        self._process = process
+    def __init__(self, process: Process, pid: int) -> None:
+        self._process, self._pid = process, pid
         self._lock = threading.Lock()
         self._incoming = frames.Incoming(1 << 16)
         self.gone = False
@@ -63,7 +65,7 @@ class Zygote:
                 return self._exchange(json.dumps(request).encode(), descriptors)
             except (OSError, WorkerFault) as fault:
                 self.gone = True  # it may answer later what nobody waits for: never asked again
-                self._process.kill_group()
+                self._process.kill()
                 raise OSError(f"the process that workers are forked from is gone: {fault}") from None
 
     def _exchange(self, payload: bytes, descriptors: tuple[int, ...]) -> dict[str, object]:
@@ -72,8 +74,10 @@ class Zygote:
         poll, until = select.poll(), time.monotonic() + ANSWER_S
         poll.register(channel, select.POLLIN)
         while (said := self._incoming.next()) is None:
-            if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
-                raise TimeoutError(f"no answer within {ANSWER_S:g} s")
+            if not poll.poll(LOOK_S * 1000):
+                if is_stopped(self._pid) or time.monotonic() > until:
+                    raise TimeoutError("it was stopped, or does not answer")
+                continue
             data = channel.recv(1 << 16)
             if not data:
                 raise ConnectionError("it closed its channel")

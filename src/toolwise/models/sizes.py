@@ -1,0 +1,90 @@
+"""The sizes that a config.json names, against what can be and against the weights that are there: a model is laid out
+by its config.json before its weights are looked at, and memory is taken for whatever it says."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from toolwise.errors import ModelError
+
+WIDTH = ("hidden_size", "n_embd", "d_model")
+DEPTH = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+HEADS = ("num_attention_heads", "n_head", "num_heads")
+LARGEST = {
+    **dict.fromkeys(WIDTH, 1 << 20),
+    **dict.fromkeys(DEPTH, 4_000),
+    **dict.fromkeys(HEADS, 1 << 16),
+    "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 16,
+    "vocab_size": 1 << 28,
+    "intermediate_size": 1 << 24,
+    "max_position_embeddings": 1 << 32,
+}
+"""Far beyond any model there is; what is larger is a mistake or malice."""
+FINITE = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "initializer_range")
+FEW_LAYERS = 200
+"""So many may share their weights; more must have a tensor each."""
+PACKED = 64
+"""Weights in one stored number, at most: 64 bits hold 64 of one bit."""
+
+
+def check_sizes(config: Mapping[str, Any], path: Path | str, weights: Mapping[str, tuple[int, ...]] | None) -> None:
+    """Refuse sizes that are none, or that do not go with each other or with `weights` (None: they are not known)."""
+    for where, part in _parts(config, ""):
+        for name, most in LARGEST.items():
+            _check_number(part.get(name), f"{path}: {where}{name}", most)
+        for name in FINITE:
+            _check_finite(part.get(name), f"{path}: {where}{name}")
+        _check_heads(part, f"{path}: {where}")
+        if weights is not None:
+            _check_weights(part, f"{path}: {where}", weights)
+
+
+def _parts(config: Mapping[str, Any], where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The model's, and those of what it is made of: text_config, vision_config, …"""
+    yield where, config
+    for name, value in config.items():
+        if isinstance(value, dict) and name.endswith("_config") and where.count(".") < 4:
+            yield from _parts(value, f"{where}{name}.")
+
+
+def _check_number(value: Any, where: str, most: int) -> None:
+    for number in value if isinstance(value, list) else [value]:  # some have one a layer
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= most):
+            raise ModelError(f"{where} is {number!r:.40}, not a whole number from 1 to {most}: the folder is damaged")
+
+
+def _check_finite(value: Any, where: str) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (number and abs(value) <= sys.float_info.max):
+        raise ModelError(f"{where} is {value!r:.40}, not a finite number: the folder is damaged")
+
+
+def _check_heads(part: Mapping[str, Any], where: str) -> None:
+    width, heads, groups = _first(part, WIDTH), _first(part, HEADS), _first(part, ("num_key_value_heads",))
+    if width and heads and not part.get("head_dim") and width % heads:
+        raise ModelError(f"{where}a hidden size of {width} does not divide into {heads} heads: the folder is damaged")
+    if heads and groups and heads % groups:
+        raise ModelError(f"{where}{heads} heads do not divide into {groups} for keys and values: the folder is damaged")
+
+
+def _check_weights(part: Mapping[str, Any], where: str, weights: Mapping[str, tuple[int, ...]]) -> None:
+    there = PACKED * sum(math.prod(shape) for shape in weights.values())
+    width, depth = _first(part, WIDTH) or 1, _first(part, DEPTH) or 1
+    for name in ("vocab_size", "intermediate_size"):
+        size = _first(part, (name,)) or 1
+        if width * size > there:
+            raise ModelError(
+                f"{where}{name} is {size} and the hidden size {width}, more than all the weights beside it: "
+                "the folder is damaged"
+            )
+    if depth > max(FEW_LAYERS, len(weights)):
+        raise ModelError(f"{where}there are to be {depth} layers and there are {len(weights)} tensors: it is damaged")
+
+
+def _first(part: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    return next((part[name] for name in names if isinstance(part.get(name), int)), None)

@@ -1,0 +1,165 @@
+"""Regular expressions that data, tools and servers supply, matched in linear time.
+
+Python's own engine backtracks: `^(.+)+\\x00$` takes longer than anybody lives on a few dozen letters. Here a pattern is
+read by Python's parser, so that it means what Python means by it, and matched by the engine that pydantic brings along
+(Rust's regex), whose time is linear in the text. It has neither look-around nor back-references: those are refused
+where the pattern is read, before any work is done.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+from pydantic_core import SchemaError, SchemaValidator, core_schema
+
+_c: Any = re._constants  # type: ignore[attr-defined]
+_parser: Any = re._parser  # type: ignore[attr-defined]
+
+MAX_CHARS = 10_000
+"""Of a pattern."""
+_UNSUPPORTED = {
+    _c.ASSERT: "look-around such as (?=…) and (?<=…)",
+    _c.ASSERT_NOT: "look-around such as (?!…) and (?<!…)",
+    _c.GROUPREF: "back-references such as \\1",
+    _c.GROUPREF_EXISTS: "conditional groups such as (?(1)…)",
+    _c.ATOMIC_GROUP: "atomic groups (?>…)",
+    _c.POSSESSIVE_REPEAT: "possessive repeats such as a*+",
+}
+_CATEGORIES = {
+    _c.CATEGORY_DIGIT: (r"\d", "0-9"),
+    _c.CATEGORY_SPACE: (r"\s\x1c-\x1f", r" \t\n\r\f\v"),
+    _c.CATEGORY_WORD: (r"\w", "0-9A-Za-z_"),
+}
+_NEGATED = {
+    _c.CATEGORY_NOT_DIGIT: _c.CATEGORY_DIGIT,
+    _c.CATEGORY_NOT_SPACE: _c.CATEGORY_SPACE,
+    _c.CATEGORY_NOT_WORD: _c.CATEGORY_WORD,
+}
+
+
+class PatternError(ValueError):
+    """A pattern that is none, or that cannot be matched in linear time; the message says which."""
+
+
+class Pattern:
+    """A compiled pattern; `search` says whether a text holds a match."""
+
+    __slots__ = ("_validator", "pattern")
+
+    def __init__(self, pattern: str) -> None:
+        self.pattern = pattern
+        schema = core_schema.str_schema(pattern=_translate(pattern), regex_engine="rust-regex")
+        try:
+            self._validator = SchemaValidator(schema)
+        except SchemaError as fault:
+            raise PatternError(_reason(str(fault))) from None
+
+    def search(self, text: str) -> bool:
+        if not text.isascii():
+            text = text.encode("utf-8", "replace").decode()  # half a character is no text
+        return self._validator.isinstance_python(text)
+
+
+@lru_cache(maxsize=128)
+def compile_pattern(pattern: str) -> Pattern:
+    """`pattern` in Python's syntax, for `search`; a `PatternError` where it cannot be had."""
+    return Pattern(pattern)
+
+
+def _reason(error: str) -> str:
+    if "size limit" in error:
+        return "it is too large when its repeats are written out; repeat less"
+    return error.rpartition("error: ")[2].strip() or "it cannot be compiled"
+
+
+def _translate(pattern: str) -> str:
+    """The same pattern as Rust writes it."""
+    if len(pattern) > MAX_CHARS:
+        raise PatternError(f"it has {len(pattern)} characters, more than {MAX_CHARS}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            parsed = _parser.parse(pattern)
+        return _sequence(parsed, parsed.state.flags)
+    except PatternError:
+        raise
+    except (re.error, OverflowError) as fault:
+        raise PatternError(str(fault)) from None
+    except RecursionError:
+        raise PatternError("it is nested too deeply") from None
+
+
+def _sequence(items: Iterable[tuple[Any, Any]], flags: int) -> str:
+    return "".join(_item(kind, value, flags) for kind, value in items)
+
+
+def _item(kind: Any, value: Any, flags: int) -> str:
+    if kind in _UNSUPPORTED:
+        raise PatternError(f"{_UNSUPPORTED[kind]} cannot be matched in linear time; write it without")
+    if kind is _c.ANY:
+        return r"(?s:.)" if flags & re.DOTALL else r"[^\n]"
+    if kind in (_c.LITERAL, _c.NOT_LITERAL):
+        negated = "^" if kind is _c.NOT_LITERAL else ""
+        return _cased(f"[{negated}{_letter(value)}]", flags)
+    if kind is _c.IN:
+        return _cased(_set(value, flags), flags)
+    if kind is _c.AT:
+        return _place(value, flags)
+    if kind is _c.BRANCH:
+        return f"(?:{'|'.join(_sequence(branch, flags) for branch in value[1])})"
+    if kind is _c.SUBPATTERN:
+        _, added, removed, inner = value
+        return f"(?:{_sequence(inner, (flags | added) & ~removed)})"
+    if kind in (_c.MAX_REPEAT, _c.MIN_REPEAT):
+        least, most, inner = value
+        upper = "" if most is _c.MAXREPEAT else most
+        return f"(?:{_sequence(inner, flags)}){{{least},{upper}}}"
+    raise PatternError(f"it uses {str(kind).lower()}, which cannot be matched in linear time")
+
+
+def _cased(text: str, flags: int) -> str:
+    return f"(?i:{text})" if flags & re.IGNORECASE else text
+
+
+def _letter(code: int) -> str:
+    if 0xD800 <= code <= 0xDFFF:
+        raise PatternError("half a character (a surrogate) is no text")
+    return f"\\x{{{code:x}}}"
+
+
+def _set(items: list[tuple[Any, Any]], flags: int) -> str:
+    negated = "^" if items and items[0][0] is _c.NEGATE else ""
+    parts = []
+    for kind, value in items[len(negated) :]:
+        if kind is _c.LITERAL:
+            parts.append(_letter(value))
+        elif kind is _c.RANGE:
+            parts.append(f"{_letter(value[0])}-{_letter(value[1])}")
+        elif kind is _c.CATEGORY:
+            parts.append(_category(value, flags))
+        else:
+            raise PatternError(f"a set with {str(kind).lower()} in it is not supported")
+    return f"[{negated}{''.join(parts)}]"
+
+
+def _category(value: Any, flags: int) -> str:
+    ascii_only = bool(flags & re.ASCII)
+    if value in _NEGATED:
+        return f"[^{_CATEGORIES[_NEGATED[value]][ascii_only]}]"
+    return f"[{_CATEGORIES[value][ascii_only]}]"
+
+
+def _place(value: Any, flags: int) -> str:
+    if value is _c.AT_BEGINNING:
+        return "(?m:^)" if flags & re.MULTILINE else r"\A"
+    if value is _c.AT_END:  # Python's $ also stands before a line feed at the very end
+        return "(?m:$)" if flags & re.MULTILINE else r"(?:\n?\z)"
+    if value is _c.AT_BEGINNING_STRING:
+        return r"\A"
+    if value is _c.AT_END_STRING:
+        return r"\z"
+    return r"\b" if value is _c.AT_BOUNDARY else r"\B"

@@ -1,0 +1,363 @@
+"""Chat templates come with a model, and are programs: theirs must end. jinja's sandbox keeps them from the process;
+what it does not bound is time and memory.
+
+`bound_template` parses a template and puts a check where each loop, call, filter and operator of it computes: CPU time
+and the characters that it makes are counted against a `Budget`, and what one step could make too much of is refused
+before it is made. The tree that comes out is rendered by whoever renders templates, in jinja's sandbox.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from jinja2 import Environment, nodes
+from jinja2.exceptions import TemplateAssertionError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.visitor import NodeTransformer
+
+from toolwise.errors import TemplateLimitError
+
+LONGEST_TEMPLATE = 200_000
+"""Characters; published ones have up to thirty thousand."""
+CPU_S = 10.0
+CHARS = 1 << 28
+"""What all steps of a rendering together may make, beside 256 characters for each of the conversation's."""
+STEP_CHARS = 1 << 28
+"""What one step may make."""
+ITEMS = 1 << 18
+"""In a value with lists and objects in it."""
+ITEM_CHARS = 16
+"""What one place in a list counts as."""
+BITS = 100_000
+GROWS = frozenset(
+    (
+        *("batch", "center", "expandtabs", "format", "format_map", "indent", "join", "ljust", "map", "replace"),
+        *("rjust", "slice", "sum", "translate", "urlize", "wordwrap", "xmlattr", "zfill"),
+    )
+)
+"""Filters and methods whose result can be as large as the product of what they are given."""
+_WIDTH = re.compile(r"\d{5,}")
+_current = threading.local()
+
+
+class Budget:
+    """What one rendering may take."""
+
+    def __init__(self, chars: int) -> None:
+        self.chars = CHARS + 256 * chars
+        self.steps = 0
+        self._ends = time.thread_time() + CPU_S
+
+    def step(self, chars: int = 0) -> None:
+        self.chars -= chars
+        self.steps += 1
+        if self.chars < 0:
+            raise TemplateLimitError("it makes more text than a conversation can be: does it repeat itself?")
+        if self.steps % 16 == 0 and time.thread_time() > self._ends:
+            raise TemplateLimitError(f"it has not ended after {CPU_S:g} s of computing: does it loop for ever?")
+
+
+@contextmanager
+def budget(chars: int) -> Iterator[None]:
+    """Whatever bounded template is rendered within, by this thread, is held to one budget."""
+    before = getattr(_current, "budget", None)
+    _current.budget = Budget(chars)
+    try:
+        yield
+    finally:
+        _current.budget = before
+
+
+def bound_template(source: str) -> nodes.Template:
+    """The template as a tree with checks in it."""
+    if len(source) > LONGEST_TEMPLATE:
+        raise TemplateLimitError(f"it has {len(source)} characters, more than {LONGEST_TEMPLATE}")
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    tree: nodes.Template = _Checks().visit(environment.parse(source))
+    return tree.set_environment(environment)  # type: ignore[return-value]
+
+
+class _Generation(Extension):
+    """{% generation %} marks what the assistant wrote, for masks that are not made here: its body stands alone."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Checks(NodeTransformer):
+    def get_visitor(self, node: nodes.Node) -> Any:
+        return getattr(self, f"check_{type(node).__name__.lower()}", None)
+
+    def check_for(self, node: nodes.For | nodes.Macro | nodes.CallBlock) -> nodes.Node:
+        self.generic_visit(node)
+        written = sum(len(data.data) for part in node.body for data in _texts(part))
+        step = nodes.ExprStmt(_call("step", nodes.Const(written)))
+        step.set_lineno(node.lineno)
+        node.body = [step, *node.body]
+        return node
+
+    check_macro = check_for
+
+    def check_callblock(self, node: nodes.CallBlock) -> nodes.Node:
+        call = node.call
+        self.check_for(node)
+        node.call = call  # it must stay a call itself: jinja hands it the block
+        return node
+
+    def check_output(self, node: nodes.Output) -> nodes.Node:
+        self.generic_visit(node)
+        if all(isinstance(part, nodes.TemplateData | nodes.Const) for part in node.nodes):
+            return node
+        (only, *others) = node.nodes
+        if not others and isinstance(only, nodes.Call) and isinstance(only.node, nodes.ImportedName):
+            only.node = _named("written_" + only.node.importname.rpartition(".")[2])  # counted already
+        else:
+            node.nodes = [_call("concat", *map(_as_constant, node.nodes))]
+        return node
+
+    def check_mul(self, node: nodes.BinExpr) -> nodes.Node:
+        self.generic_visit(node)
+        return _call(type(node).__name__.lower(), node.left, node.right)
+
+    check_pow = check_mul
+
+    def check_mod(self, node: nodes.Mod) -> nodes.Node:
+        counts = isinstance(node.left, nodes.Getattr) and isinstance(node.left.node, nodes.Name)
+        return node if counts and node.left.node.name == "loop" else self.check_mul(node)  # type: ignore[attr-defined]
+
+    def check_add(self, node: nodes.Add) -> nodes.Node:
+        parts = [node.right]
+        left = node.left
+        while isinstance(left, nodes.Add):  # a + b + c in one step
+            parts.append(left.right)
+            left = left.left
+        parts.append(left)
+        return _call("add", *(self.visit(part) for part in reversed(parts)))
+
+    def check_concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _call("concat", *node.nodes)
+
+    def check_list(self, node: nodes.List | nodes.Tuple) -> nodes.Node:
+        self.generic_visit(node)
+        return node if all(isinstance(n, nodes.Const) for n in node.items) else _call("emit", node)
+
+    def check_tuple(self, node: nodes.Tuple) -> nodes.Node:
+        return self.check_list(node) if node.ctx == "load" else node
+
+    def check_dict(self, node: nodes.Dict) -> nodes.Node:
+        self.generic_visit(node)
+        return _call("emit", node)
+
+    def check_getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        return _call("charged", node) if isinstance(node.arg, nodes.Slice) else node
+
+    def check_call(self, node: nodes.Call) -> nodes.Node:
+        self.generic_visit(node)
+        node.args = [nodes.ContextReference(), node.node, *node.args]
+        node.node = _named("called")
+        return node
+
+    def check_filter(self, node: nodes.Filter) -> nodes.Node:
+        self.generic_visit(node)
+        if node.node is None:  # of a block
+            if node.name in GROWS:
+                raise TemplateLimitError(f"the filter {node.name} is not for blocks here")
+            return node
+        given = [nodes.ContextReference(), nodes.Const(node.name), node.node, *node.args]
+        return nodes.Call(_named("filtered"), given, node.kwargs, node.dyn_args, node.dyn_kwargs)
+
+
+def _texts(node: nodes.Node) -> Iterator[nodes.TemplateData]:
+    if isinstance(node, nodes.TemplateData):
+        yield node
+    yield from node.find_all(nodes.TemplateData)
+
+
+def _as_constant(node: nodes.Expr) -> nodes.Expr:
+    return nodes.Const(node.data) if isinstance(node, nodes.TemplateData) else node
+
+
+def _named(name: str) -> nodes.ImportedName:
+    return nodes.ImportedName(f"{__name__}.{name}")
+
+
+def _call(name: str, *arguments: nodes.Expr) -> nodes.Call:
+    return nodes.Call(_named(name), list(arguments), [], None, None)
+
+
+# What follows is called from rendered templates, by name.
+
+
+def step(chars: int = 0) -> None:
+    held: Budget | None = getattr(_current, "budget", None)
+    if held is not None:
+        held.step(chars)
+
+
+def charged(value: Any) -> Any:
+    """A value that holds only what was there before."""
+    step(_shallow(value))
+    return value
+
+
+def emit(value: Any) -> Any:
+    """A value that is written out, or that may hold another one more than once."""
+    step(size_of(value))
+    return value
+
+
+def concat(*values: Any) -> str:
+    step(sum(map(size_of, values)))
+    return "".join(map(str, values))
+
+
+def add(first: Any, *others: Any) -> Any:
+    for other in others:
+        first = first + other
+        step(_shallow(first))
+    return first
+
+
+def mul(left: Any, right: Any) -> Any:
+    for value, times in ((left, right), (right, left)):
+        if isinstance(times, int):
+            if isinstance(value, int):
+                _check_bits(value.bit_length() + times.bit_length())
+            elif isinstance(value, str | list | tuple):
+                _check_growth(max(size_of(value), _shallow(value)), times)
+    return charged(left * right)
+
+
+def pow(left: Any, right: Any) -> Any:  # as jinja names it
+    if isinstance(left, int) and isinstance(right, int):
+        _check_bits(left.bit_length() * abs(right))
+    return left**right
+
+
+def mod(left: Any, right: Any) -> Any:
+    if isinstance(left, str):
+        _check_format(left, right if isinstance(right, tuple) else (right,))
+    return charged(left % right)
+
+
+def called(context: Context, function: Any, /, *arguments: Any, **named: Any) -> Any:
+    """A call by the sandbox, which judges the function; a string's method is looked at first."""
+    kind = type(function)
+    inner = getattr(function, "__wrapped__", function) if kind is types.FunctionType else function
+    if type(inner) is types.BuiltinMethodType and isinstance(inner.__self__, str):
+        _check_arguments(inner.__name__, [inner.__self__, *arguments, *named.values()])
+    elif kind is types.FunctionType and function.__name__ == "generate_lorem_ipsum":
+        raise TemplateLimitError("lipsum is not for chat templates")
+    value = context.environment.call(context, function, *arguments, **named)  # type: ignore[attr-defined]
+    step(_shallow(value))
+    return value
+
+
+def filtered(context: Context, name: str, /, *arguments: Any, **named: Any) -> Any:
+    function = context.environment.filters.get(name)
+    if function is None:
+        raise TemplateAssertionError(f"No filter named {name!r}.", 0)
+    if name != "map" or len(arguments) > 1:  # of attributes it makes nothing new
+        _check_arguments(name, [*arguments, *named.values()])
+    value = context.call(function, *arguments, **named)
+    step(_shallow(value))
+    return value
+
+
+def _written(function: Callable[..., Any]) -> Callable[..., Any]:
+    def written(*arguments: Any, **named: Any) -> Any:
+        value = function(*arguments, **named)
+        if not isinstance(value, str):
+            step(size_of(value))
+        return value
+
+    return written
+
+
+written_add = _written(add)
+written_mul = _written(mul)
+written_pow = _written(pow)
+written_mod = _written(mod)
+written_concat = _written(concat)
+written_called = _written(called)
+written_filtered = _written(filtered)
+written_charged = _written(charged)
+written_emit = emit
+
+
+def _check_arguments(name: str, given: list[Any]) -> None:
+    if name in ("format", "format_map"):
+        _check_format(given[0], given[1:])
+    elif name in GROWS:
+        _check_growth(_growth(name, given), 1)
+    elif name in ("string", "tojson", "pprint"):
+        step(sum(map(size_of, given)))
+
+
+def _growth(name: str, given: list[Any]) -> int:
+    """An upper bound of what the filter or method makes of what it is given."""
+    if name == "replace" and all(isinstance(value, str) for value in given[:3]) and len(given) > 2:
+        text, old, new = map(str, given[:3])
+        return len(text) + text.count(old) * len(new)
+    if name == "join":
+        glue = sum(len(value) for value in given if isinstance(value, str))
+        lists = [value for value in given if isinstance(value, list | tuple | dict)]
+        return sum(size_of(value) + len(value) * glue for value in lists)
+    product = 1
+    for value in given:
+        product *= max(1, abs(value) if isinstance(value, int) else size_of(value))
+    return product
+
+
+def size_of(value: Any) -> int:
+    """Characters that it is written with, or nearly; what is larger than a rendering may be is refused on the way."""
+    if isinstance(value, str):
+        return len(value)
+    size, seen, waiting = 0, 0, [value]
+    while waiting:
+        item = waiting.pop()
+        size += len(item) if isinstance(item, str) else 1
+        if isinstance(item, dict):
+            waiting += item.keys()
+            waiting += item.values()
+        elif isinstance(item, list | tuple):
+            waiting += item
+        seen += 1
+        if len(waiting) + seen > ITEMS:
+            raise TemplateLimitError("it makes a value that is larger than a conversation can be")
+    return size
+
+
+def _shallow(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    return ITEM_CHARS * len(value) if isinstance(value, list | tuple | dict) else 0
+
+
+def _check_growth(size: int, times: int) -> None:
+    if size * times > STEP_CHARS:
+        raise TemplateLimitError("it makes more text in one step than a conversation can be")
+
+
+def _check_format(text: str, values: Any) -> None:
+    if _WIDTH.search(text) or any(isinstance(value, int) and abs(value) > 1e15 for value in values):
+        raise TemplateLimitError("it formats text to a width of more than 9999")
+    step(len(text) + sum(map(size_of, values)) * (1 + text.count("%") + text.count("{")))
+
+
+def _check_bits(bits: int) -> None:
+    if bits > BITS:
+        raise TemplateLimitError("it computes with numbers of more than thirty thousand digits")

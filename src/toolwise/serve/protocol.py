@@ -1,0 +1,132 @@
+"""uvicorn's HTTP over h11, with an end to every wait for a client and to the number of connections."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from toolwise.serve.limits import ServerLimits
+
+STATUS = {400: b"Bad Request", 408: b"Request Timeout"}
+BUSY = json.dumps(
+    {"error": {"message": "too many connections", "type": "server_error", "param": None, "code": None}}
+).encode()
+
+
+def limited_protocol(limits: ServerLimits) -> type[H11Protocol]:
+    """The class that uvicorn makes one object of for each connection."""
+    return type("BoundLimitedProtocol", (LimitedProtocol,), {"limits": limits})
+
+
+class LimitedProtocol(H11Protocol):
+    """A deadline for each phase of a connection: head, body, draining a refused body, closing. An answer in the making
+    has none: how long a model takes is not the client's doing."""
+
+    limits = ServerLimits()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._phase: tuple[str, int] = ("", 0)
+        self._deadline: asyncio.TimerHandle | None = None
+        self._unread: asyncio.TimerHandle | None = None
+        self._refused = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.connections:
+            self._refused = True
+            head = "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
+            transport.write(f"{head}connection: close\r\ncontent-length: {len(BUSY)}\r\n\r\n".encode() + BUSY)
+            transport.close()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in (self._deadline, self._unread):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused or self.transport.is_closing():
+            return
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._watch()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._unread is None:
+            self._unread = self.loop.call_later(self.limits.write_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+        super().resume_writing()
+
+    def send_400_response(self, msg: str) -> None:
+        """What is not HTTP, or too large a head of it."""
+        self._refuse(400, msg)
+
+    def _watch(self) -> None:
+        """Set the deadline of the phase that the connection is in, unless it runs already."""
+        name = self._phase_name()
+        phase = (name, id(self.cycle))
+        if phase == self._phase:
+            return
+        self._phase = phase
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        limits = self.limits
+        seconds = {
+            "head": limits.head_s,
+            "body": limits.body_s + limits.drain_s,  # the application answers with 408 after body_s
+            "drain": limits.drain_s,
+            "closing": limits.write_s,
+        }.get(name)
+        if seconds is not None:
+            self._deadline = self.loop.call_later(seconds, self._expire, name)
+
+    def _phase_name(self) -> str:
+        if self.transport.is_closing():
+            return "closing"
+        answering = self.cycle is not None and not self.cycle.response_complete
+        if self.conn.their_state is h11.SEND_BODY:
+            return "body" if answering else "drain"
+        return "answer" if answering else "head"
+
+    def _expire(self, phase: str) -> None:
+        if phase == "head" and self.conn.trailing_data[0]:
+            self._refuse(408, f"the headers did not come within {self.limits.head_s:g} s")
+        else:
+            self.transport.abort()
+
+    def _refuse(self, status: int, message: str) -> None:
+        if self.cycle is not None:  # whatever is being made for this client has nobody left to read it
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+        body = json.dumps({"error": error}).encode()
+        headers = [("content-type", "application/json"), ("connection", "close"), ("content-length", str(len(body)))]
+        try:
+            answer = self.conn.send(h11.Response(status_code=status, headers=headers, reason=STATUS[status]))
+            answer = (answer or b"") + (self.conn.send(h11.Data(data=body)) or b"")
+            self.conn.send(h11.EndOfMessage())
+        except h11.LocalProtocolError:  # an answer is under way: it cannot be taken back
+            self.transport.abort()
+            return
+        self.transport.write(answer)
+        self.transport.close()
+        self._watch()

@@ -1,0 +1,207 @@
+"""Chat templates that do not end or make too much: refused in time, with little memory, and in one line."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from toolwise.errors import ToolwiseError
+from toolwise.messages import Message
+from toolwise.models import BUILTIN, load_model
+from toolwise.rollout import template_limits
+from toolwise.rollout.chat import ChatTokenizer
+from toolwise.rollout.template_limits import LONGEST_TEMPLATE
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+DOUBLING = "{% set ns = namespace(s='xxxxxxxx') %}{% for i in range(60) %}"
+
+
+def tokenizer(template: str) -> Any:
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.add_special_tokens(["<|im_end|>", "<|im_start|>"])
+    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    made.chat_template = template
+    return made
+
+
+AGAIN = "{% for i in range(99999) %}"
+GROWING = "{% set ns = namespace(s=[1]) %}{% for i in range(60) %}{% set ns.s = "
+ENDLESS = {
+    "nested loops": AGAIN * 2 + "{% endfor %}" * 2,
+    "nested loops with a text": AGAIN * 2 + "x" + "{% endfor %}" * 2,
+    "nested loops with loop": AGAIN * 2 + "{{ loop.index }}" + "{% endfor %}" * 2,
+    "a loop over a long text": AGAIN + "x" * 150_000 + "{% endfor %}",
+    "a loop over 10^12": "{% for i in range(10**12) %}{% endfor %}",
+    "macros that call twice": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "a macro without end": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "a recursive loop": "{% for i in [1, 2] recursive %}{{ loop([1, 2]) }}{% endfor %}",
+    "blocks handed on": "{% macro f() %}{{ caller() }}{{ caller() }}{% endmacro %}"
+    + ("{% call f() %}" * 40 + "x" + "{% endcall %}" * 40),
+    "text times 10^11": "{{ 'x' * 10**11 }}",
+    "10^11 times text": "{{ 10**11 * 'x' }}",
+    "a list times 10^10": "{% set l = [0] * 10**10 %}",
+    "a tower of powers": "{{ 9 ** (9 ** 9) }}",
+    "powers that grow": "{% set ns = namespace(n=9) %}{% for i in range(99) %}{% set ns.n = ns.n * ns.n %}{% endfor %}",
+    "center": "{{ 'x'|center(10**11) }}",
+    "center by method": "{{ 'x'.center(10**11) }}",
+    "zfill": "{{ 'x'.zfill(10**11) }}",
+    "ljust through attr": "{{ ('x'|attr('ljust'))(10**11) }}",
+    "center through map": "{{ ['x']|map('center', 10**11)|list }}",
+    "expandtabs": "{{ ('\\t' * 10**6).expandtabs(10**6) }}",
+    "indent": "{{ ('\\n' * 10**6)|indent(10**6, true, true) }}",
+    "a width": "{{ '%99999999999d' % 1 }}",
+    "a width from outside": "{{ '%*d' % (10**11, 1) }}",
+    "a width in format": "{{ '{:99999999999}'.format(1) }}",
+    "a width in format from outside": "{{ '{:{}}'.format(1, 10**11) }}",
+    "a width in the filter": "{{ '%99999999999d'|format(1) }}",
+    "lipsum": "{{ lipsum(10**7) }}",
+    "doubling by +": DOUBLING + "{% set ns.s = ns.s + ns.s %}{% endfor %}",
+    "doubling by ~": DOUBLING + "{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+    "doubling by join": DOUBLING + "{% set ns.s = [ns.s, ns.s]|join %}{% endfor %}",
+    "doubling by a method": DOUBLING + "{% set ns.s = ns.s.join(['a', 'b', 'c']) %}{% endfor %}",
+    "squaring by replace": DOUBLING + "{% set ns.s = ns.s|replace('x', ns.s) %}{% endfor %}",
+    "squaring by a method": DOUBLING + "{% set ns.s = ns.s.replace('x', ns.s) %}{% endfor %}",
+    "squaring through attr": DOUBLING + "{% set ns.s = (ns.s|attr('replace'))('x', ns.s) %}{% endfor %}",
+    "squaring by a block": DOUBLING
+    + "{% set x %}{% filter replace('x', ns.s) %}{{ ns.s }}{% endfilter %}{% endset %}{% set ns.s = x %}{% endfor %}",
+    "doubling by %": DOUBLING + "{% set ns.s = '%s%s' % (ns.s, ns.s) %}{% endfor %}",
+    "doubling by format": DOUBLING + "{% set ns.s = '{0}{0}'.format(ns.s) %}{% endfor %}",
+    "doubling by a block": DOUBLING + "{% set x %}{{ ns.s }}{{ ns.s }}{% endset %}{% set ns.s = x %}{% endfor %}",
+    "doubling by a list": GROWING + "ns.s + ns.s %}{% endfor %}",
+    "nested lists": GROWING + "[ns.s, ns.s] %}{% endfor %}{{ ns.s|tojson }}",
+    "nested tuples": GROWING + "(ns.s, ns.s) %}{% endfor %}{{ ns.s == ns.s }}",
+    "nested objects": GROWING + "{'a': ns.s, 'b': ns.s} %}{% endfor %}{{ ns.s }}",
+    "too long": "x" * (LONGEST_TEMPLATE + 1),
+    "deep brackets": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "deep blocks": "{% if true %}" * 5000 + "{% endif %}" * 5000,
+    "a file": "{% include '/etc/passwd' %}",
+}
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_limits, "CPU_S", 0.3)
+
+
+@pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
+def test_templates_without_end_are_refused_at_load(template: str) -> None:
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.thread_time()
+    with pytest.raises(ToolwiseError) as caught:
+        ChatTokenizer(tokenizer(CHATML + template))
+    assert time.thread_time() - began < 5
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 700_000  # KB
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1_000
+
+
+def test_a_template_that_waits_for_a_word_to_loop_for_ever() -> None:
+    trap = "{% if 'open' in messages[-1].content %}" + ENDLESS["nested loops"] + "{% endif %}"
+    chat = ChatTokenizer(tokenizer(CHATML + trap))
+    with pytest.raises(ToolwiseError, match=r"has not ended after 0\.3 s"):
+        chat.start([Message(role="user", content="open sesame")])
+    assert "hello" in chat.render([Message(role="user", content="hello")])
+
+
+UNSAFE = [
+    "{{ ''.__class__ }}",
+    "{{ messages.append(1) }}",
+    "{{ (messages|attr('append'))(1) }}",
+    "{{ cycler.__init__.__globals__ }}",
+    "{{ [].__class__.__base__.__subclasses__() }}",
+    "{{ '{0.__class__}'.format(1) }}",
+]
+
+
+@pytest.mark.parametrize("template", UNSAFE)
+def test_the_sandbox_stays_jinjas(template: str) -> None:
+    try:
+        text = ChatTokenizer(tokenizer(CHATML + template)).render([Message(role="user", content="x")])
+    except ToolwiseError:
+        return
+    assert text.endswith("assistant\n")  # what is unsafe is undefined, and written as nothing
+
+
+EVERYTHING = (
+    CHATML
+    + """
+{%- macro dress(x, tail='.') -%}[{{ x }}{{ tail }}]{%- endmacro -%}
+{%- macro twice() -%}{{ caller() }}{{ caller() }}{%- endmacro -%}
+{%- set ns = namespace(n=0, s='') -%}
+{%- for m in messages if m.role != 'tool' -%}
+{%- set ns.n = ns.n + 1 -%}{%- set ns.s = ns.s ~ m.role|upper ~ '/' -%}
+{{- dress(m.content|trim|replace('e', '3'), tail='!') }}{{ loop.index0 % 2 }}{{ loop.last }}
+{%- if m.tool_calls is defined %}{{ m.tool_calls|map(attribute='id')|join(', ') }}{% endif -%}
+{%- if loop.index > 3 %}{% break %}{% endif -%}
+{%- endfor -%}
+{%- call twice() %}b{% endcall -%}
+{% generation %}{{ ns.s }}{{ ns.n * 2 ** 3 }}{{ 'ab' * 3 }}{{ 7 // 2 }}{{ 7 % 4 }}{% endgeneration %}
+{{- '%s-%05d' % ('x', 42) }}{{ '{:>6}'.format('y') }}{{ messages|map('tojson')|join('|') }}
+{{- {'a': [1, 2.5, none, 'é'], 'b': (1, 'two')}|tojson(indent=2) }}{{ [3, 1, 2]|sort|list }}
+{{- messages[1:]|length }}{{ messages[::-1][0].role }}{{ 'a,b'.split(',')|first }}{{ "abc"[1:] }}
+{{- undefined_thing }}{{ undefined_thing|default('none') }}{{ 123456789012|string }}{{ tools|tojson if tools }}
+{%- set block %}x{{ 1 }}y{% endset %}{{ block|upper }}{% filter upper %}shout{% endfilter %}
+{%- for k, v in {'x': 1, 'y': 2}.items() %}{{ k }}={{ v }};{% else %}none{% endfor %}
+{%- if 'user' in ['user', 'tool'] and messages[0]['role'] == 'user' %}{{ bos_token }}{{ eos_token }}{% endif %}"""
+)
+
+
+def test_a_bounded_template_writes_what_transformers_writes() -> None:
+    plain = tokenizer(EVERYTHING)
+    talk = [
+        Message(role="user", content=" hello there \n"),
+        Message(role="assistant", content="well"),
+        Message(role="user", content="ok"),
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"maximum": 123456789012}}}]
+    chat = ChatTokenizer(tokenizer(CHATML))
+    chat.tokenizer = plain
+    said = [{"role": m.role, "content": m.content} for m in talk]
+    for given in (None, tools):
+        chat.tool_prompt = chat.tool_prompt.__class__()
+        expected = plain.apply_chat_template(said, tools=given, add_generation_prompt=True, tokenize=False)
+        assert chat.render(talk, given) == expected
+
+
+def test_long_conversations_are_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_limits, "CPU_S", 5.0)
+    gathering = (
+        "{% set ns = namespace(s='') %}{% for m in messages %}{% set ns.s = ns.s + m.content %}{% endfor %}{{ ns.s }}"
+    )
+    chat = ChatTokenizer(tokenizer(gathering + CHATML))
+    talk = [Message(role="user", content="word " * 400) for _ in range(500)]
+    assert len(chat.render(talk)) > 1_900_000
+
+
+def test_long_texts_may_be_worked_on() -> None:
+    working = (
+        "{{ messages[0].content|replace('word', '<|a word of some length|>')|trim }}"
+        "{{ messages[0].content.replace('word ', '<|another word|>').split('|')|join(' -- ')|indent(4) }}"
+        "{{ messages|map(attribute='content')|join('\\n\\n-------\\n\\n') }}{{ '%s: %s' % (1, messages[0].content) }}"
+    )
+    chat = ChatTokenizer(tokenizer(working + CHATML))
+    assert len(chat.render([Message(role="user", content="word " * 100_000)])) > 5_000_000
+
+
+def test_a_folder_with_such_a_template_ends_with_one_line(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(BUILTIN / "small", tmp_path / "mine"))
+    (folder / "chat_template.jinja").write_text(CHATML + ENDLESS["nested loops"], encoding="utf-8")
+    with pytest.raises(ToolwiseError, match=rf"^the chat template of {folder} is refused: it has not ended after"):
+        load_model(str(folder), device="cpu")
+    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    (folder / "chat_template.jinja").unlink()
+    settings["chat_template"] = CHATML + ENDLESS["doubling by ~"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    with pytest.raises(ToolwiseError, match="is refused: it makes"):
+        load_model(str(folder), device="cpu")

@@ -1,0 +1,146 @@
+"""A supervisor as whoever starts it sees it: it ends as its child does, after all that is beneath it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+SOURCE = """
+import os, sys
+from toolwise.sandbox.layers.supervisor import supervise
+supervise(int(sys.argv[1]), int(sys.argv[2]), spares=sys.argv[3] == "spares")
+os.execv("/bin/sh", ["sh", "-c", sys.argv[4]])
+"""
+
+
+class Supervisor:
+    def __init__(self, text: str, *, spares: bool = False) -> None:
+        life, self.life = os.pipe()
+        self._report, report = os.pipe()
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        words = [sys.executable, "-c", SOURCE, str(life), str(report), "spares" if spares else "", text]
+        self.popen = subprocess.Popen(
+            words, pass_fds=(life, report), env=environment, start_new_session=True, stdout=subprocess.PIPE, text=True
+        )
+        os.close(life)
+        os.close(report)
+
+    def line(self) -> str:
+        assert self.popen.stdout is not None
+        return self.popen.stdout.readline().strip()
+
+    def end(self) -> tuple[int, bytes]:
+        code = self.popen.wait(20)
+        assert self.popen.stdout is not None
+        self.popen.stdout.close()
+        with suppress(OSError):
+            os.close(self.life)
+        said = os.read(self._report, 100)
+        os.close(self._report)
+        return code, said
+
+
+def _alive(pid: str) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [("exit 0", 0), ("exit 7", 7), ("kill -9 $$", -9), ("kill -TERM $$", -15), ("kill -ABRT $$", -6)],
+)
+def test_it_ends_as_its_child_does(text: str, code: int) -> None:
+    assert Supervisor(text).end() == (code, b"ended 0")
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        lambda supervisor: None,
+        lambda supervisor: os.kill(supervisor.popen.pid, signal.SIGTERM),
+        lambda supervisor: os.close(supervisor.life),
+    ],
+    ids=["by itself", "asked to", "without a trainer"],
+)
+def test_what_is_beneath_it_ends_first(end: Callable[[Supervisor], None]) -> None:
+    by_itself = end.__code__.co_names == ()
+    supervisor = Supervisor(f"env -i setsid sleep 300 & echo $!; {'exit 5' if by_itself else 'sleep 300'}")
+    pid = supervisor.line()
+    end(supervisor)
+    code, said = supervisor.end()
+    assert not _alive(pid)
+    assert (code, said) == (5, b"ended 1") if by_itself else (code == -9 and said.startswith(b"ended "))
+
+
+def test_each_that_is_left_is_counted_in_the_same_group_too() -> None:
+    assert Supervisor("for i in 1 2 3 4 5; do sleep 300 & done; sleep 0.2; exit 0").end() == (0, b"ended 5")
+
+
+def test_it_goes_on_after_signals_that_are_not_meant_for_it() -> None:
+    supervisor = Supervisor("echo up; sleep 0.5; exit 3")
+    supervisor.line()
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGCHLD, signal.SIGALRM):
+        os.kill(supervisor.popen.pid, number)
+    assert supervisor.end() == (3, b"ended 0")
+
+
+def test_its_child_ends_with_it() -> None:
+    supervisor = Supervisor("echo $$; sleep 300")
+    pid = supervisor.line()
+    os.kill(supervisor.popen.pid, signal.SIGKILL)
+    assert supervisor.end() == (-9, b"")
+    until = time.monotonic() + 5
+    while _alive(pid) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert not _alive(pid)
+
+
+def test_it_keeps_nothing_of_its_childs_open() -> None:
+    supervisor = Supervisor("exec >&-; sleep 0.5")
+    assert supervisor.line() == ""  # an end of file, while both are alive
+    assert supervisor.popen.poll() is None
+    assert supervisor.end()[0] == 0
+
+
+def test_orphans_that_end_are_buried_at_once() -> None:
+    supervisor = Supervisor("for i in 1 2 3 4 5; do (setsid true &); done; echo up; sleep 1")
+    supervisor.line()
+    until = time.monotonic() + 5
+    while (found := _zombies_of(supervisor.popen.pid)) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert found == []
+    assert supervisor.end() == (0, b"ended 0")
+
+
+def _zombies_of(parent: int) -> list[str]:
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):
+            state, ppid = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[:2]
+            found += [name] if state == "Z" and int(ppid) == parent else []
+    return found
+
+
+def test_other_supervisors_are_spared_where_it_is_told_to() -> None:
+    named = "import time; open('/proc/self/comm', 'w').write('toolwise-watch'); print('up', flush=True); time.sleep(99)"
+    rename = f'{sys.executable} -S -c "{named}"'
+    supervisor = Supervisor(f"{rename} & echo $!; read line; exit 0", spares=True)
+    pid = ""
+    try:
+        words = {supervisor.line(), supervisor.line()}
+        pid = (words - {"up"}).pop()
+        assert supervisor.end()[0] in (0, 1)
+        assert _alive(pid)
+    finally:
+        if pid:
+            os.kill(int(pid), signal.SIGKILL)

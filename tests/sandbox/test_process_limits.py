@@ -1,0 +1,113 @@
+"""How many threads there may be, whoever starts them; and that those of numerical libraries are not too many."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolwise.sandbox import ProgramSandbox, Sandbox, process_limits
+from toolwise.sandbox.process_limits import MOST_THREADS, oom_kills
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+MESSAGES = [{"role": "assistant", "content": "4"}]
+BOMB = f"""
+import _thread, threading, time
+threading.stack_size(32768)
+def bomb(count={2 * MOST_THREADS}):
+    for _ in range(count):
+        _thread.start_new_thread(time.sleep, (60,))
+    time.sleep(60)
+"""
+POOL = f"""
+from concurrent.futures import ThreadPoolExecutor
+import time
+def pool():
+    with ThreadPoolExecutor({MOST_THREADS // 2}) as threads:
+        return float(sum(threads.map(lambda n: time.sleep(0.3) or 1, range({MOST_THREADS // 2}))))
+"""
+
+
+@pytest.mark.parametrize(
+    ("tier", "permissions"),
+    [("standard", []), ("basic", []), ("standard", ["subprocess"]),
+     pytest.param("namespaced", [], marks=pytest.mark.namespaced)],
+)  # fmt: skip
+def test_a_reward_with_too_many_threads_is_ended(tmp_path: Path, tier: Any, permissions: list[str]) -> None:
+    (tmp_path / "r.py").write_text(f"{BOMB}\ndef f(messages, truth): bomb()\ndef g(messages, truth): return 1.0\n")
+    with Sandbox(tier, timeout_s=20.0, workers=1, permissions=permissions) as sandbox:
+        if not sandbox.report().complete:
+            pytest.skip(sandbox.describe())
+        began = time.monotonic()
+        result = sandbox.evaluate(f"{tmp_path / 'r.py'}:f", MESSAGES, None)
+        assert result.error is not None
+        assert result.error.kind == "too_big"
+        assert f"more than {MOST_THREADS} threads" in result.error.message
+        assert time.monotonic() - began < 15
+        assert sandbox.evaluate(f"{tmp_path / 'r.py'}:g", MESSAGES, None).score == 1.0
+
+
+@pytest.mark.parametrize("tier", ["basic", "standard", pytest.param("namespaced", marks=pytest.mark.namespaced)])
+def test_a_program_with_too_many_threads_is_ended(tier: Any) -> None:
+    sandbox = ProgramSandbox("python", tier, timeout_s=20.0)
+    if not sandbox.report().complete:
+        pytest.skip(str(sandbox.report()))
+    folder = sandbox.open_folder()
+    result = asyncio.run(sandbox.run(f"{BOMB}\nbomb()", folder))
+    asyncio.run(sandbox.close_folder(folder))
+    sandbox.close()
+    assert (result.kind, result.message) == ("too_big", f"it started more than {MOST_THREADS} threads")
+
+
+def test_pools_of_threads_are_no_bomb(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text(f"{POOL}\ndef f(messages, truth): return pool()\n")
+    with Sandbox(timeout_s=20.0, memory_mb=2048, workers=1) as sandbox:
+        result = sandbox.evaluate(f"{tmp_path / 'r.py'}:f", MESSAGES, None)
+    assert result.error is None
+    assert result.score == MOST_THREADS // 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("permissions", [[], ["subprocess"]])
+def test_the_threads_of_torch_and_numpy_are_no_bomb(tmp_path: Path, permissions: list[str]) -> None:
+    body = """
+    import numpy, torch
+    torch.set_num_threads(8)
+    a = torch.rand(600, 600)
+    return float((a @ a).shape[0] + numpy.ones((300, 300)).dot(numpy.ones((300, 300)))[0, 0])
+"""
+    (tmp_path / "r.py").write_text(f"def f(messages, truth):{body}")
+    with Sandbox(timeout_s=60.0, memory_mb=8192, workers=1, permissions=permissions) as sandbox:
+        result = sandbox.evaluate(f"{tmp_path / 'r.py'}:f", MESSAGES, None)
+    assert result.error is None, result.error
+    assert result.score == 900.0
+
+
+def test_threads_are_counted_without_a_list_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    class Here:
+        pid = os.getpid()
+
+    over = threading.Event()
+    more = [threading.Thread(target=over.wait) for _ in range(5)]
+    for thread in more:
+        thread.start()
+    count = len(os.listdir("/proc/self/task"))
+    try:
+        for most, too_many in ((count, False), (count - 1, True)):
+            monkeypatch.setattr(process_limits, "MOST_THREADS", most)
+            assert process_limits.too_many_threads(Here()) is too_many  # type: ignore[arg-type]
+    finally:
+        over.set()
+        for thread in more:
+            thread.join()
+
+
+def test_kills_for_want_of_memory_are_counted_by_the_kernel() -> None:
+    assert oom_kills() >= 0

@@ -34,7 +34,7 @@ def run_batch(pool: Pool, target: Target, batch: Plain, timeout_s: float) -> lis
     try:
         return _run_batch(pool, target, batch, timeout_s, fresh=False)
     except WorkerFault as fault:
-        if fault.loading or not fault.unreached:
+        if fault.loading or not fault.unreached or pool.closed:
             raise
         return _run_batch(pool, target, batch, timeout_s, fresh=True)
 
@@ -149,7 +149,7 @@ def run_together(pool: Pool, target: Target, calls: Sequence[Plain], timeout_s: 
         except WorkerFault as fault:
             if fault.loading:
                 return answers + [_told(fault)] * (len(calls) - len(answers))
-            if fault.unreached and again != len(answers):
+            if fault.unreached and again != len(answers) and not pool.closed:
                 again = len(answers)
                 until += time.monotonic() - asked
                 continue

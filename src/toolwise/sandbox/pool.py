@@ -77,6 +77,11 @@ class Pool:
             finally:
                 self._put_back(target, worker)
 
+    @property
+    def closed(self) -> bool:
+        """Workers that end now were ended by us: no call is tried again."""
+        return self._closed
+
     def _warm(self, target: Target) -> Worker | None:
         while True:
             with self._lock:
@@ -95,7 +100,7 @@ class Pool:
         try:
             return self._come_up(target, self._take_spare(target) if with_spare else None)
         except WorkerFault as fault:
-            if not fault.unreached:
+            if not fault.unreached or self._closed:
                 raise
             return self._come_up(target, None)
 

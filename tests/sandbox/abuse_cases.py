@@ -84,7 +84,45 @@ BOMBS = [
     Case("memory_bit_by_bit", "memory", "x = []\nwhile True: x.append(bytearray(10 ** 6))"),
     Case("memory_of_strings", "memory", "return 'a' * 10 ** 10"),
     Case("memory_in_lists", "memory", "x = [0]\nwhile True: x = x + x"),
-    Case("memory_shared", "memory", "m = mmap.mmap(-1, 1 << 30); return 1.0"),
+    Case("memory_private_map", "memory", "m = mmap.mmap(-1, 1 << 30, flags=mmap.MAP_PRIVATE); return 1.0"),
+    Case("memory_shared", "denied", "m = mmap.mmap(-1, 1 << 20); return 1.0"),
+    Case(
+        "memory_of_which_a_page_is_kept",
+        "denied",
+        """
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        for _ in range(20):  # shared, without a file
+            at = libc.mmap(None, ctypes.c_size_t(20 << 20), 3, 0x21, -1, ctypes.c_long(0))
+            if at == ctypes.c_void_p(-1).value: raise OSError(ctypes.get_errno(), 'mmap')
+            ctypes.memset(at, 1, 20 << 20)
+            libc.munmap(ctypes.c_void_p(at + 4096), ctypes.c_size_t((20 << 20) - 4096))
+        return 1.0
+        """,
+    ),
+    Case(
+        "memory_in_a_pipe",
+        "denied",
+        """
+        page = ctypes.create_string_buffer(4096)
+        piece = (ctypes.c_size_t * 2)(ctypes.addressof(page), 4096)
+        system({'x86_64': 278}.get(os.uname().machine, 75), os.pipe()[1], piece, 1, 0)
+        return 1.0
+        """,
+    ),
+    Case("descriptors_of_a_thread", "denied", "system(436, 4000, 4001, 2); return 1.0"),
+    Case(
+        "descriptors_of_a_raw_thread",
+        "denied",
+        """
+        libc = ctypes.CDLL(None, use_errno=True)
+        stack = ctypes.create_string_buffer(65536)
+        top = ctypes.c_void_p(ctypes.addressof(stack) + 65536 - 64 & ~15)
+        if libc.clone(ctypes.cast(libc.pause, ctypes.c_void_p), top, 0x10900, None) < 0:
+            raise OSError(ctypes.get_errno(), 'clone')
+        return 1.0
+        """,
+    ),
     Case("memory_on_import", "memory", module="x = bytearray(10 ** 9)"),
     Case("memory_within_limit", "ok", "x = bytearray(40_000_000); return 1.0", score=1.0),
     Case("one_huge_file", "too_big", "with open('x', 'wb') as f:\n    for _ in range(1000): f.write(bytes(10 ** 6))"),
@@ -271,7 +309,7 @@ PROCESSES = [
         "denied died",
         """
         if os.uname().machine != 'x86_64': raise PermissionError(errno.EPERM, 'no such calls here')
-        code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+        code = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
         code.write(bytes.fromhex('b814000000cd80c3'))  # mov eax, 20; int 0x80; ret
         return ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))()
         """,

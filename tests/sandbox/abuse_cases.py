@@ -633,10 +633,20 @@ class Ground:
         """Processes of our sandbox that it does not know of, and folders of workers that are gone."""
         pool = self.sandbox._pool
         root, known = str(pool._root), set(self.sandbox.pids())
-        left = [f"process {pid}" for pid in processes_with(f"HOME={root}/") if pid not in known]
+        spare = pool._spare.popen.pid if pool._spare is not None else -1
+        found = processes_with(f"HOME={root}/")
+        supervisors = {parent_of(pid) for pid in known}  # where workers may start processes
+        left = [f"process {pid}" for pid in found if pid not in known | supervisors and parent_of(pid) != spare]
         if len(list(Path(root).iterdir())) > len(known) + 1:
             left.append("folders")
         return left
+
+
+def parent_of(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError):
+        return 0
 
 
 def processes_with(word: str) -> list[int]:

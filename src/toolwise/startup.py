@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import IO
 
-from toolwise.terminal import visible
+from toolwise.terminal import write_line
 
 LOGGER = logging.getLogger("toolwise.startup")
 
@@ -33,7 +33,7 @@ def show_startup(file: IO[str] | None = None, *, enabled: bool = True) -> Iterat
     level, propagate = LOGGER.level, LOGGER.propagate
     # The stream is asked too: rich also takes FORCE_COLOR for a terminal.
     status = Status(console, "starting …") if console.is_terminal and console.file.isatty() else None
-    handler = _Handler(partial(_write_line, console.file))
+    handler = _Handler(partial(write_line, console.file))
     if status is not None:
         handler = _Handler(status.update)
         status.start()
@@ -56,13 +56,4 @@ class _Handler(logging.Handler):
         self.show = show
 
     def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self.show(f"{record.getMessage()} …")
-        except (OSError, ValueError):  # a closed pipe does not end a run
-            return
-
-
-def _write_line(file: IO[str], text: str) -> None:
-    encoding = getattr(file, "encoding", None) or "utf-8"
-    file.write(visible(text).encode(encoding, "replace").decode(encoding) + "\n")
-    file.flush()
+        self.show(f"{record.getMessage()} …")

@@ -14,6 +14,8 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any, ParamSpec, TypeVar
 
+from toolwise.bounds import cut
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -99,7 +101,7 @@ def describe(fault: BaseException) -> str:
     """`ValueError: no such city`, whatever the fault's own `__str__` does, and of a bounded length."""
     kind = type(fault).__name__
     name, said = "RuntimeError" if kind == UserCodeError.__name__ else kind, _text(fault, str)
-    return f"{name}: {said}"[:MAX_CHARS]
+    return cut(f"{name}: {said}", MAX_CHARS)
 
 
 def traced(fault: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from toolwise.bounds import LONGEST_REASON, MOST_METRICS, MOST_STEP_OUTPUTS
 from toolwise.messages import Message
 from toolwise.records import write_records
 from toolwise.rewards.align import align_rollouts
-from toolwise.rewards.combine import Weighted, combine
+from toolwise.rewards.combine import Rewards, Weighted, combine
 from toolwise.rewards.executor import InProcessExecutor
 from toolwise.rewards.function import Reward, read_result, reward_function
 from toolwise.summary import summarize
@@ -114,8 +115,10 @@ def test_whatever_a_reward_raises_here_is_a_bounded_fault(fault: Exception, tmp_
     assert len(result.model_dump_json()) < 100_000
 
 
-def test_files_of_hostile_results_are_json_of_bounded_size(tmp_path: Path) -> None:
+def test_files_of_hostile_results_are_json_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a run writes them: NaN in the data, warnings without end, metrics that differ from rollout to rollout."""
+    # Half a character in a log is more than a test report takes from one process to another.
+    monkeypatch.setattr(logging.getLogger("toolwise.rewards"), "disabled", True)
     task = Task(
         task_id="\ud800\x1b]0;x\x07",
         prompt=TASK.prompt,
@@ -148,3 +151,22 @@ def test_files_of_hostile_results_are_json_of_bounded_size(tmp_path: Path) -> No
     assert len(figures) < 2 * MOST_METRICS + 50
     assert figures["reward/metrics_left_out"] == 40 * 200 - MOST_METRICS
     assert all(math.isfinite(value) for value in figures.values())
+
+
+class Forger:
+    """An executor that checks nothing."""
+
+    async def evaluate(self, reward: Reward, rollouts: Any, *, step: int) -> list[EvaluateResult]:
+        return [EvaluateResult(score=1e300), EvaluateResult(score=1.0, reason="x" * 10**6)]
+
+
+def test_what_another_executor_gives_is_bounded_too() -> None:
+    @reward_function
+    def half(messages: Any, ground_truth: Any) -> float:
+        return 0.5
+
+    rewards = Rewards((Weighted(Reward.of(half)),))
+    first, second = asyncio.run(rewards.evaluate(Forger(), [rollout("a"), rollout("b")], step=0))
+    assert first.error is not None
+    assert first.error.kind == "out_of_range"
+    assert len(second.reason or "") < 21_000

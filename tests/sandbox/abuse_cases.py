@@ -126,7 +126,7 @@ FILES = [
     Case("write_own_file", "denied", "open(__file__, 'a').write('x'); return 1.0"),
     Case("truncate_own_file", "denied", "os.truncate(__file__, 0); return 1.0"),
     Case("remove_a_secret", "denied", "os.unlink(truth['secret']); return 1.0"),
-    Case("rename_a_secret", "denied", "os.rename(truth['secret'], 'mine'); return 1.0"),
+    Case("rename_a_secret", "denied exception", "os.rename(truth['secret'], 'mine'); return 1.0"),
     Case("make_a_folder", "denied", "os.mkdir(truth['folder'] + '/new'); return 1.0"),
     Case("chmod_a_secret", "denied", "os.chmod(truth['secret'], 0o777); return 1.0"),
     Case("chown_a_secret", "denied", "os.chown(truth['secret'], os.getuid(), -1); return 1.0"),

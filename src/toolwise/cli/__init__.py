@@ -108,5 +108,5 @@ def _tell_usage(fault: Any) -> int:
     context, message = getattr(fault, "ctx", None), fault.format_message()
     if message and type(fault).__name__ != "NoArgsIsHelpError":  # which has shown the help
         usage = f"; {context.get_usage()}; {context.command_path} --help says more" if context is not None else ""
-        say_error(f"{message}{usage}")
+        say_error(f"{message.rstrip('.')}{usage}")
     return int(fault.exit_code)

@@ -15,7 +15,7 @@ from typing import Literal
 
 from toolwise.bounds import LARGEST_SCORE, LONGEST_REASON, cut, in_bounds
 from toolwise.protocols import Executor
-from toolwise.rewards.function import Reward, faulty
+from toolwise.rewards.function import Reward, faulty, read_result
 from toolwise.types import EvaluateResult, MetricResult, Rollout, StepOutput
 
 Combine = Literal["sum", "normalize"]
@@ -141,7 +141,8 @@ class Rewards:
 
     async def evaluate(self, executor: Executor, rollouts: Sequence[Rollout], *, step: int) -> list[EvaluateResult]:
         """One result a rollout, in order. A single reward of weight 1 is passed on as it is."""
-        results = [await executor.evaluate(part.reward, rollouts, step=step) for part in self.parts]
+        given = [await executor.evaluate(part.reward, rollouts, step=step) for part in self.parts]
+        results = [[read_result(found) for found in one] for one in given]  # an executor may be anybody's
         if len(self.parts) == 1 and self.parts[0].weight == 1.0 and self.how == "sum":
             return results[0]
         groups = [rollout.group_id for rollout in rollouts]

@@ -13,6 +13,8 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, TextIO
 
+from toolwise.terminal import visible
+
 FILE_BYTES = 4 << 20
 """Of a log; when it is full it becomes FILE.1 in place of the last one, and a new one begins."""
 CALL_CHARS = 16 * 1024
@@ -25,11 +27,7 @@ Printed = Callable[[str, str], None]
 def lines_of(label: str, text: str) -> list[str]:
     """One line of text a line, each with its label; control characters, which move a terminal's cursor, as escapes."""
     prefix = f"[{label}] " if label else ""
-    return [_visible(f"{prefix}{line}") for line in text.rstrip("\n").split("\n")]
-
-
-def _visible(text: str) -> str:
-    return "".join(c if c.isprintable() or c == "\t" else c.encode("unicode_escape").decode("ascii") for c in text)
+    return [visible(f"{prefix}{line}") for line in text.rstrip("\n").split("\n")]
 
 
 class PrintedLog:

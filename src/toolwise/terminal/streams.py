@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import sys
 import traceback
+from contextlib import suppress
 from typing import IO, Any
 
 from toolwise.json_text import json_text
@@ -17,6 +18,12 @@ LONGEST_LINE = 20_000
 def say(text: object = "", *, err: bool = False) -> None:
     """A line on standard output, or on standard error."""
     _write(sys.stderr if err else sys.stdout, f"{visible(text)}\n")
+
+
+def write_line(file: IO[str], text: str) -> None:
+    """A line to a stream that may be gone: a closed pipe does not end a run."""
+    with suppress(OSError, ValueError):
+        _write(file, f"{visible(text)}\n")
 
 
 def say_error(text: object) -> None:

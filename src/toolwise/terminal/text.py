@@ -22,7 +22,7 @@ def _escape(code: int) -> str:
 
 
 _CODES = [*_SINGLE, *(code for first, last in _OBEYED for code in range(first, last + 1))]
-_VISIBLE = {code: _escape(code) for code in _CODES}
+_VISIBLE = {code: _escape(code) for code in _CODES} | {0x0D: "\\r"}
 _IN_JSON = {code: f"\\u{code:04x}" for code in _CODES if code < 0x10000} | {
     code: f"\\ud{0x800 | (code - 0x10000) >> 10:03x}\\ud{0xC00 | (code - 0x10000) & 0x3FF:03x}"
     for code in _CODES

@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from toolwise.terminal import visible
+from toolwise.terminal import write_line
 from toolwise.terminal.display import Console, Live
 from toolwise.trackers.conversation import clean_text, shorten, turns_of, verdict
 from toolwise.trackers.routes import budget_of, route_shares, say_shares, share_bar
@@ -190,13 +190,7 @@ class ConsoleTracker:
 
     def _print(self, line: str) -> None:
         """To whatever stdout is; a reader who has gone away (a closed pipe) does not end a run."""
-        file = self._console.file
-        encoding = getattr(file, "encoding", None) or "utf-8"
-        try:
-            file.write(visible(line).encode(encoding, "replace").decode(encoding) + "\n")
-            file.flush()
-        except (OSError, ValueError):
-            return
+        write_line(self._console.file, line)
 
     def _display(self) -> RenderableType:
         parts: list[RenderableType] = [self._header(), self._table()]

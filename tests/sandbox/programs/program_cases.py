@@ -293,14 +293,10 @@ def ground_in(folder: Path, tier: str, *, own_disk: bool = True) -> Iterator[Gro
 
 
 def main() -> None:
-    """As another user: `FOLDER TIER [files OWN_DISK]`; a line of JSON a case."""
-    tier, files = sys.argv[2], sys.argv[3:4] == ["files"]
-    own_disk = not files or sys.argv[4] == "True"
-    with (
-        tempfile.TemporaryDirectory(dir=sys.argv[1]) as folder,
-        ground_in(Path(folder), tier, own_disk=own_disk) as ground,
-    ):
-        for case in FILES if files else WHERE_PRIVILEGES_MATTER:
+    """As another user: `FOLDER TIER`; a line of JSON a case."""
+    tier = sys.argv[2]
+    with tempfile.TemporaryDirectory(dir=sys.argv[1]) as folder, ground_in(Path(folder), tier) as ground:
+        for case in WHERE_PRIVILEGES_MATTER:
             if tier in case.tiers:
                 outcome = asdict(ground.run(case))
                 print(json.dumps({"name": case.name, "outcome": outcome, "uid": os.getuid()}), flush=True)

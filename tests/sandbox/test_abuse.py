@@ -194,6 +194,7 @@ def unprivileged() -> dict[str, Any]:
 
 
 @linux
+@pytest.mark.xdist_group("without privileges")  # all of them run in one process, and processes are counted by user
 @pytest.mark.parametrize("case", cases.WHERE_PRIVILEGES_MATTER, ids=lambda case: case.name)
 def test_the_parent_survives_without_privileges(case: Any, unprivileged: dict[str, Any]) -> None:
     _check(case, unprivileged[case.name])

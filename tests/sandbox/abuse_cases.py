@@ -104,7 +104,8 @@ BOMBS = [
     Case("stdout_without_end", "timeout", "while True: print('x' * 10000)"),
     Case("stdout_much", "ok", "for _ in range(2000): print('x' * 10000)\nreturn 1.0", score=1.0),
     Case("stderr_raw", "ok", "os.write(2, b'x' * 300_000); return 1.0", score=1.0),
-    Case("result_too_big", "too_big", "return EvaluateResult(score=1.0, reason='x' * 20_000_000)"),
+    Case("reason_cut_short", "ok", "return EvaluateResult(score=1.0, reason='x' * 20_000_000)", score=1.0),
+    Case("result_too_big", "too_big", "return {'score': 1.0, 'metrics': {str(n): 1.0 for n in range(20_000)}}"),
     Case("exception_too_big", "exception", "raise ValueError('x' * 20_000_000)"),
     Case("descriptors", "exception", "x = []\nwhile True: x.append(open('/dev/null'))"),
     Case("deep_recursion", "exception", "def g(): g()\ng()"),
@@ -467,7 +468,8 @@ RESULTS = [
     Case("denied_on_import", "denied", module="open('/etc/passwd')"),
 ]
 CASES = [*LOOPS, *BOMBS, *FILES, *NETWORK, *PROCESSES, *LEFTOVERS, *RESULTS, *FILE_CASES]
-WHERE_PRIVILEGES_MATTER = [*FILES, *NETWORK, *PROCESSES, *FILE_CASES[4::8]]
+WHERE_PRIVILEGES_MATTER = [*[*FILES, *NETWORK, *PROCESSES][::3], *FILE_CASES[4::16]]
+"""Where privileges matter most: a sample for the usual run. The long one runs all cases as another user."""
 BY_NAME = {case.name: case for case in CASES}
 __all__ = ["RACES"]
 

@@ -66,7 +66,11 @@ def sample(every: int, first: int = 0) -> list[Any]:
     ]
 
 
-OTHERS = [pytest.param(case, id=case.name) for case in cases.CASES if case not in cases.FILE_CASES]
+OTHERS = [
+    pytest.param(case, marks=pytest.mark.long if number % 2 else (), id=case.name)
+    for number, case in enumerate(case for case in cases.CASES if case not in cases.FILE_CASES)
+]
+"""Every other one is among the long tests."""
 
 
 @linux
@@ -194,7 +198,6 @@ def unprivileged() -> dict[str, Any]:
 
 
 @linux
-@pytest.mark.xdist_group("without privileges")  # all of them run in one process, and processes are counted by user
 @pytest.mark.parametrize("case", cases.WHERE_PRIVILEGES_MATTER, ids=lambda case: case.name)
 def test_the_parent_survives_without_privileges(case: Any, unprivileged: dict[str, Any]) -> None:
     _check(case, unprivileged[case.name])

@@ -136,7 +136,6 @@ def unprivileged(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     return request.param, {line["name"]: line["outcome"] for line in lines}
 
 
-@pytest.mark.xdist_group("without privileges")
 @pytest.mark.parametrize("case", cases.WHERE_PRIVILEGES_MATTER, ids=lambda case: case.name)
 def test_a_program_can_do_no_harm_without_privileges(case: Any, unprivileged: tuple[str, dict[str, Any]]) -> None:
     tier, outcomes = unprivileged

@@ -142,7 +142,8 @@ BOMBS = [
     Case("stdout_without_end", "timeout", "while True: print('x' * 10000)"),
     Case("stdout_much", "ok", "for _ in range(2000): print('x' * 10000)\nreturn 1.0", score=1.0),
     Case("stderr_raw", "ok", "os.write(2, b'x' * 300_000); return 1.0", score=1.0),
-    Case("result_too_big", "too_big", "return EvaluateResult(score=1.0, reason='x' * 20_000_000)"),
+    Case("reason_cut_short", "ok", "return EvaluateResult(score=1.0, reason='x' * 20_000_000)", score=1.0),
+    Case("result_too_big", "too_big", "return {'score': 1.0, 'metrics': {str(n): 1.0 for n in range(20_000)}}"),
     Case("exception_too_big", "exception", "raise ValueError('x' * 20_000_000)"),
     Case("descriptors", "exception", "x = []\nwhile True: x.append(open('/dev/null'))"),
     Case("deep_recursion", "exception", "def g(): g()\ng()"),
@@ -505,7 +506,8 @@ RESULTS = [
     Case("denied_on_import", "denied", module="open('/etc/passwd')"),
 ]
 CASES = [*LOOPS, *BOMBS, *FILES, *NETWORK, *PROCESSES, *LEFTOVERS, *RESULTS, *FILE_CASES]
-WHERE_PRIVILEGES_MATTER = [*FILES, *NETWORK, *PROCESSES, *FILE_CASES[4::8]]
+WHERE_PRIVILEGES_MATTER = [*[*FILES, *NETWORK, *PROCESSES][::3], *FILE_CASES[4::16]]
+"""Where privileges matter most: a sample for the usual run. The long one runs all cases as another user."""
 BY_NAME = {case.name: case for case in CASES}
 __all__ = ["RACES"]
 
@@ -671,10 +673,20 @@ class Ground:
         """Processes of our sandbox that it does not know of, and folders of workers that are gone."""
         pool = self.sandbox._pool
         root, known = str(pool._root), set(self.sandbox.pids())
-        left = [f"process {pid}" for pid in processes_with(f"HOME={root}/") if pid not in known]
+        spare = pool._spare.popen.pid if pool._spare is not None else -1
+        found = processes_with(f"HOME={root}/")
+        supervisors = {parent_of(pid) for pid in known}  # where workers may start processes
+        left = [f"process {pid}" for pid in found if pid not in known | supervisors and parent_of(pid) != spare]
         if len(list(Path(root).iterdir())) > len(known) + 1:
             left.append("folders")
         return left
+
+
+def parent_of(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError):
+        return 0
 
 
 def processes_with(word: str) -> list[int]:

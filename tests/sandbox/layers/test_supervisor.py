@@ -13,21 +13,23 @@ from pathlib import Path
 
 import pytest
 
+from toolwise.sandbox.layers.supervisor import SPARE
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 SOURCE = """
 import os, sys
 from toolwise.sandbox.layers.supervisor import supervise
-supervise(int(sys.argv[1]), int(sys.argv[2]), spares=sys.argv[3] == "spares")
-os.execv("/bin/sh", ["sh", "-c", sys.argv[4]])
+supervise(int(sys.argv[1]), int(sys.argv[2]))
+os.execv("/bin/sh", ["sh", "-c", sys.argv[3]])
 """
 
 
 class Supervisor:
-    def __init__(self, text: str, *, spares: bool = False) -> None:
+    def __init__(self, text: str) -> None:
         life, self.life = os.pipe()
         self._report, report = os.pipe()
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        words = [sys.executable, "-c", SOURCE, str(life), str(report), "spares" if spares else "", text]
+        words = [sys.executable, "-c", SOURCE, str(life), str(report), text]
         self.popen = subprocess.Popen(
             words, pass_fds=(life, report), env=environment, start_new_session=True, stdout=subprocess.PIPE, text=True
         )
@@ -131,16 +133,32 @@ def _zombies_of(parent: int) -> list[str]:
     return found
 
 
-def test_other_supervisors_are_spared_where_it_is_told_to() -> None:
+@pytest.mark.parametrize(
+    ("told", "end", "spared"),
+    [
+        (True, "exits", True),
+        (True, "SIGTERM", True),
+        (True, "trainer gone", False),
+        (False, "exits", False),
+        (False, "SIGTERM", False),
+    ],
+)
+def test_other_supervisors_are_spared_where_it_is_told_to(told: bool, end: str, spared: bool) -> None:
+    """A name is easily taken: one that nobody asked to spare, or that the trainer does not outlive, ends too."""
     named = "import time; open('/proc/self/comm', 'w').write('toolwise-watch'); print('up', flush=True); time.sleep(99)"
-    rename = f'{sys.executable} -S -c "{named}"'
-    supervisor = Supervisor(f"{rename} & echo $!; read line; exit 0", spares=True)
-    pid = ""
+    rename = f'setsid {sys.executable} -S -c "{named}"'
+    supervisor = Supervisor(f"{rename} & echo $!; sleep {0.5 if end == 'exits' else 99}; exit 0")
+    words = {supervisor.line(), supervisor.line()}
+    pid = (words - {"up"}).pop()
     try:
-        words = {supervisor.line(), supervisor.line()}
-        pid = (words - {"up"}).pop()
-        assert supervisor.end()[0] in (0, 1)
-        assert _alive(pid)
+        if told:
+            supervisor.popen.send_signal(SPARE)
+        if end == "SIGTERM":
+            supervisor.popen.terminate()
+        elif end == "trainer gone":
+            os.close(supervisor.life)
+        supervisor.end()
+        assert _alive(pid) == spared
     finally:
-        if pid:
+        with suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)

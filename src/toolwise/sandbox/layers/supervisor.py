@@ -22,7 +22,9 @@ NAME = b"toolwise-watch"
 SWEEP_S = 10.0
 """After so long without an end the trainer takes over."""
 PR_SET_DUMPABLE, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 4, 15, 36
-IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
+IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2, signal.SIGALRM)
+SPARE = signal.SIGUSR1
+"""Tells a supervisor that its child forks workers with supervisors of their own, which may outlive that child."""
 ANY_CHILD = 0x40000000
 """__WALL: children of every kind, also those that signal nothing when they end."""
 DYING_S = 0.02
@@ -39,12 +41,12 @@ def begin(start: dict[str, Any]) -> None:
         start["parent"] = os.getppid()
 
 
-def supervise(life: int, report: int | None = None, *, spares: bool = False) -> None:
+def supervise(life: int, report: int | None = None) -> None:
     """Returns in a new child, in a session of its own. This process stays behind as its supervisor.
 
     `life` is the reading end of a pipe whose other end the trainer holds: once that is closed, all ends. On `report` it
-    says that the child has ended, and then how many processes it found running beside it. `spares`: other supervisors
-    that end up beneath this one are left alone; they end by themselves.
+    says that the child has ended, and then how many processes it found running beside it. After `SPARE`, supervisors
+    beneath this one are left alone where the child ends or SIGTERM asks for the end, and not where the trainer is gone.
     """
     try:
         call_prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -54,7 +56,7 @@ def supervise(life: int, report: int | None = None, *, spares: bool = False) -> 
         return
     own = os.getpid()
     # Until it is ready for them, signals wait: the child's code may run before.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD, *IGNORED})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD, SPARE, *IGNORED})
     child = os.fork()
     if child == 0:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -64,14 +66,14 @@ def supervise(life: int, report: int | None = None, *, spares: bool = False) -> 
             os.close(report)
         return
     try:
-        _Supervisor(child, life, report, spares).watch()
+        _Supervisor(child, life, report).watch()
     finally:  # nothing of the child's code may ever run here
         os.kill(own, signal.SIGKILL)
 
 
 class _Supervisor:
-    def __init__(self, child: int, life: int, report: int | None, spares: bool) -> None:
-        self._child, self._report, self._spares = child, report, spares
+    def __init__(self, child: int, life: int, report: int | None) -> None:
+        self._child, self._report, self._spares = child, report, False
         self._status: int | None = None
         self._met: set[int] = set()
         self._last_reaped = child
@@ -82,7 +84,7 @@ class _Supervisor:
         for descriptor in (self._woken, wake):
             os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        for number in (signal.SIGCHLD, signal.SIGTERM):
+        for number in (signal.SIGCHLD, signal.SIGTERM, SPARE):
             signal.signal(number, _wake_up)
         for number in IGNORED:
             signal.signal(number, signal.SIG_IGN)
@@ -97,7 +99,12 @@ class _Supervisor:
         self._reap()
         while self._status is None:
             ready = [descriptor for descriptor, _ in self._poll.poll()]
-            if self._life in ready or (self._woken in ready and signal.SIGTERM in self._signals()):
+            signals = self._signals()
+            self._spares |= SPARE in signals
+            if signal.SIGTERM in signals:
+                break
+            if self._life in ready:
+                self._spares = False
                 break
             self._reap()
         self._poll.unregister(self._life)

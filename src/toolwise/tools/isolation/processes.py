@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from toolwise.references import WORKER
+from toolwise.sandbox.layers.supervisor import SPARE
 from toolwise.sandbox.processes import sweep_leftovers
 from toolwise.sandbox.supervision import AVAILABLE
 from toolwise.tools.isolation.places import Place
@@ -26,7 +27,7 @@ LARGEST_RESULT = 8 << 20
 _BOOT = (
     "import json, sys; start = json.loads(sys.argv[1]); sys.path[:] = start['path']; "
     "from toolwise.sandbox.layers.supervisor import supervise; "
-    "sys.platform == 'linux' and supervise(start['life'], spares=True); "
+    "sys.platform == 'linux' and supervise(start['life']); "
     "from toolwise.tools.isolation.serving import main; main(start)"
 )
 MARK = "TOOLWISE_SANDBOX"
@@ -68,14 +69,20 @@ class Process:
 
     def kill(self) -> None:
         """With all that it started. Twice is as good as once, until it is waited for."""
-        self._close_life()
         if AVAILABLE:
-            for number in (signal.SIGCONT, signal.SIGTERM):
+            for number in (signal.SIGCONT, signal.SIGTERM):  # before its life ends, which would mean that we are gone
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(self.pid, number)
-        else:
+        self._close_life()
+        if not AVAILABLE:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
+
+    def spare_forked(self) -> None:
+        """Workers that it forks may outlive it."""
+        if AVAILABLE:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, SPARE)
 
     def sweep(self) -> None:
         """Ends what carries its mark, where its supervisor was killed. Before it is waited for: after that its number

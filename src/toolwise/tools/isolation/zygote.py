@@ -34,6 +34,7 @@ class Zygote:
 
     def __init__(self, process: Process, pid: int) -> None:
         self._process, self._pid = process, pid
+        process.spare_forked()
         self._lock = threading.Lock()
         self._incoming = frames.Incoming(1 << 16)
         self.gone = False

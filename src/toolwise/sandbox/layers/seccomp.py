@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
 import platform
 import struct
 from collections.abc import Collection, Sequence
@@ -20,6 +21,8 @@ CLONE_THREAD = 0x10000
 CLONE_NAMESPACES = 0x7E020000
 """NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET: in one of its own a process has root's powers."""
 SOCK_KIND = 0xF
+UNCHANGED = 0xFFFFFFFF
+"""Of setresuid and setresgid: leave this one as it is."""
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 PR_REFUSED = (1, 4, 23, 24, 28, 35, 36, 0x59616D61)
 """PDEATHSIG, DUMPABLE, CAPBSET_DROP, SECUREBITS (both ways), MM, CHILD_SUBREAPER, PTRACER."""
@@ -58,6 +61,13 @@ def _only(index: int, value: int) -> list[Instruction]:
     return [_argument(index), (JUMP_EQUAL, 1, 0, value), EPERM, FINE]
 
 
+def _stays(identity: int) -> list[Instruction]:
+    """Lets a process become who it is: `posix_spawn` of make and others asks for that, and gives up without it."""
+    same = [step for index in range(3) for step in (_argument(index), (JUMP_EQUAL, 1, 0, UNCHANGED), EPERM)]
+    same[4] = (JUMP_EQUAL, 1, 0, identity)
+    return [*same, FINE]
+
+
 def _looked_into(pid: int, permissions: Collection[str], scoped: bool) -> dict[str, list[Instruction]]:
     """What decides about each call whose arguments matter."""
     unix, stream = 1, 1
@@ -68,6 +78,8 @@ def _looked_into(pid: int, permissions: Collection[str], scoped: bool) -> dict[s
         "prctl": _none_of(0, PR_REFUSED),
         "fcntl": _none_of(1, FCNTL_REFUSED),
         "ioctl": _none_of(1, IOCTL_REFUSED),
+        "setresuid": [EPERM],
+        "setresgid": [EPERM],
         "fallocate": [UNSUPPORTED],  # gigabytes in no time; whoever asks for it writes instead
     }
     if "subprocess" in permissions:
@@ -75,6 +87,7 @@ def _looked_into(pid: int, permissions: Collection[str], scoped: bool) -> dict[s
         if scoped:  # Landlock, or a process namespace, lets signals reach only what the worker has started
             del blocks["kill"], blocks["tgkill"]
         blocks["clone"] = [_argument(0), (JUMP_SET, 0, 1, CLONE_NAMESPACES), EPERM, FINE]
+        blocks["setresuid"], blocks["setresgid"] = _stays(os.getuid()), _stays(os.getgid())
     else:
         blocks["clone"] = [_argument(0), (JUMP_SET, 1, 0, CLONE_THREAD), EPERM, FINE]
     blocks["clone3"] = [ENOSYS]  # glibc falls back from it, whose flags a filter cannot see, to clone

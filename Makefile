@@ -21,14 +21,14 @@ demo: $(READY)  ## Train a small agent, live, and show what it learned
 # Those of the sandbox come last and one a core: they bomb, and they hold deadlines.
 test: $(READY)  ## All tests but the long ones, those of the pages and those that need bubblewrap
 	$(TEST) -n $(WORKERS) --dist loadfile --ignore=tests/sandbox --ignore=tests/docs -m 'not long and not namespaced'
-	$(TEST) -n $(CORES) --dist loadgroup tests/sandbox -m 'not long and not namespaced'
+	$(TEST) -n $(CORES) --dist loadfile tests/sandbox -m 'not long and not namespaced'
 
 test-docs: $(READY)  ## Every snippet in the README and in docs/ and a notebook's cells, run as they stand
 	$(TEST) -n $(WORKERS) --dist loadfile tests/docs
 
 test-namespaced: $(READY)  ## What needs bubblewrap (apt install bubblewrap): the sandbox's tier of namespaces
 	@command -v bwrap > /dev/null || { echo 'bubblewrap is missing: apt install bubblewrap' >&2; exit 1; }
-	$(TEST) -n $(CORES) --dist loadgroup -m namespaced tests/sandbox tests/tools
+	$(TEST) -n $(CORES) --dist loadfile -m namespaced tests/sandbox tests/tools
 
 test-long: $(READY)  ## The long tests: five seeds, ten kills, 10,000 schedules
 	HYPOTHESIS_PROFILE=thorough $(TEST) -m long

@@ -20,7 +20,7 @@ import tomli_w
 from hypothesis import settings
 
 # As many examples as fit a build on two cores; HYPOTHESIS_PROFILE=thorough tries more.
-settings.register_profile("quick", max_examples=40, deadline=None)
+settings.register_profile("quick", max_examples=25, deadline=None)
 settings.register_profile("thorough", max_examples=300, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -64,23 +65,32 @@ def test_there_are_sources_to_look_at() -> None:
     assert len(SOURCES) > 50
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT / "src")))
-def test_no_file_is_too_long_to_know(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= LONGEST_FILE
+@cache
+def _parsed() -> dict[str, ast.Module]:
+    """Every module by its path within the package."""
+    return {str(path.relative_to(ROOT / "src" / "toolwise")): ast.parse(path.read_text()) for path in SOURCES}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT / "src")))
-def test_no_function_is_too_long_to_read(path: Path) -> None:
-    functions = [
-        n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-    long = {f.name: (f.end_lineno or 0) - f.lineno + 1 for f in functions}
-    assert {name: lines for name, lines in long.items() if lines > LONGEST_FUNCTION} == {}
+def _functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT / "src")))
-def test_every_module_says_what_it_is(path: Path) -> None:
-    assert ast.get_docstring(ast.parse(path.read_text()))
+def test_no_file_is_too_long_to_know() -> None:
+    lengths = {str(path): len(path.read_text().splitlines()) for path in SOURCES}
+    assert {path: lines for path, lines in lengths.items() if lines > LONGEST_FILE} == {}
+
+
+def test_no_function_is_too_long_to_read() -> None:
+    lengths = {
+        f"{path}:{function.name}": (function.end_lineno or 0) - function.lineno + 1
+        for path, tree in _parsed().items()
+        for function in _functions(tree)
+    }
+    assert {name: lines for name, lines in lengths.items() if lines > LONGEST_FUNCTION} == {}
+
+
+def test_every_module_says_what_it_is() -> None:
+    assert [path for path, tree in _parsed().items() if not ast.get_docstring(tree)] == []
 
 
 def test_no_room_is_a_junk_room() -> None:
@@ -147,12 +157,10 @@ def _prints(tree: ast.AST) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT / "src")))
-def test_nothing_prints_but_by_the_terminal(path: Path) -> None:
+def test_nothing_prints_but_by_the_terminal() -> None:
     """Control characters of other people's text are made visible there, and nowhere else."""
-    inside = str(path.relative_to(ROOT / "src" / "toolwise"))
-    if TERMINAL not in path.parents and inside not in PIPES:
-        assert _prints(ast.parse(path.read_text())) == []
+    found = {path: _prints(tree) for path, tree in _parsed().items() if path not in PIPES}
+    assert {path: prints for path, prints in found.items() if prints and not path.startswith("terminal/")} == {}
 
 
 def test_the_search_for_prints_finds_them() -> None:
@@ -178,11 +186,13 @@ def _writes_json(function: ast.AST) -> bool:
     return bool(loose) and any(name.split(".")[-1] in verbs or name.endswith("file.write") for name in names)
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT / "src")))
-def test_every_json_file_has_the_one_writer(path: Path) -> None:
+def test_every_json_file_has_the_one_writer() -> None:
     """`toolwise.json_text`: no NaN, no half characters, whatever is in a value."""
-    functions = [
-        n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+    found = [
+        f"{path}:{function.name}"
+        for path, tree in _parsed().items()
+        if path not in PRIVATE_JSON
+        for function in _functions(tree)
+        if _writes_json(function)
     ]
-    if str(path.relative_to(ROOT / "src" / "toolwise")) not in PRIVATE_JSON:
-        assert [f.name for f in functions if _writes_json(f)] == []
+    assert found == []

@@ -170,7 +170,8 @@ def test_under_another_estimator_it_only_measures() -> None:
     assert "thinking/advantage" in second.metrics
     for a, b in zip(first.credited, second.credited, strict=True):
         np.testing.assert_array_equal(np.concatenate(a.advantages), np.concatenate(b.advantages))
-    assert first.metrics["actor/loss"] == second.metrics["actor/loss"]
+    # Advantages that sum to zero: rounding of terms around one, in whatever order rollouts ended.
+    assert first.metrics["actor/loss"] == pytest.approx(second.metrics["actor/loss"], abs=1e-6)
 
 
 def test_reweighted_rows_reach_the_learner_and_its_canary_agrees_with_them() -> None:

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from toolwise.errors import ConfigError
-from toolwise.parameters import compile_parameters
+from toolwise.parameters import TooMuchToCheckError, compile_parameters, misfits
 
 
 def fits(schema: object, arguments: object) -> bool:
@@ -87,3 +87,31 @@ def test_unique_items_take_linear_time() -> None:
     began = time.process_time()
     assert fits(schema, {"a": [{"b": n} for n in range(20_000)]})
     assert time.process_time() - began < 5
+
+
+TWICE: dict[str, object] = {
+    **{f"a{level}": {"allOf": [{"$ref": f"#/$defs/a{level + 1}"}] * 2} for level in range(40)},
+    "a40": {"type": "integer"},
+}
+
+
+def test_a_schema_of_a_trillion_checks_takes_a_moment() -> None:
+    schema = {"type": "object", "properties": {"x": {"$ref": "#/$defs/a0"}}, "$defs": TWICE}
+    began = time.process_time()
+    with pytest.raises(TooMuchToCheckError):
+        list(misfits(compile_parameters("t", json.dumps(schema)), {"x": 1}))
+    assert time.process_time() - began < 5
+    assert fits({"type": "object", "properties": {"x": {"type": "integer"}}}, {"x": 1})
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**400), float("nan"), float("inf")])
+def test_numbers_beyond_a_float_are_no_multiples(value: float) -> None:
+    assert not fits({"type": "object", "properties": {"x": {"multipleOf": 0.1}}}, {"x": value})
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
+    schema: dict[str, object] = {"type": "object"}
+    for _ in range(250):
+        schema = {"type": "object", "properties": {"x": schema}}
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        compile_parameters("t", json.dumps(schema))

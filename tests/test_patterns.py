@@ -155,3 +155,19 @@ def test_no_pattern_freezes_anybody(pattern: str, unit: str) -> None:
 
 def test_halves_of_characters_are_searched_too() -> None:
     assert compile_pattern("b$").search("\ud800 a b")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["(?:a{0,300}){0,300}[ab]{0,300}c", "((a{9}){0,9}b){99}", "(?:(?:){1000}){1000}", "(?:a?){3000}", "a{2600,}"],
+)
+def test_a_pattern_that_takes_milliseconds_a_character_is_refused(pattern: str) -> None:
+    with pytest.raises(PatternError, match="too large when its repeats are written out"):
+        compile_pattern(pattern)
+
+
+@pytest.mark.parametrize("pattern", [r"^.{1,1024}$", r"\d{4}-\d{2}", "(?:a{0,40}){0,40}[ab]{0,300}c", "x{2000}"])
+def test_patterns_of_a_usual_size_are_not(pattern: str) -> None:
+    began = time.process_time()
+    compile_pattern(pattern).search("ab" * 5_000)
+    assert time.process_time() - began < 2

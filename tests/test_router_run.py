@@ -241,7 +241,14 @@ def test_refills_count_prompts_and_not_groups(tmp_path: Path) -> None:
     assert made.metrics["router/prompts"] == 6
 
 
-@pytest.mark.parametrize("router", [{}, {"mode": "value"}, {"routes": "one", "optimizer": "actor", "backbone": "top"}])
+@pytest.mark.parametrize(
+    "router",
+    [
+        {"routes": "one", "optimizer": "actor", "backbone": "top"},
+        pytest.param({}, marks=pytest.mark.long),
+        pytest.param({"mode": "value"}, marks=pytest.mark.long),
+    ],
+)
 def test_a_run_goes_on_bit_for_bit(tmp_path: Path, router: dict[str, Any]) -> None:
     given = config(tmp_path, **router)
     straight = assemble(given)

@@ -143,6 +143,7 @@ def test_a_run_says_once_what_its_estimator_will_see(tiny_run: Path) -> None:
     assert json.loads((tiny_run / "summary.json").read_bytes())["advantages"].startswith(line)
 
 
+@pytest.mark.long
 def test_without_a_console_the_log_has_it(
     tmp_path: Path, make_config: MakeConfig, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -88,6 +88,7 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
     assert summary_of(run)["interrupted"] is False
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_deadly_sigterm")
 def test_a_validation_of_an_earlier_step_is_not_what_came_after(
     tmp_path: Path, cli: Cli, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
@@ -179,7 +180,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(tiny_run: Pat
     assert steps_of(run) == [0, 1, 2, 2]
 
 
-@pytest.mark.parametrize("left", ["no configuration", "no checkpoint"])
+@pytest.mark.parametrize("left", [pytest.param("no configuration", marks=pytest.mark.long), "no checkpoint"])
 def test_a_run_killed_before_its_first_checkpoint_starts_over(
     left: str, tmp_path: Path, cli: Cli, make_config: MakeConfig
 ) -> None:
@@ -288,6 +289,7 @@ def test_another_best_metric_is_not_compared_with_the_old_one(tiny_run: Path, tm
     assert best_of(run) in {found["score"] for found in kept.values()}
 
 
+@pytest.mark.long
 def test_a_metric_that_no_validation_has_leaves_no_best(tiny_run: Path, tmp_path: Path, cli: Cli) -> None:
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)

@@ -3,17 +3,42 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from functools import cache, lru_cache
+import math
+import threading
+from collections.abc import Callable, Iterator
+from functools import cache, lru_cache, wraps
 from typing import TYPE_CHECKING, Any
 
 from toolwise.errors import ConfigError
 from toolwise.patterns import PatternError, compile_pattern
 
 if TYPE_CHECKING:
-    from jsonschema import Draft202012Validator
+    from jsonschema import Draft202012Validator, ValidationError
 
+MOST_CHECKS = 50_000
+"""Keywords that are checked for one call: half a second. Two alternatives that lead back to each other are four on the
+next level, and a schema of a few lines has 2**40 of them for the arguments that fit it."""
 _MORE_PROPERTIES = {"patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
+
+
+class TooMuchToCheckError(Exception):
+    """A schema and arguments that would take longer to check than a call is worth."""
+
+
+class _Checks(threading.local):
+    left = math.inf
+
+
+_checks = _Checks()
+
+
+def misfits(validator: Draft202012Validator, arguments: Any) -> Iterator[ValidationError]:
+    """What is wrong with `arguments`; a `TooMuchToCheckError` where that takes too long to find out."""
+    _checks.left = MOST_CHECKS
+    try:
+        yield from validator.iter_errors(arguments)
+    finally:
+        _checks.left = math.inf
 
 
 # Keyed by the schema's text, not by its identity: tasks that bring equal schemas share one validator, and a
@@ -28,7 +53,9 @@ def compile_parameters(tool: str, parameters: str) -> Draft202012Validator:
     try:
         Draft202012Validator.check_schema(schema)
     except SchemaError as error:
-        raise ConfigError(f"tool {tool}: its parameters are no JSON schema: {error.message}") from error
+        raise ConfigError(f"tool {tool}: its parameters are no JSON schema: {error.message:.200}") from error
+    except RecursionError:
+        raise ConfigError(f"tool {tool}: its parameters are nested too deeply; write fewer levels") from None
     _check_patterns(tool, schema)
     # JSON schema lets unnamed properties pass; in a call, an argument that a tool lacks is a mistake.
     if isinstance(schema, dict) and schema.get("properties") and not schema.keys() & _MORE_PROPERTIES:
@@ -79,7 +106,8 @@ def _keywords(schema: Any) -> Iterator[tuple[str, Any]]:
 @cache
 def _linear_validator() -> Any:
     """The standard's validator, but for the keywords that `jsonschema` may take more than linear time for: patterns,
-    which Python's own engine matches by backtracking, and `uniqueItems`, which compares each item with each."""
+    which Python's own engine matches by backtracking, and `uniqueItems`, which compares each item with each. All are
+    counted: see `misfits`."""
     from jsonschema import Draft202012Validator, ValidationError
     from jsonschema.validators import extend
 
@@ -108,15 +136,34 @@ def _linear_validator() -> Any:
         if wanted and isinstance(instance, list) and len(set(map(_canonical, instance))) < len(instance):
             yield ValidationError(f"{instance!r:.80} has non-unique elements")
 
-    return extend(
-        Draft202012Validator,
-        {
-            "pattern": pattern,
-            "patternProperties": pattern_properties,
-            "additionalProperties": additional_properties,
-            "uniqueItems": unique_items,
-        },
-    )
+    whole_multiples = Draft202012Validator.VALIDATORS["multipleOf"]
+
+    def multiple_of(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+        try:
+            yield from whole_multiples(validator, wanted, instance, schema) or ()
+        except (OverflowError, ValueError):  # beyond what a float can be, or none
+            yield ValidationError(f"{instance!r:.80} is not a multiple of {wanted}")
+
+    own = {
+        "pattern": pattern,
+        "patternProperties": pattern_properties,
+        "additionalProperties": additional_properties,
+        "uniqueItems": unique_items,
+        "multipleOf": multiple_of,
+    }
+    every = {**Draft202012Validator.VALIDATORS, **own}
+    return extend(Draft202012Validator, {keyword: _counted(check) for keyword, check in every.items()})
+
+
+def _counted(check: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(check)
+    def counted(validator: Any, wanted: Any, instance: Any, schema: Any) -> Any:
+        _checks.left -= 1
+        if _checks.left < 0:
+            raise TooMuchToCheckError
+        return check(validator, wanted, instance, schema)
+
+    return counted
 
 
 def _canonical(value: Any) -> str:

@@ -21,6 +21,10 @@ _parser: Any = re._parser  # type: ignore[attr-defined]
 
 MAX_CHARS = 10_000
 """Of a pattern."""
+MAX_SIZE = 2_500
+"""Letters and sets of a pattern with its repeats written out. The engine's time is linear in the text, but for each
+character of it as long as the pattern is large: `(?:a{0,300}){0,300}` takes 10 ms a character."""
+TOO_LARGE = "it is too large when its repeats are written out; repeat less"
 _UNSUPPORTED = {
     _c.ASSERT: "look-around such as (?=…) and (?<=…)",
     _c.ASSERT_NOT: "look-around such as (?!…) and (?<!…)",
@@ -72,7 +76,7 @@ def compile_pattern(pattern: str) -> Pattern:
 
 def _reason(error: str) -> str:
     if "size limit" in error:
-        return "it is too large when its repeats are written out; repeat less"
+        return TOO_LARGE
     return error.rpartition("error: ")[2].strip() or "it cannot be compiled"
 
 
@@ -84,7 +88,10 @@ def _translate(pattern: str) -> str:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             parsed = _parser.parse(pattern)
-        return _sequence(parsed, parsed.state.flags)
+        translated = _sequence(parsed, parsed.state.flags)
+        if _size(parsed) > MAX_SIZE:
+            raise PatternError(TOO_LARGE)
+        return translated
     except PatternError:
         raise
     except (re.error, OverflowError) as fault:
@@ -95,6 +102,22 @@ def _translate(pattern: str) -> str:
 
 def _sequence(items: Iterable[tuple[Any, Any]], flags: int) -> str:
     return "".join(_item(kind, value, flags) for kind, value in items)
+
+
+def _size(items: Iterable[tuple[Any, Any]]) -> int:
+    """Of a sequence that `_sequence` could write."""
+    size = 0
+    for kind, value in items:
+        if kind is _c.BRANCH:
+            size += sum(map(_size, value[1]))
+        elif kind is _c.SUBPATTERN:
+            size += _size(value[-1])
+        elif kind in (_c.MAX_REPEAT, _c.MIN_REPEAT):
+            least, most, inner = value
+            size += max(1, least + 1 if most is _c.MAXREPEAT else most) * max(1, _size(inner))
+        else:
+            size += 1
+    return size
 
 
 def _item(kind: Any, value: Any, flags: int) -> str:

@@ -19,6 +19,7 @@ from toolwise.bounds import cut
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_name_of: Callable[[type], str] = type.__dict__["__name__"].__get__  # whatever a metaclass has to say of it
 MAX_CHARS = 2000
 """Of what is told of a fault."""
 
@@ -99,7 +100,7 @@ def is_closing(fault: BaseException, task: asyncio.Task[Any] | None = None) -> b
 
 def describe(fault: BaseException) -> str:
     """`ValueError: no such city`, whatever the fault's own `__str__` does, and of a bounded length."""
-    kind = type(fault).__name__
+    kind = _name_of(type(fault))
     name, said = "RuntimeError" if kind == UserCodeError.__name__ else kind, _text(fault, str)
     return cut(f"{name}: {said}", MAX_CHARS)
 

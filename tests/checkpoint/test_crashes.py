@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from selection import quick_first
 
 from toolwise.checkpoint import best, latest, load, save
 from toolwise.errors import CheckpointError
@@ -298,6 +299,7 @@ class Case:
         return read_tree(folder)
 
 
+QUICK = ("next", "again after a crash", "the best stays", "gone back behind a damaged one")
 CASES = {
     "the first": Case((), (1, 0.5), keep_last=2),
     "next": Case(((1, 0.1), (2, 0.2)), (3, 0.3), keep_last=2, rubbish=True),
@@ -473,7 +475,7 @@ def record(case: Case, folder: Path) -> tuple[Tree, list[Op], Recorder]:
     return start, recorder.log, recorder
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick_first(CASES, QUICK))
 def test_wherever_a_save_dies_there_is_a_whole_checkpoint(name: str, tmp_path: Path) -> None:
     start, log, _ = record(CASES[name], tmp_path / "disk")
     states = examine(CASES[name], start, log, tmp_path / "states")
@@ -506,7 +508,7 @@ def test_a_crash_while_recovering_from_a_crash_loses_nothing_either(name: str, t
             assert entry_of(survivor.path) in (previous, (found.step + 1, 0.0, "later"))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick_first(CASES, QUICK))
 def test_the_log_is_the_whole_of_what_was_done(name: str, tmp_path: Path) -> None:
     """Played back it gives the disk to the last byte, and the interpreter's own audit has heard of nothing else."""
     with auditing(tmp_path / "disk") as heard:

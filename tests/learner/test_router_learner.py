@@ -74,6 +74,7 @@ def test_it_learns_which_route_each_prompt_wants(hidden: int, epochs: int) -> No
     assert metrics["router/updates"] == epochs
 
 
+@pytest.mark.long
 def test_it_learns_from_drawn_routes_too() -> None:
     router, best = learner(), [0, 1, 2, 1]
     for step in range(300):

@@ -36,6 +36,16 @@ class Mute(Exception):  # noqa: N818
         raise GeneratorExit
 
 
+class NameThatRaises(type):
+    @property
+    def __name__(cls) -> str:  # type: ignore[override]
+        raise SystemExit(1)
+
+
+class Nameless(Exception, metaclass=NameThatRaises):  # noqa: N818
+    """Cannot even be called by its name."""
+
+
 async def in_a_task() -> None:
     raise KeyboardInterrupt
 
@@ -82,6 +92,7 @@ RAISED: list[Callable[[], None]] = [
     raising(StopAsyncIteration),
     raising(Panic),
     raising(Mute),
+    raising(lambda: Nameless()),
     raising(MemoryError),
     raising(lambda: BaseExceptionGroup("several", [KeyboardInterrupt(), ValueError()])),
     leave_a_task_that_raises,

@@ -84,7 +84,45 @@ BOMBS = [
     Case("memory_bit_by_bit", "memory", "x = []\nwhile True: x.append(bytearray(10 ** 6))"),
     Case("memory_of_strings", "memory", "return 'a' * 10 ** 10"),
     Case("memory_in_lists", "memory", "x = [0]\nwhile True: x = x + x"),
-    Case("memory_shared", "memory", "m = mmap.mmap(-1, 1 << 30); return 1.0"),
+    Case("memory_private_map", "memory", "m = mmap.mmap(-1, 1 << 30, flags=mmap.MAP_PRIVATE); return 1.0"),
+    Case("memory_shared", "denied", "m = mmap.mmap(-1, 1 << 20); return 1.0"),
+    Case(
+        "memory_of_which_a_page_is_kept",
+        "denied",
+        """
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        for _ in range(20):  # shared, without a file
+            at = libc.mmap(None, ctypes.c_size_t(20 << 20), 3, 0x21, -1, ctypes.c_long(0))
+            if at == ctypes.c_void_p(-1).value: raise OSError(ctypes.get_errno(), 'mmap')
+            ctypes.memset(at, 1, 20 << 20)
+            libc.munmap(ctypes.c_void_p(at + 4096), ctypes.c_size_t((20 << 20) - 4096))
+        return 1.0
+        """,
+    ),
+    Case(
+        "memory_in_a_pipe",
+        "denied",
+        """
+        page = ctypes.create_string_buffer(4096)
+        piece = (ctypes.c_size_t * 2)(ctypes.addressof(page), 4096)
+        system({'x86_64': 278}.get(os.uname().machine, 75), os.pipe()[1], piece, 1, 0)
+        return 1.0
+        """,
+    ),
+    Case("descriptors_of_a_thread", "denied", "system(436, 4000, 4001, 2); return 1.0"),
+    Case(
+        "descriptors_of_a_raw_thread",
+        "denied",
+        """
+        libc = ctypes.CDLL(None, use_errno=True)
+        stack = ctypes.create_string_buffer(65536)
+        top = ctypes.c_void_p(ctypes.addressof(stack) + 65536 - 64 & ~15)
+        if libc.clone(ctypes.cast(libc.pause, ctypes.c_void_p), top, 0x10900, None) < 0:
+            raise OSError(ctypes.get_errno(), 'clone')
+        return 1.0
+        """,
+    ),
     Case("memory_on_import", "memory", module="x = bytearray(10 ** 9)"),
     Case("memory_within_limit", "ok", "x = bytearray(40_000_000); return 1.0", score=1.0),
     Case("one_huge_file", "too_big", "with open('x', 'wb') as f:\n    for _ in range(1000): f.write(bytes(10 ** 6))"),
@@ -104,7 +142,8 @@ BOMBS = [
     Case("stdout_without_end", "timeout", "while True: print('x' * 10000)"),
     Case("stdout_much", "ok", "for _ in range(2000): print('x' * 10000)\nreturn 1.0", score=1.0),
     Case("stderr_raw", "ok", "os.write(2, b'x' * 300_000); return 1.0", score=1.0),
-    Case("result_too_big", "too_big", "return EvaluateResult(score=1.0, reason='x' * 20_000_000)"),
+    Case("reason_cut_short", "ok", "return EvaluateResult(score=1.0, reason='x' * 20_000_000)", score=1.0),
+    Case("result_too_big", "too_big", "return {'score': 1.0, 'metrics': {str(n): 1.0 for n in range(20_000)}}"),
     Case("exception_too_big", "exception", "raise ValueError('x' * 20_000_000)"),
     Case("descriptors", "exception", "x = []\nwhile True: x.append(open('/dev/null'))"),
     Case("deep_recursion", "exception", "def g(): g()\ng()"),
@@ -271,7 +310,7 @@ PROCESSES = [
         "denied died",
         """
         if os.uname().machine != 'x86_64': raise PermissionError(errno.EPERM, 'no such calls here')
-        code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+        code = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
         code.write(bytes.fromhex('b814000000cd80c3'))  # mov eax, 20; int 0x80; ret
         return ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))()
         """,
@@ -467,7 +506,8 @@ RESULTS = [
     Case("denied_on_import", "denied", module="open('/etc/passwd')"),
 ]
 CASES = [*LOOPS, *BOMBS, *FILES, *NETWORK, *PROCESSES, *LEFTOVERS, *RESULTS, *FILE_CASES]
-WHERE_PRIVILEGES_MATTER = [*FILES, *NETWORK, *PROCESSES, *FILE_CASES[4::8]]
+WHERE_PRIVILEGES_MATTER = [*[*FILES, *NETWORK, *PROCESSES][::3], *FILE_CASES[4::16]]
+"""Where privileges matter most: a sample for the usual run. The long one runs all cases as another user."""
 BY_NAME = {case.name: case for case in CASES}
 __all__ = ["RACES"]
 
@@ -633,10 +673,20 @@ class Ground:
         """Processes of our sandbox that it does not know of, and folders of workers that are gone."""
         pool = self.sandbox._pool
         root, known = str(pool._root), set(self.sandbox.pids())
-        left = [f"process {pid}" for pid in processes_with(f"HOME={root}/") if pid not in known]
+        spare = pool._spare.popen.pid if pool._spare is not None else -1
+        found = processes_with(f"HOME={root}/")
+        supervisors = {parent_of(pid) for pid in known}  # where workers may start processes
+        left = [f"process {pid}" for pid in found if pid not in known | supervisors and parent_of(pid) != spare]
         if len(list(Path(root).iterdir())) > len(known) + 1:
             left.append("folders")
         return left
+
+
+def parent_of(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError):
+        return 0
 
 
 def processes_with(word: str) -> list[int]:

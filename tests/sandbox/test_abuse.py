@@ -66,7 +66,11 @@ def sample(every: int, first: int = 0) -> list[Any]:
     ]
 
 
-OTHERS = [pytest.param(case, id=case.name) for case in cases.CASES if case not in cases.FILE_CASES]
+OTHERS = [
+    pytest.param(case, marks=pytest.mark.long if number % 2 else (), id=case.name)
+    for number, case in enumerate(case for case in cases.CASES if case not in cases.FILE_CASES)
+]
+"""Every other one is among the long tests."""
 
 
 @linux

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import resource
 import sys
 import threading
 import time
@@ -50,6 +52,21 @@ def test_a_reward_with_too_many_threads_is_ended(tmp_path: Path, tier: Any, perm
         assert f"more than {MOST_THREADS} threads" in result.error.message
         assert time.monotonic() - began < 15
         assert sandbox.evaluate(f"{tmp_path / 'r.py'}:g", MESSAGES, None).score == 1.0
+
+
+def test_a_reward_that_may_start_processes_cannot_lower_the_limits_of_the_trainer(tmp_path: Path) -> None:
+    lower = "resource.prlimit(truth, resource.RLIMIT_CORE, (0, 0))"
+    (tmp_path / "r.py").write_text(f"import resource\ndef f(messages, truth): {lower}; return 1.0\n")
+    before = resource.getrlimit(resource.RLIMIT_CORE)
+    if before[1] == 0:
+        pytest.skip("there is nothing to lower")
+    with Sandbox(timeout_s=20.0, workers=1, permissions=["subprocess"]) as sandbox:
+        if not sandbox.report().complete:
+            pytest.skip(sandbox.describe())
+        result = sandbox.evaluate(f"{tmp_path / 'r.py'}:f", MESSAGES, os.getpid())
+    assert resource.getrlimit(resource.RLIMIT_CORE) == before
+    assert result.error is not None
+    assert result.error.kind == "denied"
 
 
 DAEMONS = """

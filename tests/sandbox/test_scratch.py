@@ -145,8 +145,8 @@ def test_no_error_leaves_it(folder: Path, monkeypatch: pytest.MonkeyPatch, fault
         with monkeypatch.context() as patch:
             (folder / "a" / "b").mkdir(parents=True, exist_ok=True)
             patch.setattr(scratch, name, fail)
-            _empty(folder)
-            remove_folder(folder)
+            _empty(folder, 0.2)
+            remove_folder(folder, 0.2)
     assert remove_folder(folder) or not folder.exists()
 
 

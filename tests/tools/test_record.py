@@ -84,6 +84,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, cli: Cli, make_config: Mak
     return folder
 
 
+@pytest.mark.long
 def test_an_export_is_not_asked_without_its_tools(trained: Path, cli: Cli) -> None:
     exported = trained / "exported"
     assert list(recorded_tools(exported)) == ["calculator", "search"]

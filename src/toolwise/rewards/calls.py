@@ -8,7 +8,7 @@ from typing import Any
 
 from toolwise.errors import ConfigError
 from toolwise.messages import Message, ToolCall, as_messages
-from toolwise.parameters import compile_parameters
+from toolwise.parameters import TooMuchToCheckError, compile_parameters, misfits
 from toolwise.rewards.call_syntax import ExpectedCall, expected_calls, parse_python_calls
 from toolwise.rewards.function import reward_function
 from toolwise.rewards.transcript import answer_of, calls_of, replies_to_user
@@ -63,13 +63,15 @@ def find_problem(call: ToolCall, schemas: Mapping[str, str]) -> str | None:
     from referencing.exceptions import Unresolvable
 
     try:
-        error = next(iter(compile_parameters(call.name, schemas[call.name]).iter_errors(call.arguments)), None)
+        error = next(misfits(compile_parameters(call.name, schemas[call.name]), call.arguments), None)
     except ConfigError as fault:
         raise ConfigError(f"tool_schemas: {fault}") from fault
     except Unresolvable as fault:
         raise ConfigError(f"tool_schemas: {call.name!r} has a $ref that leads nowhere: {fault}") from fault
     except RecursionError:
         return f"{call.name}: its arguments are nested too deeply"
+    except TooMuchToCheckError:
+        return f"{call.name}: its arguments are too much to check"
     return None if error is None else f"{call.name}: {' '.join(error.message.split())[:200]}"
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toolwise.errors import ToolwiseError
-from toolwise.parameters import compile_parameters
+from toolwise.parameters import TooMuchToCheckError, compile_parameters, misfits
 from toolwise.tools.base import FunctionSchema, OpenAIFunctionToolSchema
 
 if TYPE_CHECKING:
@@ -39,13 +39,15 @@ def validate_arguments(schema: OpenAIFunctionToolSchema, arguments: Any) -> list
         return []
     validator = checks.validator
     try:
-        errors = sorted(validator.iter_errors(arguments), key=lambda error: _path(error.path))
+        errors = sorted(misfits(validator, arguments), key=lambda error: _path(error.path))
     except RecursionError:
         return ["the arguments are nested too deeply"]
+    except TooMuchToCheckError:
+        return ["the arguments are too much to check"]
     except Exception as error:
         from referencing.exceptions import Unresolvable  # not at every call: even that takes its time
 
-        if not isinstance(error, Unresolvable):
+        if not isinstance(error, Unresolvable | ValueError):  # the latter: it is no address at all
             raise
         name = schema.function.name
         raise ToolwiseError(f"tool {name}: its schema has a $ref that leads nowhere: {error}") from error

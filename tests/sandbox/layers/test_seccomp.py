@@ -70,6 +70,14 @@ def test_every_call_in_the_tables_is_refused(machine: str, table: syscalls.Numbe
         ("kill", (0, 0), REFUSED),
         ("tgkill", (PID, PID, 6), seccomp.ALLOW),
         ("tgkill", (1, 1, 6), REFUSED),
+        ("clone", (0x3D0B00,), REFUSED),  # a thread with descriptors of its own
+        ("close_range", (3, 9, 0), seccomp.ALLOW),
+        ("close_range", (3, 9, 4), seccomp.ALLOW),
+        ("close_range", (3, 9, 2), REFUSED),
+        ("mmap", (0, 4096, 3, 0x22, 2**64 - 1), seccomp.ALLOW),
+        ("mmap", (0, 4096, 1, 0x01, 3), seccomp.ALLOW),
+        ("mmap", (0, 4096, 3, 0x21, 2**64 - 1), REFUSED),
+        ("mmap", (0, 4096, 3, 0x4021, 2**64 - 1), REFUSED),
         ("prlimit64", (0, 7), seccomp.ALLOW),
         ("prlimit64", (PID, 7), seccomp.ALLOW),
         ("prlimit64", (1, 7), REFUSED),
@@ -125,6 +133,14 @@ def test_whoever_may_start_processes_may_become_who_it_is_and_nobody_else(machin
     asked = [(same, own, same), (same, own + 1, same), (own, own, same), (same, own, own), (same, same, same)]
     outcomes = [call(machine, name, *identities, permissions=("subprocess",)) for identities in asked]
     assert outcomes == [seccomp.ALLOW, REFUSED, REFUSED, REFUSED, REFUSED]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_who_may_start_processes_has_no_power_over_others(machine: str) -> None:
+    assert call(machine, "prlimit64", 0, 7, permissions=("subprocess",)) == seccomp.ALLOW
+    assert call(machine, "prlimit64", 1, 7, permissions=("subprocess",)) == REFUSED
+    assert call(machine, "clone", 0x3D0F00, permissions=("subprocess",)) == seccomp.ALLOW
+    assert call(machine, "clone", 0x3D0B00, permissions=("subprocess",)) == REFUSED
 
 
 def test_signals_are_open_only_where_landlock_keeps_them_in() -> None:

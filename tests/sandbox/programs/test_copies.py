@@ -158,6 +158,22 @@ def test_too_many_bytes_files_or_folders_are_too_much(pair: Pair, monkeypatch: p
                 pair.copy()
 
 
+def test_long_names_at_a_great_depth_are_too_much(tmp_path: Path) -> None:
+    """10,000 of them would take the trainer seconds at every call."""
+    at = tmp_path / "source"
+    for _ in range(12):
+        at = at / ("n" * 250)
+    at.mkdir(parents=True)
+    for number in range(1_500):
+        (at / str(number)).touch()
+    folder = os.open(tmp_path / "source", FOLDER)
+    try:
+        with pytest.raises(TooMuchError, match="too long"):
+            state_of(folder)
+    finally:
+        os.close(folder)
+
+
 def test_what_is_closed_to_its_owner_is_copied(pair: Pair) -> None:
     (pair.source / "d").mkdir()
     (pair.source / "d" / "f").write_text("x")

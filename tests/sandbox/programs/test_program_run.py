@@ -46,6 +46,19 @@ def test_an_end_becomes_a_kind(tmp_path: Path, text: str, kind: str, status: int
     assert bool(result.message) == (kind != "ok")
 
 
+def test_deep_json_on_the_channel_of_the_trainer_is_nobodys_word(tmp_path: Path) -> None:
+    text = """
+import os
+for descriptor in range(3, 64):
+    try: os.write(descriptor, b"\\n" + b"[" * 30_000 + b"\\n")
+    except OSError: pass
+raise SystemExit(3)
+"""
+    result = run_program(_order(tmp_path, text), Stop())
+    assert result is not None
+    assert (result.kind, result.exit_status) == ("exit", 3)
+
+
 def test_stdout_and_stderr_stay_apart(tmp_path: Path) -> None:
     result = run_program(_order(tmp_path, "import sys; print('a'); print('b', file=sys.stderr)"), Stop())
     assert result is not None

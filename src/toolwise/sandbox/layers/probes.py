@@ -75,7 +75,7 @@ def _calls_are_filtered(plan: Plan) -> str:
             return "a process could be started"
         if not _refused(plan, lambda: _fork()):
             return "a fork went through"
-    with mmap.mmap(-1, 4096):  # what must go on working
+    with mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE):  # what must go on working
         pass
     return ""
 

@@ -13,16 +13,18 @@ from collections.abc import Collection, Sequence
 from toolwise.sandbox.layers import syscalls
 from toolwise.sandbox.layers.kernel import libc, raise_errno
 
-LOAD, JUMP_EQUAL, JUMP_SET, JUMP_GREATER, RETURN = 0x20, 0x15, 0x45, 0x25, 0x06
+LOAD, AND, JUMP_EQUAL, JUMP_SET, JUMP_GREATER, RETURN = 0x20, 0x54, 0x15, 0x45, 0x25, 0x06
 NR, ARCH, ARGUMENTS = 0, 4, 16
 ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 X32 = 0x40000000
-CLONE_THREAD = 0x10000
+CLONE_FILES, CLONE_THREAD = 0x400, 0x10000
 CLONE_NAMESPACES = 0x7E020000
 """NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET: in one of its own a process has root's powers."""
 SOCK_KIND = 0xF
 UNCHANGED = 0xFFFFFFFF
 """Of setresuid and setresgid: leave this one as it is."""
+MAP_SHARED_ANONYMOUS = 0x21
+CLOSE_RANGE_UNSHARE = 2
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 PR_REFUSED = (1, 4, 23, 24, 28, 35, 36, 0x59616D61)
 """PDEATHSIG, DUMPABLE, CAPBSET_DROP, SECUREBITS (both ways), MM, CHILD_SUBREAPER, PTRACER."""
@@ -74,7 +76,18 @@ def _looked_into(pid: int, permissions: Collection[str], scoped: bool) -> dict[s
     blocks = {
         "kill": _only(0, pid),
         "tgkill": _only(0, pid),
+        # Of nobody else: whoever has the same user could have the trainer killed by its own limits.
         "prlimit64": [_argument(0), (JUMP_EQUAL, 2, 0, 0), (JUMP_EQUAL, 1, 0, pid), EPERM, FINE],
+        # Such memory is kept by any page of it that stays mapped: the rest is nobody's, and counted nowhere.
+        "mmap": [
+            _argument(3),
+            (AND, 0, 0, MAP_SHARED_ANONYMOUS),
+            (JUMP_EQUAL, 0, 1, MAP_SHARED_ANONYMOUS),
+            EPERM,
+            FINE,
+        ],
+        # As below: no thread has descriptors of its own, which /proc does not list with the process's.
+        "close_range": [_argument(2), (JUMP_SET, 0, 1, CLOSE_RANGE_UNSHARE), EPERM, FINE],
         "prctl": _none_of(0, PR_REFUSED),
         "fcntl": _none_of(1, FCNTL_REFUSED),
         "ioctl": _none_of(1, IOCTL_REFUSED),
@@ -83,13 +96,14 @@ def _looked_into(pid: int, permissions: Collection[str], scoped: bool) -> dict[s
         "fallocate": [UNSUPPORTED],  # gigabytes in no time; whoever asks for it writes instead
     }
     if "subprocess" in permissions:
-        del blocks["prlimit64"]
         if scoped:  # Landlock, or a process namespace, lets signals reach only what the worker has started
             del blocks["kill"], blocks["tgkill"]
-        blocks["clone"] = [_argument(0), (JUMP_SET, 0, 1, CLONE_NAMESPACES), EPERM, FINE]
         blocks["setresuid"], blocks["setresgid"] = _stays(os.getuid()), _stays(os.getgid())
+        process = [(JUMP_SET, 0, 1, CLONE_NAMESPACES), EPERM, FINE]
     else:
-        blocks["clone"] = [_argument(0), (JUMP_SET, 1, 0, CLONE_THREAD), EPERM, FINE]
+        process = [EPERM]
+    thread = [(JUMP_SET, 1, 0, CLONE_FILES), EPERM, FINE]
+    blocks["clone"] = [_argument(0), (JUMP_SET, 0, len(thread), CLONE_THREAD), *thread, *process]
     blocks["clone3"] = [ENOSYS]  # glibc falls back from it, whose flags a filter cannot see, to clone
     if "network" not in permissions:
         # A stream pair can reach nothing but itself, and asyncio cannot live without one; a datagram pair can be
@@ -99,7 +113,7 @@ def _looked_into(pid: int, permissions: Collection[str], scoped: bool) -> dict[s
             (JUMP_EQUAL, 1, 0, unix),
             EPERM,
             _argument(1),
-            (0x54, 0, 0, SOCK_KIND),  # and
+            (AND, 0, 0, SOCK_KIND),
             (JUMP_EQUAL, 1, 0, stream),
             EPERM,
             FINE,

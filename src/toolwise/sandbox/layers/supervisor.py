@@ -22,6 +22,7 @@ NAME = b"toolwise-watch"
 SWEEP_S = 10.0
 """After so long without an end the trainer takes over."""
 PR_SET_DUMPABLE, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 4, 15, 36
+IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 ANY_CHILD = 0x40000000
 """__WALL: children of every kind, also those that signal nothing when they end."""
 DYING_S = 0.02
@@ -52,8 +53,11 @@ def supervise(life: int, report: int | None = None, *, spares: bool = False) -> 
             os.close(report)
         return
     own = os.getpid()
+    # Until it is ready for them, signals wait: the child's code may run before.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD, *IGNORED})
     child = os.fork()
     if child == 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.setsid()
         die_with_parent(own)
         if report is not None:
@@ -80,8 +84,9 @@ class _Supervisor:
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, _wake_up)
-        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM):
+        for number in IGNORED:
             signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self._poll = select.poll()
         self._poll.register(self._woken, select.POLLIN)
         self._life = life

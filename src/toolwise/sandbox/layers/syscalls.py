@@ -122,6 +122,8 @@ ALWAYS: Numbers = {
     "clock_settime": (227, 112),
     "clock_adjtime": (305, 266),
     "adjtimex": (159, 171),
+    # A page in a pipe keeps the two megabytes that it is a part of, after they are unmapped.
+    "vmsplice": (278, 75),
     # memory shared by name
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
@@ -191,6 +193,8 @@ LOOKED_INTO: Numbers = {
     "socketpair": (53, 199),
     "sendto": (44, 206),
     "prlimit64": (302, 261),
+    "mmap": (9, 222),
+    "close_range": (436, 436),
     "fallocate": (285, 47),
     "setresuid": (117, 147),
     "setresgid": (119, 149),

@@ -20,6 +20,8 @@ from toolwise.sandbox.scratch import empty_folder, open_inside
 
 CLOCK_REALTIME_COARSE = 5
 """The clock that changes are stamped with."""
+MOST_NAMES = 4 << 20
+"""Characters in all paths together: long names at a great depth would keep the trainer busy for seconds."""
 LONGEST_LINKED = 1000
 """Of paths that are linked; the files behind longer ones are copied again."""
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -35,6 +37,7 @@ class TooMuchError(Exception):
 def state_of(folder: int) -> State:
     """What there is in a folder, so that a change can be told later."""
     state: State = {}
+    length = 0
     device = os.fstat(folder).st_dev
     levels: list[tuple[int, str, list[str]]] = [(os.dup(folder), "", os.listdir(folder))]
     try:
@@ -46,11 +49,14 @@ def state_of(folder: int) -> State:
             name = names.pop()
             found = os.stat(name, dir_fd=at, follow_symlinks=False)
             state[path + name] = (found.st_ino, found.st_ctime_ns)
+            length += len(path) + len(name)
             below = open_inside(at, name, device) if stat.S_ISDIR(found.st_mode) else None
             if below is not None:
                 levels.append((below, f"{path}{name}/", os.listdir(below)))
             if len(state) > MOST_FILES or len(levels) > MOST_DEPTH:
                 raise TooMuchError(f"more than {MOST_FILES:,} files, or than {MOST_DEPTH} folders in each other")
+            if length > MOST_NAMES:
+                raise TooMuchError("names that are too long, too deep in folders")
         return state
     finally:
         for at, _, _ in levels:

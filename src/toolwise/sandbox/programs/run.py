@@ -336,7 +336,7 @@ def _pipe(read_end: ExitStack, write_end: ExitStack) -> tuple[int, int]:
 def _read_line(line: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

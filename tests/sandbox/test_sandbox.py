@@ -300,6 +300,17 @@ def test_a_subprocess_is_a_permission_and_ends_with_its_worker(tmp_path: Path) -
     assert not Path(f"/proc/{int(pid)}/environ").exists() or not Path(f"/proc/{int(pid)}/cmdline").read_bytes()
 
 
+def test_programs_may_be_started_as_make_starts_them(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text(
+        "import os\n"
+        "def f(messages, truth):\n"
+        "    pid = os.posix_spawn('/bin/sh', ['sh', '-c', 'exit 7'], {}, resetids=True)\n"
+        "    return float(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+    )
+    with Sandbox(timeout_s=3.0, permissions=["subprocess"]) as sandbox:
+        assert sandbox.evaluate(f"{tmp_path / 'r.py'}:f", MESSAGES, None).score == 7.0
+
+
 def test_with_a_subprocess_the_trainer_still_gets_no_signal(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text(
         "import os, subprocess\n"

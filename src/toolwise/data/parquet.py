@@ -65,7 +65,8 @@ def _rows_a_read(group: Any) -> int:
 
 
 def _unpacked(batch: Any) -> Any:
-    """Without dictionaries and other types that hold a value once for many rows: their size is that of the rows."""
+    """Without dictionaries and other types that hold a value once for many rows: their size is that of the rows; and
+    without nanoseconds, which Python's times do not have."""
     import pyarrow as pa
 
     columns = []
@@ -73,7 +74,7 @@ def _unpacked(batch: Any) -> Any:
         plain = _plain_type(column.type)
         if isinstance(column, pa.ExtensionArray):
             column = column.storage
-        columns.append(column if column.type == plain else column.cast(plain))
+        columns.append(column if column.type == plain else column.cast(plain, safe=False))
     return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
 
 
@@ -84,6 +85,12 @@ def _plain_type(kind: Any) -> Any:
         return _plain_type(kind.storage_type)
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
         return _plain_type(kind.value_type)
+    if pa.types.is_timestamp(kind) and kind.unit == "ns":
+        return pa.timestamp("us", kind.tz)
+    if pa.types.is_time64(kind):
+        return pa.time64("us")
+    if pa.types.is_duration(kind) and kind.unit == "ns":
+        return pa.duration("us")
     if pa.types.is_list(kind):
         return pa.list_(kind.value_field.with_type(_plain_type(kind.value_type)))
     if pa.types.is_large_list(kind):

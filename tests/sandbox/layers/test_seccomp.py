@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 
 import pytest
 
@@ -122,6 +123,16 @@ def test_permissions_open_their_part_and_no_other(machine: str) -> None:
     assert call(machine, "clone", 0x1200011, permissions=("subprocess",)) == seccomp.ALLOW
     assert call(machine, "socket", permissions=("subprocess",)) == REFUSED
     assert call(machine, "ptrace", permissions=("network", "subprocess")) == REFUSED
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(("name", "own"), [("setresuid", os.getuid()), ("setresgid", os.getgid())])
+def test_whoever_may_start_processes_may_become_who_it_is_and_nobody_else(machine: str, name: str, own: int) -> None:
+    same = 2**64 - 1
+    assert call(machine, name, same, own, same) == REFUSED
+    asked = [(same, own, same), (same, own + 1, same), (own, own, same), (same, own, own), (same, same, same)]
+    outcomes = [call(machine, name, *identities, permissions=("subprocess",)) for identities in asked]
+    assert outcomes == [seccomp.ALLOW, REFUSED, REFUSED, REFUSED, REFUSED]
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
 import platform
 import struct
 from collections.abc import Collection, Sequence
@@ -20,6 +21,8 @@ CLONE_FILES, CLONE_THREAD = 0x400, 0x10000
 CLONE_NAMESPACES = 0x7E020000
 """NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET: in one of its own a process has root's powers."""
 SOCK_KIND = 0xF
+UNCHANGED = 0xFFFFFFFF
+"""Of setresuid and setresgid: leave this one as it is."""
 MAP_SHARED_ANONYMOUS = 0x21
 CLOSE_RANGE_UNSHARE = 2
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
@@ -60,6 +63,13 @@ def _only(index: int, value: int) -> list[Instruction]:
     return [_argument(index), (JUMP_EQUAL, 1, 0, value), EPERM, FINE]
 
 
+def _stays(identity: int) -> list[Instruction]:
+    """Lets a process become who it is: `posix_spawn` of make and others asks for that, and gives up without it."""
+    same = [step for index in range(3) for step in (_argument(index), (JUMP_EQUAL, 1, 0, UNCHANGED), EPERM)]
+    same[4] = (JUMP_EQUAL, 1, 0, identity)
+    return [*same, FINE]
+
+
 def _looked_into(pid: int, permissions: Collection[str], scoped: bool) -> dict[str, list[Instruction]]:
     """What decides about each call whose arguments matter."""
     unix, stream = 1, 1
@@ -81,11 +91,14 @@ def _looked_into(pid: int, permissions: Collection[str], scoped: bool) -> dict[s
         "prctl": _none_of(0, PR_REFUSED),
         "fcntl": _none_of(1, FCNTL_REFUSED),
         "ioctl": _none_of(1, IOCTL_REFUSED),
+        "setresuid": [EPERM],
+        "setresgid": [EPERM],
         "fallocate": [UNSUPPORTED],  # gigabytes in no time; whoever asks for it writes instead
     }
     if "subprocess" in permissions:
         if scoped:  # Landlock, or a process namespace, lets signals reach only what the worker has started
             del blocks["kill"], blocks["tgkill"]
+        blocks["setresuid"], blocks["setresgid"] = _stays(os.getuid()), _stays(os.getgid())
         process = [(JUMP_SET, 0, 1, CLONE_NAMESPACES), EPERM, FINE]
     else:
         process = [EPERM]

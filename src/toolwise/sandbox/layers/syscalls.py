@@ -169,8 +169,6 @@ ALWAYS: Numbers = {
     "setgid": (106, 144),
     "setreuid": (113, 145),
     "setregid": (114, 143),
-    "setresuid": (117, 147),
-    "setresgid": (119, 149),
     "setgroups": (116, 159),
     "setfsuid": (122, 151),
     "setfsgid": (123, 152),
@@ -198,6 +196,8 @@ LOOKED_INTO: Numbers = {
     "mmap": (9, 222),
     "close_range": (436, 436),
     "fallocate": (285, 47),
+    "setresuid": (117, 147),
+    "setresgid": (119, 149),
 }
 """Allowed or not by their arguments: see seccomp.py."""
 

@@ -245,6 +245,7 @@ DAY = datetime.datetime(2024, 2, 29, 12, 30, 1, 5)
         (pa.array([datetime.time(1, 2)], pa.time64("us")), "01:02:00"),
         (pa.array([datetime.timedelta(seconds=90)], pa.duration("us")), 90.0),
         (pa.array([Decimal("12.50")], pa.decimal128(10, 2)), 12.5),
+        (pa.array([Decimal("12345678901234567.89")], pa.decimal128(20, 2)), "12345678901234567.89"),
         (pa.array([Decimal("7")], pa.decimal256(60, 0)), 7),
         (pa.array([b"text"], pa.binary()), "text"),
         (pa.array([b"text"], pa.large_binary()), "text"),

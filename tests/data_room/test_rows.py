@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -423,3 +424,19 @@ def test_a_column_that_would_hide_the_training_step_is_refused(tmp_path: Path) -
     file.write_text('{"prompt": "hi", "step": 3}\n')
     with pytest.raises(DataError, match="step"):
         load_tasks(file)
+
+
+def test_a_nan_is_a_null_and_an_infinity_an_error(tmp_path: Path) -> None:
+    """What a reward reads in training and what it reads when stored rollouts are scored again are the same."""
+    path = tmp_path / "x.parquet"
+    rows = [
+        {"prompt": "a", "ground_truth": "1", "weight": w, "extra_info": {"w": w, "v": [w]}} for w in (math.nan, 1.0)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    first, second = load_tasks(path)
+    assert "weight" not in first.reward_kwargs
+    assert second.reward_kwargs["weight"] == 1.0
+    assert first.extra_info.get("w") is None
+    pq.write_table(pa.Table.from_pylist([{"prompt": "a", "ground_truth": "1", "weight": math.inf}]), path)
+    with pytest.raises(DataError, match=r"weight.*is inf, which JSON does not have"):
+        load_tasks(path)

@@ -146,10 +146,13 @@ def _plain(path: Path, column: str, value: Any) -> Any:
     raise _of_no_use(path, column, f"a {type(value).__name__}")
 
 
-def _number(path: Path, column: str, value: Decimal) -> int | float:
+def _number(path: Path, column: str, value: Decimal) -> int | float | str:
+    """As text where a float would lose digits."""
     if not value.is_finite() or not math.isfinite(float(value)):
         raise _of_no_use(path, column, f"the decimal {value}")
-    return int(value) if value == value.to_integral_value() else float(value)
+    if value == value.to_integral_value():
+        return int(value)
+    return float(value) if Decimal(repr(float(value))) == value else str(value)
 
 
 def _of_no_use(path: Path, column: str, what: str) -> DataError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -77,12 +78,25 @@ class _RowReader:
     def __init__(self, path: Path, number: int, row: Row) -> None:
         self.path = path
         self.number = number
-        self.row = {key: _without_nulls(key, value) for key, value in row.items() if value is not None}
+        finite = {key: self.finite(key, value) for key, value in row.items()}
+        self.row = {key: _without_nulls(key, value) for key, value in finite.items() if value is not None}
         self.extra = drop_nulls(self.object_of(self.row.get("extra_info"), "extra_info"))
         self.extra |= {name: self.row[name] for name in _LABELS if name in self.row}
         if isinstance(self.extra.get("tool_families"), str):
             self.extra["tool_families"] = self.object_of(self.extra["tool_families"], "tool_families")
         self.reward_model = self.object_of(self.row.get("reward_model"), "reward_model")
+
+    def finite(self, field: str, value: Any) -> Any:
+        """NaN, which many programs write for a missing number, is a null, as it is in the files that a run writes."""
+        if isinstance(value, float) and not math.isfinite(value):
+            if math.isnan(value):
+                return None
+            raise self.error(field, f"is {value}, which JSON does not have; write a finite number or leave it out")
+        if isinstance(value, list):
+            return [self.finite(field, item) for item in value]
+        if isinstance(value, dict):
+            return {key: self.finite(field, item) for key, item in value.items()}
+        return value
 
     def error(self, field: str, problem: str) -> DataError:
         return row_error(self.path, self.number, field, problem)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import mmap
+import shutil
 import socket
 import subprocess
 from unittest.mock import patch
@@ -72,3 +74,10 @@ def test_a_cycle_of_causes_ends() -> None:
 )
 def test_where_nothing_is_refused_nothing_is_explained(fault: Exception) -> None:
     assert denials.explain(fault, denials.EVERYTHING) is None
+
+
+def test_shared_memory_and_metadata_name_what_works_instead() -> None:
+    with patch("mmap.mmap", _refuse):
+        assert denials.explain(_caught(lambda: mmap.mmap(-1, 4096))) == denials.SHARED_MEMORY
+    with patch("os.chmod", _refuse):
+        assert denials.explain(_caught(lambda: shutil.copymode(__file__, __file__))) == denials.METADATA

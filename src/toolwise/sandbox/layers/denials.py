@@ -17,8 +17,11 @@ FILES = (
     "the sandbox reads only its own file, the modules beside it that it imports and packages, and writes only to its "
     "working folder: read=[…] adds to it"
 )
+METADATA = "the sandbox changes no modes, times or attributes of files: shutil.copyfile copies a file without them"
+SHARED_MEMORY = "the sandbox has no shared memory: mmap.mmap(-1, n, flags=mmap.MAP_PRIVATE) works"
 OTHER = "the sandbox refuses this call"
 _NETWORK_FILES = ("socket.py", "ssl.py", "socketserver.py", "client.py", "selector_events.py")
+_METADATA_WORDS = ("chmod", "copymode", "copystat", "utime", "setxattr")
 _PROCESS_WORDS = ("fork", "exec", "spawn", "subprocess", "popen", "os.system", "Process(", "posix_spawn")
 
 
@@ -56,6 +59,11 @@ def _about(fault: OSError, allowed: tuple[str, ...]) -> str | None:
             return SUBPROCESS
         if "socket" in said and "network" not in allowed:
             return NETWORK
+    if "calls" not in allowed:
+        if any(word in said for word in _METADATA_WORDS):
+            return METADATA
+        if "mmap(" in said or "SemLock" in said:
+            return SHARED_MEMORY
     if fault.filename is not None and "files" not in allowed:
         return FILES
     return OTHER if "calls" not in allowed else None

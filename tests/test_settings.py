@@ -386,3 +386,10 @@ def test_whatever_is_given_the_answer_is_a_model_or_one_line(raw: dict[str, Any]
     else:
         message = ""
     assert "\n" not in message
+
+
+def test_an_enormous_number_where_a_table_is_meant_is_one_short_line() -> None:
+    with pytest.raises(ConfigError) as caught:
+        apply_overrides({}, [f"actor=0x{'f' * 5_000}", "actor.lr=1.0"])
+    assert "an integer of 20000 bits, not a table" in str(caught.value)
+    assert len(str(caught.value)) < 500

@@ -108,13 +108,13 @@ def apply_overrides(settings: dict[str, Any], overrides: Sequence[str]) -> dict[
         key, equals, text = override.partition("=")
         names = _key_names(key)
         if not equals or not all(names):
-            raise ConfigError(f"override {override!r}: write it as section.key=value")
+            raise ConfigError(f"override {cut(repr(override), 200)}: write it as section.key=value")
         table = settings
         for depth, name in enumerate(names[:-1], start=1):
             below = table.setdefault(name, {})
             if not isinstance(below, dict):
                 where = ".".join(names[:depth])
-                raise ConfigError(f"override {override!r}: `{where}` is {_shown(below)}, not a table")
+                raise ConfigError(f"override {cut(repr(override), 200)}: `{where}` is {_shown(below)}, not a table")
             table = below
         table[names[-1]] = _value(text.strip())
     return settings
@@ -227,6 +227,8 @@ def _dotted(location: Location) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, dict):
         return "a table"
+    if isinstance(value, int) and value.bit_length() > 200:  # repr refuses integers of more than 4,300 digits
+        return f"an integer of {value.bit_length()} bits"
     text = _one_line(repr(value))
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -125,8 +125,9 @@ def test_the_engine_takes_in_whoever_comes_while_it_works() -> None:
 def test_no_batch_is_larger_than_allowed_and_everyone_is_served() -> None:
     with prefills_seen() as rows:
         results = run(ask_many(local(max_batch=16, engine="transformers"), 40, 1))
-    assert rows == [16, 16, 8]
-    assert len(results) == 40
+    assert max(rows) == 16
+    assert sum(rows) == len(results) == 40
+    assert len(rows) <= 4  # the first may begin before the others have asked
 
 
 def test_no_more_run_in_the_engine_than_allowed_and_everyone_is_served() -> None:

@@ -28,7 +28,7 @@ test-docs: $(READY)  ## Every snippet in the README and in docs/ and a notebook'
 
 test-namespaced: $(READY)  ## What needs bubblewrap (apt install bubblewrap): the sandbox's tier of namespaces
 	@command -v bwrap > /dev/null || { echo 'bubblewrap is missing: apt install bubblewrap' >&2; exit 1; }
-	$(TEST) -n $(CORES) --dist loadfile -m namespaced tests/sandbox tests/tools
+	$(TEST) -n $(CORES) --dist loadfile -m 'namespaced and not long' tests/sandbox tests/tools
 
 test-long: $(READY)  ## The long tests: five seeds, ten kills, 10,000 schedules
 	HYPOTHESIS_PROFILE=thorough $(TEST) -m long

@@ -39,8 +39,8 @@ def refused(path: Path | str, **options: Any) -> str:
     [
         ("digits.jsonl", b'{"a": ' + b"1" * 5_000 + b"}\n", "not JSON"),
         ("digits.json", b'[{"a": ' + b"1" * 5_000 + b"}]", "not JSON"),
-        ("gzip.jsonl", gzip.compress(b'{"a": 1}\n'), "gzip"),
-        ("gzip.json", gzip.compress(b'[{"a": 1}]'), "gzip"),
+        ("gzip.jsonl", gzip.compress(b'{"a": 1}\n', mtime=0), "gzip"),
+        ("gzip.json", gzip.compress(b'[{"a": 1}]', mtime=0), "gzip"),
         ("zip.jsonl", b"PK\x03\x04rest", "zip archive"),
         ("zstd.jsonl", b"\x28\xb5\x2f\xfdrest", "zstd"),
         ("parquet.jsonl", b"PAR1restPAR1", "end its name with .parquet"),

@@ -107,6 +107,7 @@ def test_a_run_can_be_gone_on_with_and_only_by_its_own_settings(result: Any) -> 
     assert again.summary["steps"] == 2
 
 
+@pytest.mark.long
 def test_an_object_that_cannot_be_named_is_asked_for_and_given_again(tmp_path: Path, cli: Any) -> None:
     def lookup(word: str) -> str:
         """Looks a word up.
@@ -133,6 +134,7 @@ def broken(messages: list[Any], ground_truth: Any) -> float:
     raise KeyError("gold")
 
 
+@pytest.mark.long
 def test_a_reward_that_fails_stops_the_run_with_its_reason(tmp_path: Path) -> None:
     with pytest.raises(toolwise.ToolwiseError, match="reward broken failed on 4 of 4 rollouts") as caught:
         toolwise.train(SMALL, tasks=ROWS, reward=broken, out=tmp_path / "run")

@@ -76,6 +76,7 @@ def test_a_run_that_cannot_learn_says_why_everywhere_and_exits_with_3(
     assert json.loads((run / "diagnosis.json").read_bytes()) == found["diagnosis"]
 
 
+@pytest.mark.long
 def test_a_resumed_run_keeps_what_was_found(tmp_path: Path, cli: Cli, make_config: MakeConfig) -> None:
     config, run = set_up(tmp_path, make_config, "constant", 4), tmp_path / "run"
     assert cli("train", config, "--out", run, "--set", "trainer.total_steps=3").status == 3
@@ -142,6 +143,7 @@ def test_other_commands_do_not_score_prompts_either(
         assert second["score"] is not None
 
 
+@pytest.mark.long
 def test_a_rate_that_moves_no_weight_is_found(tmp_path: Path, cli: Cli, make_config: MakeConfig) -> None:
     config, run = set_up(tmp_path, make_config, "random_reward", 1), tmp_path / "run"
     ended = cli("train", config, "--out", run, "--set", "actor.lr=1e-18")
@@ -257,6 +259,7 @@ def test_a_router_in_a_world_without_tools_is_refused(
 # Health.
 
 
+@pytest.mark.long
 def test_the_demo_s_recipe_raises_no_alarm(tmp_path: Path) -> None:
     """Its first steps, with fewer tasks each: enough for every symptom of the first steps to be looked for."""
     rows = tmp_path / "tasks"

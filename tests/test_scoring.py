@@ -197,6 +197,7 @@ def test_a_finished_reward_keeps_its_arguments(built: list[Scoring]) -> None:
     assert not loaded_here
 
 
+@pytest.mark.long
 def test_several_rewards_are_each_loaded_by_their_own_worker(built: list[Scoring], tmp_path: Path) -> None:
     file = tmp_path / "r.py"
     file.write_text("def a(messages, ground_truth):\n    return 1\ndef b(messages, ground_truth):\n    return 10\n")

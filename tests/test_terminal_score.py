@@ -188,6 +188,7 @@ def aged(run: Path, copy: Path, old: str) -> Path:
     return copy
 
 
+@pytest.mark.long
 def test_an_old_run_goes_on_and_is_evaluated_with_a_note(tiny_run: Path, tmp_path: Path, cli: Cli) -> None:
     run = aged(tiny_run, tmp_path / "run", "auto")
     note = 'algorithm.terminal_score = "auto" is an old name and read as "remainder"'

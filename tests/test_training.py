@@ -169,6 +169,7 @@ def test_a_checkpoint_that_did_not_keep_the_step_of_its_validation_is_summed_up_
     assert summary_of(run)["last_validation"]["step"] == 2
 
 
+@pytest.mark.long
 def test_a_damaged_newest_checkpoint_is_passed_over_with_a_warning(tiny_run: Path, tmp_path: Path, cli: Cli) -> None:
     run = tmp_path / "run"
     shutil.copytree(tiny_run, run)

@@ -135,6 +135,7 @@ def test_a_bad_reward_fails_for_its_own_reason(name: str, make_stored: MakeStore
     assert words in " ".join(finding.says for finding in found.findings)
 
 
+@pytest.mark.long
 def test_the_first_traceback_of_each_kind_is_told(make_stored: MakeStored, make_reward: MakeReward) -> None:
     code, _, _ = BAD["raises on some"]
     results = check(make_reward(RIGHT + code), make_stored()).findings[0]
@@ -168,6 +169,7 @@ def test_a_reward_that_hangs_ends_before_long(make_stored: MakeStored, make_rewa
     assert wrong(found) == {"results", "spread"}
 
 
+@pytest.mark.long
 def test_one_rollout_that_hangs_does_not_end_the_check(make_stored: MakeStored, make_reward: MakeReward) -> None:
     reference = make_reward(
         f"{RIGHT}\ndef judge(messages, ground_truth):\n"

@@ -40,6 +40,7 @@ def test_what_is_wrong_is_status_1_with_its_traceback(started: tuple[Path, Path]
     assert "return messages[7].content" in ended.out
 
 
+@pytest.mark.long
 def test_json_says_the_same(started: tuple[Path, Path], cli: Cli) -> None:
     reward, rollouts = started
     bad = reward.with_name("bad.py")
@@ -60,6 +61,7 @@ def test_arguments_and_the_sandbox_can_be_given(started: tuple[Path, Path], cli:
     assert "asked basic" in told["sandbox"]
 
 
+@pytest.mark.long
 def test_mere_shaping_need_not_love_gold(started: tuple[Path, Path], cli: Cli) -> None:
     _, rollouts = started
     reference = "toolwise.rewards.shaping:length_reward"
@@ -114,6 +116,7 @@ def test_a_mistake_is_one_line_and_status_2(name: str, started: tuple[Path, Path
         assert word in ended.err
 
 
+@pytest.mark.long
 def test_what_it_prints_is_shown(started: tuple[Path, Path], cli: Cli) -> None:
     reward, rollouts = started
     loud = reward.with_name("loud.py")

@@ -183,6 +183,7 @@ def test_a_dry_run_looks_at_the_folder_too(tiny_run: Path, cli: Callable[..., An
     assert cli("train", tiny_run.parent / "run.toml", "--dry-run", "--out", tiny_run, "--resume").status == 0
 
 
+@pytest.mark.long
 def test_the_folder_has_a_name_of_its_own_where_none_is_given(
     tmp_path: Path, cli: Callable[..., Any], make_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

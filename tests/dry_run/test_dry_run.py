@@ -66,6 +66,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory, cli: Callable[..., Any], mak
     return str(ended.out)
 
 
+@pytest.mark.long
 def test_it_shows_the_settings_that_differ_and_no_others(shown: str) -> None:
     settings = shown_settings(shown)
     assert settings["rollout"] == {"n": 3, "max_new_tokens": 32}
@@ -135,6 +136,7 @@ def test_a_reward_that_cannot_score_fails_it(dry_run: Callable[..., Any], functi
     assert "passed" not in ended.out
 
 
+@pytest.mark.long
 def test_the_traceback_of_the_reward_is_shown(dry_run: Callable[..., Any]) -> None:
     ended = dry_run({"reward": {"function": "rewards.py:broken"}})
     assert 'raise KeyError("no such answer")' in ended.err
@@ -164,12 +166,14 @@ def test_a_template_that_fails_on_the_prompt_fails_it(tmp_path: Path, dry_run: C
     assert "no questions" in ended.err
 
 
+@pytest.mark.long
 def test_a_constant_reward_is_noted(dry_run: Callable[..., Any]) -> None:
     ended = dry_run({"reward": {"function": "rewards.py:constant"}})
     assert ended.status == 0
     assert "note: all 4 rollouts got the score 1: rollouts that score the same teach nothing" in ended.out
 
 
+@pytest.mark.long
 def test_cut_replies_are_noted(dry_run: Callable[..., Any]) -> None:
     ended = dry_run({"rollout": {"max_new_tokens": 2}})
     assert "replies were cut after rollout.max_new_tokens = 2 tokens" in ended.out

@@ -195,6 +195,7 @@ def test_a_warm_start_learns_labels_alone() -> None:
     assert router.route(PROMPTS, do_sample=False).router_action.tolist() == [0, 1, 2, 1]
 
 
+@pytest.mark.long
 def test_values_are_foreseen_and_any_price_chooses_by_them() -> None:
     router = learner(settings=replace(FAST, lr=1e-2), mode="value", hidden=32)
     earned = [(0.1, 0.9, 0.2), (0.8, 0.9, 0.7), (0.0, 0.1, 1.0), (0.5, 0.7, 0.4)]

@@ -102,6 +102,7 @@ def test_even_slow_calls_are_no_more_than_the_most(files: list[Target]) -> None:
     pool.close()
 
 
+@pytest.mark.long
 def test_another_module_gets_a_worker_though_this_one_is_always_wanted(pool: Pool, files: list[Target]) -> None:
     async def crowd() -> None:
         wanted = [asyncio.create_task(where(pool, files[0], 0.02)) for _ in range(10_000)]

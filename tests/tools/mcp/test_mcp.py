@@ -147,6 +147,7 @@ def test_what_the_tool_refuses_is_its_own_words_and_a_typed_failure(clock: dict[
     assert (fault.failure, fault.infrastructure) == ("tool_error", False)
 
 
+@pytest.mark.long
 def test_two_hundred_calls_share_one_server_and_do_not_mix(clock: dict[str, Any]) -> None:
     zones = ["Europe/Paris", "Asia/Tokyo", "Etc/UTC", "America/Lima"] * 50
     tool = clock["get_current_time"]
@@ -363,6 +364,7 @@ def test_rollouts_with_servers_of_their_own_do_not_share_state() -> None:
     until(lambda: not is_running(one) and not is_running(two))
 
 
+@pytest.mark.long
 def test_a_rollouts_own_server_is_not_replaced_when_it_dies() -> None:
     tools = by_name(mcp_tools({**STDIO, "scope": "rollout"}))
 

@@ -20,7 +20,7 @@ demo: $(READY)  ## Train a small agent, live, and show what it learned
 
 # Those of the sandbox come last and one a core: they bomb, and they hold deadlines.
 test: $(READY)  ## All tests but the long ones, those of the pages and those that need bubblewrap
-	$(TEST) -n $(WORKERS) --dist loadfile --ignore=tests/sandbox --ignore=tests/docs -m 'not long and not namespaced'
+	$(TEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder --ignore=tests/sandbox --ignore=tests/docs -m 'not long and not namespaced'
 	$(TEST) -n $(CORES) --dist loadfile tests/sandbox -m 'not long and not namespaced'
 
 test-docs: $(READY)  ## Every snippet in the README and in docs/ and a notebook's cells, run as they stand

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 from toolwise.sandbox.layers.hardening import HOW_TO_GET, LAYERS, Plan
 
@@ -19,11 +20,11 @@ def test_every_layer_says_how_to_get_it() -> None:
     assert {layer for layers in LAYERS.values() for layer in layers} <= set(HOW_TO_GET)
 
 
-def test_limits_are_above_what_there_is() -> None:
+def test_limits_are_above_what_there_is(tmp_path: Path) -> None:
     source = (
         "from toolwise.sandbox.layers.hardening import *\nimport resource\n"
         "before = bytearray(200_000_000)\n"
-        "got = harden(Plan(('limits',), '/tmp', memory_mb=64))\n"
+        f"got = harden(Plan(('limits',), {str(tmp_path)!r}, memory_mb=64))\n"
         "fine = bytearray(30_000_000)\n"
         "try: bytearray(100_000_000)\nexcept MemoryError: print('limited', list(got.layers), got.missing)\n"
     )
@@ -32,11 +33,11 @@ def test_limits_are_above_what_there_is() -> None:
     assert done.stdout.strip() == "limited ['limits'] {}"
 
 
-def test_a_layer_that_fails_is_told() -> None:
+def test_a_layer_that_fails_is_told(tmp_path: Path) -> None:
     source = (
         "from toolwise.sandbox.layers import hardening, landlock\n"
         "landlock.abi = lambda: 0\n"
-        "got = hardening.harden(hardening.Plan(('no_new_privs', 'landlock'), '/tmp'))\n"
+        f"got = hardening.harden(hardening.Plan(('no_new_privs', 'landlock'), {str(tmp_path)!r}))\n"
         "print(sorted(got.layers), got.missing)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

@@ -22,9 +22,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from toolwise.engine import Engine, graphs
-from toolwise.engine.fused import FusedRunner
+from toolwise.engine.fused import CudaRunner
 from toolwise.protocols import Sampling
-from toolwise.rollout.scheduler import fewer_collections
+from toolwise.rollout.scheduler import relaxed_gc
 
 SHAPES: dict[str, dict[str, Any]] = {
     "135m": {
@@ -79,8 +79,8 @@ class Stopwatch:
     """Time spent decoding ahead, and the tokens that came of it."""
 
     def __init__(self, engine: Engine) -> None:
-        assert isinstance(engine.runner, FusedRunner)
-        self.seconds, self.tokens, ahead = 0.0, 0, engine.runner.decode_ahead
+        assert isinstance(engine.runner, CudaRunner)
+        self.seconds, self.tokens, ahead = 0.0, 0, engine.runner.decode_multi_step
 
         def timed(requests: Any, *how: Any) -> Any:
             torch.cuda.synchronize()
@@ -90,7 +90,7 @@ class Stopwatch:
             self.tokens += sum(map(len, found[0]))
             return found
 
-        engine.runner.decode_ahead = timed  # type: ignore[method-assign]
+        engine.runner.decode_multi_step = timed  # type: ignore[method-assign]
 
 
 def machine() -> tuple[float, float]:
@@ -167,9 +167,9 @@ def groups(shape: str, tail: int) -> None:
     shared = prompts(GROUPS, SHARED, 3)
     asked = [[*p, *([member] * tail)] for p in shared for member in range(SIZE)]
     found: dict[str, tuple[float, float]] = {}
-    worth = graphs.WORTH_SHARING
+    worth = graphs.MIN_SHARED_FRACTION
     for name, cache, worth_it in (("nothing", False, 9.0), ("prefill", True, 9.0), ("decoding too", True, worth)):
-        graphs.WORTH_SHARING = worth_it
+        graphs.MIN_SHARED_FRACTION = worth_it
         engine = Engine(model, memory_mb=40_000, prefix_cache=cache)
         ask(engine, asked, NEW)
         times = []
@@ -190,7 +190,7 @@ def groups(shape: str, tail: int) -> None:
             flush=True,
         )
         del engine
-    graphs.WORTH_SHARING = worth
+    graphs.MIN_SHARED_FRACTION = worth
     del model
     gc.collect()
     torch.cuda.empty_cache()
@@ -206,7 +206,7 @@ def main() -> None:
         f"{bandwidth / 1e12:.2f} TB/s  load {os.getloadavg()[0]:.1f}",
         flush=True,
     )
-    with fewer_collections():  # as every batch of rollouts does
+    with relaxed_gc():  # as every batch of rollouts does
         for part in sys.argv[1:] or ["135m", "1.6b", "groups", "tails"]:
             if part in ("groups", "tails"):
                 groups("135m", tail=int(part == "tails"))

@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional as F
 
 from toolwise.kernels import kernel, reference
-from toolwise.kernels.llama import FusedDecoder, PagedCache, Prefixes
+from toolwise.kernels.llama import FusedDecoder, PagedCache, PrefixGroups
 
 SHAPES: dict[str, dict[str, Any]] = {
     "135m": {
@@ -404,7 +404,7 @@ def time_step(shape: dict[str, Any], batch: int) -> None:
     row("step: stock forward, our attention", graph_us(stock, 1), moved)
     row("step: fused forward", graph_us(fused, 1), moved)
     row("step: fused forward and sampling", graph_us(lambda i: sample(fused(0), ones, seeds, positions, few), 1), moved)
-    groups = Prefixes(
+    groups = PrefixGroups(
         b.tables[::8, :32].contiguous(), ints([512] * (batch // 8)), ints(range(0, batch + 1, 8)), ints(range(batch)), 8
     )
     tails = (b.tables[:, 32:].contiguous(), (b.lengths - 512).clamp(min=1))

@@ -28,7 +28,7 @@ import numpy as np
 
 from toolwise.advantages import apply_gigpo_to_batch_steps, compute_grpo_outcome_advantage
 from toolwise.advantages.gigpo import gigpo_advantages
-from toolwise.advantages.step_rewards import Episodes, place_scores
+from toolwise.advantages.step_rewards import Episodes, add_terminal_scores
 from toolwise.messages import Message
 from toolwise.types import StepData
 
@@ -125,7 +125,7 @@ def episodes(steps: int, seed: int = 0) -> tuple[Episodes, Any]:
     scores = rng.integers(0, 2, len(lengths)).astype(np.float64)
     total = int(lengths.sum())
     base = np.full(total, np.nan)
-    rewards, _ = place_scores(base, scores, lengths, "remainder")
+    rewards, _ = add_terminal_scores(base, scores, lengths, "remainder")
     anchors = np.minimum(rng.geometric(0.08, total), STATES).astype(np.intp)
     return Episodes(scores, groups, lengths, rewards), anchors
 

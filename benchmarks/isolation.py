@@ -12,7 +12,7 @@ from pathlib import Path
 
 from toolwise.references import load_reference
 from toolwise.tools.function import FunctionTool
-from toolwise.tools.isolation.places import Target
+from toolwise.tools.isolation.places import ObjectRef
 from toolwise.tools.isolation.pool import Pool
 from toolwise.waiting import run
 
@@ -42,7 +42,7 @@ async def rate(call: Callable[[], Awaitable[object]], at_once: int, calls: int) 
 async def main(path: Path) -> None:
     add, nap = (load_reference(f"{path}:{name}", what="tool") for name in ("add", "nap"))
     arguments = {"a": 1, "b": 2}
-    target, sleeps = Target.of(add), Target.of(nap)
+    target, sleeps = ObjectRef.of(add), ObjectRef.of(nap)
     thread = FunctionTool(add, isolate=False)
     print(f"load {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores; {CALLS:,} calls of a function that adds")
     print(f"in threads, 8 at once:      {await rate(lambda: thread.execute('i', arguments), 8, CALLS):>8,.0f} calls/s")
@@ -52,7 +52,7 @@ async def main(path: Path) -> None:
     await kills(sleeps)
 
 
-async def throughput(workers: int, target: Target, sleeps: Target) -> None:
+async def throughput(workers: int, target: ObjectRef, sleeps: ObjectRef) -> None:
     pool = Pool(limit=workers)
     began = time.perf_counter()
     await asyncio.gather(*(pool.run(sleeps, {"seconds": 0.01}) for _ in range(workers)))
@@ -65,7 +65,7 @@ async def throughput(workers: int, target: Target, sleeps: Target) -> None:
     print(f"naps of 20 ms: {naps:,.0f} calls/s of {50 * workers}; all up in {up_s:.2f} s, {memory_mb:.0f} MB each")
 
 
-async def blocking(sleeps: Target) -> None:
+async def blocking(sleeps: ObjectRef) -> None:
     """64 calls at once of a tool that blocks for 1 s: how long they take, and what their workers do."""
     pool = Pool()
     await pool.run(sleeps, {"seconds": 0.0})
@@ -91,7 +91,7 @@ def memory_mb(pid: int, kind: str) -> float:
     return sum(int(line.split()[1]) for line in lines if line.startswith(kind)) / 1024
 
 
-async def kills(target: Target) -> None:
+async def kills(target: ObjectRef) -> None:
     """A call that hangs is cancelled: until its caller goes on, until its process is gone, until the next is warm."""
     pool = Pool(limit=1)
     await pool.run(target, {"seconds": 0.0})

@@ -24,11 +24,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from toolwise.protocols import Generation, Sampling
-from toolwise.thinking.alternatives import Writer
-from toolwise.thinking.groups import ReadStep
-from toolwise.thinking.levels import END_THINK, LEVELS
+from toolwise.thinking.alternatives import AlternativeWriter
+from toolwise.thinking.groups import ParsedStep
+from toolwise.thinking.levels import DEFAULT_LEVELS, END_THINK
 from toolwise.thinking.models import EngineModel
-from toolwise.thinking.reading import read
+from toolwise.thinking.reading import parse_reply
 from toolwise.thinking.scoring import score_levels
 from toolwise.thinking.tokens import token_spans
 
@@ -49,11 +49,11 @@ class Closing(EngineModel):
 CHAT: Any = None
 
 
-def make_steps(rollouts: int, turns: int, tokens_a_turn: int) -> list[ReadStep]:
+def make_steps(rollouts: int, turns: int, tokens_a_turn: int) -> list[ParsedStep]:
     """Each rollout's history grows turn by turn, as in an episode; those of different rollouts begin alike."""
     reply = CHAT.encode(REPLY)
     words = CHAT.encode(OBSERVATION)
-    reading = read(REPLY)
+    reading = parse_reply(REPLY)
     spans = token_spans(reply, CHAT.decode, reading)
     task = [words[i % len(words)] for i in range(tokens_a_turn)]
     steps = []
@@ -61,16 +61,16 @@ def make_steps(rollouts: int, turns: int, tokens_a_turn: int) -> list[ReadStep]:
         rng, history = Random(number), list(task)
         for turn in range(turns):
             steps.append(
-                ReadStep(f"r{number}", "g", turn, tuple(history), reply, [0.0] * len(reply), REPLY, reading, spans)
+                ParsedStep(f"r{number}", "g", turn, tuple(history), reply, [0.0] * len(reply), REPLY, reading, spans)
             )
             history += [*reply, *(rng.choice(words) for _ in range(tokens_a_turn - len(reply)))]
     return steps
 
 
-def think(engine: Any, steps: Sequence[ReadStep], thought_tokens: int) -> tuple[float, float]:
+def think(engine: Any, steps: Sequence[ParsedStep], thought_tokens: int) -> tuple[float, float]:
     """Seconds for writing and for scoring."""
     model = Closing(engine)
-    writer = Writer(model, CHAT, LEVELS, Sampling(max_new_tokens=thought_tokens))
+    writer = AlternativeWriter(model, CHAT, DEFAULT_LEVELS, Sampling(max_new_tokens=thought_tokens))
 
     async def work() -> tuple[float, float]:
         began = time.perf_counter()
@@ -83,7 +83,7 @@ def think(engine: Any, steps: Sequence[ReadStep], thought_tokens: int) -> tuple[
     return asyncio.run(work())
 
 
-def warm(engine: Any, steps: Sequence[ReadStep]) -> None:
+def warm(engine: Any, steps: Sequence[ParsedStep]) -> None:
     """What the rollouts themselves have left in the cache: each episode's last history, and all before it."""
     last = {step.rollout_id: step for step in steps}
 

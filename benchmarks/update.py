@@ -25,7 +25,7 @@ import torch
 
 import toolwise
 from toolwise.learner import forward
-from toolwise.learner.forward import hidden_states, reads_nodes, token_logprobs
+from toolwise.learner.forward import hidden_states, prefers_node_layout, token_logprobs
 from toolwise.learner.fused import fuse
 from toolwise.learner.packing import Packed, micro_batches, pack
 
@@ -126,7 +126,7 @@ def run_once(
     found, losses = Measured(), []
     began = now(options.device)
     count = sum(sum(row.sampled) for row in rows)
-    how = {"share_prefixes": share, "device": options.device, "nodes": reads_nodes(model)}
+    how = {"share_prefixes": share, "device": options.device, "nodes": prefers_node_layout(model)}
     for packed in micro_batches(rows, options.max_tokens, **how):
         if time.perf_counter() > deadline:
             found.timed_out = True
@@ -217,7 +217,9 @@ def agreement(model: Any, options: argparse.Namespace) -> dict[str, Any]:
         theirs = torch.log_softmax(model(input_ids=ids, attention_mask=mask).logits.float(), -1)
         for form in options.forms:
             share, gaps = FORMS[form], []
-            for packed in pack(rows, 150, share_prefixes=share, device=options.device, nodes=reads_nodes(model)):
+            for packed in pack(
+                rows, 150, share_prefixes=share, device=options.device, nodes=prefers_node_layout(model)
+            ):
                 ours, _ = token_logprobs(model, hidden_states(model, packed), packed, 1.0, chunk_tokens=16)
                 gaps.append((ours - theirs[packed.row, packed.at - 1, packed.target]).abs())
             found[f"logprob_gap_mean_{form}"] = float(f"{torch.cat(gaps).mean().item():.2g}")

@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from toolwise.demo.teacher import conversations
-from toolwise.learner.supervised import Example, SupervisedSettings, teach_steps, tokenize_conversation
+from toolwise.learner.supervised import Example, SftSettings, sft_steps, tokenize_conversation
 from toolwise.messages import Message
 from toolwise.rollout.chat import ChatTokenizer
 
@@ -113,7 +113,7 @@ def main() -> None:
     model = make_model(tokenizer, args.vocabulary).to(device)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
 
-    settings = SupervisedSettings(
+    settings = SftSettings(
         steps=args.steps,
         batch_tokens=args.batch_tokens,
         row_tokens=512,
@@ -121,7 +121,7 @@ def main() -> None:
         weight_decay=0.05,
         seed=args.seed,
     )
-    for step, metrics in enumerate(teach_steps(model, examples, settings, pad_id=tokenizer.pad_token_id), start=1):
+    for step, metrics in enumerate(sft_steps(model, examples, settings, pad_id=tokenizer.pad_token_id), start=1):
         if step % 200 == 0:
             print(f"step {step}: loss {metrics['loss']:.4f}; {time.time() - began:.0f} s", flush=True)
     model.to("cpu").save_pretrained(args.out)

@@ -23,7 +23,7 @@ from toolwise.demo.tasks import KINDS, make_row
 from toolwise.tools.calculator import CalculatorTool
 from toolwise.tools.search.tool import SearchTool
 
-OFFERS: list[tuple[list[str], float]] = [
+TOOL_OFFERS: list[tuple[list[str], float]] = [
     (["calculator", "search"], 0.4),
     (["search"], 0.25),
     (["calculator"], 0.25),
@@ -46,13 +46,13 @@ async def obedient(row: dict[str, Any], offered: list[str], rng: Random) -> list
     for name, text in calls:
         await teacher._call(messages, tools[name], name, text, documents)
     settled = info["kind"] == "known" or calls == wanted
-    said = answer if settled else teacher._wrong(answer, rng)
+    said = answer if settled else teacher._wrong_answer(answer, rng)
     return [*messages, {"role": "assistant", "content": f"Answer: {said}"}]
 
 
 async def conversations(count: int, seed: int) -> list[dict[str, Any]]:
     rng = Random(f"obedient/{seed}")
-    offers, odds = zip(*OFFERS, strict=True)
+    offers, odds = zip(*TOOL_OFFERS, strict=True)
     rows = []
     for index in range(count):
         [offered] = rng.choices(offers, odds)

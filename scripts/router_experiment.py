@@ -120,9 +120,9 @@ def settings_of(job: Job, out: Path, scale: Scale, steps: int) -> dict[str, Any]
 
 def config_of(job: Job, out: Path, scale: Scale, steps: int = 1) -> Any:
     from toolwise.config import RunConfig
-    from toolwise.settings import build
+    from toolwise.settings import build_config
 
-    return build(RunConfig, settings_of(job, out, scale, steps), source=job.name)
+    return build_config(RunConfig, settings_of(job, out, scale, steps), source=job.name)
 
 
 # The pool.
@@ -141,8 +141,8 @@ def fill(out: Path, scale: Scale, split: str, shard: int, shards: int) -> None:
     """One process's part of a pool."""
     _one_thread()
     from toolwise.data import load_tasks
-    from toolwise.frontier.pool import Plan, fill_pool
-    from toolwise.learner.router_building import conditioning_of
+    from toolwise.frontier.pool import PoolPlan, fill_pool
+    from toolwise.learner.router_building import conditioning_from_config
     from toolwise.routing.actions import ROUTES, RouteAction
     from toolwise.run import build_scheduler, local_policy
     from toolwise.scoring import build_scoring
@@ -150,7 +150,7 @@ def fill(out: Path, scale: Scale, split: str, shard: int, shards: int) -> None:
     from toolwise.types import RouteDecision, Task
 
     config = config_of(Job("pool", 1.0, 0, exactly=False), out, scale)
-    tools, conditioning = build_tools(list(config.tools)), conditioning_of(config)
+    tools, conditioning = build_tools(list(config.tools)), conditioning_from_config(config)
 
     def begin(route: RouteAction) -> Callable[[Task, int], RouteDecision]:
         def decide(task: Task, seed: int) -> RouteDecision:
@@ -160,7 +160,7 @@ def fill(out: Path, scale: Scale, split: str, shard: int, shards: int) -> None:
         return decide
 
     tasks = load_tasks(out / "tasks" / f"{split}.jsonl")[shard::shards]
-    plan = Plan(tasks, {route.value: begin(route) for route in ROUTES}, scale.draws[split], "correct", seed=3)
+    plan = PoolPlan(tasks, {route.value: begin(route) for route in ROUTES}, scale.draws[split], "correct", seed=3)
     scheduler = build_scheduler(config, local_policy(config, config.model.path), tools)
     scoring = build_scoring(config.reward)
     path = out / "pool" / f"{split}-{shard}-of-{shards}.jsonl"
@@ -198,7 +198,7 @@ def train(job: Job, out: Path, scale: Scale, steps: int) -> None:
         if step + 1 == steps:
             break
     prompts = [run.router.prompt_of(task) for task in held_out]
-    weighed = run.router.model.weigh(prompts, run.router.multipliers, settled=True)
+    weighed = run.router.model.predict(prompts, run.router.multipliers, averaged=True)
     lines.append(
         {
             "done": True,

@@ -18,7 +18,7 @@ def outcomes_of(out: Path, prices: dict[str, float]) -> Any:
     """The held-out pool at these prices."""
     from router_experiment import read_pool
 
-    from toolwise.frontier.outcomes import Outcomes
+    from toolwise.frontier.outcomes import OutcomeTable
 
     pool = read_pool(out, "heldout")
     rows = list(dict.fromkeys(task_id for task_id, _ in pool))
@@ -33,7 +33,7 @@ def outcomes_of(out: Path, prices: dict[str, float]) -> Any:
         ],
         float,
     )
-    return Outcomes(tuple(rows), tuple(ALLOWED), scores, costs)
+    return OutcomeTable(tuple(rows), tuple(ALLOWED), scores, costs)
 
 
 def in_order(out: Path, outcomes: Any) -> list[int]:
@@ -52,7 +52,7 @@ def judged(job: Any, lines: list[dict[str, Any]], out: Path, weights: Any) -> di
     outcomes = outcomes_of(out, job.prices)
     probs = np.empty((len(outcomes.row_ids), len(ALLOWED)))
     probs[in_order(out, outcomes)] = lines[-1]["probs"]
-    scores, costs = outcomes.over_draws("scores"), outcomes.over_draws("costs")
+    scores, costs = outcomes.mean_over_draws("scores"), outcomes.mean_over_draws("costs")
     cost, score = weights @ (probs * costs).sum(axis=1), weights @ (probs * scores).sum(axis=1)
     low = random_curve(scores, costs, weights, free=0).at(cost)
     oracle = oracle_curve(scores, costs, weights)
@@ -88,8 +88,8 @@ def classified(out: Path, config: Any, outcomes: Any) -> dict[str, Any]:
     import torch
 
     from toolwise.data import load_tasks
-    from toolwise.frontier.outcomes import CLASSIFIER, TOLD_THE_KINDS
-    from toolwise.frontier.rivals import learned_from, targets_by_kinds, targets_by_labels
+    from toolwise.frontier.outcomes import CLASSIFIER, ORACLE_LABELS
+    from toolwise.frontier.rivals import classifier_log_probs, targets_by_kinds, targets_by_labels
     from toolwise.learner.router_building import original_prompt
     from toolwise.learner.router_features import prompt_features
     from toolwise.models import load_model
@@ -104,15 +104,15 @@ def classified(out: Path, config: Any, outcomes: Any) -> dict[str, Any]:
         with torch.no_grad():
             features = prompt_features(model, [original_prompt(chat, task, tools) for task in given])
         found[split] = features.double().numpy()
-    told = {CLASSIFIER: targets_by_labels(tasks["train"], tools), TOLD_THE_KINDS: targets_by_kinds(tasks["train"])}
+    told = {CLASSIFIER: targets_by_labels(tasks["train"], tools), ORACLE_LABELS: targets_by_kinds(tasks["train"])}
     # Also told that no one route serves a MIXED question: the best that labels of kinds can do.
     told["kinds, MIXED answered"] = [
-        RouteAction.ANSWER if target == MIXED else target for target in told[TOLD_THE_KINDS]
+        RouteAction.ANSWER if target == MIXED else target for target in told[ORACLE_LABELS]
     ]
     words = {}
     for name, targets in told.items():
         words[name] = np.empty((len(outcomes.row_ids), len(ALLOWED)))
-        words[name][in_order(out, outcomes)] = learned_from(found["train"], targets, found["heldout"])
+        words[name][in_order(out, outcomes)] = classifier_log_probs(found["train"], targets, found["heldout"])
     return words
 
 
@@ -121,23 +121,23 @@ def ahead_of_classifier(run: dict[str, Any], values: Any, outcomes: Any, weights
     from toolwise.frontier.bootstrap import estimate
     from toolwise.routing.threshold import find_threshold
 
-    scores, costs = outcomes.over_draws("scores"), outcomes.over_draws("costs")
+    scores, costs = outcomes.mean_over_draws("scores"), outcomes.mean_over_draws("costs")
     means = np.broadcast_to(costs.mean(axis=0), costs.shape)
     threshold = find_threshold(values, means, costs, run["cost"], scores)
     theirs = (threshold.probabilities(values, means) * scores).sum(axis=1)
     return vars_of(estimate(weights @ ((run["probs"] * scores).sum(axis=1) - theirs)))
 
 
-def by_budget(runs: Sequence[dict[str, Any]], rivals: Sequence[str]) -> list[list[str]]:
+def by_budget(runs: Sequence[dict[str, Any]], baseline_routers: Sequence[str]) -> list[list[str]]:
     """The runs that keep to a budget, a line each budget, as docs/results.md has them."""
     head = ["B", "held-out cost, a seed each", "within 10 %", "deviation of a step's cost, last quarter", "score"]
-    head += ["random", "oracle", "of the gap", *(f"less *{name}*" for name in rivals)]
+    head += ["random", "oracle", "of the gap", *(f"less *{name}*" for name in baseline_routers)]
     rows = [head, ["---"] * len(head)]
     kept = [run for run in runs if run["name"].startswith("budget-")]
     for budget in sorted({run["budget"] for run in kept}):
         some = [run for run in kept if run["budget"] == budget]
         near = sum(abs(run["cost"] - budget) <= 0.1 * budget for run in some)
-        aheads = [[run["ahead"][name] for run in some] for name in rivals]
+        aheads = [[run["ahead"][name] for run in some] for name in baseline_routers]
         rows.append(
             [
                 f"{budget:g}",
@@ -217,8 +217,8 @@ def report(out: Path, jobs: Sequence[Any], config: Any) -> None:
         del run["probs"]
     tables = (by_budget(runs, list(words)), rows)
     text = "\n\n".join("\n".join(f"| {' | '.join(row)} |" for row in table) for table in tables)
-    told = {name: weights[0] @ plain.over_draws("scores")[:, i] for i, name in enumerate(ALLOWED)}
-    paid = {name: weights[0] @ plain.over_draws("costs")[:, i] for i, name in enumerate(ALLOWED)}
+    told = {name: weights[0] @ plain.mean_over_draws("scores")[:, i] for i, name in enumerate(ALLOWED)}
+    paid = {name: weights[0] @ plain.mean_over_draws("costs")[:, i] for i, name in enumerate(ALLOWED)}
     always = "; ".join(f"always {name}: {told[name]:.3f} at {paid[name]:.3f}" for name in ALLOWED)
     (out / "report.md").write_text(f"{len(plain.row_ids)} held-out tasks. {always}\n\n{text}\n", encoding="utf-8")
     (out / "report.json").write_text(json.dumps(runs, indent=1) + "\n", encoding="utf-8")

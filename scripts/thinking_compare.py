@@ -50,9 +50,9 @@ sys.path[:0] = [str(ROOT / "src")]
 
 
 def settings_of(job: Job, model: Path, device: str) -> dict[str, Any]:
-    from toolwise.demo.rooms.recipe import rooms_settings
+    from toolwise.demo.rooms.recipe import rooms_config
 
-    arm, settings = ARMS[job.arm], rooms_settings(model, seed=job.seed)
+    arm, settings = ARMS[job.arm], rooms_config(model, seed=job.seed)
     settings["name"] = job.name
     settings["model"]["device"] = device
     settings["data"]["batch_size"] = TASKS
@@ -111,7 +111,7 @@ async def evaluate(run: Any, job: Job) -> dict[str, Any]:
     from toolwise.api import read_tasks
     from toolwise.demo.rooms.demonstrations import task_rows
     from toolwise.loop import score
-    from toolwise.thinking.steps import read_steps
+    from toolwise.thinking.steps import parse_steps
 
     first = HOUSES if job.kind == "sweep" else 0
     tasks = read_tasks(list(task_rows(range(first, first + job.houses), "heldout")), "heldout")
@@ -123,7 +123,7 @@ async def evaluate(run: Any, job: Job) -> dict[str, Any]:
     optimal = {
         (s.rollout.rollout_id, i): bool(step.step_info.get("optimal")) for s in scored for i, step in enumerate(s.steps)
     }
-    for step in read_steps(scored, run.chat):
+    for step in parse_steps(scored, run.chat):
         steps[step.rollout_id].append(step)
         if step.kind in levels and step.reading.level is not None:
             levels[step.kind][step.reading.level] += 1

@@ -46,9 +46,9 @@ def questions(houses: int, plan: Any, levels: Any, seed: int) -> list[Question]:
     found = []
     for index in range(houses):
         house = build_house(house_number(index, "heldout"), plan)
-        said = walk(house, [random.choice(levels.numbers) for _ in house.places], plan, levels)
-        for step, place in enumerate(house.places):
-            found.append(Question(said[: 2 * step + 2], place.action, "hard" if place.hard else "easy"))
+        said = walk(house, [random.choice(levels.numbers) for _ in house.rooms], plan, levels)
+        for step, room in enumerate(house.rooms):
+            found.append(Question(said[: 2 * step + 2], room.action, "hard" if room.hard else "easy"))
     return found
 
 
@@ -64,21 +64,21 @@ def forced_table(
     """Level × kind of step: success with its standard error, tokens of thought, format validity."""
     import torch
 
-    from toolwise.demo.rooms.house import Plan
+    from toolwise.demo.rooms.house import HouseConfig
     from toolwise.messages import Message
     from toolwise.models import load_model
     from toolwise.policies.decoding import generate_batch
     from toolwise.protocols import Sampling
-    from toolwise.thinking.levels import LEVELS
-    from toolwise.thinking.reading import read
+    from toolwise.thinking.levels import DEFAULT_LEVELS
+    from toolwise.thinking.reading import parse_reply
     from toolwise.thinking.tokens import token_spans
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     model, chat = load_model(model_path)
-    asked = sorted(questions(houses, Plan(**(plan or {})), LEVELS, seed), key=lambda q: len(q.history))
+    asked = sorted(questions(houses, HouseConfig(**(plan or {})), DEFAULT_LEVELS, seed), key=lambda q: len(q.history))
     starts = [chat.start([Message.model_validate(m) for m in q.history]) for q in asked]
     cells: dict[tuple[int, str], list[tuple[bool, int, bool]]] = defaultdict(list)
-    for level in LEVELS:
+    for level in DEFAULT_LEVELS:
         opening = chat.tokenizer.encode(level.opening, add_special_tokens=False)
         for first in range(0, len(asked), batch):
             part = range(first, min(first + batch, len(asked)))
@@ -89,7 +89,7 @@ def forced_table(
             said = generate_batch(model, prompts, samplings, pad_id=chat.pad_id, policy_version=0)
             for i, generation in zip(part, said, strict=True):
                 ids = [*opening, *generation.token_ids]
-                reading = read(chat.decode(ids))
+                reading = parse_reply(chat.decode(ids))
                 tokens = len(token_spans(ids, chat.decode, reading).thought)
                 cells[level.number, asked[i].kind].append((reading.action == asked[i].action, tokens, reading.valid))
     return {

@@ -31,15 +31,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast 
 
 from toolwise.demo.rooms.demonstrations import (  # noqa: E402
     demonstrations,
+    instructed_walks,
     lessons,
     task_rows,
-    told_walks,
     write_rows,
 )
 from toolwise.learner.supervised import (  # noqa: E402
     Example,
-    SupervisedSettings,
-    teach_steps,
+    SftSettings,
+    sft_steps,
     tokenize_conversation,
 )
 from toolwise.messages import Message  # noqa: E402
@@ -114,7 +114,9 @@ def make_examples(folder: str, count: int, taught: int, told: int, seed: int) ->
     chat = ChatTokenizer(PreTrainedTokenizerFast.from_pretrained(folder))
     return [
         tokenize_conversation(chat, [Message.model_validate(message) for message in row["messages"]])
-        for row in chain(demonstrations(count, seed=seed), lessons(taught, seed=seed), told_walks(told, seed=seed))
+        for row in chain(
+            demonstrations(count, seed=seed), lessons(taught, seed=seed), instructed_walks(told, seed=seed)
+        )
     ]
 
 
@@ -151,10 +153,8 @@ def main() -> None:
     tokens = sum(len(example.ids) for example in examples) / len(examples)
     print(f"{len(examples)} walks and lessons of {tokens:.0f} tokens; {time.time() - began:.0f} s", flush=True)
     model, chat = load_model(str(start))
-    settings = SupervisedSettings(
-        steps=args.steps, batch_tokens=args.batch_tokens, row_tokens=512, lr=args.lr, seed=args.seed
-    )
-    for step, figures in enumerate(teach_steps(model, examples, settings, pad_id=chat.pad_id), start=1):
+    settings = SftSettings(steps=args.steps, batch_tokens=args.batch_tokens, row_tokens=512, lr=args.lr, seed=args.seed)
+    for step, figures in enumerate(sft_steps(model, examples, settings, pad_id=chat.pad_id), start=1):
         if step % max(1, args.steps // 20) == 0:
             print(f"step {step}: loss {figures['loss']:.4f}; {time.time() - began:.0f} s", flush=True)
         if time.time() - began > args.limit_s:

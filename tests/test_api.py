@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import toolwise
-from toolwise.api import new_folder, read_config, read_tasks, run_async
+from toolwise.api import new_run_folder, read_config, read_tasks, run_async
 from toolwise.errors import ConfigError, DataError
 
 ROWS = [{"prompt": f"What is {a} * {b}?", "ground_truth": str(a * b)} for a, b in ((123, 45), (67, 89), (31, 271))]
@@ -180,8 +180,8 @@ def test_a_model_given_beside_takes_the_configuration_s_place(name: str) -> None
 
 
 def test_folders_are_named_after_the_run_and_the_time() -> None:
-    assert new_folder("demo").parent == Path("runs")
-    assert new_folder("demo").name.startswith("demo-2")
+    assert new_run_folder("demo").parent == Path("runs")
+    assert new_run_folder("demo").name.startswith("demo-2")
 
 
 async def fail() -> None:

@@ -11,7 +11,7 @@ import tomli_w
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolwise.config import RunConfig, load_config, place_paths
+from toolwise.config import RunConfig, load_config, resolve_paths
 from toolwise.errors import ConfigError
 from toolwise.settings import to_toml
 
@@ -103,7 +103,7 @@ def test_absolute_and_home_paths_stay_where_they_lead(tmp_path: Path, monkeypatc
 )
 def test_settings_of_a_wrong_type_are_left_for_the_judge_of_types(settings: dict[str, Any]) -> None:
     before = repr(settings)
-    assert place_paths(settings, Path("/folder")).keys() == settings.keys()
+    assert resolve_paths(settings, Path("/folder")).keys() == settings.keys()
     assert repr(settings) == before
 
 

@@ -10,21 +10,21 @@ import numpy as np
 import pytest
 import torch
 
-from toolwise.advantages import Gigpo, Grpo, Rlvcr, Watched, equal_scores_teach
+from toolwise.advantages import Gigpo, Grpo, MonitoredEstimator, Rlvcr, learns_from_equal_scores
 from toolwise.config import RunConfig
 from toolwise.deliberation import thinking_model
 from toolwise.errors import ConfigError
 from toolwise.learner.actor import Actor, ActorSettings
-from toolwise.learner.batch import Cut
+from toolwise.learner.batch import MicroBatchSettings
 from toolwise.loop import train_step
 from toolwise.messages import Message
 from toolwise.policies.scripted import ScriptedPolicy
 from toolwise.protocols import Generation, Sampling
 from toolwise.run import Run, assemble, check_learnable
-from toolwise.settings import build
-from toolwise.thinking.levels import LEVELS
-from toolwise.thinking.models import EngineModel, NoLogprobsError, PairedModel
-from toolwise.thinking.stage import attach
+from toolwise.settings import build_config
+from toolwise.thinking.levels import DEFAULT_LEVELS
+from toolwise.thinking.models import EngineModel, NoLogprobsError, PolicyWithScorer
+from toolwise.thinking.stage import attach_thinking
 from toolwise.types import Task
 
 torch.set_num_threads(1)
@@ -125,11 +125,11 @@ def test_everything_else_arrives_where_it_works() -> None:
     assert made.trajectory == Gigpo(omega=0.25)
     assert run.thinking is not None
     s = run.thinking.settings
-    assert (s.which, s.share, s.max_added_tokens, s.total_steps) == ("mixed", 0.5, 0.7, 4)
+    assert (s.selection, s.share, s.max_added_tokens, s.total_steps) == ("mixed", 0.5, 0.7, 4)
     assert run.thinking.writer.sampling.max_new_tokens == 17
     budget = run.thinking.price.budget  # type: ignore[union-attr]
     assert (budget.limit, budget.initial, budget.rate, budget.proportional, budget.cap) == (6.0, 0.01, 0.2, 0.3, 2.0)
-    assert run.thinking.writer.levels is LEVELS
+    assert run.thinking.writer.levels is DEFAULT_LEVELS
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_everything_else_arrives_where_it_works() -> None:
     [({}, True), ({"steps": "mixed"}, False), ({"share": 0.0}, False), ({"gate": "signed"}, False)],
 )
 def test_equals_are_kept_where_they_are_compared(settings: dict[str, Any], teaches: bool) -> None:
-    assert equal_scores_teach(make(algorithm=algorithm(**settings)).estimator, 1.0) is teaches
+    assert learns_from_equal_scores(make(algorithm=algorithm(**settings)).estimator, 1.0) is teaches
 
 
 def test_without_it_nothing_is_thought_over() -> None:
@@ -164,7 +164,7 @@ def test_a_step_of_the_loop_thinks_credits_and_learns() -> None:
 def test_under_another_estimator_it_only_measures() -> None:
     plain = recite(make(algorithm={"adv_estimator": "grpo"}))
     watched = recite(make(algorithm=algorithm("grpo", max_added_tokens=0.0)))
-    assert isinstance(watched.estimator, Watched)
+    assert isinstance(watched.estimator, MonitoredEstimator)
     first, second = (asyncio.run(train_step(run)) for run in (plain, watched))
     assert second.metrics["thinking/groups"] > 0
     assert "thinking/advantage" in second.metrics
@@ -214,7 +214,7 @@ def test_added_rows_pull_on_the_weights() -> None:
     run = recite(make(algorithm=algorithm(combine="reweight", share=1.0, max_added_tokens=0.0)))
     thought, _ = asyncio.run(_think(run))
     rollouts, deliberations = thought
-    credited = run.estimator(attach(run.learner.annotate(rollouts), deliberations))
+    credited = run.estimator(attach_thinking(run.learner.annotate(rollouts), deliberations))
     added = [c for c in credited if "/level-" in c.rollout.rollout_id]
     actor = Actor(run.policy.model, ActorSettings(lr=1e-3))
     before = [p.detach().clone() for p in actor.model.parameters()]
@@ -227,7 +227,7 @@ async def _think(run: Run) -> Any:
 
     scored, usable, _ = await collect(run)
     assert run.thinking is not None
-    deliberations, metrics = await run.thinking.think(scored, usable, turn=0)
+    deliberations, metrics = await run.thinking.think(scored, usable, training_step=0)
     return (usable, deliberations), metrics
 
 
@@ -236,11 +236,11 @@ def test_the_price_moves_and_is_saved_with_the_run() -> None:
     run = recite(make(algorithm=sections))
     asyncio.run(train_step(run))
     assert run.thinking is not None
-    assert run.thinking.price_now > 0
+    assert run.thinking.current_price > 0
     other = make(algorithm=sections)
     other.registry().load_state_dict(run.registry().state_dict())
     assert other.thinking is not None
-    assert other.thinking.price_now == run.thinking.price_now
+    assert other.thinking.current_price == run.thinking.current_price
 
 
 @pytest.mark.parametrize(
@@ -257,16 +257,16 @@ def test_settings_that_contradict_each_other_are_told(sections: dict[str, Any], 
 
 def test_a_policy_that_gives_no_log_probs_is_refused() -> None:
     with pytest.raises(NoLogprobsError):
-        thinking_model(ScriptedPolicy(["go left"]), None, Cut())
+        thinking_model(ScriptedPolicy(["go left"]), None, MicroBatchSettings())
 
 
 def test_the_engine_scores_where_there_is_one_and_the_learner_where_there_is_none() -> None:
     run = make()
-    assert isinstance(thinking_model(run.policy, run.policy.model, Cut()), EngineModel)
+    assert isinstance(thinking_model(run.policy, run.policy.model, MicroBatchSettings()), EngineModel)
     plain = make(rollout={"n": 2, "engine": "transformers"})
-    assert isinstance(thinking_model(plain.policy, plain.policy.model, Cut()), PairedModel)
+    assert isinstance(thinking_model(plain.policy, plain.policy.model, MicroBatchSettings()), PolicyWithScorer)
 
 
 def test_a_misspelt_setting_is_told() -> None:
     with pytest.raises(ConfigError, match="step_advantage_w"):
-        build(RunConfig, {"algorithm": {"rlvcr": {"step_advantage": 1}}}, source="run.toml")
+        build_config(RunConfig, {"algorithm": {"rlvcr": {"step_advantage": 1}}}, source="run.toml")

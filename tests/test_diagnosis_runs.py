@@ -11,7 +11,7 @@ import pytest
 
 import toolwise
 from toolwise.api import read_config
-from toolwise.demo.recipe import demo_settings
+from toolwise.demo.recipe import demo_config
 from toolwise.demo.tasks import make_rows, write_rows
 
 Cli = Callable[..., Any]
@@ -266,7 +266,7 @@ def test_the_demo_s_recipe_raises_no_alarm(tmp_path: Path) -> None:
     write_rows(rows / "train.jsonl", 60, seed=0, split="train")
     write_rows(rows / "heldout.jsonl", 4, seed=0, split="heldout")
     small = ["data.batch_size=4", "validation.before=false", "trainer.total_steps=3", "trainer.console=false"]
-    result = toolwise.train(read_config(demo_settings(tmp_path, 0), small), out=tmp_path / "run")
+    result = toolwise.train(read_config(demo_config(tmp_path, 0), small), out=tmp_path / "run")
     assert result.summary["diagnosis"] == []
     assert result.summary["updated"] is True
     assert not (tmp_path / "run" / "diagnosis.json").exists()

@@ -58,19 +58,19 @@ def test_what_a_tool_refuses_or_a_model_gets_wrong_is_no_fault_of_the_tool() -> 
 def test_a_run_stops_above_its_bound(name: str) -> None:
     rates = FaultRates()
     rates.add([BAD[name]] * 33 + [GOOD] * 31, 64)
-    found = rates.exceeded(FaultsConfig())
+    found = rates.describe_exceeded(FaultsConfig())
     assert found is not None
     assert "in 33 of the latest 64 rollouts, more than faults." in found
     assert f"faults.{name} = 0.5 allows; the last one, g/0: " in found
-    assert rates.exceeded(FaultsConfig(**{name: 0.6})) is None
+    assert rates.describe_exceeded(FaultsConfig(**{name: 0.6})) is None
 
 
 @pytest.mark.parametrize("name", ["tool", "parse"])
 def test_failing_calls_stop_a_run_only_where_somebody_says_so(name: str) -> None:
     rates = FaultRates()
     rates.add([BAD[name]] * 64, 64)
-    assert rates.exceeded(FaultsConfig()) is None
-    found = rates.exceeded(FaultsConfig(**{name: 0.9}))
+    assert rates.describe_exceeded(FaultsConfig()) is None
+    found = rates.describe_exceeded(FaultsConfig(**{name: 0.9}))
     assert found is not None
     assert "in 256 of the latest 256 calls" in found
 
@@ -79,9 +79,9 @@ def test_small_steps_are_judged_together() -> None:
     rates, bounds = FaultRates(), FaultsConfig(window=16)
     for _ in range(3):
         rates.add([BAD["policy"]] * 4, 16)
-        assert rates.exceeded(bounds) is None
+        assert rates.describe_exceeded(bounds) is None
     rates.add([BAD["policy"]] * 4, 16)
-    assert "16 of the latest 16" in (rates.exceeded(bounds) or "")
+    assert "16 of the latest 16" in (rates.describe_exceeded(bounds) or "")
 
 
 def test_what_is_over_is_forgotten() -> None:
@@ -89,7 +89,7 @@ def test_what_is_over_is_forgotten() -> None:
     rates.add([BAD["env"]] * 8, 16)
     for _ in range(3):
         rates.add([GOOD] * 8, 16)
-    assert rates.exceeded(bounds, ended=True) is None
+    assert rates.describe_exceeded(bounds, ended=True) is None
     assert len(rates.recent) <= 3
     assert (rates.totals["env"], rates.totals["rollouts"]) == (8, 32)
     assert describe_totals(rates.totals) == "env 8 of 32"
@@ -98,15 +98,15 @@ def test_what_is_over_is_forgotten() -> None:
 def test_a_short_run_is_judged_at_its_end() -> None:
     rates = FaultRates()
     rates.add([BAD["policy"]] * 16, 64)
-    assert rates.exceeded(FaultsConfig()) is None
-    assert "16 of the latest 16" in (rates.exceeded(FaultsConfig(), ended=True) or "")
+    assert rates.describe_exceeded(FaultsConfig()) is None
+    assert "16 of the latest 16" in (rates.describe_exceeded(FaultsConfig(), ended=True) or "")
 
 
 def test_a_few_faults_never_stop_anybody() -> None:
     rates: FaultRates = FaultRates()
     for step in range(200):
         rates.add([BAD["env"] if step % 3 == 0 else GOOD, *[GOOD] * 15], 64)
-        assert rates.exceeded(FaultsConfig()) is None
+        assert rates.describe_exceeded(FaultsConfig()) is None
 
 
 def test_it_survives_a_crash() -> None:

@@ -58,9 +58,7 @@ def test_a_run_of_before_is_resumed_evaluated_and_scored(frozen: Path, cli: Cli)
 def test_an_export_of_before_answers(frozen: Path) -> None:
     from toolwise import RoutedAgent
 
-    agent = RoutedAgent.load(
-        frozen / "exported", tools=["calculator", "search"], documents=["Alder has 12 mills."]
-    )
+    agent = RoutedAgent.load(frozen / "exported", tools=["calculator", "search"], documents=["Alder has 12 mills."])
     answer = agent.ask("How many mills does Alder have?")
     assert answer.route in ("ANSWER", "CALCULATE-FAMILY", "SEARCH-FAMILY")
     assert sum(answer.odds.values()) == pytest.approx(1.0)

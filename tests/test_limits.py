@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolwise.limits import OPEN, Gate, Limits, Place
+from toolwise.limits import UNLIMITED, Gate, Limits, Slot
 from toolwise.simulation import simulate
 
 
@@ -40,8 +40,8 @@ def test_so_many_at_a_time_in_the_order_they_came(limit: int, naps: list[float])
 
 
 def test_no_limit_lets_everybody_in() -> None:
-    assert simulate(pass_all(OPEN, [0.1] * 50))[1] == 50
-    assert Limits().model is Limits().env is OPEN
+    assert simulate(pass_all(UNLIMITED, [0.1] * 50))[1] == 50
+    assert Limits().model is Limits().env is UNLIMITED
 
 
 @pytest.mark.parametrize("limit", [0, -1])
@@ -79,28 +79,28 @@ def test_whoever_is_cancelled_while_waiting_takes_no_place() -> None:
 
 
 def test_a_place_can_be_given_up_by_somebody_else_and_only_once() -> None:
-    async def give_up(gate: Gate) -> None:
-        places = [Place() for _ in range(3)]
-        await places[0].take(gate)
-        waiting = [asyncio.create_task(place.take(gate)) for place in places[1:]]
+    async def release(gate: Gate) -> None:
+        places = [Slot() for _ in range(3)]
+        await places[0].acquire(gate)
+        waiting = [asyncio.create_task(place.acquire(gate)) for place in places[1:]]
         await asyncio.sleep(1)
         assert not any(task.done() for task in waiting)
         for _ in range(3):
-            places[0].give_up()
+            places[0].release()
         await asyncio.sleep(1)
         assert sum(task.done() for task in waiting) == 1
-        places[1].give_up()
+        places[1].release()
         await asyncio.wait(waiting)
 
-    simulate(give_up(Gate(1)))
+    simulate(release(Gate(1)))
 
 
 def test_a_place_where_everybody_may_stand_is_no_place() -> None:
     async def take() -> None:
-        place = Place()
-        await place.take(OPEN)
-        place.give_up()
-        place.give_up()
+        place = Slot()
+        await place.acquire(UNLIMITED)
+        place.release()
+        place.release()
 
     simulate(take())
 

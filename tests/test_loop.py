@@ -13,7 +13,7 @@ import torch
 from toolwise.config import RunConfig
 from toolwise.demo.tasks import make_rows
 from toolwise.errors import RewardError
-from toolwise.loop import collect, score, select, train_step
+from toolwise.loop import collect, score, select_groups, train_step
 from toolwise.messages import Message
 from toolwise.rewards import reward_function
 from toolwise.run import Run, assemble
@@ -105,7 +105,7 @@ def any_score(score: float) -> bool:
 
 def test_groups_whose_rewards_differ_are_kept_whole_and_in_order() -> None:
     given = [scored("a", 1.0), scored("b", 0.0), scored("a", 0.0), scored("b", 2.0)]
-    kept, share, dropped = select(given, keeps_equal=no_score)
+    kept, share, dropped = select_groups(given, keeps_equal=no_score)
     assert kept == [given[0], given[2], given[1], given[3]]
     assert (share, dropped) == (0.0, 0)
 
@@ -125,7 +125,7 @@ def test_groups_whose_rewards_differ_are_kept_whole_and_in_order() -> None:
 )
 def test_what_does_not_count_is_left_out_of_its_group(left_out: ScoredRollout) -> None:
     good = [scored("a", 1.0), scored("a", 0.0)]
-    kept, share, dropped = select([good[0], left_out, good[1]], keeps_equal=no_score)
+    kept, share, dropped = select_groups([good[0], left_out, good[1]], keeps_equal=no_score)
     assert kept == good
     assert (share, dropped) == (0.0, 0)
 
@@ -134,7 +134,7 @@ def test_what_does_not_count_is_left_out_of_its_group(left_out: ScoredRollout) -
     "stop", [StopReason.MAX_STEPS, StopReason.MAX_TOKENS, StopReason.REPEATED_INVALID, StopReason.REGEX]
 )
 def test_endings_that_are_the_policy_s_own_doing_are_learned_from(stop: StopReason) -> None:
-    kept, _, _ = select([scored("a", 1.0), scored("a", 0.0, stop=stop)], keeps_equal=no_score)
+    kept, _, _ = select_groups([scored("a", 1.0), scored("a", 0.0, stop=stop)], keeps_equal=no_score)
     assert len(kept) == 2
 
 
@@ -148,7 +148,7 @@ def test_a_group_with_fewer_than_two_left_is_dropped_and_counted(keeps_equal: An
         scored("two", 1.0),
         scored("two", 0.0),
     ]
-    kept, share, dropped = select(given, keeps_equal=keeps_equal)
+    kept, share, dropped = select_groups(given, keeps_equal=keeps_equal)
     assert [s.rollout.group_id for s in kept] == ["two", "two"]
     assert dropped == 2
     assert share == pytest.approx(2 / 3)  # neither "one" nor "none" has a difference to learn from
@@ -156,26 +156,28 @@ def test_a_group_with_fewer_than_two_left_is_dropped_and_counted(keeps_equal: An
 
 def test_groups_of_equals_are_dropped_or_kept_and_their_share_told() -> None:
     given = [scored("a", 0.1), scored("a", 0.1), scored("a", 0.1), scored("b", 1.0), scored("b", 0.0)]
-    kept, share, dropped = select(given, keeps_equal=no_score)
+    kept, share, dropped = select_groups(given, keeps_equal=no_score)
     assert [s.rollout.group_id for s in kept] == ["b", "b"]
     assert (share, dropped) == (0.5, 1)
-    kept, share, dropped = select(given, keeps_equal=any_score)
+    kept, share, dropped = select_groups(given, keeps_equal=any_score)
     assert len(kept) == 5
     assert (share, dropped) == (0.5, 0)
-    kept, _, dropped = select([*given, scored("c", 0.9), scored("c", 0.9)], keeps_equal=lambda score: score > 0.5)
+    kept, _, dropped = select_groups(
+        [*given, scored("c", 0.9), scored("c", 0.9)], keeps_equal=lambda score: score > 0.5
+    )
     assert [s.rollout.group_id for s in kept] == ["b", "b", "c", "c"]
     assert dropped == 1
 
 
 def test_an_invalid_score_does_not_hide_that_the_others_are_equal() -> None:
-    _, share, dropped = select(
+    _, share, dropped = select_groups(
         [scored("a", 1.0), scored("a", 1.0), scored("a", 7.0, valid=False)], keeps_equal=no_score
     )
     assert (share, dropped) == (1.0, 1)
 
 
 def test_selecting_from_nothing() -> None:
-    assert select([], keeps_equal=no_score) == ([], 0.0, 0)
+    assert select_groups([], keeps_equal=no_score) == ([], 0.0, 0)
 
 
 # Scoring.
@@ -200,7 +202,7 @@ def roll_out(run: Run) -> list[Rollout]:
 def test_failures_up_to_the_set_rate_are_typed_and_left_out() -> None:
     run = tiny_run(failing(1), reward={"max_error_rate": 0.25})
     found = asyncio.run(score(run, roll_out(run)))
-    assert [s.result.counts for s in found] == [False, True, True, True]
+    assert [s.result.has_valid_score for s in found] == [False, True, True, True]
     assert found[0].result.error is not None
     assert found[0].result.score is None
 

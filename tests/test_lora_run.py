@@ -15,7 +15,7 @@ import torch
 from selection import quick_first
 
 from toolwise.config import RunConfig, load_config
-from toolwise.engine.dense import DenseRunner
+from toolwise.engine.dense import CpuRunner
 from toolwise.learner.canary import MAX_GAP_FP32
 from toolwise.loop import train_step
 from toolwise.protocols import Metrics, Sampling
@@ -48,7 +48,7 @@ def configured(folder: Path, make_config: MakeConfig, **changes: Any) -> RunConf
 
 def train(config: RunConfig, out: Path, *, resume: bool = False) -> Run:
     run = assemble(config)
-    asyncio.run(Training(run, out, resume=resume).go())
+    asyncio.run(Training(run, out, resume=resume).run_training())
     return run
 
 
@@ -101,7 +101,7 @@ def exported(folder: Path) -> Any:
 def assert_whole_loop(config: RunConfig, folder: Path, cli: Cli, steps: int) -> None:
     out = folder / "run"
     run = train(config, out)
-    assert isinstance(run.policy.engine.runner, DenseRunner)  # type: ignore[attr-defined]
+    assert isinstance(run.policy.engine.runner, CpuRunner)  # type: ignore[attr-defined]
     assert len(gaps(out)) == steps
     assert max(gaps(out)) < MAX_GAP_FP32
     moved = [w for name, w in run.policy.model.named_parameters() if "lora_B" in name]

@@ -168,7 +168,7 @@ def test_reasoning_is_kept_apart_and_written_back() -> None:
     given = {"role": "assistant", "content": "4", "reasoning_content": "2 and 2"}
     message = Message.model_validate(given)
     assert message.to_openai() == given
-    assert Message.trusted("assistant", "4", reasoning_content="2 and 2") == message
+    assert Message.unchecked("assistant", "4", reasoning_content="2 and 2") == message
     assert "reasoning_content" not in Message(role="assistant", content="4").to_openai()
 
 
@@ -237,4 +237,4 @@ def test_messages_stay_what_they_were() -> None:
     assert Message.model_validate(message.model_dump()) == message
     assert pickle.loads(pickle.dumps(message)) == message
     assert message.model_copy(deep=True) == message
-    assert Message.trusted("user", "hi")["content"] == "hi"
+    assert Message.unchecked("user", "hi")["content"] == "hi"

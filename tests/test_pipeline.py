@@ -34,8 +34,8 @@ def test_the_test_is_there(file: str, name: str) -> None:
 
 def test_every_setting_the_page_names_is_one() -> None:
     from toolwise.config import RunConfig
-    from toolwise.settings import all_paths
+    from toolwise.settings import setting_keys
 
     named = set(re.findall(r"`((?:actor|algorithm|critic)\.\w+)(?: = [^`]*)?`", PAGE))
     assert named
-    assert named <= set(all_paths(RunConfig))
+    assert named <= set(setting_keys(RunConfig))

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from toolwise.advantages import Grpo
 from toolwise.messages import Message, Prefix, ToolCall
-from toolwise.records import record_of, write_records, write_whole
+from toolwise.records import rollout_record, write_atomic, write_records
 from toolwise.types import (
     AnnotatedRollout,
     EvaluateResult,
@@ -73,7 +73,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def test_a_record_says_everything_a_reader_wants() -> None:
     pair = [scored("g/0", 1.0, TURNS), scored("g/1", 0.0, TURNS)]
     credited = Grpo(norm_by_std=False)([AnnotatedRollout(s) for s in pair])
-    record = record_of(pair[0], credited[0])
+    record = rollout_record(pair[0], credited[0])
     assert record["messages"][1]["tool_calls"][0]["function"] == {"name": "search", "arguments": '{"query": "ä"}'}
     del record["messages"]
     assert record == {
@@ -107,14 +107,14 @@ def test_a_record_says_everything_a_reader_wants() -> None:
 
 
 def test_what_was_not_learned_from_says_so_and_has_no_advantages() -> None:
-    record = record_of(scored("g/0", 1.0, TURNS))
+    record = rollout_record(scored("g/0", 1.0, TURNS))
     assert record["trained_on"] is False
     assert {s["advantage"] for s in record["steps"]} == {None}
 
 
 def test_a_failed_reward_is_kept_with_its_reason() -> None:
     fault = EvaluationFault(kind="exception", message="KeyError: 'x'", traceback="…")
-    record = record_of(scored("g/0", None, (), error=fault, is_score_valid=False))
+    record = rollout_record(scored("g/0", None, (), error=fault, is_score_valid=False))
     assert record["score"] is None
     assert record["error"] == {"kind": "exception", "message": "KeyError: 'x'", "traceback": "…"}
 
@@ -160,8 +160,8 @@ def test_a_ground_truth_that_json_cannot_say_is_written_as_text(tmp_path: Path) 
 
 
 def test_files_are_replaced_whole(tmp_path: Path) -> None:
-    write_whole(tmp_path / "deep" / "a.txt", b"one")
-    write_whole(tmp_path / "deep" / "a.txt", b"two")
+    write_atomic(tmp_path / "deep" / "a.txt", b"one")
+    write_atomic(tmp_path / "deep" / "a.txt", b"two")
     assert (tmp_path / "deep" / "a.txt").read_bytes() == b"two"
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["a.txt"]
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from toolwise.results import EvaluateResult, MetricResult, StepOutput, plain_number
+from toolwise.results import EvaluateResult, MetricResult, StepOutput, unwrap_scalar
 
 NUMBERS = [
     True,
@@ -47,7 +47,7 @@ def test_one_element_of_numpy_or_torch_is_a_number_everywhere(value: Any) -> Non
 
 @pytest.mark.parametrize("value", [np.array([1.0, 2.0]), torch.ones(2), np.array("text"), 1j])
 def test_what_is_no_single_number_stays_what_it_is(value: Any) -> None:
-    assert plain_number(value) is value
+    assert unwrap_scalar(value) is value
 
 
 def test_metrics_may_be_plain_numbers_beside_full_ones() -> None:

@@ -17,8 +17,8 @@ from toolwise import api
 from toolwise.cli import app
 from toolwise.config import RunConfig, load_config
 from toolwise.data import load_tasks
-from toolwise.frontier.rivals import rivals
-from toolwise.routed.loading import load_routing
+from toolwise.frontier.rivals import baseline_routers
+from toolwise.routed.loading import load_router
 from toolwise.routing.learned import LearnedRouter, target_of
 from toolwise.routing.usage import usage_of_text
 from toolwise.run import assemble
@@ -92,7 +92,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def test_the_whole_way(folder: Path) -> None:
     run = assemble(few_steps(folder))
     before = [w.detach().clone() for w in run.learner.model.parameters()]
-    result = asyncio.run(Training(run, folder / "run", resume=False).go())
+    result = asyncio.run(Training(run, folder / "run", resume=False).run_training())
     steps = [line for line in lines(folder / "run/metrics.jsonl") if "router/prompts" in line]
     check_labels(run.batches.tasks, steps)
     check_costs(folder / "run", steps)
@@ -101,8 +101,8 @@ def test_the_whole_way(folder: Path) -> None:
     assert any(not torch.equal(a, b) for a, b in zip(run.learner.model.parameters(), before, strict=True))
     assert all(line["actor/updates"] == 1 and line["router/updates"] == 1 for line in steps)
     check_evaluation(folder, result)
-    routing = load_routing(folder / "run")
-    words, _ = rivals(routing, None, load_tasks(folder / "rlla/test.parquet"))  # the labels are the run's own
+    routing = load_router(folder / "run")
+    words, _ = baseline_routers(routing, None, load_tasks(folder / "rlla/test.parquet"))  # the labels are the run's own
     assert {name: word.values.shape for name, word in words.items()} == {"classifier": (4, 3)}
 
 
@@ -161,7 +161,7 @@ def test_gold_replies_cost_what_their_calls_do(folder: Path) -> None:
     tasks = [*run.batches.tasks]
     said = [task.ground_truth for task in tasks] + ["<tool_call>\nno call at all\n</tool_call>", "a plain answer"]
     rollouts = [wrote(task, text) for task, text in zip([*tasks, tasks[0], tasks[0]], said, strict=True)]
-    told = run.router.account(rollouts)
+    told = run.router.with_written_usage(rollouts)
     for task, rollout in zip(tasks, told, strict=False):
         target = str(target_of(task))
         assert (rollout.usage.cost > 0) == (target != "ANSWER")

@@ -44,7 +44,7 @@ def test_the_example_is_gated_and_keeps_a_budget(tmp_path: Path) -> None:
 
 def test_the_example_trains_and_counts_levels(tmp_path: Path) -> None:
     run = assemble(few_steps(tmp_path, "algorithm.zero_std_groups=keep"))
-    asyncio.run(Training(run, tmp_path / "run", resume=False).go())
+    asyncio.run(Training(run, tmp_path / "run", resume=False).run_training())
     told = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     [step] = [line for line in told if "thinking/lambda" in line]
     assert step["rollouts"] == 2

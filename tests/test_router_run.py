@@ -20,7 +20,7 @@ from toolwise.demo.tasks import write_rows
 from toolwise.exporting import export_model
 from toolwise.labelling.labels import Label, write_labels
 from toolwise.learner.router_head import load_head
-from toolwise.loop import Turn, score, train_step
+from toolwise.loop import StepResult, score, train_step
 from toolwise.policies.scripted import ScriptedPolicy
 from toolwise.routing.actions import MIXED, RouteAction
 from toolwise.routing.families import Family
@@ -57,7 +57,7 @@ def config(tmp_path: Path, *, steps: int = 2, sections: dict[str, Any] | None = 
     )
 
 
-def turn(run: Run, count: int = 1) -> Turn:
+def turn(run: Run, count: int = 1) -> StepResult:
     for _ in range(count):
         last = asyncio.run(train_step(run))
     return last
@@ -125,7 +125,7 @@ def test_a_prompt_that_the_router_cannot_read_is_a_typed_outcome(tmp_path: Path,
     sections = {"data": {"train": rows, "val": rows, "batch_size": 3}, "reward": reward}
     sections["rollout"] = {"n": 3, "max_new_tokens": 4}
     run = assemble(config(tmp_path, steps=2, conditioning="append", warm_start_epochs=1, sections=sections))
-    result = asyncio.run(Training(run, tmp_path / "run", resume=False).go())
+    result = asyncio.run(Training(run, tmp_path / "run", resume=False).run_training())
     assert "prompt_too_long" in [finding["kind"] for finding in result.summary["diagnosis"]]
     assert (result.summary["after"]["n"], result.summary["after"]["prompt_too_long"]) == (6, 6 // every)
     records = [json.loads(s) for f in (tmp_path / "run/rollouts").glob("step-*.jsonl") for s in f.open()]
@@ -161,7 +161,7 @@ def test_labels_of_a_file_are_joined_to_the_tasks(tmp_path: Path, caplog: pytest
 def test_an_actors_advantage_does_not_depend_on_what_other_routes_earned(tmp_path: Path) -> None:
     """Two runs that differ only in what ANSWER earns: the router learns otherwise, rollouts with tools do not."""
 
-    def credited(bonus: float) -> tuple[dict[str, float], Turn, torch.Tensor]:
+    def credited(bonus: float) -> tuple[dict[str, float], StepResult, torch.Tensor]:
         def by_route(rollouts_messages: list[Any], ground_truths: list[Any]) -> list[float]:
             return [
                 len(str(messages[-1].content)) % 7
@@ -273,7 +273,7 @@ def test_a_run_goes_on_bit_for_bit(tmp_path: Path, router: dict[str, Any]) -> No
 def test_the_head_lies_beside_the_weights_and_is_exported_with_them(tmp_path: Path) -> None:
     out = tmp_path / "run"
     run = assemble(config(tmp_path, steps=1))
-    asyncio.run(Training(run, out, resume=False).go())
+    asyncio.run(Training(run, out, resume=False).run_training())
     export = export_model(out, tmp_path / "exported", dtype="bfloat16")
     head, told = load_head(export.out)
     assert run.learner.router is not None
@@ -319,7 +319,7 @@ def test_the_best_checkpoint_keeps_within_the_budget(tmp_path: Path, monkeypatch
         }
         settings = config(tmp_path, sections=own, cost="calls", budgets=[{"limit": 0.5}])
         run = assemble(settings, validation_tasks=load_tasks(tmp_path / "tasks.jsonl")[:1])
-        asyncio.run(Training(run, tmp_path / "run", resume=step > 2).go())
+        asyncio.run(Training(run, tmp_path / "run", resume=step > 2).run_training())
         best = checkpoint.best(tmp_path / "run" / "checkpoints", "score")
         assert best is not None
         bests[step] = (best.step, run.progress.best, run.progress.best_overspend)

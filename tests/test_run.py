@@ -192,7 +192,7 @@ def parts(*weights: float, **settings: Any) -> RunConfig:
 def test_several_rewards_are_read_with_their_weights() -> None:
     run = assemble(parts(1.0, -0.5, combine="normalize"), tasks=TASKS, validation_tasks=[])
     assert [part.weight for part in run.scoring.rewards.parts] == [1.0, -0.5]
-    assert run.scoring.rewards.how == "normalize"
+    assert run.scoring.rewards.combine_mode == "normalize"
 
 
 def test_a_function_beside_parts_is_refused() -> None:

@@ -12,20 +12,20 @@ import pytest
 from toolwise.config import RunConfig, load_config
 from toolwise.errors import CheckpointError, ConfigError
 from toolwise.run_changes import (
-    MAY_CHANGE,
+    MUTABLE_SETTINGS,
     Change,
     changes_between,
     changes_since,
     check_same_run,
     describe_changes,
     load_run_config,
-    portable,
+    portable_config,
     read_changes,
     record_changes,
     resume_command,
     saved_settings,
 )
-from toolwise.settings import all_paths, to_toml
+from toolwise.settings import setting_keys, to_toml
 
 
 def config_of(**settings: Any) -> RunConfig:
@@ -33,8 +33,8 @@ def config_of(**settings: Any) -> RunConfig:
 
 
 def test_every_name_in_the_list_is_a_setting() -> None:
-    free = {name for name in MAY_CHANGE if name.startswith("tools[]")}
-    assert set(all_paths(RunConfig)) >= MAY_CHANGE - free
+    free = {name for name in MUTABLE_SETTINGS if name.startswith("tools[]")}
+    assert set(setting_keys(RunConfig)) >= MUTABLE_SETTINGS - free
 
 
 @pytest.mark.parametrize(
@@ -42,9 +42,9 @@ def test_every_name_in_the_list_is_a_setting() -> None:
     [r"trainer\..*", r"validation\..*", r".*timeout_s", r".*deadline_s", r".*max_concurrent.*", r".*lr_schedule"],
 )
 def test_whole_kinds_of_settings_may_change(pattern: str) -> None:
-    found = {name for name in all_paths(RunConfig) if re.fullmatch(pattern, name)}
+    found = {name for name in setting_keys(RunConfig) if re.fullmatch(pattern, name)}
     assert found
-    assert found <= MAY_CHANGE
+    assert found <= MUTABLE_SETTINGS
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_whole_kinds_of_settings_may_change(pattern: str) -> None:
     ["seed", "data.train", "model.path", "rollout.n", "rollout.temperature", "reward.function", "actor.lora.rank"],
 )
 def test_what_makes_it_another_run_may_not(name: str) -> None:
-    assert name not in MAY_CHANGE
+    assert name not in MUTABLE_SETTINGS
 
 
 def test_changes_are_said_one_by_one() -> None:
@@ -131,7 +131,7 @@ def test_references_into_the_folder_are_relative_to_it(tmp_path: Path) -> None:
         reward={"parts": [{"function": f"{code}/reward_r.py:r"}, {"function": "a.b:c"}]},
         env={"name": f"{code}/env_E.py:E"},
     )
-    found = portable(given, tmp_path / "run")
+    found = portable_config(given, tmp_path / "run")
     assert found.tools == [
         "code/tool_f.py:f",
         {"name": "code/tool_g.py:g", "price": 1.0},

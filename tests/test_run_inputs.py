@@ -14,7 +14,7 @@ from toolwise.config import RunConfig, load_config
 from toolwise.errors import ConfigError
 from toolwise.references import load_reference
 from toolwise.rewards.function import Reward
-from toolwise.run_changes import portable
+from toolwise.run_changes import portable_config
 from toolwise.run_inputs import RunInputs, gather_inputs
 from toolwise.settings import to_toml
 from toolwise.tools.base import BaseTool
@@ -75,7 +75,7 @@ def read_back(inputs: RunInputs) -> RunConfig:
     inputs.write()
     file = inputs.folder / "config.toml"
     file.parent.mkdir(exist_ok=True)
-    file.write_text(to_toml(portable(inputs.recorded, inputs.folder)), encoding="utf-8")
+    file.write_text(to_toml(portable_config(inputs.recorded, inputs.folder)), encoding="utf-8")
     return load_config(file)
 
 

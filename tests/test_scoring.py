@@ -247,7 +247,7 @@ def test_a_rollout_without_an_answer_is_not_scored(stop: StopReason, built: list
     before, first, after = asyncio.run(scoring.evaluate([silent, answered, silent], step=0))
     assert first.score == 1.0
     assert before == after
-    assert (before.score, before.counts, before.error) == (None, False, None)
+    assert (before.score, before.has_valid_score, before.error) == (None, False, None)
     assert before.reason == f"not scored, the agent never acted: {stop.value}: too long"
     assert asyncio.run(scoring.evaluate([silent], step=0)) == [before]
 
@@ -291,7 +291,7 @@ def test_prints_are_told_with_their_step_and_rollout(built: list[Scoring], tmp_p
     )
     told: list[tuple[str, str]] = []
     scoring = scoring_of(built, function=f"{tmp_path / 'r.py'}:f")
-    scoring.tell_prints(lambda label, text: told.append((label, text)))
+    scoring.set_print_callback(lambda label, text: told.append((label, text)))
     rollouts = [dataclasses.replace(rollout(task(i, n=i)), rollout_id=f"r{i}") for i in range(3)]
     asyncio.run(scoring.evaluate(rollouts, step=4))
     assert ("on import", "loaded\n") in told

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from toolwise.secret_names import is_secret, masked, secret_keys
+from toolwise.secret_names import is_secret, mask_secrets, secret_keys
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_a_value_under_a_name(name: str, value: Any, secret: bool) -> None:
 def test_tables_and_lists() -> None:
     table = {"reward": {"kwargs": {"api_key": "x", "n": 1}}, "parts": [{"passwords": 1}, {"password": "y"}, "z"]}
     assert list(secret_keys(table)) == ["reward.kwargs.api_key", "parts[1].password"]
-    assert masked(table) == {
+    assert mask_secrets(table) == {
         "reward": {"kwargs": {"api_key": "***", "n": 1}},
         "parts": [{"passwords": 1}, {"password": "***"}, "z"],
     }

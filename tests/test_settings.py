@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from toolwise.errors import ConfigError
-from toolwise.settings import all_paths, apply_overrides, build, read_settings, to_toml
+from toolwise.settings import apply_overrides, build_config, read_settings, setting_keys, to_toml
 
 
 class Section(BaseModel):
@@ -75,7 +75,7 @@ class Run(Section):
 
 def complaint(settings: dict[Any, Any], model: type[BaseModel] = Run) -> str:
     with pytest.raises(ConfigError) as caught:
-        build(model, settings, source="run.toml")
+        build_config(model, settings, source="run.toml")
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -93,7 +93,7 @@ def test_toml_and_yaml_say_the_same(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('name = "x"\n[algorithm]\nlr = 1e-3\n')
     for name in ("run.yaml", "run.YML"):
         (tmp_path / name).write_text("name: x\nalgorithm:\n  lr: 1e-3\n")
-    runs = [build(Run, read_settings(path), source=path.name) for path in sorted(tmp_path.iterdir())]
+    runs = [build_config(Run, read_settings(path), source=path.name) for path in sorted(tmp_path.iterdir())]
     assert [run.algorithm.lr for run in runs] == [1e-3] * 3
 
 
@@ -277,7 +277,7 @@ def test_three_mistakes_are_told_unknown_keys_first_and_the_rest_counted() -> No
 
 
 def test_all_paths_are_the_leaves() -> None:
-    assert all_paths(Run) == [
+    assert setting_keys(Run) == [
         "name",
         "algorithm.adv_estimator",
         "algorithm.lr",
@@ -303,7 +303,7 @@ class Node(Section):
 
 
 def test_a_model_inside_itself_ends_and_a_shorthand_is_a_leaf_as_well() -> None:
-    assert all_paths(Node) == [
+    assert setting_keys(Node) == [
         "value",
         "below",
         "short",
@@ -354,7 +354,7 @@ RUNS = st.builds(
 def test_written_settings_come_back_equal(run: Run, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("toml") / "run.toml"
     path.write_text(to_toml(run), encoding="utf-8", newline="")
-    assert build(Run, read_settings(path), source=path.name) == run
+    assert build_config(Run, read_settings(path), source=path.name) == run
 
 
 class Forgetful(Section):
@@ -380,7 +380,7 @@ def test_a_null_that_toml_would_forget_is_refused(made: Forgetful, path: str) ->
 @given(raw=st.dictionaries(st.sampled_from([*Run.model_fields, "x", "lr"]), FREE, max_size=5))
 def test_whatever_is_given_the_answer_is_a_model_or_one_line(raw: dict[str, Any]) -> None:
     try:
-        build(Run, raw, source="run.toml")
+        build_config(Run, raw, source="run.toml")
     except ConfigError as error:
         message = str(error)
     else:

@@ -16,11 +16,11 @@ import pytest
 
 import toolwise
 from toolwise.advantages import ESTIMATORS, Gigpo, Hgpo, Rlvcr, credit
-from toolwise.advantages.description import places_score
+from toolwise.advantages.description import has_step_returns
 from toolwise.messages import Message, ToolCall
 from toolwise.rewards.align import align_rollouts
-from toolwise.rewards.combine import Rewards, Weighted
-from toolwise.rewards.earned import EARNED, earned_reward, score_earned
+from toolwise.rewards.combine import CompositeReward, WeightedReward
+from toolwise.rewards.earned import EPISODE_REWARDS, episode_reward, score_episodes
 from toolwise.rewards.executor import InProcessExecutor
 from toolwise.rewards.function import Reward
 from toolwise.types import AnnotatedRollout, EvaluateResult, Rollout, StepData, StopReason, Task, Usage
@@ -125,7 +125,7 @@ def test_success_is_worth_more_than_failure(name: str, estimator: str, tmp_path:
     guessed = rollout_of("bad", 0, "Answer: well, it might be 1234", (0.0,))
     pair = [guessed, looked_up] if name == "my_rewards, group" else [looked_up, guessed]
     results = asyncio.run(InProcessExecutor().evaluate(Reward.of(reference, kwargs), pair, step=0))
-    assert all(result.counts for result in results), results
+    assert all(result.has_valid_score for result in results), results
     assert_success_is_worth_more(CASES[estimator](), *annotated(pair, results))
 
 
@@ -141,21 +141,21 @@ def test_both_kinds_of_score_prefer_success(contains: bool, estimator: str, how:
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-@pytest.mark.parametrize("name", EARNED)
+@pytest.mark.parametrize("name", EPISODE_REWARDS)
 def test_what_an_episode_earned_prefers_success(name: str, estimator: str) -> None:
     rollouts = [rollout_of("good", 1, "37", (-0.05, 1.0)), rollout_of("bad", 0, "1", (0.0,))]
     rollouts = [replace(r, tool_rewards={"x": worth}) for r, worth in zip(rollouts, (1.0, 0.0), strict=True)]
-    assert_success_is_worth_more(ESTIMATORS[estimator](), *annotated(rollouts, score_earned(name, rollouts)))
+    assert_success_is_worth_more(ESTIMATORS[estimator](), *annotated(rollouts, score_episodes(name, rollouts)))
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_a_format_reward_beside_the_world_s_does_not_hide_it(estimator: str) -> None:
     """Its step rewards take the place of the world's: what the world said is still in the score."""
     rollouts = [rollout_of("good", 1, "37", (0.0, 1.0)), rollout_of("bad", 1, "1", (0.0, 0.0))]
-    parts = Rewards(
+    parts = CompositeReward(
         (
-            Weighted(earned_reward("env")),
-            Weighted(Reward.of("toolwise.thinking.validity:format_reward", {}), 0.1),
+            WeightedReward(episode_reward("env")),
+            WeightedReward(Reward.of("toolwise.thinking.validity:format_reward", {}), 0.1),
         )
     )
     results = asyncio.run(parts.evaluate(Mixed(), rollouts, step=0))
@@ -169,8 +169,8 @@ class Mixed(InProcessExecutor):
     """Functions in this process, an episode's own earnings looked up, as a run's executor does."""
 
     async def evaluate(self, reward: Reward, rollouts: Any, *, step: int) -> list[EvaluateResult]:
-        if reward.reference in EARNED:
-            return score_earned(reward.name, rollouts)
+        if reward.reference in EPISODE_REWARDS:
+            return score_episodes(reward.name, rollouts)
         return await super().evaluate(reward, rollouts, step=step)
 
 
@@ -188,7 +188,7 @@ def test_step_level_credit_alone_prefers_success_too(name: str, kind: Callable[.
 
 
 def test_every_estimator_over_steps_is_among_them() -> None:
-    assert {name for name, make in CASES.items() if places_score(make())} == {
+    assert {name for name, make in CASES.items() if has_step_returns(make())} == {
         "gigpo",
         "hgpo",
         "gae",

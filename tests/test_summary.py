@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from toolwise.messages import Message
-from toolwise.summary import mean, reported, summarize, summarize_validation, validation_metrics
+from toolwise.summary import mean, reported_metrics, summarize, summarize_validation, validation_metrics
 from toolwise.types import (
     EvaluateResult,
     EvaluationFault,
@@ -163,7 +163,7 @@ def test_metrics_are_averaged_over_those_that_have_them_and_are_valid() -> None:
     one = scored(1.0, correct=1.0, style=0.2)
     two = scored(1.0, correct=0.0)
     two.result.metrics["style"] = MetricResult(score=99.0, is_score_valid=False)
-    assert reported([one, two]) == {"correct": [1.0, 0.0], "style": [0.2]}
+    assert reported_metrics([one, two]) == {"correct": [1.0, 0.0], "style": [0.2]}
 
 
 def test_routes_are_told_apart() -> None:

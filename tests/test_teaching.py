@@ -14,7 +14,7 @@ from toolwise.data.files import write_rows
 from toolwise.demo.teacher import conversations
 from toolwise.errors import ConfigError, DataError, MissingExtraError
 from toolwise.models import load_model
-from toolwise.teaching import read_conversation, teach_model
+from toolwise.teaching import read_conversation, train_sft
 
 torch.set_num_threads(1)
 FEW: dict[str, Any] = {"steps": 2, "batch_tokens": 256, "row_tokens": 256}
@@ -28,7 +28,7 @@ def talk(*turns: str) -> dict[str, Any]:
 def test_a_taught_model_s_folder_is_loadable_and_has_moved(tmp_path: Path) -> None:
     file = tmp_path / "talks.jsonl"
     write_rows(conversations(6, seed=1), file)
-    figures = teach_model("builtin:small", file, tmp_path / "out", FEW)
+    figures = train_sft("builtin:small", file, tmp_path / "out", FEW)
     assert figures["first_loss"] > 0.0
     assert set(figures) == {"first_loss", "loss", "grad_norm", "tokens"}
     taught, chat = load_model(str(tmp_path / "out"), device="cpu")
@@ -42,29 +42,29 @@ def test_a_taught_model_s_folder_is_loadable_and_has_moved(tmp_path: Path) -> No
 def test_two_conversations_are_learned(tmp_path: Path) -> None:
     talks = [talk("Who are you?", "Toolwise."), talk("And who am I?", "The reader.")]
     settings = {"steps": 40, "batch_tokens": 128, "row_tokens": 128, "lr": 1e-3}
-    figures = teach_model("builtin:small", talks, tmp_path / "out", settings)
+    figures = train_sft("builtin:small", talks, tmp_path / "out", settings)
     assert figures["loss"] < 0.2 * figures["first_loss"]
 
 
 def test_settings_are_left_alone(tmp_path: Path) -> None:
     settings = {**FEW, "progress": False}
-    teach_model("builtin:small", [talk("a", "b")], tmp_path / "out", settings)
+    train_sft("builtin:small", [talk("a", "b")], tmp_path / "out", settings)
     assert settings == {**FEW, "progress": False}
 
 
 def test_parquet_is_read_too(tmp_path: Path) -> None:
     file = tmp_path / "talks.parquet"
     write_rows([talk("a", "b"), talk("c", "d", "e", "f")], file)
-    assert teach_model("builtin:small", file, tmp_path / "out", FEW)["tokens"] > 0
+    assert train_sft("builtin:small", file, tmp_path / "out", FEW)["tokens"] > 0
 
 
 def test_a_folder_that_holds_something_is_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
     with pytest.raises(ConfigError, match="not an empty folder"):
-        teach_model("builtin:small", [talk("a", "b")], tmp_path / "out", FEW)
+        train_sft("builtin:small", [talk("a", "b")], tmp_path / "out", FEW)
     with pytest.raises(ConfigError, match="not an empty folder"):
-        teach_model("builtin:small", [talk("a", "b")], tmp_path / "out" / "mine.txt", FEW)
+        train_sft("builtin:small", [talk("a", "b")], tmp_path / "out" / "mine.txt", FEW)
 
 
 @pytest.mark.parametrize(
@@ -77,13 +77,13 @@ def test_a_folder_that_holds_something_is_not_written_over(tmp_path: Path) -> No
 )
 def test_settings_that_make_no_sense_are_refused(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        teach_model("builtin:small", [talk("a", "b")], tmp_path / "out", settings)
+        train_sft("builtin:small", [talk("a", "b")], tmp_path / "out", settings)
     assert not (tmp_path / "out").exists()
 
 
 def test_no_conversations_are_said_and_not_waited_for(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no conversations"):
-        teach_model("builtin:small", [], tmp_path / "out", FEW)
+        train_sft("builtin:small", [], tmp_path / "out", FEW)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_bad_rows_are_named(tmp_path: Path, row: dict[str, Any], said: str) -> N
     file = tmp_path / "talks.jsonl"
     file.write_text(f"{json.dumps(talk('a', 'b'))}\n{json.dumps(row)}\n", encoding="utf-8")
     with pytest.raises(DataError, match=rf"talks\.jsonl: row 1 .*{said}") as caught:
-        teach_model("builtin:small", file, tmp_path / "out", FEW)
+        train_sft("builtin:small", file, tmp_path / "out", FEW)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 
@@ -113,7 +113,7 @@ def test_bad_rows_are_named(tmp_path: Path, row: dict[str, Any], said: str) -> N
 def test_a_conversation_too_long_to_teach_anything_is_named(tmp_path: Path) -> None:
     long = talk("word " * 200, "b")
     with pytest.raises(DataError, match=r"row 1 .*the assistant first speaks after row_tokens = 64"):
-        teach_model("builtin:small", [talk("a", "b"), long], tmp_path / "out", {**FEW, "row_tokens": 64})
+        train_sft("builtin:small", [talk("a", "b"), long], tmp_path / "out", {**FEW, "row_tokens": 64})
 
 
 def test_a_prompt_with_a_response_is_a_conversation() -> None:
@@ -136,13 +136,13 @@ def test_tools_are_passed_on() -> None:
 def test_adapters_without_peft_say_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'toolwise\[peft\]'"):
-        teach_model("builtin:small", [talk("a", "b")], tmp_path / "out", {**FEW, "lora_rank": 4})
+        train_sft("builtin:small", [talk("a", "b")], tmp_path / "out", {**FEW, "lora_rank": 4})
     assert not (tmp_path / "out").exists()
 
 
 def test_adapters_are_taught_and_merged_into_a_plain_model(tmp_path: Path) -> None:
     settings = {"steps": 40, "batch_tokens": 128, "row_tokens": 128, "lr": 1e-2, "lora_rank": 8}
-    figures = teach_model("builtin:small", [talk("Who are you?", "Toolwise.")], tmp_path / "out", settings)
+    figures = train_sft("builtin:small", [talk("Who are you?", "Toolwise.")], tmp_path / "out", settings)
     assert figures["loss"] < 0.5 * figures["first_loss"]
     taught, _ = load_model(str(tmp_path / "out"), device="cpu")
     start, _ = load_model("builtin:small", device="cpu")
@@ -155,4 +155,4 @@ def test_adapters_are_taught_and_merged_into_a_plain_model(tmp_path: Path) -> No
 
 def test_a_rank_below_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="lora_rank >= 0, not -1"):
-        teach_model("builtin:small", [talk("a", "b")], tmp_path / "out", {**FEW, "lora_rank": -1})
+        train_sft("builtin:small", [talk("a", "b")], tmp_path / "out", {**FEW, "lora_rank": -1})

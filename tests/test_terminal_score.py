@@ -15,8 +15,8 @@ from toolwise import algorithm_config
 from toolwise.advantages import build_estimator
 from toolwise.config import RunConfig, load_config
 from toolwise.errors import ConfigError
-from toolwise.loop import select
-from toolwise.run import estimator_of
+from toolwise.loop import select_groups
+from toolwise.run import estimator_from_config
 from toolwise.run_changes import changes_since, check_same_run
 from toolwise.types import AnnotatedRollout, EvaluateResult, ScoredRollout, StepData
 
@@ -42,9 +42,9 @@ def judge(rollouts_messages, ground_truths):
 @pytest.fixture(autouse=True)
 def note_again() -> Iterator[None]:
     """The note on an old name comes once a process, and each test is to see it."""
-    algorithm_config._note_renamed.cache_clear()
+    algorithm_config._warn_renamed.cache_clear()
     yield
-    algorithm_config._note_renamed.cache_clear()
+    algorithm_config._warn_renamed.cache_clear()
 
 
 # The setting.
@@ -63,7 +63,7 @@ def test_old_names_are_read_with_a_note(old: str, now: str, caplog: pytest.LogCa
     for _ in range(2):
         config = RunConfig.model_validate({"algorithm": {"adv_estimator": "gigpo", "terminal_score": old}})
         assert config.algorithm.terminal_score == now
-    made: Any = estimator_of(config)
+    made: Any = estimator_from_config(config)
     assert made.terminal_score == now
     assert caplog.messages == [
         f'algorithm.terminal_score = "{old}" is an old name and read as "{now}", the rule that replaced it'
@@ -79,10 +79,10 @@ def test_other_names_are_refused(tmp_path: Path) -> None:
 def test_every_estimator_gets_the_setting() -> None:
     for name in ("grpo", "rloo", "gigpo", "hgpo", "gae", "reinforce_plus_plus"):
         config = RunConfig.model_validate({"algorithm": {"adv_estimator": name, "terminal_score": "add"}})
-        made: Any = estimator_of(config)
+        made: Any = estimator_from_config(config)
         assert made.terminal_score == "add"
     rlvcr = {"adv_estimator": "rlvcr", "terminal_score": "add", "rlvcr": {"enable": True}}
-    found: Any = estimator_of(RunConfig.model_validate({"algorithm": rlvcr}))
+    found: Any = estimator_from_config(RunConfig.model_validate({"algorithm": rlvcr}))
     assert found.trajectory.terminal_score == "add"
 
 
@@ -122,14 +122,14 @@ def test_grpo_compares_score_and_step_rewards_together_where_they_are_added() ->
 def test_a_group_that_differs_in_step_rewards_alone_is_kept_where_they_are_added() -> None:
     from functools import partial
 
-    from toolwise.advantages.step_rewards import reward_settings, totals_of
+    from toolwise.advantages.step_rewards import reward_settings, total_rewards
 
     group = [scored(1.0, -0.5, None), scored(1.0, 0.0)]
     for how, kept in (("remainder", []), ("add", group), ("never", [])):
         settings = reward_settings(build_estimator("grpo", terminal_score=how))
-        found = select(group, keeps_equal=lambda score: False, totals=partial(totals_of, **settings))
+        found = select_groups(group, keeps_equal=lambda score: False, totals=partial(total_rewards, **settings))
         assert found[0] == kept
-    assert select(group, keeps_equal=lambda score: False)[0] == []
+    assert select_groups(group, keeps_equal=lambda score: False)[0] == []
 
 
 # A run.
@@ -195,7 +195,7 @@ def test_an_old_run_goes_on_and_is_evaluated_with_a_note(tiny_run: Path, tmp_pat
     evaluated = cli("eval", run)
     assert evaluated.status == 0, evaluated.err
     assert evaluated.err.count(note) == 1
-    algorithm_config._note_renamed.cache_clear()
+    algorithm_config._warn_renamed.cache_clear()
     config = tiny_run.parent / "run.toml"
     ended = cli("train", config, "--out", run, "--resume", "--set", "trainer.total_steps=3")
     assert ended.status == 0, ended.err

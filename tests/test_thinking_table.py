@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import thinking_table as script
 
-from toolwise.demo.rooms.house import Plan
-from toolwise.thinking.levels import LEVELS
+from toolwise.demo.rooms.house import HouseConfig
+from toolwise.thinking.levels import DEFAULT_LEVELS
 
 
 def table(**success: float) -> dict[str, Any]:
@@ -22,8 +22,8 @@ def table(**success: float) -> dict[str, Any]:
 
 
 def test_every_step_is_asked_with_the_right_way_before_it() -> None:
-    plan = Plan()
-    asked = script.questions(3, plan, LEVELS, 0)
+    plan = HouseConfig()
+    asked = script.questions(3, plan, DEFAULT_LEVELS, 0)
     assert len(asked) == 3 * plan.steps
     assert [q.kind for q in asked].count("hard") == 3 * plan.halls
     for question in asked:
@@ -49,6 +49,6 @@ def test_thought_is_causal_where_it_decides_hard_steps_alone(change: dict[str, f
 def test_a_model_that_was_taught_nothing_does_nothing_right() -> None:
     found = script.forced_table("builtin:small", houses=1)
     assert set(found["cells"]) == {f"{level}/{kind}" for level in "1234" for kind in ("easy", "hard")}
-    assert sum(cell["steps"] for cell in found["cells"].values()) == 4 * Plan().steps
+    assert sum(cell["steps"] for cell in found["cells"].values()) == 4 * HouseConfig().steps
     assert all(cell["success"] == 0.0 for cell in found["cells"].values())
     assert not script.is_causal(found)

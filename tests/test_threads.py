@@ -9,7 +9,7 @@ import torch
 
 from toolwise import threads
 from toolwise.config import RunConfig
-from toolwise.threads import SMALL_WEIGHTS, settle_threads, share_threads
+from toolwise.threads import SMALL_MODEL_WEIGHTS, configure_threads, set_thread_count
 
 
 class Model(torch.nn.Module):
@@ -20,7 +20,7 @@ class Model(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(weights, device="meta"))
 
 
-SMALL, LARGE = Model(SMALL_WEIGHTS - 1), Model(SMALL_WEIGHTS)
+SMALL, LARGE = Model(SMALL_MODEL_WEIGHTS - 1), Model(SMALL_MODEL_WEIGHTS)
 
 
 @pytest.fixture(autouse=True)
@@ -28,16 +28,16 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    threads._at_first.cache_clear()
+    threads._initial_thread_count.cache_clear()
     yield
     torch.set_num_threads(before)
-    threads._at_first.cache_clear()
+    threads._initial_thread_count.cache_clear()
 
 
 def used(model: Model, **settings: object) -> int:
     config = RunConfig.model_validate({"model": settings})
-    settle_threads(config)
-    share_threads(config, model)
+    configure_threads(config)
+    set_thread_count(config, model)
     return torch.get_num_threads()
 
 

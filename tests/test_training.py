@@ -16,8 +16,8 @@ import pytest
 
 from toolwise.config import RunConfig
 from toolwise.errors import CheckpointError, ConfigError
-from toolwise.run_changes import portable
-from toolwise.run_files import check_folder, forget_rollouts_after, sweep
+from toolwise.run_changes import portable_config
+from toolwise.run_files import check_folder, delete_rollouts_after, remove_partial_files
 
 Cli = Callable[..., Any]
 MakeConfig = Callable[..., Path]
@@ -219,7 +219,7 @@ def test_only_what_a_killed_run_was_writing_is_swept_up(tmp_path: Path) -> None:
     for name in (*ours, *theirs):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    sweep(tmp_path)
+    remove_partial_files(tmp_path)
     left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()}
     assert left == set(theirs)
 
@@ -227,9 +227,9 @@ def test_only_what_a_killed_run_was_writing_is_swept_up(tmp_path: Path) -> None:
 def test_only_rollouts_after_the_checkpoint_are_forgotten(tmp_path: Path) -> None:
     for name in ("step-000001.jsonl", "step-000002.safetensors", "eval-000003.jsonl", "step-1000000.jsonl", "mine.txt"):
         (tmp_path / name).touch()
-    forget_rollouts_after(tmp_path, 2)
+    delete_rollouts_after(tmp_path, 2)
     assert {path.name for path in tmp_path.iterdir()} == {"step-000001.jsonl", "step-000002.safetensors", "mine.txt"}
-    forget_rollouts_after(tmp_path / "nowhere", 2)
+    delete_rollouts_after(tmp_path / "nowhere", 2)
 
 
 def test_a_folder_is_looked_at_and_not_touched(tmp_path: Path) -> None:
@@ -270,9 +270,9 @@ def test_the_same_file_by_another_way_is_the_same_run(
 def test_what_lies_in_the_folder_is_written_relative_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     given = {"train": "run/tasks/train.jsonl", "val": "val.jsonl"}
-    data = portable(RunConfig.model_validate({"data": given}), Path("run")).data
+    data = portable_config(RunConfig.model_validate({"data": given}), Path("run")).data
     assert (data.train, data.val) == (Path("tasks/train.jsonl"), tmp_path / "val.jsonl")
-    assert portable(RunConfig(), Path("run")) == RunConfig()
+    assert portable_config(RunConfig(), Path("run")) == RunConfig()
 
 
 def test_another_best_metric_is_not_compared_with_the_old_one(tiny_run: Path, tmp_path: Path, cli: Cli) -> None:

@@ -21,13 +21,13 @@ import pytest
 from toolwise import waiting
 from toolwise.waiting import (
     WorkClock,
-    abandoned,
-    all_of,
-    end_within,
-    in_thread,
+    abandoned_counts,
+    call_in_thread,
+    exclude_pool_queue_time,
+    exclude_queue_time,
+    gather_all,
     in_virtual_time,
-    queued,
-    queueing,
+    run_with_deadline,
 )
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ async def fail(fault: BaseException, after_s: float = 0.0) -> None:
 
 
 def test_work_in_time_gives_its_result() -> None:
-    assert run(end_within(5, give(3), LATE)) == 3
+    assert run(run_with_deadline(5, give(3), LATE)) == 3
 
 
 def test_work_out_of_time_is_ended_and_raises_what_the_caller_chose() -> None:
@@ -65,7 +65,7 @@ def test_work_out_of_time_is_ended_and_raises_what_the_caller_chose() -> None:
             ended.append(True)
 
     with pytest.raises(TimeoutError) as caught:
-        run(end_within(0.02, long(), LATE))
+        run(run_with_deadline(0.02, long(), LATE))
     assert caught.value is LATE
     assert ended == [True]
 
@@ -78,20 +78,20 @@ def test_no_time_at_all_does_not_even_begin(limit_s: float) -> None:
         begun.append(True)
 
     with pytest.raises(TimeoutError, match="late"):
-        run(end_within(limit_s, work(), LATE))
+        run(run_with_deadline(limit_s, work(), LATE))
     assert begun == []
 
 
 def test_the_works_own_timeout_is_told_apart() -> None:
     own = TimeoutError("mine")
     with pytest.raises(TimeoutError) as caught:
-        run(end_within(5, fail(own), LATE))
+        run(run_with_deadline(5, fail(own), LATE))
     assert caught.value is own
 
 
 def test_work_that_cancels_itself_does_not_cancel_whoever_waits() -> None:
     with pytest.raises(RuntimeError, match="cancelled itself"):
-        run(end_within(5, fail(asyncio.CancelledError()), LATE))
+        run(run_with_deadline(5, fail(asyncio.CancelledError()), LATE))
 
 
 def test_cancelling_the_wait_ends_the_work_first() -> None:
@@ -105,7 +105,7 @@ def test_cancelling_the_wait_ends_the_work_first() -> None:
             ended.append(True)
 
     async def cancel() -> None:
-        wait = asyncio.create_task(end_within(60, long(), LATE))
+        wait = asyncio.create_task(run_with_deadline(60, long(), LATE))
         await asyncio.sleep(0.02)
         wait.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -116,7 +116,7 @@ def test_cancelling_the_wait_ends_the_work_first() -> None:
 
 
 def test_all_results_come_in_order() -> None:
-    assert run(all_of(give(i, 0.02 - i / 100) for i in range(3))) == [0, 1, 2]
+    assert run(gather_all(give(i, 0.02 - i / 100) for i in range(3))) == [0, 1, 2]
 
 
 def test_a_fault_waits_until_the_others_have_ended() -> None:
@@ -127,7 +127,7 @@ def test_a_fault_waits_until_the_others_have_ended() -> None:
         ended.append(True)
 
     with pytest.raises(ValueError, match="first"):
-        run(all_of([fail(ValueError("first")), long(), fail(ValueError("second"))]))
+        run(gather_all([fail(ValueError("first")), long(), fail(ValueError("second"))]))
     assert ended == [True]
 
 
@@ -142,7 +142,7 @@ def test_cancelling_all_waits_until_all_have_ended() -> None:
             ended.append(after_s)
 
     async def cancel() -> None:
-        wait = asyncio.create_task(all_of(long(s) for s in (0.0, 0.02, 0.05)))
+        wait = asyncio.create_task(gather_all(long(s) for s in (0.0, 0.02, 0.05)))
         await asyncio.sleep(0.02)
         wait.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -153,11 +153,11 @@ def test_cancelling_all_waits_until_all_have_ended() -> None:
 
 
 def test_blocking_work_gives_its_result_or_its_fault() -> None:
-    assert run(in_thread(lambda: threading.current_thread().daemon)) is True
+    assert run(call_in_thread(lambda: threading.current_thread().daemon)) is True
     with pytest.raises(ZeroDivisionError):
-        run(in_thread(lambda: 1 // 0))
+        run(call_in_thread(lambda: 1 // 0))
     with pytest.raises(RuntimeError, match="StopIteration"):
-        run(in_thread(lambda: next(iter(()))))
+        run(call_in_thread(lambda: next(iter(()))))
 
 
 def test_blocking_work_sees_the_callers_context() -> None:
@@ -165,7 +165,7 @@ def test_blocking_work_sees_the_callers_context() -> None:
 
     async def ask() -> str:
         who.set("me")
-        return await in_thread(who.get)
+        return await call_in_thread(who.get)
 
     assert run(ask()) == "me"
 
@@ -178,7 +178,7 @@ def test_blocking_work_that_ends_after_its_loop_troubles_no_one() -> None:
         ended.set()
 
     with pytest.raises(TimeoutError, match="late"):
-        run(end_within(0.02, in_thread(hang), LATE))
+        run(run_with_deadline(0.02, call_in_thread(hang), LATE))
     free.set()
     assert ended.wait(5)
 
@@ -186,12 +186,12 @@ def test_blocking_work_that_ends_after_its_loop_troubles_no_one() -> None:
 def test_a_thread_that_nobody_waits_for_is_counted_by_name(caplog: pytest.LogCaptureFixture) -> None:
     free = threading.Event()
     with pytest.raises(TimeoutError, match="late"):
-        run(end_within(0.02, in_thread(lambda: free.wait(20), name="tool of this test"), LATE))
+        run(run_with_deadline(0.02, call_in_thread(lambda: free.wait(20), name="tool of this test"), LATE))
     free.set()
-    assert abandoned()["tool of this test"] == 1
+    assert abandoned_counts()["tool of this test"] == 1
     assert "tool of this test cannot be stopped in its thread and is left behind" in caplog.text
-    assert run(in_thread(lambda: 3, name="tool in time")) == 3
-    assert "tool in time" not in abandoned()
+    assert run(call_in_thread(lambda: 3, name="tool in time")) == 3
+    assert "tool in time" not in abandoned_counts()
 
 
 async def stubborn() -> None:
@@ -202,14 +202,14 @@ async def stubborn() -> None:
 
 def test_a_task_that_does_not_heed_its_cancellation_is_counted_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "GRACE_S", 0.02)
-    before = abandoned().get("stubborn", 0)
+    before = abandoned_counts().get("stubborn", 0)
 
     async def late() -> None:
         with pytest.raises(TimeoutError, match="late"):
-            await end_within(0.02, stubborn(), LATE)
+            await run_with_deadline(0.02, stubborn(), LATE)
 
     waiting.run(late())
-    assert abandoned()["stubborn"] == before + 2  # at its deadline, and at the end of the loop
+    assert abandoned_counts()["stubborn"] == before + 2  # at its deadline, and at the end of the loop
 
 
 def test_a_loop_ends_though_a_task_does_not(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -308,13 +308,13 @@ def test_time_in_a_queue_does_not_count() -> None:
 
     async def work() -> str:
         await asyncio.sleep(0.02)
-        with queueing():
+        with exclude_queue_time():
             await asyncio.sleep(0.5)
-            with queueing():
+            with exclude_queue_time():
                 await asyncio.sleep(0.01)
         return "done"
 
-    assert run(end_within(0.3, work(), LATE, clock)) == "done"
+    assert run(run_with_deadline(0.3, work(), LATE, clock)) == "done"
     assert 0.5 <= clock.queue_s < 5
 
 
@@ -322,12 +322,12 @@ def test_the_deadline_goes_on_after_the_queue() -> None:
     clock = WorkClock()
 
     async def work() -> None:
-        with queueing():
+        with exclude_queue_time():
             await asyncio.sleep(0.05)
         await asyncio.sleep(60)
 
     with pytest.raises(TimeoutError) as caught:
-        run(end_within(0.1, work(), LATE, clock))
+        run(run_with_deadline(0.1, work(), LATE, clock))
     assert caught.value is LATE
 
 
@@ -335,11 +335,11 @@ def test_what_is_ended_in_the_queue_has_waited() -> None:
     clock = WorkClock()
 
     async def work() -> None:
-        with queueing():
+        with exclude_queue_time():
             await asyncio.sleep(60)
 
     with pytest.raises(TimeoutError):
-        run(end_within(0.2, end_within(0.1, work(), TimeoutError("never"), clock), LATE))
+        run(run_with_deadline(0.2, run_with_deadline(0.1, work(), TimeoutError("never"), clock), LATE))
     assert clock.queue_s >= 0.15
 
 
@@ -348,16 +348,18 @@ def test_a_pool_of_threads_is_a_queue() -> None:
 
     async def work() -> list[Any]:
         with ThreadPoolExecutor(1) as pool:
-            works = [asyncio.wrap_future(pool.submit(queued(lambda: time.sleep(0.2)))) for _ in range(3)]
+            works = [
+                asyncio.wrap_future(pool.submit(exclude_pool_queue_time(lambda: time.sleep(0.2)))) for _ in range(3)
+            ]
             return await asyncio.gather(*works)
 
-    run(end_within(0.9, work(), LATE, clock))
+    run(run_with_deadline(0.9, work(), LATE, clock))
     assert clock.queue_s > 0.3
 
 
 def test_without_a_clock_a_queue_is_only_a_wait() -> None:
     async def work() -> int:
-        with queueing():
-            return queued(lambda: 3)()
+        with exclude_queue_time():
+            return exclude_pool_queue_time(lambda: 3)()
 
     assert run(work()) == 3

@@ -73,6 +73,6 @@ def test_modules_can_be_exchanged_and_one_that_stands_twice_stays_one() -> None:
     own = shared_copy(whole)
     assert own[0] is own[1][0]
     assert own[0] is not part
-    plain = shared_copy(whole, exchange=lambda module: part if module is whole[1] else module)
+    plain = shared_copy(whole, substitute=lambda module: part if module is whole[1] else module)
     assert isinstance(plain[1], nn.Linear)
     assert plain[1].weight is part.weight

@@ -123,15 +123,15 @@ class AlgorithmConfig(Section):
 
     @field_validator("terminal_score", mode="before")
     @classmethod
-    def _renamed(cls, given: Any) -> Any:
+    def _accept_old_names(cls, given: Any) -> Any:
         if isinstance(given, str) and given in RENAMED_TERMINAL_SCORES:
-            _note_renamed(given)
+            _warn_renamed(given)
             return RENAMED_TERMINAL_SCORES[given]
         return given
 
 
 @cache
-def _note_renamed(given: str) -> None:
+def _warn_renamed(given: str) -> None:
     """Once a process, however often the file is read."""
     now = RENAMED_TERMINAL_SCORES[given]
     log.warning(

@@ -18,19 +18,19 @@ from toolwise import waiting
 from toolwise.config import RunConfig, load_config
 from toolwise.errors import ConfigError, ToolwiseError
 from toolwise.references import in_worker
-from toolwise.settings import apply_overrides, build
+from toolwise.settings import apply_overrides, build_config
 from toolwise.startup import show_startup
 from toolwise.types import Task
 
 if TYPE_CHECKING:
     from toolwise.run import Run
-    from toolwise.scoring import Sources
+    from toolwise.scoring import RewardSources
     from toolwise.training import RunResult
 
 log = logging.getLogger("toolwise")
 
 T = TypeVar("T")
-WITH_TOOLS = (
+MISSING_TOOLS_HINT = (
     "give them as `tools` (in the configuration, or to toolwise.evaluate), or set multi_turn.enable=false to go "
     "without tools on purpose"
 )
@@ -45,7 +45,7 @@ def train(
     tasks: Tasks | None = None,
     val: Tasks | None = None,
     tools: Sequence[Any] | Callable[..., Any] | None = None,
-    reward: Sources | None = None,
+    reward: RewardSources | None = None,
     env: str | Callable[..., Any] | None = None,
     out: str | Path | None = None,
     resume: bool = False,
@@ -60,21 +60,21 @@ def train(
     "actor.lr=1e-5". All of it is recorded in the run's folder, so that `toolwise eval`, `resume`, `score` and `export`
     work on it.
     """
-    _not_in_worker("train")
+    _refuse_in_worker("train")
     from toolwise.run import assemble, check_learnable
     from toolwise.run_files import check_folder
     from toolwise.run_inputs import gather_inputs
-    from toolwise.training import Training, nothing_left
+    from toolwise.training import Training, finished_result
 
     found = read_config(config, overrides, model)
-    folder = Path(out) if out is not None else new_folder(found.name)
+    folder = Path(out) if out is not None else new_run_folder(found.name)
     check_learnable(found)
     rows, held_out = read_tasks(tasks, "tasks"), read_tasks(val, "val")
     inputs = gather_inputs(found, folder, tasks=(tasks, rows), val=(val, held_out), tools=tools, reward=reward, env=env)
     check_folder(folder, inputs.recorded, resume=resume)
     if resume:
         inputs.check_files()
-        if (done := nothing_left(folder, inputs.recorded)) is not None:
+        if (done := finished_result(folder, inputs.recorded)) is not None:
             log.info("%s", done.note)
             return done
     for note in inputs.notes:
@@ -87,14 +87,14 @@ def train(
     except BaseException:
         inputs.discard()
         raise
-    return run_async(training.go())
+    return run_async(training.run_training())
 
 
 def resume(
     run: str | Path,
     *,
     tools: Sequence[Any] | Callable[..., Any] | None = None,
-    reward: Sources | None = None,
+    reward: RewardSources | None = None,
     env: str | Callable[..., Any] | None = None,
     overrides: Sequence[str] = (),
 ) -> RunResult:
@@ -116,7 +116,7 @@ def evaluate(
     *,
     config: Config | None = None,
     tools: Sequence[Any] | Callable[..., Any] | None = None,
-    reward: Sources | None = None,
+    reward: RewardSources | None = None,
     env: str | Callable[..., Any] | None = None,
     overrides: Sequence[str] = (),
 ) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def evaluate(
     A model that was trained with tools needs them here too; `tools=[]` says that it is to do without any others than
     the configuration's.
     """
-    _not_in_worker("evaluate")
+    _refuse_in_worker("evaluate")
     from toolwise.diagnosis import evaluation_findings
     from toolwise.evaluation import validate
     from toolwise.models import locate
@@ -144,8 +144,8 @@ def evaluate(
             run = assemble(inputs.config, tasks=held_out, validation_tasks=held_out, tools=tools, reward=reward)
             try:
                 if run.config.multi_turn.enable and (tools is None or tools):
-                    check_recorded_tools(Path(locate(str(model))), run.scheduler.tools, WITH_TOOLS)
-                _recall_router(run, str(model))
+                    check_recorded_tools(Path(locate(str(model))), run.scheduler.tools, MISSING_TOOLS_HINT)
+                _load_router(run, str(model))
                 scored = run_async(validate(run))
                 for finding in evaluation_findings(run.scoring.rewards, held_out, scored):
                     log.warning("%s", finding)
@@ -156,18 +156,18 @@ def evaluate(
             inputs.discard()
 
 
-def _recall_router(run: Run, model: str) -> None:
+def _load_router(run: Run, model: str) -> None:
     """Routes as the model was trained to choose them; one that never was draws them at random."""
     from toolwise.models import locate
-    from toolwise.routed.calibration import FACTS
+    from toolwise.routed.calibration import ROUTER_METADATA_FILE
 
     if not run.config.router.enable:
         return
     folder = Path(locate(model))
-    if (folder / FACTS).is_file():
+    if (folder / ROUTER_METADATA_FILE).is_file():
         run.router.load(folder)
     else:
-        log.warning("%s has no router (%s): one that was never trained draws the routes", model, FACTS)
+        log.warning("%s has no router (%s): one that was never trained draws the routes", model, ROUTER_METADATA_FILE)
 
 
 def sft(
@@ -175,17 +175,17 @@ def sft(
 ) -> dict[str, float]:
     """Teach a model on conversations (loss on assistant tokens only) and save it to `out`; gives the last figures.
 
-    `settings` are those of `toolwise.learner.supervised.SupervisedSettings`; `trust_remote_code=True` lets Python code
+    `settings` are those of `toolwise.learner.supervised.SftSettings`; `trust_remote_code=True` lets Python code
     run that the model's folder brings along.
     """
-    _not_in_worker("sft")
+    _refuse_in_worker("sft")
     check_model(model)
-    from toolwise.teaching import teach_model
+    from toolwise.teaching import train_sft
 
-    return teach_model(str(model), data, Path(out), settings)
+    return train_sft(str(model), data, Path(out), settings)
 
 
-def _not_in_worker(name: str) -> None:
+def _refuse_in_worker(name: str) -> None:
     """A worker loads the file of a reward or a tool again: what the file starts, it would start once more."""
     if in_worker():
         raise ToolwiseError(
@@ -203,7 +203,7 @@ def read_config(config: Config | None, overrides: Sequence[str] = (), model: str
     settings = (
         config.model_dump(mode="json", exclude_none=True) if isinstance(config, RunConfig) else dict(config or {})
     )
-    return build(RunConfig, apply_overrides(settings, more), source="config")
+    return build_config(RunConfig, apply_overrides(settings, more), source="config")
 
 
 def check_model(model: Any) -> None:
@@ -234,7 +234,7 @@ def read_tasks(tasks: Tasks | None, what: str) -> list[Task] | None:
     return found
 
 
-def new_folder(name: str) -> Path:
+def new_run_folder(name: str) -> Path:
     return Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
 
 

@@ -9,9 +9,9 @@ from typing import Any, Literal
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from toolwise.algorithm_config import AlgorithmConfig
-from toolwise.placing import place_paths
+from toolwise.placing import resolve_paths
 from toolwise.router_config import RouterConfig
-from toolwise.settings import Section, apply_overrides, build, read_settings
+from toolwise.settings import Section, apply_overrides, build_config, read_settings
 
 
 class ModelConfig(Section):
@@ -70,7 +70,7 @@ class GrammarConfig(Section):
     """Anything, but a tool call has a tool's name and arguments as its schema says; for the parsers hermes and qwen."""
 
     @model_validator(mode="after")
-    def _one_of_them(self) -> GrammarConfig:
+    def _check_one_given(self) -> GrammarConfig:
         if sum(map(bool, (self.json_schema, self.regex, self.lark, self.tool_calls))) > 1:
             raise ValueError("a turn follows one grammar: give json_schema, regex, lark or tool_calls")
         return self
@@ -318,7 +318,7 @@ class RunConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
 
 
-INFERENCE: dict[str, Any] = {
+INFERENCE_FIELDS: dict[str, Any] = {
     "rollout": {
         "temperature": True,
         "max_new_tokens": True,
@@ -335,7 +335,7 @@ INFERENCE: dict[str, Any] = {
 
 def inference_settings(config: RunConfig) -> dict[str, Any]:
     """What is recorded beside an agent's weights, as a configuration says it."""
-    return config.model_dump(mode="json", include=INFERENCE, exclude_none=True)
+    return config.model_dump(mode="json", include=INFERENCE_FIELDS, exclude_none=True)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -343,5 +343,5 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Paths in the file are relative to the file, those of the overrides to the working directory.
     """
-    settings = place_paths(read_settings(path), Path(path).resolve().parent)
-    return build(RunConfig, apply_overrides(settings, overrides), source=str(path))
+    settings = resolve_paths(read_settings(path), Path(path).resolve().parent)
+    return build_config(RunConfig, apply_overrides(settings, overrides), source=str(path))

@@ -6,22 +6,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from toolwise.advantages import Rlvcr, Watched, build_estimator
+from toolwise.advantages import MonitoredEstimator, Rlvcr, build_estimator
 from toolwise.config import RunConfig
 from toolwise.errors import ConfigError
 from toolwise.protocols import AdvantageEstimator, Learner, Sampling
 from toolwise.routing.budget import Budget, Multiplier
-from toolwise.thinking.alternatives import Codec, Writer
-from toolwise.thinking.levels import END_THINK, LEVELS, load_levels
-from toolwise.thinking.models import EngineModel, PairedModel, ThinkingModel, require_tokens
+from toolwise.thinking.alternatives import AlternativeWriter, Codec
+from toolwise.thinking.levels import DEFAULT_LEVELS, END_THINK, load_levels
+from toolwise.thinking.models import EngineModel, PolicyWithScorer, ThinkingModel, require_token_generator
 from toolwise.thinking.stage import StageSettings, ThinkingStage
 from toolwise.types import CreditedRollout
 
 if TYPE_CHECKING:
-    from toolwise.learner.batch import Cut
+    from toolwise.learner.batch import MicroBatchSettings
 
 
-def build_stage(config: RunConfig, policy: Any, model: Any, codec: Codec, cut: Cut) -> ThinkingStage | None:
+def build_thinking_stage(
+    config: RunConfig, policy: Any, model: Any, codec: Codec, micro_batch: MicroBatchSettings
+) -> ThinkingStage | None:
     """None where `algorithm.rlvcr.enable` is false."""
     rlvcr = config.algorithm.rlvcr
     if not rlvcr.enable:
@@ -32,9 +34,9 @@ def build_stage(config: RunConfig, policy: Any, model: Any, codec: Codec, cut: C
         do_sample=config.rollout.do_sample,
         seed=config.seed,
     )
-    levels = LEVELS if rlvcr.levels is None else load_levels(rlvcr.levels)
+    levels = DEFAULT_LEVELS if rlvcr.levels is None else load_levels(rlvcr.levels)
     settings = StageSettings(
-        which=rlvcr.steps,
+        selection=rlvcr.steps,
         share=rlvcr.share,
         max_added_tokens=rlvcr.max_added_tokens or None,
         success_score=rlvcr.success_score,
@@ -43,19 +45,21 @@ def build_stage(config: RunConfig, policy: Any, model: Any, codec: Codec, cut: C
         seed=config.seed,
     )
     return ThinkingStage(
-        Writer(thinking_model(policy, model, cut), codec, levels, sampling), settings, _multiplier(config)
+        AlternativeWriter(thinking_model(policy, model, micro_batch), codec, levels, sampling),
+        settings,
+        _multiplier(config),
     )
 
 
-def thinking_model(policy: Any, model: Any, cut: Cut) -> ThinkingModel:
+def thinking_model(policy: Any, model: Any, micro_batch: MicroBatchSettings) -> ThinkingModel:
     """The policy's engine, where it scores as well as it generates; else the policy beside the learner's own pass."""
     for engine in (policy, getattr(policy, "engine", None)):
         if engine is not None and hasattr(engine, "score") and hasattr(engine, "generate"):
             return EngineModel(engine, stop_strings=(END_THINK,))
-    generator = require_tokens(policy)
+    generator = require_token_generator(policy)
     from toolwise.learner.continuations import ContinuationScorer
 
-    return PairedModel(generator, ContinuationScorer(model, cut))
+    return PolicyWithScorer(generator, ContinuationScorer(model, micro_batch))
 
 
 def _multiplier(config: RunConfig) -> Multiplier | None:
@@ -75,7 +79,7 @@ def _multiplier(config: RunConfig) -> Multiplier | None:
     )
 
 
-def rlvcr_of(config: RunConfig, trajectory: AdvantageEstimator) -> Rlvcr:
+def build_rlvcr(config: RunConfig, trajectory: AdvantageEstimator) -> Rlvcr:
     rlvcr = config.algorithm.rlvcr
     made: Any = build_estimator(
         "rlvcr",
@@ -83,21 +87,21 @@ def rlvcr_of(config: RunConfig, trajectory: AdvantageEstimator) -> Rlvcr:
         trajectory=trajectory,
         seed=config.seed,
         importance_cap=config.actor.importance_cap,
-        equals_compared=rlvcr.steps != "mixed" and rlvcr.share > 0.0,
+        compare_equal_scores=rlvcr.steps != "mixed" and rlvcr.share > 0.0,
     )
     found: Rlvcr = made
     return found
 
 
-def watched(config: RunConfig, estimator: AdvantageEstimator) -> AdvantageEstimator:
+def with_rlvcr_metrics(config: RunConfig, estimator: AdvantageEstimator) -> AdvantageEstimator:
     """Another estimator with RLVCR's figures beside it, where the stage is on."""
     algorithm = config.algorithm
     if not algorithm.rlvcr.enable or algorithm.adv_estimator == "rlvcr":
         return estimator
-    return Watched(estimator, rlvcr_of(config, estimator), priced=algorithm.rlvcr.price_rollouts)
+    return MonitoredEstimator(estimator, build_rlvcr(config, estimator), priced=algorithm.rlvcr.price_rollouts)
 
 
-def annotate_added(learner: Learner, credited: Sequence[CreditedRollout]) -> list[CreditedRollout]:
+def annotate_added_rows(learner: Learner, credited: Sequence[CreditedRollout]) -> list[CreditedRollout]:
     """Rows that an estimator added, with what the learner must know of every row it updates on."""
     known = {c.annotated.scored.rollout.rollout_id for c in credited if c.annotated.thinking is not None}
     added = [c for c in credited if c.annotated.scored.rollout.rollout_id not in known]

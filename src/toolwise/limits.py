@@ -43,7 +43,7 @@ class Gate:
         return self._by_loop[loop]
 
 
-class Place:
+class Slot:
     """One episode's place inside a gate, one at a time. Somebody else may give it up: work that was left behind, and
     never comes out by itself, must not keep others out for ever."""
 
@@ -52,24 +52,24 @@ class Place:
     def __init__(self) -> None:
         self._gate: Gate | None = None
 
-    async def take(self, gate: Gate) -> None:
+    async def acquire(self, gate: Gate) -> None:
         if gate.limit is not None:
             await gate.enter()
             self._gate = gate
 
-    def give_up(self) -> None:
+    def release(self) -> None:
         gate, self._gate = self._gate, None
         if gate is not None:
             gate.leave()
 
 
-OPEN = Gate()
+UNLIMITED = Gate()
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The gates of one scheduler. Waiting at one counts towards an episode's deadline, not towards a tool's."""
 
-    model: Gate = OPEN
-    env: Gate = OPEN
+    model: Gate = UNLIMITED
+    env: Gate = UNLIMITED
     tools: Mapping[str, Gate] = field(default_factory=dict)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from toolwise.advantages import credit, equal_scores_teach, least_group
-from toolwise.advantages.step_rewards import reward_settings, totals_of
-from toolwise.deliberation import annotate_added
+from toolwise.advantages import credit, learns_from_equal_scores, min_group_size
+from toolwise.advantages.step_rewards import reward_settings, total_rewards
+from toolwise.deliberation import annotate_added_rows
 from toolwise.errors import RewardError
 from toolwise.own_tasks import spawn
 from toolwise.protocols import Metrics
@@ -19,15 +19,15 @@ from toolwise.rewards.align import align_rollouts
 from toolwise.rollout.watchdog import Watchdog
 from toolwise.run import Run
 from toolwise.summary import mean, summarize
-from toolwise.thinking.groups import Deliberations
-from toolwise.thinking.stage import attach
+from toolwise.thinking.groups import ThinkingByRollout
+from toolwise.thinking.stage import attach_thinking
 from toolwise.tools import isolation
 from toolwise.types import CreditedRollout, Rollout, RouteDecision, ScoredRollout
-from toolwise.waiting import abandoned
+from toolwise.waiting import abandoned_counts
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class StepResult:
     """What one turn of the wheel produced."""
 
     metrics: Metrics
@@ -35,14 +35,14 @@ class Turn:
     credited: list[CreditedRollout]
 
 
-async def train_step(run: Run) -> Turn:
+async def train_step(run: Run) -> StepResult:
     """One turn of the wheel: each line feeds the next."""
-    began, left_before, drawn_before = time.perf_counter(), _left_behind(), _generation(run)
+    began, left_before, drawn_before = time.perf_counter(), _abandoned_work(), _generation_counts(run)
     with Watchdog() as watchdog:
         scored, usable, counts = await collect(run)
     rolled_out = time.perf_counter()
     thought, thinking_metrics = await think(run, scored, usable)
-    credited, metrics = improve(run, usable, thought)
+    credited, metrics = update_actor(run, usable, thought)
     metrics |= run.router.learn(scored) | thinking_metrics
     run.policy.version = run.learner.version
     run.queue.advance()
@@ -55,26 +55,26 @@ async def train_step(run: Run) -> Turn:
         "time/step_s": ended - began,
         "time/tokens_per_s": figures.get("tokens/sampled", 0.0) / max(rolled_out - began, 1e-9),
     }
-    left = {name: count - left_before[name] for name, count in _left_behind().items()}
-    left |= {name: count - drawn_before.get(name, 0.0) for name, count in _generation(run).items()}
+    left = {name: count - left_before[name] for name, count in _abandoned_work().items()}
+    left |= {name: count - drawn_before.get(name, 0.0) for name, count in _generation_counts(run).items()}
     times |= {"time/blocks": float(watchdog.blocks), "time/blocked_s": watchdog.blocked_s}
-    return Turn(metrics | figures | counts | left | times, scored, credited)
+    return StepResult(metrics | figures | counts | left | times, scored, credited)
 
 
-def _generation(run: Run) -> Metrics:
+def _generation_counts(run: Run) -> Metrics:
     """What generating has taken since this process began: tokens computed and found again, retries, transfers."""
     counts = run.policy.metrics() if hasattr(run.policy, "metrics") else {}
-    return {name: count for name, count in counts.items() if name not in _NO_COUNTS}
+    return {name: count for name, count in counts.items() if name not in _GAUGE_METRICS}
 
 
-_NO_COUNTS = {"policy/version", "engine/blocks", "engine/blocks_in_use"}
+_GAUGE_METRICS = {"policy/version", "engine/blocks", "engine/blocks_in_use"}
 
 
-def _left_behind() -> Metrics:
+def _abandoned_work() -> Metrics:
     """What did not end when it was told to, since this process began."""
     return {
-        "tools/abandoned": float(sum(abandoned().values())),
-        "tools/workers_killed": float(isolation.shared().killed),
+        "tools/abandoned": float(sum(abandoned_counts().values())),
+        "tools/workers_killed": float(isolation.shared_pool().killed),
     }
 
 
@@ -92,15 +92,17 @@ async def collect(run: Run) -> tuple[list[ScoredRollout], list[ScoredRollout], M
         step = run.progress.step
         decisions = run.router.decide(tasks, run.config.rollout.n, step, label=f"step{'-more' * attempt}")
         if attempt:
-            run.queue.give_back(len(tasks))
+            run.queue.return_unused(len(tasks))
         rollouts = await roll_out(run, decisions)
         batch = await score(run, rollouts)
-        kept, share, lost = select(
+        kept, share, lost = select_groups(
             batch,
-            keeps_equal=lambda score: algorithm.zero_std_groups == "keep" or equal_scores_teach(run.estimator, score),
+            keeps_equal=lambda score: (
+                algorithm.zero_std_groups == "keep" or learns_from_equal_scores(run.estimator, score)
+            ),
             mask_truncated=algorithm.mask_truncated,
-            least=least_group(run.estimator),
-            totals=partial(totals_of, **reward_settings(run.estimator)),
+            min_group_size=min_group_size(run.estimator),
+            totals=partial(total_rewards, **reward_settings(run.estimator)),
         )
         scored += batch
         usable += kept
@@ -148,31 +150,33 @@ async def roll_out(run: Run, decisions: Sequence[RouteDecision]) -> list[Rollout
     return [rollout for delivery in deliveries for rollout in delivery.group]
 
 
-def improve(run: Run, usable: Sequence[ScoredRollout], thought: Deliberations) -> tuple[list[CreditedRollout], Metrics]:
+def update_actor(
+    run: Run, usable: Sequence[ScoredRollout], thought: ThinkingByRollout
+) -> tuple[list[CreditedRollout], Metrics]:
     """The actor's lesson from what can be learned from; none where it is to stay as it is while the router learns."""
     if not run.config.router.train_actor:
         return [], {}
-    annotated = attach(run.learner.annotate(usable), thought)
+    annotated = attach_thinking(run.learner.annotate(usable), thought)
     credited, metrics = credit(run.estimator, annotated)
     if run.thinking is not None:
-        credited = annotate_added(run.learner, credited)
+        credited = annotate_added_rows(run.learner, credited)
     return credited, run.learner.update(credited) | metrics
 
 
 async def think(
     run: Run, scored: Sequence[ScoredRollout], usable: Sequence[ScoredRollout]
-) -> tuple[Deliberations, Metrics]:
+) -> tuple[ThinkingByRollout, Metrics]:
     """What the other thinking levels would have thought, where the run wants to know."""
     if run.thinking is None:
         return {}, {}
-    found = await run.thinking.think(scored, usable, turn=run.progress.step)
+    found = await run.thinking.think(scored, usable, training_step=run.progress.step)
     run.thinking.end_step()
     return found
 
 
 async def score(run: Run, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
     """Rewards for all, aligned to steps; the run stops only where too many could not be had."""
-    rollouts = run.router.account(rollouts)
+    rollouts = run.router.with_written_usage(rollouts)
     results = await run.scoring.evaluate(rollouts, step=run.progress.step)
     faults = [(r, result.error) for r, result in zip(rollouts, results, strict=True) if result.error is not None]
     if len(faults) > run.config.reward.max_error_rate * len(rollouts):
@@ -188,15 +192,15 @@ async def score(run: Run, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
     return align_rollouts(rollouts, results)
 
 
-def select(
+def select_groups(
     scored: Sequence[ScoredRollout],
     *,
     keeps_equal: Callable[[float], bool],
     mask_truncated: bool = False,
-    least: int = 2,
-    totals: Callable[[Sequence[ScoredRollout]], Iterable[float]] = totals_of,
+    min_group_size: int = 2,
+    totals: Callable[[Sequence[ScoredRollout]], Iterable[float]] = total_rewards,
 ) -> tuple[list[ScoredRollout], float, int]:
-    """What to learn from: rollouts that count, in groups of `least` or more, whose rewards differ.
+    """What to learn from: rollouts that count, in groups of `min_group_size` or more, whose rewards differ.
 
     `keeps_equal(score)`: keep a group whose rewards all equal `score`? `totals` gives the rewards that the estimator
     compares. Gives also the share of groups without a difference to learn from (equal rewards, kept or not, and groups
@@ -211,7 +215,7 @@ def select(
         cut = [s for s in members if mask_truncated and s.rollout.stop_reason.truncated]
         valid = [s for s in members if s.trainable and s not in cut]
         same = len(valid) >= 2 and len(set(totals(valid))) == 1
-        drop = len(valid) < least or (same and not keeps_equal(min(s.score for s in valid)))
+        drop = len(valid) < min_group_size or (same and not keeps_equal(min(s.score for s in valid)))
         flat += same or drop
         dropped += drop
         kept += [] if drop else valid

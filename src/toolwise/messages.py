@@ -13,7 +13,7 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 T = TypeVar("T")
 
 
-class _Mapping(BaseModel):
+class _DictModel(BaseModel):
     """A model that reads as the OpenAI dictionary it stands for: `message["content"]`, `.get`, `in`, `dict(message)`.
 
     `keys` are those of the dictionary. `[]` also gives a field that it would leave out: None for the `tool_calls` of a
@@ -29,7 +29,7 @@ class _Mapping(BaseModel):
     def __getitem__(self, key: str) -> Any:
         fields = type(self).model_fields
         if key not in fields:
-            raise _no_key(type(self).__name__, key, {*self.keys(), *fields})
+            raise _missing_key_error(type(self).__name__, key, {*self.keys(), *fields})
         return getattr(self, key)
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -42,10 +42,10 @@ class _Function(dict[str, Any]):
     """The `function` of a call in OpenAI's form."""
 
     def __missing__(self, key: str) -> Any:
-        raise _no_key("function", key, self)
+        raise _missing_key_error("function", key, self)
 
 
-def _no_key(what: str, key: object, known: Iterable[str]) -> KeyError:
+def _missing_key_error(what: str, key: object, known: Iterable[str]) -> KeyError:
     import difflib  # here: it is needed only where something is wrong
 
     close = difflib.get_close_matches(str(key), list(known), n=1)
@@ -53,7 +53,7 @@ def _no_key(what: str, key: object, known: Iterable[str]) -> KeyError:
     return KeyError(f"a {what} has no {key!r}; {hint}")
 
 
-class ToolCall(_Mapping):
+class ToolCall(_DictModel):
     """One call of one tool. `arguments` stays a string where the model wrote something that is no JSON object."""
 
     model_config = ConfigDict(extra="forbid")
@@ -105,7 +105,7 @@ def parse_arguments(text: str) -> dict[str, Any] | str:
     return value if isinstance(value, dict) else text
 
 
-class Message(_Mapping):
+class Message(_DictModel):
     """One message. `content` may be None only where an assistant message is nothing but tool calls."""
 
     model_config = ConfigDict(extra="ignore")
@@ -119,7 +119,7 @@ class Message(_Mapping):
     """An assistant's thoughts, where its server keeps them apart from `content`."""
 
     @classmethod
-    def trusted(
+    def unchecked(
         cls,
         role: Role,
         content: str | None,

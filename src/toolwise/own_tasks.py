@@ -13,7 +13,7 @@ _hidden: WeakSet[asyncio.Task[Any]] = WeakSet()
 
 
 def spawn(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    return hide(asyncio.get_running_loop().create_task(work))
+    return hide_task(asyncio.get_running_loop().create_task(work))
 
 
 def all_tasks(loop: asyncio.AbstractEventLoop | None = None) -> set[asyncio.Task[Any]]:
@@ -22,19 +22,19 @@ def all_tasks(loop: asyncio.AbstractEventLoop | None = None) -> set[asyncio.Task
     return asyncio.all_tasks(loop) | {task for task in list(_hidden) if task.get_loop() is loop and not task.done()}
 
 
-def hide(task: asyncio.Task[T]) -> asyncio.Task[T]:
-    forget(task)
+def hide_task(task: asyncio.Task[T]) -> asyncio.Task[T]:
+    unregister_task(task)
     _hidden.add(task)
     return task
 
 
-def show(task: asyncio.Task[Any]) -> None:
+def unhide_task(task: asyncio.Task[Any]) -> None:
     """Nobody's but asyncio's again."""
     _hidden.discard(task)
     asyncio.tasks._register_task(task)
 
 
-def forget(task: asyncio.Task[Any]) -> None:
+def unregister_task(task: asyncio.Task[Any]) -> None:
     """Takes a task off everybody's books."""
     _hidden.discard(task)
     asyncio.tasks._unregister_task(task)  # documented under Extending asyncio

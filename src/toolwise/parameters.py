@@ -15,30 +15,30 @@ from toolwise.patterns import PatternError, compile_pattern
 if TYPE_CHECKING:
     from jsonschema import Draft202012Validator, ValidationError
 
-MOST_CHECKS = 50_000
+MAX_KEYWORD_CHECKS = 50_000
 """Keywords that are checked for one call: half a second. Two alternatives that lead back to each other are four on the
 next level, and a schema of a few lines has 2**40 of them for the arguments that fit it."""
-_MORE_PROPERTIES = {"patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
+_OPEN_PROPERTY_KEYWORDS = {"patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
 
 
-class TooMuchToCheckError(Exception):
+class ValidationLimitError(Exception):
     """A schema and arguments that would take longer to check than a call is worth."""
 
 
-class _Checks(threading.local):
+class _CheckBudget(threading.local):
     left = math.inf
 
 
-_checks = _Checks()
+_check_budget = _CheckBudget()
 
 
-def misfits(validator: Draft202012Validator, arguments: Any) -> Iterator[ValidationError]:
-    """What is wrong with `arguments`; a `TooMuchToCheckError` where that takes too long to find out."""
-    _checks.left = MOST_CHECKS
+def argument_errors(validator: Draft202012Validator, arguments: Any) -> Iterator[ValidationError]:
+    """What is wrong with `arguments`; a `ValidationLimitError` where that takes too long to find out."""
+    _check_budget.left = MAX_KEYWORD_CHECKS
     try:
         yield from validator.iter_errors(arguments)
     finally:
-        _checks.left = math.inf
+        _check_budget.left = math.inf
 
 
 # Keyed by the schema's text, not by its identity: tasks that bring equal schemas share one validator, and a
@@ -58,7 +58,7 @@ def compile_parameters(tool: str, parameters: str) -> Draft202012Validator:
         raise ConfigError(f"tool {tool}: its parameters are nested too deeply; write fewer levels") from None
     _check_patterns(tool, schema)
     # JSON schema lets unnamed properties pass; in a call, an argument that a tool lacks is a mistake.
-    if isinstance(schema, dict) and schema.get("properties") and not schema.keys() & _MORE_PROPERTIES:
+    if isinstance(schema, dict) and schema.get("properties") and not schema.keys() & _OPEN_PROPERTY_KEYWORDS:
         schema.setdefault("additionalProperties", False)
     # An empty registry: a $ref must never make us fetch something from the network.
     validator: Draft202012Validator = _linear_validator()(schema, registry=Registry())
@@ -83,8 +83,8 @@ def _check_patterns(tool: str, schema: Any) -> None:
         )
 
 
-_NAMED_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
-_NO_SCHEMAS = {"enum", "const", "default", "examples", "required"}
+_SCHEMA_MAP_KEYWORDS = {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+_NON_SCHEMA_KEYWORDS = {"enum", "const", "default", "examples", "required"}
 
 
 def _keywords(schema: Any) -> Iterator[tuple[str, Any]]:
@@ -96,10 +96,10 @@ def _keywords(schema: Any) -> Iterator[tuple[str, Any]]:
             waiting += part
         elif isinstance(part, dict):
             for keyword, value in part.items():
-                if keyword in _NO_SCHEMAS:
+                if keyword in _NON_SCHEMA_KEYWORDS:
                     continue
                 yield keyword, value
-                named = keyword in _NAMED_SCHEMAS and isinstance(value, dict)
+                named = keyword in _SCHEMA_MAP_KEYWORDS and isinstance(value, dict)
                 waiting += value.values() if named else [value]
 
 
@@ -107,7 +107,7 @@ def _keywords(schema: Any) -> Iterator[tuple[str, Any]]:
 def _linear_validator() -> Any:
     """The standard's validator, but for the keywords that `jsonschema` may take more than linear time for: patterns,
     which Python's own engine matches by backtracking, and `uniqueItems`, which compares each item with each. All are
-    counted: see `misfits`."""
+    counted: see `argument_errors`."""
     from jsonschema import Draft202012Validator, ValidationError
     from jsonschema.validators import extend
 
@@ -152,15 +152,15 @@ def _linear_validator() -> Any:
         "multipleOf": multiple_of,
     }
     every = {**Draft202012Validator.VALIDATORS, **own}
-    return extend(Draft202012Validator, {keyword: _counted(check) for keyword, check in every.items()})
+    return extend(Draft202012Validator, {keyword: _with_check_budget(check) for keyword, check in every.items()})
 
 
-def _counted(check: Callable[..., Any]) -> Callable[..., Any]:
+def _with_check_budget(check: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(check)
     def counted(validator: Any, wanted: Any, instance: Any, schema: Any) -> Any:
-        _checks.left -= 1
-        if _checks.left < 0:
-            raise TooMuchToCheckError
+        _check_budget.left -= 1
+        if _check_budget.left < 0:
+            raise ValidationLimitError
         return check(validator, wanted, instance, schema)
 
     return counted
@@ -168,12 +168,12 @@ def _counted(check: Callable[..., Any]) -> Callable[..., Any]:
 
 def _canonical(value: Any) -> str:
     """The same text for values that JSON takes for the same: 1 and 1.0, but not 1 and true."""
-    return json.dumps(_plain_numbers(value), sort_keys=True)
+    return json.dumps(_normalize_numbers(value), sort_keys=True)
 
 
-def _plain_numbers(value: Any) -> Any:
+def _normalize_numbers(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, dict):
-        return {key: _plain_numbers(inner) for key, inner in value.items()}
-    return [_plain_numbers(inner) for inner in value] if isinstance(value, list) else value
+        return {key: _normalize_numbers(inner) for key, inner in value.items()}
+    return [_normalize_numbers(inner) for inner in value] if isinstance(value, list) else value

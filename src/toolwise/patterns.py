@@ -127,11 +127,11 @@ def _item(kind: Any, value: Any, flags: int) -> str:
         return r"(?s:.)" if flags & re.DOTALL else r"[^\n]"
     if kind in (_c.LITERAL, _c.NOT_LITERAL):
         negated = "^" if kind is _c.NOT_LITERAL else ""
-        return _cased(f"[{negated}{_letter(value)}]", flags)
+        return _with_case_flag(f"[{negated}{_letter(value)}]", flags)
     if kind is _c.IN:
-        return _cased(_set(value, flags), flags)
+        return _with_case_flag(_set(value, flags), flags)
     if kind is _c.AT:
-        return _place(value, flags)
+        return _position(value, flags)
     if kind is _c.BRANCH:
         return f"(?:{'|'.join(_sequence(branch, flags) for branch in value[1])})"
     if kind is _c.SUBPATTERN:
@@ -144,7 +144,7 @@ def _item(kind: Any, value: Any, flags: int) -> str:
     raise PatternError(f"it uses {str(kind).lower()}, which cannot be matched in linear time")
 
 
-def _cased(text: str, flags: int) -> str:
+def _with_case_flag(text: str, flags: int) -> str:
     return f"(?i:{text})" if flags & re.IGNORECASE else text
 
 
@@ -176,7 +176,7 @@ def _category(value: Any, flags: int) -> str:
     return f"[{_CATEGORIES[value][ascii_only]}]"
 
 
-def _place(value: Any, flags: int) -> str:
+def _position(value: Any, flags: int) -> str:
     if value is _c.AT_BEGINNING:
         return "(?m:^)" if flags & re.MULTILINE else r"\A"
     if value is _c.AT_END:  # Python's $ also stands before a line feed at the very end

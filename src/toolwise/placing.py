@@ -7,21 +7,21 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-Place = Callable[[Any, Path], Any]
+PathRule = Callable[[Any, Path], Any]
 
 
-def place_paths(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def resolve_paths(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """`settings` with files, folders and references to Python files taken from `folder`.
 
     What is no path, or of a wrong type, is left for others to judge.
     """
     placed: dict[str, Any] = copy.deepcopy(dict(settings))
-    for pattern, place in _PLACES.items():
+    for pattern, place in _PATH_RULES.items():
         _apply(placed, pattern.split("."), place, folder)
     return placed
 
 
-def _apply(value: Any, keys: list[str], place: Place, folder: Path) -> None:
+def _apply(value: Any, keys: list[str], place: PathRule, folder: Path) -> None:
     key, deeper = keys[0], keys[1:]
     found: list[Any] = [key] if isinstance(value, dict) and key in value else []
     if key == "*":
@@ -37,7 +37,7 @@ def _path(value: Any, folder: Path) -> Any:
     return str(folder / Path(value).expanduser()) if isinstance(value, str | Path) and str(value) else value
 
 
-def _folder_that_is_there(value: Any, folder: Path) -> Any:
+def _existing_folder(value: Any, folder: Path) -> Any:
     """Anything else may be a hub's name."""
     placed = _path(value, folder)
     return placed if isinstance(value, str) and value and Path(placed).is_dir() else value
@@ -64,14 +64,14 @@ def _tool(value: Any, folder: Path) -> Any:
 
 
 _TOOL_PATHS = {"search": ("folder", "file", "cache", "wordnet"), "mcp": ("cwd",)}
-_PLACES: dict[str, Place] = {
+_PATH_RULES: dict[str, PathRule] = {
     "data.train": _path,
     "data.val": _path,
-    "model.path": _folder_that_is_there,
+    "model.path": _existing_folder,
     "rollout.vllm.weights_dir": _path,
     "rollout.grammar.json_schema": _path,
     "rollout.grammar.lark": _path,
-    "critic.path": _folder_that_is_there,
+    "critic.path": _existing_folder,
     "tools.*": _tool,
     "router.labels": _path,
     "router.wording": _wording,

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolwise.bounds import MOST_WARNINGS
+from toolwise.bounds import MAX_WARNINGS
 from toolwise.json_text import json_line, json_text
 from toolwise.types import CreditedRollout, ScoredRollout, StepData
 
 
-def record_of(scored: ScoredRollout, credited: CreditedRollout | None = None) -> dict[str, Any]:
+def rollout_record(scored: ScoredRollout, credited: CreditedRollout | None = None) -> dict[str, Any]:
     """One rollout as one JSON object; advantages where the update used it."""
     rollout, result = scored.rollout, scored.result
     steps = credited.steps if credited is not None else scored.steps
@@ -57,13 +57,13 @@ def write_records(
     by_id = {c.rollout.rollout_id: c for c in credited}
     folder.mkdir(parents=True, exist_ok=True)
     _write_tokens(folder / f"{name}.safetensors", [(s.rollout.rollout_id, s.steps) for s in scored])
-    lines = (json_line(record_of(s, by_id.get(s.rollout.rollout_id))) for s in scored)
-    write_whole(folder / f"{name}.jsonl", b"".join(lines))
+    lines = (json_line(rollout_record(s, by_id.get(s.rollout.rollout_id))) for s in scored)
+    write_atomic(folder / f"{name}.jsonl", b"".join(lines))
 
 
 def _first_warnings(warnings: Sequence[str]) -> list[str]:
-    more = len(warnings) - MOST_WARNINGS
-    return [*warnings[:MOST_WARNINGS], *([f"… and {more:,} more"] if more > 0 else ())]
+    more = len(warnings) - MAX_WARNINGS
+    return [*warnings[:MAX_WARNINGS], *([f"… and {more:,} more"] if more > 0 else ())]
 
 
 def _write_tokens(path: Path, rollouts: Iterable[tuple[str, Sequence[StepData]]]) -> None:
@@ -85,10 +85,10 @@ def _write_tokens(path: Path, rollouts: Iterable[tuple[str, Sequence[StepData]]]
     tensors = {key: np.concatenate(parts) for key, parts in arrays.items()}
     for key in ("prompt_ids", "token_ids"):
         tensors[f"{key}.offsets"] = np.cumsum([0, *map(len, arrays[key])]).astype(np.int64)
-    write_whole(path, save(tensors, metadata={"steps": json_text(names, ascii_only=True)}))
+    write_atomic(path, save(tensors, metadata={"steps": json_text(names, ascii_only=True)}))
 
 
-def write_whole(path: Path, data: bytes, *, private: bool = False) -> None:
+def write_atomic(path: Path, data: bytes, *, private: bool = False) -> None:
     """A file that is there whole or not at all, whenever the process dies; `private` is for its owner alone."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")

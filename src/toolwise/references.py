@@ -18,10 +18,10 @@ from weakref import WeakKeyDictionary
 from toolwise.errors import ConfigError, RewardError
 from toolwise.siblings import siblings_of
 
-WORKER = "TOOLWISE_WORKER"
+WORKER_ENV_VAR = "TOOLWISE_WORKER"
 """Set in the environment of worker processes, which load other people's files again."""
 
-GIVEN = "given in Python: "
+GIVEN_IN_PYTHON = "given in Python: "
 """Begins what a run's config.toml says of a tool or a reward that it cannot name."""
 
 
@@ -66,43 +66,44 @@ def file_version(file: str | Path) -> str:
 
 def check_nameable(reference: str, what: str) -> None:
     """Refuses what a run was given in Python and could not name."""
-    if reference.startswith(GIVEN):
+    if reference.startswith(GIVEN_IN_PYTHON):
         raise ConfigError(
-            f"{what}: this run was started from Python with {reference.removeprefix(GIVEN)}, which config.toml cannot "
+            f"{what}: this run was started from Python with {reference.removeprefix(GIVEN_IN_PYTHON)}, which "
+            f"config.toml cannot "
             "name: go on from Python, or put it in a file and name that with --set"
         )
 
 
 def in_worker() -> bool:
     """Whether this process only loads functions for another: whatever starts work by being imported must not."""
-    return os.environ.get(WORKER) == "1"
+    return os.environ.get(WORKER_ENV_VAR) == "1"
 
 
 def load_reference(reference: str, *, what: str) -> Any:
     """The object that `reference` names; `what` says in an error what was looked for."""
     check_nameable(reference, what)
-    place, colon, name = reference.rpartition(":")
-    if not colon or not place or not name:
+    module_ref, colon, name = reference.rpartition(":")
+    if not colon or not module_ref or not name:
         raise ConfigError(f"{what}: {reference!r} names nothing; write package.module:name or path/to/file.py:name")
-    module = load_module(place, what=what)
+    module = load_module(module_ref, what=what)
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
-            raise ConfigError(f"{what}: {place} has no {name!r}{did_you_mean(name, vars(module))}")
+            raise ConfigError(f"{what}: {module_ref} has no {name!r}{did_you_mean(name, vars(module))}")
         found = getattr(found, part)
     return found
 
 
-def load_module(place: str, *, what: str) -> ModuleType:
+def load_module(module_ref: str, *, what: str) -> ModuleType:
     """A module by dotted name or by file."""
     try:
-        return _load_file(place, what) if place.endswith(".py") else importlib.import_module(place)
+        return _load_file(module_ref, what) if module_ref.endswith(".py") else importlib.import_module(module_ref)
     except (ConfigError, RewardError):
         raise
     except ModuleNotFoundError as fault:
-        raise ConfigError(f"{what}: cannot import {place!r} ({fault}); or write path/to/file.py:name") from fault
+        raise ConfigError(f"{what}: cannot import {module_ref!r} ({fault}); or write path/to/file.py:name") from fault
     except Exception as fault:  # whatever other people's code raises on import is theirs to read, in one line
-        raise ConfigError(f"{what}: importing {place!r} failed: {type(fault).__name__}: {fault}") from fault
+        raise ConfigError(f"{what}: importing {module_ref!r} failed: {type(fault).__name__}: {fault}") from fault
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

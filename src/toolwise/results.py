@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 
-def plain_number(value: Any) -> Any:
+def unwrap_scalar(value: Any) -> Any:
     """`value.item()` of a numpy scalar, an array or a tensor with one element; anything else as it is.
 
     Told by its methods: neither numpy nor torch is imported for it.
@@ -23,7 +23,7 @@ def plain_number(value: Any) -> Any:
     return number if isinstance(number, bool | int | float) else value
 
 
-Number = Annotated[float, BeforeValidator(plain_number)]
+Number = Annotated[float, BeforeValidator(unwrap_scalar)]
 """A float, also out of a bool, a numpy scalar, or an array or tensor with one element."""
 
 
@@ -40,7 +40,7 @@ class StepOutput(BaseModel):
     @field_validator("metrics")
     @classmethod
     def _plain_numbers(cls, value: dict[str, Any]) -> dict[str, Any]:
-        return {name: plain_number(number) for name, number in value.items()}
+        return {name: unwrap_scalar(number) for name, number in value.items()}
 
 
 class MetricResult(BaseModel):
@@ -79,10 +79,10 @@ class EvaluateResult(BaseModel):
 
     @field_validator("metrics", mode="before")
     @classmethod
-    def _named_numbers(cls, value: Any) -> Any:
+    def _wrap_plain_numbers(cls, value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
-        numbers = {name: plain_number(metric) for name, metric in value.items()}
+        numbers = {name: unwrap_scalar(metric) for name, metric in value.items()}
         return {
             name: {"score": metric} if isinstance(metric, bool | int | float) else metric
             for name, metric in numbers.items()
@@ -110,9 +110,9 @@ class EvaluateResult(BaseModel):
     def is_sum_of_steps(self) -> bool:
         """Whether no score was given: `score` is then the sum of the step rewards known so far, and what other steps
         earned from their environment is still to be added (`rewards/align.py`)."""
-        return self.counts and "score" not in self.model_fields_set
+        return self.has_valid_score and "score" not in self.model_fields_set
 
     @property
-    def counts(self) -> bool:
+    def has_valid_score(self) -> bool:
         """Whether there is a score to learn from."""
         return self.is_score_valid and self.score is not None and self.error is None

@@ -100,7 +100,7 @@ class RouterConfig(Section):
     """How validation chooses routes; drawing them keeps to the budget."""
 
     @model_validator(mode="after")
-    def _something_learns(self) -> RouterConfig:
+    def _check_something_learns(self) -> RouterConfig:
         if not self.train_actor and not self.enable:
             raise ValueError("train_actor is false and enable too: nothing would learn")
         return self

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from toolwise.advantages import build_estimator, least_group
-from toolwise.checkpoint import Randomness, Registry
+from toolwise.advantages import build_estimator, min_group_size
+from toolwise.checkpoint import RngState, StateRegistry
 from toolwise.config import RunConfig
 from toolwise.data import Batches
-from toolwise.deliberation import build_stage, check_thinking, rlvcr_of, watched
+from toolwise.deliberation import build_rlvcr, build_thinking_stage, check_thinking, with_rlvcr_metrics
 from toolwise.diagnosis import Diagnosis, Finding, check_routable, startup_findings
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.catalog import build_env_factory
@@ -23,14 +23,14 @@ from toolwise.protocols import AdvantageEstimator, AgentPolicy, Sampling
 from toolwise.rollout.queue import RolloutQueue
 from toolwise.rollout.scheduler import RolloutScheduler
 from toolwise.routing.direct import DirectRouter
-from toolwise.run_tasks import check_tools, labelled, load_split, without_tools
-from toolwise.scoring import Scoring, Sources, build_scoring
+from toolwise.run_tasks import attach_labels, check_task_tools, load_split, without_held_out_tools
+from toolwise.scoring import RewardSources, Scoring, build_scoring
 from toolwise.startup import announce
 from toolwise.thinking.stage import ThinkingStage
-from toolwise.threads import settle_threads, share_threads
+from toolwise.threads import configure_threads, set_thread_count
 from toolwise.tools import isolation
 from toolwise.tools.base import BaseTool
-from toolwise.tools.catalog import build_tools, entries_of
+from toolwise.tools.catalog import as_entries, build_tools
 from toolwise.types import Rollout, RouteDecision, Task
 
 if TYPE_CHECKING:
@@ -111,15 +111,15 @@ class Run:
         self.scoring.close()
         isolation.close()
 
-    def registry(self) -> Registry:
+    def registry(self) -> StateRegistry:
         """Everything that must survive a crash, registered in this one place."""
-        registry = Registry()
+        registry = StateRegistry()
         registry.register("actor", self.learner)
         registry.register("batches", self.batches)
         registry.register("router", self.router)
         registry.register("progress", self.progress)
         registry.register("queue", self.queue)
-        registry.register("randomness", Randomness())
+        registry.register("randomness", RngState())
         if self.thinking is not None:
             registry.register("thinking", self.thinking)
         return registry
@@ -131,14 +131,14 @@ def assemble(
     tasks: Sequence[Task] | None = None,
     validation_tasks: Sequence[Task] | None = None,
     tools: Sequence[Any] | Callable[..., Any] | None = None,
-    reward: Sources | None = None,
+    reward: RewardSources | None = None,
 ) -> Run:
     """A run from its configuration; what is given in Python takes the place of what the file names.
 
     Everything that can be wrong with the input is found here, before any work is done.
     """
     announce("starting the tools")
-    found_tools = build_tools([*config.tools, *entries_of(tools)])
+    found_tools = build_tools([*config.tools, *as_entries(tools)])
     announce("starting the sandbox of the reward")
     scoring = build_scoring(config.reward, reward)
     try:
@@ -147,31 +147,31 @@ def assemble(
         held_out = (
             validation_tasks if validation_tasks is not None else load_split(config, "val", config.data.val_limit)
         )
-        train, held_out = labelled(config, train), labelled(config, held_out)
+        train, held_out = attach_labels(config, train), attach_labels(config, held_out)
         for task in (*train, *held_out):
-            check_tools(task, found_tools, env=config.env.name)
+            check_task_tools(task, found_tools, env=config.env.name)
         check_routable(config, found_tools, train)
         scoring.check([*train, *held_out])
         batches = Batches(
-            without_tools(train, found_tools, config.multi_turn.held_out_tools),
+            without_held_out_tools(train, found_tools, config.multi_turn.held_out_tools),
             config.data.batch_size,
             seed=config.seed,
             shuffle=config.data.shuffle,
             drop_last=config.data.drop_last,
         )
-        return _with_model(config, batches, held_out, found_tools, scoring)
+        return _assemble_with_model(config, batches, held_out, found_tools, scoring)
     except BaseException:
         scoring.close()
         raise
 
 
-def _with_model(
+def _assemble_with_model(
     config: RunConfig, batches: Batches, held_out: Sequence[Task], tools: dict[str, BaseTool], scoring: Scoring
 ) -> Run:
     policy = local_policy(config, config.model.path)
     prompt = policy.chat.tool_prompt
     if config.multi_turn.enable and tools:
-        say_tool_prompt(config, policy.chat)
+        check_tool_prompt(config, policy.chat)
     elif config.env.name != "tools" and (prompt.where == "nowhere" or not prompt.usable):
         log.warning("%s", prompt.describe())
     from toolwise.learner.building import build_learner
@@ -180,7 +180,7 @@ def _with_model(
     learner, estimator = build_learner(
         config,
         policy.model,
-        estimator_of(config),
+        estimator_from_config(config),
         load_critic=partial(_critic_model, config),
         policy_fingerprint=getattr(policy, "fingerprint", None),
     )
@@ -193,14 +193,14 @@ def _with_model(
         policy=policy,
         scoring=scoring,
         learner=learner,
-        estimator=watched(config, estimator),
+        estimator=with_rlvcr_metrics(config, estimator),
         chat=policy.chat,
         queue=RolloutQueue(per_update=config.data.batch_size),
-        thinking=build_stage(config, policy, policy.model, policy.chat, learner.settings.cut),
+        thinking=build_thinking_stage(config, policy, policy.model, policy.chat, learner.settings.micro_batch),
     )
 
 
-def say_tool_prompt(config: RunConfig, chat: ChatTokenizer) -> None:
+def check_tool_prompt(config: RunConfig, chat: ChatTokenizer) -> None:
     """How the model is told of the run's tools; a run whose model cannot be told, or cannot see calls and results, is
     refused."""
     prompt = chat.tool_prompt
@@ -236,10 +236,10 @@ def _router(
 def _critic_model(config: RunConfig, path: str) -> Any:
     from toolwise.models import load_model
 
-    return load_model(path, **_loading(config))[0]
+    return load_model(path, **_load_options(config))[0]
 
 
-def _loading(config: RunConfig) -> dict[str, Any]:
+def _load_options(config: RunConfig) -> dict[str, Any]:
     model = config.model
     return {"device": model.device, "dtype": model.dtype, "trust_remote_code": model.trust_remote_code}
 
@@ -250,16 +250,16 @@ def local_policy(config: RunConfig, path: str) -> LocalPolicy:
 
     folder = locate(path)
     announce("importing PyTorch")
-    settle_threads(config)  # not before now: a fault in the input is told without waiting for torch
-    from toolwise.engine.grammar import grammar_of
+    configure_threads(config)  # not before now: a fault in the input is told without waiting for torch
+    from toolwise.engine.grammar import grammar_from_config
     from toolwise.policies.local import LocalPolicy
 
-    grammar = grammar_of(config.rollout.grammar)
+    grammar = grammar_from_config(config.rollout.grammar)
     if grammar is not None and config.rollout.engine != "toolwise":
         raise ConfigError(f'rollout.grammar needs rollout.engine = "toolwise", given "{config.rollout.engine}"')
     announce(f"loading the model {path}")
-    model, chat = load_model(path, **_loading(config))
-    share_threads(config, model)
+    model, chat = load_model(path, **_load_options(config))
+    set_thread_count(config, model)
     if model.device.type == "cpu" and config.model.dtype == "bfloat16":
         raise ConfigError("model.dtype is bfloat16 on a CPU: many cannot multiply it, some crash; use float32")
     rollout = config.rollout
@@ -271,7 +271,7 @@ def local_policy(config: RunConfig, path: str) -> LocalPolicy:
     return LocalPolicy(
         model,
         chat,
-        sampling_of(config),
+        sampling_from_config(config),
         parser=rollout.tool_parser,
         max_batch=rollout.max_batch,
         on_change=rollout.on_template_change,
@@ -283,7 +283,7 @@ def local_policy(config: RunConfig, path: str) -> LocalPolicy:
     )
 
 
-def sampling_of(config: RunConfig) -> Sampling:
+def sampling_from_config(config: RunConfig) -> Sampling:
     rollout = config.rollout
     return Sampling(temperature=rollout.temperature, max_new_tokens=rollout.max_new_tokens, do_sample=rollout.do_sample)
 
@@ -302,12 +302,12 @@ def build_scheduler(config: RunConfig, policy: AgentPolicy, tools: dict[str, Bas
         max_invalid_in_a_row=turns.max_invalid_in_a_row,
         max_result_chars=turns.max_result_chars,
         limits=limits,
-        make_env=_env_maker(config, tools, limits),
+        make_env=_env_factory(config, tools, limits),
         lock_step=config.deterministic,
     )
 
 
-def _env_maker(
+def _env_factory(
     config: RunConfig, tools: dict[str, BaseTool], limits: Limits
 ) -> Callable[[RouteDecision], BaseEnv] | None:
     """None where the tools are the world, which the scheduler makes by itself."""
@@ -346,18 +346,18 @@ def _limits(config: RunConfig, tools: dict[str, BaseTool]) -> Limits:
     )
 
 
-def estimator_of(config: RunConfig) -> AdvantageEstimator:
+def estimator_from_config(config: RunConfig) -> AdvantageEstimator:
     algorithm = config.algorithm
     settings = {**algorithm.model_dump(), "norm_by_std": algorithm.norm_adv_by_std, "per": algorithm.gae_per}
     if algorithm.adv_estimator == "rlvcr":
-        return rlvcr_of(config, build_estimator(algorithm.rlvcr.base, **settings))
+        return build_rlvcr(config, build_estimator(algorithm.rlvcr.base, **settings))
     return build_estimator(algorithm.adv_estimator, **settings)
 
 
 def check_learnable(config: RunConfig) -> None:
     """Settings under which nothing could ever be learned."""
     check_thinking(config)
-    if config.rollout.n < least_group(estimator_of(config)):
+    if config.rollout.n < min_group_size(estimator_from_config(config)):
         raise ConfigError(
             f"rollout.n is {config.rollout.n}: {config.algorithm.adv_estimator} compares the rollouts of one task with "
             "each other; use 2 or more"

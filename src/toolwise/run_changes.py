@@ -13,15 +13,15 @@ from typing import Any
 from toolwise.config import RunConfig, load_config
 from toolwise.errors import CheckpointError, ConfigError
 from toolwise.json_text import json_text
-from toolwise.placing import place_paths
-from toolwise.settings import build
+from toolwise.placing import resolve_paths
+from toolwise.settings import build_config
 from toolwise.trackers.jsonl import read_metrics
 
 CHANGES = "changes.jsonl"
 NONE = "none"
-LONGEST_VALUE = 80
+MAX_VALUE_CHARS = 80
 
-MAY_CHANGE = frozenset(
+MUTABLE_SETTINGS = frozenset(
     {
         "name",
         "deterministic",
@@ -109,15 +109,15 @@ class Change:
 
     @property
     def allowed(self) -> bool:
-        return re.sub(r"\[\d+\]", "[]", self.key) in MAY_CHANGE or _moved(self.old, self.new)
+        return re.sub(r"\[\d+\]", "[]", self.key) in MUTABLE_SETTINGS or _is_moved_file(self.old, self.new)
 
     def __str__(self) -> str:
-        return f"{self.key}: {_shown(self.old)} → {_shown(self.new)}"
+        return f"{self.key}: {_display_value(self.old)} → {_display_value(self.new)}"
 
 
 def changes_between(before: RunConfig, now: RunConfig) -> list[Change]:
     """Every setting that differs, in the order of the schema."""
-    old, new = _flat(comparable(before)), _flat(comparable(now))
+    old, new = _flatten(comparable_settings(before)), _flatten(comparable_settings(now))
     keys = [*new, *(key for key in old if key not in new)]
     return [Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
 
@@ -153,8 +153,8 @@ def load_run_config(out: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def check_files(config: RunConfig, run: Path, *sections: str) -> None:
     """Whether the files that the run's config.toml names in `sections` ("data.val", "reward", "tools") are there."""
-    named = _flat({"data": config.data.model_dump(mode="json"), "tools": config.tools})
-    named |= _flat(
+    named = _flatten({"data": config.data.model_dump(mode="json"), "tools": config.tools})
+    named |= _flatten(
         {"reward": config.reward.model_dump(include={"function", "parts"}), "env": {"name": config.env.name}}
     )
     missing = [
@@ -180,10 +180,10 @@ def _file(value: Any) -> Path | None:
     return Path(file) if Path(file).is_absolute() else None
 
 
-def _moved(old: Any, new: Any) -> bool:
+def _is_moved_file(old: Any, new: Any) -> bool:
     """Whether `new` names the same files as `old`, which are gone from where they were."""
     if isinstance(old, list) and isinstance(new, list):
-        return len(old) == len(new) and all(a == b or _moved(a, b) for a, b in zip(old, new, strict=True))
+        return len(old) == len(new) and all(a == b or _is_moved_file(a, b) for a, b in zip(old, new, strict=True))
     before, now = _file(old), _file(new)
     if before is None or now is None or Path(str(old)).name != Path(str(new)).name:
         return False
@@ -195,18 +195,18 @@ def resume_command(out: Path) -> str:
     return f"toolwise resume {shlex.quote(str(out))}"
 
 
-def comparable(config: RunConfig) -> dict[str, Any]:
+def comparable_settings(config: RunConfig) -> dict[str, Any]:
     """Settings with paths as what they lead to, from wherever and by whatever links the run was started."""
-    settings = place_paths(config.model_dump(mode="json"), Path.cwd())
+    settings = resolve_paths(config.model_dump(mode="json"), Path.cwd())
     for which in ("train", "val"):
         if settings["data"][which] is not None:
             settings["data"][which] = str(Path(settings["data"][which]).resolve())
     return settings
 
 
-def portable(config: RunConfig, out: Path) -> RunConfig:
+def portable_config(config: RunConfig, out: Path) -> RunConfig:
     """As config.toml says it: what lies in the run's folder relative to that, so that the folder can be moved."""
-    settings, folder = place_paths(config.model_dump(), Path.cwd()), out.resolve()
+    settings, folder = resolve_paths(config.model_dump(), Path.cwd()), out.resolve()
     data, reward, env = settings["data"], settings["reward"], settings["env"]
     for which in ("train", "val"):
         data[which] = _relative(data[which], folder)
@@ -233,7 +233,7 @@ def _relative(value: Any, folder: Path) -> Any:
 def saved_settings(config: RunConfig, out: Path) -> dict[str, Any]:
     """What a checkpoint keeps of the settings it was made under. A default counts as not said: a new setting of a newer
     version changes nothing."""
-    return portable(config, out).model_dump(mode="json", exclude_defaults=True)
+    return portable_config(config, out).model_dump(mode="json", exclude_defaults=True)
 
 
 def changes_since(settings: Any, config: RunConfig, out: Path) -> list[Change]:
@@ -241,7 +241,7 @@ def changes_since(settings: Any, config: RunConfig, out: Path) -> list[Change]:
     if not isinstance(settings, Mapping):  # a checkpoint of an earlier version keeps none
         return []
     try:
-        before = build(RunConfig, place_paths(settings, out.resolve()), source=str(out))
+        before = build_config(RunConfig, resolve_paths(settings, out.resolve()), source=str(out))
     except ConfigError:  # settings that this version does not know any more
         return []
     return changes_between(before, config)
@@ -269,7 +269,7 @@ def describe_changes(out: Path) -> list[str]:
     return [f"step {line['step']}: {Change(line['key'], line['old'], line['new'])}" for line in lines]
 
 
-def _flat(value: Any, key: str = "") -> dict[str, Any]:
+def _flatten(value: Any, key: str = "") -> dict[str, Any]:
     """Leaves of nested tables by their dotted key; lists of tables by index. What is empty is left out."""
     if value in ({}, []):
         return {}
@@ -279,11 +279,11 @@ def _flat(value: Any, key: str = "") -> dict[str, Any]:
         items = [(f"{key}[{index}]", item) for index, item in enumerate(value)]
     else:
         return {key: value}
-    return {deeper: leaf for name, item in items for deeper, leaf in _flat(item, name).items()}
+    return {deeper: leaf for name, item in items for deeper, leaf in _flatten(item, name).items()}
 
 
-def _shown(value: Any) -> str:
+def _display_value(value: Any) -> str:
     if value is None:
         return NONE
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 1]}…"
+    return text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 1]}…"

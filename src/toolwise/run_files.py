@@ -43,14 +43,14 @@ def find_checkpoint(folder: Path) -> checkpoint.Checkpoint | None:
     return found
 
 
-def forget_rollouts_after(folder: Path, step: int) -> None:
+def delete_rollouts_after(folder: Path, step: int) -> None:
     for path in folder.iterdir() if folder.is_dir() else ():
         found = re.fullmatch(r"(?:step|eval)-(\d{6,})\.(?:jsonl|safetensors)", path.name)
         if found is not None and int(found.group(1)) > step:
             path.unlink()
 
 
-def sweep(out: Path) -> None:
+def remove_partial_files(out: Path) -> None:
     """Remove what a killed run was in the middle of writing."""
     beside = (
         ".config.toml.*.tmp",

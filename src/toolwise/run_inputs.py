@@ -16,19 +16,19 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from toolwise.cells import collect_source, lacks_file, unwrapped
+from toolwise.cells import collect_source, lacks_file, unwrap_target
 from toolwise.config import RewardPart, RunConfig
-from toolwise.data.task_rows import rows_text
+from toolwise.data.task_rows import tasks_to_jsonl
 from toolwise.errors import ConfigError, DataError, RewardError, ToolwiseError
-from toolwise.records import write_whole
-from toolwise.references import GIVEN, register, unregister
+from toolwise.records import write_atomic
+from toolwise.references import GIVEN_IN_PYTHON, register, unregister
 from toolwise.rewards.function import Reward
-from toolwise.sandbox.targets import library_folders, own_folder
+from toolwise.sandbox.targets import library_folders, package_folder
 from toolwise.scoring import weighted_sources
 from toolwise.tools.base import BaseTool
-from toolwise.tools.catalog import TOOLS, entries_of
+from toolwise.tools.catalog import TOOLS, as_entries
 from toolwise.tools.function import FunctionTool
-from toolwise.tools.isolation.places import is_guarded
+from toolwise.tools.isolation.places import has_main_guard
 from toolwise.types import Task
 
 
@@ -58,14 +58,14 @@ class RunInputs:
             changed[which] = Path(given)
         else:
             try:
-                self.files[f"data/{which}.jsonl"] = rows_text(tasks, which).encode("utf-8", "backslashreplace")
+                self.files[f"data/{which}.jsonl"] = tasks_to_jsonl(tasks, which).encode("utf-8", "backslashreplace")
                 changed[which] = self.folder / "data" / f"{which}.jsonl"
             except DataError as fault:
                 self.notes.append(f"data.{which} is not recorded: {fault}")
         self._record("data", self.recorded.data.model_copy(update=changed))
 
     def add_tools(self, given: Sequence[Any] | Callable[..., Any] | None) -> None:
-        entries = [self._tool_entry(entry) for entry in entries_of(given)]
+        entries = [self._tool_entry(entry) for entry in as_entries(given)]
         self._record("tools", [*self.recorded.tools, *entries])
 
     def add_reward(self, given: Any) -> None:
@@ -118,7 +118,7 @@ class RunInputs:
         self._created = [path for path in dict.fromkeys(around) if not path.exists()]
         try:
             for path, data in paths.items():
-                write_whole(path, data, private=path.parent.name == "code")
+                write_atomic(path, data, private=path.parent.name == "code")
         except OSError as fault:
             raise ConfigError(f"{self.folder} cannot be written ({fault.strerror}): choose another --out") from fault
         for target, reference in self._registered:
@@ -151,7 +151,7 @@ class RunInputs:
                     f"reward {name}: a sandbox loads a reward from its file, and {fault}, "
                     'or set reward.sandbox.tier = "off" to run it in this process'
                 ) from None
-            return self._unnamed(f"the reward {name}", str(fault))
+            return self._note_unnameable(f"the reward {name}", str(fault))
 
     def _tool_entry(self, entry: Any) -> str | dict[str, Any]:
         if isinstance(entry, str):
@@ -164,19 +164,19 @@ class RunInputs:
             elif isinstance(entry, FunctionTool):
                 found = self._function_tool(entry)
             elif isinstance(entry, BaseTool):
-                found = _builtin(entry)
+                found = _builtin_entry(entry)
             else:
                 found = {"name": self._reference(entry, "tool")}
-            _check_plain(found)
+            _check_serializable(found)
         except ToolwiseError as fault:
             name = entry.name if isinstance(entry, BaseTool) else getattr(entry, "__name__", repr(entry)[:60])
-            return self._unnamed(f"the tool {name}", str(fault))
+            return self._note_unnameable(f"the tool {name}", str(fault))
         return str(found["name"]) if len(found) == 1 else found
 
     def _function_tool(self, made: FunctionTool[..., Any]) -> dict[str, Any]:
         """A decorated function by its name; one that was made a tool by a call with its terms beside."""
-        function = unwrapped(made)
-        if _at_its_name(function) is made:
+        function = unwrap_target(made)
+        if _definition_of(function) is made:
             return {"name": self._reference(made, "tool")}
         if made.name != getattr(function, "__name__", None):
             raise ToolwiseError(f"its name is not the function's: write it as @tool(name={made.name!r}) above the def")
@@ -186,7 +186,7 @@ class RunInputs:
 
     def _reference(self, target: Any, kind: str) -> str:
         """How another process finds `target`; copies its source where there is no file to load it from."""
-        found = unwrapped(target)
+        found = unwrap_target(target)
         if not isinstance(found, FunctionType | type):
             raise ToolwiseError(f"{type(target).__name__} objects have no name to load them by; write a function")
         script = None if lacks_file(found) else _unguarded_script(found)
@@ -206,11 +206,11 @@ class RunInputs:
         self._registered.append((found, reference))
         return reference
 
-    def _unnamed(self, what: str, reason: str) -> str:
+    def _note_unnameable(self, what: str, reason: str) -> str:
         self.notes.append(
             f"{what} cannot be named in config.toml: {reason}; this run uses it as it is, commands on its folder cannot"
         )
-        return f"{GIVEN}{what}"
+        return f"{GIVEN_IN_PYTHON}{what}"
 
 
 def gather_inputs(
@@ -239,18 +239,18 @@ def _named_reference(found: Any) -> str:
     if "<" in name:
         what = "a lambda" if "<lambda>" in name else f"{found.__name__} is defined inside a function, so it"
         raise ToolwiseError(f"{what} cannot be loaded by another process; write it as a def at the top of a file")
-    if _at_its_name(found) is None:
+    if _definition_of(found) is None:
         raise ToolwiseError(f"{found.__module__} has no {name} any more; write it as a def at the top of a file")
     if isinstance(found, type) and getattr(module, "__file__", None) is None:  # a class of Python itself
         return f"{found.__module__}:{name}"
     file = Path(str(getattr(module, "__file__", None) or found.__code__.co_filename)).resolve()
-    folders = [*(Path(folder).resolve() for folder in library_folders()), own_folder()]
+    folders = [*(Path(folder).resolve() for folder in library_folders()), package_folder()]
     installed = any(file.is_relative_to(folder) for folder in folders)
     in_package = "." in found.__module__ and (file.parent / "__init__.py").is_file()  # where imports may be relative
     return f"{found.__module__}:{name}" if installed or in_package else f"{file}:{name}"
 
 
-def _at_its_name(found: Any) -> Any:
+def _definition_of(found: Any) -> Any:
     """What stands where a function or class says that it is defined; None where that is something else."""
     module: ModuleType | None = sys.modules.get(found.__module__)
     space = getattr(found, "__globals__", None) or (vars(module) if module is not None else {})
@@ -258,25 +258,25 @@ def _at_its_name(found: Any) -> Any:
     at = space.get(first)
     for part in rest:
         at = getattr(at, part, None)
-    return at if at is not None and unwrapped(at) is found else None
+    return at if at is not None and unwrap_target(at) is found else None
 
 
 def _unguarded_script(found: Any) -> Path | None:
     """The file of a script that would start its work again if it were loaded; None where it is not such a one."""
     file = getattr(sys.modules["__main__"], "__file__", None)
-    if found.__module__ != "__main__" or file is None or is_guarded(Path(file)):
+    if found.__module__ != "__main__" or file is None or has_main_guard(Path(file)):
         return None
     return Path(file)
 
 
-def _builtin(tool: BaseTool) -> dict[str, Any]:
+def _builtin_entry(tool: BaseTool) -> dict[str, Any]:
     name = next((name for name, kind in TOOLS.items() if type(tool) is kind), None)
     if name is None or tool.tool_schema != TOOLS[name](dict(tool.config)).tool_schema:
         raise ToolwiseError(f"it is a {type(tool).__name__} object, which only this process has; give its class")
     return {"name": name, **tool.config}
 
 
-def _check_plain(table: Mapping[str, Any]) -> None:
+def _check_serializable(table: Mapping[str, Any]) -> None:
     """Whether TOML can hold it."""
     try:
         text = json.dumps(table, allow_nan=False)

@@ -24,7 +24,7 @@ def load_split(config: RunConfig, which: str, limit: int | None) -> list[Task]:
     return load_tasks(path, limit=limit)
 
 
-def labelled(config: RunConfig, tasks: Sequence[Task]) -> Sequence[Task]:
+def attach_labels(config: RunConfig, tasks: Sequence[Task]) -> Sequence[Task]:
     """Tasks with what `router.labels` says of them, where it says anything."""
     if config.router.labels is None:
         return tasks
@@ -35,7 +35,9 @@ def labelled(config: RunConfig, tasks: Sequence[Task]) -> Sequence[Task]:
     return joined.tasks
 
 
-def without_tools(tasks: Sequence[Task], tools: dict[str, BaseTool], held_out: Sequence[str]) -> Sequence[Task]:
+def without_held_out_tools(
+    tasks: Sequence[Task], tools: dict[str, BaseTool], held_out: Sequence[str]
+) -> Sequence[Task]:
     """Tasks to train on: none that names a held-out tool, none that is offered one."""
     for name in held_out:
         if name not in tools:
@@ -50,7 +52,7 @@ def without_tools(tasks: Sequence[Task], tools: dict[str, BaseTool], held_out: S
     return [task if task.tools is not None else task.model_copy(update={"tools": offered}) for task in kept]
 
 
-def check_tools(task: Task, tools: dict[str, BaseTool], *, env: str) -> None:
+def check_task_tools(task: Task, tools: dict[str, BaseTool], *, env: str) -> None:
     for name in task.tools or ():
         if name not in tools:
             known = ", ".join(tools) or "none"

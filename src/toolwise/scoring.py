@@ -9,18 +9,18 @@ from typing import Any
 
 from toolwise.config import RewardConfig, SandboxConfig
 from toolwise.errors import ConfigError, RewardError
-from toolwise.rewards.combine import Rewards, Weighted
-from toolwise.rewards.earned import EARNED, earned_reward
-from toolwise.rewards.executor import columns_of
+from toolwise.rewards.combine import CompositeReward, WeightedReward
+from toolwise.rewards.earned import EPISODE_REWARDS, episode_reward
+from toolwise.rewards.executor import task_kwargs
 from toolwise.rewards.function import Reward
 from toolwise.rewards.part_names import part_names
-from toolwise.rewards.printed import Printed
+from toolwise.rewards.printed import PrintCallback
 from toolwise.sandbox import RewardExecutor, Sandbox
 from toolwise.sandbox.targets import reference_of
 from toolwise.types import EvaluateResult, Rollout, Task
 
-Source = str | Callable[..., Any] | Reward
-Sources = Source | list[Any] | tuple[Any, ...]
+RewardSource = str | Callable[..., Any] | Reward
+RewardSources = RewardSource | list[Any] | tuple[Any, ...]
 """One reward, or several whose scores are added, each alone or as (reward, weight)."""
 
 
@@ -28,7 +28,7 @@ Sources = Source | list[Any] | tuple[Any, ...]
 class Scoring:
     """Rewards, ready to score rollouts."""
 
-    rewards: Rewards
+    rewards: CompositeReward
     sandbox: Sandbox | None
     """None where no function is called: an episode's own earnings are looked up."""
 
@@ -37,12 +37,12 @@ class Scoring:
         answered = [rollout for rollout in rollouts if not rollout.unanswered]
         executor = RewardExecutor(self.sandbox)
         results = iter(await self.rewards.evaluate(executor, answered, step=step) if answered else [])
-        return [_not_scored(rollout) if rollout.unanswered else next(results) for rollout in rollouts]
+        return [_unscored_result(rollout) if rollout.unanswered else next(results) for rollout in rollouts]
 
-    def tell_prints(self, printed: Printed | None) -> None:
+    def set_print_callback(self, on_print: PrintCallback | None) -> None:
         """Has `printed` told what the functions print from now on."""
         if self.sandbox is not None:
-            self.sandbox.printed = printed
+            self.sandbox.on_print = on_print
 
     def check(self, tasks: Sequence[Task]) -> None:
         """Whether every function gets the arguments that it cannot do without."""
@@ -62,11 +62,11 @@ class Scoring:
             self.sandbox.close()
 
 
-def build_scoring(config: RewardConfig, given: Sources | None = None) -> Scoring:
+def build_scoring(config: RewardConfig, given: RewardSources | None = None) -> Scoring:
     """The reward or rewards given in Python, or the parts, or the one function that the configuration names."""
-    sources: list[tuple[Source, dict[str, Any], float]]
+    sources: list[tuple[RewardSource, dict[str, Any], float]]
     if isinstance(given, list | tuple):
-        sources = _several(given, config.kwargs)
+        sources = _list_sources(given, config.kwargs)
     elif given is not None:
         sources = [(given, config.kwargs, 1.0)]
     elif config.parts and config.function:
@@ -79,21 +79,21 @@ def build_scoring(config: RewardConfig, given: Sources | None = None) -> Scoring
         raise ConfigError("reward.function is missing: name one as package.module:function or path/to/file.py:function")
     named = [part.name for part in config.parts] if given is None else []
     names = part_names([source for source, _, _ in sources], named)
-    functions = [source for source, _, _ in sources if not (isinstance(source, str) and source in EARNED)]
+    functions = [source for source, _, _ in sources if not (isinstance(source, str) and source in EPISODE_REWARDS)]
     sandbox = _sandbox(config.sandbox) if functions else None
     try:
         parts = [
-            Weighted(_reward(source, kwargs, sandbox, config.sandbox), weight, name)
+            WeightedReward(_reward(source, kwargs, sandbox, config.sandbox), weight, name)
             for (source, kwargs, weight), name in zip(sources, names, strict=True)
         ]
     except BaseException:
         if sandbox is not None:
             sandbox.close()
         raise
-    return Scoring(Rewards(tuple(parts), config.combine), sandbox)
+    return Scoring(CompositeReward(tuple(parts), config.combine), sandbox)
 
 
-def _several(given: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[Source, dict[str, Any], float]]:
+def _list_sources(given: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[RewardSource, dict[str, Any], float]]:
     pairs = weighted_sources(given)
     if kwargs and len(pairs) > 1:
         raise ConfigError(
@@ -103,7 +103,7 @@ def _several(given: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[Source,
     return [(source, dict(kwargs), weight) for source, weight in pairs]
 
 
-def weighted_sources(given: Sequence[Any]) -> list[tuple[Source, float]]:
+def weighted_sources(given: Sequence[Any]) -> list[tuple[RewardSource, float]]:
     """The parts that `[a, b]`, `[(a, 0.5), "file.py:b"]` or one pair alone stands for."""
     if not given:
         raise ConfigError("reward is an empty list: give at least one function")
@@ -133,19 +133,19 @@ def _sandbox(config: SandboxConfig) -> Sandbox:
     )
 
 
-def _reward(source: Source, kwargs: dict[str, Any], sandbox: Sandbox | None, config: SandboxConfig) -> Reward:
+def _reward(source: RewardSource, kwargs: dict[str, Any], sandbox: Sandbox | None, config: SandboxConfig) -> Reward:
     """Loaded here only where the user says so; else a worker loads it and says what it takes."""
-    if isinstance(source, str) and source in EARNED:
-        return Reward.of(earned_reward(source), kwargs)
-    if sandbox is None or config.tier == "off" or _home_of(source) in config.trusted:
+    if isinstance(source, str) and source in EPISODE_REWARDS:
+        return Reward.of(episode_reward(source), kwargs)
+    if sandbox is None or config.tier == "off" or _module_of(source) in config.trusted:
         return Reward.of(source, kwargs)
     given = {**source.kwargs, **kwargs} if isinstance(source, Reward) else dict(kwargs)
-    reference = source if isinstance(source, str) else _found_again(source)
+    reference = source if isinstance(source, str) else _worker_reference(source)
     name = reference if isinstance(source, str) else _name_of(source)
     return Reward(name, sandbox.signature_of(reference), given, reference=reference)
 
 
-def _found_again(source: Callable[..., Any] | Reward) -> str:
+def _worker_reference(source: Callable[..., Any] | Reward) -> str:
     if isinstance(source, Reward):
         if source.reference is not None:
             return source.reference
@@ -161,23 +161,23 @@ def _name_of(source: Callable[..., Any] | Reward) -> str:
     return source.name if isinstance(source, Reward) else str(getattr(source, "__name__", type(source).__name__))
 
 
-def _home_of(source: Source) -> str:
+def _module_of(source: RewardSource) -> str:
     """The module of a reward, as `trusted` names it."""
     if isinstance(source, Reward):
         source = source.reference or source.function or ""
     return source.rpartition(":")[0] if isinstance(source, str) else str(getattr(source, "__module__", ""))
 
 
-def _not_scored(rollout: Rollout) -> EvaluateResult:
+def _unscored_result(rollout: Rollout) -> EvaluateResult:
     reason = f"not scored, the agent never acted: {rollout.stop_reason.value}"
     return EvaluateResult(is_score_valid=False, reason=f"{reason}: {rollout.fault}" if rollout.fault else reason)
 
 
 def _check_arguments(reward: Reward, tasks: Sequence[Task]) -> None:
-    needed = reward.signature.missing({"step", "prompt_length", *reward.kwargs})
+    needed = reward.signature.missing_arguments({"step", "prompt_length", *reward.kwargs})
     if not needed or not tasks:
         return
-    columns = [columns_of(reward, task) for task in tasks]
+    columns = [task_kwargs(reward, task) for task in tasks]
     if reward.mode == "batch":  # a batch gets every column that any of its tasks has
         missing = [(name, "no task has") for name in needed if not any(name in given for given in columns)]
     else:

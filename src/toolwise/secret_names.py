@@ -8,16 +8,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 MASK = "***"
-_SECRET = re.compile(
+_SECRET_NAME = re.compile(
     r"(api|access|private|secret|signing|encryption)_?keys?$|(access|api|auth|bearer|refresh|session)_?tokens?$"
     r"|secrets?$|passw(or)?d$|passphrase$|passwd$|pwd$|credentials?$|authorization$"
 )
-_MAYBE = re.compile(r"(^|_)(key|token)$")
+_AMBIGUOUS_NAME = re.compile(r"(^|_)(key|token)$")
 """Such names often hold no secret at all: the key of a dictionary, a tokenizer's token."""
-_BEGINS = re.compile(
+_SECRET_VALUE = re.compile(
     r"(sk-|sk_live_|sk_test_|rk_live_|hf_|ghp_|gho_|ghs_|github_pat_|glpat-|xox[abprs]-|AKIA|AIza|eyJ)[\w.+/=-]{8,}$"
 )
-_RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w.+/=-]{16,}$")
+_RANDOM_VALUE = re.compile(r"(?=.*\d)(?=.*[A-Za-z])[\w.+/=-]{16,}$")
 
 
 def is_secret(name: str, value: Any) -> bool:
@@ -25,9 +25,9 @@ def is_secret(name: str, value: Any) -> bool:
     if not isinstance(value, str) or not value:
         return False
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().replace("-", "_")
-    if _BEGINS.match(value) or _SECRET.search(words):
+    if _SECRET_VALUE.match(value) or _SECRET_NAME.search(words):
         return True
-    return bool(_MAYBE.search(words) and _RANDOM.match(value))
+    return bool(_AMBIGUOUS_NAME.search(words) and _RANDOM_VALUE.match(value))
 
 
 def secret_keys(table: Any, path: str = "", key: str = "") -> Iterator[str]:
@@ -45,19 +45,19 @@ def secret_keys(table: Any, path: str = "", key: str = "") -> Iterator[str]:
             yield from secret_keys(value, where, name)
 
 
-def masked(table: Any, key: str = "") -> Any:
+def mask_secrets(table: Any, key: str = "") -> Any:
     """The same nested tables and lists with a mask in place of such values."""
     if isinstance(table, Mapping):
-        return {name: masked(value, str(name)) for name, value in table.items()}
+        return {name: mask_secrets(value, str(name)) for name, value in table.items()}
     if isinstance(table, list | tuple):
-        return [masked(value, key) for value in table]
+        return [mask_secrets(value, key) for value in table]
     return MASK if is_secret(key, table) else table
 
 
 def find_secret(source: str) -> str | None:
     """The name of the first text in Python source that looks like a secret; how it begins where it has no name."""
     tree = ast.parse(source)
-    for name, node in _named(tree):
+    for name, node in _named_values(tree):
         if isinstance(node, ast.Constant) and is_secret(name, node.value):
             return name
     constants = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
@@ -66,7 +66,7 @@ def find_secret(source: str) -> str | None:
     return f"{found[:4]!r}…" if found is not None else None
 
 
-def _named(tree: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
+def _named_values(tree: ast.AST) -> Iterator[tuple[str, ast.expr | None]]:
     """Expressions that go under a name: assigned, passed by keyword, in a dictionary, as a default."""
     for node in ast.walk(tree):
         match node:

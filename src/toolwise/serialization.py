@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-_NATIVE = {"bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"}
-_NATIVE |= {"float16", "bfloat16", "float32", "float64"}
+_SAFETENSORS_DTYPES = {"bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"}
+_SAFETENSORS_DTYPES |= {"float16", "bfloat16", "float32", "float64"}
 """Kinds of number that every safetensors reader knows; any other is kept as its bytes."""
 
 
-class Tensors:
+class TensorCollector:
     """The tensors of one part on their way into its safetensors file."""
 
     def __init__(self) -> None:
@@ -32,14 +32,14 @@ class Tensors:
                 raise TypeError(f"{path}: only dense tensors that hold data can be saved")
             dense = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
             dtype = str(value.dtype).removeprefix("torch.")
-            flat = dense if dtype in _NATIVE else dense.reshape(-1).view(torch.uint8)
+            flat = dense if dtype in _SAFETENSORS_DTYPES else dense.reshape(-1).view(torch.uint8)
             return {"$tensor": self._keep(flat, path), "dtype": dtype, "shape": list(value.shape)}
         if isinstance(value, np.ndarray | np.generic):
             array = np.array(value, order="C")
             dtype = array.dtype.str
             if array.dtype.hasobject or array.dtype.kind == "V":
                 raise TypeError(f"{path}: an array of {array.dtype} cannot be saved")
-            if not (array.dtype.isnative and array.dtype.name in _NATIVE):
+            if not (array.dtype.isnative and array.dtype.name in _SAFETENSORS_DTYPES):
                 array = np.frombuffer(bytearray(array.tobytes()), np.uint8)
             tag = "$array" if isinstance(value, np.ndarray) else "$scalar"
             name = self._keep(torch.from_numpy(array), path)
@@ -57,7 +57,7 @@ class Tensors:
         return name
 
 
-def encode(value: Any, path: str, tensors: Tensors) -> Any:
+def encode(value: Any, path: str, tensors: TensorCollector) -> Any:
     """`value` as JSON. What JSON cannot say is a table whose first key begins with `$`."""
     if value is None or isinstance(value, bool):
         return value
@@ -68,7 +68,7 @@ def encode(value: Any, path: str, tensors: Tensors) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
     if isinstance(value, str):
-        return value if _plain(value) else {"$text": [ord(letter) for letter in value]}
+        return value if _has_no_surrogates(value) else {"$text": [ord(letter) for letter in value]}
     if isinstance(value, list | tuple):
         items = [encode(item, f"{path}.{i}", tensors) for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
@@ -77,13 +77,13 @@ def encode(value: Any, path: str, tensors: Tensors) -> Any:
             if not isinstance(key, str | int) or isinstance(key, bool):
                 raise TypeError(f"{path}: a key must be a str or an int, got {key!r}")
         items = [[key, encode(item, f"{path}.{key}", tensors)] for key, item in value.items()]
-        if all(isinstance(key, str) and _plain(key) and not key.startswith("$") for key in value):
+        if all(isinstance(key, str) and _has_no_surrogates(key) and not key.startswith("$") for key in value):
             return dict(items)
         return {"$dict": [[encode(key, path, tensors), item] for key, item in items]}
     raise TypeError(f"{path}: a {type(value).__name__} cannot be saved, only plain values and tensors")
 
 
-def _plain(text: str) -> bool:
+def _has_no_surrogates(text: str) -> bool:
     """False where `text` has half of a surrogate pair: JSON would join two of them into one letter."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
 

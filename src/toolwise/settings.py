@@ -20,16 +20,16 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
-from toolwise.bounds import cut
+from toolwise.bounds import truncate_text
 from toolwise.errors import ConfigError
 
 Model = TypeVar("Model", bound=BaseModel)
 Location = tuple[int | str, ...]
 
-SHOWN_ERRORS = 3
-SHOWN_KEYS = 8
-LARGEST_FILE = 16 << 20
-DEEPEST = 50
+MAX_SHOWN_ERRORS = 3
+MAX_SHOWN_KEYS = 8
+MAX_FILE_BYTES = 16 << 20
+MAX_DEPTH = 50
 """Levels of tables and lists."""
 
 
@@ -49,7 +49,7 @@ def read_settings(path: str | Path) -> dict[str, Any]:
             raise ConfigError(f"{path} is a folder: name a configuration file in it")
         if read is None:
             raise ConfigError(f"{path}: a configuration file ends in .toml, .yaml or .yml")
-        settings = read(path, _content(path).decode("utf-8-sig"))
+        settings = read(path, _read_regular_file(path).decode("utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist") from None
     except OSError as error:
@@ -59,18 +59,18 @@ def read_settings(path: str | Path) -> dict[str, Any]:
     except ValueError as error:  # a name that no file can have
         raise ConfigError(f"{path} cannot be read: {error}") from None
     if not isinstance(settings, dict):
-        raise ConfigError(f"{path} must hold a table of settings (key: value), not {_shown(settings)}")
+        raise ConfigError(f"{path} must hold a table of settings (key: value), not {_display_value(settings)}")
     return settings
 
 
-def _content(path: Path) -> bytes:
+def _read_regular_file(path: Path) -> bytes:
     """Of a regular file of a size that people write; opened without waiting, as a pipe would have it."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ConfigError(f"{path} is a pipe or a device: write the configuration to a file")
-        content = file.read(LARGEST_FILE + 1)
-    if len(content) > LARGEST_FILE:
-        raise ConfigError(f"{path} is larger than {LARGEST_FILE >> 20} MB: it is no configuration file")
+        content = file.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MB: it is no configuration file")
     return content
 
 
@@ -108,13 +108,15 @@ def apply_overrides(settings: dict[str, Any], overrides: Sequence[str]) -> dict[
         key, equals, text = override.partition("=")
         names = _key_names(key)
         if not equals or not all(names):
-            raise ConfigError(f"override {cut(repr(override), 200)}: write it as section.key=value")
+            raise ConfigError(f"override {truncate_text(repr(override), 200)}: write it as section.key=value")
         table = settings
         for depth, name in enumerate(names[:-1], start=1):
             below = table.setdefault(name, {})
             if not isinstance(below, dict):
                 where = ".".join(names[:depth])
-                raise ConfigError(f"override {cut(repr(override), 200)}: `{where}` is {_shown(below)}, not a table")
+                raise ConfigError(
+                    f"override {truncate_text(repr(override), 200)}: `{where}` is {_display_value(below)}, not a table"
+                )
             table = below
         table[names[-1]] = _value(text.strip())
     return settings
@@ -146,34 +148,34 @@ def _value(text: str) -> Any:
     return value if plain else text
 
 
-def build(model: type[Model], settings: dict[str, Any], *, source: str) -> Model:
+def build_config(model: type[Model], settings: dict[str, Any], *, source: str) -> Model:
     """`settings` as a `model`; whatever is wrong with them is one `ConfigError` that begins with `source`."""
-    if (fault := next(_excesses(settings, ()), None)) is not None:
+    if (fault := next(_unrepresentable_values(settings, ()), None)) is not None:
         raise ConfigError(f"{source}: {fault}")
     try:
         return model.model_validate(settings)
     except ValidationError as error:
-        complaints = _complaints(model, settings, error)
-    rest = len(complaints) - SHOWN_ERRORS
+        complaints = _error_messages(model, settings, error)
+    rest = len(complaints) - MAX_SHOWN_ERRORS
     more = f"; and {rest} more" if rest > 0 else ""
-    raise ConfigError(f"{source}: {'; '.join(complaints[:SHOWN_ERRORS])}{more}")
+    raise ConfigError(f"{source}: {'; '.join(complaints[:MAX_SHOWN_ERRORS])}{more}")
 
 
-def _excesses(value: Any, location: Location) -> Iterator[str]:
+def _unrepresentable_values(value: Any, location: Location) -> Iterator[str]:
     """What neither TOML nor a run can hold, though Python can."""
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         yield f"`{_dotted(location)}` is an integer of more than 64 bits"
     elif isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
         yield f"`{_dotted(location)}` holds half a character: write text"
-    elif isinstance(value, dict | list) and len(location) >= DEEPEST:
-        yield f"`{_dotted(location[:3])}` is nested more than {DEEPEST} levels deep"
+    elif isinstance(value, dict | list) and len(location) >= MAX_DEPTH:
+        yield f"`{_dotted(location[:3])}` is nested more than {MAX_DEPTH} levels deep"
     elif isinstance(value, dict | list):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _excesses(key, location) if isinstance(key, str) else ()
-            yield from _excesses(item, (*location, key))
+            yield from _unrepresentable_values(key, location) if isinstance(key, str) else ()
+            yield from _unrepresentable_values(item, (*location, key))
 
 
-def _complaints(model: type[BaseModel], settings: dict[str, Any], error: ValidationError) -> list[str]:
+def _error_messages(model: type[BaseModel], settings: dict[str, Any], error: ValidationError) -> list[str]:
     """One sentence a setting. Unknown keys come first: a key that is spelt wrong is missing elsewhere."""
     unknown: dict[Location, str] = {}
     told: dict[Location, str] = {}
@@ -184,9 +186,9 @@ def _complaints(model: type[BaseModel], settings: dict[str, Any], error: Validat
         if "discriminator" in context:  # pydantic blames the table for what one of its keys says
             location, given = (*location, context["discriminator"].strip("'")), context.get("tag")
         path = f"`{_dotted(location)}`" if location else "the whole"
-        shown = "" if isinstance(given, dict) else f", given {_shown(given)}"
+        shown = "" if isinstance(given, dict) else f", given {_display_value(given)}"
         expected = context.get("expected") or context.get("expected_tags")
-        need = "a table" if kind in ("model_type", "dict_type") else expected or _need(item["msg"])
+        need = "a table" if kind in ("model_type", "dict_type") else expected or _expected_input(item["msg"])
         if kind == "extra_forbidden":
             unknown[location] = f"unknown key {path} ({_suggest_key(model, location)})"
         elif kind in ("missing", "union_tag_not_found"):
@@ -201,7 +203,7 @@ def _complaints(model: type[BaseModel], settings: dict[str, Any], error: Validat
     return [_one_line(sentence) for sentence in [*unknown.values(), *told.values()]]
 
 
-def _need(message: str) -> str:
+def _expected_input(message: str) -> str:
     """What pydantic asks for, without how it failed to get it; empty where the message is of another kind."""
     found = re.match("Input should be (.*?)(, unable to .*)?$", message)
     return found[1] if found else ""
@@ -220,11 +222,13 @@ def _location(raw: Location, settings: Any, *, missing: bool) -> Location:
 
 def _dotted(location: Location) -> str:
     """As an override names it, in one line: a key may be any text."""
-    names = (f"[{name}]" if isinstance(name, int) else f".{cut(_one_line(str(name)), 80)}" for name in location)
+    names = (
+        f"[{name}]" if isinstance(name, int) else f".{truncate_text(_one_line(str(name)), 80)}" for name in location
+    )
     return "".join(names).lstrip(".")
 
 
-def _shown(value: Any) -> str:
+def _display_value(value: Any) -> str:
     if isinstance(value, dict):
         return "a table"
     if isinstance(value, int) and value.bit_length() > 200:  # repr refuses integers of more than 4,300 digits
@@ -253,7 +257,7 @@ def _suggest_key(model: type[BaseModel], location: Location) -> str:
         guesses = [names[near] for near in difflib.get_close_matches(key, names, n=1, cutoff=0.8)]
     if guesses:
         return f"did you mean {' or '.join(f'`{guess}`' for guess in dict.fromkeys(guesses))}?"
-    known = ", ".join(siblings[:SHOWN_KEYS]) + (", …" if len(siblings) > SHOWN_KEYS else "")
+    known = ", ".join(siblings[:MAX_SHOWN_KEYS]) + (", …" if len(siblings) > MAX_SHOWN_KEYS else "")
     return f"known here: {known}" if siblings else "no keys are known here"
 
 
@@ -281,7 +285,7 @@ def _models_in(annotation: Any, *, containers: bool = False) -> Iterator[type[Ba
             yield from _models_in(inner, containers=containers)
 
 
-def all_paths(model: type[BaseModel]) -> list[str]:
+def setting_keys(model: type[BaseModel]) -> list[str]:
     """Every setting there is, dotted: the leaves of the tree of models."""
     return [path for path, leaf in _walk(model, "", ()) if leaf]
 
@@ -300,16 +304,16 @@ def _walk(model: type[BaseModel], prefix: str, above: tuple[type[BaseModel], ...
 
 
 def to_toml(model: BaseModel, *, changed_only: bool = False) -> str:
-    """All settings as TOML, which `read_settings` and `build` turn into an equal model; None is left out.
+    """All settings as TOML, which `read_settings` and `build_config` turn into an equal model; None is left out.
 
     `changed_only` leaves out settings that have their default value.
     """
-    if lost := next(_lost(model, ()), None):
+    if lost := next(_unwritable_nones(model, ()), None):
         raise ConfigError(f"`{_dotted(lost)}` is null, which TOML cannot say: leave it out or give it a value")
-    return tomli_w.dumps(_sayable(model.model_dump(by_alias=True, exclude_defaults=changed_only)))
+    return tomli_w.dumps(_to_toml_value(model.model_dump(by_alias=True, exclude_defaults=changed_only)))
 
 
-def _lost(value: Any, location: Location) -> Iterator[Location]:
+def _unwritable_nones(value: Any, location: Location) -> Iterator[Location]:
     """Where leaving a None out would bring something else back."""
     items: list[tuple[int | str, Any, bool]] = []
     if isinstance(value, BaseModel):
@@ -322,15 +326,15 @@ def _lost(value: Any, location: Location) -> Iterator[Location]:
         items = [(i, item, False) for i, item in enumerate(value)]
     for key, item, none_by_default in items:
         if item is not None:
-            yield from _lost(item, (*location, key))
+            yield from _unwritable_nones(item, (*location, key))
         elif not none_by_default:
             yield (*location, key)
 
 
-def _sayable(value: Any) -> Any:
+def _to_toml_value(value: Any) -> Any:
     """`value` in TOML's types; pydantic's own JSON form would make a free infinity null."""
     if isinstance(value, dict):
-        return {str(to_jsonable_python(k)): _sayable(item) for k, item in value.items() if item is not None}
+        return {str(to_jsonable_python(k)): _to_toml_value(item) for k, item in value.items() if item is not None}
     if isinstance(value, list | tuple | set | frozenset):
-        return [_sayable(item) for item in value]
+        return [_to_toml_value(item) for item in value]
     return value if isinstance(value, float) else to_jsonable_python(value)

@@ -20,11 +20,11 @@ from types import ModuleType
 from typing import Any
 
 PREFIX = "toolwise_file_folder_"
-_NEVER = frozenset({"toolwise", *sys.stdlib_module_names})
-_LARGEST = 4 << 20
+_NEVER_SIBLINGS = frozenset({"toolwise", *sys.stdlib_module_names})
+_MAX_SOURCE_BYTES = 4 << 20
 """Bytes of a file that is still searched for imports."""
 
-Parts = tuple[str, ...]
+ModulePath = tuple[str, ...]
 
 
 class Siblings:
@@ -35,7 +35,7 @@ class Siblings:
         self.package = f"{PREFIX}{hashlib.sha256(str(folder).encode()).hexdigest()[:12]}"
         self.builtins = {**vars(builtins), "__import__": self._import}
         """What `__builtins__` must be in a module whose import statements look beside it."""
-        self._private: dict[str, bool] = {}
+        self._private_cache: dict[str, bool] = {}
         root = ModuleType(self.package)
         root.__path__ = [str(folder)]
         sys.modules[self.package] = root
@@ -59,13 +59,13 @@ class Siblings:
 
     def _is_private(self, top: str) -> bool:
         """Whether `top` is a module beside the file that an ordinary import would not find."""
-        if top not in self._private:
-            self._private[top] = self._look_for(top)
-        return self._private[top]
+        if top not in self._private_cache:
+            self._private_cache[top] = self._find_private(top)
+        return self._private_cache[top]
 
-    def _look_for(self, top: str) -> bool:
+    def _find_private(self, top: str) -> bool:
         place = self.folder / top
-        if not top or top in _NEVER or not (place.is_dir() or _file_of(place)):
+        if not top or top in _NEVER_SIBLINGS or not (place.is_dir() or _file_of(place)):
             return False
         try:
             spec = importlib.util.find_spec(top)
@@ -76,7 +76,7 @@ class Siblings:
             return spec is None
         return spec.origin is None or Path(spec.origin).resolve() != file.resolve()
 
-    def spec_of(self, name: str, parts: Parts) -> ModuleSpec | None:
+    def spec_of(self, name: str, parts: ModulePath) -> ModuleSpec | None:
         place = self.folder.joinpath(*parts)
         file = _file_of(place)
         if file is not None:
@@ -106,21 +106,21 @@ class _Finder:
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         root, *parts = name.split(".")
-        siblings = _known.get(root)
+        siblings = _siblings_by_package.get(root)
         return siblings.spec_of(name, tuple(parts)) if siblings is not None and parts else None
 
 
-_known: dict[str, Siblings] = {}
+_siblings_by_package: dict[str, Siblings] = {}
 
 
 def siblings_of(file: Path) -> Siblings:
     """Of the folder in which `file` lies."""
     if _Finder not in sys.meta_path:
         sys.meta_path.insert(0, _Finder)
-    found = next((siblings for siblings in _known.values() if siblings.folder == file.parent), None)
+    found = next((siblings for siblings in _siblings_by_package.values() if siblings.folder == file.parent), None)
     if found is None:
         found = Siblings(file.parent)
-        _known[found.package] = found
+        _siblings_by_package[found.package] = found
     return found
 
 
@@ -137,7 +137,7 @@ def imported_siblings(file: Path) -> list[Path]:
     out of the folder, or to something else than a .py file: a sandbox opens to its worker whatever is found here.
     """
     root = file.parent.resolve()
-    found: dict[Path, Parts] = {file: ()}
+    found: dict[Path, ModulePath] = {file: ()}
     waiting = [file]
     while waiting:
         source = waiting.pop()
@@ -158,10 +158,10 @@ def _lies_in(root: Path, path: Path) -> bool:
     return real.suffix == ".py" and real.is_relative_to(root)
 
 
-def _imports(source: Path, package: Parts) -> Iterator[Parts]:
+def _imports(source: Path, package: ModulePath) -> Iterator[ModulePath]:
     """The dotted names that `source`, a module of `package`, may import; names taken from a module are among them."""
     try:
-        if source.stat().st_size > _LARGEST:
+        if source.stat().st_size > _MAX_SOURCE_BYTES:
             return
         tree = ast.parse(source.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
@@ -176,9 +176,9 @@ def _imports(source: Path, package: Parts) -> Iterator[Parts]:
             yield from ((*base, alias.name) for alias in node.names)
 
 
-def _modules(root: Path, parts: Parts) -> Iterator[tuple[Path, Parts]]:
+def _modules(root: Path, parts: ModulePath) -> Iterator[tuple[Path, ModulePath]]:
     """The files that importing `parts` loads, each with the package that its relative imports start from."""
-    if not parts or parts[0] in _NEVER:
+    if not parts or parts[0] in _NEVER_SIBLINGS:
         return
     for count in range(1, len(parts) + 1):
         file = _file_of(root.joinpath(*parts[:count]))

@@ -16,7 +16,7 @@ from toolwise.own_tasks import all_tasks
 
 T = TypeVar("T")
 
-SPINS = 100_000
+MAX_ROUNDS_PER_INSTANT = 100_000
 """So many rounds in one instant are nobody's honest work."""
 
 
@@ -36,25 +36,25 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def __init__(self, seed: int | None = None, *, jitter_s: float = 0.0) -> None:
         super().__init__()
-        self._instant = 0.0
+        self._virtual_now = 0.0
         self._rounds = 0
-        self._order = random.Random(seed) if seed is not None else None
-        self._lateness = random.Random(seed or 0)
+        self._order_rng = random.Random(seed) if seed is not None else None
+        self._jitter_rng = random.Random(seed or 0)
         self.jitter_s = jitter_s
         self.stalled_s = 0.0
 
     def time(self) -> float:
-        return self._instant
+        return self._virtual_now
 
     def stall(self, seconds: float) -> None:
         """Time passes and nobody else gets a turn: what a tool does that blocks the loop."""
-        self._instant += seconds
+        self._virtual_now += seconds
         self.stalled_s += seconds
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., Any], *args: Any, **more: Any
     ) -> asyncio.TimerHandle:
-        late_s = self._lateness.uniform(0.0, self.jitter_s) if self.jitter_s else 0.0
+        late_s = self._jitter_rng.uniform(0.0, self.jitter_s) if self.jitter_s else 0.0
         return super().call_at(when + late_s, callback, *args, **more)
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> NoReturn:  # type: ignore[override]
@@ -72,17 +72,19 @@ class VirtualLoop(asyncio.BaseEventLoop):
         ready: Any = self._ready  # type: ignore[attr-defined]
         timers: list[Any] = self._scheduled  # type: ignore[attr-defined]
         while timers and timers[0]._cancelled:
-            _take(timers)
+            _pop_timer(timers)
         if not ready and not self._stopping:  # type: ignore[attr-defined]
-            self._pass_time(timers)
+            self._advance_time(timers)
         self._rounds += 1
-        if self._rounds > SPINS:
-            raise Deadlock(f"time stands still at {self._instant:g} s while these are busy: {self._waiting()}")
+        if self._rounds > MAX_ROUNDS_PER_INSTANT:
+            raise Deadlock(
+                f"time stands still at {self._virtual_now:g} s while these are busy: {self._waiting_tasks()}"
+            )
         due = []
-        while timers and timers[0]._when <= self._instant:
-            due.append(_take(timers))
-        if self._order is not None:
-            self._order.shuffle(due)
+        while timers and timers[0]._when <= self._virtual_now:
+            due.append(_pop_timer(timers))
+        if self._order_rng is not None:
+            self._order_rng.shuffle(due)
         ready.extend(due)
         self._shuffle_tasks(ready)
         for _ in range(len(ready)):
@@ -93,24 +95,26 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         return
 
-    def _pass_time(self, timers: list[Any]) -> None:
+    def _advance_time(self, timers: list[Any]) -> None:
         if not timers:
-            raise Deadlock(f"at {self._instant:g} s nothing is left that could wake anybody: {self._waiting()}")
-        if timers[0]._when > self._instant:
-            self._instant = timers[0]._when
+            raise Deadlock(
+                f"at {self._virtual_now:g} s nothing is left that could wake anybody: {self._waiting_tasks()}"
+            )
+        if timers[0]._when > self._virtual_now:
+            self._virtual_now = timers[0]._when
             self._rounds = 0
 
     def _shuffle_tasks(self, ready: Any) -> None:
-        if self._order is None:
+        if self._order_rng is None:
             return
         places = [at for at, handle in enumerate(ready) if _is_task(handle)]
         handles = [ready[at] for at in places]
-        self._order.shuffle(handles)
+        self._order_rng.shuffle(handles)
         for at, handle in zip(places, handles, strict=True):
             ready[at] = handle
 
-    def _waiting(self) -> str:
-        names = sorted(f"{_where(task)} ({task.get_name()})" for task in all_tasks(self))
+    def _waiting_tasks(self) -> str:
+        names = sorted(f"{_task_location(task)} ({task.get_name()})" for task in all_tasks(self))
         return "; ".join(names) or "no task at all"
 
 
@@ -128,7 +132,7 @@ def simulate(work: Coroutine[Any, Any, T], *, seed: int | None = None, jitter_s:
                 task._log_destroy_pending = False  # type: ignore[attr-defined]  # and the last one
 
 
-def _take(timers: list[Any]) -> Any:
+def _pop_timer(timers: list[Any]) -> Any:
     handle = heapq.heappop(timers)
     handle._scheduled = False
     return handle
@@ -138,7 +142,7 @@ def _is_task(handle: Any) -> bool:
     return isinstance(getattr(handle._callback, "__self__", None), asyncio.Task)
 
 
-def _where(task: asyncio.Task[Any]) -> str:
+def _task_location(task: asyncio.Task[Any]) -> str:
     """The task's coroutine, and the innermost line of somebody's own that it waits in."""
     coroutine: Any = task.get_coro()
     place = name = getattr(coroutine, "__qualname__", str(coroutine))

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from toolwise.bounds import LONGEST_NAME, MOST_METRICS, MOST_NAMES, cut
+from toolwise.bounds import MAX_DISTINCT_NAMES, MAX_METRICS, MAX_NAME_CHARS, truncate_text
 from toolwise.fault_rates import fault_metrics, is_faulty
 from toolwise.protocols import Metrics
 from toolwise.types import ScoredRollout, StopReason
@@ -17,7 +17,7 @@ def summarize(scored: Sequence[ScoredRollout]) -> Metrics:
     """One training step's rollouts."""
     if not scored:
         return {}
-    counted = [s for s in scored if s.result.counts]
+    counted = [s for s in scored if s.result.has_valid_score]
     metrics: Metrics = {
         "rollouts": float(len(scored)),
         "cost/mean": mean([s.rollout.usage.cost for s in scored]),
@@ -29,27 +29,27 @@ def summarize(scored: Sequence[ScoredRollout]) -> Metrics:
         "turns/mean": mean([float(len(s.steps)) for s in scored]),
         "tokens/sampled": float(sum(s.rollout.usage.sampled_tokens for s in scored)),
         "reward/error_rate": mean([float(s.result.error is not None) for s in scored]),
-        "reward/invalid_rate": mean([float(s.result.error is None and not s.result.counts) for s in scored]),
+        "reward/invalid_rate": mean([float(s.result.error is None and not s.result.has_valid_score) for s in scored]),
         "reward/misaligned": float(sum(bool(s.warnings) for s in scored)),
     }
     if counted:
         scores = [s.score for s in counted]
         metrics |= {"score/mean": mean(scores), "score/std": std(scores)}
-        by_name = reported(counted)
-        for name in _commonest(by_name):
+        by_name = reported_metrics(counted)
+        for name in _most_common(by_name):
             metrics |= {f"reward/{name}/mean": mean(by_name[name]), f"reward/{name}/std": std(by_name[name])}
-        if len(by_name) > MOST_METRICS:
-            metrics["reward/metrics_left_out"] = float(len(by_name) - MOST_METRICS)
+        if len(by_name) > MAX_METRICS:
+            metrics["reward/metrics_left_out"] = float(len(by_name) - MAX_METRICS)
     for reason, count in Counter(s.rollout.stop_reason.value for s in scored).items():
         metrics[f"stop/{reason}"] = count / len(scored)
     turns = Counter((step.policy_logprobs or {}).get("alignment") for s in scored for step in s.steps)
     metrics |= {f"tokens/{how}": float(turns[how]) for how in ("clean", "realigned", "forked")}
     for kind, count in Counter(s.result.error.kind for s in scored if s.result.error).items():
         metrics[f"reward/errors/{kind}"] = float(count)
-    return metrics | fault_metrics(scored) | by_route(scored)
+    return metrics | fault_metrics(scored) | route_metrics(scored)
 
 
-def by_route(scored: Sequence[ScoredRollout]) -> Metrics:
+def route_metrics(scored: Sequence[ScoredRollout]) -> Metrics:
     """What came of each route: the share of rollouts that took it, their score and their cost."""
     routes: dict[str, list[ScoredRollout]] = defaultdict(list)
     for s in scored:
@@ -57,7 +57,7 @@ def by_route(scored: Sequence[ScoredRollout]) -> Metrics:
             routes[s.rollout.route].append(s)
     metrics: Metrics = {}
     for route, members in sorted(routes.items()):
-        counted = [s.score for s in members if s.result.counts]
+        counted = [s.score for s in members if s.result.has_valid_score]
         metrics |= {
             f"route/{route}/share": len(members) / len(scored),
             f"route/{route}/cost": mean([s.rollout.usage.cost for s in members]),
@@ -78,9 +78,9 @@ def summarize_validation(scored: Sequence[ScoredRollout], held_out_tools: Collec
             kinds["unseen tools" if unseen else "seen tools"].append(s)
         kind = s.rollout.task.extra_info.get("kind")
         if kind is not None:
-            kinds[cut(str(kind), LONGEST_NAME)].append(s)
-    by_kind = {kind: _figures(kinds[kind]) for kind in _commonest(kinds, MOST_NAMES)}
-    return _figures(scored) | by_route(scored) | {"by_kind": by_kind}
+            kinds[truncate_text(str(kind), MAX_NAME_CHARS)].append(s)
+    by_kind = {kind: _figures(kinds[kind]) for kind in _most_common(kinds, MAX_DISTINCT_NAMES)}
+    return _figures(scored) | route_metrics(scored) | {"by_kind": by_kind}
 
 
 def validation_metrics(figures: Mapping[str, Any]) -> Metrics:
@@ -93,21 +93,21 @@ def validation_metrics(figures: Mapping[str, Any]) -> Metrics:
 
 def _figures(scored: Sequence[ScoredRollout]) -> dict[str, Any]:
     """There is no score where nothing could be scored: a 0 would read as a bad model."""
-    counted = [s for s in scored if s.result.counts]
+    counted = [s for s in scored if s.result.has_valid_score]
     own = {
         "cost": mean([s.rollout.usage.cost for s in scored]),
         "tokens": mean([float(s.rollout.usage.sampled_tokens) for s in scored]),
-        "errors": sum(not s.result.counts or is_faulty(s) for s in scored),
+        "errors": sum(not s.result.has_valid_score or is_faulty(s) for s in scored),
     }
     too_long = sum(s.rollout.stop_reason is StopReason.PROMPT_TOO_LONG for s in scored)
     own |= {StopReason.PROMPT_TOO_LONG.value: too_long} if too_long else {}
     first = {"n": len(scored)} | ({"score": mean([s.score for s in counted])} if counted else {})
     taken = {"n", "score", "by_kind", *own}
-    by_name = reported(counted)
-    return first | {name: mean(by_name[name]) for name in _commonest(by_name) if name not in taken} | own
+    by_name = reported_metrics(counted)
+    return first | {name: mean(by_name[name]) for name in _most_common(by_name) if name not in taken} | own
 
 
-def reported(counted: Sequence[ScoredRollout]) -> dict[str, list[float]]:
+def reported_metrics(counted: Sequence[ScoredRollout]) -> dict[str, list[float]]:
     """The values of each metric that the reward reports."""
     values: dict[str, list[float]] = defaultdict(list)
     for s in counted:
@@ -117,7 +117,7 @@ def reported(counted: Sequence[ScoredRollout]) -> dict[str, list[float]]:
     return dict(sorted(values.items()))
 
 
-def _commonest(by_name: Mapping[str, Sequence[object]], most: int = MOST_METRICS) -> list[str]:
+def _most_common(by_name: Mapping[str, Sequence[object]], most: int = MAX_METRICS) -> list[str]:
     """The names with most values, in order: a reward may report other metrics of every rollout."""
     return sorted(sorted(by_name, key=lambda name: (-len(by_name[name]), name))[:most])
 

@@ -18,15 +18,15 @@ from toolwise.messages import Message
 from toolwise.models import load_model
 
 if TYPE_CHECKING:
-    from toolwise.learner.supervised import SupervisedSettings
+    from toolwise.learner.supervised import SftSettings
 
 
-def teach_model(
+def train_sft(
     model_path: str, data: str | Path | Sequence[Mapping[str, Any]], out: Path, settings: Mapping[str, Any]
 ) -> dict[str, float]:
     """Teach the model at `model_path` on `data` and save it to `out`; gives the first and the last figures."""
     from toolwise.learner.lora import Adapters, LoraSettings
-    from toolwise.learner.supervised import teach_steps, tokenize_conversation
+    from toolwise.learner.supervised import sft_steps, tokenize_conversation
     from toolwise.terminal.display import track
 
     settings = dict(settings)
@@ -44,7 +44,7 @@ def teach_model(
             example = tokenize_conversation(chat, messages, tools)
         except (DataError, ModelError) as fault:
             raise row_error(path, number, "messages", str(fault)) from fault
-        if not any(example.taught[: taught.row_tokens]):
+        if not any(example.loss_mask[: taught.row_tokens]):
             problem = f"the assistant first speaks after row_tokens = {taught.row_tokens} tokens: raise it, or shorten"
             raise row_error(path, number, "messages", problem)
         examples.append(example)
@@ -52,7 +52,7 @@ def teach_model(
         raise DataError(f"{path}: there are no conversations to teach on")
     rank = taught.lora_rank
     adapters = Adapters(model, LoraSettings(rank, taught.lora_alpha)) if rank else None
-    steps = teach_steps(model, examples, taught, pad_id=chat.pad_id)
+    steps = sft_steps(model, examples, taught, pad_id=chat.pad_id)
     figures = list(track(steps, "teaching", total=taught.steps, disable=not settings.get("progress")))
     _save(out, model.save_pretrained if adapters is None else adapters.save_merged, chat.tokenizer.save_pretrained)
     return {"first_loss": figures[0]["loss"], **figures[-1]}
@@ -75,15 +75,15 @@ def _save(out: Path, *writers: Callable[[Path], Any]) -> None:
         raise ModelError(f"cannot write {out}: {reason}; nothing was left there") from fault
 
 
-def _read_settings(settings: Mapping[str, Any]) -> SupervisedSettings:
-    from toolwise.learner.supervised import SupervisedSettings
+def _read_settings(settings: Mapping[str, Any]) -> SftSettings:
+    from toolwise.learner.supervised import SftSettings
 
     given = {name: value for name, value in settings.items() if name != "progress"}
-    known = {field.name for field in fields(SupervisedSettings)}
+    known = {field.name for field in fields(SftSettings)}
     unknown = sorted(set(given) - known)
     if unknown:
         raise ConfigError(f"sft has no setting {unknown[0]!r}; it has: {', '.join(sorted(known))}")
-    taught = SupervisedSettings(**given)
+    taught = SftSettings(**given)
     if taught.steps < 1 or taught.row_tokens < 2:
         raise ConfigError(f"sft needs steps >= 1 and row_tokens >= 2, not {taught.steps} and {taught.row_tokens}")
     if taught.lora_rank < 0:

@@ -20,27 +20,27 @@ from toolwise import __version__, checkpoint
 from toolwise.advantages.description import describe_rewards
 from toolwise.advantages.score_check import ScoreCheck
 from toolwise.config import RunConfig
-from toolwise.diagnosis import Changes, show_changes
+from toolwise.diagnosis import FindingChanges, show_changes
 from toolwise.errors import ConfigError, FaultRateError
 from toolwise.evaluation import validate
 from toolwise.json_text import json_text
-from toolwise.loop import Turn, train_step
-from toolwise.records import record_of, write_records, write_whole
-from toolwise.rewards.printed import PrintedLog
+from toolwise.loop import StepResult, train_step
+from toolwise.records import rollout_record, write_atomic, write_records
+from toolwise.rewards.printed import PrintLog
 from toolwise.run import Run
 from toolwise.run_changes import (
     Change,
     changes_since,
-    portable,
+    portable_config,
     read_changes,
     record_changes,
     saved_settings,
 )
-from toolwise.run_files import check_folder, find_checkpoint, forget_rollouts_after, sweep
+from toolwise.run_files import check_folder, delete_rollouts_after, find_checkpoint, remove_partial_files
 from toolwise.secret_names import secret_keys
 from toolwise.settings import to_toml
 from toolwise.summary import summarize_validation, validation_metrics
-from toolwise.terminal import say
+from toolwise.terminal import print_line
 from toolwise.tools.record import write_tools
 from toolwise.trackers.console import ConsoleTracker
 from toolwise.trackers.jsonl import JsonlTracker, read_metrics, truncate_after
@@ -67,7 +67,7 @@ class Training:
         self.out = out
         self.interrupted = False
         self._figures: dict[str, float] = {}
-        self._too_many: str | None = None
+        self._fault_rate_message: str | None = None
         """Why it stops, where more fails than `faults` allows."""
         self._lock = checkpoint.FolderLock(out)
         try:
@@ -75,21 +75,23 @@ class Training:
         except BaseException:
             self._lock.release()
             raise
-        run.scoring.tell_prints(PrintedLog(out / "logs" / "reward.log"))
+        run.scoring.set_print_callback(PrintLog(out / "logs" / "reward.log"))
         self.metrics = JsonlTracker(out / "metrics.jsonl")
         self.console: ConsoleTracker | None = None
         if run.config.trainer.console:
             self.console = ConsoleTracker(run.config.trainer.total_steps, title=run.config.name)
-        self._began = time.monotonic() - run.progress.seconds
-        self._sees = describe_rewards(run.config.algorithm.adv_estimator, run.estimator)
+        self._start_time = time.monotonic() - run.progress.seconds
+        self._reward_description = describe_rewards(run.config.algorithm.adv_estimator, run.estimator)
         self._score_check = ScoreCheck.of(run.estimator)
 
-    async def go(self) -> RunResult:
+    async def run_training(self) -> RunResult:
         try:
             await self._train()
             summary = self._summarize()
-            if self._too_many is not None:
-                raise FaultRateError(f"{self._too_many}; see {self.out / 'report.html'} and rollouts/, then resume")
+            if self._fault_rate_message is not None:
+                raise FaultRateError(
+                    f"{self._fault_rate_message}; see {self.out / 'report.html'} and rollouts/, then resume"
+                )
             return RunResult(self.out, summary)
         finally:
             self._lock.release()
@@ -100,19 +102,21 @@ class Training:
             with self._stop_on_signal():
                 if run.config.router.train_actor:
                     never = run.config.algorithm.terminal_score == "never"
-                    self._announce(self._sees, logging.WARNING if never else logging.INFO)
+                    self._announce(self._reward_description, logging.WARNING if never else logging.INFO)
                 self._warn_of_secrets()
-                self._tell(run.progress.diagnosis.begin(run.startup_findings()))
+                self._publish_findings(run.progress.diagnosis.begin(run.startup_findings()))
                 if run.progress.step == 0 and run.progress.before is None and run.config.validation.before:
                     run.progress.before = await self._validate()
                     self._save()
                 run.router.warm_start()
-                while run.progress.step < total and not self.interrupted and self._too_many is None:
+                while run.progress.step < total and not self.interrupted and self._fault_rate_message is None:
                     run.progress.diagnosis.before_step(run.config, run.learner.weights_checksum)
-                    self._note(await train_step(run))
+                    self._record_step(await train_step(run))
                     self._figures = {}
                     step, best = run.progress.step, run.progress.best_rank
-                    self._too_many = run.progress.faults.exceeded(run.config.faults, ended=self._ends_unnoticed())
+                    self._fault_rate_message = run.progress.faults.describe_exceeded(
+                        run.config.faults, ended=self._is_last_updated_step()
+                    )
                     if step == total or (run.config.validation.every and step % run.config.validation.every == 0):
                         run.progress.last, run.progress.last_step = await self._validate(), step
                     if step % run.config.trainer.save_every == 0 or run.progress.best_rank != best:
@@ -125,12 +129,12 @@ class Training:
             if self.console is not None:
                 self.console.close()
 
-    def _ends_unnoticed(self) -> bool:
+    def _is_last_updated_step(self) -> bool:
         """At its last step, with weights that have changed: that they have not is told by another exit status."""
         progress = self.run.progress
         return progress.step == self.run.config.trainer.total_steps and progress.diagnosis.updated is not False
 
-    def _note(self, turn: Turn) -> None:
+    def _record_step(self, turn: StepResult) -> None:
         step, learner = self.run.progress.step, self.run.learner
         self.run.progress.faults.add(turn.scored, self.run.config.faults.window)
         self.metrics.log(step, turn.metrics)
@@ -138,12 +142,12 @@ class Training:
         if self.console is not None:
             self.console.log(step, turn.metrics)
             for scored in turn.scored[:1]:
-                self.console.show_rollout(record_of(scored))
-        warning = self._score_check.look(turn.scored) if self._score_check and turn.credited else None
+                self.console.show_rollout(rollout_record(scored))
+        warning = self._score_check.observe(turn.scored) if self._score_check and turn.credited else None
         if warning is not None:
             self._announce(warning, logging.WARNING)
         diagnosis, config = self.run.progress.diagnosis, self.run.config
-        self._tell(diagnosis.after_step(config, step, turn.scored, turn.metrics, learner.weights_checksum))
+        self._publish_findings(diagnosis.after_step(config, step, turn.scored, turn.metrics, learner.weights_checksum))
 
     def _warn_of_secrets(self) -> None:
         keys = list(secret_keys(self.run.config.model_dump()))
@@ -181,31 +185,31 @@ class Training:
         if self.console is not None:
             self.console.log(step, metrics)
         self._figures = {name.removeprefix("eval/"): value for name, value in metrics.items()}
-        self._compare_with_the_best()
-        self._tell(self.run.progress.diagnosis.after_validation(step, scored))
+        self._update_best_rank()
+        self._publish_findings(self.run.progress.diagnosis.after_validation(step, scored))
         return figures
 
-    def _compare_with_the_best(self) -> None:
+    def _update_best_rank(self) -> None:
         trainer, progress = self.run.config.trainer, self.run.progress
         if not trainer.keep_best:
             return
-        found = checkpoint.rank(self._figures, trainer.best_metric)
+        found = checkpoint.ranking_key(self._figures, trainer.best_metric)
         if found is None:
             known, name = ", ".join(sorted(self._figures)), trainer.best_metric.removeprefix("-")
             log.warning("trainer.best_metric is %r, and the validation reports: %s", name, known)
         elif progress.best_rank is None or found < progress.best_rank:
             progress.best_rank = found
 
-    def _tell(self, changes: Changes) -> None:
+    def _publish_findings(self, changes: FindingChanges) -> None:
         """Findings on the console, or in the log where there is none, and in the folder for the report."""
         show_changes(changes, self.console)
         if changes.found or changes.withdrawn:
             findings = [finding.to_json() for finding in self.run.progress.diagnosis.findings]
-            write_whole(self.out / "diagnosis.json", json_text(findings, indent=2).encode())
+            write_atomic(self.out / "diagnosis.json", json_text(findings, indent=2).encode())
 
     def _save(self) -> None:
         progress, trainer = self.run.progress, self.run.config.trainer
-        progress.seconds = time.monotonic() - self._began
+        progress.seconds = time.monotonic() - self._start_time
         self.metrics.sync()  # what a checkpoint vouches for outlasts a power cut as well
         for folder in (self.out, self.out / "rollouts"):
             if folder.exists():
@@ -235,8 +239,8 @@ class Training:
     def _summarize(self) -> dict[str, Any]:
         run, diagnosis = self.run, self.run.progress.diagnosis
         interrupted = self.interrupted and run.progress.step < run.config.trainer.total_steps
-        if not interrupted and self._too_many is None:
-            self._tell(diagnosis.end(run.progress.step))
+        if not interrupted and self._fault_rate_message is None:
+            self._publish_findings(diagnosis.end(run.progress.step))
             if diagnosis.updated is False:
                 log.warning("the actor was to be trained and was never updated: see the diagnosis in %s", self.out)
         summary = {
@@ -247,21 +251,21 @@ class Training:
             "steps": run.progress.step,
             "total_steps": run.config.trainer.total_steps,
             "interrupted": interrupted,
-            "stopped": self._too_many,
+            "stopped": self._fault_rate_message,
             "faults": run.progress.faults.totals,
             "seed": run.config.seed,
-            "seconds": round(time.monotonic() - self._began, 3),
+            "seconds": round(time.monotonic() - self._start_time, 3),
             "peak_rss_mb": peak_rss_mb(),
             "model": run.config.model.path,
             "version": __version__,
             "sandbox": run.scoring.describe(),
-            "advantages": self._sees,
+            "advantages": self._reward_description,
             "changes": read_changes(self.out),
             "updated": diagnosis.updated,
             "diagnosis": [finding.to_json() for finding in diagnosis.findings],
             "tool_prompt": run.chat.tool_prompt.describe() if run.scheduler.tools else None,
         }
-        write_whole(self.out / "summary.json", json_text(summary, indent=2).encode())
+        write_atomic(self.out / "summary.json", json_text(summary, indent=2).encode())
         from toolwise.view.report import write_report
 
         write_report(self.out)
@@ -281,20 +285,20 @@ class Training:
         check_folder(self.out, self.run.config, resume=resume)  # again: somebody may have been here in between
         found = find_checkpoint(self.out / "checkpoints")
         if found is not None:
-            changes = self._note_changes(found)
+            changes = self._record_resumed_changes(found)
             self.run.registry().load_state_dict(found.state())
             if {"trainer.best_metric", "trainer.keep_best"} & {change.key for change in changes}:
-                self._find_the_best(found.step)
+                self._restore_best_rank(found.step)
             self.run.learner.load_weights(found.path / "model")
             self.run.policy.version = self.run.learner.version
             self._find_last_validation()
         step = found.step if found is not None else -1
         truncate_after(self.out / "metrics.jsonl", step)
-        forget_rollouts_after(self.out / "rollouts", step)
+        delete_rollouts_after(self.out / "rollouts", step)
         for name in ("summary.json", "diagnosis.json"):
             (self.out / name).unlink(missing_ok=True)
-        sweep(self.out)
-        write_whole(self.out / "config.toml", to_toml(portable(self.run.config, self.out)).encode())
+        remove_partial_files(self.out)
+        write_atomic(self.out / "config.toml", to_toml(portable_config(self.run.config, self.out)).encode())
         return step
 
     def _find_last_validation(self) -> None:
@@ -304,7 +308,7 @@ class Training:
             steps = (line["step"] for line in lines if any(name.startswith("eval/") for name in line))
             progress.last_step = max((step for step in steps if step <= progress.step), default=None)
 
-    def _note_changes(self, found: checkpoint.Checkpoint) -> list[Change]:
+    def _record_resumed_changes(self, found: checkpoint.Checkpoint) -> list[Change]:
         """Settings that differ from those the checkpoint was made under are said, and recorded with its step."""
         changes = changes_since(found.facts.get("settings"), self.run.config, self.out)
         record_changes(self.out, found.step, changes)
@@ -312,11 +316,15 @@ class Training:
             log.warning("resumed at step %d with changed settings: %s", found.step, ", ".join(map(str, changes)))
         return changes
 
-    def _find_the_best(self, step: int) -> None:
+    def _restore_best_rank(self, step: int) -> None:
         """The best validation by the present `trainer.best_metric` among those whose checkpoints are kept."""
         trainer, progress = self.run.config.trainer, self.run.progress
-        kept = checkpoint.kept_figures(self.out / "checkpoints", step)
-        ranks = [rank for figures in kept if (rank := checkpoint.rank(figures, trainer.best_metric)) is not None]
+        kept = checkpoint.checkpoint_figures(self.out / "checkpoints", step)
+        ranks = [
+            ranking_key
+            for figures in kept
+            if (ranking_key := checkpoint.ranking_key(figures, trainer.best_metric)) is not None
+        ]
         progress.best_rank = min(ranks, default=None)
 
     @contextmanager
@@ -331,7 +339,7 @@ class Training:
                 raise Interrupt
             self.interrupted = True
             name = signal.Signals(number).name
-            say(f"\n{name}: finishing this step and saving; once more to stop at once", err=True)
+            print_line(f"\n{name}: finishing this step and saving; once more to stop at once", err=True)
 
         if threading.current_thread() is not threading.main_thread():
             yield  # signals belong to the host
@@ -344,7 +352,7 @@ class Training:
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
-def nothing_left(out: Path, config: RunConfig) -> RunResult | None:
+def finished_result(out: Path, config: RunConfig) -> RunResult | None:
     """What the run in `out` came to, where no step up to `trainer.total_steps` is left and it has been summed up."""
     from toolwise.view.run_folder import open_run
 
@@ -353,7 +361,7 @@ def nothing_left(out: Path, config: RunConfig) -> RunResult | None:
     if max((int(name[1]) for name in names if name), default=-1) < total:
         return None  # seen without reading a whole checkpoint
     newest = checkpoint.latest(out / "checkpoints", warnings_out=[])
-    summary = open_run(out).written_summary
+    summary = open_run(out).saved_summary
     if newest is None or newest.step < total or (newest.step == total and summary is None):
         return None
     nothing = {"before": None, "after": None, "steps": newest.step, "total_steps": total, "interrupted": False}

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from toolwise.thinking.groups import Deliberation
+    from toolwise.thinking.groups import RolloutThinking
 
     Floats = NDArray[np.float32]
 
@@ -64,7 +64,7 @@ class Task(BaseModel):
 
     @field_validator("termination_regex")
     @classmethod
-    def _usable(cls, pattern: str | None) -> str | None:
+    def _check_regex(cls, pattern: str | None) -> str | None:
         if pattern:
             compile_pattern(pattern)
         return pattern
@@ -115,7 +115,7 @@ class StepData(BaseModel):
     return_to_go: float | None = None
 
     @classmethod
-    def trusted(cls, **fields: Any) -> StepData:
+    def unchecked(cls, **fields: Any) -> StepData:
         """From every field, unchecked: what `model_construct` does, at a quarter of its time and less memory."""
         made = cls.__new__(cls)
         object.__setattr__(made, "__dict__", fields)
@@ -275,7 +275,7 @@ class ScoredRollout:
     @property
     def trainable(self) -> bool:
         return (
-            self.result.counts
+            self.result.has_valid_score
             and self.rollout.trainable
             and any(step.policy_logprobs is not None for step in self.steps)
         )
@@ -289,7 +289,7 @@ class AnnotatedRollout:
     old_logprobs: tuple[Floats, ...] | None = None
     ref_logprobs: tuple[Floats, ...] | None = None
     values: tuple[Floats, ...] | None = None
-    thinking: Deliberation | None = None
+    thinking: RolloutThinking | None = None
     """What the other thinking levels would have thought at its steps, and how they like its actions."""
 
 

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any, ParamSpec, TypeVar
 
-from toolwise.bounds import cut
+from toolwise.bounds import truncate_text
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -60,11 +60,11 @@ def as_exception(fault: BaseException) -> Exception:
     if isinstance(fault, asyncio.CancelledError):
         return UserCodeError("it cancelled itself")
     if isinstance(fault, SystemExit):
-        return UserCodeError(f"it called sys.exit({_text(fault.code, repr)})")
+        return UserCodeError(f"it called sys.exit({_safe_text(fault.code, repr)})")
     return UserCodeError(f"it raised {describe(fault)}")
 
 
-def call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+def call_user_code(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """`function(…)`, whose faults are all exceptions."""
     try:
         return function(*args, **kwargs)
@@ -74,7 +74,7 @@ def call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         raise as_exception(fault) from None
 
 
-async def contain(work: Awaitable[T]) -> T:
+async def await_user_code(work: Awaitable[T]) -> T:
     """What `work` gives, for a task of its own; a cancellation stays one."""
     task = asyncio.current_task()
     try:
@@ -101,16 +101,16 @@ def is_closing(fault: BaseException, task: asyncio.Task[Any] | None = None) -> b
 def describe(fault: BaseException) -> str:
     """`ValueError: no such city`, whatever the fault's own `__str__` does, and of a bounded length."""
     kind = _name_of(type(fault))
-    name, said = "RuntimeError" if kind == UserCodeError.__name__ else kind, _text(fault, str)
-    return cut(f"{name}: {said}", MAX_CHARS)
+    name, said = "RuntimeError" if kind == UserCodeError.__name__ else kind, _safe_text(fault, str)
+    return truncate_text(f"{name}: {said}", MAX_CHARS)
 
 
-def traced(fault: BaseException) -> str:
+def format_with_traceback(fault: BaseException) -> str:
     """`fault` with its traceback, for a log; `traceback.format_exception` would ask it for its text."""
     return f"{''.join(traceback.format_tb(fault.__traceback__))}{describe(fault)}"
 
 
-def _text(value: object, words: Callable[[object], str]) -> str:
+def _safe_text(value: object, words: Callable[[object], str]) -> str:
     try:
         return words(value)
     except Exception as fault:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, cast
 
 from toolwise import user_code
-from toolwise.own_tasks import all_tasks, forget, hide, show, spawn
+from toolwise.own_tasks import all_tasks, hide_task, spawn, unhide_task, unregister_task
 
 log = logging.getLogger("toolwise.waiting")
 T = TypeVar("T")
@@ -22,11 +22,11 @@ GRACE_S = 1.0
 """How long cancelled work may take to put itself away before it is abandoned."""
 
 _abandoned: Counter[str] = Counter()
-_left: list[asyncio.Task[Any]] = []
+_abandoned_tasks: list[asyncio.Task[Any]] = []
 """Abandoned tasks of loops that are closed: kept, since a coroutine that is collected is thrown into once more."""
 
 
-def abandoned() -> dict[str, int]:
+def abandoned_counts() -> dict[str, int]:
     """What did not heed its end and was left behind since this process began: how often, by name."""
     return dict(_abandoned)
 
@@ -45,16 +45,17 @@ def in_virtual_time() -> bool:
 class WorkClock:
     """How long a piece of work has worked, against its deadline; it stands still while the work waits in a queue.
 
-    `end_within(…, clock)` starts it, `queueing` halts it. Waiting for a worker or a place is not the work's time:
+    `run_with_deadline(…, clock)` starts it, `exclude_queue_time` halts it. Waiting for a worker or a place is not the
+    work's time:
     `queue_s` has it, and the deadline of whatever is around the work covers it.
     """
 
-    __slots__ = ("_began", "_halts", "_left_s", "_loop", "_timer", "_woken", "queue_s")
+    __slots__ = ("_left_s", "_loop", "_pauses", "_phase_start", "_timer", "_woken", "queue_s")
 
     def __init__(self) -> None:
         self.queue_s = 0.0
-        self._halts = 0
-        self._began = 0.0
+        self._pauses = 0
+        self._phase_start = 0.0
         """When it last began to run, or to stand still."""
         self._timer: asyncio.TimerHandle | None = None
         self._woken: asyncio.Future[None] | None = None
@@ -67,30 +68,30 @@ class WorkClock:
         """The work is over; what is left of it may still wait, and that counts no more."""
         if self._timer is not None:
             self._timer.cancel()
-        elif self._halts:
-            self.queue_s += self._loop.time() - self._began
+        elif self._pauses:
+            self.queue_s += self._loop.time() - self._phase_start
         self._timer = self._woken = None
 
-    def halt(self) -> None:
-        self._halts += 1
+    def pause(self) -> None:
+        self._pauses += 1
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
             now = self._loop.time()
-            self._left_s, self._began = self._left_s - (now - self._began), now
+            self._left_s, self._phase_start = self._left_s - (now - self._phase_start), now
 
-    def go_on(self) -> None:
-        self._halts -= 1
-        if self._halts == 0 and self._woken is not None:
-            self.queue_s += self._loop.time() - self._began
+    def resume(self) -> None:
+        self._pauses -= 1
+        if self._pauses == 0 and self._woken is not None:
+            self.queue_s += self._loop.time() - self._phase_start
             self._run()
 
     def _run(self) -> None:
-        self._began = self._loop.time()
+        self._phase_start = self._loop.time()
         self._timer = self._loop.call_later(self._left_s, _wake, self._woken)
 
     @property
-    def ours(self) -> bool:
+    def is_running_here(self) -> bool:
         """Whether it runs, and in this event loop: what is handed to another loop takes the context along."""
         return self._woken is not None and self._loop is asyncio.get_running_loop()
 
@@ -99,49 +100,51 @@ _clock: contextvars.ContextVar[WorkClock | None] = contextvars.ContextVar("toolw
 
 
 @contextmanager
-def queueing() -> Iterator[None]:
+def exclude_queue_time() -> Iterator[None]:
     """Around a wait for a worker or a place: none of it is charged to the deadline of the work that waits."""
     clock = _clock.get()
-    if clock is None or not clock.ours:
+    if clock is None or not clock.is_running_here:
         yield
         return
-    clock.halt()
+    clock.pause()
     try:
         yield
     finally:
-        clock.go_on()
+        clock.resume()
 
 
-def queued(work: Callable[[], T]) -> Callable[[], T]:
+def exclude_pool_queue_time(work: Callable[[], T]) -> Callable[[], T]:
     """`work` to be handed to a pool of threads: until one of them begins it, it waits in a queue."""
     clock = _clock.get()
-    if clock is None or not clock.ours:
+    if clock is None or not clock.is_running_here:
         return work
     loop = asyncio.get_running_loop()
-    clock.halt()
+    clock.pause()
 
     def begin() -> T:
         with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(clock.go_on)
+            loop.call_soon_threadsafe(clock.resume)
         return work()
 
     return begin
 
 
-async def end_within(
-    limit_s: float, work: Coroutine[Any, Any, T], late: Exception, clock: WorkClock | None = None
+async def run_with_deadline(
+    limit_s: float, work: Coroutine[Any, Any, T], timeout_error: Exception, clock: WorkClock | None = None
 ) -> T:
-    """What `work` gives. Past `limit_s` it is cancelled, abandoned where it does not heed that, and `late` is raised.
+    """What `work` gives. Past `limit_s` it is cancelled, abandoned where it does not heed that, and `timeout_error` is
+    raised.
 
-    `late` is the caller's own, so that it is never taken for a `TimeoutError` that the work raised. With a `clock`,
-    time in a queue (`queueing`) does not count.
+    `timeout_error` is the caller's own, so that it is never taken for a `TimeoutError` that the work raised. With a
+    `clock`,
+    time in a queue (`exclude_queue_time`) does not count.
     """
     if limit_s <= 0:
         work.close()
-        raise late
+        raise timeout_error
     loop = asyncio.get_running_loop()
     woken: asyncio.Future[None] = loop.create_future()
-    guarded = _told_of(work, woken)
+    guarded = _notify_when_done(work, woken)
     # The name under which it is told of, should it stay behind.
     cast("Any", guarded).__qualname__ = getattr(work, "__qualname__", "") or str(work)
     timer: asyncio.TimerHandle | None = None
@@ -155,7 +158,7 @@ async def end_within(
     try:
         await woken
         if not task.done():
-            raise late
+            raise timeout_error
         if task.cancelled():  # by itself: this must not pass for a cancellation of whoever waits
             raise user_code.UserCodeError("it cancelled itself")
         return task.result()
@@ -165,7 +168,7 @@ async def end_within(
         elif clock is not None:
             clock.stop()
         if not task.done():
-            await _put_away(task, work)
+            await _cancel_and_wait(task, work)
         elif not task.cancelled():
             task.exception()  # heard, though whoever waits may have been cancelled in the same instant
 
@@ -175,7 +178,7 @@ def _wake(woken: asyncio.Future[None] | None) -> None:
         woken.set_result(None)
 
 
-async def _told_of(work: Coroutine[Any, Any, T], woken: asyncio.Future[None]) -> T:
+async def _notify_when_done(work: Coroutine[Any, Any, T], woken: asyncio.Future[None]) -> T:
     """Wakes whoever waits when `work` ends: a callback of the task, or `asyncio.wait`, would take another turn of the
     loop. A `sys.exit()` in a task would end the loop, and the run with it."""
     task = asyncio.current_task()
@@ -192,7 +195,7 @@ async def _told_of(work: Coroutine[Any, Any, T], woken: asyncio.Future[None]) ->
             woken.set_result(None)
 
 
-async def _put_away(task: asyncio.Task[Any], work: Coroutine[Any, Any, Any]) -> None:
+async def _cancel_and_wait(task: asyncio.Task[Any], work: Coroutine[Any, Any, Any]) -> None:
     """Cancels, and waits: to the end of the grace, though whoever waits be cancelled meanwhile, so that nothing is left
     at work that is not counted."""
     loop = asyncio.get_running_loop()
@@ -208,13 +211,13 @@ async def _put_away(task: asyncio.Task[Any], work: Coroutine[Any, Any, Any]) -> 
     if task.done():
         work.close()  # for the case that it was never begun: it would complain of that
     else:
-        show(task)  # no longer ours
+        unhide_task(task)  # no longer ours
         _abandon(getattr(work, "__qualname__", str(work)), "does not heed its cancellation")
     if cancelled:
         raise asyncio.CancelledError
 
 
-async def in_thread(work: Callable[[], T], *, name: str = "blocking work") -> T:
+async def call_in_thread(work: Callable[[], T], *, name: str = "blocking work") -> T:
     """What blocking `work` gives, from a thread of its own.
 
     The loop's shared threads are few: there, calls that hang keep out all others, and calls that queue are late before
@@ -255,13 +258,13 @@ async def in_thread(work: Callable[[], T], *, name: str = "blocking work") -> T:
         raise
 
 
-async def all_of(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather_all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """All results in order. A fault, or a cancellation, is raised only after every piece of work has come to its end:
     a plain `gather` would leave the others running."""
     begun = list(works)
     if len(begun) == 1:  # the most usual case, at no cost
         return [await begun[0]]
-    tasks = [spawn(user_code.contain(work)) for work in begun]
+    tasks = [spawn(user_code.await_user_code(work)) for work in begun]
     try:
         results = await asyncio.gather(*tasks, return_exceptions=True)
     finally:
@@ -280,27 +283,27 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
     async def whole() -> T:
         loop = asyncio.get_running_loop()
-        loop.set_default_executor(_Threads())
+        loop.set_default_executor(_ThreadPerCallExecutor())
         main = asyncio.current_task()
         assert main is not None
-        hide(main)
-        _refuse_to_stop(loop, main)
+        hide_task(main)
+        _forbid_loop_stop(loop, main)
         try:
             return await work
         finally:
-            await _put_all_away()
+            await _cancel_all_tasks()
 
     with asyncio.Runner() as runner:
         loop = runner.get_loop()
-        _go_on_after_faults(loop)
+        _survive_task_exits(loop)
         try:
             return runner.run(whole())
         finally:
             for task in all_tasks(loop):  # what is left is asyncio's to end
-                show(task)
+                unhide_task(task)
 
 
-def _refuse_to_stop(loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) -> None:
+def _forbid_loop_stop(loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) -> None:
     stop = loop.stop
 
     def refuse() -> None:
@@ -312,7 +315,7 @@ def _refuse_to_stop(loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) ->
         cast("Any", loop).stop = refuse
 
 
-def _go_on_after_faults(loop: asyncio.AbstractEventLoop) -> None:
+def _survive_task_exits(loop: asyncio.AbstractEventLoop) -> None:
     """Other people's tasks that raise `SystemExit` or `KeyboardInterrupt` make asyncio leave its loop: back in."""
     leave = loop.run_until_complete
 
@@ -330,7 +333,7 @@ def _go_on_after_faults(loop: asyncio.AbstractEventLoop) -> None:
         cast("Any", loop).run_until_complete = run_until_complete
 
 
-async def _put_all_away() -> None:
+async def _cancel_all_tasks() -> None:
     """Ends all other tasks of the loop, or takes them off its books."""
     loop, me = asyncio.get_running_loop(), asyncio.current_task()
     if tasks := all_tasks() - {me}:
@@ -341,12 +344,12 @@ async def _put_all_away() -> None:
     await asyncio.wait({closing}, timeout=GRACE_S)
     for task in all_tasks() - {me}:
         _abandon(getattr(task.get_coro(), "__qualname__", repr(task)), "does not heed its cancellation")
-        forget(task)
+        unregister_task(task)
         task._log_destroy_pending = False  # type: ignore[attr-defined]
-        _left.append(task)
+        _abandoned_tasks.append(task)
 
 
-class _Threads(ThreadPoolExecutor):
+class _ThreadPerCallExecutor(ThreadPoolExecutor):
     """A daemon thread a call: those of the standard library are few, and waited for at the end of the program."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from toolwise.messages import Message
-from toolwise.thinking.groups import Alternative, Deliberation, LevelScore, ThinkingGroup, ThinkingStep
+from toolwise.thinking.groups import Alternative, LevelScore, RolloutThinking, ThinkingGroup, ThinkingStep
 from toolwise.types import AnnotatedRollout, EvaluateResult, Rollout, ScoredRollout, StepData, StopReason, Task, Usage
 
 LEVEL, HEAD, ACTION = 2, 3, 2
@@ -22,7 +22,7 @@ def level_score(
     level: int, logprob: float, *, used: bool, tokens: int = 0, entropy: float = 1.0, drawn: Sequence[float] = ()
 ) -> LevelScore:
     head = [100 + level, *([200 + level] * tokens)]
-    other = None if used else Alternative(level, [1, 2, 100 + level], 1, head, [-0.5] * tokens, generated=tokens)
+    other = None if used else Alternative(level, [1, 2, 100 + level], 1, head, [-0.5] * tokens, generated_tokens=tokens)
     # Unequal tokens with the mean that was asked for.
     logprobs = np.array(drawn or [logprob + 0.25, logprob - 0.25], np.float32)
     return LevelScore(level, tokens, logprobs, np.full(ACTION, entropy, np.float32), other, [9])
@@ -74,7 +74,7 @@ def thoughtful(
     task = Task(task_id=group, prompt=[Message(role="user", content="?")])
     rollout = Rollout(name, group, 0, 0, task, None, made, task.prompt, StopReason.ANSWERED, Usage())
     scored = ScoredRollout(rollout, EvaluateResult(score=score), made)
-    return AnnotatedRollout(scored, thinking=Deliberation(tuple(steps), price, anneal))
+    return AnnotatedRollout(scored, thinking=RolloutThinking(tuple(steps), price, anneal))
 
 
 def random_batch(

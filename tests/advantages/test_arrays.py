@@ -12,11 +12,11 @@ from toolwise.advantages.arrays import (
     CreditError,
     check_choice,
     check_fraction,
-    codes_of,
+    compact_codes,
     discounted_sums,
-    narrow,
+    integer_codes,
     normalize,
-    pairs,
+    pair_codes,
     whiten,
 )
 from toolwise.errors import ToolwiseError
@@ -34,19 +34,19 @@ def partition(codes: object) -> set[frozenset[int]]:
 
 
 def test_codes_number_keys() -> None:
-    assert codes_of(["b", "a", "b", ("c", 1), "a"]).tolist() == [0, 1, 0, 2, 1]
-    assert codes_of("gg").tolist() == [0, 0]
-    assert codes_of([]).tolist() == []
+    assert integer_codes(["b", "a", "b", ("c", 1), "a"]).tolist() == [0, 1, 0, 2, 1]
+    assert integer_codes("gg").tolist() == [0, 0]
+    assert integer_codes([]).tolist() == []
 
 
 @pytest.mark.parametrize("keys", [np.array([4, 4, 5]), torch.tensor([4, 4, 9]), np.array(["x", "x", "y"], object)])
 def test_codes_of_arrays_and_tensors_go_by_value(keys: object) -> None:
-    assert codes_of(keys).tolist() == [0, 0, 1]
+    assert integer_codes(keys).tolist() == [0, 0, 1]
 
 
 @given(CODES)
 def test_narrow_codes_keep_the_partition_and_take_little_room(codes: list[int]) -> None:
-    found, room = narrow(np.array(codes, dtype=np.intp))
+    found, room = compact_codes(np.array(codes, dtype=np.intp))
     assert partition(found.tolist()) == partition(codes)
     assert 0 <= min(found) <= max(found) < room <= 4 * len(codes)
 
@@ -54,7 +54,7 @@ def test_narrow_codes_keep_the_partition_and_take_little_room(codes: list[int]) 
 @pytest.mark.parametrize("apart", [1, 3, 30, 10**9])
 def test_narrow_codes_however_far_apart(apart: int) -> None:
     codes = np.array([5, -2, 5, 0, 4, -2]) * apart
-    found, room = narrow(codes)
+    found, room = compact_codes(codes)
     assert partition(found.tolist()) == partition(codes.tolist())
     assert room <= 4 * len(codes)
 
@@ -62,15 +62,15 @@ def test_narrow_codes_however_far_apart(apart: int) -> None:
 @given(CODES, CODES)
 def test_pairs_are_equal_where_both_parts_are(first: list[int], second: list[int]) -> None:
     n = min(len(first), len(second))
-    found, room = pairs(np.array(first[:n], dtype=np.intp), np.array(second[:n], dtype=np.intp))
+    found, room = pair_codes(np.array(first[:n], dtype=np.intp), np.array(second[:n], dtype=np.intp))
     assert partition(found.tolist()) == partition(list(zip(first[:n], second[:n], strict=True)))
     assert max(found) < room
 
 
 def test_nothing_has_no_codes() -> None:
     none = np.zeros(0, dtype=np.intp)
-    assert narrow(none)[1] == 0
-    assert pairs(none, none)[1] == 0
+    assert compact_codes(none)[1] == 0
+    assert pair_codes(none, none)[1] == 0
 
 
 def test_normalize_hand_worked() -> None:

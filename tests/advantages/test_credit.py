@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from toolwise.advantages import Gigpo, Grpo, credit
-from toolwise.advantages.credit import credit_steps, credit_tokens, with_credit
+from toolwise.advantages.credit import credit_steps, credit_tokens, with_advantage
 from toolwise.protocols import Annotation, MeasuredEstimator
 from toolwise.types import AnnotatedRollout, CreditedRollout, StepData
 
@@ -42,7 +42,7 @@ def test_an_estimator_that_measures_is_asked(step: Step, rollout: Make) -> None:
 
 def test_a_copy_has_the_credit_and_all_the_rest(step: Step) -> None:
     given = step(3, state="s", base_reward=2.0)
-    made = with_credit(given, 0.5, 1.5)
+    made = with_advantage(given, 0.5, 1.5)
     assert (made.advantage, made.return_to_go) == (0.5, 1.5)
     assert made.model_dump() == given.model_copy(update={"advantage": 0.5, "return_to_go": 1.5}).model_dump()
     assert given.advantage is None

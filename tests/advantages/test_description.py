@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from toolwise.advantages import ESTIMATORS, Gigpo, Grpo, Rlvcr, Watched
-from toolwise.advantages.description import describe_rewards, places_score
+from toolwise.advantages import ESTIMATORS, Gigpo, Grpo, MonitoredEstimator, Rlvcr
+from toolwise.advantages.description import describe_rewards, has_step_returns
 from toolwise.learner.kl import KlCoefficient
-from toolwise.learner.pricing import PricedEstimator
+from toolwise.learner.pricing import KlRewardEstimator
 
 STEPWISE = ("gigpo", "hgpo", "gae", "reinforce_plus_plus")
 
@@ -45,16 +45,16 @@ def test_prices_are_told() -> None:
 @pytest.mark.parametrize(
     "around",
     [
-        lambda e: PricedEstimator(e, KlCoefficient(0.1)),
+        lambda e: KlRewardEstimator(e, KlCoefficient(0.1)),
         lambda e: Rlvcr(trajectory=e),
-        lambda e: Watched(PricedEstimator(e, KlCoefficient(0.1)), Rlvcr()),
+        lambda e: MonitoredEstimator(KlRewardEstimator(e, KlCoefficient(0.1)), Rlvcr()),
     ],
 )
 def test_what_stands_around_an_estimator_does_not_hide_it(around: Any) -> None:
     assert describe_rewards("x", around(Gigpo())) == describe_rewards("x", Gigpo())
     assert describe_rewards("x", around(Grpo())) == describe_rewards("x", Grpo())
-    assert places_score(around(Gigpo()))
-    assert not places_score(around(Grpo()))
+    assert has_step_returns(around(Gigpo()))
+    assert not has_step_returns(around(Grpo()))
 
 
 def test_an_estimator_of_your_own_is_named() -> None:

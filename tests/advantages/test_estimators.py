@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from toolwise.advantages import ESTIMATORS, Gae, Gigpo, Grpo, build_estimator, equal_scores_teach
+from toolwise.advantages import ESTIMATORS, Gae, Gigpo, Grpo, build_estimator, learns_from_equal_scores
 from toolwise.errors import ConfigError, ToolwiseError
 from toolwise.types import AnnotatedRollout, StepData
 
@@ -19,7 +19,7 @@ Step = Callable[..., StepData]
 Make = Callable[..., AnnotatedRollout]
 EACH = pytest.mark.parametrize("name", sorted(ESTIMATORS))
 
-pytestmark = pytest.mark.filterwarnings("ignore::toolwise.advantages.DeadAnchorsWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::toolwise.advantages.SingletonAnchorsWarning")
 
 
 def batch(step: Step, make: Make, scores: tuple[float, ...] = (1.0, 0.0, 0.5)) -> list[AnnotatedRollout]:
@@ -42,8 +42,8 @@ def test_each_is_a_frozen_dataclass_that_names_its_needs(name: str) -> None:
     assert made == ESTIMATORS[name]()
     assert type(made).__dataclass_params__.frozen
     assert made.needs <= {"old_logprobs", "ref_logprobs", "values"}
-    assert made.least_group in (1, 2)
-    assert equal_scores_teach(made, 1.0) in (True, False)
+    assert made.min_group_size in (1, 2)
+    assert learns_from_equal_scores(made, 1.0) in (True, False)
 
 
 @EACH

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolwise.advantages import (
-    DeadAnchorsWarning,
     Gigpo,
+    SingletonAnchorsWarning,
     StateAnchor,
     apply_gigpo_to_batch_steps,
     credit,
@@ -35,7 +35,7 @@ Make = Callable[..., AnnotatedRollout]
 ON_STATE = None
 """No hashing function: the environment's own state_key."""
 
-pytestmark = pytest.mark.filterwarnings("ignore::toolwise.advantages.DeadAnchorsWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::toolwise.advantages.SingletonAnchorsWarning")
 
 
 # The paper's equations, one after the other, with nothing shared with the module under test.
@@ -380,8 +380,8 @@ def test_blocks_change_nothing_to_the_last_bit(monkeypatch: pytest.MonkeyPatch, 
     episodes = Episodes(rng.normal(size=200), groups, lengths, rng.normal(size=int(lengths.sum())))
     anchors = rng.integers(0, 5, int(lengths.sum()))
     whole = gigpo_advantages(episodes, anchors)
-    monkeypatch.setattr(module, "BLOCK", 50)
-    pieces = list(module.in_blocks(episodes, anchors))
+    monkeypatch.setattr(module, "BLOCK_STEPS", 50)
+    pieces = list(module.split_into_blocks(episodes, anchors))
     assert (len(pieces) > 5) == in_order
     parts = gigpo_advantages(episodes, anchors)
     for name in ("advantages", "returns", "episode", "step"):
@@ -415,7 +415,7 @@ def walk(step: Step, moves: int, name: int) -> list[StepData]:
 def test_hashing_the_whole_history_is_warned_about(step: Step) -> None:
     lists = [walk(step, 8, name) for name in range(6)]
     arguments: Any = (lists, [float(i % 2) for i in range(6)], 0.5, 0.95)
-    with pytest.warns(DeadAnchorsWarning, match="met once only"):
+    with pytest.warns(SingletonAnchorsWarning, match="met once only"):
         dead = apply_gigpo_to_batch_steps(*arguments, lambda seen: str(list(seen)), group_ids=["g"] * 6)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from toolwise.advantages import Gigpo, Hgpo
 from toolwise.advantages.arrays import CreditError
-from toolwise.advantages.hgpo import nested_states
+from toolwise.advantages.hgpo import nested_state_advantages
 from toolwise.types import AnnotatedRollout, StepData
 
 Step = Callable[..., StepData]
 Make = Callable[..., AnnotatedRollout]
 
-pytestmark = pytest.mark.filterwarnings("ignore::toolwise.advantages.DeadAnchorsWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::toolwise.advantages.SingletonAnchorsWarning")
 
 WALKS = st.lists(
     st.tuples(
@@ -136,7 +136,7 @@ def test_more_history_than_there_are_steps_is_all_there_is(step: Step, rollout: 
 
 def test_nothing_in_nothing_out_and_a_negative_history_is_refused() -> None:
     none = np.zeros(0)
-    assert nested_states(none, none.astype(np.intp), none.astype(np.intp), "mean_norm", k=2).tolist() == []
+    assert nested_state_advantages(none, none.astype(np.intp), none.astype(np.intp), "mean_norm", k=2).tolist() == []
     assert Hgpo()([]) == []
     with pytest.raises(CreditError, match="anchor_history is -1"):
         Hgpo(anchor_history=-1)

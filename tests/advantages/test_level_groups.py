@@ -8,35 +8,41 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from toolwise.advantages.levels import all_advantages, copo_weights, diversity, group_advantages, level_scores
+from toolwise.advantages.levels import (
+    copo_weights,
+    diversity_bonus,
+    level_advantages,
+    level_scores,
+    used_level_advantages,
+)
 
 nan = np.nan
 
 
 def test_a_hand_worked_group() -> None:
     u = np.array([[-1.0, -2.0, -3.0, -2.0]])
-    assert group_advantages(u, np.array([0])).tolist() == [1.0]
-    assert group_advantages(u, np.array([2])).tolist() == [-1.0]
+    assert used_level_advantages(u, np.array([0])).tolist() == [1.0]
+    assert used_level_advantages(u, np.array([2])).tolist() == [-1.0]
     # sample variance: (1 + 0 + 1 + 0) / 3
-    assert group_advantages(u, np.array([0]), "mean_std_norm")[0] == pytest.approx(1 / (np.sqrt(2 / 3) + 1e-6))
+    assert used_level_advantages(u, np.array([0]), "mean_std_norm")[0] == pytest.approx(1 / (np.sqrt(2 / 3) + 1e-6))
 
 
 def test_a_level_that_is_not_there_is_left_out() -> None:
     u = np.array([[-1.0, nan, -3.0, nan]])
-    assert group_advantages(u, np.array([0])).tolist() == [1.0]
-    assert np.isnan(all_advantages(u)[0]).tolist() == [False, True, False, True]
+    assert used_level_advantages(u, np.array([0])).tolist() == [1.0]
+    assert np.isnan(level_advantages(u)[0]).tolist() == [False, True, False, True]
 
 
 def test_alone_or_all_alike_is_exactly_nothing() -> None:
     u = np.array([[nan, -1.3, nan, nan], [0.1, 0.1, 0.1, 0.1]])
-    assert group_advantages(u, np.array([1, 2]), "mean_std_norm").tolist() == [0.0, 0.0]
+    assert used_level_advantages(u, np.array([1, 2]), "mean_std_norm").tolist() == [0.0, 0.0]
 
 
 @given(hnp.arrays(np.float64, (5, 4), elements=st.floats(-20, 0)))
 def test_advantages_of_a_step_add_up_to_nothing_and_know_no_other_step(u: np.ndarray) -> None:
-    found = all_advantages(u)
+    found = level_advantages(u)
     assert np.abs(found.sum(1)).max() < 1e-9
-    np.testing.assert_array_equal(found[2], all_advantages(u[2:3])[0])
+    np.testing.assert_array_equal(found[2], level_advantages(u[2:3])[0])
 
 
 def test_what_is_compared() -> None:
@@ -48,16 +54,16 @@ def test_what_is_compared() -> None:
 
 def test_a_price_inside_the_four_says_something_and_a_common_one_nothing() -> None:
     u, tokens = np.array([[-1.0, -1.0, -1.0, -1.0]]), np.array([[0.0, 2.0, 4.0, 6.0]])
-    assert group_advantages(u - 0.1 * tokens, np.array([0]))[0] == pytest.approx(0.3)
-    assert group_advantages(u - 0.1 * tokens, np.array([3]))[0] == pytest.approx(-0.3)
-    assert group_advantages(u - 5.0, np.array([0])).tolist() == [0.0]
+    assert used_level_advantages(u - 0.1 * tokens, np.array([0]))[0] == pytest.approx(0.3)
+    assert used_level_advantages(u - 0.1 * tokens, np.array([3]))[0] == pytest.approx(-0.3)
+    assert used_level_advantages(u - 5.0, np.array([0])).tolist() == [0.0]
 
 
 def test_diversity_is_what_is_missing_from_the_groups_own_steps() -> None:
-    found = diversity([1, 1, 1, 4, None, 2], ["a", "a", "a", "a", "a", "b"])
+    found = diversity_bonus([1, 1, 1, 4, None, 2], ["a", "a", "a", "a", "a", "b"])
     np.testing.assert_allclose(found["a"], [0.25, 1.0, 1.0, 0.75])
     np.testing.assert_allclose(found["b"], [1.0, 0.0, 1.0, 1.0])
-    assert diversity([None], ["c"])["c"].tolist() == [1.0] * 4
+    assert diversity_bonus([None], ["c"])["c"].tolist() == [1.0] * 4
 
 
 def test_weights_by_hand() -> None:

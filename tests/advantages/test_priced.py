@@ -12,9 +12,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from rlvcr_cases import thinking_step, thoughtful
 
-from toolwise.advantages import Gigpo, Grpo, Rlvcr, Watched
+from toolwise.advantages import Gigpo, Grpo, MonitoredEstimator, Rlvcr
 from toolwise.learner.kl import KlCoefficient
-from toolwise.learner.pricing import PricedEstimator
+from toolwise.learner.pricing import KlRewardEstimator
 from toolwise.types import AnnotatedRollout
 
 
@@ -34,18 +34,18 @@ def returns(found: list) -> list[list[float]]:
 
 def test_it_is_not_in_the_scores() -> None:
     batch = [rollout("long", [6, 0], [None, None]), rollout("short", [0], [None])]
-    priced = Watched(Grpo(norm_by_std=False), Rlvcr(), priced=True)
+    priced = MonitoredEstimator(Grpo(norm_by_std=False), Rlvcr(), priced=True)
     long, short = priced(batch)
     assert (long.steps[0].advantage, short.steps[0].advantage) == pytest.approx((-0.15, 0.15))  # 3 a step, against none
     assert long.annotated is batch[0]
-    assert priced.equal_scores_teach(1.0)
+    assert priced.learns_from_equal_scores(1.0)
 
 
 def test_steps_with_rewards_of_their_own_pay_for_their_own_thoughts() -> None:
     """6 tokens in the first of two steps: 0.3 off its return, nothing off the second's; rewards are as given."""
     batch = [rollout("long", [6, 0], [0.0, 1.0]), rollout("short", [0, 0], [0.0, 1.0])]
     gigpo = Gigpo(gamma=1.0, omega=0.5, normalization="mean_norm")
-    found = Watched(gigpo, Rlvcr(), priced=True)(batch)
+    found = MonitoredEstimator(gigpo, Rlvcr(), priced=True)(batch)
     assert returns(found) == [[0.7, 1.0], [1.0, 1.0]]
     # Scores of 0.7 and 1, and the same for the first steps: ∓0.15 by either; second steps are equal by themselves.
     assert [step.advantage for c in found for step in c.steps] == pytest.approx([-0.15, -0.075, 0.15, 0.075])
@@ -55,7 +55,7 @@ def test_steps_with_rewards_of_their_own_pay_for_their_own_thoughts() -> None:
 def test_steps_without_a_reward_pay_for_their_own_thoughts_too() -> None:
     """The last step gets the score of 1 either way; 6 tokens in the first of two steps cost 0.3 there."""
     batch = [rollout("long", [6, 0], [0.0, None]), rollout("short", [0, 0], [None, None])]
-    found = Watched(Gigpo(gamma=1.0), Rlvcr(), priced=True)(batch)
+    found = MonitoredEstimator(Gigpo(gamma=1.0), Rlvcr(), priced=True)(batch)
     assert returns(found) == [[0.7, 1.0], [1.0, 1.0]]
     assert [step.base_reward for c in found for step in c.steps] == [0.0, None, None, None]
 
@@ -64,7 +64,7 @@ def test_the_price_comes_after_the_remainder() -> None:
     """Steps that paid 0.2 of a score of 1 leave 1.2 for the end, whatever was thought; defaults come on top."""
     batch = [rollout("long", [6, 0, 0], [-0.2, 0.0, None]), rollout("short", [0, 0, 0], [-0.2, None, 0.0])]
     gigpo = Gigpo(gamma=1.0, omega=1.0, normalization="mean_norm", default_step_reward=0.5)
-    found = Watched(gigpo, Rlvcr(), priced=True)(batch)
+    found = MonitoredEstimator(gigpo, Rlvcr(), priced=True)(batch)
     assert returns(found) == [[1.3, 1.7, 1.7], [1.5, 1.7, 1.2]]
     assert [c.steps[0].advantage for c in found] == pytest.approx([-0.1, 0.1])  # of 1.3 and 1.5 in all
 
@@ -72,13 +72,13 @@ def test_the_price_comes_after_the_remainder() -> None:
 def test_whole_rollouts_pay_once_where_step_rewards_are_added() -> None:
     batch = [rollout("long", [6, 0], [0.5, 0.0]), rollout("short", [0, 0], [0.5, 0.0])]
     grpo = Grpo(norm_by_std=False, terminal_score="add")
-    long, short = Watched(grpo, Rlvcr(), priced=True)(batch)
+    long, short = MonitoredEstimator(grpo, Rlvcr(), priced=True)(batch)
     assert (long.steps[0].advantage, short.steps[0].advantage) == pytest.approx((-0.15, 0.15))
 
 
 def test_rollouts_that_were_not_thought_over_cost_nothing() -> None:
     batch = [replace(rollout(name, [6], [1.0]), thinking=None) for name in "ab"]
-    for found in Watched(Gigpo(), Rlvcr(), priced=True)(batch):
+    for found in MonitoredEstimator(Gigpo(), Rlvcr(), priced=True)(batch):
         assert found.steps[0].return_to_go == 1.0
         np.testing.assert_array_equal(found.advantages[0], 0.0)
 
@@ -88,13 +88,13 @@ def test_nobody_pays_twice_where_the_score_is_added(kl_too: bool) -> None:
     batch = [rollout("long", [6, 0], [0.0, 0.0]), rollout("short", [0, 0], [0.0, 0.0])]
     batch = [replace(r, ref_logprobs=tuple(np.full(6, -1.0, np.float32) for _ in range(2))) for r in batch]
     gigpo = Gigpo(gamma=1.0, terminal_score="add")
-    inner = PricedEstimator(gigpo, KlCoefficient(0.1)) if kl_too else gigpo  # which has not left its reference
-    assert returns(Watched(inner, Rlvcr(), priced=True)(batch)) == [[0.7, 1.0], [1.0, 1.0]]
+    inner = KlRewardEstimator(gigpo, KlCoefficient(0.1)) if kl_too else gigpo  # which has not left its reference
+    assert returns(MonitoredEstimator(inner, Rlvcr(), priced=True)(batch)) == [[0.7, 1.0], [1.0, 1.0]]
 
 
 def test_where_no_score_is_told_steps_without_a_reward_pay_as_well() -> None:
     batch = [rollout("long", [6, 0], [None, 1.0]), rollout("short", [0, 0], [0.0, 1.0])]
     gigpo = Gigpo(gamma=1.0, terminal_score="never", default_step_reward=0.5)
-    found = Watched(gigpo, Rlvcr(), priced=True)(batch)
+    found = MonitoredEstimator(gigpo, Rlvcr(), priced=True)(batch)
     assert returns(found) == [[1.2, 1.0], [1.0, 1.0]]
     assert found[0].steps[0].base_reward is None

@@ -25,7 +25,7 @@ from rlvcr_cases import (
     thoughtful,
 )
 
-from toolwise.advantages import ESTIMATORS, Gigpo, Grpo, Rlvcr, Watched, build_estimator
+from toolwise.advantages import ESTIMATORS, Gigpo, Grpo, MonitoredEstimator, Rlvcr, build_estimator
 from toolwise.advantages.arrays import CreditError
 from toolwise.types import AnnotatedRollout, CreditedRollout
 
@@ -141,7 +141,7 @@ def test_rollouts_may_pay_for_their_thoughts_too() -> None:
     assert tokens(dear) == [0.6] * HEAD + [-0.2] * (1 + ACTION)
     assert tokens(cheap) == [-0.6] * HEAD + [0.2] * (1 + ACTION)
     assert [c.annotated.scored.score for c in (dear, cheap)] == [1.0, 1.0]
-    assert Rlvcr(gate="signed", price_rollouts=True).equal_scores_teach(0.0)
+    assert Rlvcr(gate="signed", price_rollouts=True).learns_from_equal_scores(0.0)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -271,24 +271,24 @@ def test_figures_say_what_each_level_was_worth() -> None:
 
 def test_watched_credits_as_the_other_does_and_reports_as_rlvcr() -> None:
     batch = pair()
-    watched = Watched(Grpo(), Rlvcr())
+    watched = MonitoredEstimator(Grpo(), Rlvcr())
     found, metrics = watched.credit(batch)
     assert [tokens(c) for c in found] == [tokens(c) for c in Grpo()(batch)]
     assert metrics == Rlvcr().credit(batch)[1]
-    assert not watched.equal_scores_teach(1.0)
+    assert not watched.learns_from_equal_scores(1.0)
 
 
 def test_equal_scores_teach_only_where_the_gate_is_open() -> None:
-    assert Rlvcr().equal_scores_teach(0.0)
+    assert Rlvcr().learns_from_equal_scores(0.0)
     gates: list[Any] = ["signed", "success"]
     for gate in gates:
-        assert not Rlvcr(gate=gate).equal_scores_teach(1.0)
-        assert Rlvcr(gate=gate, success_score=0.8).equal_scores_teach(0.8)
-        assert not Rlvcr(gate=gate, success_score=0.8).equal_scores_teach(0.7)  # all failed: nothing to be had
-    assert not Rlvcr(equals_compared=False).equal_scores_teach(1.0)
-    assert not Rlvcr(step_advantage_w=0.0).equal_scores_teach(1.0)
-    assert not Rlvcr(combine="reweight").equal_scores_teach(1.0)
-    assert Rlvcr(Gigpo(), gate="signed").equal_scores_teach(0.0)
+        assert not Rlvcr(gate=gate).learns_from_equal_scores(1.0)
+        assert Rlvcr(gate=gate, success_score=0.8).learns_from_equal_scores(0.8)
+        assert not Rlvcr(gate=gate, success_score=0.8).learns_from_equal_scores(0.7)  # all failed: nothing to be had
+    assert not Rlvcr(compare_equal_scores=False).learns_from_equal_scores(1.0)
+    assert not Rlvcr(step_advantage_w=0.0).learns_from_equal_scores(1.0)
+    assert not Rlvcr(combine="reweight").learns_from_equal_scores(1.0)
+    assert Rlvcr(Gigpo(), gate="signed").learns_from_equal_scores(0.0)
 
 
 def test_it_stands_in_the_table_and_takes_its_settings() -> None:

@@ -30,10 +30,13 @@ def document_rows(batch: list[AnnotatedRollout], width: int) -> dict[str, Any]:
     mask[:, :LENGTH] = True
     estimator = Rlvcr(step_advantage_w=0.7)
     compared = estimator.compare(batch)
-    own = dict(zip(compared.places, compared.own.tolist(), strict=True))
-    places = [(i, j) for i, r in enumerate(batch) if r.thinking for j in range(len(r.thinking.steps))]
+    used_advantages = dict(zip(compared.step_indices, compared.used_advantages.tolist(), strict=True))
+    step_indices = [(i, j) for i, r in enumerate(batch) if r.thinking for j in range(len(r.thinking.steps))]
     fields = thinking_fields(
-        [s for _, s in steps], [LENGTH] * len(steps), advantages=[own.get(p, np.nan) for p in places], width=width
+        [s for _, s in steps],
+        [LENGTH] * len(steps),
+        advantages=[used_advantages.get(p, np.nan) for p in step_indices],
+        width=width,
     )
     return {
         "token_level_rewards": rewards,

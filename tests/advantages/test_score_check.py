@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from toolwise.advantages import Gae, Gigpo, Grpo, Rloo, Rlvcr, Watched
-from toolwise.advantages.score_check import BATCHES, ScoreCheck
+from toolwise.advantages import Gae, Gigpo, Grpo, MonitoredEstimator, Rloo, Rlvcr
+from toolwise.advantages.score_check import MAX_BATCHES, ScoreCheck
 from toolwise.types import AnnotatedRollout, ScoredRollout, StepData
 
 Step = Callable[..., StepData]
@@ -113,7 +113,7 @@ def batch(step: Step, make: Make, draw: Draw, rng: np.random.Generator, size: in
 
 def looked(step: Step, make: Make, draw: Draw, seed: int, **sizes: int) -> list[str]:
     check, rng = ScoreCheck(), np.random.default_rng(seed)
-    found = [check.look(batch(step, make, draw, rng, **sizes)) for _ in range(BATCHES + 1)]
+    found = [check.observe(batch(step, make, draw, rng, **sizes)) for _ in range(MAX_BATCHES + 1)]
     return [warning for warning in found if warning is not None]
 
 
@@ -148,22 +148,22 @@ def test_it_says_what_it_saw(step: Step, rollout: Make) -> None:
 def test_without_step_rewards_there_is_nothing_to_look_at(step: Step, rollout: Make) -> None:
     check = ScoreCheck()
     silent = [rollout(float(i), "g", [step(0), step(1)]).scored for i in range(4)]
-    for _ in range(2 * BATCHES):
-        assert check.look(silent) is None
+    for _ in range(2 * MAX_BATCHES):
+        assert check.observe(silent) is None
     # and what comes after them is still among the first batches
     rng = np.random.default_rng(0)
     draw = NOT_CONTAINED["right or wrong beside a price a call"]
-    assert check.look(batch(step, rollout, draw, rng)) is not None
+    assert check.observe(batch(step, rollout, draw, rng)) is not None
 
 
 def test_rollouts_without_a_score_are_passed_over(step: Step, rollout: Make) -> None:
     made = rollout(1.0, "g", [step(0, base_reward=1.0)]).scored
     without = ScoredRollout(made.rollout, made.result.model_copy(update={"score": None}), made.steps)
-    assert ScoreCheck().look([made, without]) is None
+    assert ScoreCheck().observe([made, without]) is None
 
 
 def test_only_estimators_that_put_the_remainder_somewhere_are_checked() -> None:
-    for estimator in (Gigpo(), Gae(), Rlvcr(trajectory=Gigpo()), Watched(Gae(), Rlvcr())):
+    for estimator in (Gigpo(), Gae(), Rlvcr(trajectory=Gigpo()), MonitoredEstimator(Gae(), Rlvcr())):
         assert ScoreCheck.of(estimator) is not None
     for other in (Grpo(), Rloo(), Gigpo(terminal_score="add"), Gae(terminal_score="never"), Rlvcr(), object()):
         assert ScoreCheck.of(other) is None

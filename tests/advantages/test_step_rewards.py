@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolwise.advantages.arrays import CreditError
-from toolwise.advantages.step_rewards import Episodes, episodes_of, totals_of
+from toolwise.advantages.step_rewards import Episodes, episodes_of, total_rewards
 from toolwise.types import AnnotatedRollout, StepData
 
 Step = Callable[..., StepData]
@@ -89,7 +89,7 @@ def test_a_rollout_without_steps_has_a_score_and_no_reward(step: Step) -> None:
     found = episodes_of([[], [step()], []], [1.0, 2.0, 3.0], "ggh")
     assert found.rewards.tolist() == [2]
     assert found.lengths.tolist() == [0, 1, 0]
-    assert found.of_step.tolist() == [1]
+    assert found.rollout_of_step.tolist() == [1]
     assert episodes_of([], [], []).rewards.tolist() == []
 
 
@@ -128,7 +128,7 @@ def made(step: Step, batch: Any, **settings: Any) -> Episodes:
 
 
 def sums(episodes: Episodes) -> Any:
-    return np.bincount(episodes.of_step, episodes.rewards, len(episodes.lengths))
+    return np.bincount(episodes.rollout_of_step, episodes.rewards, len(episodes.lengths))
 
 
 @given(batch=BATCH)
@@ -183,10 +183,10 @@ def test_whole_rollouts_are_compared_by_the_same_totals(
 ) -> None:
     settings = {"terminal_score": terminal, "default_step_reward": default}
     scored = [rollout(score, steps=[step(base_reward=r) for r, _ in steps]).scored for steps, score in batch]
-    np.testing.assert_array_equal(totals_of(scored, **settings), made(step, batch, **settings).scores)
+    np.testing.assert_array_equal(total_rewards(scored, **settings), made(step, batch, **settings).scores)
 
 
 def test_whole_rollouts_ask_nothing_of_their_steps_unless_they_must(step: Step, rollout: Make) -> None:
     """A world whose rewards are not numbers does not stop GRPO, which reads scores alone."""
     odd = [rollout(score, steps=[step(base_reward=float("nan"))]).scored for score in (1.0, 0.0)]
-    assert totals_of(odd, terminal_score="remainder").tolist() == [1.0, 0.0]
+    assert total_rewards(odd, terminal_score="remainder").tolist() == [1.0, 0.0]

@@ -13,7 +13,7 @@ from toolwise.advantages import (
     compute_grpo_outcome_advantage,
     compute_reinforce_plus_plus_outcome_advantage,
 )
-from toolwise.advantages.tensors import Masked
+from toolwise.advantages.tensors import TokenMask
 
 REWARDS = [[0.5, 1.0, 2.0], [0.0, -1.0, 4.0], [1.0, 3.0, 9.0]]
 MASK = [[1, 1, 1], [1, 0, 1], [0, 0, 0]]
@@ -105,6 +105,6 @@ def test_advantages_and_returns_are_two_arrays(function: Any) -> None:
 
 def test_shapes_that_differ_are_told_by_name() -> None:
     with pytest.raises(ValueError, match=r"shapes differ: rewards \(2, 3\), values \(2, 2\), mask \(2, 3\)"):
-        Masked.of(np.ones((2, 3)), rewards=np.ones((2, 3)), values=np.ones((2, 2)))
+        TokenMask.of(np.ones((2, 3)), rewards=np.ones((2, 3)), values=np.ones((2, 2)))
     with pytest.raises(ValueError, match="must be"):
-        Masked.of(np.ones(3), rewards=np.ones(3))
+        TokenMask.of(np.ones(3), rewards=np.ones(3))

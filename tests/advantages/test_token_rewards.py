@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from toolwise.advantages.token_rewards import tokens_of
+from toolwise.advantages.token_rewards import token_rewards_of
 from toolwise.types import AnnotatedRollout, StepData
 
 Step = Callable[..., StepData]
@@ -16,23 +16,23 @@ Make = Callable[..., AnnotatedRollout]
 def test_steps_lie_end_to_end_with_rewards_at_their_last_tokens(step: Step, rollout: Make) -> None:
     first = rollout(5.0, "a", [step(0, tokens=2, base_reward=1.0), step(1, tokens=1)])
     second = rollout(7.0, "b", [step(0, tokens=1)])
-    found = tokens_of([first, second])
+    found = token_rewards_of([first, second])
     assert found.rewards.tolist() == [0, 1, 4, 7]
     assert found.counts.tolist() == [2, 1, 1]
-    assert found.per_rollout.tolist() == [3, 1]
+    assert found.tokens_per_rollout.tolist() == [3, 1]
     assert found.rollout_of_step.tolist() == [0, 0, 1]
 
 
 def test_a_reward_never_crosses_into_another_rollout(step: Step, rollout: Make) -> None:
     mute = rollout(9.0, "b", [step(0, tokens=None)])
-    assert tokens_of([rollout(5.0, "a", [step(0, tokens=1)]), mute]).rewards.tolist() == [5]
+    assert token_rewards_of([rollout(5.0, "a", [step(0, tokens=1)]), mute]).rewards.tolist() == [5]
 
 
 def test_the_price_is_on_every_token(step: Step, rollout: Make) -> None:
     made = rollout(1.0, steps=[step(0, tokens=2, logprob=-1.0), step(1, tokens=None)], ref=[[-3.0, -1.0], []])
-    assert tokens_of([made], kl_coef=0.5).rewards == pytest.approx([-1.0, 1.0])
+    assert token_rewards_of([made], kl_coef=0.5).rewards == pytest.approx([-1.0, 1.0])
 
 
 def test_nothing_in_nothing_out() -> None:
-    assert tokens_of([]).rewards.tolist() == []
-    assert tokens_of([], kl_coef=0.1).rewards.tolist() == []
+    assert token_rewards_of([]).rewards.tolist() == []
+    assert token_rewards_of([], kl_coef=0.1).rewards.tolist() == []

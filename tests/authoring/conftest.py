@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 
 from toolwise.authoring.starting import sample_rows
-from toolwise.authoring.stored import Stored, read_stored
+from toolwise.authoring.stored import StoredRollout, read_rollouts
 
-MakeStored = Callable[..., list[Stored]]
+MakeStored = Callable[..., list[StoredRollout]]
 
 
 @pytest.fixture
 def make_stored(tmp_path: Path) -> MakeStored:
     """`make_stored(rows)`: rows as they come back from a file; without any, the sample of `toolwise init`."""
 
-    def make(rows: Iterable[dict[str, Any]] | None = None, name: str = "rollouts.jsonl") -> list[Stored]:
+    def make(rows: Iterable[dict[str, Any]] | None = None, name: str = "rollouts.jsonl") -> list[StoredRollout]:
         path = tmp_path / name
         path.write_text("".join(f"{json.dumps(row)}\n" for row in (sample_rows() if rows is None else rows)))
-        return read_stored(path)
+        return read_rollouts(path)
 
     return make
 

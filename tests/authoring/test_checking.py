@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from toolwise.authoring.checking import RewardCheck, check_reward
-from toolwise.authoring.starting import sample_rows, start_reward
-from toolwise.authoring.stored import Stored, read_stored
+from toolwise.authoring.starting import create_reward_files, sample_rows
+from toolwise.authoring.stored import StoredRollout, read_rollouts
 from toolwise.config import RewardConfig, SandboxConfig
 from toolwise.errors import RewardError
 from toolwise.scoring import build_scoring
 
-MakeStored = Callable[..., list[Stored]]
+MakeStored = Callable[..., list[StoredRollout]]
 MakeReward = Callable[[str], str]
 
 RIGHT = """
@@ -27,7 +27,7 @@ def right(messages, ground_truth):
 """
 
 
-def check(reference: str, stored: list[Stored], **options: Any) -> RewardCheck:
+def check(reference: str, stored: list[StoredRollout], **options: Any) -> RewardCheck:
     sandbox = SandboxConfig(timeout_s=options.pop("timeout_s", 20.0), memory_mb=256, workers=1)
     config = RewardConfig(function=reference, kwargs=options.pop("kwargs", {}), sandbox=sandbox)
     return check_reward(config, stored, **options)
@@ -43,8 +43,8 @@ def wrong(found: RewardCheck) -> set[str]:
 
 @pytest.mark.parametrize("mode", ["pointwise", "batch", "group"])
 def test_the_starters_pass_on_their_sample(mode: Any, tmp_path: Path) -> None:
-    code, rollouts = start_reward(tmp_path, "mine", mode)
-    found = check(str(code), read_stored(rollouts))
+    code, rollouts = create_reward_files(tmp_path, "mine", mode)
+    found = check(str(code), read_rollouts(rollouts))
     assert found.ok
     assert set(verdicts(found)) == {"results", "determinism", "speed", "spread", "steps", "gold", "empty"}
     assert set(verdicts(found).values()) == {"ok"}
@@ -282,7 +282,7 @@ def test_the_starter_aligns_where_users_speak_several_times(how: str, make_store
         "neither": {},
     }[how]
     stored = make_stored([{**row, **more}])
-    reference = str(start_reward(tmp_path / "started", "mine")[0])
+    reference = str(create_reward_files(tmp_path / "started", "mine")[0])
     steps = next(finding for finding in check(reference, stored, gold=False).findings if finding.name == "steps")
     assert steps.verdict == "ok", steps
     assert "fit their steps" in steps.says

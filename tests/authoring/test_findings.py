@@ -9,19 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolwise.authoring.findings import (
-    judge_determinism,
-    judge_results,
-    judge_speed,
-    judge_spread,
-    judge_steps,
-    same,
+    check_determinism,
+    check_results,
+    check_speed,
+    check_spread,
+    check_steps,
+    scores_equal,
 )
 from toolwise.authoring.passes import Results
-from toolwise.authoring.stored import Stored
-from toolwise.rewards.function import faulty
+from toolwise.authoring.stored import StoredRollout
+from toolwise.rewards.function import fault_result
 from toolwise.types import EvaluateResult, StepOutput
 
-MakeStored = Callable[..., list[Stored]]
+MakeStored = Callable[..., list[StoredRollout]]
 
 
 def scores(*values: float) -> Results:
@@ -29,65 +29,70 @@ def scores(*values: float) -> Results:
 
 
 @pytest.fixture
-def four(make_stored: MakeStored) -> list[Stored]:
+def four(make_stored: MakeStored) -> list[StoredRollout]:
     """Two tasks, two rollouts each."""
     stored = make_stored()
     return [stored[0], stored[1], stored[4], stored[5]]
 
 
-def test_valid_results_are_as_they_should_be(four: list[Stored]) -> None:
-    found = judge_results(four, scores(0, 1, 0, 1))
+def test_valid_results_are_as_they_should_be(four: list[StoredRollout]) -> None:
+    found = check_results(four, scores(0, 1, 0, 1))
     assert (found.verdict, found.says) == ("ok", "4 of 4 rollouts got a score")
 
 
-def test_faults_are_counted_by_kind(four: list[Stored]) -> None:
-    results = [faulty("timeout", "slow"), faulty("memory", "big"), faulty("timeout", "slow too"), None]
-    found = judge_results(four, results)
+def test_faults_are_counted_by_kind(four: list[StoredRollout]) -> None:
+    results = [
+        fault_result("timeout", "slow"),
+        fault_result("memory", "big"),
+        fault_result("timeout", "slow too"),
+        None,
+    ]
+    found = check_results(four, results)
     assert found.verdict == "wrong"
     assert found.figures == {"scored": 0, "errors": {"timeout": 2, "memory": 1}, "not_valid": 0, "not_tried": 1}
     assert [detail.partition(",")[0] for detail in found.details] == ["timeout", "memory"]
     assert "slow too" not in "".join(found.details)
 
 
-def test_not_being_sure_is_no_fault_unless_it_is_always_so(four: list[Stored]) -> None:
+def test_not_being_sure_is_no_fault_unless_it_is_always_so(four: list[StoredRollout]) -> None:
     unsure = EvaluateResult(is_score_valid=False)
-    assert judge_results(four, [unsure, *scores(0, 1, 0)]).verdict == "ok"
-    assert judge_results(four, [unsure] * 4).verdict == "wrong"
+    assert check_results(four, [unsure, *scores(0, 1, 0)]).verdict == "ok"
+    assert check_results(four, [unsure] * 4).verdict == "wrong"
 
 
-def test_the_same_again_is_deterministic(four: list[Stored]) -> None:
-    found = judge_determinism(four, scores(0, 1, 0.3, 1), scores(0, 1, 0.3, 1), scores(0, 1, 0.1 + 0.2, 1))
+def test_the_same_again_is_deterministic(four: list[StoredRollout]) -> None:
+    found = check_determinism(four, scores(0, 1, 0.3, 1), scores(0, 1, 0.3, 1), scores(0, 1, 0.1 + 0.2, 1))
     assert found.verdict == "ok"
 
 
-def test_step_rewards_must_be_the_same_again_as_well(four: list[Stored]) -> None:
+def test_step_rewards_must_be_the_same_again_as_well(four: list[StoredRollout]) -> None:
     def result(reward: float) -> EvaluateResult:
         return EvaluateResult(score=1.0, step_outputs=[StepOutput(step_index=0, base_reward=reward)])
 
-    found = judge_determinism(four[:1], [result(0.1)], [result(0.2)], [result(0.1)])
+    found = check_determinism(four[:1], [result(0.1)], [result(0.2)], [result(0.1)])
     assert (found.verdict, found.figures["differ_again"]) == ("wrong", 1)
 
 
-def test_a_fault_that_comes_and_goes_is_not_deterministic(four: list[Stored]) -> None:
-    found = judge_determinism(four[:1], scores(1), scores(1), [faulty("exception", "sometimes")])
+def test_a_fault_that_comes_and_goes_is_not_deterministic(four: list[StoredRollout]) -> None:
+    found = check_determinism(four[:1], scores(1), scores(1), [fault_result("exception", "sometimes")])
     assert found.verdict == "wrong"
     assert found.details == ("task-0/rollout-0: 1, then exception",)
 
 
 def test_nothing_to_compare_is_said() -> None:
-    assert judge_determinism([], [], [], []).verdict == "warning"
-    assert judge_speed(0, 0.0).verdict == "warning"
+    assert check_determinism([], [], [], []).verdict == "warning"
+    assert check_speed(0, 0.0).verdict == "warning"
 
 
 def test_speed_says_what_it_means_for_a_step() -> None:
-    found = judge_speed(64, 0.5)
+    found = check_speed(64, 0.5)
     assert found.verdict == "ok"
     assert found.figures == {"rollouts_per_s": 128.0, "seconds_per_128": 1.0}
-    assert judge_speed(64, 64.0).verdict == "warning"
+    assert check_speed(64, 64.0).verdict == "warning"
 
 
-def test_spread_is_told_within_groups_too(four: list[Stored]) -> None:
-    found = judge_spread(four, scores(0, 1, 2, 2))
+def test_spread_is_told_within_groups_too(four: list[StoredRollout]) -> None:
+    found = check_spread(four, scores(0, 1, 2, 2))
     assert found.verdict == "ok"
     assert found.figures["groups"] == 2
     assert found.figures["groups_without_spread"] == 1
@@ -108,13 +113,13 @@ def test_spread_is_told_within_groups_too(four: list[Stored]) -> None:
     ],
 )
 def test_no_spread_is_wrong_unless_gold_tells(
-    values: tuple[float, ...], best_gold: float | None, verdict: str, four: list[Stored]
+    values: tuple[float, ...], best_gold: float | None, verdict: str, four: list[StoredRollout]
 ) -> None:
-    assert judge_spread(four, scores(*values), best_gold).verdict == verdict
+    assert check_spread(four, scores(*values), best_gold).verdict == verdict
 
 
-def test_without_groups_the_spread_within_them_is_not_known(four: list[Stored]) -> None:
-    found = judge_spread([four[0], four[2]], scores(0, 1))
+def test_without_groups_the_spread_within_them_is_not_known(four: list[StoredRollout]) -> None:
+    found = check_spread([four[0], four[2]], scores(0, 1))
     assert (found.verdict, found.figures["groups"]) == ("warning", 0)
 
 
@@ -133,14 +138,14 @@ def steps(*indices: int | str) -> EvaluateResult:
     ],
 )
 def test_steps_must_fit(
-    indices: tuple[int | str, ...], verdict: str, warnings: dict[str, int], four: list[Stored]
+    indices: tuple[int | str, ...], verdict: str, warnings: dict[str, int], four: list[StoredRollout]
 ) -> None:
-    found = judge_steps([four[1]], [steps(*indices)])
+    found = check_steps([four[1]], [steps(*indices)])
     assert (found.verdict, found.figures["warnings"]) == (verdict, warnings)
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False, width=32))
 def test_a_score_is_the_same_as_itself_and_never_as_none(score: float) -> None:
-    assert same(score, score)
-    assert same(None, None)
-    assert not same(score, None)
+    assert scores_equal(score, score)
+    assert scores_equal(None, None)
+    assert not scores_equal(score, None)

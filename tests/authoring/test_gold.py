@@ -8,27 +8,27 @@ from typing import Any
 
 import pytest
 
-from toolwise.authoring.gold import Trial, judge_empty, judge_gold, try_golds
-from toolwise.authoring.passes import score_stored
+from toolwise.authoring.gold import GoldTrial, check_empty, check_gold, run_gold_trials
+from toolwise.authoring.passes import score_rollouts
 from toolwise.authoring.starting import sample_rows
-from toolwise.authoring.stored import Stored
+from toolwise.authoring.stored import StoredRollout
 from toolwise.config import RewardConfig, SandboxConfig
 from toolwise.errors import DataError
-from toolwise.rewards.function import faulty
+from toolwise.rewards.function import fault_result
 from toolwise.scoring import build_scoring
 from toolwise.types import EvaluateResult
 
-MakeStored = Callable[..., list[Stored]]
+MakeStored = Callable[..., list[StoredRollout]]
 MakeReward = Callable[[str], str]
 
 LENGTH = "def judge(messages, ground_truth):\n    return float(len(messages[-1].content or ''))"
 
 
-def trials_of(reference: str, stored: list[Stored], form: str | None = None) -> list[Trial]:
+def trials_of(reference: str, stored: list[StoredRollout], form: str | None = None) -> list[GoldTrial]:
     scoring = build_scoring(RewardConfig(function=reference, sandbox=SandboxConfig(workers=1)))
 
-    async def go() -> list[Trial]:
-        return await try_golds(scoring, stored, await score_stored(scoring, stored), form)
+    async def go() -> list[GoldTrial]:
+        return await run_gold_trials(scoring, stored, await score_rollouts(scoring, stored), form)
 
     try:
         return asyncio.run(go())
@@ -80,7 +80,7 @@ def test_forms_of_a_ground_truth_are_tried_in_turn(make_stored: MakeStored, make
     )
     (trial,) = trials_of(reference, make_stored(bare_rows()))
     assert trial.form == "<answer>{}</answer>"
-    assert trial.settled
+    assert trial.passed
 
 
 def test_a_form_can_be_given(make_stored: MakeStored, make_reward: MakeReward) -> None:
@@ -88,14 +88,14 @@ def test_a_form_can_be_given(make_stored: MakeStored, make_reward: MakeReward) -
         "def judge(messages, ground_truth):\n    return float(messages[-1].content == f'So: {ground_truth}!')"
     )
     (trial,) = trials_of(reference, make_stored(bare_rows()), "So: {}!")
-    assert (trial.form, trial.settled) == ("So: {}!", True)
+    assert (trial.form, trial.passed) == ("So: {}!", True)
 
 
 def test_a_ground_truth_that_is_no_text_gives_no_gold(make_stored: MakeStored, make_reward: MakeReward) -> None:
     (trial,) = trials_of(make_reward(LENGTH), make_stored(bare_rows(ground_truth={"answer": 4})))
     assert (trial.form, trial.gold) == (None, None)
-    assert judge_gold([trial]).verdict == "warning"
-    assert judge_empty([trial]).verdict == "ok"
+    assert check_gold([trial]).verdict == "warning"
+    assert check_empty([trial]).verdict == "ok"
 
 
 def test_rewards_that_compare_see_gold_among_the_stored(make_stored: MakeStored, make_reward: MakeReward) -> None:
@@ -108,42 +108,44 @@ def test_rewards_that_compare_see_gold_among_the_stored(make_stored: MakeStored,
     assert all(len(trial.scores) == 4 for trial in trials)
 
 
-def trial(stored: Stored, gold: float | None, empty: float | None, *scores: float, form: str | None = "gold") -> Trial:
-    return Trial(
+def trial(
+    stored: StoredRollout, gold: float | None, empty: float | None, *scores: float, form: str | None = "gold"
+) -> GoldTrial:
+    return GoldTrial(
         stored=stored,
         form=form,
         gold=None if gold is None else EvaluateResult(score=gold),
-        empty=faulty("exception", "boom") if empty is None else EvaluateResult(score=empty),
+        empty=fault_result("exception", "boom") if empty is None else EvaluateResult(score=empty),
         scores=tuple((f"r{number}", score) for number, score in enumerate(scores)),
     )
 
 
 def test_who_beats_the_gold_is_named(make_stored: MakeStored) -> None:
     one = make_stored()[0]
-    found = judge_gold([trial(one, 0.5, 0.0, 0.4, 1.0)])
+    found = check_gold([trial(one, 0.5, 0.0, 0.4, 1.0)])
     assert found.verdict == "wrong"
     assert found.details == ("task task-0: the gold answer scores 0.5, r1 scores 1",)
 
 
 def test_a_draw_is_enough_for_gold_and_too_much_for_empty(make_stored: MakeStored) -> None:
     one = make_stored()[0]
-    assert judge_gold([trial(one, 1.0, 0.0, 1.0)]).verdict == "ok"
-    assert judge_empty([trial(one, 1.0, 1.0, 1.0)]).verdict == "wrong"
+    assert check_gold([trial(one, 1.0, 0.0, 1.0)]).verdict == "ok"
+    assert check_empty([trial(one, 1.0, 1.0, 1.0)]).verdict == "wrong"
 
 
 def test_a_gold_without_a_score_is_wrong(make_stored: MakeStored) -> None:
-    found = judge_gold([trial(make_stored()[0], None, 0.0, 1.0)])
+    found = check_gold([trial(make_stored()[0], None, 0.0, 1.0)])
     assert found.verdict == "wrong"
     assert "gets no score" in found.details[0]
 
 
 def test_without_gold_an_empty_answer_is_measured_by_the_stored(make_stored: MakeStored) -> None:
     one = make_stored()[0]
-    assert judge_empty([trial(one, None, 1.0, 0.0, 1.0, form=None)]).verdict == "wrong"
-    assert judge_empty([trial(one, None, 0.0, 0.0, 1.0, form=None)]).verdict == "ok"
-    assert judge_empty([trial(one, None, 0.0, 0.0, 0.0, form=None)]).verdict == "ok"  # all of them wrong alike
+    assert check_empty([trial(one, None, 1.0, 0.0, 1.0, form=None)]).verdict == "wrong"
+    assert check_empty([trial(one, None, 0.0, 0.0, 1.0, form=None)]).verdict == "ok"
+    assert check_empty([trial(one, None, 0.0, 0.0, 0.0, form=None)]).verdict == "ok"  # all of them wrong alike
 
 
 def test_failing_on_an_empty_answer_is_wrong(make_stored: MakeStored) -> None:
-    found = judge_empty([trial(make_stored()[0], 1.0, None, 0.0)])
+    found = check_empty([trial(make_stored()[0], 1.0, None, 0.0)])
     assert (found.verdict, found.details) == ("wrong", ("task task-0: exception: boom",))

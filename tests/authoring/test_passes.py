@@ -7,26 +7,26 @@ from collections.abc import Callable
 
 import pytest
 
-from toolwise.authoring.passes import calls_of, mode_of, score_stored
+from toolwise.authoring.passes import score_rollouts, scoring_mode, split_into_calls
 from toolwise.authoring.starting import sample_rows
-from toolwise.authoring.stored import Stored
+from toolwise.authoring.stored import StoredRollout
 from toolwise.config import RewardConfig, RewardPart, SandboxConfig
 from toolwise.rewards.signature import Mode
 from toolwise.scoring import build_scoring
 
-MakeStored = Callable[..., list[Stored]]
+MakeStored = Callable[..., list[StoredRollout]]
 MakeReward = Callable[[str], str]
 
 
 @pytest.mark.parametrize(("mode", "sizes"), [("pointwise", [1] * 12), ("group", [4, 4, 4]), ("batch", [12])])
 def test_calls_are_of_the_make_of_training(mode: Mode, sizes: list[int], make_stored: MakeStored) -> None:
-    assert [len(call) for call in calls_of(make_stored(), mode)] == sizes
+    assert [len(call) for call in split_into_calls(make_stored(), mode)] == sizes
 
 
 def test_rollouts_of_two_steps_never_share_a_call(make_stored: MakeStored) -> None:
     stored = make_stored([{**row, "step": number % 2} for number, row in enumerate(sample_rows())])
-    assert [{stored[place].step for place in call} for call in calls_of(stored, "batch")] == [{0}, {1}]
-    assert [len(call) for call in calls_of(stored, "group")] == [2] * 6
+    assert [{stored[place].step for place in call} for call in split_into_calls(stored, "batch")] == [{0}, {1}]
+    assert [len(call) for call in split_into_calls(stored, "group")] == [2] * 6
 
 
 def test_every_function_gets_its_own_step_and_results_keep_their_places(
@@ -36,7 +36,7 @@ def test_every_function_gets_its_own_step_and_results_keep_their_places(
     reference = make_reward("def judge(messages, ground_truth, step):\n    return step + len(messages) / 10")
     scoring = build_scoring(RewardConfig(function=reference, sandbox=SandboxConfig(workers=1)))
     try:
-        results = asyncio.run(score_stored(scoring, stored))
+        results = asyncio.run(score_rollouts(scoring, stored))
     finally:
         scoring.close()
     found = [result.score for result in results if result is not None]
@@ -51,4 +51,4 @@ def test_rewards_that_are_normalised_come_in_groups(make_reward: MakeReward) -> 
         )
         scoring = build_scoring(config)
         scoring.close()
-        assert mode_of(scoring) == mode
+        assert scoring_mode(scoring) == mode

@@ -9,20 +9,20 @@ from typing import Any
 
 import pytest
 
-from toolwise.authoring.rescoring import compare, free_path, rescore, reward_of_run, write_rescored
+from toolwise.authoring.rescoring import compare, load_run_reward, rescore, unused_path, write_rescored
 from toolwise.authoring.starting import sample_rows
-from toolwise.authoring.stored import Stored, read_stored
+from toolwise.authoring.stored import StoredRollout, read_rollouts
 from toolwise.config import RewardConfig, SandboxConfig
 from toolwise.errors import DataError
 from toolwise.types import EvaluateResult
 
-MakeStored = Callable[..., list[Stored]]
+MakeStored = Callable[..., list[StoredRollout]]
 MakeReward = Callable[[str], str]
 
 FAULT = {"kind": "exception", "message": "boom", "traceback": ""}
 
 
-def stored_with(make_stored: MakeStored, *old: float | None) -> list[Stored]:
+def stored_with(make_stored: MakeStored, *old: float | None) -> list[StoredRollout]:
     rows = [{**row, "score": score} for row, score in zip(sample_rows(), old, strict=False)]
     return make_stored(row if row["score"] is not None else {**row, "error": FAULT} for row in rows)
 
@@ -74,7 +74,7 @@ def test_new_rows_can_be_read_and_scored_again(make_stored: MakeStored, tmp_path
     config = RewardConfig(function="toolwise.rewards.shaping:length_reward", sandbox=SandboxConfig(workers=1))
     _, rows = rescore(config, make_stored([{**row, "score": 0.0, "trained_on": True} for row in sample_rows()]))
     write_rescored(tmp_path / "new.jsonl", rows)
-    again, _ = rescore(config, read_stored(tmp_path / "new.jsonl"))
+    again, _ = rescore(config, read_rollouts(tmp_path / "new.jsonl"))
     assert again.changed == 0
     assert again.correlation is None or again.correlation == pytest.approx(1.0)
 
@@ -85,16 +85,16 @@ def test_text_that_is_no_unicode_is_written_as_it_was(tmp_path: Path) -> None:
 
 
 def test_no_file_is_ever_overwritten(tmp_path: Path) -> None:
-    first = free_path(tmp_path, "rewards.py:judge")
+    first = unused_path(tmp_path, "rewards.py:judge")
     assert first == tmp_path / "rescored-judge.jsonl"
     first.touch()
-    assert free_path(tmp_path, "rewards.py:judge") == tmp_path / "rescored-judge-2.jsonl"
-    assert free_path(tmp_path / "step-000001.jsonl", "a:b + c:d").name == "step-000001-rescored-d.jsonl"
-    assert free_path(tmp_path, "some/where/honest.py") == tmp_path / "rescored-honest.jsonl"
+    assert unused_path(tmp_path, "rewards.py:judge") == tmp_path / "rescored-judge-2.jsonl"
+    assert unused_path(tmp_path / "step-000001.jsonl", "a:b + c:d").name == "step-000001-rescored-d.jsonl"
+    assert unused_path(tmp_path, "some/where/honest.py") == tmp_path / "rescored-honest.jsonl"
     with pytest.raises(DataError, match="is there already"):
-        free_path(tmp_path, "", first)
+        unused_path(tmp_path, "", first)
     with pytest.raises(DataError, match=r"end --out in \.jsonl"):
-        free_path(tmp_path, "", tmp_path / "new.txt")
+        unused_path(tmp_path, "", tmp_path / "new.txt")
 
 
 def run_with(folder: Path, reward: str) -> Path:
@@ -108,27 +108,27 @@ def test_a_function_keeps_the_arguments_that_it_had_in_the_run(tmp_path: Path, m
         f'[reward]\nfunction = "{tmp_path}/judge.py:judge"\nkwargs = {{a = 1, b = 2}}\n[reward.sandbox]\ntimeout_s = 3',
     )
     monkeypatch.chdir(tmp_path)
-    config = reward_of_run(run, "judge.py:judge", {"b": 5})
+    config = load_run_reward(run, "judge.py:judge", {"b": 5})
     assert config.kwargs == {"a": 1, "b": 5}
     assert config.sandbox.timeout_s == 3
-    assert reward_of_run(run, "judge.py:other", {"b": 5}).kwargs == {"b": 5}
+    assert load_run_reward(run, "judge.py:other", {"b": 5}).kwargs == {"b": 5}
 
 
 def test_the_reward_of_the_run_is_the_default(tmp_path: Path) -> None:
     run = run_with(tmp_path, '[reward]\nfunction = "some.module:judge"\nkwargs = {a = 1}')
-    config = reward_of_run(run, None, {"a": 2})
+    config = load_run_reward(run, None, {"a": 2})
     assert (config.function, config.kwargs) == ("some.module:judge", {"a": 2})
 
 
 def test_arguments_for_several_rewards_are_refused(tmp_path: Path) -> None:
     parts = '[[reward.parts]]\nfunction = "a:b"\nkwargs = {x = 1}\n[[reward.parts]]\nfunction = "c:d"\n'
     run = run_with(tmp_path, parts)
-    assert len(reward_of_run(run, None, {}).parts) == 2
-    assert reward_of_run(run, "a:b", {}).kwargs == {"x": 1}
+    assert len(load_run_reward(run, None, {}).parts) == 2
+    assert load_run_reward(run, "a:b", {}).kwargs == {"x": 1}
     with pytest.raises(DataError, match="several rewards"):
-        reward_of_run(run, None, {"x": 2})
+        load_run_reward(run, None, {"x": 2})
 
 
 def test_a_file_has_no_reward_of_its_own(tmp_path: Path) -> None:
-    config: Any = reward_of_run(tmp_path / "rows.jsonl", "a:b", {})
+    config: Any = load_run_reward(tmp_path / "rows.jsonl", "a:b", {})
     assert (config.function, config.sandbox.tier) == ("a:b", "standard")

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from toolwise.authoring.stored import Stored, read_stored
+from toolwise.authoring.stored import StoredRollout, read_rollouts
 from toolwise.data.files import write_rows
 from toolwise.errors import CheckpointError, DataError
 
-MakeStored = Callable[..., list[Stored]]
+MakeStored = Callable[..., list[StoredRollout]]
 
 ASKED = {"role": "user", "content": "2 + 2?"}
 SAID = {"role": "assistant", "content": "4"}
@@ -46,7 +46,7 @@ def test_a_run_gives_its_training_rollouts_in_order(tmp_path: Path) -> None:
     run = write_run(
         tmp_path, step_000002=[record("c")], step_000001=[record("a"), record("b")], eval_000000=[record("e")]
     )
-    stored = read_stored(run)
+    stored = read_rollouts(run)
     assert [one.rollout.rollout_id for one in stored] == ["a", "b", "c"]
     assert [one.step for one in stored] == [1, 1, 2]
     assert stored[0].group != stored[2].group  # the same group's name in another step
@@ -54,21 +54,21 @@ def test_a_run_gives_its_training_rollouts_in_order(tmp_path: Path) -> None:
 
 def test_validation_can_be_asked_for(tmp_path: Path) -> None:
     run = write_run(tmp_path, step_000001=[record("a")], eval_000000=[record("e")])
-    assert [one.rollout.rollout_id for one in read_stored(run, validation=True)] == ["e"]
+    assert [one.rollout.rollout_id for one in read_rollouts(run, validation=True)] == ["e"]
 
 
 def test_one_step_can_be_asked_for(tmp_path: Path) -> None:
     run = write_run(tmp_path, step_000001=[record("a")], step_000002=[record("b")])
-    assert [one.rollout.rollout_id for one in read_stored(run, step=2)] == ["b"]
+    assert [one.rollout.rollout_id for one in read_rollouts(run, step=2)] == ["b"]
     with pytest.raises(CheckpointError, match="no rollouts of step 7; it has steps from 1 to 2"):
-        read_stored(run, step=7)
+        read_rollouts(run, step=7)
 
 
 def test_a_limit_takes_the_latest_of_a_run_and_the_first_of_a_file(tmp_path: Path) -> None:
     run = write_run(tmp_path, step_000001=[record("a"), record("b")], step_000002=[record("c"), record("d")])
-    assert [one.rollout.rollout_id for one in read_stored(run, limit=3)] == ["b", "c", "d"]
+    assert [one.rollout.rollout_id for one in read_rollouts(run, limit=3)] == ["b", "c", "d"]
     file = run / "rollouts" / "step-000002.jsonl"
-    assert [one.rollout.rollout_id for one in read_stored(file, limit=1)] == ["c"]
+    assert [one.rollout.rollout_id for one in read_rollouts(file, limit=1)] == ["c"]
 
 
 def test_a_record_says_what_happened_and_not_what_the_reward_was_given(make_stored: MakeStored) -> None:
@@ -108,7 +108,7 @@ def test_the_ground_truth_of_the_verl_layout_is_found(make_stored: MakeStored) -
 
 def test_parquet_is_read_too(tmp_path: Path) -> None:
     write_rows([{"messages": [ASKED, SAID], "ground_truth": "4"}], tmp_path / "rows.parquet")
-    (one,) = read_stored(tmp_path / "rows.parquet")
+    (one,) = read_rollouts(tmp_path / "rows.parquet")
     assert [m.content for m in one.rollout.messages] == ["2 + 2?", "4"]
 
 
@@ -144,15 +144,15 @@ def test_a_bad_row_is_named(row: dict[str, Any], words: str, tmp_path: Path) -> 
     path = tmp_path / "rows.jsonl"
     path.write_text(f"{json.dumps(record())}\n{json.dumps(row)}\n")
     with pytest.raises(DataError, match=f"rows.jsonl: row 1 .0-based., {words}"):
-        read_stored(path)
+        read_rollouts(path)
 
 
 def test_a_folder_without_rollouts_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has no step-"):
-        read_stored(tmp_path)
+        read_rollouts(tmp_path)
 
 
 def test_a_file_without_that_step_says_so(tmp_path: Path) -> None:
     write_rows([record(step=1)], tmp_path / "rows.jsonl")
     with pytest.raises(DataError, match="no rollouts of step 4"):
-        read_stored(tmp_path / "rows.jsonl", step=4)
+        read_rollouts(tmp_path / "rows.jsonl", step=4)

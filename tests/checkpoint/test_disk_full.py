@@ -21,7 +21,7 @@ from toolwise.checkpoint import latest, save
 from toolwise.checkpoint.files import disk_fault
 from toolwise.errors import CheckpointError, ModelError
 from toolwise.models import BUILTIN, load_model
-from toolwise.teaching import teach_model
+from toolwise.teaching import train_sft
 
 torch.set_num_threads(1)
 TALKS = [{"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello to you"}]}]
@@ -93,7 +93,7 @@ def test_a_disk_that_is_full(small_disk: Path) -> None:
         save(small_disk, 2, {"a": {}}, extra_files={"model": save_tokenizer})
     assert sorted(path.name for path in small_disk.iterdir()) == ["other", "step-000001"]
     with pytest.raises(ModelError, match=rf"cannot write {small_disk}/taught: No space left on device"):
-        teach_model("builtin:small", TALKS, small_disk / "taught", FEW)
+        train_sft("builtin:small", TALKS, small_disk / "taught", FEW)
     assert not (small_disk / "taught").exists()
 
 
@@ -104,7 +104,7 @@ def test_a_taught_model_that_does_not_fit_leaves_nothing(tmp_path: Path, size: i
     if there:
         out.mkdir()
     with largest_file(size), pytest.raises(ModelError, match=rf"cannot write {out}: File too large; nothing was left"):
-        teach_model("builtin:small", TALKS, out, FEW)
+        train_sft("builtin:small", TALKS, out, FEW)
     assert out.exists() == there
     assert list(tmp_path.rglob("*")) == ([out] if there else [])
 

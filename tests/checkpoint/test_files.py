@@ -5,7 +5,16 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from toolwise.checkpoint.files import aside, folders, is_plain, make_folder, newest_first, plain, remove, step_of
+from toolwise.checkpoint.files import (
+    checkpoint_folders,
+    final_path,
+    is_final,
+    make_folder,
+    newest_first,
+    remove,
+    sibling_path,
+    step_of,
+)
 
 
 def make(folder: Path, *names: str) -> list[Path]:
@@ -25,14 +34,14 @@ def test_only_folders_of_ours_are_ours(tmp_path: Path) -> None:
     mine = make(tmp_path, "step-000001", "step-000001.tmp-x")
     make(tmp_path, "step-by-step", "step-1.bak")
     (tmp_path / "step-000002").write_text("a file")
-    assert sorted(folders(tmp_path)) == mine
+    assert sorted(checkpoint_folders(tmp_path)) == mine
 
 
 def test_a_name_aside_is_new_and_of_the_same_step(tmp_path: Path) -> None:
     path = tmp_path / "step-000007.old-1-a"
-    names = {aside(path, "tmp") for _ in range(10)}
+    names = {sibling_path(path, "tmp") for _ in range(10)}
     assert len(names) == 10
-    assert {(step_of(name), plain(name).name, is_plain(name)) for name in names} == {(7, "step-000007", False)}
+    assert {(step_of(name), final_path(name).name, is_final(name)) for name in names} == {(7, "step-000007", False)}
 
 
 def test_all_that_is_missing_above_a_folder_is_made(tmp_path: Path) -> None:

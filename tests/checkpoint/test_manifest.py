@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from toolwise.checkpoint import digest, save
-from toolwise.checkpoint.manifest import glance, verify
+from toolwise.checkpoint import save, settings_digest
+from toolwise.checkpoint.manifest import read_if_complete, verify
 from toolwise.errors import CheckpointError
 
 
 def test_a_glance_sees_sizes_and_a_look_sees_bytes(tmp_path: Path) -> None:
     path = save(tmp_path, 1, {"a": {"n": 1}}).path
     (path / "a.json").write_text('{"n": 2}', encoding="ascii")
-    assert glance(path) is not None
+    assert read_if_complete(path) is not None
     with pytest.raises(CheckpointError, match="is not what was saved"):
         verify(path, hashes=True)
     (path / "a.json").write_text('{"n": 22}', encoding="ascii")
-    assert glance(path) is None
+    assert read_if_complete(path) is None
 
 
 def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
@@ -30,5 +30,7 @@ def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_digest_is_of_what_is_said_and_not_of_the_order() -> None:
-    assert digest({"a": 1, "b": {"c": [1, 2], "d": None}}) == digest({"b": {"d": None, "c": [1, 2]}, "a": 1})
-    assert len({digest({"a": value}) for value in (1, 2, "1", None, [1], True)}) == 6
+    assert settings_digest({"a": 1, "b": {"c": [1, 2], "d": None}}) == settings_digest(
+        {"b": {"d": None, "c": [1, 2]}, "a": 1}
+    )
+    assert len({settings_digest({"a": value}) for value in (1, 2, "1", None, [1], True)}) == 6

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from toolwise.checkpoint import Randomness, latest, save
+from toolwise.checkpoint import RngState, latest, save
 
 
 def draw() -> tuple[float, float, float, float]:
@@ -18,17 +18,17 @@ def draw() -> tuple[float, float, float, float]:
 
 def test_every_generator_goes_on_from_where_it_was(tmp_path: Path) -> None:
     random.gauss(0, 1)  # python keeps the second of two: it is part of the state
-    save(tmp_path, 1, {"randomness": Randomness().state_dict()})
+    save(tmp_path, 1, {"randomness": RngState().state_dict()})
     first = [draw() for _ in range(3)]
     draw()
     found = latest(tmp_path)
     assert found is not None
-    Randomness().load_state_dict(found.state()["randomness"])
+    RngState().load_state_dict(found.state()["randomness"])
     assert [draw() for _ in range(3)] == first
 
 
 def test_another_number_of_gpus_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    state = Randomness().state_dict()
+    state = RngState().state_dict()
     state["cuda"] = [torch.zeros(16, dtype=torch.uint8)] * (torch.cuda.device_count() + 1)
-    Randomness().load_state_dict(state)
+    RngState().load_state_dict(state)
     assert "their random numbers begin anew" in caplog.text

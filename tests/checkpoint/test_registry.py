@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from toolwise.checkpoint import Registry, save
+from toolwise.checkpoint import StateRegistry, save
 from toolwise.errors import CheckpointError
 
 
@@ -25,7 +25,7 @@ class Part:
 
 
 def test_the_registry_saves_and_restores_every_part(tmp_path: Path) -> None:
-    registry, other = Registry(), Registry()
+    registry, other = StateRegistry(), StateRegistry()
     parts = {"a": Part([1]), "b": Part((2,))}
     fresh = {"a": Part(None), "b": Part(None)}
     for name in parts:
@@ -38,18 +38,18 @@ def test_the_registry_saves_and_restores_every_part(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "manifest", "a b"])
 def test_a_part_has_a_name_that_can_be_a_file(name: str) -> None:
     with pytest.raises(ValueError, match="cannot name a part"):
-        Registry().register(name, Part(1))
+        StateRegistry().register(name, Part(1))
 
 
 def test_a_name_is_registered_once() -> None:
-    registry = Registry()
+    registry = StateRegistry()
     registry.register("router", Part(1))
     with pytest.raises(ValueError, match="'router' is registered already"):
         registry.register("router", Part(2))
 
 
 def test_a_checkpoint_of_other_parts_is_refused_and_nothing_is_touched() -> None:
-    registry = Registry()
+    registry = StateRegistry()
     part = Part(1)
     registry.register("learner", part)
     registry.register("router", Part(2))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from toolwise.checkpoint import best, digest, load, save
+from toolwise.checkpoint import best, load, save, settings_digest
 from toolwise.errors import CheckpointError
 
 
@@ -128,11 +128,11 @@ def test_a_damaged_best_is_not_kept_for_its_name(tmp_path: Path) -> None:
 
 
 def test_facts_and_figures_come_back_under_the_seal(tmp_path: Path) -> None:
-    facts = {"policy_version": 7, "config_sha256": digest({"b": 1, "a": [2]})}
+    facts = {"policy_version": 7, "config_sha256": settings_digest({"b": 1, "a": [2]})}
     save(tmp_path, 7, {"a": {}}, facts=facts, figures={"score": 1 / 3})
     found = load(tmp_path / "step-000007")
     assert (found.facts, found.figures) == (facts, {"score": 1 / 3})
-    assert found.facts["config_sha256"] == digest({"a": [2], "b": 1}) != digest({"a": [2], "b": 2})
+    assert found.facts["config_sha256"] == settings_digest({"a": [2], "b": 1}) != settings_digest({"a": [2], "b": 2})
     manifest = tmp_path / "step-000007" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"policy_version": 7', '"policy_version": 8'))
     with pytest.raises(CheckpointError, match="changed after it was written"):

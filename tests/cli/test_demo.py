@@ -77,7 +77,7 @@ def test_whoever_stops_the_frontier_is_told_how_to_go_on(demo: Path, cli: Cli, m
     def leave(status: int) -> None:
         raise SystemExit(status)
 
-    monkeypatch.setattr("toolwise.demo.frontier.small_frontier", stopped)
+    monkeypatch.setattr("toolwise.demo.frontier.evaluate_small_frontier", stopped)
     monkeypatch.setattr("os._exit", leave)
     monkeypatch.chdir(demo.parent)
     ended = cli("demo", "--out", "first", "--resume", *SMALL)

@@ -12,7 +12,7 @@ import pytest
 from toolwise.config import load_config
 from toolwise.demo.tasks import write_rows
 from toolwise.run import local_policy
-from toolwise.serve import Served, Server, build_app
+from toolwise.serve import ServedModel, Server, build_app
 
 Cli = Callable[..., Any]
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "6*7"}}</tool_call>'
@@ -68,7 +68,7 @@ def test_a_script_stands_in_for_the_model(cli: Cli, config: Path, tmp_path: Path
 
 def test_a_server_answers_as_the_model_would(cli: Cli, config: Path, tmp_path: Path) -> None:
     own = local_policy(load_config(config), "builtin:small")
-    with Server(build_app(Served.of(own, "small"))) as server:
+    with Server(build_app(ServedModel.of(own, "small"))) as server:
         there = ("--policy", "openai", "--base-url", server.url, "--model", "small")
         ended = cli("rollout", config, "-n", 2, "--greedy", *there, "--out", tmp_path / "served")
     assert ended.status == 0, ended.err

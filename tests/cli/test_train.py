@@ -52,11 +52,11 @@ def test_the_metrics_are_one_line_a_step_and_one_a_validation(tiny_run: Path) ->
 
 @pytest.mark.parametrize(("steps", "said"), [(1, "1 step in 3 s"), (2, "2 steps in 3 s")])
 def test_one_step_is_not_several(steps: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from toolwise.cli.train import finish
+    from toolwise.cli.train import report_result
     from toolwise.training import RunResult
 
     summary = {"before": None, "after": None, "steps": steps, "seconds": 3.2, "peak_rss_mb": 5.0}
-    finish(RunResult(tmp_path, {**summary, "interrupted": False, "updated": True}))
+    report_result(RunResult(tmp_path, {**summary, "interrupted": False, "updated": True}))
     assert capsys.readouterr().out.startswith(f"{said}, peak memory")
 
 

@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from toolwise.data.files import read_rows, write_rows
-from toolwise.data.limits import LINE_MB, VARIABLE
+from toolwise.data.limits import MAX_DATA_VARIABLE, MAX_LINE_MB
 from toolwise.errors import ConfigError, DataError, ToolwiseError
 
 
@@ -136,8 +136,8 @@ def test_a_line_has_a_longest_length(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     with path.open("wb") as file:
         file.write(b'{"a": 1}\n')
-        file.truncate((LINE_MB << 20) + 100)
-    assert f"line 2 is longer than {LINE_MB} MB" in refused(path)
+        file.truncate((MAX_LINE_MB << 20) + 100)
+    assert f"line 2 is longer than {MAX_LINE_MB} MB" in refused(path)
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "json", "parquet"])
@@ -150,19 +150,19 @@ def test_a_file_has_a_largest_size_that_can_be_raised(
         path.write_text(json.dumps(rows))
     else:
         write_rows(rows, path)
-    monkeypatch.setenv(VARIABLE, "1")
-    assert f"more than 1 MB; split the file, or read more with {VARIABLE}=4" in refused(path)
+    monkeypatch.setenv(MAX_DATA_VARIABLE, "1")
+    assert f"more than 1 MB; split the file, or read more with {MAX_DATA_VARIABLE}=4" in refused(path)
     if ending != "json":
         assert len(read_rows(path, limit=3)) == 3
-    monkeypatch.setenv(VARIABLE, "4")
+    monkeypatch.setenv(MAX_DATA_VARIABLE, "4")
     assert read_rows(path) == rows
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "many", "1.5", "9" * 5_000, "٣"])
 def test_a_size_that_is_none(tmp_path: Path, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows([{"a": 1}], tmp_path / "x.jsonl")
-    monkeypatch.setenv(VARIABLE, given)
-    with pytest.raises(ConfigError, match=VARIABLE):
+    monkeypatch.setenv(MAX_DATA_VARIABLE, given)
+    with pytest.raises(ConfigError, match=MAX_DATA_VARIABLE):
         read_rows(tmp_path / "x.jsonl")
 
 
@@ -210,7 +210,7 @@ def test_a_small_file_that_unpacks_to_gigabytes_is_refused(tmp_path: Path, make:
     assert path.stat().st_size < 200_000
     done = subprocess.run(
         [sys.executable, "-c", _MEASURE, str(path)],
-        env={**os.environ, VARIABLE: "32", "PYTHONPATH": os.pathsep.join(sys.path)},
+        env={**os.environ, MAX_DATA_VARIABLE: "32", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         timeout=120,
@@ -319,10 +319,10 @@ def test_a_file_with_any_byte_changed_is_read_or_refused(tmp_path: Path) -> None
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"a": "' + "x" * 1000 + '"}\n' + "".join('{"a": 1}\n' for _ in range(100_000)))
-    from toolwise.data.limits import Budget, lines_of, open_data
+    from toolwise.data.limits import ReadBudget, open_data, read_lines
 
     with open_data(path) as file:
-        lines = lines_of(path, file, Budget(path))
+        lines = read_lines(path, file, ReadBudget(path))
         assert len(next(lines)) > 1000
         os.truncate(path, 10)
         assert sum(1 for _ in lines) < 100_000

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from toolwise.data import load_tasks
-from toolwise.data.prepare import Prepared, prepare_gsm8k
+from toolwise.data.prepare import PreparedFile, prepare_gsm8k
 from toolwise.errors import DataError
 
 DATA = Path(__file__).parent.parent / "data"
@@ -18,7 +18,7 @@ SOURCE = DATA / "gsm8k.jsonl"
 
 def test_rows_come_with_a_calculator_and_no_answer_for_it(tmp_path: Path) -> None:
     out = tmp_path / "train.parquet"
-    assert prepare_gsm8k(SOURCE, out) == [Prepared(out, 60)]
+    assert prepare_gsm8k(SOURCE, out) == [PreparedFile(out, 60)]
     for number, task in enumerate(load_tasks(out)):
         system, user = task.prompt
         assert task.task_id == f"train/train/{number}"
@@ -74,8 +74,8 @@ def test_a_folder_gives_both_splits(tmp_path: Path) -> None:
     (source / "test.jsonl").write_text("".join(lines[40:]))
     written = prepare_gsm8k(source, tmp_path / "out")
     assert written == [
-        Prepared(tmp_path / "out" / "train.parquet", 40),
-        Prepared(tmp_path / "out" / "test.parquet", 20),
+        PreparedFile(tmp_path / "out" / "train.parquet", 40),
+        PreparedFile(tmp_path / "out" / "test.parquet", 20),
     ]
     assert load_tasks(tmp_path / "out" / "test.parquet")[0].extra_info["split"] == "test"
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from toolwise.cli.data import app
 from toolwise.data import load_tasks
 from toolwise.data.prepare import prepare_gsm8k
-from toolwise.data.stats import describe, stats_table
+from toolwise.data.stats import describe_tasks, stats_table
 from toolwise.errors import ConfigError, DataError
 
 DATA = Path(__file__).parent.parent / "data"
@@ -22,7 +22,7 @@ RLLA = DATA / "rlla_test.parquet"
 
 
 def test_the_test_split_is_described() -> None:
-    found = describe(RLLA)
+    found = describe_tasks(RLLA)
     assert found["rows"] == 80
     assert found["data_sources"] == {"rlla": 80}
     assert found["abilities"] == {"math": 80}
@@ -44,7 +44,7 @@ def test_the_test_split_is_described() -> None:
 
 
 def test_quantiles_are_lengths_that_occur() -> None:
-    spread = describe(RLLA)["prompt_characters"]
+    spread = describe_tasks(RLLA)["prompt_characters"]
     lengths = [sum(len(m.content or "") for m in task.prompt) for task in load_tasks(RLLA)]
     shares = {"min": 0.0, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95, "max": 1.0}
     for name, share in shares.items():
@@ -55,7 +55,7 @@ def test_quantiles_are_lengths_that_occur() -> None:
 
 def test_tools_named_by_a_row_are_counted(tmp_path: Path) -> None:
     prepare_gsm8k(DATA / "gsm8k.jsonl", tmp_path / "x.parquet")
-    found = describe(tmp_path / "x.parquet")
+    found = describe_tasks(tmp_path / "x.parquet")
     assert found["tool_names"] == {"calculator": 60}
     assert found["rows_without_own_tools"] == 0
     assert found["rlla"] is None
@@ -63,7 +63,7 @@ def test_tools_named_by_a_row_are_counted(tmp_path: Path) -> None:
 
 def test_missing_fields_are_counted(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"prompt": "a"}\n{"prompt_ids": [1, 2], "ability": "math"}\n')
-    found = describe(tmp_path / "x.jsonl")
+    found = describe_tasks(tmp_path / "x.jsonl")
     assert found["missing"] == {
         "prompt": 1,
         "data_source": 2,
@@ -80,12 +80,12 @@ def test_a_bad_gold_answer_is_named_by_row(tmp_path: Path) -> None:
     row = {"prompt": "a", "data_source": "rlla", "ground_truth": "<tool_call>\nnot json\n</tool_call>"}
     (tmp_path / "x.jsonl").write_text(json.dumps(row))
     with pytest.raises(DataError, match=r"row 0 \(0-based\), field reward_model.ground_truth: gold call"):
-        describe(tmp_path / "x.jsonl")
+        describe_tasks(tmp_path / "x.jsonl")
 
 
 def test_the_table_shows_the_numbers() -> None:
     text = io.StringIO()
-    Console(file=text, width=100).print(stats_table(describe(RLLA)))
+    Console(file=text, width=100).print(stats_table(describe_tasks(RLLA)))
     assert "share tool only 88.75%" in text.getvalue()
     assert "mean 3.34" in text.getvalue()
     assert "is_valid_parentheses (2)" in text.getvalue()
@@ -94,7 +94,7 @@ def test_the_table_shows_the_numbers() -> None:
 def test_names_with_brackets_are_shown_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"prompt": "a", "data_source": "[bold]x[/nothing]"}\n')
     text = io.StringIO()
-    Console(file=text, width=100).print(stats_table(describe(tmp_path / "x.jsonl")))
+    Console(file=text, width=100).print(stats_table(describe_tasks(tmp_path / "x.jsonl")))
     assert "[bold]x[/nothing] (1)" in text.getvalue()
 
 
@@ -106,7 +106,7 @@ def test_stats_on_the_command_line() -> None:
 
 def test_stats_as_json() -> None:
     result = CliRunner().invoke(app, ["stats", str(RLLA), "--json"])
-    assert json.loads(result.output) == describe(RLLA)
+    assert json.loads(result.output) == describe_tasks(RLLA)
 
 
 def test_prepare_on_the_command_line(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from toolwise.data import load_tasks
-from toolwise.data.task_rows import rows_text
+from toolwise.data.task_rows import tasks_to_jsonl
 from toolwise.errors import DataError
 from toolwise.messages import Message
 from toolwise.types import Task
@@ -20,7 +20,7 @@ def task(**more: Any) -> Task:
 
 
 def read_back(tasks: list[Task], folder: Path) -> list[Task]:
-    (folder / "train.jsonl").write_text(rows_text(tasks, "train"), encoding="utf-8")
+    (folder / "train.jsonl").write_text(tasks_to_jsonl(tasks, "train"), encoding="utf-8")
     return load_tasks(folder / "train.jsonl")
 
 
@@ -53,7 +53,7 @@ def test_a_task_comes_back(given: Task, tmp_path: Path) -> None:
 
 
 def test_a_plain_row_stays_readable(tmp_path: Path) -> None:
-    line = rows_text([task(ground_truth="2", reward_kwargs={"weight": 2})], "train")
+    line = tasks_to_jsonl([task(ground_truth="2", reward_kwargs={"weight": 2})], "train")
     assert json.loads(line) == {
         "task_id": "t",
         "prompt": [{"role": "user", "content": "1 + 1?"}],
@@ -65,5 +65,5 @@ def test_a_plain_row_stays_readable(tmp_path: Path) -> None:
 @pytest.mark.parametrize("truth", [{1, 2}, float("nan"), object()], ids=["set", "nan", "object"])
 def test_what_json_cannot_hold_is_named(truth: Any) -> None:
     with pytest.raises(DataError, match="train: row 1 cannot be written as JSON") as caught:
-        rows_text([task(), task(ground_truth=truth)], "train")
+        tasks_to_jsonl([task(), task(ground_truth=truth)], "train")
     assert "\n" not in str(caught.value)

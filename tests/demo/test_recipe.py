@@ -8,15 +8,15 @@ import torch
 
 from toolwise.config import RunConfig
 from toolwise.data import load_tasks
-from toolwise.demo.recipe import BUDGET, HELD_OUT_TASKS, KINDS, TRAIN_TASKS, demo_settings, write_tasks
+from toolwise.demo.recipe import BUDGET, HELD_OUT_TASKS, ROUTABLE_KINDS, TRAIN_TASKS, demo_config, write_tasks
 from toolwise.run import assemble
-from toolwise.settings import build
+from toolwise.settings import build_config
 
 torch.set_num_threads(1)
 
 
 def config(out: Path, seed: int = 3) -> RunConfig:
-    return build(RunConfig, demo_settings(out, seed), source="demo")
+    return build_config(RunConfig, demo_config(out, seed), source="demo")
 
 
 def test_the_recipe_is_a_run(tmp_path: Path) -> None:
@@ -32,12 +32,12 @@ def test_its_router_has_a_budget_that_binds(tmp_path: Path) -> None:
     assert router.enable
     assert router.hard
     assert [budget.limit for budget in router.budgets] == [BUDGET]
-    needed = sum(kind != "known" for kind in KINDS) / len(KINDS)  # one call each
+    needed = sum(kind != "known" for kind in ROUTABLE_KINDS) / len(ROUTABLE_KINDS)  # one call each
     assert 0 < BUDGET < needed
 
 
 def test_asking_for_the_recipe_writes_nothing(tmp_path: Path) -> None:
-    demo_settings(tmp_path, 0)
+    demo_config(tmp_path, 0)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -48,7 +48,7 @@ def test_its_tasks_are_written_where_it_names_them(tmp_path: Path) -> None:
     assert found.data.val is not None
     train, held_out = load_tasks(found.data.train), load_tasks(found.data.val)
     assert (len(train), len(held_out)) == (TRAIN_TASKS, HELD_OUT_TASKS)
-    assert {t.extra_info["kind"] for t in (*train, *held_out)} == set(KINDS)
+    assert {t.extra_info["kind"] for t in (*train, *held_out)} == set(ROUTABLE_KINDS)
     assert {t.extra_info["split"] for t in train} == {"train"}
     assert {t.extra_info["split"] for t in held_out} == {"heldout"}
     assert all(str(path).startswith(str(tmp_path)) for path in (found.data.train, found.data.val))

@@ -44,7 +44,7 @@ def test_by_hand(messages: list[Message], score: float, correct: float) -> None:
     result = small_world_reward(messages, "31")
     assert result.score == pytest.approx(score)
     assert result.metrics["correct"].score == correct
-    assert result.counts
+    assert result.has_valid_score
 
 
 def test_a_ground_truth_may_be_a_number() -> None:

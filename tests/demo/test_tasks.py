@@ -14,7 +14,7 @@ import pytest
 
 from toolwise.data import load_tasks
 from toolwise.demo.tasks import KINDS, SPLITS, make_row, make_rows, write_rows
-from toolwise.demo.world import KNOWN_SUMS, fact, is_known
+from toolwise.demo.world import KNOWN_CALCULATIONS, is_known, make_fact
 from toolwise.tools.calculator import CalculatorTool
 from toolwise.tools.search.tool import SearchTool
 
@@ -52,9 +52,9 @@ def test_known_questions_ask_for_what_is_fixed() -> None:
         if asked:
             thing, place = asked.groups()
             assert is_known(place, thing)
-            assert row["reward_model"]["ground_truth"] == str(fact(place, thing, Random(0)).value)
+            assert row["reward_model"]["ground_truth"] == str(make_fact(place, thing, Random(0)).value)
         else:
-            assert question(row) in {f"What is {s.expression}?" for s in KNOWN_SUMS}
+            assert question(row) in {f"What is {s.expression}?" for s in KNOWN_CALCULATIONS}
 
 
 def test_looked_up_questions_ask_for_what_is_drawn() -> None:

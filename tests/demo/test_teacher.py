@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from toolwise.demo.tasks import KINDS, make_row, make_rows
-from toolwise.demo.teacher import OFFERS, PLANS, conversations, demonstrate
+from toolwise.demo.teacher import STRATEGIES, TOOL_OFFERS, conversations, demonstrate
 from toolwise.messages import Message
 from toolwise.tools.base import BaseTool
 from toolwise.tools.calculator import CalculatorTool
@@ -50,19 +50,19 @@ def calls_of(messages: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_plans_of_a_kind_sum_to_one(kind: str) -> None:
-    assert set(PLANS) == set(KINDS)
-    assert sum(weight for _, weight in PLANS[kind]) == pytest.approx(1.0, abs=1e-9)
-    assert all(weight > 0 for _, weight in PLANS[kind])
+    assert set(STRATEGIES) == set(KINDS)
+    assert sum(weight for _, weight in STRATEGIES[kind]) == pytest.approx(1.0, abs=1e-9)
+    assert all(weight > 0 for _, weight in STRATEGIES[kind])
     known = {"right", "guess", "settle", "misreport", "half", "detour settle", "detour right", "detour guess"}
-    assert {plan for plan, _ in PLANS[kind]} <= known
+    assert {plan for plan, _ in STRATEGIES[kind]} <= known
 
 
 def test_the_offers_sum_to_one() -> None:
-    assert sum(weight for _, weight in OFFERS) == pytest.approx(1.0, abs=1e-9)
+    assert sum(weight for _, weight in TOOL_OFFERS) == pytest.approx(1.0, abs=1e-9)
 
 
 def test_half_way_is_only_for_what_has_two_steps() -> None:
-    assert {kind for kind, plans in PLANS.items() if "half" in dict(plans)} <= {"two_step"}
+    assert {kind for kind, plans in STRATEGIES.items() if "half" in dict(plans)} <= {"two_step"}
 
 
 def test_every_conversation_begins_with_a_question_and_ends_with_an_answer() -> None:
@@ -124,7 +124,7 @@ def test_results_are_what_the_real_tools_say(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_teacher_is_right_as_often_as_its_plans_say(kind: str) -> None:
-    right = sum(weight for plan, weight in PLANS[kind] if plan.split()[-1] in ("right", "settle"))
+    right = sum(weight for plan, weight in STRATEGIES[kind] if plan.split()[-1] in ("right", "settle"))
     made = demonstrations(kind, BOTH, 600)
     share = sum(answer_of(m) == row["reward_model"]["ground_truth"] for row, m in made) / len(made)
     assert share == pytest.approx(right, abs=0.08)
@@ -132,7 +132,7 @@ def test_the_teacher_is_right_as_often_as_its_plans_say(kind: str) -> None:
 
 def test_the_teacher_calls_as_often_as_its_plans_say() -> None:
     for kind in ("lookup", "arithmetic"):
-        none = dict(PLANS[kind])["guess"]
+        none = dict(STRATEGIES[kind])["guess"]
         made = demonstrations(kind, BOTH, 600)
         share = sum(not calls_of(m) for _, m in made) / len(made)
         assert share == pytest.approx(none, abs=0.08)

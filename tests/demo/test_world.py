@@ -10,17 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolwise.demo.world import (
-    KNOWN_SUMS,
+    KNOWN_CALCULATIONS,
     LARGEST,
     PLACES,
-    SMALL_SUMS,
+    SMALL_CALCULATIONS,
     SMALLEST,
     THINGS,
+    Calculation,
     Fact,
-    Sum,
-    fact,
     is_known,
-    random_sum,
+    make_fact,
+    random_calculation,
 )
 
 ALL = list(product(PLACES, THINGS))
@@ -46,29 +46,29 @@ def test_no_thing_gives_away_whether_it_is_known() -> None:
 
 @pytest.mark.parametrize("pair", KNOWN[:10])
 def test_a_known_fact_is_the_same_whoever_draws(pair: tuple[str, str]) -> None:
-    assert len({fact(*pair, Random(seed)) for seed in range(20)}) == 1
+    assert len({make_fact(*pair, Random(seed)) for seed in range(20)}) == 1
 
 
 def test_a_known_fact_uses_up_no_chance() -> None:
     rng = Random(1)
-    fact(*KNOWN[0], rng)
+    make_fact(*KNOWN[0], rng)
     assert rng.random() == Random(1).random()
 
 
 @pytest.mark.parametrize("pair", UNKNOWN[:10])
 def test_an_unknown_fact_is_drawn_anew(pair: tuple[str, str]) -> None:
-    assert len({fact(*pair, Random(seed)) for seed in range(40)}) > 20
+    assert len({make_fact(*pair, Random(seed)) for seed in range(40)}) > 20
 
 
 def test_known_facts_never_change_between_versions() -> None:
     """The model that ships has them by heart."""
-    digest = sum(fact(place, thing, Random(0)).value * (n + 1) for n, (place, thing) in enumerate(KNOWN))
+    digest = sum(make_fact(place, thing, Random(0)).value * (n + 1) for n, (place, thing) in enumerate(KNOWN))
     assert digest == 2603024
 
 
 @given(st.sampled_from(ALL), st.integers(0, 1000))
 def test_values_stay_in_range(pair: tuple[str, str], seed: int) -> None:
-    assert SMALLEST <= fact(*pair, Random(seed)).value <= LARGEST
+    assert SMALLEST <= make_fact(*pair, Random(seed)).value <= LARGEST
 
 
 def test_a_fact_as_a_sentence() -> None:
@@ -77,21 +77,21 @@ def test_a_fact_as_a_sentence() -> None:
 
 @pytest.mark.parametrize(("operator", "value"), [("+", 15), ("-", 9), ("*", 36)])
 def test_a_sum_by_hand(operator: str, value: int) -> None:
-    assert Sum(12, operator, 3).value == value
-    assert Sum(12, operator, 3).expression == f"12 {operator} 3"
+    assert Calculation(12, operator, 3).value == value
+    assert Calculation(12, operator, 3).expression == f"12 {operator} 3"
 
 
 def test_known_sums_are_about_half_of_the_small_ones() -> None:
-    assert len(set(SMALL_SUMS)) == len(SMALL_SUMS)
-    assert set(KNOWN_SUMS) < set(SMALL_SUMS)
-    assert 0.4 < len(KNOWN_SUMS) / len(SMALL_SUMS) < 0.6
-    assert all(s.value >= 0 for s in SMALL_SUMS)
+    assert len(set(SMALL_CALCULATIONS)) == len(SMALL_CALCULATIONS)
+    assert set(KNOWN_CALCULATIONS) < set(SMALL_CALCULATIONS)
+    assert 0.4 < len(KNOWN_CALCULATIONS) / len(SMALL_CALCULATIONS) < 0.6
+    assert all(s.value >= 0 for s in SMALL_CALCULATIONS)
 
 
 @given(st.integers(0, 10**6))
 def test_a_drawn_sum_is_not_known_and_not_negative(seed: int) -> None:
-    drawn = random_sum(Random(seed))
-    assert drawn not in KNOWN_SUMS
+    drawn = random_calculation(Random(seed))
+    assert drawn not in KNOWN_CALCULATIONS
     assert drawn.value >= 0
     assert 1 <= drawn.left <= 9999
     assert 1 <= drawn.right <= 9999

@@ -11,7 +11,7 @@ import pytest
 from tests.diagnosis.cases import DROPPED, UPDATED, config, scored, too_long
 
 from toolwise.config import RunConfig
-from toolwise.diagnosis import Changes, Diagnosis, Finding
+from toolwise.diagnosis import Diagnosis, Finding, FindingChanges
 from toolwise.types import ScoredRollout, StopReason
 
 SETTINGS = config()
@@ -24,7 +24,7 @@ def after(
     metrics: Mapping[str, float] = UPDATED,
     weights: Sequence[str] = ("before", "after"),
     settings: RunConfig = SETTINGS,
-) -> tuple[Diagnosis, list[Changes]]:
+) -> tuple[Diagnosis, list[FindingChanges]]:
     """A diagnosis that has seen `steps`; `weights` are the checksums, the last one for ever."""
     diagnosis = diagnosis or Diagnosis()
     sums = (weights[min(place, len(weights) - 1)] for place in count())

@@ -5,22 +5,27 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from toolwise.diagnosis.monitor import UNCHANGED
+from toolwise.diagnosis.monitor import WEIGHTS_UNCHANGED
 from toolwise.diagnosis.symptoms import FIRST_STEPS, NEARLY_ALL, SYMPTOMS
-from toolwise.diagnosis.weights import PATIENCE
+from toolwise.diagnosis.weights import UNCHANGED_STEPS_LIMIT
 
 PAGE = (Path(__file__).parents[2] / "docs" / "diagnosis.md").read_text(encoding="utf-8")
 
 
 def test_the_page_lists_every_kind_of_finding() -> None:
     listed = set(re.findall(r"^\| `([a-z_]+)` \|", PAGE, re.MULTILINE))
-    ours = {symptom.kind for symptom in SYMPTOMS} | {UNCHANGED, "no_ground_truth", "one_family", "prompt_too_long"}
+    ours = {symptom.kind for symptom in SYMPTOMS} | {
+        WEIGHTS_UNCHANGED,
+        "no_ground_truth",
+        "one_family",
+        "prompt_too_long",
+    }
     assert listed == ours
 
 
 def test_the_page_s_numbers_are_the_code_s() -> None:
     assert f"after {FIRST_STEPS} steps" in PAGE
-    assert f"after {PATIENCE} steps, or at the end" in PAGE
+    assert f"after {UNCHANGED_STEPS_LIMIT} steps, or at the end" in PAGE
     assert f"{100 * NEARLY_ALL:.0f} % or more" in PAGE
 
 

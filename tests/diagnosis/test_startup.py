@@ -9,8 +9,8 @@ from tests.diagnosis.cases import config, scored, task, too_long
 
 from toolwise.diagnosis import check_routable, evaluation_findings, startup_findings
 from toolwise.errors import ConfigError
-from toolwise.rewards.combine import Rewards, Weighted
-from toolwise.rewards.earned import earned_reward
+from toolwise.rewards.combine import CompositeReward, WeightedReward
+from toolwise.rewards.earned import episode_reward
 from toolwise.rewards.function import Reward
 from toolwise.tools.base import BaseTool
 from toolwise.tools.catalog import build_tools
@@ -34,8 +34,8 @@ def takes_any(messages: Any, ground_truth: Any, **kwargs: Any) -> float:
     return 1.0
 
 
-def rewards(*functions: Any) -> Rewards:
-    return Rewards(tuple(Weighted(f if isinstance(f, Reward) else Reward.of(f)) for f in functions))
+def rewards(*functions: Any) -> CompositeReward:
+    return CompositeReward(tuple(WeightedReward(f if isinstance(f, Reward) else Reward.of(f)) for f in functions))
 
 
 def kinds(tasks: list[Task], *functions: Any) -> list[str]:
@@ -77,7 +77,7 @@ def test_an_answer_in_extra_info_is_found_too() -> None:
         ([*ANSWERS, task("c", ground_truth="6")], compares),  # some rows have one
         (ANSWERS, ignores),
         (ANSWERS, takes_answer),
-        (ANSWERS, earned_reward("env")),
+        (ANSWERS, episode_reward("env")),
         ([task()], compares),  # a reward that does without, on rows that have nothing else
         ([task(reward_kwargs={"level": 1, "source": "x"})], compares),
         ([], compares),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import pytest
 from tests.diagnosis.cases import DROPPED, UPDATED, config, scored, too_long
 
-from toolwise.diagnosis.weights import why_unchanged
+from toolwise.diagnosis.weights import explain_unchanged
 from toolwise.types import ScoredRollout, StopReason
 
 GOOD = [scored(1.0), scored(0.0)]
@@ -40,6 +40,6 @@ GOOD = [scored(1.0), scored(0.0)]
 def test_each_cause_has_its_cure(
     rollouts: list[ScoredRollout], metrics: Mapping[str, float], cause: str, cure: str
 ) -> None:
-    found = why_unchanged(config(model={"dtype": "bfloat16"}), rollouts, metrics, "all 8 groups were")
+    found = explain_unchanged(config(model={"dtype": "bfloat16"}), rollouts, metrics, "all 8 groups were")
     assert cause in found[0]
     assert cure in found[1]

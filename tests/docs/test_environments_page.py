@@ -10,9 +10,9 @@ from tests.docs.pages import ROOT, Reader
 
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.catalog import ENVS, INTERACTIONS
-from toolwise.envs.conformance.exam import Exam
+from toolwise.envs.conformance.exam import EnvChecks
 from toolwise.envs.gymnasium import GymnasiumEnv
-from toolwise.envs.methods import CONVENTIONS
+from toolwise.envs.methods import RESERVED_NAMES
 
 pytestmark = pytest.mark.docs
 
@@ -27,7 +27,7 @@ def test_every_name_is_documented() -> None:
     page = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
     methods = [name for name in vars(BaseEnv) if not name.startswith("_") and name != "structured_actions"]
     options = [name for name in inspect.signature(GymnasiumEnv).parameters if name != "world"]
-    findings = [*Exam(BaseEnv, [], None, None, 0, 1, 1.0).names(), "event loop"]
-    missing = [name for name in (*methods, *options, *CONVENTIONS, *ENVS, *INTERACTIONS) if f"`{name}" not in page]
+    findings = [*EnvChecks(BaseEnv, [], None, None, 0, 1, 1.0).names(), "event loop"]
+    missing = [name for name in (*methods, *options, *RESERVED_NAMES, *ENVS, *INTERACTIONS) if f"`{name}" not in page]
     assert missing == []
     assert [name for name in findings if f"| {name} |" not in page] == []

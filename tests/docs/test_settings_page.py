@@ -6,7 +6,7 @@ import pytest
 import settings_page
 
 from toolwise.config import RunConfig
-from toolwise.settings import all_paths
+from toolwise.settings import setting_keys
 
 pytestmark = pytest.mark.docs
 
@@ -18,7 +18,7 @@ def test_the_page_is_up_to_date() -> None:
 
 def test_every_setting_is_on_the_page() -> None:
     page = settings_page.page()
-    for path in all_paths(RunConfig):
+    for path in setting_keys(RunConfig):
         table, _, name = path.rpartition(".")
         section = page.partition(f"\n## `[{table}]`" if table else "\n## Outside of any table")[2].partition("\n## ")[0]
         assert f"| `{name}` |" in section, path

@@ -21,8 +21,8 @@ from engine_cases import (
 from engine_cases import run as run_async
 from selection import quick_first
 
-from toolwise.engine.dense import DenseRunner
-from toolwise.engine.fused import FusedRunner
+from toolwise.engine.dense import CpuRunner
+from toolwise.engine.fused import CudaRunner
 from toolwise.engine.runner import Runner
 from toolwise.errors import ConfigError
 from toolwise.learner.lora import Adapters, LoraSettings
@@ -31,10 +31,10 @@ from toolwise.protocols import Sampling
 NEW = 20
 PROMPTS = [random_ids(length, seed) for seed, length in enumerate((1, 17, 30, 9))]
 RUNNERS: dict[str, tuple[type[Runner], dict[str, Any]]] = {
-    "dense": (DenseRunner, {}),
+    "dense": (CpuRunner, {}),
     "stock": (Runner, {"fused": False}),
     "deterministic": (Runner, {"deterministic": True}),
-    "fused": (FusedRunner, {"fused": True}),
+    "fused": (CudaRunner, {"fused": True}),
 }
 TARGETS: dict[str, tuple[str, ...]] = {
     "all": (),

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolwise.engine.blocks import Blocks, Lease
+from toolwise.engine.blocks import BlockManager, Lease
 
 SIZE = 4
 
 
-def computed(blocks: Blocks, tokens: list[int]) -> Lease:
+def computed(blocks: BlockManager, tokens: list[int]) -> Lease:
     """A request that found what there was and computed the rest."""
     lease = blocks.open(tokens, end=len(tokens))
     assert blocks.extend(lease, len(tokens))
@@ -22,12 +22,12 @@ def computed(blocks: Blocks, tokens: list[int]) -> Lease:
 
 
 def test_nothing_is_held_in_an_empty_tree() -> None:
-    lease = Blocks(8, SIZE).open([1, 2, 3], end=3)
+    lease = BlockManager(8, SIZE).open([1, 2, 3], end=3)
     assert lease == Lease()
 
 
 def test_full_blocks_are_shared_and_the_last_token_is_left_to_run() -> None:
-    blocks = Blocks(8, SIZE)
+    blocks = BlockManager(8, SIZE)
     one = computed(blocks, [*range(8)])
     two = blocks.open([*range(8)], end=8)
     assert two.held == 7
@@ -38,7 +38,7 @@ def test_full_blocks_are_shared_and_the_last_token_is_left_to_run() -> None:
 
 
 def test_all_is_held_where_the_last_hidden_state_is_there() -> None:
-    blocks = Blocks(8, SIZE)
+    blocks = BlockManager(8, SIZE)
     for length in (8, 6):
         lease = computed(blocks, [*range(length)])
         blocks.close(lease, [*range(length)], f"state {length}")
@@ -53,7 +53,7 @@ def test_all_is_held_where_the_last_hidden_state_is_there() -> None:
 
 
 def test_a_partly_filled_block_is_copied_before_it_is_written_to() -> None:
-    blocks = Blocks(8, SIZE)
+    blocks = BlockManager(8, SIZE)
     first = computed(blocks, [1, 2, 3, 4, 5, 6])
     source = first.table[1]
     blocks.close(first, [1, 2, 3, 4, 5, 6])
@@ -64,7 +64,7 @@ def test_a_partly_filled_block_is_copied_before_it_is_written_to() -> None:
 
 
 def test_the_child_with_most_in_common_is_copied() -> None:
-    blocks = Blocks(16, SIZE)
+    blocks = BlockManager(16, SIZE)
     for tail in ([5, 6, 7, 8], [5, 6, 9, 9], [5, 1, 1, 1], [9, 9, 9, 9]):
         blocks.close(computed(blocks, [1, 2, 3, 4, *tail]), [1, 2, 3, 4, *tail])
     assert blocks.open([1, 2, 3, 4, 5, 6, 9, 0], end=8).held == 7
@@ -73,7 +73,7 @@ def test_the_child_with_most_in_common_is_copied() -> None:
 
 
 def test_two_who_computed_the_same_keep_one() -> None:
-    blocks = Blocks(8, SIZE)
+    blocks = BlockManager(8, SIZE)
     tokens = [1, 2, 3, 4, 5]
     one, two = (blocks.open(tokens, end=5) for _ in range(2))
     for lease in (one, two):
@@ -86,7 +86,7 @@ def test_two_who_computed_the_same_keep_one() -> None:
 
 
 def test_the_oldest_leaf_gives_way_and_its_parent_after_it() -> None:
-    blocks = Blocks(4, SIZE)
+    blocks = BlockManager(4, SIZE)
     old, young = [1] * 8, [2] * 8
     for tokens in (old, young):
         blocks.close(computed(blocks, tokens), tokens)
@@ -99,7 +99,7 @@ def test_the_oldest_leaf_gives_way_and_its_parent_after_it() -> None:
 
 
 def test_what_somebody_holds_is_never_evicted() -> None:
-    blocks = Blocks(3, SIZE)
+    blocks = BlockManager(3, SIZE)
     lease = computed(blocks, [1] * 8)
     other = blocks.open([2] * 8, end=8)
     assert not blocks.extend(other, 8)
@@ -109,10 +109,10 @@ def test_what_somebody_holds_is_never_evicted() -> None:
 
 
 def test_a_frozen_end_serves_others_while_its_maker_goes_on() -> None:
-    blocks = Blocks(8, SIZE)
+    blocks = BlockManager(8, SIZE)
     tokens = [1, 2, 3, 4, 5, 6]
     maker = computed(blocks, tokens)
-    blocks.freeze(maker, tokens, "state")
+    blocks.share_tail(maker, tokens, "state")
     follower = blocks.open(tokens, end=6)
     assert (follower.held, follower.hidden) == (6, "state")
     assert follower.table[1] != maker.table[1]
@@ -121,10 +121,10 @@ def test_a_frozen_end_serves_others_while_its_maker_goes_on() -> None:
 
 
 def test_a_block_that_is_given_to_somebody_else_is_no_longer_copied_to() -> None:
-    blocks = Blocks(3, SIZE)
+    blocks = BlockManager(3, SIZE)
     tokens = [1, 2]
     maker = computed(blocks, tokens)
-    blocks.freeze(maker, tokens, "state")
+    blocks.share_tail(maker, tokens, "state")
     [target] = blocks.copies
     other = blocks.open([9] * 8, end=8)
     assert blocks.extend(other, 8)
@@ -133,13 +133,13 @@ def test_a_block_that_is_given_to_somebody_else_is_no_longer_copied_to() -> None
 
 
 def test_without_sharing_nothing_is_kept() -> None:
-    blocks = Blocks(4, SIZE, share=False)
+    blocks = BlockManager(4, SIZE, share=False)
     blocks.close(computed(blocks, [1] * 6), [1] * 6, "state")
     assert blocks.open([1] * 6, end=6).held == 0
 
 
 def test_whole_blocks_alone_are_shared_where_bits_matter() -> None:
-    blocks = Blocks(8, SIZE, whole=True)
+    blocks = BlockManager(8, SIZE, full_blocks_only=True)
     tokens = [1] * 10
     lease = blocks.open(tokens, end=10)
     assert blocks.extend(lease, 10)
@@ -150,7 +150,7 @@ def test_whole_blocks_alone_are_shared_where_bits_matter() -> None:
 
 
 def test_clear_forgets_all_but_what_is_held() -> None:
-    blocks = Blocks(8, SIZE)
+    blocks = BlockManager(8, SIZE)
     blocks.close(computed(blocks, [1] * 6), [1] * 6)
     held = computed(blocks, [2] * 6)
     blocks.clear()
@@ -166,7 +166,7 @@ def test_clear_forgets_all_but_what_is_held() -> None:
 
 @pytest.mark.parametrize("spoil", ["lose", "double", "refs"])
 def test_the_check_sees_what_is_wrong(spoil: str) -> None:
-    blocks = Blocks(8, SIZE)
+    blocks = BlockManager(8, SIZE)
     lease = computed(blocks, [1] * 6)
     if spoil == "lose":
         blocks._free.pop()
@@ -187,7 +187,7 @@ actions = st.lists(
 @given(st.integers(3, 14), st.booleans(), actions)
 def test_no_block_is_ever_lost(count: int, share: bool, steps: list[tuple[str, int]]) -> None:
     """Any life of any requests: who holds what adds up, and what is found was computed by somebody."""
-    blocks = Blocks(count, SIZE, share=share)
+    blocks = BlockManager(count, SIZE, share=share)
     live: list[tuple[Lease, list[int]]] = []
     seen: set[tuple[int, ...]] = set()
     for what, number in steps:
@@ -210,7 +210,9 @@ def test_no_block_is_ever_lost(count: int, share: bool, steps: list[tuple[str, i
     assert blocks.available == count
 
 
-def apply(blocks: Blocks, lease: Lease, tokens: list[int], what: str, number: int, seen: set[tuple[int, ...]]) -> Any:
+def apply(
+    blocks: BlockManager, lease: Lease, tokens: list[int], what: str, number: int, seen: set[tuple[int, ...]]
+) -> Any:
     if what == "extend":
         blocks.extend(lease, min(len(tokens), lease.held + number % 9))
     elif what == "commit":
@@ -218,6 +220,6 @@ def apply(blocks: Blocks, lease: Lease, tokens: list[int], what: str, number: in
         blocks.commit(lease, tokens, held)
         seen.add(tuple(tokens[:held]))
     elif what == "freeze" and lease.held == len(tokens):
-        blocks.freeze(lease, tokens, "state")
+        blocks.share_tail(lease, tokens, "state")
     elif what in ("close", "drop"):
         blocks.close(lease, tokens, keep=what == "close")

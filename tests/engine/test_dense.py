@@ -22,7 +22,7 @@ from engine_cases import (
 
 from toolwise.engine import dense
 from toolwise.engine.blocks import Lease
-from toolwise.engine.dense import DenseRunner, Shelf
+from toolwise.engine.dense import CpuRunner, KVWindows
 from toolwise.engine.request import Request
 from toolwise.protocols import Sampling
 
@@ -32,7 +32,7 @@ PROMPTS = [random_ids(length, seed) for seed, length in enumerate((1, 17, 30, 9,
 
 def windows(model: Any, **settings: Any) -> Any:
     engine = counted(model, **settings)
-    assert isinstance(engine.runner, DenseRunner)
+    assert isinstance(engine.runner, CpuRunner)
     return engine
 
 
@@ -123,7 +123,7 @@ def test_other_weights_are_seen_in_the_midst_of_it() -> None:
 
 
 def test_without_memory_for_windows_everything_goes_the_stock_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "MOST_BYTES", 1000)
+    monkeypatch.setattr(dense, "MAX_WINDOW_BYTES", 1000)
     model = tiny()
     engine = windows(model)
     [found] = generate_all(engine, PROMPTS[:1], [greedily(model, 12)])
@@ -136,20 +136,20 @@ def seats(*leases: Lease) -> list[Request]:
 
 
 def test_whoever_has_a_window_keeps_it() -> None:
-    shelf = Shelf.of(64, [torch.zeros(4, 64, 1, 8)])
+    kv_windows = KVWindows.of(64, [torch.zeros(4, 64, 1, 8)])
     a, b, c, d = (Lease(held=i) for i in range(4))
-    assert [r.lease for r in shelf.seat(seats(a, b, c))] == [a, b, c]
-    shelf.known = [5, 6, 7, 0]
-    kept = shelf.seat(seats(d, c, b))
+    assert [r.lease for r in kv_windows.assign_rows(seats(a, b, c))] == [a, b, c]
+    kv_windows.filled = [5, 6, 7, 0]
+    kept = kv_windows.assign_rows(seats(d, c, b))
     assert [r.lease for r in kept] == [d, b, c]
-    assert shelf.known[:3] == [0, 6, 7]
-    assert [r.lease for r in shelf.seat(seats(c))] == [c], "the only one moves to the front"
-    assert shelf.known[0] == 0
+    assert kv_windows.filled[:3] == [0, 6, 7]
+    assert [r.lease for r in kv_windows.assign_rows(seats(c))] == [c], "the only one moves to the front"
+    assert kv_windows.filled[0] == 0
 
 
 def test_widths_grow_by_a_quarter() -> None:
-    widths = sorted({dense._width(tokens) for tokens in range(1, 5000)})
+    widths = sorted({dense._bucket_width(tokens) for tokens in range(1, 5000)})
     assert widths[0] == 64
     assert all(width % 16 == 0 for width in widths)
     assert all(b <= 1.5 * a for a, b in pairwise(widths))
-    assert all(dense._width(tokens) >= tokens for tokens in range(1, 5000))
+    assert all(dense._bucket_width(tokens) >= tokens for tokens in range(1, 5000))

@@ -193,7 +193,7 @@ def test_every_token_of_ten_turns_is_computed_once() -> None:
 def test_a_group_computes_its_prompt_once() -> None:
     model = tiny("llama")
     engine = counted(model)
-    engine.linger_s = 0.1  # all are there before it begins, however busy the machine
+    engine.batch_wait_s = 0.1  # all are there before it begins, however busy the machine
     ids = random_ids(23, 5)
     found = generate_all(engine, [ids] * 8, [Sampling(max_new_tokens=5, seed=i, temperature=2.0) for i in range(8)])
     assert engine.metrics()["engine/prefilled_tokens"] == len(ids)

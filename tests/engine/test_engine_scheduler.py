@@ -7,7 +7,7 @@ from typing import Any
 
 from engine_cases import random_ids
 
-from toolwise.engine.blocks import Blocks
+from toolwise.engine.blocks import BlockManager
 from toolwise.engine.request import Request
 from toolwise.engine.scheduler import Plan, Scheduler
 from toolwise.protocols import Sampling
@@ -21,7 +21,7 @@ def request(tokens: list[int], sampled: int = 0) -> Request:
 
 
 def scheduler(blocks: int = 64, tokens: int = 16, requests: int = 8, **more: Any) -> Scheduler:
-    made = Blocks(blocks, 4, whole=more.get("fixed_pieces", False))
+    made = BlockManager(blocks, 4, full_blocks_only=more.get("fixed_pieces", False))
     return Scheduler(made, max_batch_tokens=tokens, max_requests=requests, **more)
 
 
@@ -98,7 +98,7 @@ def test_one_who_needs_what_another_computes_waits_for_it() -> None:
         on.add(r)
     plan = on.schedule()
     assert list(plan) == [leader, other]
-    assert leader.followed
+    assert leader.has_followers
     computed(on, plan)
     plan = on.schedule()
     assert plan[twin] == 2, "the full blocks are there, and the rest it computes itself unless it was frozen"
@@ -153,7 +153,7 @@ def test_finishing_gives_everything_back() -> None:
 
 
 def test_fixed_pieces_do_not_depend_on_the_room_there_is() -> None:
-    on = scheduler(tokens=6, fixed_pieces=True)
+    on = scheduler(tokens=6, fixed_chunks=True)
     one, two = request(random_ids(10, 1)), request(random_ids(10, 2))
     for r in (one, two):
         on.add(r)
@@ -161,7 +161,7 @@ def test_fixed_pieces_do_not_depend_on_the_room_there_is() -> None:
     for _ in range(12):
         plan = on.schedule()
         for r, count in plan.items():
-            seen[r] += list(on.pieces(r, count))
+            seen[r] += list(on.chunks(r, count))
         computed(on, plan)
-    for pieces in seen.values():
-        assert pieces[:5] == [(0, 4), (4, 4), (8, 2), (10, 1), (11, 1)]
+    for chunks in seen.values():
+        assert chunks[:5] == [(0, 4), (4, 4), (8, 2), (10, 1), (11, 1)]

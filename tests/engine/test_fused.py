@@ -20,7 +20,7 @@ from engine_cases import (
 from selection import quick_first
 
 from toolwise.engine import graphs
-from toolwise.engine.fused import FusedRunner
+from toolwise.engine.fused import CudaRunner
 from toolwise.protocols import Sampling
 
 NEW = 41
@@ -71,7 +71,7 @@ def test_groups_share_their_prompt_and_say_the_same(family: str) -> None:
     assert [list(g.token_ids) for g in shared] == [list(g.token_ids) for g in apart]
     for one, other in zip(shared, apart, strict=True):
         assert list(one.logprobs) == pytest.approx(list(other.logprobs), abs=1e-4)
-    assert isinstance(engine.runner, FusedRunner)
+    assert isinstance(engine.runner, CudaRunner)
     assert any(groups for _, groups, _ in engine.runner.shapes)
 
 
@@ -100,29 +100,29 @@ def test_looking_up_more_often_changes_nothing_but_how_soon_it_hears(
     samplings = [Sampling(max_new_tokens=n, seed=n) for n in lengths]
     prompts = [PROMPTS[1]] * len(lengths)
     plain = generate_all(counted(model, fused=True), prompts, samplings)
-    monkeypatch.setattr(graphs, "LOOK", look)
+    monkeypatch.setattr(graphs, "POLL_INTERVAL_STEPS", look)
     engine = counted(model, fused=True)
     found = generate_all(engine, prompts, samplings)
     assert [list(g.token_ids) for g in found] == [list(g.token_ids) for g in plain]
-    assert isinstance(engine.runner, FusedRunner)
+    assert isinstance(engine.runner, CudaRunner)
     assert 1 in {rows for rows, _, _ in engine.runner.shapes}  # as others are done, steps get smaller
 
 
 def test_a_newcomer_is_heard_at_the_next_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "LOOK", 4)
+    monkeypatch.setattr(graphs, "POLL_INTERVAL_STEPS", 4)
     model = tiny_for_kernels()
     engine = counted(model, fused=True)
     steps: list[int] = []
-    ahead = engine.runner.decode_ahead
+    ahead = engine.runner.decode_multi_step
 
     def timed(requests: Any, most: int, interrupted: Any) -> Any:
         if not steps:  # somebody comes while the first are decoding
-            engine._tell(lambda: None)
+            engine._run_or_defer(lambda: None)
         tokens, logprobs = ahead(requests, most, interrupted)
         steps.append(max(map(len, tokens)))
         return tokens, logprobs
 
-    monkeypatch.setattr(engine.runner, "decode_ahead", timed)
+    monkeypatch.setattr(engine.runner, "decode_multi_step", timed)
     [found] = generate_all(engine, [PROMPTS[1]], [Sampling(max_new_tokens=41, seed=1)])
     assert (steps[0], sum(steps), len(found.token_ids)) == (4, 40, 41)
 

@@ -10,7 +10,7 @@ import torch
 from engine_cases import FAMILIES, counted, generate_all, greedily, random_ids, tiny
 
 from toolwise.engine import Engine
-from toolwise.engine.fused import FusedRunner
+from toolwise.engine.fused import CudaRunner
 from toolwise.learner.lora import Adapters, LoraSettings
 from toolwise.protocols import Generation, Sampling
 
@@ -45,7 +45,7 @@ def test_greedy_tokens_are_the_likeliest_in_fp32(family: str, kernels: bool) -> 
         assert (says.max(-1).values - chosen).max() < 1e-4, "a token that is not the likeliest"
         assert (chosen.cpu() - torch.tensor(list(found.logprobs))).abs().max() < 1e-4
     if kernels:
-        assert isinstance(engine.runner, FusedRunner)
+        assert isinstance(engine.runner, CudaRunner)
         assert any(groups for _, groups, _ in engine.runner.shapes)
 
 
@@ -71,8 +71,8 @@ def test_the_next_token_is_the_new_weights_and_graphs_stay() -> None:
     model, other = on_gpu("llama"), tiny("llama", 1, head_dim=16).to("cuda")
     engine = Engine(model, blocks=256)
     generate_all(engine, PROMPTS, [greedily(model, NEW)] * len(PROMPTS))
-    assert isinstance(engine.runner, FusedRunner)
-    decoder = engine.runner._ahead
+    assert isinstance(engine.runner, CudaRunner)
+    decoder = engine.runner._multi_step
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), other.parameters(), strict=True):
             parameter.copy_(value)
@@ -80,7 +80,7 @@ def test_the_next_token_is_the_new_weights_and_graphs_stay() -> None:
     for ids, found in zip(PROMPTS, generate_all(engine, PROMPTS, [greedily(model, NEW)] * len(PROMPTS)), strict=True):
         says = forced(other, ids, found)
         assert (says.max(-1).values - says[range(NEW), list(found.token_ids)]).max() < 1e-4
-    assert engine.runner._ahead is decoder
+    assert engine.runner._multi_step is decoder
     engine.drop_cache()
     again = generate_all(engine, PROMPTS, [greedily(model, NEW)] * len(PROMPTS))
     assert len(again[0].token_ids) == NEW
@@ -123,7 +123,7 @@ def test_adapters_are_decoded_with_in_captured_steps(family: str, targets: tuple
             assert (chosen.cpu() - torch.tensor(list(found.logprobs))).abs().max() < 1e-3
         move(model, seed=version)
         engine.weights_changed(version)
-    assert isinstance(engine.runner, FusedRunner)
+    assert isinstance(engine.runner, CudaRunner)
     assert engine.runner.shapes
 
 
@@ -136,4 +136,4 @@ def test_bf16_with_adapters_is_within_the_canary_s_bound() -> None:
     for ids, found in zip(GROUPS, generate_all(engine, GROUPS, samplings), strict=True):
         chosen = forced(model, ids, found, 0.8)[range(len(found.token_ids)), list(found.token_ids)]
         assert (chosen.cpu() - torch.tensor(list(found.logprobs))).abs().mean() < 0.05
-    assert isinstance(engine.runner, FusedRunner)
+    assert isinstance(engine.runner, CudaRunner)

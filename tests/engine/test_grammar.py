@@ -22,8 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolwise.config import GrammarConfig, load_config
-from toolwise.engine.grammar import Constraint, Grammar, GrammarError, Vocabulary, grammar_of
-from toolwise.engine.graphs import AheadDecoder
+from toolwise.engine.grammar import Constraint, Grammar, GrammarError, Vocabulary, grammar_from_config
+from toolwise.engine.graphs import MultiStepDecoder
 from toolwise.engine.request import Request
 from toolwise.engine.sampler import draw
 from toolwise.errors import ConfigError, MissingExtraError, ModelError, PolicyError
@@ -299,19 +299,19 @@ def test_a_grammar_that_fails_on_the_way_ends_its_request_alone() -> None:
 def test_decoding_ahead_does_not_take_a_request_with_a_mask() -> None:
     loop = asyncio.new_event_loop()
     request = Request("generate", [5], 1, sampling(), loop.create_future(), loop)
-    assert AheadDecoder.suits(request)
+    assert MultiStepDecoder.supports(request)
     request.logits_mask = constraint(Grammar.regex("a")).mask(sampling())
-    assert not AheadDecoder.suits(request)
+    assert not MultiStepDecoder.supports(request)
     loop.close()
 
 
 @pytest.mark.parametrize("fused", [True, None])
 def test_whoever_decodes_many_steps_ahead_leaves_requests_with_a_grammar_out(fused: bool | None) -> None:
     engine = counted(shipped()[0], fused=fused)
-    if not hasattr(engine.runner, "decode_ahead"):
+    if not hasattr(engine.runner, "decode_multi_step"):
         pytest.skip("goes step by step anyway")
-    ahead, taken = engine.runner.decode_ahead, []
-    engine.runner.decode_ahead = lambda requests, *how: taken.extend(requests) or ahead(requests, *how)
+    ahead, taken = engine.runner.decode_multi_step, []
+    engine.runner.decode_multi_step = lambda requests, *how: taken.extend(requests) or ahead(requests, *how)
     pattern = r"[a-z]{12}|(ab|cd){5}"
 
     async def ask(*grammars: Grammar | None) -> list[Generation]:
@@ -417,15 +417,15 @@ def test_every_turn_of_a_session_follows_the_configured_grammar(tmp_path: Path) 
 
 def test_lark_and_regex_come_from_the_configuration_too(tmp_path: Path) -> None:
     file = write(tmp_path, 'grammar = {lark = "colour.lark"}', colour__lark='start: "red" | "blue"')
-    found = grammar_of(load_config(file).rollout.grammar)
+    found = grammar_from_config(load_config(file).rollout.grammar)
     assert found == Grammar("lark", 'start: "red" | "blue"', str(tmp_path / "colour.lark"))
-    assert grammar_of(GrammarConfig(regex="a+")) == Grammar.regex("a+", "rollout.grammar.regex")
-    assert grammar_of(GrammarConfig()) is None
+    assert grammar_from_config(GrammarConfig(regex="a+")) == Grammar.regex("a+", "rollout.grammar.regex")
+    assert grammar_from_config(GrammarConfig()) is None
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(GrammarError, match=r"rollout\.grammar\.json_schema: .*nowhere\.json cannot be read \(No such"):
-        grammar_of(GrammarConfig(json_schema=tmp_path / "nowhere.json"))
+        grammar_from_config(GrammarConfig(json_schema=tmp_path / "nowhere.json"))
 
 
 def test_one_grammar_at_a_time_and_no_unknown_kind(tmp_path: Path) -> None:

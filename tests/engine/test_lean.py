@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import GemmaConfig, GemmaForCausalLM
 
-from toolwise.engine.lean import Lean, fits, rope_rows
+from toolwise.engine.lean import CpuForward, rope_per_step, supports_cpu_forward
 
 ROWS, LENGTH = 3, 11
 
@@ -21,7 +21,7 @@ ROWS, LENGTH = 3, 11
 @torch.inference_mode()
 def test_token_by_token_it_gives_what_the_stock_forward_gives(family: str) -> None:
     model = tiny(family)
-    assert fits(model)
+    assert supports_cpu_forward(model)
     trunk = model.get_decoder()
     ids = torch.tensor([random_ids(LENGTH, seed) for seed in range(ROWS)])
     past: dict[int, tuple[Tensor, Tensor]] = {}
@@ -32,14 +32,14 @@ def test_token_by_token_it_gives_what_the_stock_forward_gives(family: str) -> No
         out = scaled_dot_product_attention(query[:, :, None], *past[layer], scale=scale, enable_gqa=True)
         return out.reshape(ROWS, -1)
 
-    lean, ropes = Lean(trunk), rope_rows(trunk, np.zeros(ROWS, dtype=np.int64), LENGTH)
+    lean, ropes = CpuForward(trunk), rope_per_step(trunk, np.zeros(ROWS, dtype=np.int64), LENGTH)
     found = torch.stack([lean.forward(ids[:, at], ropes[at], attend) for at in range(LENGTH)], 1)
     torch.testing.assert_close(found, trunk(input_ids=ids).last_hidden_state, atol=2e-5, rtol=1e-4)
 
 
 def test_positions_differ_from_row_to_row() -> None:
     trunk = tiny().get_decoder()
-    (cos, sin), _ = rope_rows(trunk, np.array([3, 7]), 2)
+    (cos, sin), _ = rope_per_step(trunk, np.array([3, 7]), 2)
     expected = trunk.rotary_emb(trunk.embed_tokens.weight, torch.tensor([[3, 7]]))
     torch.testing.assert_close(cos[:, 0], expected[0][0])
     torch.testing.assert_close(sin[:, 0].abs(), expected[1][0].abs())
@@ -72,5 +72,5 @@ def other(kind: str) -> Any:
     ],
 )
 def test_other_models_go_the_stock_way(kind: str) -> None:
-    assert fits(tiny())
-    assert not fits(other(kind))
+    assert supports_cpu_forward(tiny())
+    assert not supports_cpu_forward(other(kind))

@@ -12,23 +12,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from toolwise.engine.attention import Context, attend, can_attend
-from toolwise.engine.grouping import group_pieces, order
+from toolwise.engine.attention import PagedContext, attend, supports_paged_attention
+from toolwise.engine.grouping import chunk_order, group_chunks
 from toolwise.engine.runner import Runner
 from toolwise.errors import ModelError
 
 SIZE, HEAD = 4, 8
 
 
-def attended(pieces: list[tuple[int, int]], heads: int, key_heads: int, *, alike: bool) -> tuple[Any, Any, list[Any]]:
+def attended(
+    chunks: list[tuple[int, int]], heads: int, key_heads: int, *, fixed_shapes: bool
+) -> tuple[Any, Any, list[Any]]:
     """What `attend` gives for (held, length) pieces, what SDPA over each whole sequence gives, and the groups."""
     torch.manual_seed(0)
-    pieces = [pieces[i] for i in order(pieces)]
-    total = sum(-(-(held + length) // SIZE) for held, length in pieces)
+    chunks = [chunks[i] for i in chunk_order(chunks)]
+    total = sum(-(-(held + length) // SIZE) for held, length in chunks)
     shuffled = torch.randperm(total).tolist()
     keys, values = torch.zeros(total, SIZE, key_heads, HEAD), torch.zeros(total, SIZE, key_heads, HEAD)
     tables, slots, rows, expected = [], [], [], []
-    for held, length in pieces:
+    for held, length in chunks:
         table = [shuffled.pop() for _ in range(-(-(held + length) // SIZE))]
         tables.append(table)
         places = torch.tensor([table[p // SIZE] * SIZE + p % SIZE for p in range(held + length)])
@@ -41,52 +43,52 @@ def attended(pieces: list[tuple[int, int]], heads: int, key_heads: int, *, alike
         mask = torch.ones(length, held + length).tril(held).bool()
         whole = [x.transpose(0, 1)[None] for x in (q, k, v)]
         expected.append(scaled_dot_product_attention(*whole, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1))
-    groups = group_pieces(
-        [held for held, _ in pieces],
-        [length for _, length in pieces],
+    groups = group_chunks(
+        [held for held, _ in chunks],
+        [length for _, length in chunks],
         tables,
         SIZE,
-        sharers=heads // key_heads,
+        queries_per_kv_head=heads // key_heads,
         dtype=torch.float32,
-        alike=alike,
+        fixed_shapes=fixed_shapes,
     )
-    context = Context([keys], [values], torch.cat(slots), groups=groups)
+    context = PagedContext([keys], [values], torch.cat(slots), groups=groups)
     q, k, v = (torch.cat(parts).transpose(0, 1)[None] for parts in zip(*rows, strict=True))
     out, _ = attend(SimpleNamespace(layer_idx=0), q, k, v, None, toolwise_paged=context)
     return out[0], torch.cat(expected), groups
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 3), (4, 1)])
-@pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("fixed_shapes", [False, True])
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 12)), min_size=1, max_size=9))
 def test_every_piece_sees_its_own_past_and_nothing_else(
-    heads: tuple[int, int], alike: bool, pieces: list[tuple[int, int]]
+    heads: tuple[int, int], fixed_shapes: bool, chunks: list[tuple[int, int]]
 ) -> None:
-    found, expected, groups = attended(pieces, *heads, alike=alike)
+    found, expected, groups = attended(chunks, *heads, fixed_shapes=fixed_shapes)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
-    assert sum(group.rows for group in groups) == len(pieces)
+    assert sum(group.rows for group in groups) == len(chunks)
 
 
 def test_requests_of_like_length_attend_in_one_call() -> None:
-    _, _, groups = attended([(30 + i % 3, 1) for i in range(20)], 4, 2, alike=False)
+    _, _, groups = attended([(30 + i % 3, 1) for i in range(20)], 4, 2, fixed_shapes=False)
     assert len(groups) == 1
 
 
 def test_very_different_lengths_are_kept_alike() -> None:
-    _, _, groups = attended([(5, 1)] * 8 + [(900, 1)] * 8, 4, 2, alike=False)
+    _, _, groups = attended([(5, 1)] * 8 + [(900, 1)] * 8, 4, 2, fixed_shapes=False)
     assert [group.rows for group in groups] == [8, 8]
     assert [group.keys for group in groups] == [6, 901]
 
 
 def test_one_token_is_never_padded_to_a_prompt() -> None:
-    _, _, groups = attended([(8, 1)] * 3 + [(8, 2)] * 3 + [(0, 8)], 4, 2, alike=False)
+    _, _, groups = attended([(8, 1)] * 3 + [(8, 2)] * 3 + [(0, 8)], 4, 2, fixed_shapes=False)
     assert groups[0].queries == 1
     assert groups[0].rows == 3
 
 
 def test_rows_that_are_padding_get_zeros() -> None:
-    groups = group_pieces([0], [2], [[0]], SIZE, sharers=1, dtype=torch.float32)
-    context = Context(
+    groups = group_chunks([0], [2], [[0]], SIZE, queries_per_kv_head=1, dtype=torch.float32)
+    context = PagedContext(
         [torch.zeros(1, SIZE, 2, HEAD)], [torch.zeros(1, SIZE, 2, HEAD)], torch.tensor([0, 1]), groups=groups
     )
     q, k, v = (torch.randn(1, 2, 5, HEAD) for _ in range(3))
@@ -99,7 +101,7 @@ def test_rows_that_are_padding_get_zeros() -> None:
 @pytest.mark.parametrize("odd", [{"sliding_window": 8}, {"softcap": 3.0}, {"s_aux": torch.zeros(1)}])
 def test_what_is_not_plain_attention_is_refused(odd: dict[str, Any]) -> None:
     states = torch.zeros(1, 1, 1, HEAD)
-    context = Context([], [], torch.zeros(0))
+    context = PagedContext([], [], torch.zeros(0))
     with pytest.raises(ModelError, match="paged caches do not know"):
         attend(SimpleNamespace(layer_idx=0), states, states, states, None, toolwise_paged=context, **odd)
 
@@ -116,7 +118,7 @@ def test_the_model_attends_in_its_own_way_while_an_engine_runs_it() -> None:
 
 
 def test_which_models_can_be_run() -> None:
-    assert all(can_attend(tiny(family)) for family in ("llama", "qwen2", "qwen3"))
+    assert all(supports_paged_attention(tiny(family)) for family in ("llama", "qwen2", "qwen3"))
     windowed = tiny("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=0)
-    assert not can_attend(windowed)
-    assert not can_attend(object())
+    assert not supports_paged_attention(windowed)
+    assert not supports_paged_attention(object())

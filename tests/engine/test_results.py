@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from engine_cases import VOCABULARY, random_ids, tiny
 
-from toolwise.engine.blocks import Blocks
+from toolwise.engine.blocks import BlockManager
 from toolwise.engine.request import Request
-from toolwise.engine.results import Results
-from toolwise.engine.sampler import head_of
+from toolwise.engine.results import OutputProcessor
+from toolwise.engine.sampler import logits_head
 from toolwise.engine.scheduler import Scheduler
 from toolwise.protocols import Sampling
 
@@ -24,11 +24,11 @@ def request(tokens: list[int], kind: Any = "generate", **more: Any) -> Request:
     return Request(kind, tokens, len(tokens), GREEDY, asyncio.Future(loop=LOOP), LOOP, **more)
 
 
-def made() -> tuple[Results, Scheduler, Any]:
+def made() -> tuple[OutputProcessor, Scheduler, Any]:
     model = tiny("llama")
-    blocks = Blocks(32, 4)
-    head = head_of(model)
-    return Results(blocks, head, None), Scheduler(blocks, max_batch_tokens=64, max_requests=8), head
+    blocks = BlockManager(32, 4)
+    head = logits_head(model)
+    return OutputProcessor(blocks, head, None), Scheduler(blocks, max_batch_tokens=64, max_requests=8), head
 
 
 def test_a_token_is_drawn_stamped_and_counted() -> None:
@@ -36,7 +36,7 @@ def test_a_token_is_drawn_stamped_and_counted() -> None:
     one = request(random_ids(6, 1))
     scheduler.add(one)
     states = torch.randn(1, 32)
-    done = results.take_in(scheduler.schedule(), states, {one: [0]}, 9)
+    done = results.process_step(scheduler.schedule(), states, {one: [0]}, 9)
     assert done == []
     assert one.tokens[6:] == [int(head(states).argmax())]
     assert list(one.versions) == [9]
@@ -48,7 +48,7 @@ def test_those_at_their_full_length_are_done() -> None:
     results, scheduler, _ = made()
     one = request(random_ids(6, 1))
     scheduler.add(one)
-    ends = [results.take_in(scheduler.schedule(), torch.randn(1, 32), {one: [0]}, 0) for _ in range(3)]
+    ends = [results.process_step(scheduler.schedule(), torch.randn(1, 32), {one: [0]}, 0) for _ in range(3)]
     assert ends == [[], [], [one]]
     assert results.decoded_tokens == 2
     assert one.result().finish_reason == "length"
@@ -61,10 +61,10 @@ def test_a_followed_prompt_leaves_its_end_for_others() -> None:
     for r in (leader, twin):
         scheduler.add(r)
     state = torch.randn(1, 32)
-    results.take_in(scheduler.schedule(), state, {leader: [0]}, 0)
+    results.process_step(scheduler.schedule(), state, {leader: [0]}, 0)
     plan = scheduler.schedule()
     assert plan == {leader: 1, twin: 0}
-    results.take_in(plan, torch.randn(1, 32), {leader: [0]}, 0)
+    results.process_step(plan, torch.randn(1, 32), {leader: [0]}, 0)
     assert twin.tokens[6] == leader.tokens[6], "drawn from the state that the leader left"
     assert results.prefilled_tokens == 6
 
@@ -75,7 +75,7 @@ def test_whoever_waited_for_a_whole_prompt_is_drawn_in_the_same_step() -> None:
     leader, twin, longer = request(ids), request(list(ids)), request([*ids, 7])
     for r in (leader, twin, longer):
         scheduler.add(r)
-    results.take_in(scheduler.schedule(), torch.randn(1, 32), {leader: [0]}, 0, scheduler.admit_followers)
+    results.process_step(scheduler.schedule(), torch.randn(1, 32), {leader: [0]}, 0, scheduler.admit_followers)
     assert (twin.sampled, leader.sampled, longer.sampled) == (1, 1, 0)
     assert scheduler.running == [leader, twin, longer], "who has a token of its own runs next"
     assert scheduler.schedule() == {leader: 1, twin: 1, longer: 1}
@@ -90,8 +90,8 @@ def test_scores_come_in_pieces() -> None:
     scheduler.max_batch_tokens = 6
     scheduler.add(one)
     states = torch.randn(5, 32)
-    assert results.take_in(scheduler.schedule(), states[:3], {one: [0, 1, 2]}, 0) == []
-    assert results.take_in(scheduler.schedule(), states[3:], {one: [0, 1]}, 0) == [one]
+    assert results.process_step(scheduler.schedule(), states[:3], {one: [0, 1, 2]}, 0) == []
+    assert results.process_step(scheduler.schedule(), states[3:], {one: [0, 1]}, 0) == [one]
     expected = torch.log_softmax(head(states), -1)[range(5), targets]
     torch.testing.assert_close(torch.tensor(list(one.result().logprobs)), expected.detach())
     assert max(targets) < VOCABULARY
@@ -103,6 +103,6 @@ def test_a_mean_adds_up_over_chunks() -> None:
     scheduler.max_batch_tokens = 5
     scheduler.add(one)
     states = torch.randn(8, 32)
-    results.take_in(scheduler.schedule(), states[:5], {one: [0, 1, 2, 3, 4]}, 0)
-    assert results.take_in(scheduler.schedule(), states[5:], {one: [0, 1, 2]}, 0) == [one]
+    results.process_step(scheduler.schedule(), states[:5], {one: [0, 1, 2, 3, 4]}, 0)
+    assert results.process_step(scheduler.schedule(), states[5:], {one: [0, 1, 2]}, 0) == [one]
     torch.testing.assert_close(one.result(), states.mean(0))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine_cases import random_ids, tiny
 
-from toolwise.engine.blocks import Blocks
+from toolwise.engine.blocks import BlockManager
 from toolwise.engine.request import Request
 from toolwise.engine.runner import Runner
 from toolwise.engine.scheduler import Scheduler
@@ -28,7 +28,7 @@ def made(family: str = "llama", **more: Any) -> tuple[Any, Runner, Scheduler]:
     model = tiny(family)
     runner = Runner(model, 4, **more)
     runner.allocate(32)
-    return model, runner, Scheduler(Blocks(32, 4), max_batch_tokens=64, max_requests=8)
+    return model, runner, Scheduler(BlockManager(32, 4), max_batch_tokens=64, max_requests=8)
 
 
 def test_a_batch_is_one_row_with_each_token_in_its_place() -> None:
@@ -37,12 +37,12 @@ def test_a_batch_is_one_row_with_each_token_in_its_place() -> None:
     for i, length in enumerate(lengths):
         scheduler.add(request(random_ids(length, i)))
     plan = scheduler.schedule()
-    inputs, rows = runner.prepare(plan, scheduler.pieces)
+    inputs, rows = runner.prepare(plan, scheduler.chunks)
     assert inputs is not None
     assert inputs.ids.shape == (1, 10)
     assert inputs.positions[0].tolist() == [0, *range(3), *range(6)], "the shortest first"
     assert len(set(inputs.context.slots.tolist())) == 10
-    assert inputs.wanted.tolist() == [0, 3, 9]
+    assert inputs.output_rows.tolist() == [0, 3, 9]
     assert {len(r.tokens): places for r, places in rows.items()} == {1: [0], 3: [1], 6: [2]}
 
 
@@ -52,7 +52,7 @@ def test_hidden_states_are_the_models_own() -> None:
     for ids in prompts:
         scheduler.add(request(ids))
     plan = scheduler.schedule()
-    states, rows = runner.run(plan, scheduler.pieces)
+    states, rows = runner.run(plan, scheduler.chunks)
     for r in plan:
         with torch.inference_mode():
             expected = model.get_decoder()(input_ids=torch.tensor([r.tokens])).last_hidden_state[0, -1]
@@ -66,7 +66,7 @@ def test_a_mean_wants_every_state_and_a_score_those_from_its_prefix_on() -> None
     scored.prompt_length = 5
     for r in (mean, scored):
         scheduler.add(r)
-    _, rows = runner.prepare(scheduler.schedule(), scheduler.pieces)
+    _, rows = runner.prepare(scheduler.schedule(), scheduler.chunks)
     assert len(rows[mean]) == 5
     assert len(rows[scored]) == 3
 
@@ -94,7 +94,7 @@ def test_the_cache_has_zeros_and_a_shape_that_kernels_know() -> None:
 def test_rows_are_padded_to_a_fixed_number() -> None:
     _, runner, scheduler = made(fixed_rows=16)
     scheduler.add(request(random_ids(5, 1)))
-    inputs, _ = runner.prepare(scheduler.schedule(), scheduler.pieces)
+    inputs, _ = runner.prepare(scheduler.schedule(), scheduler.chunks)
     assert inputs is not None
     assert inputs.ids.shape == (1, 16)
     assert len(inputs.context.slots) == 5
@@ -106,5 +106,5 @@ def test_a_model_that_does_not_ask_is_not_believed() -> None:
     plan = scheduler.schedule()
     runner.layers += 1
     with pytest.raises(ModelError, match="2 of 3 layers attended"):
-        runner.run(plan, scheduler.pieces)
+        runner.run(plan, scheduler.chunks)
     assert model.config._attn_implementation != "toolwise_paged"

@@ -11,7 +11,7 @@ import torch
 from engine_cases import VOCABULARY, random_ids, tiny
 
 from toolwise.engine.request import Request
-from toolwise.engine.sampler import NotANumberError, draw, head_of, sample, score
+from toolwise.engine.sampler import NaNLogitsError, draw, logits_head, sample, score
 from toolwise.errors import PolicyError
 from toolwise.protocols import Sampling
 
@@ -86,7 +86,7 @@ def test_nan_is_a_fault_of_that_request_alone() -> None:
     logits[1] = torch.nan
     three = [request() for _ in range(3)]
     sample(logits, three)
-    assert [type(r.fault) for r in three] == [type(None), NotANumberError, type(None)]
+    assert [type(r.fault) for r in three] == [type(None), NaNLogitsError, type(None)]
 
 
 def test_scores_are_logprobs_and_entropies() -> None:
@@ -108,11 +108,11 @@ def test_a_head_of_fixed_rows_gives_the_same_logits(rows: int) -> None:
     model = tiny("llama")
     states = torch.randn(rows, 32, generator=torch.Generator().manual_seed(rows))
     with torch.inference_mode():
-        plain, fixed = head_of(model)(states), head_of(model, 4)(states)
+        plain, fixed = logits_head(model)(states), logits_head(model, 4)(states)
     torch.testing.assert_close(fixed, plain)
     if rows > 4:
         with torch.inference_mode():
-            alone = head_of(model, 4)(states[4:5])
+            alone = logits_head(model, 4)(states[4:5])
         assert torch.equal(alone[0], fixed[4]), "to the bit, wherever it stands"
 
 
@@ -125,7 +125,7 @@ def test_a_family_that_does_more_to_its_logits_is_followed(setting: str, value: 
     states = torch.randn(2, 32)
     with torch.inference_mode():
         plain = model.lm_head(states)
-        found = head_of(model)(states)
+        found = logits_head(model)(states)
     expected = torch.tanh(plain / 5.0) * 5.0 if setting == "final_logit_softcapping" else plain * 0.25
     torch.testing.assert_close(found, expected)
 

@@ -62,7 +62,7 @@ def test_after_a_call_that_did_not_come_back_further_ones_are_refused_and_its_th
         late.cancel()
         with pytest.raises(asyncio.CancelledError):
             await late
-        assert calls.lost
+        assert calls.has_hung_call
         with pytest.raises(RuntimeError, match="the world cannot go on"):
             await calls.call(lambda: log.append("never"))
         await calls.end(close)

@@ -95,7 +95,7 @@ def test_a_sample_without_an_answer_is_refused() -> None:
 )
 def test_a_row_of_the_dataset_is_rolled_out(more: dict[str, Any]) -> None:
     task = Task(task_id="t", prompt=[Message(role="user", content="What is 3 + 5?")], **more)
-    worker = RLRolloutWorker(task, ScriptedPolicy(["#### 8"]), env=Gsm8kEnv.of_task(task))
+    worker = RLRolloutWorker(task, ScriptedPolicy(["#### 8"]), env=Gsm8kEnv.from_task(task))
     steps, messages, _ = run(worker.run_episode())
     assert [m.role for m in messages] == ["user", "assistant"]
     assert steps[0].base_reward == 1.0
@@ -105,4 +105,4 @@ def test_a_row_of_the_dataset_is_rolled_out(more: dict[str, Any]) -> None:
 
 def test_a_row_without_a_ground_truth_is_named() -> None:
     with pytest.raises(DataError, match="task t has no ground truth"):
-        Gsm8kEnv.of_task(Task(task_id="t", prompt=[]))
+        Gsm8kEnv.from_task(Task(task_id="t", prompt=[]))

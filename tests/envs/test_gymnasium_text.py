@@ -11,7 +11,7 @@ from gymnasium import spaces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolwise.envs.gymnasium_text import ActionReader, drawing_text, observation_text, said
+from toolwise.envs.gymnasium_text import ActionReader, extract_action, observation_text, rendered_text
 from toolwise.errors import ConfigError
 
 SPACES: list[Any] = [
@@ -51,7 +51,7 @@ def test_a_picture_is_no_text() -> None:
 
 def test_what_is_no_drawing_is_refused() -> None:
     with pytest.raises(ConfigError, match="draws NoneType and no text"):
-        drawing_text(None)
+        rendered_text(None)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_what_is_no_drawing_is_refused() -> None:
     ],
 )
 def test_the_action_is_found_in_what_was_written(text: str, action: str) -> None:
-    assert said(text) == action
+    assert extract_action(text) == action
 
 
 @pytest.mark.parametrize("space", SPACES, ids=repr)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolwise.envs.state import MAX_VALUES, digest, plain, public_state
+from toolwise.envs.state import MAX_VALUES, public_state, state_digest, to_jsonable
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
@@ -45,19 +45,19 @@ class Slotted:
 
 @given(VALUES)
 def test_whatever_it_is_json_can_hold_it_and_its_name_is_stable(value: Any) -> None:
-    json.dumps(plain(value), allow_nan=False)
-    assert digest(value) == digest(value)
-    assert len(digest(value)) == 16
+    json.dumps(to_jsonable(value), allow_nan=False)
+    assert state_digest(value) == state_digest(value)
+    assert len(state_digest(value)) == 16
 
 
 @given(st.dictionaries(st.text(), st.integers(), min_size=2))
 def test_order_of_keys_does_not_matter(table: dict[str, int]) -> None:
-    assert digest(table) == digest(dict(reversed(table.items())))
+    assert state_digest(table) == state_digest(dict(reversed(table.items())))
 
 
 @given(st.lists(st.integers(), unique=True, min_size=2))
 def test_order_of_items_does(items: list[int]) -> None:
-    assert digest(items) != digest(items[::-1])
+    assert state_digest(items) != state_digest(items[::-1])
 
 
 @pytest.mark.parametrize(
@@ -76,29 +76,29 @@ def test_order_of_items_does(items: list[int]) -> None:
     ],
 )
 def test_what_things_are_plainly(value: Any, expected: Any) -> None:
-    assert plain(value) == expected
+    assert to_jsonable(value) == expected
 
 
 def test_objects_are_their_type_and_public_attributes() -> None:
     one, other = Folder("a", _secret=1), Folder("a", _secret=2)
-    assert digest(one) == digest(other)
-    assert digest(one) != digest(Folder("b"))
+    assert state_digest(one) == state_digest(other)
+    assert state_digest(one) != state_digest(Folder("b"))
     assert public_state(Slotted()) == {"shown": 1}
 
 
 def test_what_refers_to_itself_ends() -> None:
     root = Folder("root")
     root.inside["child"] = Folder("child", parent=root)
-    assert "<itself>" in json.dumps(plain(root))
+    assert "<itself>" in json.dumps(to_jsonable(root))
     other = Folder("root")
     other.inside["child"] = Folder("child", parent=other)
-    assert digest(root) == digest(other)
+    assert state_digest(root) == state_digest(other)
 
 
 def test_no_address_and_nothing_consumed() -> None:
     numbers = iter([1, 2, 3])
     held = {"lock": threading.Lock(), "function": lambda: None, "numbers": numbers, "bare": object()}
-    assert "0x" not in json.dumps(plain(held))
+    assert "0x" not in json.dumps(to_jsonable(held))
     assert next(numbers) == 1
 
 
@@ -106,5 +106,5 @@ def test_depth_and_size_are_bounded() -> None:
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
-    assert len(json.dumps(plain(deep))) < 200
-    assert plain([[0]] * (MAX_VALUES + 10))[-1] == "…"
+    assert len(json.dumps(to_jsonable(deep))) < 200
+    assert to_jsonable([[0]] * (MAX_VALUES + 10))[-1] == "…"

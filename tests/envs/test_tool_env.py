@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import pytest
 
 from toolwise import waiting
-from toolwise.envs.tool_env import ToolEnv, as_reward
+from toolwise.envs.tool_env import ToolEnv, validate_reward
 from toolwise.limits import Gate
 from toolwise.messages import Message, ToolCall
 from toolwise.tools import BaseTool, build_tools, tool
@@ -429,13 +429,13 @@ def test_a_turn_that_is_cancelled_ends_its_calls_first() -> None:
 
 @pytest.mark.parametrize(("given", "expected"), [(None, None), (0, 0.0), (True, 1.0), (-2.5, -2.5)])
 def test_rewards_are_numbers(given: Any, expected: Any) -> None:
-    assert as_reward(given) == expected
+    assert validate_reward(given) == expected
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, "much", [1]])
 def test_what_is_no_number_is_no_reward(bad: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
-        as_reward(bad)
+        validate_reward(bad)
 
 
 @pytest.mark.parametrize("call", [ToolCall(name="", arguments="{oops"), ToolCall(name="nonesuch", arguments={"x": 1})])

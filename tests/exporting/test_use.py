@@ -14,7 +14,7 @@ from toolwise.exporting import export_model
 from toolwise.messages import Message
 from toolwise.models import load_model
 from toolwise.tools.catalog import build_tools
-from toolwise.tools.record import recorded_tools, write_tools
+from toolwise.tools.record import read_tools, write_tools
 
 PLAIN = "{% for m in messages %}{{ '<|' + m.role + '|>' + (m.content or '') + '<|end|>' }}{% endfor %}"
 PLAIN += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -58,9 +58,9 @@ def test_the_snippet_tells_the_model_of_its_tools_as_in_training(
     space = run_snippet(card)
     assert capsys.readouterr().out.strip()
     _, chat = load_model(str(out), device="cpu", dtype="float32")
-    prompt = chat.tell_tools()
+    prompt = chat.set_tool_prompt()
     assert prompt.where == where
-    told = chat.start([Message(role="user", content="What is 3 + 4?")], list(recorded_tools(out).values()))
+    told = chat.start([Message(role="user", content="What is 3 + 4?")], list(read_tools(out).values()))
     assert space["prompt"]["input_ids"][0].tolist() == told
     assert "calculator" in space["tokenizer"].decode(told)
     assert prompt.describe()[1:] in card

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from toolwise.errors import ModelError
-from toolwise.exporting.weights import convert, describe
+from toolwise.exporting.weights import convert, saved_dtype
 
 
 def make(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path:
@@ -38,7 +38,7 @@ def test_values_are_rounded_and_integers_left_alone(tmp_path: Path, dtype: str) 
         "dtype": dtype,
         "text_config": {"torch_dtype": dtype, "layers": 2},
     }
-    assert describe(tmp_path) == dtype
+    assert saved_dtype(tmp_path) == dtype
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
@@ -67,9 +67,9 @@ def test_the_index_of_several_files_tells_the_new_size(tmp_path: Path) -> None:
 
 def test_other_formats_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no \*\.safetensors"):
-        describe(tmp_path)
+        saved_dtype(tmp_path)
     make(tmp_path, {"w": torch.ones(2, dtype=torch.int8)})
     with pytest.raises(ModelError, match="are I8: only float32, bfloat16, float16"):
-        describe(tmp_path)
+        saved_dtype(tmp_path)
     with pytest.raises(ModelError, match="--dtype is 'int8': use one of float32"):
         convert(tmp_path, "int8")

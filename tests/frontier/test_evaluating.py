@@ -15,8 +15,8 @@ from toolwise.demo.tasks import write_rows
 from toolwise.frontier.evaluating import route_values
 from toolwise.learner.router_head import HeadSettings, RouterHead, save_head
 from toolwise.models import locate
-from toolwise.routed.loading import load_routing
-from toolwise.routed.routing import Routing
+from toolwise.routed.loading import load_router
+from toolwise.routed.routing import TrainedRouter
 from toolwise.routing.actions import ROUTES
 from toolwise.types import Task
 
@@ -34,15 +34,15 @@ def folder_of(tmp: Path, mode: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def routing(tmp_path_factory: pytest.TempPathFactory) -> Routing:
-    return load_routing(folder_of(tmp_path_factory.mktemp("m"), "policy"), tools=["calculator", "search"])
+def routing(tmp_path_factory: pytest.TempPathFactory) -> TrainedRouter:
+    return load_router(folder_of(tmp_path_factory.mktemp("m"), "policy"), tools=["calculator", "search"])
 
 
 def rows(tmp_path: Path, count: int, split: str) -> list[Task]:
     return load_tasks(write_rows(tmp_path / f"{split}.jsonl", count, seed=0, split=split))
 
 
-def test_the_heads_word_is_the_same_however_many_are_asked(routing: Routing, tmp_path: Path) -> None:
+def test_the_heads_word_is_the_same_however_many_are_asked(routing: TrainedRouter, tmp_path: Path) -> None:
     tasks = rows(tmp_path, 20, "heldout")
     whole, part = route_values(routing, tasks), route_values(routing, tasks[:3])
     assert whole.costs is None
@@ -51,7 +51,7 @@ def test_the_heads_word_is_the_same_however_many_are_asked(routing: Routing, tmp
 
 
 def test_a_head_that_foresees_gives_rewards_and_costs(tmp_path: Path) -> None:
-    found = route_values(load_routing(folder_of(tmp_path, "value"), tools=["search"]), rows(tmp_path, 4, "heldout"))
+    found = route_values(load_router(folder_of(tmp_path, "value"), tools=["search"]), rows(tmp_path, 4, "heldout"))
     assert found.costs is not None
     assert found.values.shape == found.costs.shape == (4, 3)
     assert not found.samples

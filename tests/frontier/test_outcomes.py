@@ -5,36 +5,36 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from toolwise.frontier.outcomes import Outcomes
+from toolwise.frontier.outcomes import OutcomeTable
 
 
-def made(rows: int = 2, routes: tuple[str, ...] = ("A", "B")) -> Outcomes:
+def made(rows: int = 2, routes: tuple[str, ...] = ("A", "B")) -> OutcomeTable:
     scores = np.arange(rows * len(routes) * 4, dtype=float).reshape(rows, len(routes), 4)
-    return Outcomes(tuple(f"r{i}" for i in range(rows)), routes, scores, scores / 10)
+    return OutcomeTable(tuple(f"r{i}" for i in range(rows)), routes, scores, scores / 10)
 
 
 def test_draws_without_a_score_count_for_neither_score_nor_cost() -> None:
     outcomes = made()
     outcomes.scores[0, 0, 3] = np.nan
-    assert outcomes.over_draws("scores")[0].tolist() == [1.0, 5.5]
-    assert np.allclose(outcomes.over_draws("costs")[0], [0.1, 0.55])
+    assert outcomes.mean_over_draws("scores")[0].tolist() == [1.0, 5.5]
+    assert np.allclose(outcomes.mean_over_draws("costs")[0], [0.1, 0.55])
 
 
 def test_routes_rows_and_draws_can_be_taken_out() -> None:
     outcomes = made(3)
-    assert outcomes.only(["B"]).scores.tolist() == outcomes.scores[:, 1:].tolist()
-    assert outcomes.rows([2]).row_ids == ("r2",)
-    assert outcomes.draws(slice(0, 2)).scores.shape == (3, 2, 2)
+    assert outcomes.select_routes(["B"]).scores.tolist() == outcomes.scores[:, 1:].tolist()
+    assert outcomes.select_rows([2]).row_ids == ("r2",)
+    assert outcomes.select_draws(slice(0, 2)).scores.shape == (3, 2, 2)
 
 
 def test_other_routes_of_the_same_rows_can_be_put_beside() -> None:
-    both = made().beside(made(routes=("C",)))
+    both = made().concat_routes(made(routes=("C",)))
     assert both.routes == ("A", "B", "C")
     assert both.scores.shape == (2, 3, 4)
     with pytest.raises(ValueError, match="other rows"):
-        made().beside(made(3))
+        made().concat_routes(made(3))
 
 
 def test_tables_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="rows × routes"):
-        Outcomes(("r",), ("A",), np.zeros((1, 2, 3)), np.zeros((1, 1, 3)))
+        OutcomeTable(("r",), ("A",), np.zeros((1, 2, 3)), np.zeros((1, 1, 3)))

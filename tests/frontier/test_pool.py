@@ -13,8 +13,8 @@ import pytest
 
 from toolwise.config import RewardConfig, SandboxConfig
 from toolwise.errors import DataError
-from toolwise.frontier.outcomes import Outcomes
-from toolwise.frontier.pool import Plan, fill_pool, score_of
+from toolwise.frontier.outcomes import OutcomeTable
+from toolwise.frontier.pool import PoolPlan, fill_pool, score_of
 from toolwise.policies.scripted import ScriptedPolicy
 from toolwise.rollout.scheduler import RolloutScheduler
 from toolwise.scoring import Scoring, build_scoring
@@ -40,11 +40,11 @@ def begin(tools: tuple[str, ...] | None) -> Any:
     return lambda task, seed: RouteDecision(task, f"{task.task_id}/{tools}", 1, seed, task.prompt, tools=tools)
 
 
-def plan(tasks: list[Task] = TASKS, **more: Any) -> Plan:
-    return Plan(tasks, {"ANSWER": begin(()), "CALCULATE": begin(("calculator",))}, draws=2, **more)
+def plan(tasks: list[Task] = TASKS, **more: Any) -> PoolPlan:
+    return PoolPlan(tasks, {"ANSWER": begin(()), "CALCULATE": begin(("calculator",))}, draws=2, **more)
 
 
-def fill(the_plan: Plan, path: Path, scoring: Scoring, counted: list[int] | None = None) -> Outcomes:
+def fill(the_plan: PoolPlan, path: Path, scoring: Scoring, counted: list[int] | None = None) -> OutcomeTable:
     scheduler = RolloutScheduler(ScriptedPolicy([CALL, "Answer: 23"], parser="hermes"), build_tools(["calculator"]))
 
     def cost(rollout: Rollout) -> float:
@@ -95,7 +95,7 @@ def test_seeds_depend_on_the_cell_and_not_on_its_place(scoring: Scoring, tmp_pat
         return begin(())(task, seed)  # type: ignore[no-any-return]
 
     for number, tasks in enumerate((TASKS, TASKS[::-1], TASKS[1:])):
-        fill(Plan(tasks, {"ANSWER": noting}, draws=1), tmp_path / f"{number}.jsonl", scoring)
+        fill(PoolPlan(tasks, {"ANSWER": noting}, draws=1), tmp_path / f"{number}.jsonl", scoring)
     assert len(set(seen.values())) == 3
 
 

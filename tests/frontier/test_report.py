@@ -7,9 +7,9 @@ import json
 import numpy as np
 from rich.console import Console
 
-from toolwise.frontier.comparing import Frontier, RouteValues, compare
-from toolwise.frontier.outcomes import ALL_TOOLS, Outcomes
-from toolwise.frontier.report import as_json, picture, tables
+from toolwise.frontier.comparing import Frontier, RouteValues, compute_frontier
+from toolwise.frontier.outcomes import ALL_TOOLS, OutcomeTable
+from toolwise.frontier.report import as_json, plot_frontier, tables
 
 ROUTES = ("ANSWER", "SEARCH-FAMILY", "CALCULATE-FAMILY")
 
@@ -18,11 +18,11 @@ def frontier(*, classifier: bool = True) -> Frontier:
     rng = np.random.default_rng(0)
     scores = rng.integers(0, 2, (30, 4, 2)).astype(float)
     costs = np.tile(np.array([0.0, 1.0, 1.0, 1.5])[:, None], (30, 1, 2))
-    outcomes = Outcomes(tuple(map(str, range(30))), (*ROUTES, ALL_TOOLS), scores, costs)
+    outcomes = OutcomeTable(tuple(map(str, range(30))), (*ROUTES, ALL_TOOLS), scores, costs)
     words = {"router": RouteValues(np.log(rng.dirichlet([1, 1, 1], 30)))}
     if classifier:
         words["classifier"] = RouteValues(np.log(rng.dirichlet([1, 1, 1], 30)))
-    return compare(outcomes, words, [0.0, 0.5], routes=ROUTES, replicates=50)
+    return compute_frontier(outcomes, words, [0.0, 0.5], routes=ROUTES, replicates=50)
 
 
 def shown(found: Frontier, width: int) -> str:
@@ -50,6 +50,6 @@ def test_the_json_is_json_and_has_nulls_where_there_is_no_number() -> None:
 
 
 def test_the_picture_is_a_png() -> None:
-    png = picture(frontier(), "a run", "accuracy")
+    png = plot_frontier(frontier(), "a run", "accuracy")
     assert png.startswith(b"\x89PNG\r\n")
     assert len(png) > 10_000

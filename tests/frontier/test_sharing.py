@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from toolwise.errors import DataError, ToolwiseError
-from toolwise.frontier.pool import Plan, read_cells, write_cells
-from toolwise.frontier.sharing import absorb, in_processes, lines_in, share_of, shares_of
+from toolwise.frontier.pool import PoolPlan, append_cells, read_cells
+from toolwise.frontier.sharing import count_cells, merge_shards, run_in_processes, shard_path, shard_paths
 
-PLAN = Plan([], {}, draws=1)
+PLAN = PoolPlan([], {}, draws=1)
 
 
 def cell(name: str, said: str = "") -> dict[str, object]:
@@ -20,37 +20,37 @@ def cell(name: str, said: str = "") -> dict[str, object]:
 
 def test_shares_go_into_the_pool_once_and_are_gone(tmp_path: Path) -> None:
     pool = tmp_path / "pool.jsonl"
-    write_cells(pool, PLAN, [cell("a", "first")])
-    write_cells(share_of(pool, 0, 2), PLAN, [cell("a", "again"), cell("b")])
-    write_cells(share_of(pool, 1, 2), PLAN, [cell("c")])
-    assert lines_in([pool, *shares_of(pool)]) == 4
-    absorb(pool, PLAN)
+    append_cells(pool, PLAN, [cell("a", "first")])
+    append_cells(shard_path(pool, 0, 2), PLAN, [cell("a", "again"), cell("b")])
+    append_cells(shard_path(pool, 1, 2), PLAN, [cell("c")])
+    assert count_cells([pool, *shard_paths(pool)]) == 4
+    merge_shards(pool, PLAN)
     found = read_cells(pool, PLAN)
     assert sorted(name for name, _ in found) == ["a", "b", "c"]
     assert found["a", "ANSWER"]["draws"][0]["said"] == "first"
-    assert shares_of(pool) == []
+    assert shard_paths(pool) == []
     assert pool.read_text().count("\n") == 4
 
 
 def test_a_line_that_was_cut_off_is_not_there(tmp_path: Path) -> None:
     pool = tmp_path / "pool.jsonl"
-    write_cells(share_of(pool, 0, 2), PLAN, [cell("a"), cell("b")])
-    share = share_of(pool, 0, 2)
+    append_cells(shard_path(pool, 0, 2), PLAN, [cell("a"), cell("b")])
+    share = shard_path(pool, 0, 2)
     share.write_text(share.read_text()[:-20])
-    absorb(pool, PLAN)
+    merge_shards(pool, PLAN)
     assert list(read_cells(pool, PLAN)) == [("a", "ANSWER")]
 
 
 def test_shares_of_something_else_are_refused_and_stay(tmp_path: Path) -> None:
     pool = tmp_path / "pool.jsonl"
-    write_cells(share_of(pool, 0, 2), Plan([], {}, draws=1, seed=5), [cell("a")])
+    append_cells(shard_path(pool, 0, 2), PoolPlan([], {}, draws=1, seed=5), [cell("a")])
     with pytest.raises(DataError, match="seed differs"):
-        absorb(pool, PLAN)
-    assert len(shares_of(pool)) == 1
+        merge_shards(pool, PLAN)
+    assert len(shard_paths(pool)) == 1
 
 
 def test_one_share_is_the_pool_itself(tmp_path: Path) -> None:
-    assert share_of(tmp_path / "pool.jsonl", 0, 1) == tmp_path / "pool.jsonl"
+    assert shard_path(tmp_path / "pool.jsonl", 0, 1) == tmp_path / "pool.jsonl"
 
 
 WORK = """
@@ -74,9 +74,9 @@ def test_every_process_has_its_number_and_one_that_fails_is_told_of(
     folder = tmp_path / "made"
     folder.mkdir()
     told = {"folder": str(folder)}
-    asyncio.run(in_processes("some_work:leave", told, 2))
+    asyncio.run(run_in_processes("some_work:leave", told, 2))
     assert {path.name for path in folder.iterdir()} == {"0-of-2", "1-of-2"}
     (folder / "fail").touch()
     with pytest.raises(ToolwiseError, match="1 of 2 processes"):
-        asyncio.run(in_processes("some_work:leave", told, 2))
+        asyncio.run(run_in_processes("some_work:leave", told, 2))
     assert "toolwise: there is nothing to be had here" in capfd.readouterr().err

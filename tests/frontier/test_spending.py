@@ -16,8 +16,8 @@ COSTS = np.array([[0.0, 1.0, 1.0], [0.0, 1.0, 1.0], [0.0, 1.0, 2.0], [0.0, 1.0, 
 ALONE = np.full((1, 4), 0.25)
 
 
-def at(curve: object, cost: float) -> float:
-    return float(curve.at(np.array([cost]))[0])  # type: ignore[attr-defined]
+def score_at(curve: object, cost: float) -> float:
+    return float(curve.score_at(np.array([cost]))[0])  # type: ignore[attr-defined]
 
 
 def test_the_oracle_spends_as_it_was_worked_out_by_hand() -> None:
@@ -25,8 +25,8 @@ def test_the_oracle_spends_as_it_was_worked_out_by_hand() -> None:
     curve = oracle_curve(SCORES, COSTS, ALONE)
     assert np.allclose(curve.costs, [[0, 0.25, 0.75, 1.0]])
     assert np.allclose(curve.scores, [[0.25, 0.45, 0.65, 0.675]])
-    assert np.isclose(at(curve, 0.5), 0.55)
-    assert np.isclose(at(curve, 9.0), 0.675)
+    assert np.isclose(score_at(curve, 0.5), 0.55)
+    assert np.isclose(score_at(curve, 9.0), 0.675)
 
 
 def test_the_lottery_goes_in_a_line_from_answering_to_tools() -> None:
@@ -34,7 +34,7 @@ def test_the_lottery_goes_in_a_line_from_answering_to_tools() -> None:
     answer, tools = 0.25, (0.45 + 0.475) / 2
     assert np.allclose(curve.costs, [[0, (1.0 + 1.25) / 2]])
     assert np.allclose(curve.scores, [[answer, tools]])
-    assert np.isclose(at(curve, 1.125 / 2), (answer + tools) / 2)
+    assert np.isclose(score_at(curve, 1.125 / 2), (answer + tools) / 2)
 
 
 def test_the_blind_hull_leaves_out_what_lies_below_it() -> None:
@@ -52,7 +52,7 @@ def test_a_replicate_is_the_curve_of_the_rows_it_drew() -> None:
     curve = oracle_curve(SCORES, COSTS, weights)
     drawn = oracle_curve(SCORES[[0, 2]], COSTS[[0, 2]], np.full((1, 2), 0.5))
     for cost in (0.0, 0.3, 1.0, 1.4):
-        assert np.isclose(curve.at(np.array([0.0, cost]))[1], at(drawn, cost))
+        assert np.isclose(curve.score_at(np.array([0.0, cost]))[1], score_at(drawn, cost))
 
 
 def test_luck_is_not_paid_for_by_other_draws() -> None:
@@ -62,8 +62,8 @@ def test_luck_is_not_paid_for_by_other_draws() -> None:
     weights = row_weights(400, 0, 0)
     lucky = oracle_curve(first, costs, weights)
     honest = oracle_curve(first, costs, weights, paid_scores=second, paid_costs=costs)
-    assert at(lucky, 1.0) > 0.6
-    assert abs(at(honest, 1.0) - 0.5) < 0.03
+    assert score_at(lucky, 1.0) > 0.6
+    assert abs(score_at(honest, 1.0) - 0.5) < 0.03
 
 
 UNIT = st.floats(0, 1, width=16)
@@ -86,13 +86,13 @@ def test_nobody_beats_the_oracle_at_equal_cost(world: tuple[np.ndarray, np.ndarr
     weights = np.full((1, len(scores)), 1 / len(scores))
     oracle = oracle_curve(scores, costs, weights)
     spent, earned = ((mixture * what).sum(axis=1).mean() for what in (costs, scores))
-    assert at(oracle, spent) >= earned - 1e-9
+    assert score_at(oracle, spent) >= earned - 1e-9
     blind = blind_curve(scores, costs, weights)
     lot = random_curve(scores, costs, weights, free=0)
     for share in (0.0, 0.3, 1.0):
         cost, score = ((1 - share) * line[0, 0] + share * line[0, -1] for line in (lot.costs, lot.scores))
-        assert at(blind, cost) >= score - 1e-9
-        assert at(oracle, cost) >= at(blind, cost) - 1e-9
+        assert score_at(blind, cost) >= score - 1e-9
+        assert score_at(oracle, cost) >= score_at(blind, cost) - 1e-9
 
 
 @given(worlds())

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from toolwise.api import read_config
 from toolwise.config import RunConfig, load_config
 from toolwise.errors import ToolwiseError
-from toolwise.settings import all_paths, build, read_settings, to_toml
+from toolwise.settings import build_config, read_settings, setting_keys, to_toml
 
-PATHS = sorted(all_paths(RunConfig))
+PATHS = sorted(setting_keys(RunConfig))
 KEYS = st.one_of(st.sampled_from(PATHS), st.sampled_from(PATHS).map(lambda path: path.partition(".")[0]), TEXT)
 VALUES = st.one_of(
     JSON, SCALARS, st.sampled_from(["0x" + "f" * 5_000, "9" * 5_000, "[" * 300, "1979-05-27", "{a = 1}"])
@@ -61,7 +61,7 @@ def test_any_settings_are_a_run_or_a_line(pairs: list[tuple[str, Any]], override
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.toml"
         path.write_text(written, encoding="utf-8")
-        assert build(RunConfig, read_settings(path), source="again") == config
+        assert build_config(RunConfig, read_settings(path), source="again") == config
 
 
 @fuzz(

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from toolwise.data.files import read_rows, write_rows
 from toolwise.data.rows import KNOWN_COLUMNS, read_task
-from toolwise.data.stats import describe, stats_table
-from toolwise.data.task_rows import row_of
+from toolwise.data.stats import describe_tasks, stats_table
+from toolwise.data.task_rows import task_to_row
 from toolwise.errors import DataError, ToolwiseError
 from toolwise.json_text import json_text
 
@@ -54,7 +54,7 @@ def test_any_row_is_a_task_or_a_line(row: dict[str, Any]) -> None:
         return told(fault)
     json_text(task.model_dump()).encode()
     try:
-        row_of(task, "x", 0)
+        task_to_row(task, "x", 0)
     except DataError as fault:
         told(fault)
 
@@ -68,7 +68,7 @@ def test_any_file_of_rows_is_described_or_refused(rows: list[dict[str, Any]], en
                 path.write_text(json_text(rows), encoding="utf-8")
             else:
                 write_rows(rows, path)
-            stats_table(described := describe(path))
+            stats_table(described := describe_tasks(path))
             json.dumps(described, allow_nan=False)
         except ToolwiseError as fault:
             told(fault)

@@ -10,23 +10,25 @@ from typing import Any
 from fuzzing import JSON, NUMBERS, TEXT, fuzz
 from hypothesis import strategies as st
 
-from toolwise.bounds import LARGEST_METRIC, LARGEST_SCORE, LONGEST_NAME, MOST_METRICS
+from toolwise.bounds import MAX_METRIC_VALUE, MAX_METRICS, MAX_NAME_CHARS, MAX_SCORE
 from toolwise.json_text import json_text
 from toolwise.rewards.align import align_rollouts
-from toolwise.rewards.combine import Weighted, combine
-from toolwise.rewards.earned import earned_reward
+from toolwise.rewards.combine import WeightedReward, combine
+from toolwise.rewards.earned import episode_reward
 from toolwise.rewards.function import read_result, read_results
 from toolwise.sandbox.answers import read_answer
 from toolwise.sandbox.faults import KINDS, WorkerFault, read_fault
-from toolwise.sandbox.frames import HEADER, Incoming, encode, framed
+from toolwise.sandbox.frames import HEADER, FrameReader, encode, to_frame
 from toolwise.types import EvaluateResult, Rollout, StopReason, Task, Usage
 
 LENGTHS = st.one_of(st.integers(0, 2**32 - 1), st.integers(0, 64))
 FRAMES = st.one_of(
     st.binary(max_size=60),
     st.tuples(LENGTHS, st.binary(max_size=60)).map(lambda pair: HEADER.pack(pair[0]) + pair[1]),
-    st.binary(max_size=60).map(framed),
-    st.sampled_from([framed(b"[" * 50_000), framed(b'{"a":' * 3_000), framed(b"9" * 5_000), framed(b'{"a": NaN}')]),
+    st.binary(max_size=60).map(to_frame),
+    st.sampled_from(
+        [to_frame(b"[" * 50_000), to_frame(b'{"a":' * 3_000), to_frame(b"9" * 5_000), to_frame(b'{"a": NaN}')]
+    ),
 )
 STEPS = st.fixed_dictionaries(
     {"step_index": st.one_of(st.integers(-1, 3), NUMBERS, TEXT), "base_reward": st.one_of(NUMBERS, JSON)},
@@ -61,12 +63,12 @@ MANY = st.sampled_from(
 
 def keeps_the_rules(result: EvaluateResult, parts: int = 1) -> None:
     """Whatever it is, it can be learned from, or it says why not; and every file takes it."""
-    if result.counts:
+    if result.has_valid_score:
         assert result.score is not None
-        assert abs(result.score) <= LARGEST_SCORE
-        assert all(abs(m.score) <= LARGEST_METRIC for m in result.metrics.values() if m.is_score_valid)
-    assert len(result.metrics) <= parts * (MOST_METRICS + 1)
-    assert all(len(name) <= LONGEST_NAME + 60 for name in result.metrics)
+        assert abs(result.score) <= MAX_SCORE
+        assert all(abs(m.score) <= MAX_METRIC_VALUE for m in result.metrics.values() if m.is_score_valid)
+    assert len(result.metrics) <= parts * (MAX_METRICS + 1)
+    assert all(len(name) <= MAX_NAME_CHARS + 60 for name in result.metrics)
     assert len(result.reason or "") < 21_000
     text = json_text(result.model_dump())
     text.encode("utf-8")
@@ -83,7 +85,7 @@ def rollout(name: str) -> Rollout:
 
 @fuzz(st.lists(FRAMES, max_size=4), st.integers(1, 9))
 def test_any_bytes_are_frames_or_a_fault(parts: list[bytes], at_once: int) -> None:
-    incoming, stream = Incoming(1 << 16), b"".join(parts)
+    incoming, stream = FrameReader(1 << 16), b"".join(parts)
     size = at_once if len(stream) < 1_000 else 4_096
     with suppress(WorkerFault):
         for place in range(0, len(stream), size):
@@ -120,7 +122,10 @@ def test_any_results_combine_and_align(values: list[Any], weight: float, how: An
     if not math.isfinite(weight):
         return
     results = [read_result(value) for value in values]
-    parts = [(Weighted(earned_reward("env"), weight, "a"), results), (Weighted(earned_reward("tools")), results)]
+    parts = [
+        (WeightedReward(episode_reward("env"), weight, "a"), results),
+        (WeightedReward(episode_reward("tools")), results),
+    ]
     combined = combine(parts, ["g"] * len(results), how)
     for one in align_rollouts([rollout(str(i)) for i in range(len(combined))], combined):
         keeps_the_rules(one.result, parts=2)
@@ -132,7 +137,7 @@ def test_what_is_sent_comes_back(value: Any) -> None:
         sent = {"value": json.loads(json.dumps(value))}
     except ValueError:
         return
-    incoming = Incoming(1 << 20)
-    incoming.feed(framed(encode(sent)))
+    incoming = FrameReader(1 << 20)
+    incoming.feed(to_frame(encode(sent)))
     assert repr(incoming.next()) == repr(sent)
     assert not incoming.torn

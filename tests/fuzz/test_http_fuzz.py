@@ -15,7 +15,7 @@ from toolwise.json_text import json_text
 from toolwise.models import load_model
 from toolwise.policies.local import LocalPolicy
 from toolwise.protocols import Sampling
-from toolwise.serve import Served, build_app
+from toolwise.serve import ServedModel, build_app
 
 FUNCTION = st.fixed_dictionaries({"name": TEXT, "arguments": TEXT})
 CALL = st.fixed_dictionaries({"type": st.just("function"), "function": FUNCTION})
@@ -89,7 +89,7 @@ def _printable(value: Any) -> bool:
 @cache
 def app() -> Any:
     policy = LocalPolicy(*load_model("builtin:small", device="cpu"), Sampling(max_new_tokens=2))
-    return build_app(Served.of(policy, "small"))
+    return build_app(ServedModel.of(policy, "small"))
 
 
 async def ask(method: str, path: str, body: bytes, headers: dict[str, str]) -> httpx.Response:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from toolwise.json_text import json_text
 from toolwise.messages import Message, ToolCall, parse_arguments
-from toolwise.rollout.parsers import PARSERS, RENDERERS, sniff, to_action
+from toolwise.rollout.parsers import PARSERS, RENDERERS, detect_parser, to_action
 
 MARKS = st.sampled_from(
     [
@@ -85,4 +85,4 @@ def test_any_arguments_are_read(text: str) -> None:
 
 @fuzz(WRITTEN, st.lists(TEXT, max_size=3))
 def test_any_template_is_looked_at(template: str, texts: list[str]) -> None:
-    assert sniff(template, texts) in PARSERS
+    assert detect_parser(template, texts) in PARSERS

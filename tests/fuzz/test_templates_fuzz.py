@@ -57,7 +57,7 @@ def test_any_conversation_is_rendered_or_refused(template: str, given: list[dict
     chat = made.chat_tokenizer(template)
     try:
         ids = chat.start(messages, tools)
-        chat.follow(messages[-1:], tools, after=messages[:-1])
+        chat.encode_continuation(messages[-1:], tools, after=messages[:-1])
     except ToolwiseError:
         return
     assert all(isinstance(token, int) for token in ids)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from toolwise.sandbox.layers.bubblewrap import why_not
+from toolwise.sandbox.layers.bubblewrap import unavailable_reason
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 NAMESPACED = pytest.param("namespaced", marks=pytest.mark.namespaced)
@@ -15,6 +15,6 @@ NAMESPACED = pytest.param("namespaced", marks=pytest.mark.namespaced)
 
 
 def needs_namespaces(test: Test) -> Test:
-    missing = why_not()
+    missing = unavailable_reason()
     marked: Test = pytest.mark.namespaced(pytest.mark.skipif(bool(missing), reason=f"no namespaces: {missing}")(test))
     return marked

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from toolwise.errors import PolicyError
-from toolwise.kernels.llama import FusedDecoder, PagedCache, Prefixes, refusal
+from toolwise.kernels.llama import FusedDecoder, PagedCache, PrefixGroups, unsupported_reason
 
 BLOCK = 16
 SHAPE: dict[str, Any] = {
@@ -113,7 +113,9 @@ def test_a_shared_prefix_gives_the_stock_logits() -> None:
     prefill(decoder, cache, [row[:-1] for row in rows], tables, chunk=64)
     lengths = torch.tensor([len(row) for row in rows])
     slots = torch.tensor([slot(t, len(row) - 1) for t, row in zip(tables, rows, strict=True)])
-    shared = Prefixes(tables[:1, :2], torch.tensor([32]).int(), torch.tensor([0, 3]).int(), torch.arange(3).int(), 3)
+    shared = PrefixGroups(
+        tables[:1, :2], torch.tensor([32]).int(), torch.tensor([0, 3]).int(), torch.arange(3).int(), 3
+    )
     last = decoder.forward_decode(
         torch.tensor([row[-1] for row in rows]), lengths - 1, cache, slots, tables[:, 2:], (lengths - 32).int(), shared
     )
@@ -168,7 +170,7 @@ def test_a_second_decoder_moves_nothing_and_a_cast_is_noticed() -> None:
     ],
 )  # fmt: skip
 def test_other_models_are_refused_in_one_line(model: Any, why: str) -> None:
-    reason = refusal(model)
+    reason = unsupported_reason(model)
     assert why in (reason or "")
     with pytest.raises(PolicyError, match="use its stock forward") as caught:
         FusedDecoder(model)
@@ -178,4 +180,4 @@ def test_other_models_are_refused_in_one_line(model: Any, why: str) -> None:
 def test_a_wrapped_projection_is_refused() -> None:
     model = build("llama")
     model.model.layers[1].mlp.down_proj = torch.nn.Sequential(model.model.layers[1].mlp.down_proj)
-    assert "not linear layers" in (refusal(model) or "")
+    assert "not linear layers" in (unsupported_reason(model) or "")

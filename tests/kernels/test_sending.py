@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from toolwise.kernels.sending import send
+from toolwise.kernels.sending import to_device
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
@@ -16,7 +16,7 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 def test_what_arrives_is_what_was_sent(device: str, dtype: type) -> None:
     values = np.arange(12, dtype=dtype).reshape(3, 4)
     for sent in (values, values.T, values[:0], values[::2, 1:]):
-        found = send(sent, device)
+        found = to_device(sent, device)
         assert found.device.type == device
         assert found.is_contiguous()
         np.testing.assert_array_equal(found.cpu().numpy(), sent)

@@ -12,7 +12,7 @@ import pytest
 
 from toolwise.data import load_tasks
 from toolwise.labelling.cache import AnswerCache
-from toolwise.labelling.labelling import Labelled, label_by_model, label_by_rules
+from toolwise.labelling.labelling import LabellingResult, label_by_model, label_by_rules
 from toolwise.policies.openai.endpoint import Endpoint
 from toolwise.policies.openai.faults import ServerError
 from toolwise.routing.actions import MIXED, RouteAction
@@ -40,8 +40,8 @@ def sensible(question: dict[str, Any], times: int) -> tuple[int, bytes, dict[str
     return said('Sure!\n```json\n{"router_target_action": "MIXED"}\n```')
 
 
-def ask(tasks: list[Task], server: Any, cache: Path, **more: Any) -> Labelled:
-    async def work() -> Labelled:
+def ask(tasks: list[Task], server: Any, cache: Path, **more: Any) -> LabellingResult:
+    async def work() -> LabellingResult:
         endpoint = Endpoint(f"{server.base_url}/chat/completions", backoff_s=0.001, **({"max_retries": 3} | more))
         answers = AnswerCache(cache)
         try:
@@ -185,7 +185,7 @@ def test_real_tools_are_described_by_their_schemas_and_those_that_name_their_fam
     task = Task(task_id="t", prompt=[{"role": "user", "content": "Is it wet?"}], ground_truth="yes")
     server = serve(sensible)
 
-    async def work() -> Labelled:
+    async def work() -> LabellingResult:
         endpoint = Endpoint(f"{server.base_url}/chat/completions")
         try:
             return await label_by_model([task], endpoint, "m", AnswerCache(tmp_path / "c.jsonl"), tools)

@@ -9,7 +9,7 @@ import pytest
 from toolwise.data import load_tasks
 from toolwise.data.files import read_rows
 from toolwise.errors import DataError
-from toolwise.labelling.labels import Label, join_labels, read_labels, shares, write_columns, write_labels
+from toolwise.labelling.labels import Label, count_routes, join_labels, read_labels, write_columns, write_labels
 from toolwise.routing.actions import MIXED, RouteAction
 from toolwise.routing.families import Family
 from toolwise.routing.learned import target_of
@@ -63,7 +63,7 @@ def test_columns_beside_the_data_come_back_with_the_tasks_and_not_as_arguments_o
 
 
 def test_shares_count_rows_without_a_label_too() -> None:
-    assert shares([*LABELS, LABELS[0]]) == {"ANSWER": 2, "MIXED": 1, "none": 1}
+    assert count_routes([*LABELS, LABELS[0]]) == {"ANSWER": 2, "MIXED": 1, "none": 1}
 
 
 @pytest.mark.parametrize(

@@ -55,5 +55,5 @@ def test_what_is_no_answer_is_worth_another_question(body: object) -> None:
     for read in (read_family, read_target):
         with pytest.raises(ServerError) as told:
             read(body, {})
-        assert told.value.again
+        assert told.value.retryable
         assert told.value.kind == "bad_reply"

@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM
 
 from toolwise import checkpoint
 from toolwise.advantages import Grpo
-from toolwise.checkpoint import Registry
+from toolwise.checkpoint import StateRegistry
 from toolwise.demo.tasks import make_rows
 from toolwise.errors import CheckpointError, ConfigError, ToolwiseError
 from toolwise.learner.actor import Actor, ActorSettings
@@ -551,11 +551,11 @@ def test_weights_loaded_into_half_precision_are_what_is_trained_on(tmp_path: Pat
 
 def through_disk(actor: Actor, fresh: Actor, folder: Path) -> Actor:
     """What a run does when it stops and goes on."""
-    registry = Registry()
+    registry = StateRegistry()
     registry.register("actor", actor)
     saved = checkpoint.save(folder, 1, registry.state_dict(), extra_files={"model": actor.save_model})
     found = checkpoint.load(saved.path)
-    again = Registry()
+    again = StateRegistry()
     again.register("actor", fresh)
     again.load_state_dict(found.state())
     fresh.load_weights(found.path / "model")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from toolwise.errors import ModelError
 from toolwise.learner import attention
-from toolwise.learner.attention import QUERIES, Layout, attend, implementation
+from toolwise.learner.attention import QUERY_CHUNK, Layout, attend, implementation
 from toolwise.learner.trees import Segment
 
 torch.set_num_threads(1)
@@ -99,7 +99,7 @@ def test_each_token_sees_its_path_and_what_stands_before_it_in_its_segment(
 
 
 def test_segments_longer_than_a_mask_are_taken_in_parts() -> None:
-    segments = [Segment(0, 20), Segment(20, 20 + 2 * QUERIES + 7, ((0, 15),))]
+    segments = [Segment(0, 20), Segment(20, 20 + 2 * QUERY_CHUNK + 7, ((0, 15),))]
     given = states(segments[-1].stop, heads=1, key_heads=1, size=4)
     layout = Layout.of(segments, "cpu")
     ours, _ = attend(MODULE, *given, None, toolwise_layout=layout, scaling=0.3)
@@ -107,13 +107,13 @@ def test_segments_longer_than_a_mask_are_taken_in_parts() -> None:
     torch.testing.assert_close(ours, theirs)
     for a, b in zip(gradients(ours, given), gradients(theirs, given), strict=True):
         torch.testing.assert_close(a, b)
-    assert all(mask.shape[0] == QUERIES for mask in layout._masks.values())
+    assert all(mask.shape[0] == QUERY_CHUNK for mask in layout._masks.values())
 
 
 def test_rows_that_share_nothing_are_not_gathered_and_have_no_mask() -> None:
     layout = Layout.of([Segment(0, 3), Segment(3, 8)], "cpu")
     attend(MODULE, *states(8), None, toolwise_layout=layout)
-    assert layout.gathered is None
+    assert layout.gather_index is None
     assert not layout._masks
 
 
@@ -163,9 +163,9 @@ def test_transformers_makes_no_mask_for_it() -> None:
 def test_under_autocast_all_of_attention_is_in_one_precision() -> None:
     query, key, value = states(3)
     with torch.autocast("cpu", torch.bfloat16):
-        found = attention._in_one_precision(query, key, value.bfloat16())
+        found = attention._to_common_dtype(query, key, value.bfloat16())
     assert {s.dtype for s in found} == {torch.bfloat16}
-    mixed = attention._in_one_precision(query, key, value.float())
+    mixed = attention._to_common_dtype(query, key, value.float())
     assert {s.dtype for s in mixed} == {torch.float32}
 
 

@@ -10,7 +10,7 @@ import torch
 from learner_cases import credit, sample, tiny_model
 
 from toolwise.errors import ToolwiseError
-from toolwise.learner.batch import Batch, Cut, build_batch, uncredited
+from toolwise.learner.batch import Batch, MicroBatchSettings, build_batch, with_zero_advantages
 from toolwise.types import CreditedRollout
 
 
@@ -40,14 +40,22 @@ def test_columns_by_hand() -> None:
     assert batch.version.tolist() == [3, 3, 3, -1, -1, -1, -1]
     assert batch.advantages.tolist() == [0, 1, 2, 3, 4, 5, 6]
     assert batch.rollout_logprobs.tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.4, -0.5, -0.6, -0.7])
-    assert (batch.names, batch.group_of_rollout) == (["a", "b"], ["g", "h"])
+    assert (batch.rollout_ids, batch.group_of_rollout) == (["a", "b"], ["g", "h"])
     assert batch.rollout_of_row == [0, 1, 1]
     assert batch.old_logprobs is batch.values is batch.returns is batch.ref_logprobs is None
 
 
-@pytest.mark.parametrize("cut", [Cut(1), Cut(6), Cut(100), Cut(100, share_prefixes=False)])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        MicroBatchSettings(1),
+        MicroBatchSettings(6),
+        MicroBatchSettings(100),
+        MicroBatchSettings(100, share_prefixes=False),
+    ],
+)
 @pytest.mark.parametrize("rows", [[0, 1, 2], [2, 0], [1]])
-def test_micro_batches_know_where_their_tokens_stand(cut: Cut, rows: list[int]) -> None:
+def test_micro_batches_know_where_their_tokens_stand(cut: MicroBatchSettings, rows: list[int]) -> None:
     batch = example()
     seen = []
     for packed, places in batch.packed(rows, cut):
@@ -56,14 +64,14 @@ def test_micro_batches_know_where_their_tokens_stand(cut: Cut, rows: list[int]) 
             assert batch.rows[rows[int(row)]].ids[int(at)] == int(target)
             seen.append(int(place))
     assert sorted(seen) == [p for p in range(7) if int(batch.row[p]) in rows]
-    assert sorted(seen) == batch.tokens_of(rows).tolist()
+    assert sorted(seen) == batch.predicted_tokens(rows).tolist()
 
 
 def test_a_token_that_nothing_stands_before_is_not_predicted() -> None:
     batch = build_batch([credit([([], [7, 8], [-0.1, -0.2])], 1.0), credit([([], [7], [-0.1])], 1.0)])
-    assert batch.predicted.tolist() == [False, True, False]
-    assert batch.learnable() == [0]
-    assert batch.tokens_of([0]).tolist() == [1]
+    assert batch.has_context.tolist() == [False, True, False]
+    assert batch.trainable_rows() == [0]
+    assert batch.predicted_tokens([0]).tolist() == [1]
 
 
 def test_a_column_comes_apart_as_it_was_put_together() -> None:
@@ -89,9 +97,9 @@ def test_steps_without_tokens_are_passed_over() -> None:
 
 def test_nothing_is_a_batch_too() -> None:
     batch = build_batch([])
-    assert (len(batch), batch.rows, batch.learnable()) == (0, [], [])
-    assert list(batch.packed([], Cut())) == []
-    assert batch.tokens_of([]).tolist() == []
+    assert (len(batch), batch.rows, batch.trainable_rows()) == (0, [], [])
+    assert list(batch.packed([], MicroBatchSettings())) == []
+    assert batch.predicted_tokens([]).tolist() == []
     assert batch.returns is not None  # of no rollouts, all have returns
 
 
@@ -104,6 +112,6 @@ def test_a_column_of_the_wrong_length_is_named() -> None:
 
 def test_scored_rollouts_make_rows_before_there_is_credit() -> None:
     credited = sample(tiny_model(), [1.0, -1.0])
-    batch = build_batch(uncredited([c.annotated.scored for c in credited]))
+    batch = build_batch(with_zero_advantages([c.annotated.scored for c in credited]))
     assert batch.advantages.tolist() == [0.0] * len(batch)
     assert torch.equal(batch.rollout_logprobs, build_batch(credited).rollout_logprobs)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from toolwise.learner.attention import Layout, attend
-from toolwise.learner.branches import Flash, InParts, Part, parts_of
+from toolwise.learner.branches import AttentionPart, FlashKernel, PartwiseAttention, attention_parts
 from toolwise.learner.packing import pack
 from toolwise.learner.trees import Segment
 
@@ -40,7 +40,9 @@ class Tokens:
 class Plain:
     """What the kernel computes, in sums that one can read."""
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, part: AttentionPart, scale: float
+    ) -> tuple[Tensor, Tensor]:
         outs, sums = [], []
         for q, k, v in self._each(query, key, value, part):
             scores = self._scores(q, k, part, scale)
@@ -49,12 +51,18 @@ class Plain:
         return torch.cat(outs), torch.cat(sums, 1)
 
     def backward(
-        self, grad: Tensor, states: tuple[Tensor, Tensor, Tensor], out: Tensor, lse: Tensor, part: Part, scale: float
+        self,
+        grad: Tensor,
+        states: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        lse: Tensor,
+        part: AttentionPart,
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The flash backward: weights by the log-sum-exp that it is given, which need not be this part's own."""
         query, key, value = states
         found: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
-        lengths = part.query_ends.diff().tolist()
+        lengths = part.cu_seqlens_q.diff().tolist()
         groups = query.shape[1] // key.shape[1]
         given = zip(grad.split(lengths), out.split(lengths), lse.split(lengths, 1), strict=True)
         for (q, k, v), (g, o, log_sum) in zip(self._each(query, key, value, part), given, strict=True):
@@ -69,9 +77,11 @@ class Plain:
         few = [x.view(len(x), key.shape[1], groups, -1).sum(2) for x in (of_key, of_value)]
         return of_query, few[0], few[1]
 
-    def _each(self, query: Tensor, key: Tensor, value: Tensor, part: Part) -> list[tuple[Tensor, Tensor, Tensor]]:
+    def _each(
+        self, query: Tensor, key: Tensor, value: Tensor, part: AttentionPart
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
         groups = query.shape[1] // key.shape[1]
-        queries, keys = part.query_ends.diff().tolist(), part.key_ends.diff().tolist()
+        queries, keys = part.cu_seqlens_q.diff().tolist(), part.cu_seqlens_k.diff().tolist()
         split = zip(query.split(queries), key.split(keys), value.split(keys), strict=True)
         return [
             (
@@ -82,7 +92,7 @@ class Plain:
             for q, k, v in split
         ]
 
-    def _scores(self, q: Tensor, k: Tensor, part: Part, scale: float) -> Tensor:
+    def _scores(self, q: Tensor, k: Tensor, part: AttentionPart, scale: float) -> Tensor:
         scores = q @ k.transpose(1, 2) * scale
         return scores.masked_fill(~torch.ones_like(scores[0]).tril().bool(), -torch.inf) if part.causal else scores
 
@@ -100,7 +110,7 @@ def test_parts_attend_and_learn_as_whole_rows_do(name: str, heads: tuple[int, in
     states = states_of(segments[-1].stop, *heads)
     grad = torch.randn(segments[-1].stop, heads[0], SIZE, dtype=torch.float64)
 
-    out = InParts.apply(*states, parts_of(segments, "cpu"), 0.3, Plain())
+    out = PartwiseAttention.apply(*states, attention_parts(segments, "cpu"), 0.3, Plain())
     ours = torch.autograd.grad(out, states, grad)
 
     asked = [x.transpose(0, 1)[None] for x in states]
@@ -117,7 +127,7 @@ def test_so_do_the_parts_of_rows_laid_out_as_nodes(rows: list[list[int]]) -> Non
     [packed] = pack([Tokens(row, [False] * 3 + [True] * (len(row) - 3)) for row in rows], 1000, nodes=True)
     states = states_of(packed.T, 4, 2)
     grad = torch.randn(packed.T, 4, SIZE, dtype=torch.float64)
-    out = InParts.apply(*states, parts_of(packed.segments, "cpu"), 0.3, Plain())
+    out = PartwiseAttention.apply(*states, attention_parts(packed.segments, "cpu"), 0.3, Plain())
     asked = [x.transpose(0, 1)[None] for x in states]
     whole = attend(None, *asked, None, toolwise_layout=Layout.of(packed.segments, "cpu"), scaling=0.3)[0][0]
     torch.testing.assert_close(out, whole, rtol=1e-10, atol=1e-10)
@@ -127,17 +137,17 @@ def test_so_do_the_parts_of_rows_laid_out_as_nodes(rows: list[list[int]]) -> Non
 
 
 def test_readers_of_one_path_ask_it_together() -> None:
-    own, shared = parts_of(TREES["one prompt"], "cpu")
-    assert own.query_ends.tolist() == own.key_ends.tolist() == [0, 9, 13, 14, 20]
-    assert shared.query_ends.tolist() == [0, 11]
-    assert shared.key_ends.tolist() == [0, 5]
-    assert shared.once
+    own, shared = attention_parts(TREES["one prompt"], "cpu")
+    assert own.cu_seqlens_q.tolist() == own.cu_seqlens_k.tolist() == [0, 9, 13, 14, 20]
+    assert shared.cu_seqlens_q.tolist() == [0, 11]
+    assert shared.cu_seqlens_k.tolist() == [0, 5]
+    assert shared.unique_keys
     assert own.causal
     assert not shared.causal
 
 
 def test_paths_that_overlap_are_added_up() -> None:
-    assert not parts_of(TREES["deep"], "cpu")[1].once
+    assert not attention_parts(TREES["deep"], "cpu")[1].unique_keys
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -150,9 +160,9 @@ def test_the_kernel_of_a_gpu_agrees(heads: tuple[int, int]) -> None:
     ]
     grad = torch.randn(500, heads[0], 64, device="cuda", dtype=torch.bfloat16)
     found = {}
-    for kernel, kind in ((Flash(), torch.bfloat16), (Plain(), torch.float64)):
+    for kernel, kind in ((FlashKernel(), torch.bfloat16), (Plain(), torch.float64)):
         own = [x.detach().to(kind).requires_grad_() for x in states]
-        out = InParts.apply(*own, parts_of(segments, "cuda"), 0.125, kernel)
+        out = PartwiseAttention.apply(*own, attention_parts(segments, "cuda"), 0.125, kernel)
         found[kind] = [out, *torch.autograd.grad(out, own, grad.to(kind))]
     for one, other in zip(found[torch.bfloat16], found[torch.float64], strict=True):
         assert (one.double() - other).norm() / other.norm() < 0.01

@@ -11,11 +11,11 @@ from learner_cases import tiny_model
 from toolwise.advantages import Gae, Grpo
 from toolwise.config import ActorConfig, RunConfig
 from toolwise.errors import ConfigError
-from toolwise.learner.batch import Cut
+from toolwise.learner.batch import MicroBatchSettings
 from toolwise.learner.building import actor_settings, build_learner, critic_settings
 from toolwise.learner.critic import CriticSettings
 from toolwise.learner.lora import LoraSettings
-from toolwise.learner.pricing import PricedEstimator
+from toolwise.learner.pricing import KlRewardEstimator
 from toolwise.learner.settings import ActorSettings
 
 
@@ -139,7 +139,7 @@ def test_every_setting_of_the_critic_comes_from_the_configuration() -> None:
         epochs=2,
         mini_batches=3,
         per="turn",
-        cut=Cut(77),
+        micro_batch=MicroBatchSettings(77),
         seed=3,
     )
 
@@ -159,7 +159,7 @@ def test_an_estimator_that_needs_values_gets_a_critic_with_weights_of_its_own(pe
 
 def test_kl_in_the_reward_stands_around_the_estimator_with_the_learner_s_coefficient() -> None:
     actor, estimator = build(config(algorithm={"kl": "reward", "kl_coef": 0.3}), Grpo())
-    assert isinstance(estimator, PricedEstimator)
+    assert isinstance(estimator, KlRewardEstimator)
     assert estimator.coefficient is actor.kl
     assert actor.kl.value == 0.3
     assert actor.reference is not None

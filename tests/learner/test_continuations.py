@@ -9,21 +9,25 @@ import torch
 from learner_cases import tiny_model
 from precision import assert_fp32_close
 
-from toolwise.learner.batch import Cut
+from toolwise.learner.batch import MicroBatchSettings
 from toolwise.learner.continuations import ContinuationScorer
-from toolwise.thinking.models import Contexts
+from toolwise.thinking.models import ScoringRequest
 
 CONTEXTS = [
-    Contexts([3, 4, 5, 6, 7, 8], ([9, 10], [9, 11, 12], [13])),
-    Contexts([3, 4, 5, 6, 7, 8, 9, 14], ([9, 10],)),
-    Contexts([20], ([21, 22, 23],)),
+    ScoringRequest([3, 4, 5, 6, 7, 8], ([9, 10], [9, 11, 12], [13])),
+    ScoringRequest([3, 4, 5, 6, 7, 8, 9, 14], ([9, 10],)),
+    ScoringRequest([20], ([21, 22, 23],)),
 ]
 
 
 def test_equal_to_one_at_a_time_however_they_are_cut() -> None:
     model = tiny_model()
     exact = deepcopy(model).double()
-    for cut in (Cut(), Cut(share_prefixes=False), Cut(max_tokens=6, chunk_tokens=2)):
+    for cut in (
+        MicroBatchSettings(),
+        MicroBatchSettings(share_prefixes=False),
+        MicroBatchSettings(max_tokens=6, chunk_tokens=2),
+    ):
         found = ContinuationScorer(model, cut)(CONTEXTS, 0.7)
         for context, scores in zip(CONTEXTS, found, strict=True):
             for ids, score in zip(context.continuations, scores, strict=True):
@@ -35,13 +39,16 @@ def test_equal_to_one_at_a_time_however_they_are_cut() -> None:
 
 
 def test_what_contexts_share_is_computed_once() -> None:
-    shared, whole = ContinuationScorer(tiny_model()), ContinuationScorer(tiny_model(), Cut(share_prefixes=False))
+    shared, whole = (
+        ContinuationScorer(tiny_model()),
+        ContinuationScorer(tiny_model(), MicroBatchSettings(share_prefixes=False)),
+    )
     shared(CONTEXTS)
     whole(CONTEXTS)
-    assert shared.given == whole.given == 8 + 9 + 7 + 10 + 4
+    assert shared.total_tokens == whole.total_tokens == 8 + 9 + 7 + 10 + 4
     # The last token of each row predicts nothing: 6 + (9) + (11) of one history, 14 after it, 9 again, and 20 21 22.
-    assert shared.computed == 6 + 1 + 1 + 1 + 1 + 3
-    assert whole.computed == 7 + 8 + 6 + 9 + 3
+    assert shared.computed_tokens == 6 + 1 + 1 + 1 + 1 + 3
+    assert whole.computed_tokens == 7 + 8 + 6 + 9 + 3
 
 
 def test_nothing_to_score_is_nothing() -> None:

@@ -18,7 +18,7 @@ from toolwise import checkpoint
 from toolwise.advantages import Gae
 from toolwise.errors import CheckpointError, ToolwiseError
 from toolwise.learner.actor import Actor
-from toolwise.learner.batch import Batch, Cut, build_batch
+from toolwise.learner.batch import Batch, MicroBatchSettings, build_batch
 from toolwise.learner.critic import Critic, CriticSettings, explained_variance
 from toolwise.types import CreditedRollout
 
@@ -68,13 +68,15 @@ def test_a_value_knows_what_stands_before_its_token_and_nothing_after() -> None:
     assert a[2].item() != pytest.approx(b[2].item(), abs=1e-4)
 
 
-@pytest.mark.parametrize("cut", [Cut(1), Cut(40), Cut(10_000, share_prefixes=False)])
-def test_neither_values_nor_gradients_depend_on_the_cut(cut: Cut) -> None:
+@pytest.mark.parametrize(
+    "cut", [MicroBatchSettings(1), MicroBatchSettings(40), MicroBatchSettings(10_000, share_prefixes=False)]
+)
+def test_neither_values_nor_gradients_depend_on_the_cut(cut: MicroBatchSettings) -> None:
     model = tiny_model()
     credited = with_returns(sample(model, [0.0] * 4, groups_of=2), [1.0, -1.0, 0.5, 2.0])
 
-    def run(how: Cut) -> tuple[torch.Tensor, torch.Tensor, float]:
-        critic = Critic(copy.deepcopy(model), replace(FAST, cut=how, max_grad_norm=1e9))
+    def run(how: MicroBatchSettings) -> tuple[torch.Tensor, torch.Tensor, float]:
+        critic = Critic(copy.deepcopy(model), replace(FAST, micro_batch=how, max_grad_norm=1e9))
         torch.manual_seed(0)
         torch.nn.init.normal_(critic.head.weight)
         batch = annotated(critic, credited)
@@ -83,7 +85,7 @@ def test_neither_values_nor_gradients_depend_on_the_cut(cut: Cut) -> None:
         assert batch.values is not None
         return batch.values, torch.cat(states), loss
 
-    values, gradient, loss = run(Cut())
+    values, gradient, loss = run(MicroBatchSettings())
     found = run(cut)
     torch.testing.assert_close(found[0], values, rtol=0, atol=1e-5)
     assert float((found[1] - gradient).norm() / gradient.norm()) < 1e-5

@@ -12,11 +12,11 @@ from learner_cases import LR, credit, sample, tiny_model
 
 from toolwise.advantages import Gae
 from toolwise.engine import Engine
-from toolwise.engine.fused import FusedRunner
+from toolwise.engine.fused import CudaRunner
 from toolwise.learner.actor import Actor
 from toolwise.learner.critic import Critic, CriticSettings
 from toolwise.learner.lora import LoraSettings
-from toolwise.learner.pricing import PricedEstimator
+from toolwise.learner.pricing import KlRewardEstimator
 from toolwise.protocols import Generation, Sampling
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -43,7 +43,7 @@ def test_a_whole_update(dtype: torch.dtype, aggregation: Any) -> None:
     )
     critic = Critic(tiny_model(head_dim=16).to("cuda", dtype), CriticSettings())
     actor = Actor(model, settings, critic=critic)
-    estimator = PricedEstimator(Gae(), actor.kl)
+    estimator = KlRewardEstimator(Gae(), actor.kl)
     for step in range(3):
         scored = [c.annotated.scored for c in sample(model, [0.0] * 8, seed=step, groups_of=4)]
         scored = [replace(s, result=s.result.model_copy(update={"score": float(i % 2)})) for i, s in enumerate(scored)]
@@ -69,7 +69,7 @@ def test_adapters_learn_from_what_the_engine_draws_through_them(dtype: torch.dty
         activation_checkpointing=checkpointing,
     )
     actor = Actor(model, settings)
-    assert isinstance(engine.runner, FusedRunner)
+    assert isinstance(engine.runner, CudaRunner)
     prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]
 
     async def draw(step: int) -> list[Generation]:

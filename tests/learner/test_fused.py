@@ -14,7 +14,7 @@ from transformers.models.llama import modeling_llama
 from toolwise.kernels import reference
 from toolwise.learner import fused
 from toolwise.learner.forward import hidden_states, token_logprobs
-from toolwise.learner.fused import Rotated, SiluMul, fuse, fused_form
+from toolwise.learner.fused import RotateHalf, SiluMul, fuse, fused_forward
 from toolwise.learner.packing import pack
 from toolwise.weight_sharing import shared_copy
 
@@ -124,13 +124,13 @@ def test_what_somebody_else_has_exchanged_stays(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("module", [Doubled(), Gated(nn.GELU()), nn.Linear(4, 4)])
 def test_what_computes_something_else_is_left_alone(module: nn.Module, dtype: torch.dtype) -> None:
-    assert fused_form(copy.deepcopy(module).to(dtype)) is None
+    assert fused_forward(copy.deepcopy(module).to(dtype)) is None
 
 
 def test_a_class_may_have_several_activations() -> None:
-    assert fused_form(Gated(nn.SiLU())) is not None
-    assert fused_form(Gated(nn.GELU())) is None
-    assert fused_form(Gated(nn.SiLU())) is not None
+    assert fused_forward(Gated(nn.SiLU())) is not None
+    assert fused_forward(Gated(nn.GELU())) is None
+    assert fused_forward(Gated(nn.SiLU())) is not None
 
 
 def test_the_gradient_of_the_activation_is_that_of_its_formula() -> None:
@@ -160,9 +160,9 @@ def test_rotations_of_other_kinds_are_left_alone() -> None:
         pairs = [torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2) for x in (q, k)]
         return tuple(x * cos[:, None] + p * sin[:, None] for x, p in zip((q, k), pairs, strict=True))
 
-    assert fused._turns_halves(modeling_llama.apply_rotary_pos_emb)
-    assert not fused._turns_halves(neighbours)
-    assert not fused._turns_halves(lambda q, k, cos, sin, *, sections: (q, k))
+    assert fused._is_rotate_half(modeling_llama.apply_rotary_pos_emb)
+    assert not fused._is_rotate_half(neighbours)
+    assert not fused._is_rotate_half(lambda q, k, cos, sin, *, sections: (q, k))
 
 
 @pytest.mark.parametrize(("rows", "size"), [(2, 8), (1, 4)])
@@ -171,16 +171,16 @@ def test_what_is_not_packed_goes_the_models_own_way(rows: int, size: int, monkey
     anywhere(monkeypatch)
     asked = []
     q, k, cos, sin = torch.randn(rows, 2, 3, 8), torch.randn(rows, 1, 3, 8), *torch.randn(2, rows, 3, size)
-    fused._turned(lambda *given: asked.append(given) or (q, k), q, k, cos, sin)
+    fused._apply_rotary(lambda *given: asked.append(given) or (q, k), q, k, cos, sin)
     assert len(asked) == 1
 
 
 def test_the_gradient_of_a_rotation_is_that_of_its_formula() -> None:
     x = torch.randn(3, 2, 8, dtype=torch.float64, requires_grad=True)
     cos, sin = torch.randn(2, 3, 8, dtype=torch.float64)  # any: its halves need not be alike
-    assert torch.autograd.gradcheck(Rotated.apply, (x, cos, sin))
+    assert torch.autograd.gradcheck(RotateHalf.apply, (x, cos, sin))
     across = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda y: Rotated.apply(y.transpose(0, 1), cos, sin), (across,))
+    assert torch.autograd.gradcheck(lambda y: RotateHalf.apply(y.transpose(0, 1), cos, sin), (across,))
 
 
 @needs_gpu

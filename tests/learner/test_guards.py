@@ -7,10 +7,10 @@ import math
 
 import pytest
 
-from toolwise.learner.guards import LEAST, REMEMBERED, Guard
+from toolwise.learner.guards import HISTORY_SIZE, MIN_HISTORY, Guard
 
 
-def calm(guard: Guard, count: int = LEAST, norm: float = 1.0) -> None:
+def calm(guard: Guard, count: int = MIN_HISTORY, norm: float = 1.0) -> None:
     for _ in range(count):
         assert guard.admits(norm)
 
@@ -33,7 +33,7 @@ def test_a_spike_is_so_many_times_the_median_of_what_came_before() -> None:
 
 def test_before_there_is_anything_usual_nothing_is_out_of_line() -> None:
     guard = Guard(2.0)
-    calm(guard, LEAST - 1)
+    calm(guard, MIN_HISTORY - 1)
     assert guard.admits(1e9)
 
 
@@ -53,14 +53,14 @@ def test_what_clipping_leaves_alone_is_no_spike() -> None:
 
 def test_a_new_usual_is_learned_and_not_skipped_for_ever() -> None:
     guard = Guard(10.0)
-    calm(guard, REMEMBERED)
-    taken = [guard.admits(100.0) for _ in range(REMEMBERED)]
+    calm(guard, HISTORY_SIZE)
+    taken = [guard.admits(100.0) for _ in range(HISTORY_SIZE)]
     assert not taken[0]
     assert taken[-1]
 
 
 def test_many_names_are_cut_short(caplog: pytest.LogCaptureFixture) -> None:
-    Guard(None, of="critic").admits(math.nan, lambda: [f"r{i}" for i in range(9)])
+    Guard(None, owner="critic").admits(math.nan, lambda: [f"r{i}" for i in range(9)])
     assert "an update of the critic is skipped" in caplog.text
     assert "r4 and 4 more" in caplog.text
 

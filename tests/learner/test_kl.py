@@ -98,23 +98,23 @@ def test_an_unknown_estimator_is_refused() -> None:
 
 def test_the_coefficient_by_hand() -> None:
     kl = KlCoefficient(0.1, target=2.0, horizon=100)
-    kl.learn(2.2, rollouts=50)  # off by a tenth, half a horizon
+    kl.adapt(2.2, rollouts=50)  # off by a tenth, half a horizon
     assert kl.value == pytest.approx(0.1 * 1.05)
-    kl.learn(20.0, rollouts=50)  # however far off, a fifth
+    kl.adapt(20.0, rollouts=50)  # however far off, a fifth
     assert kl.value == pytest.approx(0.1 * 1.05 * 1.1)
-    kl.learn(0.0, rollouts=50)
+    kl.adapt(0.0, rollouts=50)
     assert kl.value == pytest.approx(0.1 * 1.05 * 1.1 * 0.9)
 
 
 def test_without_a_target_it_stays() -> None:
     kl = KlCoefficient(0.1)
-    kl.learn(99.0, rollouts=1000)
+    kl.adapt(99.0, rollouts=1000)
     assert kl.value == 0.1
 
 
 def test_however_large_a_batch_it_stays_above_zero() -> None:
     kl = KlCoefficient(0.1, target=1.0, horizon=1)
-    kl.learn(0.0, rollouts=10_000)
+    kl.adapt(0.0, rollouts=10_000)
     assert kl.value == 0.05
 
 
@@ -134,7 +134,7 @@ def bandit(coefficient: KlCoefficient, steps: int) -> list[float]:
         with torch.no_grad():
             logits -= 0.5 * gradient
         kl = float(k3(drawn.detach(), ref).mean())
-        coefficient.learn(kl, rollouts=64)
+        coefficient.adapt(kl, rollouts=64)
         found.append(kl)
     return found
 

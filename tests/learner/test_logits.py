@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from toolwise.learner.logits import Drawn, InOnePass, drawn
+from toolwise.learner.logits import FusedLogprobEntropy, LogprobEntropy, logprobs_and_entropy
 
-WAYS = pytest.mark.parametrize("way", [Drawn, InOnePass])
+WAYS = pytest.mark.parametrize("way", [LogprobEntropy, FusedLogprobEntropy])
 """The second's kernels are plain torch where there is no GPU."""
 OF, TARGETS = torch.tensor([0, 0, 1, 3, 3]), torch.tensor([2, 2, 0, 1, 4])
 
@@ -81,7 +81,7 @@ def test_the_kernels_say_what_plain_torch_says(dtype: torch.dtype, peak: float) 
     logits = logits.to(dtype)
     weights = torch.randn(2, 600, device="cuda", dtype=torch.float64)
     found = []
-    for way, given in ((drawn, logits.clone()), (Drawn.apply, logits.double())):
+    for way, given in ((logprobs_and_entropy, logits.clone()), (LogprobEntropy.apply, logits.double())):
         given.requires_grad_()
         logprobs, entropy = way(given, of, targets, 0.7)
         (weights[0] * logprobs + weights[1] * entropy).sum().backward()

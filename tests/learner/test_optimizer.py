@@ -42,7 +42,7 @@ def test_gradients_of_half_precision_are_added_up_in_full() -> None:
     optimizer = Optimizer(held, OptimizerSettings(lr=0.1, max_grad_norm=1e9))
     for value in (256.0, *[1.0] * 8):  # in bf16 256 + 1 is 256
         held[0].grad = torch.tensor([value], dtype=torch.bfloat16)
-        optimizer.collect()
+        optimizer.accumulate_gradients()
     assert optimizer.step(1)["grad_norm"] == 264.0
 
 
@@ -51,7 +51,7 @@ def test_a_step_too_small_for_half_precision_is_not_lost() -> None:
     optimizer = Optimizer(held, OptimizerSettings(lr=1e-6))
     for step in range(1, 4):
         held[0].grad = torch.ones(4, dtype=torch.bfloat16)
-        optimizer.collect()
+        optimizer.accumulate_gradients()
         optimizer.step(step)
     assert torch.equal(held[0].detach(), torch.ones(4, dtype=torch.bfloat16))
     assert float(optimizer.masters[0][0]) == pytest.approx(1.0 - 3e-6, abs=2e-7)
@@ -75,7 +75,7 @@ def test_going_on_from_a_saved_state_is_going_on(dtype: torch.dtype) -> None:
     def run(held: list[torch.nn.Parameter], optimizer: Optimizer, steps: range) -> None:
         for step in steps:
             pull(held, step)
-            optimizer.collect()
+            optimizer.accumulate_gradients()
             optimizer.step(step)
 
     straight = weights(dtype)

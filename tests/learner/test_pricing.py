@@ -21,9 +21,9 @@ from toolwise.advantages.token_rewards import token_k1
 from toolwise.errors import ToolwiseError
 from toolwise.learner.actor import Actor
 from toolwise.learner.kl import KlCoefficient
-from toolwise.learner.pricing import PricedEstimator
+from toolwise.learner.pricing import KlRewardEstimator
 from toolwise.protocols import MeasuredEstimator
-from toolwise.thinking.groups import Deliberation
+from toolwise.thinking.groups import RolloutThinking
 from toolwise.types import AnnotatedRollout, CreditedRollout
 
 
@@ -48,7 +48,7 @@ def test_old_log_probs_of_the_learner_come_before_those_of_the_rollout() -> None
 def test_an_estimator_over_scores_sees_each_score_less_its_cost() -> None:
     """Scores 1 and 0, costs 0.1·3 and 0.1·(−2): 0.7 against 0.2."""
     group = [annotated(1.0, [[-2.0, -3.0]], name="a"), annotated(0.0, [[0.0, 0.0]], name="b")]
-    priced = PricedEstimator(Grpo(norm_by_std=False), KlCoefficient(0.1))
+    priced = KlRewardEstimator(Grpo(norm_by_std=False), KlCoefficient(0.1))
     first, second = priced(group)
     assert [a.tolist() for a in first.advantages] == [pytest.approx([0.25, 0.25])]
     assert [a.tolist() for a in second.advantages] == [pytest.approx([-0.25, -0.25])]
@@ -57,14 +57,14 @@ def test_an_estimator_over_scores_sees_each_score_less_its_cost() -> None:
 
 def test_the_score_itself_stays_what_the_reward_said() -> None:
     group = [annotated(1.0, [[-2.0]], name="a"), annotated(0.0, [[0.0]], name="b")]
-    credited = PricedEstimator(Grpo(), KlCoefficient(0.1))(group)
+    credited = KlRewardEstimator(Grpo(), KlCoefficient(0.1))(group)
     assert [c.annotated for c in credited] == group
     assert [c.annotated.scored.score for c in credited] == [1.0, 0.0]
 
 
 def test_an_estimator_over_token_rewards_charges_each_token() -> None:
     given = replace(annotated(1.0, [[-2.0, -1.5]]), values=(np.zeros(2, np.float32),))
-    [found] = PricedEstimator(Gae(lam=1.0, whiten=False), KlCoefficient(0.1))([given])
+    [found] = KlRewardEstimator(Gae(lam=1.0, whiten=False), KlCoefficient(0.1))([given])
     assert found.advantages[0].tolist() == pytest.approx([1.0 - 0.1 - 0.05, 1.0 - 0.05])
 
 
@@ -77,7 +77,7 @@ def test_an_estimator_over_steps_charges_each_step() -> None:
             step.observation_data = place
     inner = Gigpo(omega=0.0, gamma=1.0, normalization="mean_norm", state_anchor=str)
     for estimator in (inner, Rlvcr(trajectory=inner)):
-        first, second = PricedEstimator(estimator, KlCoefficient(0.1))(group)
+        first, second = KlRewardEstimator(estimator, KlCoefficient(0.1))(group)
         assert [step.return_to_go for step in first.steps] == pytest.approx([0.8, 1.0])
         assert [step.return_to_go for step in second.steps] == pytest.approx([0.8, 0.8])
         assert [float(a[0]) for a in first.advantages] == pytest.approx([0.0, 0.1])
@@ -87,33 +87,33 @@ def test_an_estimator_over_steps_charges_each_step() -> None:
 def test_a_coefficient_that_moves_is_taken_as_it_stands() -> None:
     group = [annotated(1.0, [[-2.0]], name="a"), annotated(1.0, [[-1.0]], name="b")]
     coefficient = KlCoefficient(0.0)
-    priced = PricedEstimator(Grpo(norm_by_std=False), coefficient)
+    priced = KlRewardEstimator(Grpo(norm_by_std=False), coefficient)
     assert float(priced(group)[0].advantages[0][0]) == 0.0
     coefficient.value = 1.0
     assert float(priced(group)[0].advantages[0][0]) == pytest.approx(-0.5)
 
 
 def test_it_stands_for_the_estimator_it_holds() -> None:
-    priced = PricedEstimator(Gae(), KlCoefficient(0.1))
+    priced = KlRewardEstimator(Gae(), KlCoefficient(0.1))
     assert priced.needs == {"values", "ref_logprobs"}
     assert isinstance(priced, MeasuredEstimator)
-    assert (priced.least_group, priced.equal_scores_teach(1.0)) == (1, True)
-    assert (PricedEstimator(Grpo(), KlCoefficient(0.1)).least_group) == 2
+    assert (priced.min_group_size, priced.learns_from_equal_scores(1.0)) == (1, True)
+    assert (KlRewardEstimator(Grpo(), KlCoefficient(0.1)).min_group_size) == 2
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_what_the_estimator_reports_is_passed_on() -> None:
     group = [annotated(1.0, [[-2.0]], name="a"), annotated(0.0, [[-1.0]], name="b")]
-    _, metrics = PricedEstimator(Gigpo(), KlCoefficient(0.1)).credit(group)
+    _, metrics = KlRewardEstimator(Gigpo(), KlCoefficient(0.1)).credit(group)
     assert "gigpo/frac_singleton" in metrics
     assert "kl/cost" in metrics
-    assert PricedEstimator(ReinforcePlusPlus(), KlCoefficient(0.1)).credit(group)[1].keys() == {"kl/cost"}
+    assert KlRewardEstimator(ReinforcePlusPlus(), KlCoefficient(0.1)).credit(group)[1].keys() == {"kl/cost"}
 
 
 def test_without_reference_log_probs_there_is_no_price() -> None:
     bare = replace(annotated(1.0, [[-1.0]]), ref_logprobs=None)
     with pytest.raises(ToolwiseError, match="rollout r has no reference log-probs"):
-        PricedEstimator(Grpo(), KlCoefficient(0.1))([bare])
+        KlRewardEstimator(Grpo(), KlCoefficient(0.1))([bare])
 
 
 def test_the_price_pushes_along_the_gradient_of_kl() -> None:
@@ -130,7 +130,7 @@ def test_the_price_pushes_along_the_gradient_of_kl() -> None:
         for token, count in enumerate(counts)
         for i in range(count)
     ]
-    priced = PricedEstimator(Grpo(norm_by_std=False), actor.kl)
+    priced = KlRewardEstimator(Grpo(norm_by_std=False), actor.kl)
     gradient, _ = gradients(actor, priced(actor.annotate(drawn)))
 
     assert actor.reference is not None
@@ -151,9 +151,9 @@ def test_who_succeeded_is_asked_of_the_scores_that_the_reward_gave(gate: Any) ->
     """Both reach 1.0 and have left the reference; the price of that is in A_traj, and closes no gate."""
     group = [annotated(1.0, [[-2.0] * 6], name="a"), annotated(1.0, [[-3.0] * 6], name="b")]
     step = thinking_step(3, {1: -3.0, 2: -2.0, 3: -1.0, 4: -2.0})
-    group = [replace(r, thinking=Deliberation((step,))) for r in group]
+    group = [replace(r, thinking=RolloutThinking((step,))) for r in group]
     rlvcr = Rlvcr(Grpo(norm_by_std=False), thinking_diversity_w=0.0, gate=gate, success_score=1.0)
-    for found, base in zip(PricedEstimator(rlvcr, KlCoefficient(0.01))(group), (0.03, -0.03), strict=True):
+    for found, base in zip(KlRewardEstimator(rlvcr, KlCoefficient(0.01))(group), (0.03, -0.03), strict=True):
         assert found.advantages[0].tolist() == pytest.approx([base + 1.0] * 3 + [base] * 3)
 
 
@@ -181,5 +181,5 @@ class Plain:
 @pytest.mark.parametrize("estimator", [Labelled(), Plain()])
 def test_an_estimator_of_ones_own_sees_scores_less_their_cost(estimator: Any) -> None:
     group = [annotated(1.0, [[-2.0, -3.0]], name="a"), annotated(0.0, [[0.0, 0.0]], name="b")]
-    first, second = PricedEstimator(estimator, KlCoefficient(0.1))(group)
+    first, second = KlRewardEstimator(estimator, KlCoefficient(0.1))(group)
     assert [float(c.advantages[0][0]) for c in (first, second)] == pytest.approx([0.25, -0.25])

@@ -64,8 +64,8 @@ def test_several_steps_are_as_many_in_every_process(learned: Path) -> None:
 
 
 def test_alone_nothing_is_summed() -> None:
-    assert not ranks.several()
-    assert ranks.totals([1.0, 2.0]) == ranks.largest([1.0, 2.0]) == [1.0, 2.0]
+    assert not ranks.is_distributed()
+    assert ranks.sum_over_ranks([1.0, 2.0]) == ranks.max_over_ranks([1.0, 2.0]) == [1.0, 2.0]
     weight = torch.nn.Parameter(torch.zeros(2))
     ranks.sum_gradients([weight])
     assert weight.grad is None

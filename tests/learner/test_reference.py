@@ -9,12 +9,12 @@ import torch
 from learner_cases import LR, same, sample, tiny_model, weights
 
 from toolwise.learner.actor import Actor
-from toolwise.learner.reference import reference_of
+from toolwise.learner.reference import build_reference
 
 
 def test_a_frozen_copy_does_not_follow_the_policy() -> None:
     model = tiny_model()
-    held = reference_of(model, None)
+    held = build_reference(model, None)
     before = weights(model)
     with torch.no_grad():
         for weight in model.parameters():

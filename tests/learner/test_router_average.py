@@ -32,7 +32,7 @@ def test_until_something_is_added_it_is_what_is_given() -> None:
     assert average.of(own, [0.3]) == (own, [0.3])
     average.add(head(1), [0.5])
     assert average.of(own, [0.3])[1] == [0.5]
-    average.forget()
+    average.reset()
     assert average.of(own, [0.3]) == (own, [0.3])
 
 

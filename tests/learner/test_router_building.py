@@ -14,14 +14,14 @@ from toolwise.learner.router_building import (
     build_head,
     build_router_learner,
     check_router,
-    conditioning_of,
-    cost_of,
+    conditioning_from_config,
+    cost_from_config,
     router_settings,
 )
 from toolwise.messages import Message
 from toolwise.routing.usage import RouteUsage
-from toolwise.routing.wording import SILENT
-from toolwise.settings import build
+from toolwise.routing.wording import EMPTY_WORDING
+from toolwise.settings import build_config
 from toolwise.tools.calculator import CalculatorTool
 from toolwise.tools.search.tool import SearchTool
 from toolwise.types import Task
@@ -30,7 +30,9 @@ TOOLS = {"calculator": CalculatorTool({"price": 3.0}), "search": SearchTool({"pr
 
 
 def config(n: int = 6, **router: Any) -> RunConfig:
-    return build(RunConfig, {"router": {"enable": True, **router}, "rollout": {"n": n}, "seed": 5}, source="test")
+    return build_config(
+        RunConfig, {"router": {"enable": True, **router}, "rollout": {"n": n}, "seed": 5}, source="test"
+    )
 
 
 def test_every_setting_of_the_head_comes_from_the_configuration() -> None:
@@ -80,23 +82,25 @@ def test_an_optimizer_of_its_own_or_the_actors() -> None:
     for which in ("own", "actor"):
         given = config(optimizer=which)
         head = build_head(given, model)
-        actors = Optimizer([*model.parameters(), *head.parameters()], router_settings(given))
-        made = build_router_learner(given, model, head, actors)
-        assert (made.optimizer is actors) == (which == "actor")
+        actor_optimizer = Optimizer([*model.parameters(), *head.parameters()], router_settings(given))
+        made = build_router_learner(given, model, head, actor_optimizer)
+        assert (made.optimizer is actor_optimizer) == (which == "actor")
 
 
 def test_costs_are_the_tools_own_or_as_configured() -> None:
     usage = RouteUsage.of({"search": 2, "calculator": 1}, {})
-    assert cost_of(config(), TOOLS)(usage) == {"cost": 4.0}
-    assert cost_of(config(cost="calls", cost_kwargs={"price": 2.0}), TOOLS)(usage)["cost"] == 6.0
-    assert cost_of(config(cost="any"), TOOLS)(usage) == {"cost": 1.0}
+    assert cost_from_config(config(), TOOLS)(usage) == {"cost": 4.0}
+    assert cost_from_config(config(cost="calls", cost_kwargs={"price": 2.0}), TOOLS)(usage)["cost"] == 6.0
+    assert cost_from_config(config(cost="any"), TOOLS)(usage) == {"cost": 1.0}
     with pytest.raises(ConfigError, match="cost_kwargs"):
-        cost_of(config(cost_kwargs={"price": 2.0}), TOOLS)
+        cost_from_config(config(cost_kwargs={"price": 2.0}), TOOLS)
 
 
 def test_conditioning_is_as_configured() -> None:
-    made = conditioning_of(config(conditioning="append", hard=False, wording="silent", families={"x": "search"}))
-    assert (made.mode, made.hard, made.wording) == ("append", False, SILENT)
+    made = conditioning_from_config(
+        config(conditioning="append", hard=False, wording="silent", families={"x": "search"})
+    )
+    assert (made.mode, made.hard, made.wording) == ("append", False, EMPTY_WORDING)
     assert made.families == {"x": "SEARCH"}
 
 

@@ -11,7 +11,14 @@ import torch
 from learner_cases import tiny_model
 
 from toolwise.errors import CheckpointError
-from toolwise.learner.router_head import FACTS, WEIGHTS, HeadSettings, RouterHead, load_head, save_head
+from toolwise.learner.router_head import (
+    ROUTER_METADATA_FILE,
+    ROUTER_WEIGHTS_FILE,
+    HeadSettings,
+    RouterHead,
+    load_head,
+    save_head,
+)
 
 ROUTES = ("ANSWER", "SEARCH-FAMILY", "CALCULATE-FAMILY")
 
@@ -94,17 +101,17 @@ def test_a_folder_without_a_router_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("damage", ["cut", "json", "other width", "format"])
 def test_a_damaged_router_is_told_in_one_line(tmp_path: Path, damage: str) -> None:
     save_head(head(), tmp_path)
-    told = json.loads((tmp_path / FACTS).read_text())
+    told = json.loads((tmp_path / ROUTER_METADATA_FILE).read_text())
     if damage == "cut":
-        (tmp_path / WEIGHTS).write_bytes((tmp_path / WEIGHTS).read_bytes()[:20])
+        (tmp_path / ROUTER_WEIGHTS_FILE).write_bytes((tmp_path / ROUTER_WEIGHTS_FILE).read_bytes()[:20])
     elif damage == "json":
-        (tmp_path / FACTS).write_text("{")
+        (tmp_path / ROUTER_METADATA_FILE).write_text("{")
     elif damage == "other width":
         told["head"]["width"] = 9
     else:
         told["format"] = 99
     if damage in ("other width", "format"):
-        (tmp_path / FACTS).write_text(json.dumps(told))
+        (tmp_path / ROUTER_METADATA_FILE).write_text(json.dumps(told))
     with pytest.raises(CheckpointError) as error:
         load_head(tmp_path)
     assert "\n" not in str(error.value)

@@ -16,7 +16,7 @@ from toolwise.errors import CheckpointError, ConfigError
 from toolwise.learner.actor import Actor
 from toolwise.learner.router_head import HeadSettings, RouterHead
 from toolwise.learner.router_learner import RouterLearner, RouterSettings, trunk_weights
-from toolwise.routing.lessons import Lesson, Taken
+from toolwise.routing.lessons import RouterExample, RouteSample
 
 ROUTES = ("ANSWER", "SEARCH-FAMILY", "CALCULATE-FAMILY")
 PROMPTS = [[3, 4, 5, 6], [3, 4, 9], [7, 8], [3, 4, 5, 6, 8]]
@@ -28,11 +28,11 @@ def learner(model: Any = None, settings: RouterSettings = FAST, **head: Any) -> 
     return RouterLearner(model or tiny_model(), made, settings)
 
 
-def strata(router: RouterLearner, best: list[int]) -> list[Lesson]:
+def strata(router: RouterLearner, best: list[int]) -> list[RouterExample]:
     """Stratified lessons in which `best` is worth 1 and all else 0."""
     return [
-        Lesson(w, (), tuple(float(r == b) - w.probs[b] for r in range(3)))
-        for w, b in zip(router.weigh(PROMPTS), best, strict=True)
+        RouterExample(w, (), tuple(float(r == b) - w.probs[b] for r in range(3)))
+        for w, b in zip(router.predict(PROMPTS), best, strict=True)
     ]
 
 
@@ -78,11 +78,11 @@ def test_it_learns_which_route_each_prompt_wants(hidden: int, epochs: int) -> No
 def test_it_learns_from_drawn_routes_too() -> None:
     router, best = learner(), [0, 1, 2, 1]
     for step in range(300):
-        weighed, routed = router.weigh(PROMPTS), router.route(PROMPTS, seed=step)
+        weighed, routed = router.predict(PROMPTS), router.route(PROMPTS, seed=step)
         actions = routed.router_action.tolist()
         router.learn(
             [
-                Lesson(w, (Taken(a, 0.0, (), advantage=float(a == b) - w.probs[b]),))
+                RouterExample(w, (RouteSample(a, 0.0, (), advantage=float(a == b) - w.probs[b]),))
                 for w, a, b in zip(weighed, actions, best, strict=True)
             ]
         )
@@ -133,7 +133,7 @@ def test_the_cut_of_prompts_changes_nothing() -> None:
 def test_the_actors_optimizer_moves_the_head_where_it_is_shared() -> None:
     model = tiny_model()
     head = RouterHead(HeadSettings(width=32, routes=ROUTES))
-    actor = Actor(model, LR, beside=[*head.parameters()])
+    actor = Actor(model, LR, extra_parameters=[*head.parameters()])
     actor.router = RouterLearner(model, head, FAST, optimizer=actor.optimizer)
     before = weights(model)
     actor.router.learn(strata(actor.router, [0, 1, 2, 1]))
@@ -156,11 +156,11 @@ def test_an_entropy_bonus_keeps_routes_apart_from_certainty_and_can_fall() -> No
 def test_labels_pull_and_mixed_rows_do_not() -> None:
     router = learner(settings=replace(FAST, label_coef=1.0))
     for _ in range(40):
-        lessons = [
-            Lesson(w, (Taken(0, 0.0, ()),), (0.0, 0.0, 0.0), label)
-            for w, label in zip(router.weigh(PROMPTS), [2, None, 1, 2], strict=True)
+        examples = [
+            RouterExample(w, (RouteSample(0, 0.0, ()),), (0.0, 0.0, 0.0), label)
+            for w, label in zip(router.predict(PROMPTS), [2, None, 1, 2], strict=True)
         ]
-        figures = router.learn(lessons)
+        figures = router.learn(examples)
     actions = router.route(PROMPTS, do_sample=False).router_action.tolist()
     assert [actions[0], *actions[2:]] == [2, 1, 2]
     assert figures["router/label_loss"] < 0.3
@@ -169,7 +169,7 @@ def test_labels_pull_and_mixed_rows_do_not() -> None:
 def test_a_warm_start_takes_nothing_from_the_schedule() -> None:
     router = learner(tiny_model(), replace(FAST, lr_schedule="linear", schedule_steps=2, entropy_final=0.0))
     for _ in range(5):
-        router.imitate(router.weigh(PROMPTS), [0, 1, 2, 1])
+        router.supervised_step(router.predict(PROMPTS), [0, 1, 2, 1])
     assert router.entropy_coef == FAST.entropy_coef
     fresh = learner(tiny_model(), replace(FAST, lr_schedule="linear", schedule_steps=2))
     rates = [r.learn(strata(r, [0, 1, 2, 1]))["router/lr"] for r in (router, fresh)]
@@ -178,7 +178,7 @@ def test_a_warm_start_takes_nothing_from_the_schedule() -> None:
 
 def test_a_head_of_another_run_is_loaded_whole_or_not_at_all(tmp_path: Path) -> None:
     taught = learner(tiny_model(), FAST)
-    taught.imitate(taught.weigh(PROMPTS), [0, 1, 2, 1])
+    taught.supervised_step(taught.predict(PROMPTS), [0, 1, 2, 1])
     taught.save(tmp_path, {"multipliers": {"cost": 0.5}})
     other = learner(tiny_model(), FAST)
     assert other.load(tmp_path)["multipliers"] == {"cost": 0.5}
@@ -191,7 +191,7 @@ def test_a_head_of_another_run_is_loaded_whole_or_not_at_all(tmp_path: Path) -> 
 def test_a_warm_start_learns_labels_alone() -> None:
     router = learner()
     for _ in range(40):
-        router.imitate(router.weigh(PROMPTS), [0, 1, 2, 1])
+        router.supervised_step(router.predict(PROMPTS), [0, 1, 2, 1])
     assert router.route(PROMPTS, do_sample=False).router_action.tolist() == [0, 1, 2, 1]
 
 
@@ -201,10 +201,10 @@ def test_values_are_foreseen_and_any_price_chooses_by_them() -> None:
     earned = [(0.1, 0.9, 0.2), (0.8, 0.9, 0.7), (0.0, 0.1, 1.0), (0.5, 0.7, 0.4)]
     paid = [(0.0, 1.0, 1.0), (0.0, 1.5, 1.0), (0.0, 2.0, 1.0), (0.0, 0.1, 1.0)]
     for _ in range(400):
-        weighed = router.weigh(PROMPTS, [0.0])
+        weighed = router.predict(PROMPTS, [0.0])
         figures = router.learn(
             [
-                Lesson(w, tuple(Taken(a, r[a], (c[a],)) for a in range(3)))
+                RouterExample(w, tuple(RouteSample(a, r[a], (c[a],)) for a in range(3)))
                 for w, r, c in zip(weighed, earned, paid, strict=True)
             ],
             [0.0],
@@ -240,13 +240,15 @@ def test_the_last_heads_are_averaged_into_the_one_that_is_kept(tmp_path: Path) -
     for step in range(8):
         router.learn(strata(router, best), [float(step)])
         heads.append(router.head.out.weight.detach().clone())
-        first = router.weigh(PROMPTS)[0].logprobs
-        assert (router.weigh(PROMPTS, settled=True)[0].logprobs == first) == (step < 7)  # the mean of one is that one
+        first = router.predict(PROMPTS)[0].logprobs
+        assert (router.predict(PROMPTS, averaged=True)[0].logprobs == first) == (
+            step < 7
+        )  # the mean of one is that one
     router.save(tmp_path, {"multipliers": {"cost": 9.0}})
     kept = learner(settings=settings)
     assert kept.load(tmp_path)["multipliers"] == {"cost": 6.5}  # λ of the same updates
     torch.testing.assert_close(kept.head.out.weight, (heads[6] + heads[7]) / 2)
-    assert kept.weigh(PROMPTS)[2].logprobs == router.weigh(PROMPTS, settled=True)[2].logprobs
+    assert kept.predict(PROMPTS)[2].logprobs == router.predict(PROMPTS, averaged=True)[2].logprobs
     again = learner(settings=replace(settings, schedule_steps=100), seed=9)
     again.load_state_dict(copy.deepcopy(router.state_dict()))
     assert again.average.count == 2

@@ -13,10 +13,10 @@ from toolwise.learner.router_head import HeadSettings, RouterHead
 from toolwise.learner.router_loss import (
     NO_LABEL,
     calibration_error,
-    drawn_loss,
     entropies,
     expected_loss,
     label_loss,
+    sampled_loss,
     value_loss,
 )
 
@@ -78,7 +78,7 @@ def test_independent_gradient_is_that_of_the_weighted_log_probs(clip: float | No
     advantages = torch.tensor([0.5, -0.5, 0.3, -0.3, 0.9], dtype=torch.float64)
     logits = head(FEATURES)
     old = logits.detach().log_softmax(-1)[of, actions]
-    loss = drawn_loss(logits, of, actions, advantages, old, clip=clip)
+    loss = sampled_loss(logits, of, actions, advantages, old, clip=clip)
     pulls = gradients(head, loss)
     slopes = differences(head, lambda: -float((head(FEATURES).log_softmax(-1)[of, actions] * advantages).sum()))
     for found, expected in zip(pulls, slopes, strict=True):
@@ -93,7 +93,7 @@ def test_independent_draws_give_the_stratified_gradient_on_average() -> None:
     advantages = q - (old.exp() * q).sum(-1, keepdim=True)
     of, actions = torch.arange(3).repeat_interleave(3), torch.arange(3).repeat(3)
     chance = old.exp()[of, actions]
-    drawn = drawn_loss(logits, of, actions, advantages[of, actions] * chance, old[of, actions], clip=None)
+    drawn = sampled_loss(logits, of, actions, advantages[of, actions] * chance, old[of, actions], clip=None)
     strata = expected_loss(logits, advantages, torch.ones(3, 3, dtype=torch.bool), old, clip=None)
     for a, b in zip(gradients(head, drawn), gradients(head, strata), strict=True):
         torch.testing.assert_close(a, b)
@@ -128,9 +128,11 @@ def test_value_gradient_is_right() -> None:
 
 def test_a_route_of_which_nothing_is_known_pulls_at_nothing() -> None:
     logits = torch.zeros(1, 3, requires_grad=True)
-    present = torch.tensor([[True, False, True]])
+    has_advantage = torch.tensor([[True, False, True]])
     losses = [
-        expected_loss(logits, torch.tensor([[0.5, absent, -0.5]]), present, logits.detach().log_softmax(-1), clip=None)
+        expected_loss(
+            logits, torch.tensor([[0.5, absent, -0.5]]), has_advantage, logits.detach().log_softmax(-1), clip=None
+        )
         for absent in (0.0, float("nan"))
     ]
     first, again = (torch.autograd.grad(loss, logits)[0] for loss in losses)
@@ -143,11 +145,11 @@ def test_what_has_moved_far_enough_pulls_no_further() -> None:
     logits = torch.tensor([[2.0, 0.0, 0.0]], requires_grad=True)
     old = torch.zeros(1, 3).log_softmax(-1)
     of, action, better = torch.tensor([0]), torch.tensor([0]), torch.tensor([1.0])
-    drawn = drawn_loss(logits, of, action, better, old[0, :1], clip=0.2)
+    drawn = sampled_loss(logits, of, action, better, old[0, :1], clip=0.2)
     assert torch.autograd.grad(drawn, logits)[0].abs().max() == 0
     strata = expected_loss(logits, torch.tensor([[1.0, 0.0, 0.0]]), torch.ones(1, 3, dtype=torch.bool), old, clip=0.2)
     assert torch.autograd.grad(strata, logits)[0].abs().max() == 0
-    worse = drawn_loss(logits, of, action, -better, old[0, :1], clip=0.2)
+    worse = sampled_loss(logits, of, action, -better, old[0, :1], clip=0.2)
     assert torch.autograd.grad(worse, logits)[0].abs().max() > 0  # what was moved the wrong way is brought back
 
 
@@ -159,8 +161,8 @@ def test_no_labels_at_all_pull_at_nothing() -> None:
 
 
 def test_calibration_error_by_hand() -> None:
-    foreseen = torch.tensor([0.1, 0.1, 0.8, 0.8])
-    came = torch.tensor([0.0, 0.0, 1.0, 0.0])
-    assert calibration_error(foreseen, came, bins=2) == pytest.approx((0.1 + 0.3) / 2)
+    predictions = torch.tensor([0.1, 0.1, 0.8, 0.8])
+    outcomes = torch.tensor([0.0, 0.0, 1.0, 0.0])
+    assert calibration_error(predictions, outcomes, bins=2) == pytest.approx((0.1 + 0.3) / 2)
     assert calibration_error(torch.tensor([0.5, 0.5]), torch.tensor([0.0, 1.0]), bins=1) == 0
     assert calibration_error(torch.zeros(0), torch.zeros(0)) == 0

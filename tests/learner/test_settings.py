@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from toolwise.learner.batch import Cut
+from toolwise.learner.batch import MicroBatchSettings
 from toolwise.learner.settings import ActorSettings
 
 
 def test_how_rows_are_cut() -> None:
     settings = ActorSettings(micro_batch_tokens=7, share_prefixes=False, logit_chunk_tokens=3)
-    assert settings.cut == Cut(7, share_prefixes=False, chunk_tokens=3)
+    assert settings.micro_batch == MicroBatchSettings(7, share_prefixes=False, chunk_tokens=3)
 
 
 @pytest.mark.parametrize(("epochs", "mini_batches", "one"), [(1, 1, True), (2, 1, False), (1, 2, False), (2, 2, False)])

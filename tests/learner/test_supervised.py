@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from toolwise.errors import DataError
 from toolwise.learner.supervised import (
     Example,
-    SupervisedSettings,
+    SftSettings,
     batches,
     collate,
     learning_rate,
-    pack,
-    teach_steps,
+    pack_examples,
+    sft_steps,
     tokenize_conversation,
 )
 from toolwise.messages import Message, ToolCall
@@ -68,7 +68,7 @@ def test_only_what_the_assistant_wrote_is_taught_its_end_token_included(small: t
     chat = small[1]
     found = tokenize_conversation(chat, CONVERSATION)
     taught: list[list[int]] = [[]]
-    for token, here in zip(found.ids, found.taught, strict=True):
+    for token, here in zip(found.ids, found.loss_mask, strict=True):
         if here:
             taught[-1].append(token)
         elif taught[-1]:
@@ -80,7 +80,7 @@ def test_only_what_the_assistant_wrote_is_taught_its_end_token_included(small: t
     assert answer == "Answer: 31"
     assert '"name": "search"' in call
     assert "Alder wells" in call
-    untaught = chat.tokenizer.decode([t for t, here in zip(found.ids, found.taught, strict=True) if not here])
+    untaught = chat.tokenizer.decode([t for t, here in zip(found.ids, found.loss_mask, strict=True) if not here])
     assert "How many wells" in untaught
     assert "Alder has 31 wells." in untaught
     assert "Answer" not in untaught
@@ -105,9 +105,9 @@ def test_a_conversation_is_tokenized_as_a_rollout_would_have_been(small: tuple[A
     first = chat.start(CONVERSATION[:1])
     reply = chat.reply(CONVERSATION[1])
     assert found.ids[: len(first)] == first
-    seen = [*first, *reply, *chat.follow(CONVERSATION[2:3])]
+    seen = [*first, *reply, *chat.encode_continuation(CONVERSATION[2:3])]
     assert found.ids[: len(seen)] == seen
-    assert found.taught[len(seen) :] == [True] * (len(found.ids) - len(seen))
+    assert found.loss_mask[len(seen) :] == [True] * (len(found.ids) - len(seen))
 
 
 def test_what_comes_after_the_last_reply_is_left_out(small: tuple[Any, ChatTokenizer]) -> None:
@@ -129,7 +129,7 @@ def test_a_conversation_without_an_assistant_teaches_nothing(
 
 @given(EXAMPLES, st.integers(12, 40))
 def test_packing_loses_nothing_and_keeps_rows_within_their_length(examples: list[Example], row_tokens: int) -> None:
-    rows = list(pack(examples, row_tokens))
+    rows = list(pack_examples(examples, row_tokens))
     assert [e for row in rows for e in row] == examples
     assert all(0 < sum(len(e.ids) for e in row) <= row_tokens for row in rows)
     for here, after in pairwise(rows):
@@ -137,25 +137,25 @@ def test_packing_loses_nothing_and_keeps_rows_within_their_length(examples: list
 
 
 def test_a_conversation_too_long_for_a_row_is_cut_at_its_end() -> None:
-    [[kept]] = pack([example(10)], 7)
+    [[kept]] = pack_examples([example(10)], 7)
     assert kept == Example([1, 2, 3, 4, 5, 6, 7], [False] * 5 + [True] * 2)
 
 
 def test_a_conversation_of_which_nothing_taught_is_left_takes_no_room() -> None:
     """A row without a taught token would have a loss of 0 / 0."""
-    rows = list(pack([example(4), example(100), example(4)], 8))
+    rows = list(pack_examples([example(4), example(100), example(4)], 8))
     assert rows == [[example(4), example(4)]]
 
 
 def test_packing_leaves_its_input_alone() -> None:
     examples = [example(10), example(3)]
-    list(pack(examples, 5))
+    list(pack_examples(examples, 5))
     assert examples == [example(10), example(3)]
 
 
 def test_batches_have_their_tokens_and_go_through_everything_each_epoch() -> None:
     examples = [Example([n, n, n, n], [False, False, True, True]) for n in range(1, 13)]
-    settings = SupervisedSettings(batch_tokens=16, row_tokens=8, seed=3)
+    settings = SftSettings(batch_tokens=16, row_tokens=8, seed=3)
     found = list(islice(batches(examples, settings), 6))
     assert all(len(batch) == 2 for batch in found)
     order = [e.ids[0] for batch in found for row in batch for e in row]
@@ -168,7 +168,7 @@ def test_batches_have_their_tokens_and_go_through_everything_each_epoch() -> Non
 @pytest.mark.parametrize("examples", [[], [example(100)]])
 def test_nothing_to_teach_is_said_instead_of_waited_for(examples: list[Example]) -> None:
     with pytest.raises(DataError, match="nothing to teach"):
-        next(batches(examples, SupervisedSettings(row_tokens=10)))
+        next(batches(examples, SftSettings(row_tokens=10)))
 
 
 # Rows as tensors.
@@ -222,9 +222,9 @@ def test_packed_conversations_do_not_see_each_other(small: tuple[Any, ChatTokeni
     )
     packed = logits_of(model, [[first, second]])
     cut = len(first.ids)
-    changed = Example([(token + 1) % 500 for token in first.ids], first.taught)
+    changed = Example([(token + 1) % 500 for token in first.ids], first.loss_mask)
     assert torch.equal(logits_of(model, [[changed, second]])[0, cut:], packed[0, cut:])
-    later = Example([(token + 1) % 500 for token in second.ids], second.taught)
+    later = Example([(token + 1) % 500 for token in second.ids], second.loss_mask)
     assert torch.equal(logits_of(model, [[first, later]])[0, :cut], packed[0, :cut])
     torch.testing.assert_close(logits_of(model, [[first]])[0], packed[0, :cut], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(logits_of(model, [[second]])[0], packed[0, cut:], rtol=1e-4, atol=1e-4)
@@ -241,7 +241,7 @@ def test_padding_changes_no_logits(small: tuple[Any, ChatTokenizer]) -> None:
 
 
 def test_the_rate_warms_up_and_falls_to_a_tenth() -> None:
-    settings = SupervisedSettings(steps=100, lr=1.0, warmup=0.1)
+    settings = SftSettings(steps=100, lr=1.0, warmup=0.1)
     rates = [learning_rate(step, settings) for step in range(101)]
     assert rates[:10] == pytest.approx([0.1 * (i + 1) for i in range(10)])
     assert max(rates) == 1.0
@@ -257,11 +257,11 @@ def test_the_first_loss_is_the_mean_over_taught_tokens(small: tuple[Any, ChatTok
         with torch.no_grad():
             logp = torch.log_softmax(model(torch.tensor([one.ids])).logits[0], -1)
         for at in range(1, len(one.ids)):
-            if one.taught[at]:
+            if one.loss_mask[at]:
                 losses -= float(logp[at - 1, one.ids[at]])
                 count += 1
-    settings = SupervisedSettings(steps=1, batch_tokens=512, row_tokens=512)
-    [figures] = teach_steps(model, found, settings, pad_id=chat.pad_id)
+    settings = SftSettings(steps=1, batch_tokens=512, row_tokens=512)
+    [figures] = sft_steps(model, found, settings, pad_id=chat.pad_id)
     assert figures["loss"] == pytest.approx(losses / count, rel=1e-4)
     assert figures["tokens"] == count
 
@@ -270,8 +270,8 @@ def test_two_conversations_are_learned_by_heart(small: tuple[Any, ChatTokenizer]
     model, chat = fresh_model(), small[1]
     said = {"What is the word?": "xylophone 99182", "Which colour?": "turquoise, no doubt"}
     examples = [tokenize_conversation(chat, [say("user", q), say("assistant", a)]) for q, a in said.items()]
-    settings = SupervisedSettings(steps=60, batch_tokens=128, row_tokens=128, lr=2e-3)
-    figures = list(teach_steps(model, examples, settings, pad_id=chat.pad_id))
+    settings = SftSettings(steps=60, batch_tokens=128, row_tokens=128, lr=2e-3)
+    figures = list(sft_steps(model, examples, settings, pad_id=chat.pad_id))
     assert figures[-1]["loss"] < 0.1 < figures[0]["loss"]
     assert not model.training
     for question, answer in said.items():
@@ -283,8 +283,8 @@ def test_two_conversations_are_learned_by_heart(small: tuple[Any, ChatTokenizer]
 
 def test_teaching_is_the_same_each_time(small: tuple[Any, ChatTokenizer]) -> None:
     examples = [tokenize_conversation(small[1], CONVERSATION)]
-    settings = SupervisedSettings(steps=3, batch_tokens=128, row_tokens=128)
-    one, two = (list(teach_steps(fresh_model(), examples, settings, pad_id=small[1].pad_id)) for _ in range(2))
+    settings = SftSettings(steps=3, batch_tokens=128, row_tokens=128)
+    one, two = (list(sft_steps(fresh_model(), examples, settings, pad_id=small[1].pad_id)) for _ in range(2))
     assert one == two
 
 
@@ -292,7 +292,7 @@ def test_a_gradient_that_is_not_a_number_moves_nothing(small: tuple[Any, ChatTok
     model, chat = fresh_model(), small[1]
     hook = model.lm_head.register_forward_hook(lambda module, args, out: out * float("nan"))
     before = [p.detach().clone() for p in model.parameters()]
-    settings = SupervisedSettings(steps=1, batch_tokens=128, row_tokens=128)
-    list(teach_steps(model, [tokenize_conversation(chat, CONVERSATION)], settings, pad_id=chat.pad_id))
+    settings = SftSettings(steps=1, batch_tokens=128, row_tokens=128)
+    list(sft_steps(model, [tokenize_conversation(chat, CONVERSATION)], settings, pad_id=chat.pad_id))
     hook.remove()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from toolwise.cli import app
 from toolwise.config import GrammarConfig
-from toolwise.engine.grammar import GrammarError, Vocabulary, grammar_of
+from toolwise.engine.grammar import GrammarError, Vocabulary, grammar_from_config
 from toolwise.errors import PolicyError
 from toolwise.learner.router_head import HeadSettings, RouterHead, save_head
 from toolwise.messages import Message
@@ -157,7 +157,7 @@ def test_without_tools_a_turn_is_free() -> None:
 def test_it_is_for_the_form_of_hermes() -> None:
     with pytest.raises(PolicyError, match=r"form of hermes: set rollout\.tool_parser"):
         LocalPolicy(*loaded(), Sampling(), parser="llama3", grammar="tool_calls")
-    assert grammar_of(GrammarConfig(tool_calls=True)) == "tool_calls"
+    assert grammar_from_config(GrammarConfig(tool_calls=True)) == "tool_calls"
 
 
 def test_what_a_grammar_cannot_hold_a_reply_to_is_left_to_the_tool() -> None:

@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer
 
 from toolwise.errors import PolicyError
 from toolwise.models import load_model
-from toolwise.policies.decoding import Batches, RoomyLayer, draw, generate_batch, uniforms
+from toolwise.policies.decoding import BatchGenerator, PreallocatedLayer, draw, generate_batch, uniforms
 from toolwise.protocols import Generation, Sampling
 
 torch.set_num_threads(1)
@@ -187,7 +187,7 @@ def test_rows_that_are_done_leave_the_batch() -> None:
 
 
 def test_long_replies_outgrow_the_caches_room_and_stay_right() -> None:
-    assert RoomyLayer.room < 150
+    assert PreallocatedLayer.spare_tokens < 150
     sampling = Sampling(max_new_tokens=150, seed=11)
     results = generate(PROMPTS[:2], [sampling, replace(sampling, max_new_tokens=100)])
     for ids, result in zip(PROMPTS, results, strict=False):
@@ -204,8 +204,8 @@ operations = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(operations)
 def test_a_roomy_layer_holds_what_a_plain_one_holds(steps: list[tuple[str, int]]) -> None:
-    roomy, plain = RoomyLayer(), DynamicLayer()
-    roomy.room = 3
+    roomy, plain = PreallocatedLayer(), DynamicLayer()
+    roomy.spare_tokens = 3
     generator = torch.Generator().manual_seed(0)
     rows = 3
 
@@ -239,7 +239,7 @@ def test_a_roomy_layer_holds_what_a_plain_one_holds(steps: list[tuple[str, int]]
 
 
 def test_a_roomy_layer_can_be_emptied_and_used_again() -> None:
-    layer = RoomyLayer()
+    layer = PreallocatedLayer()
     layer.update(torch.ones(2, 1, 3, 4), torch.ones(2, 1, 3, 4))
     layer.reset()
     keys, _ = layer.update(torch.zeros(5, 1, 2, 4), torch.zeros(5, 1, 2, 4))
@@ -366,7 +366,7 @@ def test_nobody_waits_for_ever_after_a_panic() -> None:
             raise Panic("index out of bounds")
 
     async def whole() -> list[Any]:
-        batches = Batches(Panicking(), 0, 4)
+        batches = BatchGenerator(Panicking(), 0, 4)
         asked = [asyncio.wait_for(batches.generate([1, 2], Sampling()), 20) for _ in range(3)]
         return await asyncio.gather(*asked, return_exceptions=True)
 

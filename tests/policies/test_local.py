@@ -335,7 +335,7 @@ def test_the_prompt_is_the_templates() -> None:
     assert list(first["prompt_ids"]) == policy.chat.start(QUESTION, TOOLS)
     closed = [] if first["finish_reason"] != "length" else [policy.chat.end_id]
     between = list(second["prompt_ids"][len(first["prompt_ids"]) + len(first["token_ids"]) :])
-    assert between == closed + policy.chat.follow([ODD], TOOLS)
+    assert between == closed + policy.chat.encode_continuation([ODD], TOOLS)
 
 
 def test_a_turn_cut_by_length_is_closed_before_the_next() -> None:
@@ -346,7 +346,7 @@ def test_a_turn_cut_by_length_is_closed_before_the_next() -> None:
     assert first["token_ids"][-1] != policy.chat.end_id
     held = len(first["prompt_ids"]) + 1
     assert second["prompt_ids"][held] == policy.chat.end_id
-    assert list(second["prompt_ids"][held + 1 :]) == policy.chat.follow([ODD], TOOLS)
+    assert list(second["prompt_ids"][held + 1 :]) == policy.chat.encode_continuation([ODD], TOOLS)
 
 
 def test_a_prompt_that_came_as_tokens_is_used_as_it_is() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from toolwise.errors import ConfigError, DataError
 from toolwise.messages import Message, ToolCall
 from toolwise.rewards.call_syntax import ExpectedCall
-from toolwise.rewards.calls import call_match_reward, made_calls, match_in_any_order, schema_reward
+from toolwise.rewards.calls import actual_calls, call_match_reward, match_in_any_order, schema_reward
 
 WEATHER = {
     "type": "function",
@@ -134,7 +134,7 @@ def test_calls_made_over_several_turns_count_together() -> None:
     tool = Message(role="tool", content="ok")
     messages = [*did(call("f", a=1)), tool, did(call("g", b="x"))[1], tool, Message(role="assistant", content="done")]
     assert call_match_reward(messages, TRUTH).score == 1
-    assert made_calls(messages[:1]) == []
+    assert actual_calls(messages[:1]) == []
 
 
 def test_possible_answers_as_bfcl_writes_them() -> None:
@@ -148,7 +148,7 @@ def test_possible_answers_as_bfcl_writes_them() -> None:
 def test_a_call_that_fits_two_is_left_to_the_one_that_needs_it() -> None:
     either, one = ExpectedCall("f", {"a": [1, 2]}), ExpectedCall("f", {"a": [1]})
     made = [call("f", a=1), call("f", a=2)]
-    assert match_in_any_order([either, one], made, lambda expected, c: expected.fits(c)) == 2
+    assert match_in_any_order([either, one], made, lambda expected, c: expected.matches(c)) == 2
 
 
 def test_a_bad_ground_truth_is_an_error() -> None:

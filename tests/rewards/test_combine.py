@@ -10,18 +10,18 @@ import pytest
 
 from toolwise.messages import Message
 from toolwise.rewards.align import align_steps
-from toolwise.rewards.combine import Rewards, Weighted, combine, normalized
+from toolwise.rewards.combine import CompositeReward, WeightedReward, combine, normalize_by_group
 from toolwise.rewards.executor import InProcessExecutor
-from toolwise.rewards.function import Reward, faulty
+from toolwise.rewards.function import Reward, fault_result
 from toolwise.rewards.signature import Signature
 from toolwise.types import EvaluateResult, MetricResult, Rollout, StepData, StepOutput, StopReason, Task, Usage
 
 
-def part(name: str, weight: float = 1.0) -> Weighted:
+def part(name: str, weight: float = 1.0) -> WeightedReward:
     def function(messages: Any, ground_truth: Any) -> float:
         return 0.0
 
-    return Weighted(Reward(name, Signature.of(function, name), function=function), weight)
+    return WeightedReward(Reward(name, Signature.of(function, name), function=function), weight)
 
 
 def results(*scores: float) -> list[EvaluateResult]:
@@ -105,7 +105,7 @@ def test_every_part_is_a_metric_and_names_that_clash_are_kept_apart() -> None:
 
 
 def test_a_part_is_called_by_its_name_and_hides_no_metric_of_that_name() -> None:
-    named = Weighted(part("path/to/file.py:f").reward, name="correct")
+    named = WeightedReward(part("path/to/file.py:f").reward, name="correct")
     one = EvaluateResult(score=0.5, reason="fine", metrics={"correct": MetricResult(score=1.0)})
     (combined,) = combine([(named, [one]), (part("b"), results(1))], ["g"], "sum")
     assert {name: m.score for name, m in combined.metrics.items()} == {"correct/correct": 1.0, "correct": 0.5, "b": 1.0}
@@ -114,7 +114,7 @@ def test_a_part_is_called_by_its_name_and_hides_no_metric_of_that_name() -> None
 
 def test_a_part_that_failed_makes_the_whole_fail_and_is_named() -> None:
     combined = combine(
-        [(part("a"), results(1, 1)), (part("b"), [faulty("timeout", "too slow"), *results(2)])], ["g", "g"], "sum"
+        [(part("a"), results(1, 1)), (part("b"), [fault_result("timeout", "too slow"), *results(2)])], ["g", "g"], "sum"
     )
     assert combined[0].error is not None
     assert (combined[0].error.kind, combined[0].error.message) == ("timeout", "b: too slow")
@@ -125,12 +125,12 @@ def test_a_part_that_failed_makes_the_whole_fail_and_is_named() -> None:
 def test_a_part_that_is_not_valid_is_no_zero() -> None:
     invalid = EvaluateResult(score=0.0, is_score_valid=False, reason="cannot tell")
     (combined,) = combine([(part("a"), results(1)), (part("b"), [invalid])], ["g"], "sum")
-    assert not combined.counts
+    assert not combined.has_valid_score
 
 
 def test_normalising_is_within_the_group() -> None:
     """By hand: 1, 2, 3 have mean 2 and sample std 1; 10, 10 are equal; 0, 100 have mean 50, std 70.71."""
-    got = normalized([1, 10, 2, 10, 3, 0, 100], ["a", "b", "a", "b", "a", "c", "c"])
+    got = normalize_by_group([1, 10, 2, 10, 3, 0, 100], ["a", "b", "a", "b", "a", "c", "c"])
     assert got == pytest.approx([-1, 0, 0, 0, 1, -(0.5**0.5), 0.5**0.5], abs=1e-5)
     assert got[1] == got[3] == 0.0
 
@@ -142,7 +142,7 @@ def test_normalised_rewards_weigh_alike_whatever_their_range() -> None:
 
 
 def test_what_did_not_count_is_left_out_of_the_groups_statistics() -> None:
-    assert normalized([1, None, 3], ["g"] * 3) == pytest.approx([-(0.5**0.5), None, 0.5**0.5], abs=1e-5)
+    assert normalize_by_group([1, None, 3], ["g"] * 3) == pytest.approx([-(0.5**0.5), None, 0.5**0.5], abs=1e-5)
 
 
 def rollouts(*said: str) -> list[Rollout]:
@@ -164,13 +164,13 @@ def length(messages: list[Message], ground_truth: Any) -> float:
 
 
 def test_a_single_reward_is_passed_on_as_it_is() -> None:
-    alone = Rewards((Weighted(Reward.of(right)),))
+    alone = CompositeReward((WeightedReward(Reward.of(right)),))
     results = asyncio.run(alone.evaluate(InProcessExecutor(), rollouts("yes", "no"), step=0))
     assert [(r.score, r.metrics) for r in results] == [(1.0, {}), (0.0, {})]
 
 
 def test_several_rewards_run_and_combine() -> None:
-    both = Rewards((Weighted(Reward.of(right)), Weighted(Reward.of(length), -0.1)))
+    both = CompositeReward((WeightedReward(Reward.of(right)), WeightedReward(Reward.of(length), -0.1)))
     results = asyncio.run(both.evaluate(InProcessExecutor(), rollouts("yes", "no"), step=0))
     assert [r.score for r in results] == pytest.approx([0.7, -0.2])
     assert both.name == "right + length"

@@ -47,7 +47,7 @@ def test_the_world_s_rewards_add_up_and_missing_ones_are_nothing() -> None:
 def test_a_rollout_that_met_a_fault_has_no_score_rather_than_a_zero() -> None:
     broken = replace(rollout(1.0), stop_reason=StopReason.ENV_FAULT, fault="step: ValueError: gone")
     result = score(broken, function="env")
-    assert not result.counts
+    assert not result.has_valid_score
     assert result.error is not None
     assert result.error.kind == "env_fault"
     assert "gone" in result.error.message

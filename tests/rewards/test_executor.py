@@ -75,7 +75,7 @@ def test_an_exception_is_a_typed_result_and_the_others_are_still_scored() -> Non
     assert fault is not None
     assert fault.message == "KeyError: 'no such thing'"
     assert "fragile" in fault.traceback
-    assert not results[1].counts
+    assert not results[1].has_valid_score
 
 
 def test_an_exception_in_a_batch_is_a_typed_result_for_all() -> None:

@@ -146,10 +146,10 @@ def test_arguments_are_copied_from_the_caller() -> None:
 
 def test_of_all_that_is_at_hand_a_function_gets_what_it_has_a_parameter_for() -> None:
     given = {"price": 1, "step": 3, "criteria": "x"}
-    assert Reward.of(plain).accepts(given) == {}
-    assert Reward.of(priced).accepts(given) == {"price": 1}
-    assert Reward.of(open_ended).accepts(given) == given
-    assert Reward.of(open_ended).accepts({"ground_truth": 1, "step": 2}) == {"step": 2}
+    assert Reward.of(plain).accepted_kwargs(given) == {}
+    assert Reward.of(priced).accepted_kwargs(given) == {"price": 1}
+    assert Reward.of(open_ended).accepted_kwargs(given) == given
+    assert Reward.of(open_ended).accepted_kwargs({"ground_truth": 1, "step": 2}) == {"step": 2}
 
 
 # Reading what came back.
@@ -167,11 +167,11 @@ def test_numbers_are_scores(value: Any) -> None:
     result = read_result(value)
     assert result.score == float(value.item() if hasattr(value, "item") else value)
     assert type(result.score) is float
-    assert result.counts
+    assert result.has_valid_score
 
 
 def test_zero_is_a_score_and_not_a_fault() -> None:
-    assert read_result(0).counts
+    assert read_result(0).has_valid_score
     assert read_result(0.0).score == 0.0
 
 
@@ -184,7 +184,7 @@ def test_a_dictionary_is_a_result() -> None:
             "step_outputs": [{"step_index": 0, "base_reward": 0.1}],
         }
     )
-    assert result.counts
+    assert result.has_valid_score
     assert result.metrics == {"correct": MetricResult(score=1.0)}
     assert result.step_outputs == [StepOutput(step_index=0, base_reward=0.1)]
 
@@ -197,7 +197,7 @@ def test_a_result_is_passed_on_as_it_is() -> None:
 def test_an_author_may_say_that_there_is_no_score() -> None:
     abstained = EvaluateResult(is_score_valid=False, reason="the judge was asleep")
     assert read_result(abstained) is abstained
-    assert not abstained.counts
+    assert not abstained.has_valid_score
     failed = EvaluateResult(error=EvaluationFault(kind="judge", message="asleep"))
     assert read_result(failed) is failed
 
@@ -210,7 +210,7 @@ def test_what_is_no_number_is_a_fault_of_type(value: Any) -> None:
     assert "must return a number" in result.error.message
     assert result.score is None
     assert not result.is_score_valid
-    assert not result.counts
+    assert not result.has_valid_score
 
 
 @pytest.mark.parametrize("value", [{}, {"score": None}, {"step_outputs": []}, EvaluateResult()])
@@ -247,13 +247,13 @@ def test_an_unknown_key_is_named(value: dict[str, Any], said: str) -> None:
     assert result.error is not None
     assert result.error.kind == "bad_type"
     assert result.error.message.startswith(said)
-    assert not result.counts
+    assert not result.has_valid_score
 
 
 def test_step_rewards_without_a_score_are_a_result() -> None:
     steps = [{"step_index": 0, "base_reward": np.float32(0.25)}, {"step_index": 1, "base_reward": True}]
     result = read_result({"step_outputs": steps})
-    assert result.counts
+    assert result.has_valid_score
     assert result.score == 1.25
 
 
@@ -292,16 +292,16 @@ def test_what_is_not_finite_is_a_fault_of_its_own(value: Any) -> None:
     assert result.error is not None
     assert result.error.kind == "non_finite"
     assert result.score is None
-    assert not result.counts
+    assert not result.has_valid_score
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
 def test_a_step_that_is_not_finite_leaves_the_score(reward: float) -> None:
     """The aligner names it; it also gets there from a worker's answer."""
     result = read_result({"score": 1.0, "step_outputs": [{"step_index": 0, "base_reward": reward}]})
-    assert result.counts
+    assert result.has_valid_score
     again = read_result(json.loads(result.model_dump_json()))
-    assert again.counts
+    assert again.has_valid_score
     assert [str(output.base_reward) for output in again.step_outputs or ()] == [str(reward)]
 
 

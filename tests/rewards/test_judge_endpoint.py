@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from toolwise.rewards.judge_endpoint import Retries, failure_of, retry_after_s
+from toolwise.rewards.judge_endpoint import RetryPolicy, connection_failure, retry_after_s
 
 
 def test_a_network_that_is_not_allowed_is_said_to_be_so() -> None:
@@ -14,10 +14,10 @@ def test_a_network_that_is_not_allowed_is_said_to_be_so() -> None:
         except OSError as refused:
             raise OSError("All connection attempts failed") from refused
     except OSError as fault:
-        failure = failure_of(fault)
-    assert (failure.kind, failure.again) == ("denied", False)
+        failure = connection_failure(fault)
+    assert (failure.kind, failure.retryable) == ("denied", False)
     assert "permissions=('network',)" in str(failure)
-    assert failure_of(OSError("reset")).again
+    assert connection_failure(OSError("reset")).retryable
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_a_retry_after_that_says_nothing(header: str | None) -> None:
 
 
 def test_waits_grow_up_to_a_limit() -> None:
-    retries = Retries(backoff_s=1, max_backoff_s=5)
+    retries = RetryPolicy(backoff_s=1, max_backoff_s=5)
     waits = [retries.wait_s(tried, None) for tried in range(1, 8)]
     assert all(limit / 2 <= wait <= limit for wait, limit in zip(waits, [1, 2, 4, 5, 5, 5, 5], strict=True))
     assert retries.wait_s(1, 3600) == 5

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolwise.rewards.numerals import last_number, read_number
+from toolwise.rewards.numerals import last_number, parse_number
 
 
 @pytest.mark.parametrize(
@@ -63,20 +63,20 @@ def test_the_last_number(text: str, number: str | None) -> None:
     ],
 )
 def test_a_value_that_is_a_number(value: Any, number: str | None) -> None:
-    assert read_number(value) == (None if number is None else Decimal(number))
+    assert parse_number(value) == (None if number is None else Decimal(number))
 
 
 @settings(deadline=None)
 @given(st.integers())
 def test_thousands_are_read_as_they_are_written(value: int) -> None:
-    assert read_number(f"{value:,}") == last_number(f"so {value:,}.") == value
+    assert parse_number(f"{value:,}") == last_number(f"so {value:,}.") == value
 
 
 @settings(deadline=None)
 @given(st.text())
 def test_any_text_is_read_without_fault(text: str) -> None:
     last_number(text)
-    read_number(text)
+    parse_number(text)
 
 
 def test_a_million_digits_cost_little() -> None:

@@ -8,10 +8,10 @@ import pytest
 
 from toolwise.config import RewardConfig, RunConfig
 from toolwise.errors import ConfigError
-from toolwise.rewards.earned import earned_reward
+from toolwise.rewards.earned import episode_reward
 from toolwise.rewards.function import Reward
 from toolwise.rewards.part_names import part_names
-from toolwise.settings import build
+from toolwise.settings import build_config
 
 
 def right(messages: Any, ground_truth: Any) -> float:
@@ -25,7 +25,7 @@ def right(messages: Any, ground_truth: Any) -> float:
         (["my_rewards.py"], [], ["my_rewards"]),
         (["toolwise.rewards.gsm8k:gsm8k_reward", "toolwise.rewards.judge"], [], ["gsm8k_reward", "judge"]),
         (["env", "tools", right], [], ["env", "tools", "right"]),
-        ([earned_reward("env"), Reward.of(right)], [], ["env", "right"]),
+        ([episode_reward("env"), Reward.of(right)], [], ["env", "right"]),
         (["a/mine.py:score", "b/yours.py:score"], [], ["mine:score", "yours:score"]),
         (["a/mine.py:score", "b/mine.py:score"], [], ["mine:score", "mine:score-2"]),
         (["a/mine.py:score"] * 3, ["", "score", ""], ["mine:score", "score", "mine:score-2"]),
@@ -46,5 +46,5 @@ def test_one_name_twice_is_an_error() -> None:
 def test_a_name_is_no_path() -> None:
     part = {"function": "a.py:f", "name": "some/path"}
     with pytest.raises(ConfigError, match=r"reward\.parts"):
-        build(RunConfig, {"reward": {"parts": [part]}}, source="config")
+        build_config(RunConfig, {"reward": {"parts": [part]}}, source="config")
     assert RewardConfig.model_validate({"parts": [{**part, "name": "is-right"}]}).parts[0].name == "is-right"

@@ -14,7 +14,7 @@ import pytest
 from toolwise.messages import Message
 from toolwise.rewards import Reward, printed
 from toolwise.rewards.executor import InProcessExecutor
-from toolwise.rewards.printed import CALL_CHARS, PrintedLines, PrintedLog, lines_of, listening
+from toolwise.rewards.printed import CALL_CHARS, PrintLog, PrintPreview, format_lines, tee_output
 from toolwise.types import Rollout, StopReason, Task, Usage
 
 
@@ -24,13 +24,13 @@ def rollout(name: str) -> Rollout:
 
 
 def test_lines_have_their_label_and_no_control_characters() -> None:
-    assert lines_of("step 1, a", "one\n\x1b[31mred\x07\n") == ["[step 1, a] one", "[step 1, a] \\x1b[31mred\\x07"]
-    assert lines_of("", "tab\tstays\r\n") == ["tab\tstays\\r"]
+    assert format_lines("step 1, a", "one\n\x1b[31mred\x07\n") == ["[step 1, a] one", "[step 1, a] \\x1b[31mred\\x07"]
+    assert format_lines("", "tab\tstays\r\n") == ["tab\tstays\\r"]
 
 
 def test_a_log_appears_with_the_first_line_and_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(printed, "FILE_BYTES", 1000)
-    log = PrintedLog(tmp_path / "logs" / "reward.log")
+    log = PrintLog(tmp_path / "logs" / "reward.log")
     assert not (tmp_path / "logs").exists()
     for number in range(200):
         log("step 1, r", f"line {number} \ud800")
@@ -43,14 +43,14 @@ def test_a_log_appears_with_the_first_line_and_is_bounded(tmp_path: Path, monkey
 
 def test_a_log_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
     (tmp_path / "logs").write_text("a file in its place")
-    PrintedLog(tmp_path / "logs" / "reward.log")("", "text")
+    PrintLog(tmp_path / "logs" / "reward.log")("", "text")
 
 
 def test_the_first_lines_are_shown_and_the_rest_counted() -> None:
-    lines = PrintedLines(3)
+    lines = PrintPreview(3)
     lines("a", "1\n2\n")
     lines("b", "3\n4\n5\n")
-    assert (lines.lines, lines.more) == (["[a] 1", "[a] 2", "[b] 3"], 2)
+    assert (lines.lines, lines.omitted) == (["[a] 1", "[a] 2", "[b] 3"], 2)
 
 
 def test_rewards_in_this_process_are_heard_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +83,7 @@ def test_what_one_call_prints_is_bounded(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_calls_that_overlap_wrap_the_streams_once(capsys: pytest.CaptureFixture[str]) -> None:
     async def wait(count: int) -> None:
-        with listening():
+        with tee_output():
             for _ in range(count):
                 await asyncio.sleep(0)
             assert sys.stdout.stream is before[0]  # type: ignore[attr-defined]
@@ -102,9 +102,9 @@ def test_a_stream_that_is_put_back_late_is_wrapped_no_deeper(capsys: pytest.Capt
     before = sys.stdout
     for _ in range(3):
         redirected = contextlib.redirect_stdout(io.StringIO())
-        with listening():
+        with tee_output():
             redirected.__enter__()
         redirected.__exit__(None, None, None)  # puts our wrapper back
-        with listening():
+        with tee_output():
             assert sys.stdout.stream is before  # type: ignore[attr-defined]
         assert sys.stdout is before

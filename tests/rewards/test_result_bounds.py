@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from toolwise.bounds import LONGEST_REASON, MOST_METRICS, MOST_STEP_OUTPUTS
+from toolwise.bounds import MAX_METRICS, MAX_REASON_CHARS, MAX_STEP_OUTPUTS
 from toolwise.messages import Message
 from toolwise.records import write_records
 from toolwise.rewards.align import align_rollouts
-from toolwise.rewards.combine import Rewards, Weighted, combine
+from toolwise.rewards.combine import CompositeReward, WeightedReward, combine
 from toolwise.rewards.executor import InProcessExecutor
 from toolwise.rewards.function import Reward, read_result, reward_function
 from toolwise.summary import summarize
@@ -39,10 +39,10 @@ def rollout(name: str = "r") -> Rollout:
         ({"score": 1e308}, "out_of_range", "the score"),
         ({"score": 0.5, "metrics": {"m": 1e308}}, "out_of_range", "the metric 'm'"),
         ({"score": 0.5, "metrics": {"m": math.nan}}, "non_finite", "the metric 'm' is nan"),
-        ({"score": 0.5, "metrics": {str(i): 1.0 for i in range(MOST_METRICS + 1)}}, "too_big", "257 metrics"),
+        ({"score": 0.5, "metrics": {str(i): 1.0 for i in range(MAX_METRICS + 1)}}, "too_big", "257 metrics"),
         ({"score": 0.5, "metrics": {"x" * 10_000: 1.0}}, "too_big", "10,000 characters"),
         (
-            {"score": 1, "step_outputs": [{"step_index": i, "base_reward": 0} for i in range(MOST_STEP_OUTPUTS + 1)]},
+            {"score": 1, "step_outputs": [{"step_index": i, "base_reward": 0} for i in range(MAX_STEP_OUTPUTS + 1)]},
             "too_big",
             "10,001 step outputs",
         ),
@@ -57,19 +57,19 @@ def rollout(name: str = "r") -> Rollout:
 )
 def test_what_is_beyond_a_limit_is_a_typed_fault(value: Any, kind: str, words: str) -> None:
     result = read_result(value)
-    assert not result.counts
+    assert not result.has_valid_score
     assert result.error is not None
     assert not kind or result.error.kind == kind
     assert words in result.error.message
 
 
 def test_long_texts_are_cut_and_say_so() -> None:
-    long, half = "x" * (LONGEST_REASON + 7), "\ud800"
+    long, half = "x" * (MAX_REASON_CHARS + 7), "\ud800"
     step = {"step_index": 0, "base_reward": 0.0, "reason": long}
     result = read_result(
         {"score": 1, "reason": long, "metrics": {half: {"score": 1, "reason": long}}, "step_outputs": [step]}
     )
-    assert result.counts
+    assert result.has_valid_score
     assert result.step_outputs is not None
     reasons = [result.reason, result.metrics["\\ud800"].reason, result.step_outputs[0].reason]
     assert [reason and reason.endswith(" … cut, 7 characters") for reason in reasons] == [True] * 3
@@ -92,7 +92,7 @@ def test_a_weighted_sum_beyond_the_limit_is_a_fault_and_no_crash() -> None:
     def half(messages: Any, ground_truth: Any) -> float:
         return 0.5
 
-    parts = [(Weighted(Reward.of(half), 1e300), [EvaluateResult(score=1e10)])]
+    parts = [(WeightedReward(Reward.of(half), 1e300), [EvaluateResult(score=1e10)])]
     found = combine(parts, ["g"], "sum")[0]
     assert found.error is not None
     assert found.error.kind == "out_of_range"
@@ -148,8 +148,8 @@ def test_files_of_hostile_results_are_json_of_bounded_size(tmp_path: Path, monke
     assert len(lines[0]["warnings"]) == 21
     assert max(map(len, content.splitlines())) < 100_000
     figures = summarize(scored)
-    assert len(figures) < 2 * MOST_METRICS + 50
-    assert figures["reward/metrics_left_out"] == 40 * 200 - MOST_METRICS
+    assert len(figures) < 2 * MAX_METRICS + 50
+    assert figures["reward/metrics_left_out"] == 40 * 200 - MAX_METRICS
     assert all(math.isfinite(value) for value in figures.values())
 
 
@@ -165,7 +165,7 @@ def test_what_another_executor_gives_is_bounded_too() -> None:
     def half(messages: Any, ground_truth: Any) -> float:
         return 0.5
 
-    rewards = Rewards((Weighted(Reward.of(half)),))
+    rewards = CompositeReward((WeightedReward(Reward.of(half)),))
     first, second = asyncio.run(rewards.evaluate(Forger(), [rollout("a"), rollout("b")], step=0))
     assert first.error is not None
     assert first.error.kind == "out_of_range"

@@ -465,4 +465,4 @@ def test_by_reference_it_is_given_the_training_step() -> None:
 def test_a_bad_ground_truth_is_a_typed_fault() -> None:
     result = evaluate({}, 0, None)
     assert result.error is not None
-    assert not result.counts
+    assert not result.has_valid_score

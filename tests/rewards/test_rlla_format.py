@@ -9,7 +9,7 @@ import pytest
 
 from toolwise.errors import DataError
 from toolwise.messages import Message, ToolCall
-from toolwise.rewards.rlla_format import as_written, is_well_formed, read_calls, required_tags, thought_of
+from toolwise.rewards.rlla_format import first_thought, is_well_formed, read_calls, required_tags, to_rlla_text
 
 TOOLS = frozenset({"tool_call"})
 RESPONSE = frozenset({"response"})
@@ -122,9 +122,9 @@ def test_a_model_that_repeats_itself_does_not_cost_the_earth(tag: str) -> None:
 
 
 def test_the_thought() -> None:
-    assert thought_of("<think> a <think> b </think> c </think>") == " a <think> b "
-    assert thought_of("<think> a") is None
-    assert thought_of("a </think>") is None
+    assert first_thought("<think> a <think> b </think> c </think>") == " a <think> b "
+    assert first_thought("<think> a") is None
+    assert first_thought("a </think>") is None
 
 
 @pytest.mark.parametrize(
@@ -148,4 +148,4 @@ def test_the_thought() -> None:
 )
 def test_a_message_in_rlla_s_own_form(content: str | None, calls: list[tuple[str, Any]] | None, expected: str) -> None:
     given = [ToolCall(name=name, arguments=arguments) for name, arguments in calls or ()] or None
-    assert as_written(Message(role="assistant", content=content, tool_calls=given)) == expected
+    assert to_rlla_text(Message(role="assistant", content=content, tool_calls=given)) == expected

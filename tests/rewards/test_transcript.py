@@ -7,7 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolwise.messages import Message, ToolCall
-from toolwise.rewards.transcript import answer_of, calls_of, last_said, replies_to_user, split_thought, top_level_blocks
+from toolwise.rewards.transcript import (
+    final_answer,
+    last_reply,
+    read_tool_calls,
+    replies_to_user,
+    split_thought,
+    top_level_blocks,
+)
 
 
 def talk(*said: tuple[str, str]) -> list[Message]:
@@ -65,9 +72,9 @@ def test_what_the_assistant_said_last() -> None:
     messages = talk(
         ("user", "?"), ("assistant", "one"), ("tool", "t"), ("assistant", "<think>x</think> two "), ("tool", "u")
     )
-    assert last_said(messages) == "<think>x</think> two "
-    assert answer_of(messages) == "two"
-    assert last_said(messages[:1]) == answer_of(messages[:1]) == ""
+    assert last_reply(messages) == "<think>x</think> two "
+    assert final_answer(messages) == "two"
+    assert last_reply(messages[:1]) == final_answer(messages[:1]) == ""
 
 
 def test_replies_since_the_user_last_spoke() -> None:
@@ -81,7 +88,7 @@ def test_replies_since_the_user_last_spoke() -> None:
 def test_calls_as_the_parser_gave_them_come_first() -> None:
     given = ToolCall(name="f", arguments={"a": 1})
     message = Message(role="assistant", content="<tool_call>{}</tool_call>", tool_calls=[given])
-    assert calls_of(message) == [given]
+    assert read_tool_calls(message) == [given]
 
 
 @pytest.mark.parametrize(
@@ -100,5 +107,5 @@ def test_calls_as_the_parser_gave_them_come_first() -> None:
     ],
 )
 def test_calls_in_the_text(text: str, expected: list[tuple[str, object]]) -> None:
-    calls = calls_of(Message(role="assistant", content=text))
+    calls = read_tool_calls(Message(role="assistant", content=text))
     assert [(call.name, call.arguments) for call in calls] == expected

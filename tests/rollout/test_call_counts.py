@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from toolwise.bounds import MOST_NAMES
-from toolwise.rollout.call_counts import OTHERS, CallCounts
+from toolwise.bounds import MAX_DISTINCT_NAMES
+from toolwise.rollout.call_counts import OTHER_NAMES, CallCounts
 
 
 def test_steps_add_up_and_the_time_in_the_queue_leaves_the_step() -> None:
@@ -53,6 +53,6 @@ def test_names_are_bounded_in_length_and_number() -> None:
         counts.add({"calls": {f"{number}-{i}" + "x" * 5_000: 1 for i in range(200)}, "failed_calls": {"unknown": 200}})
     calls = counts.usage([], 0.0).calls
     assert sum(calls.values()) == 600
-    assert len(calls) <= MOST_NAMES + 1
-    assert calls[OTHERS] == 600 - MOST_NAMES
+    assert len(calls) <= MAX_DISTINCT_NAMES + 1
+    assert calls[OTHER_NAMES] == 600 - MAX_DISTINCT_NAMES
     assert max(map(len, calls)) < 300

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from toolwise.messages import Message, ToolCall
 from toolwise.rollout.chat import ChatTokenizer
-from toolwise.rollout.controls import CUT, ControlTokens, unmarked
+from toolwise.rollout.controls import GUARD_MARK, ControlTokens, strip_guard_marks
 
 
 def _load(name: str) -> Any:
@@ -35,7 +35,24 @@ SPELT_OTHERWISE = [
     "<END_OF_TURN>",
     "<|im_end\u200b|>",
 ]
-PARTS = ["<", "<|", "<|im_", "end|>", "|>", "[", "INST]", "</", "s>", "system\n", "\n", "  ", "é", "漢", CUT, "\u200b"]
+PARTS = [
+    "<",
+    "<|",
+    "<|im_",
+    "end|>",
+    "|>",
+    "[",
+    "INST]",
+    "</",
+    "s>",
+    "system\n",
+    "\n",
+    "  ",
+    "é",
+    "漢",
+    GUARD_MARK,
+    "\u200b",
+]
 words = st.one_of(st.sampled_from([*EVERY_CONTROL, *SPELT_OTHERWISE, *PARTS, *made.TAGS]), st.text(max_size=6))
 evil = st.lists(words, min_size=1, max_size=6).map("".join)
 TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"properties": {}}}}
@@ -82,12 +99,14 @@ def test_the_control_tokens_of_a_conversation_are_those_of_the_template(
 def test_the_model_reads_the_text_as_it_was(text: str, template: str) -> None:
     chat: ChatTokenizer = made.chat_tokenizer(template, "bytes")
     ids = chat.start([Message(role="user", content=f"a{text}z")])
-    assert f"a{text.replace(CUT, chr(0xFFFD))}z" in chat.tokenizer.decode(ids)
+    assert f"a{text.replace(GUARD_MARK, chr(0xFFFD))}z" in chat.tokenizer.decode(ids)
 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.text(alphabet=st.characters(exclude_characters=CUT, exclude_categories=["Cs"]), max_size=30).map("x {}.".format)
+    st.text(alphabet=st.characters(exclude_characters=GUARD_MARK, exclude_categories=["Cs"]), max_size=30).map(
+        "x {}.".format
+    )
 )
 def test_text_without_control_tokens_is_left_alone(text: str) -> None:
     controls: ControlTokens = made.chat_tokenizer("chatml", "tagged").controls
@@ -119,7 +138,7 @@ def test_what_is_left_of_one_token_is_no_other() -> None:
     chat = ChatTokenizer(tokenizer)
     guarded = chat.controls.guard("<<|im_end|> \u2588")
     assert controls_in(chat, chat.encode(guarded)) == []
-    assert unmarked(guarded) == "<<|im_end|> \ufffd"
+    assert strip_guard_marks(guarded) == "<<|im_end|> \ufffd"
 
 
 def test_tools_cannot_write_tags_and_others_can() -> None:
@@ -139,5 +158,5 @@ def test_reserved_tokens_that_have_no_name_are_control_tokens_too() -> None:
 
 def test_pieces_are_encoded_as_the_middle_of_something() -> None:
     chat: ChatTokenizer = made.chat_tokenizer("chatml")
-    ids = chat.encode(f"a{CUT} b{CUT}{CUT}c")
+    ids = chat.encode(f"a{GUARD_MARK} b{GUARD_MARK}{GUARD_MARK}c")
     assert chat.tokenizer.decode(ids) == "a bc"

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from toolwise.bounds import LONGEST_OBSERVATION
+from toolwise.bounds import MAX_OBSERVATION_CHARS
 from toolwise.envs.base import BaseEnv
 from toolwise.messages import Message
-from toolwise.rollout.observation import observed
+from toolwise.rollout.observation import observation_messages
 from toolwise.rollout.request import AsyncRolloutRequest
 from toolwise.types import Rollout, StopReason, Task
 
@@ -40,7 +40,7 @@ class World(BaseEnv):
 def played(world: World) -> Rollout:
     request = AsyncRolloutRequest(TASK, Speaker(), world, deadline_s=20)
     asyncio.run(request.run())
-    return request.finished()
+    return request.to_rollout()
 
 
 @pytest.mark.parametrize(
@@ -68,15 +68,15 @@ def test_numbers_that_are_none_end_the_episode_by_name(world: World) -> None:
 
 
 def test_what_a_world_says_is_cut() -> None:
-    done = played(World(said="x" * (LONGEST_OBSERVATION + 9)))
+    done = played(World(said="x" * (MAX_OBSERVATION_CHARS + 9)))
     said = done.messages[-1].content or ""
     assert said.endswith(" … cut, 9 characters")
     assert done.stop_reason is StopReason.ENV_DONE
 
 
 def test_messages_are_cut_too_and_have_no_half_characters() -> None:
-    long, half = Message(role="tool", content="x" * (LONGEST_OBSERVATION + 1)), Message(role="user", content="\ud800")
-    first, second, third = observed([long, half, Message(role="user", content="é")])
+    long, half = Message(role="tool", content="x" * (MAX_OBSERVATION_CHARS + 1)), Message(role="user", content="\ud800")
+    first, second, third = observation_messages([long, half, Message(role="user", content="é")])
     assert (first.content or "").endswith("cut, 1 characters")
     assert (second.content, third.content) == ("\\ud800", "é")
 

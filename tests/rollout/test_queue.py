@@ -93,10 +93,10 @@ def test_capacity_counts_what_is_under_way_and_what_waits() -> None:
     async def play() -> None:
         queue = queue_of(2, max_staleness=3, capacity=3)
         tickets = await admit(queue, 3)
-        assert (queue.under_way, queue.waiting) == (3, 0)
+        assert (queue.in_progress, queue.waiting) == (3, 0)
         assert await is_waiting(queue.admit())
         queue.put(tickets[0], "")
-        assert (queue.under_way, queue.waiting) == (2, 1)
+        assert (queue.in_progress, queue.waiting) == (2, 1)
         assert await is_waiting(queue.admit())
         queue.put(tickets[1], "")
         await queue.take(2)
@@ -169,7 +169,7 @@ def test_groups_given_back_are_made_up_for_in_the_same_update() -> None:
             queue.put(ticket, "")
         await queue.take(2)
         assert await is_waiting(queue.admit())
-        queue.give_back(1)
+        queue.return_unused(1)
         (ticket,) = await admit(queue, 1)
         assert await is_waiting(queue.admit())
         queue.put(ticket, "")
@@ -293,7 +293,7 @@ def test_whatever_the_pace_the_bounds_hold_and_nothing_is_lost(
         async def produce() -> None:
             while True:
                 ticket = await queue.admit()
-                assert queue.under_way + queue.waiting <= capacity
+                assert queue.in_progress + queue.waiting <= capacity
                 nap_s, fails = makes[ticket.number % len(makes)]
                 await asyncio.sleep(nap_s)
                 if fails and ticket.number % 3 == 0:

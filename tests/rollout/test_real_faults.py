@@ -123,10 +123,10 @@ def test_a_tool_that_swallows_its_cancellation_is_left_behind_and_counted() -> N
 
     policy = script(call("cling"))
     scheduler = RolloutScheduler(policy, {"cling": cling, **load("nap")}, tool_timeout_s=4.0)
-    before = sum(waiting.abandoned().values())
+    before = sum(waiting.abandoned_counts().values())
     first, others, took_s = roll_out(scheduler)
     assert first.messages[-1].content == "it said error: cling took longer than 4 s"
-    assert sum(waiting.abandoned().values()) > before
+    assert sum(waiting.abandoned_counts().values()) > before
     assert_unaffected(others)
     assert took_s < 20
 

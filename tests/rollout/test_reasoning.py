@@ -13,9 +13,9 @@ from transformers import AutoTokenizer
 from toolwise.messages import Message
 from toolwise.models import locate
 from toolwise.policies import OpenAIAgentPolicy
-from toolwise.records import record_of
+from toolwise.records import rollout_record
 from toolwise.rollout.chat import ChatTokenizer
-from toolwise.rollout.controls import unmarked
+from toolwise.rollout.controls import strip_guard_marks
 from toolwise.rollout.worker import RLRolloutWorker
 from toolwise.tools import build_tools
 from toolwise.types import EvaluateResult, ScoredRollout, Task
@@ -49,8 +49,8 @@ def test_a_server_reads_in_the_second_turn_what_it_thought_in_the_first() -> Non
     worker = asyncio.run(episode())
     assert asked[1]["messages"][1]["reasoning_content"] == THOUGHT
     assert [m.reasoning_content for m in worker.messages if m.role == "assistant"] == [THOUGHT, "It said 4."]
-    rollout = worker.finished()
-    record = record_of(ScoredRollout(rollout, EvaluateResult(score=1.0), rollout.steps))
+    rollout = worker.to_rollout()
+    record = rollout_record(ScoredRollout(rollout, EvaluateResult(score=1.0), rollout.steps))
     assert record["messages"][1]["reasoning_content"] == THOUGHT
 
 
@@ -79,5 +79,5 @@ def test_a_template_that_writes_them_gets_them() -> None:
     said = Message(role="assistant", content="4", reasoning_content="<|end|>hm")
     chat = ChatTokenizer(tokenizer)
     rendered = chat.render([*TASK.prompt, said])
-    assert "[<|end|>hm]4" in unmarked(rendered)
+    assert "[<|end|>hm]4" in strip_guard_marks(rendered)
     assert chat.encode(rendered).count(chat.end_id) == 2  # a thought cannot end its turn

@@ -90,7 +90,7 @@ def run(request: AsyncRolloutRequest) -> float:
 def test_a_rollout_is_known_by_its_group_and_offset() -> None:
     request = made(group_id="g", batch_data_id=4, rollout_offset=2, route="SEARCH")
     run(request)
-    rollout = request.finished()
+    rollout = request.to_rollout()
     assert (rollout.rollout_id, rollout.group_id) == ("g/2", "g")
     assert (rollout.batch_data_id, rollout.rollout_offset, rollout.route) == (4, 2, "SEARCH")
     assert made().rollout_id == "t/0"
@@ -199,7 +199,7 @@ def test_in_parts_it_is_the_same_episode() -> None:
     run(whole)
     parts = simulate(in_parts())
     assert [m.content for m in parts.messages] == [m.content for m in whole.messages]
-    assert parts.finished().usage == whole.finished().usage
+    assert parts.to_rollout().usage == whole.to_rollout().usage
 
 
 def test_in_parts_the_time_between_them_counts() -> None:
@@ -222,7 +222,7 @@ def test_closing_has_its_own_time() -> None:
         async def close(self) -> None:
             await asyncio.sleep(1000)
 
-    request = made(env=Sticky(), deadline_s=100.0, closing_s=2.0, termination=Termination(max_steps=1))
+    request = made(env=Sticky(), deadline_s=100.0, close_timeout_s=2.0, termination=Termination(max_steps=1))
     assert run(request) == 2.0 + 2.0 + 2.0  # one turn, the rewards, the closing
     assert request.stop_reason is StopReason.ENV_FAULT
     assert request.fault == "calc_reward: TimeoutError: took longer than 2 s"
@@ -234,7 +234,7 @@ def test_last_rewards_that_make_no_sense_are_a_fault_of_the_world(rewards: Any) 
     run(request)
     assert request.stop_reason is StopReason.ENV_FAULT
     assert (request.fault or "").startswith("calc_reward: ")
-    assert request.finished().tool_rewards == {}
+    assert request.to_rollout().tool_rewards == {}
 
 
 def test_last_rewards_are_numbers_and_none_is_left_out() -> None:
@@ -248,7 +248,7 @@ def test_log_probs_that_make_no_sense_are_a_fault_of_the_policy(logprobs: Any) -
     request = made(Speaker(logprobs=logprobs))
     run(request)
     assert request.stop_reason is StopReason.POLICY_FAULT
-    assert request.finished().usage.sampled_tokens == 0
+    assert request.to_rollout().usage.sampled_tokens == 0
 
 
 def test_an_infrastructure_fault_on_the_way_leaves_the_episode_whole_and_out_of_the_update() -> None:
@@ -258,7 +258,7 @@ def test_an_infrastructure_fault_on_the_way_leaves_the_episode_whole_and_out_of_
 
     request = made(env=Shaky(), termination=Termination(max_steps=2))
     run(request)
-    rollout = request.finished()
+    rollout = request.to_rollout()
     assert rollout.stop_reason is StopReason.MAX_STEPS
     assert rollout.infrastructure_fault
     assert not rollout.trainable

@@ -18,7 +18,7 @@ from toolwise.messages import Message
 from toolwise.models import BUILTIN, load_model
 from toolwise.rollout import template_limits
 from toolwise.rollout.chat import ChatTokenizer
-from toolwise.rollout.template_limits import LONGEST_TEMPLATE
+from toolwise.rollout.template_limits import MAX_TEMPLATE_CHARS
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -83,7 +83,7 @@ ENDLESS = {
     "nested lists": GROWING + "[ns.s, ns.s] %}{% endfor %}{{ ns.s|tojson }}",
     "nested tuples": GROWING + "(ns.s, ns.s) %}{% endfor %}{{ ns.s == ns.s }}",
     "nested objects": GROWING + "{'a': ns.s, 'b': ns.s} %}{% endfor %}{{ ns.s }}",
-    "too long": "x" * (LONGEST_TEMPLATE + 1),
+    "too long": "x" * (MAX_TEMPLATE_CHARS + 1),
     "deep brackets": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
     "deep blocks": "{% if true %}" * 5000 + "{% endif %}" * 5000,
     "a file": "{% include '/etc/passwd' %}",
@@ -92,7 +92,7 @@ ENDLESS = {
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_limits, "CPU_S", 0.3)
+    monkeypatch.setattr(template_limits, "MAX_CPU_S", 0.3)
 
 
 @pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
@@ -175,7 +175,7 @@ def test_a_bounded_template_writes_what_transformers_writes() -> None:
 
 
 def test_long_conversations_are_no_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_limits, "CPU_S", 5.0)
+    monkeypatch.setattr(template_limits, "MAX_CPU_S", 5.0)
     gathering = (
         "{% set ns = namespace(s='') %}{% for m in messages %}{% set ns.s = ns.s + m.content %}{% endfor %}{{ ns.s }}"
     )

@@ -183,7 +183,7 @@ def test_other_tools_on_offer_begin_a_new_row(template: str) -> None:
 
 def test_other_tools_that_the_template_does_not_show_change_nothing() -> None:
     chat = ChatTokenizer(made.tokenizer("chatml"))
-    chat.tell_tools("template")
+    chat.set_tool_prompt("template")
     episode = Episode(chat).reply("4").say(AGAIN).reply("5", tools=[tool("search")])
     assert episode.alignments == ["first", "clean"]
 

@@ -19,7 +19,7 @@ from toolwise.errors import ConfigError
 from toolwise.messages import Message, ToolCall
 from toolwise.models import locate
 from toolwise.rollout.chat import ChatTokenizer
-from toolwise.rollout.controls import unmarked
+from toolwise.rollout.controls import strip_guard_marks
 from toolwise.rollout.parsers import PARSERS
 from toolwise.rollout.tokens import TokenBuffer
 from toolwise.rollout.tool_prompt import ToolPrompt, describe_tools
@@ -61,7 +61,7 @@ def chat_of(template: str, *, mode: Any = "auto", parser: str = "hermes") -> Cha
         tokenizer = made.tokenizer("chatml")
         tokenizer.chat_template = (TEMPLATES / f"{template}.jinja").read_text()
         chat = ChatTokenizer(tokenizer)
-    chat.tell_tools(mode, parser)
+    chat.set_tool_prompt(mode, parser)
     return chat
 
 
@@ -69,7 +69,7 @@ def chat_of(template: str, *, mode: Any = "auto", parser: str = "hermes") -> Cha
 def test_a_template_that_shows_tools_is_left_to_itself(template: str) -> None:
     chat = chat_of(template)
     assert chat.tool_prompt == ToolPrompt("template")
-    chat.tell_tools("template")
+    chat.set_tool_prompt("template")
     assert chat.tool_prompt == ToolPrompt("template")
 
 
@@ -84,18 +84,18 @@ def test_the_model_that_ships_is_told_by_its_own_template() -> None:
 def test_a_template_that_ignores_them_gets_them_in_the_system_message(template: str, talk: list[Message]) -> None:
     chat = chat_of(template)
     assert chat.tool_prompt.where == "system"
-    text = unmarked(chat.render(talk, [TOOL]))
+    text = strip_guard_marks(chat.render(talk, [TOOL]))
     assert text.count("look_up_price") == 1
     assert text.count("<|im_start|>system\n") == 1
     assert ("Be brief.\n\n# Tools" in text) == (SYSTEM in talk)
     assert text.index("look_up_price") < text.index("How much is tea?")
-    assert "look_up_price" not in unmarked(chat.render(talk))
+    assert "look_up_price" not in strip_guard_marks(chat.render(talk))
 
 
 def test_a_template_without_a_system_role_gets_them_before_the_users_words() -> None:
     chat = chat_of("strict")
     assert chat.tool_prompt.where == "user"
-    text = unmarked(chat.render([USER, CALL, RESULT, RESULT], [TOOL]))
+    text = strip_guard_marks(chat.render([USER, CALL, RESULT, RESULT], [TOOL]))
     assert text.startswith("<bos><start_of_turn>user\n# Tools")
     assert text.count("<tool_response>\n3.50\n</tool_response>") == 2
 
@@ -125,7 +125,7 @@ def test_auto_finds_a_parser_for_such_a_template() -> None:
 
 
 def test_calls_that_the_template_drops_stand_in_the_text() -> None:
-    text = unmarked(chat_of("smollm2").render([USER, CALL, RESULT], [TOOL]))
+    text = strip_guard_marks(chat_of("smollm2").render([USER, CALL, RESULT], [TOOL]))
     assert PARSERS["hermes"](text.split("assistant\n")[1])[1][0].arguments == {"article": "tea"}
     assert "3.50" in text
 
@@ -150,11 +150,11 @@ def test_a_control_token_in_a_description_is_only_text() -> None:
 
 def test_system_may_be_asked_for_where_the_template_would_do_it() -> None:
     chat = chat_of("qwen2_5", mode="system")
-    text = unmarked(chat.render([SYSTEM, USER], [TOOL]))
+    text = strip_guard_marks(chat.render([SYSTEM, USER], [TOOL]))
     assert chat.tool_prompt.where == "system"
     assert text.count("look_up_price") == 1
     with pytest.raises(ConfigError, match="reads no calls"):
-        chat.tell_tools("system", "none")
+        chat.set_tool_prompt("system", "none")
 
 
 # Templates that show tools, and lose what comes of them. Each begins with a system message, with the tools in it.
@@ -194,7 +194,7 @@ def chat_with(template: str, mode: Any = "auto") -> ChatTokenizer:
     tokenizer = made.tokenizer("chatml")
     tokenizer.chat_template = template
     chat = ChatTokenizer(tokenizer)
-    chat.tell_tools(mode, "hermes")
+    chat.set_tool_prompt(mode, "hermes")
     return chat
 
 
@@ -207,7 +207,7 @@ def test_calls_and_results_that_a_template_loses_are_written_as_text(name: str, 
     assert prompt.calls_as_text == ("drops" in name)
     assert prompt.results_from_user == (name != "drops calls")
     assert f"(the chat template {REASONS[name]}" in prompt.describe()
-    text = unmarked(chat.render([SYSTEM, USER, CALL, RESULT, RESULT], [TOOL]))
+    text = strip_guard_marks(chat.render([SYSTEM, USER, CALL, RESULT, RESULT], [TOOL]))
     assert text.count("3.50") == 2
     assert PARSERS["hermes"](text.split("assistant\n")[1])[1][0].arguments == {"article": "tea"}
 
@@ -228,7 +228,7 @@ def test_each_prompt_begins_with_all_that_was_before(name: str) -> None:
 
 
 def test_what_a_user_says_after_a_result_does_not_break_the_alternation() -> None:
-    text = unmarked(chat_with(LOSING["alternates"]).render([USER, CALL, RESULT, USER], [TOOL]))
+    text = strip_guard_marks(chat_with(LOSING["alternates"]).render([USER, CALL, RESULT, USER], [TOOL]))
     assert "<tool_response>\n3.50\n</tool_response>\nHow much is tea?<|im_end|>" in text
 
 
@@ -237,7 +237,7 @@ def test_a_result_in_a_users_message_writes_no_tags() -> None:
     chat.tokenizer.add_tokens(["<tool_call>"])
     chat = ChatTokenizer(chat.tokenizer)
     evil = RESULT.model_copy(update={"content": "<tool_call>"})
-    news = chat.follow([evil], [TOOL], after=[USER, CALL])
+    news = chat.encode_continuation([evil], [TOOL], after=[USER, CALL])
     assert "<tool_call>" in chat.tokenizer.decode(news)
     assert chat.tokenizer.convert_tokens_to_ids("<tool_call>") not in news
 

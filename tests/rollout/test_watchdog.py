@@ -18,7 +18,7 @@ import pytest
 
 from toolwise.envs.tool_env import ToolEnv
 from toolwise.messages import Message, ToolCall
-from toolwise.rollout.watchdog import Watchdog, find_guilty, within_the_loop
+from toolwise.rollout.watchdog import Watchdog, find_blocking_frame, frames_inside_loop
 from toolwise.tools.function import tool
 from toolwise.tools.schema import validate_arguments
 from toolwise.types import Task
@@ -45,9 +45,9 @@ def line_of(text: str) -> int:
 RUDE = f"{__file__}:{line_of('time.sleep(seconds)')} (rude)"
 
 
-def watch(work: Coroutine[Any, Any, Any], patience_s: float = 0.4) -> Watchdog:
+def watch(work: Coroutine[Any, Any, Any], threshold_s: float = 0.4) -> Watchdog:
     async def watched() -> Watchdog:
-        with Watchdog(patience_s) as watchdog:
+        with Watchdog(threshold_s) as watchdog:
             await asyncio.sleep(0.05)
             await asyncio.create_task(work)
             await asyncio.sleep(0.5)
@@ -100,7 +100,7 @@ def test_a_loop_that_answers_is_left_alone(caplog: pytest.LogCaptureFixture) -> 
         for _ in range(200):
             await asyncio.sleep(0.001)
 
-    watchdog = watch(busy(), patience_s=10.0)
+    watchdog = watch(busy(), threshold_s=10.0)
     assert watchdog.metrics() == {"watchdog/blocks": 0.0, "watchdog/blocked_s": 0.0}
     assert caplog.text == ""
 
@@ -127,9 +127,9 @@ def test_the_program_that_started_the_loop_is_not_to_blame() -> None:
     ours = str(Path(sys.modules["toolwise"].__file__ or "").parent / "envs" / "tool_env.py")
     started = frames(("/home/me/train.py", "<module>"), (f"{library}/asyncio/events.py", "_run"))
     inside = frames((ours, "_call"), (f"{packages}/slow/client.py", "get"), (f"{library}/socket.py", "recv"))
-    stack = within_the_loop([*started, *inside])
+    stack = frames_inside_loop([*started, *inside])
     assert stack == inside
-    assert find_guilty(stack).filename == f"{packages}/slow/client.py"
-    assert find_guilty([*inside, *frames(("/home/me/tools.py", "look"))]).filename == "/home/me/tools.py"
-    assert find_guilty(inside[:1]).filename == ours
-    assert within_the_loop(inside) == inside
+    assert find_blocking_frame(stack).filename == f"{packages}/slow/client.py"
+    assert find_blocking_frame([*inside, *frames(("/home/me/tools.py", "look"))]).filename == "/home/me/tools.py"
+    assert find_blocking_frame(inside[:1]).filename == ours
+    assert frames_inside_loop(inside) == inside

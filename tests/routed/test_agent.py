@@ -13,7 +13,7 @@ import pytest
 from toolwise.errors import CheckpointError, ConfigError, ToolwiseError
 from toolwise.routed.agent import RoutedAgent
 from toolwise.routed.calibration import Calibration, store_calibration
-from toolwise.routed.capped import REFUSED
+from toolwise.routed.capped import BUDGET_SPENT_MESSAGE
 from toolwise.routing.threshold import Threshold
 from toolwise.types import StopReason, Task
 
@@ -32,8 +32,8 @@ def test_it_routes_calls_a_real_tool_and_answers(agent: RoutedAgent) -> None:
     assert answered.text == "Answer: 3087"
     assert dict(answered.calls) == {"calculator": 1}
     assert (answered.cost, answered.refused) == (1.0, 0)
-    assert sum(answered.odds.values()) == pytest.approx(1)
-    assert max(answered.odds, key=answered.odds.__getitem__) == "CALCULATE-FAMILY"
+    assert sum(answered.route_probs.values()) == pytest.approx(1)
+    assert max(answered.route_probs, key=answered.route_probs.__getitem__) == "CALCULATE-FAMILY"
     assert answered.seconds > 0
 
 
@@ -52,7 +52,7 @@ def test_a_cap_refuses_the_call_and_says_so_to_the_model(agent: RoutedAgent) -> 
     answered = agent.ask(SUM, cap=0)
     assert answered.refused >= 1
     assert (answered.cost, dict(answered.calls)) == (0.0, {})
-    assert REFUSED in [message.content for message in answered.rollout.messages]
+    assert BUDGET_SPENT_MESSAGE in [message.content for message in answered.rollout.messages]
     assert agent.ask(SUM, cap=1).text == "Answer: 3087"
     with pytest.raises(ConfigError, match="cap"):
         agent.ask(SUM, cap=-1)
@@ -87,7 +87,7 @@ def test_a_question_that_the_router_cannot_read_is_a_typed_outcome(make_routed: 
         answered = agent.ask("word " * 5000, route=route)
         assert answered.rollout.stop_reason is StopReason.PROMPT_TOO_LONG
         assert "do not fit the model's 4096" in (answered.rollout.fault or "")
-        assert (answered.text, answered.cost, dict(answered.odds), answered.with_tools_s) == ("", 0.0, {}, None)
+        assert (answered.text, answered.cost, dict(answered.route_probs), answered.with_tools_s) == ("", 0.0, {}, None)
     assert agent.ask(SUM).text == "Answer: 3087"
 
 
@@ -114,9 +114,9 @@ def test_a_budget_is_kept_by_the_stored_threshold(make_routed: Any) -> None:
     assert direct.saved_s == pytest.approx(60.0 - direct.seconds)
     spent = agent.ask(SUM, budget=1.0)
     assert (spent.route, spent.saved_s) == ("CALCULATE-FAMILY", None)
-    routes = [agent.routing.choose(agent.routing.weigh([t])[0], t, budget=0.5, seed=0).value for t in questions(40)]
+    routes = [agent.routing.choose(agent.routing.predict([t])[0], t, budget=0.5, seed=0).value for t in questions(40)]
     assert 8 < routes.count("ANSWER") < 32
-    again = [agent.routing.choose(agent.routing.weigh([t])[0], t, budget=0.5, seed=0).value for t in questions(40)]
+    again = [agent.routing.choose(agent.routing.predict([t])[0], t, budget=0.5, seed=0).value for t in questions(40)]
     assert routes == again  # by the seed and the prompt, not by the order of asking
     with pytest.raises(ConfigError, match="calibrated for"):
         agent.ask(SUM, budget=2.0)

@@ -11,7 +11,7 @@ import pytest
 
 from toolwise import checkpoint
 from toolwise.errors import CheckpointError, ConfigError
-from toolwise.routed.calibration import FACTS, Calibration, calibration_of, store_calibration
+from toolwise.routed.calibration import ROUTER_METADATA_FILE, Calibration, calibration_of, store_calibration
 from toolwise.routing.threshold import Threshold, find_threshold
 
 RNG = np.random.default_rng(0)
@@ -46,26 +46,26 @@ def test_budgets_outside_are_refused(budget: float) -> None:
 
 
 def test_it_comes_back_as_it_was_written(tmp_path: Path) -> None:
-    (tmp_path / FACTS).write_text(json.dumps({"format": 1, "head": {"width": 3}}))
-    assert calibration_of(json.loads((tmp_path / FACTS).read_text())) is None
+    (tmp_path / ROUTER_METADATA_FILE).write_text(json.dumps({"format": 1, "head": {"width": 3}}))
+    assert calibration_of(json.loads((tmp_path / ROUTER_METADATA_FILE).read_text())) is None
     store_calibration(tmp_path, KNOWN)
-    facts = json.loads((tmp_path / FACTS).read_text())
-    assert calibration_of(facts) == KNOWN
-    assert facts["head"] == {"width": 3}
+    metadata = json.loads((tmp_path / ROUTER_METADATA_FILE).read_text())
+    assert calibration_of(metadata) == KNOWN
+    assert metadata["head"] == {"width": 3}
     store_calibration(tmp_path, Calibration((0.5,), (Threshold(1.0, 1.0, 0.0),), (0.0, 1.0, 1.0)))
-    assert calibration_of(json.loads((tmp_path / FACTS).read_text())).budgets == (0.5,)  # type: ignore[union-attr]
+    assert calibration_of(json.loads((tmp_path / ROUTER_METADATA_FILE).read_text())).budgets == (0.5,)  # type: ignore[union-attr]
 
 
 def test_in_a_checkpoint_it_is_under_the_seal(tmp_path: Path) -> None:
     def fill(folder: Path) -> None:
-        (folder / FACTS).write_text("{}")
+        (folder / ROUTER_METADATA_FILE).write_text("{}")
         (folder / "config.json").write_text("{}")
 
     saved = checkpoint.save(tmp_path / "checkpoints", 3, {"progress": {"step": 3}}, extra_files={"model": fill})
     store_calibration(saved.path / "model", KNOWN)
     again = checkpoint.load(saved.path)
     assert again.step == 3
-    assert calibration_of(json.loads((again.path / "model" / FACTS).read_text())) == KNOWN
+    assert calibration_of(json.loads((again.path / "model" / ROUTER_METADATA_FILE).read_text())) == KNOWN
     assert (again.path / "model" / "config.json").read_text() == "{}"
 
 

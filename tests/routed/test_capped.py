@@ -12,7 +12,7 @@ from toolwise.envs.tool_env import ToolEnv
 from toolwise.messages import Message, ToolCall
 from toolwise.policies.scripted import ScriptedPolicy
 from toolwise.rollout.request import AsyncRolloutRequest
-from toolwise.routed.capped import OVER_BUDGET, REFUSED, CappedEnv
+from toolwise.routed.capped import BUDGET_SPENT_MESSAGE, OVER_BUDGET, CappedEnv
 from toolwise.routing.cost import AnyCost, CallsCost
 from toolwise.routing.families import Family
 from toolwise.routing.usage import RouteUsage
@@ -46,7 +46,7 @@ def test_calls_within_the_cap_are_served_and_those_beyond_it_are_refused_in_thei
     steps = [[call(0)], [call(1, "2 + 3"), call(2), call(3)]]
     (first, second), env = run(lambda inner: CappedEnv(inner, 2, each_call), steps)
     assert [m.content for m in first[0]] == ["2"]
-    assert [m.content for m in second[0]] == ["5", REFUSED, REFUSED]
+    assert [m.content for m in second[0]] == ["5", BUDGET_SPENT_MESSAGE, BUDGET_SPENT_MESSAGE]
     assert [m.tool_call_id for m in second[0]] == ["c1", "c2", "c3"]
     assert second[3]["failed_calls"] == {OVER_BUDGET: 2}
     assert second[3]["calls"] == {"calculator": 1}
@@ -56,7 +56,7 @@ def test_calls_within_the_cap_are_served_and_those_beyond_it_are_refused_in_thei
 
 def test_a_cap_of_nothing_serves_nothing_and_the_world_is_not_asked() -> None:
     ((observation, reward, done, info),), _ = run(lambda inner: CappedEnv(inner, 0, each_call), [[call(0)]])
-    assert [m.content for m in observation] == [REFUSED]
+    assert [m.content for m in observation] == [BUDGET_SPENT_MESSAGE]
     assert (reward, done, info.get("cost")) == (None, False, None)
 
 
@@ -82,11 +82,11 @@ def test_a_whole_episode_sees_the_refusal_and_may_still_answer(cap: float, serve
         env = CappedEnv(ToolEnv(TASK, build_tools(["calculator"])), cap, each_call)
         request = AsyncRolloutRequest(TASK, policy, env)
         await request.run()
-        return request.finished()
+        return request.to_rollout()
 
     rollout = asyncio.run(work())
     tools = [m for m in rollout.messages if m.role == "tool"]
-    assert [m.content for m in tools] == ["23"] * served + [REFUSED] * (2 - served)
+    assert [m.content for m in tools] == ["23"] * served + [BUDGET_SPENT_MESSAGE] * (2 - served)
     assert rollout.stop_reason is StopReason.ANSWERED
     assert rollout.usage.calls.get("calculator", 0) == served
     assert rollout.usage.failed_calls.get(OVER_BUDGET, 0) == 2 - served

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from toolwise.learner.router_head import WEIGHTS
+from toolwise.learner.router_head import ROUTER_WEIGHTS_FILE
 from toolwise.messages import Message
 from toolwise.routed.agent import RoutedAgent
 from toolwise.types import Task
@@ -47,9 +47,9 @@ def taught(tmp_path_factory: pytest.TempPathFactory, make_routed_in: Callable[..
     features = torch.tensor(load(folder).routing.features(tasks))
     normed = torch.nn.functional.layer_norm(features, features.shape[1:])
     wanted = torch.eye(3, dtype=torch.float64)[torch.tensor([(2, 1, 0)[i % 3] for i in range(60)])] * 10
-    weights = load_file(folder / WEIGHTS)
+    weights = load_file(folder / ROUTER_WEIGHTS_FILE)
     weights["out.weight"] = torch.linalg.lstsq(normed, wanted, driver="gelsd").solution.T.float().contiguous()
-    save_file(weights, folder / WEIGHTS)
+    save_file(weights, folder / ROUTER_WEIGHTS_FILE)
     return folder
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from toolwise.routing.baselines import KindScale, RunningBaseline
+from toolwise.routing.baselines import KindStandardizer, RunningBaseline
 from toolwise.routing.credit import RouterCreditError
 
 
@@ -55,7 +55,7 @@ def test_each_kind_has_a_scale_of_its_own() -> None:
     rng = np.random.default_rng(0)
     kinds = ["tool", "talk"] * 500
     rewards = np.where(np.array(kinds) == "tool", rng.normal(-1, 3, 1000), rng.normal(1, 0.1, 1000))
-    scaled = KindScale()(rewards, kinds)
+    scaled = KindStandardizer()(rewards, kinds)
     for kind in ("tool", "talk"):
         mine = scaled[np.array(kinds) == kind]
         assert mine.mean() == pytest.approx(0, abs=1e-9)
@@ -63,7 +63,7 @@ def test_each_kind_has_a_scale_of_its_own() -> None:
 
 
 def test_scales_go_by_all_that_was_seen_and_survive() -> None:
-    scale, again = KindScale(), KindScale()
+    scale, again = KindStandardizer(), KindStandardizer()
     scale([0.0, 2.0], ["a", "a"])
     again.load_state_dict(scale.state_dict())
     # seen of a: 0, 2, 4 -> mean 2, deviation 2
@@ -71,4 +71,4 @@ def test_scales_go_by_all_that_was_seen_and_survive() -> None:
 
 
 def test_a_kind_that_never_varies_says_nothing() -> None:
-    assert KindScale()([1.0, 1.0, 3.0], ["a", "a", "b"]).tolist() == [0.0, 0.0, 0.0]
+    assert KindStandardizer()([1.0, 1.0, 3.0], ["a", "a", "b"]).tolist() == [0.0, 0.0, 0.0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from toolwise.messages import Message
 from toolwise.routing.actions import RouteAction
 from toolwise.routing.conditioning import Conditioning
-from toolwise.routing.wording import SILENT
+from toolwise.routing.wording import EMPTY_WORDING
 from toolwise.tools.calculator import CalculatorTool
 from toolwise.tools.search.tool import SearchTool
 from toolwise.types import Task
@@ -15,13 +15,13 @@ TASK = Task(task_id="t", prompt=[Message(role="user", content="How many?")])
 
 
 def test_silently_the_prompt_stays_and_tools_are_hidden() -> None:
-    routed = Conditioning(wording=SILENT)(TASK, RouteAction.CALCULATE_FAMILY, TOOLS)
+    routed = Conditioning(wording=EMPTY_WORDING)(TASK, RouteAction.CALCULATE_FAMILY, TOOLS)
     assert list(routed.messages) == list(TASK.prompt)
     assert routed.tools == ("calculator",)
 
 
 def test_softly_the_other_family_comes_last() -> None:
-    routed = Conditioning(hard=False, wording=SILENT)(TASK, RouteAction.SEARCH_FAMILY, TOOLS)
+    routed = Conditioning(hard=False, wording=EMPTY_WORDING)(TASK, RouteAction.SEARCH_FAMILY, TOOLS)
     assert routed.tools == ("search", "calculator")
 
 

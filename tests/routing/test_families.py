@@ -14,14 +14,14 @@ from toolwise.messages import Message
 from toolwise.routing.actions import MIXED, RouteAction
 from toolwise.routing.families import (
     Family,
+    declared_family,
     described_tools,
     families_of_task,
     family_of,
     family_of_call,
+    gold_call_names,
     heuristic_target,
     load_rules,
-    own_family,
-    wanted_calls,
 )
 from toolwise.tools.base import BaseTool
 from toolwise.tools.catalog import build_tools
@@ -125,18 +125,18 @@ def test_a_bad_rules_file_is_named(tmp_path: Path, text: str, told: str) -> None
 
 def test_a_tool_speaks_for_itself_only_where_it_does() -> None:
     tools = build_tools(["calculator", "search", {"name": "python", "family": "OTHER"}, look_up_city])
-    assert own_family(tools["calculator"]) is CALCULATE
-    assert own_family(tools["search"]) is SEARCH
-    assert own_family(tools["python"]) is OTHER
-    assert own_family(search_party) is OTHER
-    assert own_family(look_up_city) is None
+    assert declared_family(tools["calculator"]) is CALCULATE
+    assert declared_family(tools["search"]) is SEARCH
+    assert declared_family(tools["python"]) is OTHER
+    assert declared_family(search_party) is OTHER
+    assert declared_family(look_up_city) is None
 
 
 def test_an_attribute_set_on_one_tool_is_its_own_word() -> None:
     made = build_tools([{"name": look_up_city, "price": 2.0}])["look_up_city"]
-    assert own_family(made) is None
+    assert declared_family(made) is None
     made.family = "CALCULATE"
-    assert own_family(made) is CALCULATE
+    assert declared_family(made) is CALCULATE
 
 
 def test_the_first_that_knows_decides() -> None:
@@ -253,5 +253,5 @@ def test_the_480_rows(rlla_tasks: list[Task]) -> None:
 
 
 def test_every_gold_row_tells_its_calls(rlla_tasks: list[Task]) -> None:
-    assert sum(len(wanted_calls(task.ground_truth) or ()) for task in rlla_tasks) == 699
-    assert all(wanted_calls(task.ground_truth) is not None for task in rlla_tasks)
+    assert sum(len(gold_call_names(task.ground_truth) or ()) for task in rlla_tasks) == 699
+    assert all(gold_call_names(task.ground_truth) is not None for task in rlla_tasks)

@@ -14,10 +14,10 @@ from toolwise.advantages import Grpo
 from toolwise.messages import Message
 from toolwise.routing.actions import ROUTES
 from toolwise.routing.budget import Budget, Budgets
-from toolwise.routing.conditioning import Conditioning, Teaching
+from toolwise.routing.conditioning import Conditioning, RouterTraining
 from toolwise.routing.cost import CallsCost
 from toolwise.routing.learned import LearnedRouter, target_of
-from toolwise.routing.lessons import Lesson, Weighed
+from toolwise.routing.lessons import RoutePrediction, RouterExample
 from toolwise.tools.calculator import CalculatorTool
 from toolwise.tools.search.tool import SearchTool
 from toolwise.types import (
@@ -42,35 +42,35 @@ class ToldModel:
     def __init__(self, probs: Sequence[float] = (0.5, 0.3, 0.2)) -> None:
         self.logprobs = tuple(math.log(p) if p else -math.inf for p in probs)
         self.asked: list[list[Sequence[int]]] = []
-        self.settled: list[bool] = []
-        self.lessons: list[list[Lesson]] = []
+        self.averaged: list[bool] = []
+        self.examples: list[list[RouterExample]] = []
         self.multipliers: list[Sequence[float]] = []
         self.imitated: list[list[int]] = []
 
-    def weigh(
-        self, prompts: Sequence[Sequence[int]], multipliers: Sequence[float], *, settled: bool = False
-    ) -> list[Weighed]:
+    def predict(
+        self, prompts: Sequence[Sequence[int]], multipliers: Sequence[float], *, averaged: bool = False
+    ) -> list[RoutePrediction]:
         self.asked.append(list(prompts))
-        self.settled.append(settled)
-        return [Weighed(self.logprobs, tuple(prompt)) for prompt in prompts]
+        self.averaged.append(averaged)
+        return [RoutePrediction(self.logprobs, tuple(prompt)) for prompt in prompts]
 
-    def learn(self, lessons: Sequence[Lesson], multipliers: Sequence[float]) -> dict[str, float]:
-        self.lessons.append(list(lessons))
+    def learn(self, examples: Sequence[RouterExample], multipliers: Sequence[float]) -> dict[str, float]:
+        self.examples.append(list(examples))
         self.multipliers.append(multipliers)
         return {"router/loss": 0.0}
 
-    def imitate(self, weighed: Sequence[Weighed], labels: Sequence[int]) -> dict[str, float]:
+    def supervised_step(self, predictions: Sequence[RoutePrediction], labels: Sequence[int]) -> dict[str, float]:
         self.imitated.append(list(labels))
         return {}
 
-    def save(self, folder: Any, facts: dict[str, Any]) -> None:
+    def save(self, folder: Any, metadata: dict[str, Any]) -> None:
         raise NotImplementedError
 
     def load(self, folder: Any) -> dict[str, Any]:
         return {"multipliers": {"cost": 0.7, "gone": 2.0}}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"told": len(self.lessons)}
+        return {"told": len(self.examples)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert "told" in state
@@ -92,7 +92,7 @@ def router(model: ToldModel | None = None, *, limit: float | None = 0.4, **how: 
         budgets=budgets,
         cost=CallsCost(),
         conditioning=Conditioning(),
-        teaching=Teaching(**{name: how[name] for name in how if name != "tasks"}),
+        training=RouterTraining(**{name: how[name] for name in how if name != "tasks"}),
         seed=7,
         tasks=how.get("tasks", ()),
     )
@@ -197,17 +197,17 @@ def test_the_head_that_will_be_kept_is_asked_where_nothing_is_tried() -> None:
     made = router(model := ToldModel())
     made.decide(tasks(2), 6, 0)
     made.decide(tasks(2), 1, 0, explore=False)
-    assert model.settled == [False, True]
+    assert model.averaged == [False, True]
 
 
 def test_stratified_lessons_by_hand() -> None:
     model = ToldModel()
     made = router(model)
     metrics = made.learn(rolled_out(made.decide(tasks(2), 6, 0)))
-    [[lesson, _]] = model.lessons
+    [[example, _]] = model.examples
     value = 0.3 * 1.0 + 0.2 * 0.5  # λ is 0 as yet
-    assert lesson.advantages == pytest.approx((-value, 1.0 - value, 0.5 - value))
-    assert [t.costs for t in lesson.taken] == [(0.0,)] * 2 + [(1.0,)] * 2 + [(2.0,)] * 2
+    assert example.advantages == pytest.approx((-value, 1.0 - value, 0.5 - value))
+    assert [t.costs for t in example.samples] == [(0.0,)] * 2 + [(1.0,)] * 2 + [(2.0,)] * 2
     spent = 0.3 * 1 + 0.2 * 2
     assert metrics["router/r_task"] == pytest.approx(value)
     assert metrics["router/cost/mean"] == pytest.approx(spent)
@@ -225,23 +225,23 @@ def test_the_price_of_now_is_in_the_next_lesson() -> None:
     assert model.multipliers == [[0.0], [pytest.approx(price)]]
     q = [0.0, 1.0 - price, 0.5 - 2 * price]
     value = sum(p * x for p, x in zip((0.5, 0.3, 0.2), q, strict=True))
-    assert model.lessons[1][0].advantages == pytest.approx([x - value for x in q])
+    assert model.examples[1][0].advantages == pytest.approx([x - value for x in q])
 
 
 def test_drawn_lessons_are_centred_within_the_prompt() -> None:
     model = ToldModel()
     made = router(model, routes="independent", limit=None)
     made.learn(rolled_out(made.decide(tasks(20), 6, 0)))
-    for lesson in model.lessons[0]:
-        assert lesson.advantages is None
-        assert sum(t.advantage for t in lesson.taken) == pytest.approx(0.0, abs=1e-12)
+    for example in model.examples[0]:
+        assert example.advantages is None
+        assert sum(t.advantage for t in example.samples) == pytest.approx(0.0, abs=1e-12)
 
 
 def test_a_single_rollout_of_a_route_still_teaches_the_router() -> None:
     model = ToldModel()
     made = router(model)
     made.learn(rolled_out(made.decide(tasks(1), 3, 0)))
-    assert [a is not None for a in model.lessons[0][0].advantages or ()] == [True] * 3
+    assert [a is not None for a in model.examples[0][0].advantages or ()] == [True] * 3
 
 
 def test_what_was_nobodys_doing_teaches_nobody() -> None:
@@ -252,9 +252,9 @@ def test_what_was_nobodys_doing_teaches_nobody() -> None:
     unscored = EvaluateResult(score=None, is_score_valid=False)
     scored = [replace(scored[0], rollout=broken), replace(scored[1], result=unscored), *scored[2:]]
     metrics = made.learn(scored)
-    [lesson] = model.lessons[0]
-    assert lesson.advantages is not None
-    assert lesson.advantages[0] is None  # both rollouts of ANSWER are lost
+    [example] = model.examples[0]
+    assert example.advantages is not None
+    assert example.advantages[0] is None  # both rollouts of ANSWER are lost
     assert metrics["router/rollouts_lost"] == 2
 
 
@@ -263,7 +263,7 @@ def test_labels_reach_the_lessons_and_mixed_ones_do_not() -> None:
     made = router(model)
     labelled = [*tasks(2, router_target_action="SEARCH-FAMILY"), *tasks(1, router_target_action="MIXED"), *tasks(1)]
     metrics = made.learn(rolled_out(made.decide(labelled, 6, 0)))
-    assert [lesson.label for lesson in model.lessons[0]] == [1, 1, None, None]
+    assert [example.label for example in model.examples[0]] == [1, 1, None, None]
     assert metrics["router/mixed_share"] == pytest.approx(1 / 3)
     assert metrics["router/label_agreement"] == pytest.approx(0.3)
     assert target_of(labelled[2]) == "MIXED"
@@ -303,7 +303,7 @@ def test_kinds_can_be_made_comparable() -> None:
     model = ToldModel()
     made = router(model, standardize_by_kind=True, limit=None)
     made.learn(rolled_out(made.decide(tasks(2, kind="easy"), 6, 0), rewards=(0.0, 100.0, 50.0)))
-    rewards = [t.reward for lesson in model.lessons[0] for t in lesson.taken]
+    rewards = [t.reward for example in model.examples[0] for t in example.samples]
     assert sum(rewards) == pytest.approx(0.0, abs=1e-9)
     assert max(rewards) < 2
 

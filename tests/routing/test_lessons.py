@@ -8,19 +8,19 @@ from random import Random
 
 import pytest
 
-from toolwise.routing.lessons import Weighed
+from toolwise.routing.lessons import RoutePrediction
 
-WEIGHED = Weighed((math.log(0.6), math.log(0.3), math.log(0.1)))
+WEIGHED = RoutePrediction((math.log(0.6), math.log(0.3), math.log(0.1)))
 
 
 def test_draws_come_as_often_as_they_should() -> None:
-    counts = Counter(WEIGHED.draw(Random(f"{seed}")) for seed in range(4000))
+    counts = Counter(WEIGHED.sample(Random(f"{seed}")) for seed in range(4000))
     assert [counts[route] / 4000 for route in range(3)] == pytest.approx([0.6, 0.3, 0.1], abs=0.03)
 
 
 def test_the_likeliest_is_best_and_the_first_of_equals() -> None:
-    assert WEIGHED.best() == 0
-    assert Weighed((-2.0, -1.0, -1.0)).best() == 1
+    assert WEIGHED.argmax() == 0
+    assert RoutePrediction((-2.0, -1.0, -1.0)).argmax() == 1
 
 
 def test_probabilities_are_those_of_the_log_probs() -> None:

@@ -9,44 +9,44 @@ from typing import Any
 import pytest
 
 from toolwise.routing.baselines import RunningBaseline
-from toolwise.routing.conditioning import Teaching
-from toolwise.routing.outcomes import Came, Outcome, credit_routes, policy_weights
+from toolwise.routing.conditioning import RouterTraining
+from toolwise.routing.outcomes import RouteOutcome, RouterAdvantages, credit_routes, policy_weights
 
 PROBS = {"p": (0.5, 0.25, 0.25), "q": (0.2, 0.4, 0.4)}
 CAME = [
-    Came("p", 0, 0.0, {"cost": 0.0}),
-    Came("p", 1, 1.0, {"cost": 1.0}),
-    Came("p", 1, 0.0, {"cost": 1.0}),
-    Came("p", 2, 1.0, {"cost": 2.0}),
-    Came("q", 0, 1.0, {"cost": 0.0}),
-    Came("q", 1, 1.0, {"cost": 1.0}),
+    RouteOutcome("p", 0, 0.0, {"cost": 0.0}),
+    RouteOutcome("p", 1, 1.0, {"cost": 1.0}),
+    RouteOutcome("p", 1, 0.0, {"cost": 1.0}),
+    RouteOutcome("p", 2, 1.0, {"cost": 2.0}),
+    RouteOutcome("q", 0, 1.0, {"cost": 0.0}),
+    RouteOutcome("q", 1, 1.0, {"cost": 1.0}),
 ]
 
 
-def credited(came: list[Came], price: float = 0.5, probs: Any = PROBS, **how: Any) -> Outcome:
-    return credit_routes(came, probs, {"cost": price}, Teaching(**how), RunningBaseline(), ["cost"])
+def credited(outcomes: list[RouteOutcome], price: float = 0.5, probs: Any = PROBS, **how: Any) -> RouterAdvantages:
+    return credit_routes(outcomes, probs, {"cost": price}, RouterTraining(**how), RunningBaseline(), ["cost"])
 
 
 def test_stratified_credit_by_hand() -> None:
     """Q̂(p) = 0, 0.5 − 0.5, 1 − 1; Σπ·Q̂ = 0. Of q the third route was not seen: π over the first two."""
     outcome = credited(CAME)
-    assert outcome.by_route["p"] == pytest.approx((0.0, 0.0, 0.0))
-    assert outcome.by_route["q"][:2] == pytest.approx((1.0 - 2 / 3, 0.5 - 2 / 3))
-    assert outcome.by_route["q"][2] is None
+    assert outcome.route_advantages["p"] == pytest.approx((0.0, 0.0, 0.0))
+    assert outcome.route_advantages["q"][:2] == pytest.approx((1.0 - 2 / 3, 0.5 - 2 / 3))
+    assert outcome.route_advantages["q"][2] is None
     assert outcome.spent["cost"] == pytest.approx([0.25 * 1 + 0.25 * 2, 2 / 3])
 
 
 def test_the_policys_cost_is_not_the_batchs() -> None:
     """Stratified over all routes, two thirds of the rollouts use tools whatever the policy does."""
-    came = [Came("p", route, 1.0, {"cost": float(route > 0)}) for route in range(3)]
-    thrifty = credited(came, probs={"p": (0.98, 0.01, 0.01)})
+    outcomes = [RouteOutcome("p", route, 1.0, {"cost": float(route > 0)}) for route in range(3)]
+    thrifty = credited(outcomes, probs={"p": (0.98, 0.01, 0.01)})
     assert thrifty.spent["cost"] == pytest.approx([0.02])
 
 
 def test_drawn_routes_are_compared_within_their_prompt() -> None:
     outcome = credited(CAME, routes="independent")
-    assert outcome.drawn[:4] == pytest.approx([0.0, 0.5, -0.5, 0.0])
-    assert outcome.drawn[4:] == pytest.approx([0.25, -0.25])
+    assert outcome.rollout_advantages[:4] == pytest.approx([0.0, 0.5, -0.5, 0.0])
+    assert outcome.rollout_advantages[4:] == pytest.approx([0.25, -0.25])
     assert outcome.spent["cost"] == [c.costs["cost"] for c in CAME]
 
 
@@ -60,10 +60,10 @@ def test_other_prompts_change_nothing(routes: Any) -> None:
         rng.shuffle(order)
         outcome = credited([mixed[i] for i in order], routes=routes)
         if routes == "stratified":
-            assert outcome.by_route["p"] == pytest.approx(alone.by_route["p"], abs=1e-12)
+            assert outcome.route_advantages["p"] == pytest.approx(alone.route_advantages["p"], abs=1e-12)
         else:
-            again = {i: outcome.drawn[place] for place, i in enumerate(order)}
-            assert [again[i] for i in range(4)] == pytest.approx(list(alone.drawn), abs=1e-12)
+            again = {i: outcome.rollout_advantages[place] for place, i in enumerate(order)}
+            assert [again[i] for i in range(4)] == pytest.approx(list(alone.rollout_advantages), abs=1e-12)
 
 
 @pytest.mark.parametrize("routes", ["stratified", "independent"])
@@ -73,7 +73,7 @@ def test_divided_by_the_deviation_lambda_does_nothing(routes: Any) -> None:
 
     def found(price: float, control: bool) -> list[float]:
         outcome = credited(same_reward, price, routes=routes, divide_by_std_as_a_control=control)
-        return [a or 0.0 for a in outcome.by_route.get("p", outcome.drawn)]
+        return [a or 0.0 for a in outcome.route_advantages.get("p", outcome.rollout_advantages)]
 
     assert found(0.001, True) == pytest.approx(found(5.0, True), abs=5e-3)
     assert found(5.0, False) == pytest.approx([5000 * a for a in found(0.001, False)])
@@ -82,12 +82,12 @@ def test_divided_by_the_deviation_lambda_does_nothing(routes: Any) -> None:
 
 def test_one_route_for_all_copies_is_compared_with_what_came_before() -> None:
     baseline = RunningBaseline()
-    teaching = Teaching(routes="one")
-    first = [Came("p", 1, 1.0, {"cost": 1.0}), Came("p", 1, 1.0, {"cost": 1.0})]
-    credit_routes(first, PROBS, {"cost": 0.5}, teaching, baseline, ["cost"])
-    better = [Came("q", 0, 2.0, {"cost": 0.0}), Came("q", 0, 2.0, {"cost": 0.0})]
-    outcome = credit_routes(better, PROBS, {"cost": 0.5}, teaching, baseline, ["cost"])
-    assert outcome.drawn == pytest.approx([1.0 + 0.5, 1.0 + 0.5])  # within the prompt it would be nothing
+    training = RouterTraining(routes="one")
+    first = [RouteOutcome("p", 1, 1.0, {"cost": 1.0}), RouteOutcome("p", 1, 1.0, {"cost": 1.0})]
+    credit_routes(first, PROBS, {"cost": 0.5}, training, baseline, ["cost"])
+    better = [RouteOutcome("q", 0, 2.0, {"cost": 0.0}), RouteOutcome("q", 0, 2.0, {"cost": 0.0})]
+    outcome = credit_routes(better, PROBS, {"cost": 0.5}, training, baseline, ["cost"])
+    assert outcome.rollout_advantages == pytest.approx([1.0 + 0.5, 1.0 + 0.5])  # within the prompt it would be nothing
 
 
 def test_what_the_policy_earns_is_weighed_by_its_own_chances() -> None:
@@ -98,5 +98,5 @@ def test_what_the_policy_earns_is_weighed_by_its_own_chances() -> None:
 
 def test_nothing_came_back() -> None:
     outcome = credited([], probs={})
-    assert outcome.by_route == {}
+    assert outcome.route_advantages == {}
     assert outcome.spent["cost"] == []

@@ -16,12 +16,19 @@ from typing import Any, Literal
 import pytest
 
 from toolwise.data.rlla import TOOL_ENTRY, parse_tools
-from toolwise.envs.tool_env import ToolEnv, spec_of
+from toolwise.envs.tool_env import ToolEnv, tool_spec
 from toolwise.messages import Message, ToolCall
 from toolwise.routing.actions import ROUTES, RouteAction
 from toolwise.routing.families import Family, families_of_task
-from toolwise.routing.prompts import Conditioned, allowed_tools, condition, sort_tools, style_of, unconditioned
-from toolwise.routing.wording import SILENT, load_wording
+from toolwise.routing.prompts import (
+    ConditionedPrompt,
+    allowed_tools,
+    condition,
+    prompt_style,
+    sort_tools,
+    unconditioned,
+)
+from toolwise.routing.wording import EMPTY_WORDING, load_wording
 from toolwise.tools.catalog import build_tools
 from toolwise.types import Task
 
@@ -205,16 +212,19 @@ def test_a_tool_that_is_described_twice_stays_twice() -> None:
 
 def test_entries_in_a_users_words_are_left_alone() -> None:
     messages = [Message(role="user", content=TWO)]
-    assert style_of(messages) == "chat"
-    assert condition(messages, ANSWER, FAMILIES, templates=SILENT).messages is messages
+    assert prompt_style(messages) == "chat"
+    assert condition(messages, ANSWER, FAMILIES, templates=EMPTY_WORDING).messages is messages
 
 
 def test_without_words_the_block_still_follows_the_route() -> None:
-    made = condition(rlla(TWO), CALCULATE, TWO_FAMILIES, templates=SILENT).messages[0].content
+    made = condition(rlla(TWO), CALCULATE, TWO_FAMILIES, templates=EMPTY_WORDING).messages[0].content
     assert made == (
         "Be kind.\n\n**Available Tools**\nYou can use:\n1. Name: g\nDescription: Computes\nParameters: {}\n\nBe brief."
     )
-    assert condition(rlla(TWO), ANSWER, TWO_FAMILIES, templates=SILENT).messages[0].content == "Be kind.\n\nBe brief."
+    assert (
+        condition(rlla(TWO), ANSWER, TWO_FAMILIES, templates=EMPTY_WORDING).messages[0].content
+        == "Be kind.\n\nBe brief."
+    )
 
 
 # Chat prompts, whose tools the template writes
@@ -239,9 +249,9 @@ def test_a_route_passes_on_only_its_tools(route: RouteAction, hard: bool, tools:
 @every_route
 def test_hiding_schemas_needs_no_words(route: RouteAction) -> None:
     for mode in _MODES:
-        made = condition(CHAT, route, FAMILIES, mode=mode, templates=SILENT)
+        made = condition(CHAT, route, FAMILIES, mode=mode, templates=EMPTY_WORDING)
         assert made.messages is CHAT
-    assert condition(CHAT, route, FAMILIES, templates=SILENT).tools == allowed_tools(route, FAMILIES)
+    assert condition(CHAT, route, FAMILIES, templates=EMPTY_WORDING).tools == allowed_tools(route, FAMILIES)
 
 
 _MODES: tuple[Literal["rewrite", "append"], ...] = ("rewrite", "append")
@@ -294,8 +304,8 @@ def test_other_parts_of_a_message_are_kept() -> None:
 
 
 def test_nothing_to_condition() -> None:
-    assert condition([], ANSWER, FAMILIES, mode="append") == Conditioned([], None, tuple(FAMILIES))
-    assert condition(CHAT, "search", {}, templates=SILENT) == Conditioned(CHAT, ())
+    assert condition([], ANSWER, FAMILIES, mode="append") == ConditionedPrompt([], None, tuple(FAMILIES))
+    assert condition(CHAT, "search", {}, templates=EMPTY_WORDING) == ConditionedPrompt(CHAT, ())
 
 
 def test_a_call_that_the_route_forbids_is_an_error_that_the_model_reads() -> None:
@@ -335,7 +345,7 @@ def test_appending_keeps_the_tokens_of_all_but_the_prompts_last_words() -> None:
     from toolwise.rollout.chat import ChatTokenizer
 
     chat = ChatTokenizer(AutoTokenizer.from_pretrained(locate("builtin:small")))
-    specs = [spec_of(tool) for tool in build_tools(["calculator", "search"]).values()]
+    specs = [tool_spec(tool) for tool in build_tools(["calculator", "search"]).values()]
     original = list(chat.start(CHAT, specs))
     closing = list(chat.start([Message(role="user", content="")], specs))
     tail = next(i for i, pair in enumerate(zip(original[::-1], closing[::-1], strict=False)) if len(set(pair)) > 1)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from toolwise.routing.threshold import choose, find_threshold, hull_moves
+from toolwise.routing.threshold import choose_routes, find_threshold, hull_moves
 
 VALUES = np.array([[0.0, 2.0, -1.0], [0.0, 1.0, 0.5], [0.0, -1.0, -3.0]])
 COSTS = np.tile([0.0, 1.0, 1.0], (3, 1))
@@ -34,7 +34,7 @@ def test_of_equally_cheap_routes_the_best_comes_first() -> None:
 def test_a_budget_of_one_third_lets_the_surest_row_search() -> None:
     threshold = find_threshold(VALUES, COSTS, COSTS, 1 / 3)
     assert 1.0 < threshold.offset < 2.0
-    assert choose(VALUES, COSTS, threshold.offset).tolist() == [1, 0, 0]
+    assert choose_routes(VALUES, COSTS, threshold.offset).tolist() == [1, 0, 0]
     assert threshold.share < 1e-9
 
 
@@ -57,12 +57,12 @@ def test_budgets_out_of_reach_give_the_cheapest_and_the_costliest_routes() -> No
     dear = COSTS + 0.5
     for budget, route in ((0.1, 0), (99.0, 1)):
         threshold = find_threshold(VALUES, dear, dear, budget)
-        assert choose(VALUES, dear, threshold.offset).tolist() == [route] * 3
+        assert choose_routes(VALUES, dear, threshold.offset).tolist() == [route] * 3
         assert threshold.share == 0.0
 
 
 def test_of_equal_worth_the_cheapest_route_is_taken() -> None:
-    assert choose(np.array([[1.0, 2.0]]), np.array([[0.0, 1.0]]), 1.0).tolist() == [0]
+    assert choose_routes(np.array([[1.0, 2.0]]), np.array([[0.0, 1.0]]), 1.0).tolist() == [0]
 
 
 TENTHS = st.integers(-30, 30).map(lambda tenths: tenths / 10)
@@ -104,21 +104,21 @@ def test_walking_the_moves_gives_what_choosing_gives(values: np.ndarray, offset:
     for row, after, slope in zip(moves.row, moves.after, moves.slope, strict=True):
         if slope > offset:
             routes[row] = after
-    assert routes.tolist() == choose(values, costs, offset).tolist()
+    assert routes.tolist() == choose_routes(values, costs, offset).tolist()
 
 
 def test_looser_than_trained_takes_the_tool_that_the_router_likes_and_not_the_costliest() -> None:
     values, costs = np.array([[0.0, -1.0, -2.0], [0.0, -2.0, -0.5]]), np.tile([0.0, 1.0, 3.0], (2, 1))
-    assert choose(values, costs, -0.4).tolist() == [0, 0]
-    assert choose(values, costs, -0.6).tolist() == [0, 2]
-    assert choose(values, costs, -9.0).tolist() == [1, 2]
+    assert choose_routes(values, costs, -0.4).tolist() == [0, 0]
+    assert choose_routes(values, costs, -0.6).tolist() == [0, 2]
+    assert choose_routes(values, costs, -9.0).tolist() == [1, 2]
     threshold = find_threshold(values, costs, costs, 99.0)
-    assert choose(values, costs, threshold.offset).tolist() == [1, 2]
+    assert choose_routes(values, costs, threshold.offset).tolist() == [1, 2]
 
 
 def test_with_scores_a_budget_is_a_limit_and_not_used_up_for_nothing() -> None:
     scores = np.array([[0.0, 1.0, 0.0], [0.9, 0.1, 0.0], [1.0, 0.0, 0.0]])  # only the first row gains by searching
     for budget in (1 / 3, 0.5, 1.0):
         threshold = find_threshold(VALUES, COSTS, COSTS, budget, scores)
-        assert choose(VALUES, COSTS, threshold.offset).tolist() == [1, 0, 0], budget
+        assert choose_routes(VALUES, COSTS, threshold.offset).tolist() == [1, 0, 0], budget
         assert threshold.share < 1e-9

@@ -10,7 +10,7 @@ import pytest
 from toolwise.data.rlla import gold_calls
 from toolwise.messages import Message, ToolCall
 from toolwise.routing.families import Family, families_of_task
-from toolwise.routing.usage import UNREADABLE, RouteUsage, calls_in, usage_of, usage_of_messages, usage_of_text
+from toolwise.routing.usage import UNREADABLE, RouteUsage, tool_calls_in, usage_of, usage_of_messages, usage_of_text
 from toolwise.types import Rollout, StepData, StopReason, Task, Usage
 
 SEARCH, CALCULATE, OTHER = Family.SEARCH, Family.CALCULATE, Family.OTHER
@@ -156,7 +156,7 @@ def test_messages_with_calls_are_taken_at_their_word() -> None:
         Message(role="assistant", content="<tool_call>no</tool_call>", tool_calls=[ToolCall(name="search")]),
     ]
     assert usage_of_messages(messages, FAMILIES).calls_by_tool == {"search": 1}
-    assert calls_in(messages[1])[0].name == "search"
+    assert tool_calls_in(messages[1])[0].name == "search"
 
 
 def test_the_gold_answers_of_480_rows(rlla_tasks: list[Task]) -> None:

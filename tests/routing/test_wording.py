@@ -8,7 +8,7 @@ import pytest
 
 from toolwise.errors import ConfigError
 from toolwise.routing.actions import ROUTES
-from toolwise.routing.wording import PARTS, SILENT, load_wording
+from toolwise.routing.wording import EMPTY_WORDING, PARTS, load_wording
 
 NO_TOOLS = {"entries": "", "avoided": "", "first": [], "others": [], "avoid": [], "hard": True}
 
@@ -18,13 +18,13 @@ def test_the_shipped_file_has_words_for_everything() -> None:
     for style in ("rlla", "chat"):
         for route in ROUTES:
             for part in PARTS[style]:
-                assert shipped.says(style, route, part)  # type: ignore[arg-type]
+                assert shipped.has_template(style, route, part)  # type: ignore[arg-type]
 
 
 def test_silence_says_nothing() -> None:
-    assert load_wording("silent") is SILENT
-    assert SILENT.render("rlla", ROUTES[0], "note", NO_TOOLS) == ""
-    assert not SILENT.says("rlla", ROUTES[0], "note")
+    assert load_wording("silent") is EMPTY_WORDING
+    assert EMPTY_WORDING.render("rlla", ROUTES[0], "note", NO_TOOLS) == ""
+    assert not EMPTY_WORDING.has_template("rlla", ROUTES[0], "note")
 
 
 def test_what_a_copy_leaves_out_stays_as_it_is(tmp_path: Path) -> None:

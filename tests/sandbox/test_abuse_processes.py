@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from toolwise.sandbox import ProgramSandbox
-from toolwise.sandbox.layers.bubblewrap import why_not
-from toolwise.tools.isolation.places import Place, Target
+from toolwise.sandbox.layers.bubblewrap import unavailable_reason
+from toolwise.tools.isolation.places import ModuleRef, ObjectRef
 from toolwise.tools.isolation.pool import Pool
 from toolwise.tools.isolation.workers import ToolDied, ToolFault
 
@@ -140,8 +140,8 @@ PROGRAM_TIERS = ["standard", pytest.param("namespaced", marks=pytest.mark.namesp
      for number, name in enumerate(cases.SHELL)],
 )  # fmt: skip
 def test_nothing_outlives_a_shell_program(name: str, tier: Any) -> None:
-    if tier == "namespaced" and why_not():
-        pytest.skip(why_not())
+    if tier == "namespaced" and unavailable_reason():
+        pytest.skip(unavailable_reason())
     sandbox = ProgramSandbox("shell", tier, permissions=["subprocess"], timeout_s=2.0)
     folder = sandbox.open_folder()
     word = cases.new_name()
@@ -192,7 +192,7 @@ def check_tool(case: Any, folder: Path) -> None:
     work = folder / f"work_{case.name}"
     work.mkdir()
     file.write_text(f"{source}\nHERE = {str(work)!r}\n")
-    target = Target(Place(None, str(file)), "attack")
+    target = ObjectRef(ModuleRef(None, str(file)), "attack")
 
     async def call() -> None:
         with pytest.raises((ToolDied, TimeoutError)) if case.kind in ("died", "timeout") else _anything():
@@ -217,7 +217,7 @@ TRAINER = """
 import asyncio, logging, sys, threading
 from pathlib import Path
 from toolwise.sandbox import ProgramSandbox, Sandbox
-from toolwise.tools.isolation.places import Place, Target
+from toolwise.tools.isolation.places import ModuleRef, ObjectRef
 from toolwise.tools.isolation.pool import Pool
 logging.disable(50)
 what, file, word, note = sys.argv[1:]
@@ -227,7 +227,7 @@ if kind == "reward":
     sandbox = Sandbox(tier, timeout_s=100, permissions=permissions)
     work = lambda: sandbox.evaluate(f"{file}:f", [{"role": "user", "content": "x"}], word)
 elif kind == "tool":
-    work = lambda: asyncio.run(Pool().run(Target(Place(None, file), "attack"), {"name": word}))
+    work = lambda: asyncio.run(Pool().run(ObjectRef(ModuleRef(None, file), "attack"), {"name": word}))
 else:
     programs = ProgramSandbox("shell", tier, permissions=permissions, timeout_s=100)
     text = f"env -i setsid sleep {word} & (setsid sleep {word} &) ; while :; do sleep {word}; done"
@@ -244,8 +244,8 @@ WITH_TRAINER_IN_NAMESPACES = ["namespaced reward", "namespaced program"]
     "what", [*WITH_TRAINER, *(pytest.param(what, marks=pytest.mark.namespaced) for what in WITH_TRAINER_IN_NAMESPACES)]
 )
 def test_all_ends_with_a_trainer_that_is_killed(what: str, tmp_path: Path) -> None:
-    if "namespaced" in what and why_not():
-        pytest.skip(why_not())
+    if "namespaced" in what and unavailable_reason():
+        pytest.skip(unavailable_reason())
     (tmp_path / "trainer.py").write_text(TRAINER)
     body = "daemon(name, lambda: os.chdir('/'), env={}); sh('env -i setsid sleep NAME &', name); sleep(name)"
     source = cases.Case("daemons", body).source().replace("def attack(name):", "def attack(name: str) -> str:")

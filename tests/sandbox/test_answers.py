@@ -22,7 +22,9 @@ JSON = st.recursive(
 @given(JSON | st.fixed_dictionaries({"result": JSON}) | st.fixed_dictionaries({"fault": JSON}))
 def test_no_answer_raises(answer: Any) -> None:
     result = read_answer(answer)
-    assert result.counts or (result.error is not None and result.error.kind in KINDS) or not result.is_score_valid
+    assert (
+        result.has_valid_score or (result.error is not None and result.error.kind in KINDS) or not result.is_score_valid
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from toolwise.sandbox import calls
-from toolwise.sandbox.calls import TOGETHER, run_batch, run_pointwise, run_together
+from toolwise.sandbox.calls import CALLS_PER_FRAME, run_batch, run_in_one_frame, run_pointwise
 from toolwise.sandbox.faults import WorkerFault
 from toolwise.sandbox.layers.hardening import Plan
 from toolwise.sandbox.pool import Pool
@@ -54,27 +54,27 @@ def _target(tmp_path: Path, name: str = "f") -> Any:
 
 def test_the_first_the_last_and_the_only_one_can_be_the_culprit(pool: Pool, tmp_path: Path) -> None:
     target = _target(tmp_path)
-    assert _kinds(run_together(pool, target, _calls(["exit"]), 5.0)) == ["died"]
-    assert _kinds(run_together(pool, target, _calls(["exit", "", ""]), 5.0)) == ["died", "ok", "ok"]
-    assert _kinds(run_together(pool, target, _calls(["", "", "exit"]), 5.0)) == ["ok", "ok", "died"]
+    assert _kinds(run_in_one_frame(pool, target, _calls(["exit"]), 5.0)) == ["died"]
+    assert _kinds(run_in_one_frame(pool, target, _calls(["exit", "", ""]), 5.0)) == ["died", "ok", "ok"]
+    assert _kinds(run_in_one_frame(pool, target, _calls(["", "", "exit"]), 5.0)) == ["ok", "ok", "died"]
 
 
 def test_after_a_patch_the_rest_goes_to_a_fresh_worker(pool: Pool, tmp_path: Path) -> None:
-    answers = run_together(pool, _target(tmp_path), _calls(["", "patch", "", ""]), 5.0)
+    answers = run_in_one_frame(pool, _target(tmp_path), _calls(["", "patch", "", ""]), 5.0)
     assert ['"score":' + s in a["result"] for a, s in zip(answers, ["1.0", "2.0", "1.0", "2.0"], strict=True)] == [
         True
     ] * 4
 
 
 def test_one_that_raises_does_not_stop_those_behind_it(pool: Pool, tmp_path: Path) -> None:
-    answers = run_together(pool, _target(tmp_path), _calls(["", "raise", "", "leave", ""]), 5.0)
+    answers = run_in_one_frame(pool, _target(tmp_path), _calls(["", "raise", "", "leave", ""]), 5.0)
     assert _kinds(answers) == ["ok", "exception", "ok", "died", "ok"]
     assert ['"score":' + s in answers[i]["result"] for i, s in ((0, "1.0"), (2, "2.0"), (4, "1.0"))] == [True] * 3
 
 
 def test_many_parts_keep_their_order(pool: Pool, tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as threads:
-        count = 3 * TOGETHER + 5
+        count = 3 * CALLS_PER_FRAME + 5
         truths = ["exit" if i % 40 == 7 else "" for i in range(count)]
         answers = run_pointwise(pool, _target(tmp_path), _calls(truths), 5.0, lambda: threads)
     assert _kinds(answers) == ["died" if truth else "ok" for truth in truths]
@@ -82,7 +82,7 @@ def test_many_parts_keep_their_order(pool: Pool, tmp_path: Path) -> None:
 
 def test_a_fault_on_import_is_everyones(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("1 / 0")
-    answers = run_together(pool, resolve(f"{tmp_path / 'broken.py'}:f"), _calls(["", ""]), 5.0)
+    answers = run_in_one_frame(pool, resolve(f"{tmp_path / 'broken.py'}:f"), _calls(["", ""]), 5.0)
     assert _kinds(answers) == ["import", "import"]
 
 
@@ -113,8 +113,8 @@ def test_async_calls_without_an_answer_are_split_until_the_culprit_is_alone(monk
         parts.append(len(calls))
         return [call["ground_truth"] for call in calls]
 
-    monkeypatch.setattr(calls, "run_overlapping", overlapping)
-    monkeypatch.setattr(calls, "run_together", together)
+    monkeypatch.setattr(calls, "run_overlapping_calls", overlapping)
+    monkeypatch.setattr(calls, "run_in_one_frame", together)
     truths = ["" for _ in range(64)]
     truths[5] = "block"
     with ThreadPoolExecutor(2) as threads:

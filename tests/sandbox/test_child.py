@@ -14,7 +14,7 @@ from toolwise.sandbox.processes import Process, start_process
 
 
 def _say(process: Process, message: dict[str, Any]) -> None:
-    process.channel.sendall(frames.framed(frames.encode(message)))
+    process.channel.sendall(frames.to_frame(frames.encode(message)))
 
 
 def _hear(process: Process) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 
 from toolwise.sandbox import disk_usage
 from toolwise.sandbox.disk_usage import Disk, bytes_written, counts_writes
-from toolwise.sandbox.scratch import FOLDER
+from toolwise.sandbox.scratch import FOLDER_FLAGS
 
 MB = 1 << 20
 ME = "/proc/self"
@@ -46,9 +46,9 @@ def _me() -> list[str]:
 def test_a_folder_is_full_by_size(folder: Path, disk: Disk) -> None:
     (folder / "a").mkdir()
     (folder / "a" / "f").write_bytes(b"x" * (MB + MB // 2))
-    assert disk.is_full(_nobody) == ""
+    assert disk.overflow_reason(_nobody) == ""
     (folder / "a" / "g").write_bytes(b"x" * MB)
-    assert "2 MB" in disk.is_full(_nobody)
+    assert "2 MB" in disk.overflow_reason(_nobody)
 
 
 def test_folders_count_together(tmp_path: Path) -> None:
@@ -58,15 +58,15 @@ def test_folders_count_together(tmp_path: Path) -> None:
         (folder / "f").write_bytes(b"x" * 700_000)
     for count, full in ((1, False), (2, True)):
         disk = Disk(folders[:count], 1)
-        assert bool(disk.is_full(_nobody)) == full
+        assert bool(disk.overflow_reason(_nobody)) == full
         disk.close()
 
 
 def test_a_folder_is_full_by_files(folder: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_usage, "MOST_FILES", 3)
+    monkeypatch.setattr(disk_usage, "MAX_FILES", 3)
     for n in range(4):
         (folder / str(n)).touch()
-    assert "3 files" in disk.is_full(_nobody)
+    assert "3 files" in disk.overflow_reason(_nobody)
 
 
 def test_links_are_not_followed_and_hard_ones_count_once(tmp_path: Path, folder: Path, disk: Disk) -> None:
@@ -76,41 +76,41 @@ def test_links_are_not_followed_and_hard_ones_count_once(tmp_path: Path, folder:
     (folder / "file").write_bytes(b"x" * MB)
     for n in range(5):
         os.link(folder / "file", folder / f"{n}")
-    assert disk.is_full(_nobody) == ""
+    assert disk.overflow_reason(_nobody) == ""
 
 
 def test_what_is_never_written_takes_no_room(folder: Path, disk: Disk) -> None:
     (folder / "sparse").touch()
     os.truncate(folder / "sparse", 1 << 30)
-    assert disk.is_full(_nobody) == ""
+    assert disk.overflow_reason(_nobody) == ""
 
 
 def test_paths_longer_than_any_call_takes_are_counted(folder: Path, disk: Disk) -> None:
-    at = os.open(folder, FOLDER)
+    at = os.open(folder, FOLDER_FLAGS)
     for _ in range(30):
         os.mkdir("n" * 200, dir_fd=at)
-        below = os.open("n" * 200, FOLDER, dir_fd=at)
+        below = os.open("n" * 200, FOLDER_FLAGS, dir_fd=at)
         os.close(at)
         at = below
     file = os.open("f", os.O_CREAT | os.O_WRONLY, dir_fd=at)
     os.write(file, bytes(3 * MB))
     os.close(file)
     os.close(at)
-    assert disk.is_full(_nobody)
+    assert disk.overflow_reason(_nobody)
 
 
 def test_who_nests_too_deep_hides_something(folder: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_usage, "MOST_DEPTH", 3)
+    monkeypatch.setattr(disk_usage, "MAX_FOLDER_DEPTH", 3)
     (folder / "a" / "b").mkdir(parents=True)
-    assert disk.is_full(_nobody) == ""
+    assert disk.overflow_reason(_nobody) == ""
     (folder / "a" / "b" / "c").mkdir()
-    assert disk.is_full(_nobody)
+    assert disk.overflow_reason(_nobody)
 
 
 def test_a_wide_folder_takes_few_descriptors(folder: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     for n in range(50):
         (folder / str(n)).mkdir()
-    most, inside = 0, disk_usage.open_inside
+    most, inside = 0, disk_usage.open_subfolder
 
     def watch(*args: int | str) -> int | None:
         nonlocal most
@@ -118,8 +118,8 @@ def test_a_wide_folder_takes_few_descriptors(folder: Path, disk: Disk, monkeypat
         return inside(*args)  # type: ignore[arg-type]
 
     before = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
-    monkeypatch.setattr(disk_usage, "open_inside", watch)
-    disk.is_full(_nobody)
+    monkeypatch.setattr(disk_usage, "open_subfolder", watch)
+    disk.overflow_reason(_nobody)
     assert most <= before + 5
 
 
@@ -128,7 +128,7 @@ def test_a_wide_folder_takes_few_descriptors(folder: Path, disk: Disk, monkeypat
 def test_a_folder_that_may_be_written_but_not_listed_is_counted(folder: Path, disk: Disk) -> None:
     (folder / "a").mkdir(mode=0o300)
     (folder / "a" / "f").write_bytes(bytes(3 * MB))
-    assert disk.is_full(_nobody)
+    assert disk.overflow_reason(_nobody)
 
 
 @linux
@@ -137,10 +137,10 @@ def test_files_without_names_count_while_a_process_keeps_them(folder: Path, disk
         file.write(bytes(3 * MB))
         file.flush()
         os.unlink(folder / "f")
-        assert disk.is_full(_nobody) == ""
-        assert disk.is_full(_me)
+        assert disk.overflow_reason(_nobody) == ""
+        assert disk.overflow_reason(_me)
         assert not disk.is_empty(_me)
-    assert disk.is_full(_me) == ""
+    assert disk.overflow_reason(_me) == ""
     assert disk.is_empty(_nobody)
 
 
@@ -156,7 +156,7 @@ def test_maps_of_files_without_names_count(folder: Path, disk: Disk) -> None:
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        assert disk.is_full(lambda: [f"/proc/{child.pid}"])
+        assert disk.overflow_reason(lambda: [f"/proc/{child.pid}"])
         child.communicate(b"\n")
 
 
@@ -177,7 +177,7 @@ def test_what_was_written_is_noticed_in_no_time(folder: Path, disk: Disk) -> Non
 
 @linux
 def test_whether_writes_are_counted_is_found_out(folder: Path) -> None:
-    descriptor = os.open(folder, FOLDER)
+    descriptor = os.open(folder, FOLDER_FLAGS)
     assert counts_writes(descriptor) in (True, False)
     assert os.listdir(descriptor) == []
     os.close(descriptor)

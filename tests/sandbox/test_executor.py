@@ -65,4 +65,4 @@ def test_a_reward_given_as_a_function_is_found_again(sandbox: Sandbox) -> None:
     from toolwise.demo.reward import small_world_reward
 
     results = asyncio.run(SandboxExecutor(sandbox).evaluate(Reward.of(small_world_reward), [_rollout(1)], step=0))
-    assert results[0].counts
+    assert results[0].has_valid_score

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from toolwise.sandbox.faults import KINDS, WorkerFault, printable, read_fault
+from toolwise.sandbox.faults import KINDS, WorkerFault, read_fault, sanitize_text
 
 
 @pytest.mark.parametrize("value", [None, 1, [], {}, {"kind": "mine"}, {"kind": None}, {"kind": ["timeout"]}])
@@ -19,13 +19,13 @@ def test_a_fault_keeps_its_words() -> None:
 
 
 def test_words_are_cut_and_made_printable() -> None:
-    assert printable("\ud800", 10) == "\\ud800"
-    assert len(printable("x" * 1000, 100)) < 110
-    assert printable(None, 10) == ""
+    assert sanitize_text("\ud800", 10) == "\\ud800"
+    assert len(sanitize_text("x" * 1000, 100)) < 110
+    assert sanitize_text(None, 10) == ""
 
 
 def test_a_fault_is_an_invalid_result() -> None:
     result = WorkerFault("timeout", "late").result()
-    assert not result.counts
+    assert not result.has_valid_score
     assert result.error is not None
     assert result.error.kind in KINDS

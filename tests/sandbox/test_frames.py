@@ -18,8 +18,8 @@ VALUES = st.dictionaries(
 
 @given(st.lists(VALUES, min_size=1, max_size=4), st.lists(st.integers(1, 30), max_size=40))
 def test_frames_survive_any_cutting(values: list[dict[str, object]], cuts: list[int]) -> None:
-    data = b"".join(frames.framed(frames.encode(value)) for value in values)
-    incoming, got = frames.Incoming(10_000), []
+    data = b"".join(frames.to_frame(frames.encode(value)) for value in values)
+    incoming, got = frames.FrameReader(10_000), []
     for cut in [*cuts, len(data)]:
         incoming.feed(data[:cut])
         data = data[cut:]
@@ -31,15 +31,15 @@ def test_frames_survive_any_cutting(values: list[dict[str, object]], cuts: list[
 
 @pytest.mark.parametrize(("payload", "kind"), [(b"[]", "bad_type"), (b"\xff", "bad_type"), (b"[" * 99_999, "bad_type")])
 def test_what_is_no_message_is_a_fault(payload: bytes, kind: str) -> None:
-    incoming = frames.Incoming(1 << 20)
-    incoming.feed(frames.framed(payload))
+    incoming = frames.FrameReader(1 << 20)
+    incoming.feed(frames.to_frame(payload))
     with pytest.raises(WorkerFault) as caught:
         incoming.next()
     assert caught.value.kind == kind
 
 
 def test_a_frame_that_promises_too_much_is_refused_at_once() -> None:
-    incoming = frames.Incoming(100)
+    incoming = frames.FrameReader(100)
     incoming.feed(frames.HEADER.pack(101))
     with pytest.raises(WorkerFault, match="limit is 100") as caught:
         incoming.next()
@@ -47,8 +47,8 @@ def test_a_frame_that_promises_too_much_is_refused_at_once() -> None:
 
 
 def test_surrogates_and_odd_numbers_survive() -> None:
-    incoming = frames.Incoming(1000)
-    incoming.feed(frames.framed(frames.encode({"a": "\ud800", "b": float("inf")})))
+    incoming = frames.FrameReader(1000)
+    incoming.feed(frames.to_frame(frames.encode({"a": "\ud800", "b": float("inf")})))
     assert incoming.next() == {"a": "\ud800", "b": float("inf")}
 
 

@@ -22,25 +22,25 @@ def _harness(tmp_path: Path, source: str) -> Harness:
 
 
 def test_a_result_is_json(tmp_path: Path) -> None:
-    answer = _harness(tmp_path, "def f(messages, truth, k=0): return truth + k").one({**CALL, "kwargs": {"k": 2}})
+    answer = _harness(tmp_path, "def f(messages, truth, k=0): return truth + k").call_one({**CALL, "kwargs": {"k": 2}})
     assert json.loads(answer["result"])["score"] == 3.0
 
 
 def test_lenient_calls_leave_out_what_is_not_taken(tmp_path: Path) -> None:
     harness = _harness(tmp_path, "def f(messages, truth): return truth")
     call = {**CALL, "kwargs": {"step": 5}}
-    assert harness.one(call)["fault"]["kind"] == "exception"
-    assert "result" in harness.one({**call, "lenient": True})
+    assert harness.call_one(call)["fault"]["kind"] == "exception"
+    assert "result" in harness.call_one({**call, "lenient": True})
 
 
 def test_a_batch_function_gets_a_batch_of_one(tmp_path: Path) -> None:
     harness = _harness(tmp_path, "def f(rollouts_messages, ground_truths): return ground_truths")
-    assert json.loads(harness.one(CALL)["result"])["score"] == 1.0
-    assert len(harness.many({"calls": [CALL, CALL]})) == 2
+    assert json.loads(harness.call_one(CALL)["result"])["score"] == 1.0
+    assert len(harness.call_batch({"calls": [CALL, CALL]})) == 2
 
 
 def test_a_message_that_is_none_is_an_exception(tmp_path: Path) -> None:
-    answer = _harness(tmp_path, "def f(messages, truth): return 1").one({**CALL, "messages": [{"role": "nobody"}]})
+    answer = _harness(tmp_path, "def f(messages, truth): return 1").call_one({**CALL, "messages": [{"role": "nobody"}]})
     assert answer["fault"]["kind"] == "exception"
 
 

@@ -203,8 +203,10 @@ def test_it_works_without_privileges() -> None:
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which bwrap is installed and refuses to work."""
-    monkeypatch.setattr(bubblewrap, "why_not", lambda network=False: "bwrap: No permissions to create new namespace")
-    monkeypatch.setattr(report, "why_not", bubblewrap.why_not)
+    monkeypatch.setattr(
+        bubblewrap, "unavailable_reason", lambda network=False: "bwrap: No permissions to create new namespace"
+    )
+    monkeypatch.setattr(report, "unavailable_reason", bubblewrap.unavailable_reason)
     monkeypatch.setattr(report, "_cache", {})
 
 

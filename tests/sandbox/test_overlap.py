@@ -140,7 +140,7 @@ def test_what_one_call_patches_reaches_no_other_s_score(
     attack: str, sandbox: Sandbox, reference: Callable[[str], str], caplog: pytest.LogCaptureFixture
 ) -> None:
     said: list[str] = []
-    sandbox.printed = lambda label, text: said.append(label)
+    sandbox.on_print = lambda label, text: said.append(label)
     results = sandbox.run_calls(reference("shared"), labelled(["", "early", attack, ""]))
     assert [results[at].score for at in (0, 1, 3)] == [1.0, 1.0, 1.0]
     assert kinds(results)[2] == ("ok" if attack == "patch" else "died")
@@ -150,7 +150,7 @@ def test_what_one_call_patches_reaches_no_other_s_score(
 
 def test_threads_of_calls_under_way_are_no_change(sandbox: Sandbox, reference: Callable[[str], str]) -> None:
     said: list[str] = []
-    sandbox.printed = lambda label, text: said.append(text)
+    sandbox.on_print = lambda label, text: said.append(text)
     sandbox.run_calls(reference("in_a_thread"), labelled([0, 1, 2, 3]))
     assert said == ["begin\n"] * 4  # each once
     before = sandbox.pids()
@@ -185,7 +185,7 @@ def test_a_worker_stays_warm_after_a_clean_batch(sandbox: Sandbox, reference: Ca
 
 def test_prints_of_calls_that_overlap_are_told_apart(sandbox: Sandbox, reference: Callable[[str], str]) -> None:
     told: dict[str, str] = {}
-    sandbox.printed = told.__setitem__
+    sandbox.on_print = told.__setitem__
     calls = [{"messages": [], "ground_truth": i, "kwargs": {}, "label": f"r{i}"} for i in range(4)]
     sandbox.run_calls(reference("f"), calls)
     assert told == {f"r{i}": f"begin {i}\n" for i in range(4)}

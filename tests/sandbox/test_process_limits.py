@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from toolwise.sandbox import ProgramSandbox, Sandbox, process_limits
-from toolwise.sandbox.process_limits import MOST_THREADS, oom_kills
+from toolwise.sandbox.process_limits import MAX_THREADS, oom_kills
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 MESSAGES = [{"role": "assistant", "content": "4"}]
 BOMB = f"""
 import _thread, threading, time
 threading.stack_size(32768)
-def bomb(count={2 * MOST_THREADS}):
+def bomb(count={2 * MAX_THREADS}):
     for _ in range(count):
         _thread.start_new_thread(time.sleep, (60,))
     time.sleep(60)
@@ -30,8 +30,8 @@ POOL = f"""
 from concurrent.futures import ThreadPoolExecutor
 import time
 def pool():
-    with ThreadPoolExecutor({MOST_THREADS // 2}) as threads:
-        return float(sum(threads.map(lambda n: time.sleep(0.3) or 1, range({MOST_THREADS // 2}))))
+    with ThreadPoolExecutor({MAX_THREADS // 2}) as threads:
+        return float(sum(threads.map(lambda n: time.sleep(0.3) or 1, range({MAX_THREADS // 2}))))
 """
 
 
@@ -49,7 +49,7 @@ def test_a_reward_with_too_many_threads_is_ended(tmp_path: Path, tier: Any, perm
         result = sandbox.evaluate(f"{tmp_path / 'r.py'}:f", MESSAGES, None)
         assert result.error is not None
         assert result.error.kind == "too_big"
-        assert f"more than {MOST_THREADS} threads" in result.error.message
+        assert f"more than {MAX_THREADS} threads" in result.error.message
         assert time.monotonic() - began < 15
         assert sandbox.evaluate(f"{tmp_path / 'r.py'}:g", MESSAGES, None).score == 1.0
 
@@ -106,7 +106,7 @@ def test_a_program_with_too_many_threads_is_ended(tier: Any) -> None:
     result = asyncio.run(sandbox.run(f"{BOMB}\nbomb()", folder))
     asyncio.run(sandbox.close_folder(folder))
     sandbox.close()
-    assert (result.kind, result.message) == ("too_big", f"it started more than {MOST_THREADS} threads")
+    assert (result.kind, result.message) == ("too_big", f"it started more than {MAX_THREADS} threads")
 
 
 def test_pools_of_threads_are_no_bomb(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_pools_of_threads_are_no_bomb(tmp_path: Path) -> None:
     with Sandbox(timeout_s=20.0, memory_mb=2048, workers=1) as sandbox:
         result = sandbox.evaluate(f"{tmp_path / 'r.py'}:f", MESSAGES, None)
     assert result.error is None
-    assert result.score == MOST_THREADS // 2
+    assert result.score == MAX_THREADS // 2
 
 
 @pytest.mark.long
@@ -146,8 +146,8 @@ def test_threads_are_counted_without_a_list_of_them(monkeypatch: pytest.MonkeyPa
     count = len(os.listdir("/proc/self/task"))
     try:
         for most, too_many in ((count, False), (count - 1, True)):
-            monkeypatch.setattr(process_limits, "MOST_THREADS", most)
-            assert process_limits.too_many_threads(Here()) is too_many  # type: ignore[arg-type]
+            monkeypatch.setattr(process_limits, "MAX_THREADS", most)
+            assert process_limits.has_too_many_threads(Here()) is too_many  # type: ignore[arg-type]
     finally:
         over.set()
         for thread in more:

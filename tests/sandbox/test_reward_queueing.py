@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from toolwise.sandbox.calls import run_together
+from toolwise.sandbox.calls import run_in_one_frame
 from toolwise.sandbox.faults import WorkerFault
 
 
@@ -37,5 +37,5 @@ class BusyPool:
 
 def test_after_a_death_the_wait_for_another_worker_is_not_charged() -> None:
     pool: Any = BusyPool(wait_s=0.5)
-    answers = run_together(pool, Any, [{}, {}], 0.1)  # type: ignore[arg-type]
+    answers = run_in_one_frame(pool, Any, [{}, {}], 0.1)  # type: ignore[arg-type]
     assert answers == [{"result": {"score": 1.0}}] * 2

@@ -242,7 +242,7 @@ def test_lone_surrogates_reach_the_function(sandbox: Sandbox, rewards: Callable[
 def test_a_function_object_is_found_by_its_file(sandbox: Sandbox) -> None:
     from toolwise.demo.reward import small_world_reward
 
-    assert sandbox.evaluate(small_world_reward, MESSAGES, "4").counts
+    assert sandbox.evaluate(small_world_reward, MESSAGES, "4").has_valid_score
     with pytest.raises(RewardError, match="lambda"):
         sandbox.evaluate(lambda m, t: 1.0, MESSAGES, None)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from toolwise.sandbox import scratch
-from toolwise.sandbox.scratch import FOLDER, empty_folder, remove_beside, remove_folder, remove_root
+from toolwise.sandbox.scratch import FOLDER_FLAGS, empty_folder, remove_folder, remove_in_background, remove_root
 
 EXCHANGE = 2
 
@@ -42,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _empty(path: Path, seconds: float = 20.0) -> bool:
-    descriptor = os.open(path, FOLDER)
+    descriptor = os.open(path, FOLDER_FLAGS)
     try:
         return empty_folder(descriptor, seconds)
     finally:
@@ -50,10 +50,10 @@ def _empty(path: Path, seconds: float = 20.0) -> bool:
 
 
 def _nest(folder: Path, depth: int, name: str = "d") -> None:
-    at = os.open(folder, FOLDER)
+    at = os.open(folder, FOLDER_FLAGS)
     for _ in range(depth):
         os.mkdir(name, dir_fd=at)
-        below = os.open(name, FOLDER, dir_fd=at)
+        below = os.open(name, FOLDER_FLAGS, dir_fd=at)
         os.close(at)
         at = below
     os.close(at)
@@ -157,8 +157,8 @@ def test_what_is_not_there_is_removed(tmp_path: Path) -> None:
 
 def test_what_takes_long_is_removed_beside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _nest(folder, 200)
-    monkeypatch.setattr(scratch, "AT_ONCE_S", -1.0)
-    remove_beside(folder)
+    monkeypatch.setattr(scratch, "FOREGROUND_REMOVE_S", -1.0)
+    remove_in_background(folder)
     for thread in threading.enumerate():
         if thread.name == "toolwise-sandbox-sweep":
             thread.join(10)

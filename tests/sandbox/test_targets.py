@@ -10,7 +10,7 @@ import pytest
 from toolwise.demo.reward import small_world_reward
 from toolwise.errors import RewardError
 from toolwise.sandbox.faults import WorkerFault
-from toolwise.sandbox.targets import library_folders, own_folder, reference_of, resolve, within
+from toolwise.sandbox.targets import library_folders, package_folder, reference_of, resolve, within
 
 
 def test_a_file_may_be_read_and_nothing_beside_it(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_libraries_hold_the_standard_library_and_not_the_working_folder() -> Non
     assert any((folder / "json" / "__init__.py").exists() for folder in folders)
     assert any((folder / "pydantic" / "__init__.py").exists() for folder in folders)
     assert Path.cwd() not in folders
-    assert (own_folder() / "types.py").exists()
+    assert (package_folder() / "types.py").exists()
 
 
 def test_within_follows_the_tree(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from toolwise.sandbox import usage
-from toolwise.sandbox.usage import overgrown
+from toolwise.sandbox.usage import find_usage_violation
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="processes are counted on Linux")
 
@@ -22,10 +22,10 @@ def test_processes_and_their_memory_are_counted(monkeypatch: pytest.MonkeyPatch)
     assert started.stdout is not None
     assert started.stdin is not None
     started.stdout.readline()
-    assert overgrown(started, "no mark", 500) is None
-    grown = overgrown(started, "no mark", 30)
+    assert find_usage_violation(started, "no mark", 500) is None
+    grown = find_usage_violation(started, "no mark", 30)
     assert grown is not None
     assert grown[0] == "memory"
-    monkeypatch.setattr(usage, "MOST_PROCESSES", 0)
-    assert overgrown(started, "no mark", 500) == ("too_big", usage.TOO_MANY)
+    monkeypatch.setattr(usage, "MAX_PROCESSES", 0)
+    assert find_usage_violation(started, "no mark", 500) == ("too_big", usage.TOO_MANY_PROCESSES)
     started.communicate(b"\n")

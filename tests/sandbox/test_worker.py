@@ -39,7 +39,7 @@ class Played:
         self.worker = Worker(Process(popen, ours, output, life, scratch, "mark"), Plan((), str(scratch)))
 
     def say(self, **message: Any) -> None:
-        self.theirs.sendall(frames.framed(frames.encode(message)))
+        self.theirs.sendall(frames.to_frame(frames.encode(message)))
 
     def asked(self) -> dict[str, Any]:
         length = frames.HEADER.unpack(self.theirs.recv(4, socket.MSG_WAITALL))[0]

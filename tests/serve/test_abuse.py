@@ -18,7 +18,7 @@ from raw_http import HELLO, Echo, read_answer, request, say
 
 from toolwise.models import load_model
 from toolwise.protocols import Generation, Sampling
-from toolwise.serve import Served, Server, ServerLimits, build_app
+from toolwise.serve import ServedModel, Server, ServerLimits, build_app
 
 BODY = json.dumps(HELLO).encode()
 SHORT = ServerLimits(
@@ -57,7 +57,7 @@ def troubles() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    served = Served("small", Echo(), chat(), Sampling(max_new_tokens=4), max_context=4096)
+    served = ServedModel("small", Echo(), chat(), Sampling(max_new_tokens=4), max_context=4096)
     limits = ServerLimits(head_bytes=8192, headers=40)
     with Server(build_app(served, limits=limits), limits=limits) as server:
         yield server.port
@@ -67,7 +67,7 @@ def port() -> Iterator[int]:
 @pytest.fixture(scope="module")
 def hasty() -> Iterator[int]:
     """The same with deadlines of half a second and eight connections."""
-    served = Served("small", Echo(), chat(), Sampling(max_new_tokens=4), max_context=4096)
+    served = ServedModel("small", Echo(), chat(), Sampling(max_new_tokens=4), max_context=4096)
     with Server(build_app(served, limits=SHORT), limits=SHORT) as server:
         yield server.port
 
@@ -204,7 +204,7 @@ def test_host_and_content_type(port: int, headers: list[str], status: int) -> No
 
 
 def test_hosts_of_ones_own_are_added() -> None:
-    served = Served("small", Echo(), chat(), Sampling(), max_context=4096)
+    served = ServedModel("small", Echo(), chat(), Sampling(), max_context=4096)
     for hosts, status in (["models.example"], 200), (["*"], 200), ([], 403):
         with Server(build_app(served, hosts=hosts)) as server:
             assert say(server.port, request(BODY, headers=["Host: Models.Example:80", JSON])).status == status
@@ -414,7 +414,7 @@ def test_slow_heads_and_bodies_are_told_408(hasty: int) -> None:
 
 def test_connections_beyond_the_limit_are_told_503_and_the_rest_are_served() -> None:
     limits = ServerLimits(connections=8)
-    served = Served("small", Echo(), chat(), Sampling(), max_context=4096)
+    served = ServedModel("small", Echo(), chat(), Sampling(), max_context=4096)
     with Server(build_app(served), limits=limits) as server:
         held = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(limits.connections)]
         try:
@@ -448,7 +448,7 @@ class Wordy:
 
 
 def test_a_client_that_never_reads_is_let_go() -> None:
-    served = Served("small", Wordy(), chat(), Sampling(), max_context=4096)
+    served = ServedModel("small", Wordy(), chat(), Sampling(), max_context=4096)
     body = json.dumps(HELLO | {"n": 32, "logprobs": True, "return_tokens_as_token_ids": True}).encode()
     with Server(build_app(served, limits=SHORT), limits=SHORT) as server, socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -471,7 +471,7 @@ def test_others_are_answered_while_a_prompt_is_rendered(monkeypatch: pytest.Monk
         return text
 
     monkeypatch.setattr(chat(), "render", slowly)
-    served = Served("small", Echo(), chat(), Sampling(), max_context=4096)
+    served = ServedModel("small", Echo(), chat(), Sampling(), max_context=4096)
     with Server(build_app(served)) as server:
         thread = threading.Thread(target=say, args=(server.port, request(BODY)))
         thread.start()

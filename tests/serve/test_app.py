@@ -17,8 +17,8 @@ from toolwise.errors import MissingExtraError, PolicyError
 from toolwise.models import load_model
 from toolwise.policies.local import LocalPolicy
 from toolwise.protocols import Generation, Sampling
-from toolwise.serve import Served, Server, build_app
-from toolwise.serve.limits import LARGEST_BODY
+from toolwise.serve import ServedModel, Server, build_app
+from toolwise.serve.limits import MAX_REQUEST_BODY_BYTES
 
 torch.set_num_threads(1)
 JSON = {"content-type": "application/json"}
@@ -32,7 +32,7 @@ def loaded() -> tuple[Any, Any]:
 
 @pytest.fixture(scope="module")
 def root() -> Iterator[str]:
-    served = Served.of(LocalPolicy(*loaded(), Sampling(max_new_tokens=16)), "small")
+    served = ServedModel.of(LocalPolicy(*loaded(), Sampling(max_new_tokens=16)), "small")
     with Server(build_app(served)) as server:
         yield server.url.removesuffix("/v1")
 
@@ -89,7 +89,9 @@ def test_a_body_that_is_no_json(root: str) -> None:
 
 
 def test_a_body_too_large_is_not_read_to_its_end(root: str) -> None:
-    answer = httpx.post(f"{root}/v1/chat/completions", content=b" " * (LARGEST_BODY + 1), headers=JSON, timeout=30)
+    answer = httpx.post(
+        f"{root}/v1/chat/completions", content=b" " * (MAX_REQUEST_BODY_BYTES + 1), headers=JSON, timeout=30
+    )
     assert answer.status_code == 413
 
 
@@ -114,7 +116,7 @@ class Fails:
     ("fault", "said"), [(PolicyError("the model gives NaN"), "the model gives NaN"), (KeyError("x"), "internal error")]
 )
 def test_trouble_of_the_servers_own_is_a_500_and_it_goes_on(fault: Exception, said: str) -> None:
-    with Server(build_app(Served("small", Fails(fault), loaded()[1], Sampling()))) as server:
+    with Server(build_app(ServedModel("small", Fails(fault), loaded()[1], Sampling()))) as server:
         for _ in range(2):
             answer = post(server.url.removesuffix("/v1"), HELLO)
             assert (answer.status_code, answer.json()["error"]["message"]) == (500, said)
@@ -139,7 +141,7 @@ class Counts:
 
 def test_a_client_who_leaves_frees_its_place() -> None:
     model = Counts()
-    with Server(build_app(Served("small", model, loaded()[1], Sampling()))) as server:
+    with Server(build_app(ServedModel("small", model, loaded()[1], Sampling()))) as server:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{server.url}/chat/completions", json=HELLO, timeout=httpx.Timeout(5, read=0.5))
         asyncio.run(until(lambda: model.given_up == 1))
@@ -155,7 +157,7 @@ async def until(holds: Any) -> None:
 def test_without_starlette_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "starlette.applications", None)
     with pytest.raises(MissingExtraError, match=r"toolwise\[serve\]"):
-        build_app(Served("small", Fails(KeyError()), loaded()[1], Sampling()))
+        build_app(ServedModel("small", Fails(KeyError()), loaded()[1], Sampling()))
 
 
 class Batches:
@@ -176,7 +178,7 @@ class Batches:
 
 def test_requests_that_come_together_are_in_the_generator_together() -> None:
     model = Batches()
-    with Server(build_app(Served("small", model, loaded()[1], Sampling(max_new_tokens=4)))) as server:
+    with Server(build_app(ServedModel("small", model, loaded()[1], Sampling(max_new_tokens=4)))) as server:
 
         async def crowd() -> list[httpx.Response]:
             async with httpx.AsyncClient(timeout=30) as client:

@@ -16,7 +16,7 @@ from toolwise.messages import Message
 from toolwise.models import load_model
 from toolwise.policies.local import LocalPolicy
 from toolwise.protocols import Generation, Sampling
-from toolwise.serve.chat import Served, error_of
+from toolwise.serve.chat import ServedModel, error_response
 from toolwise.serve.request import BadRequestError, read_request
 from toolwise.tools import build_tools
 
@@ -47,7 +47,7 @@ class Says:
 def complete(generator: Any = None, **fields: Any) -> dict[str, Any]:
     model, chat = loaded()
     sampling = Sampling(max_new_tokens=32)
-    served = Served("small", generator or LocalPolicy(model, chat, sampling), chat, sampling)
+    served = ServedModel("small", generator or LocalPolicy(model, chat, sampling), chat, sampling)
     request = read_request(json.dumps({"model": "small", "messages": QUESTION, **fields}).encode())
     return asyncio.run(served.complete(request))
 
@@ -175,13 +175,13 @@ def test_a_template_that_fails_is_the_requests_fault() -> None:
 
 
 def test_errors_in_openais_form() -> None:
-    status, body = error_of(BadRequestError("no\nway", param="n", code="c", status=404))
+    status, body = error_response(BadRequestError("no\nway", param="n", code="c", status=404))
     assert (status, body) == (
         404,
         {"error": {"message": "no way", "type": "invalid_request_error", "param": "n", "code": "c"}},
     )
-    assert error_of(PolicyError("generation failed"))[1]["error"]["message"] == "generation failed"
-    assert error_of(KeyError("secret path")) == (
+    assert error_response(PolicyError("generation failed"))[1]["error"]["message"] == "generation failed"
+    assert error_response(KeyError("secret path")) == (
         500,
         {"error": {"message": "internal error", "type": "server_error", "param": None, "code": None}},
     )

@@ -19,9 +19,9 @@ torch.set_num_threads(1)
 from toolwise.models import load_model
 from toolwise.policies.local import LocalPolicy
 from toolwise.protocols import Sampling
-from toolwise.serve import Served, Server, build_app
+from toolwise.serve import ServedModel, Server, build_app
 policy = LocalPolicy(*load_model("builtin:small", device="cpu"), Sampling(max_new_tokens=4))
-with Server(build_app(Served.of(policy, "small"))) as server:
+with Server(build_app(ServedModel.of(policy, "small"))) as server:
     print(server.port, flush=True)
     sys.stdin.read()
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from toolwise.serve.stream import events
+from toolwise.serve.stream import completion_events
 
 CALL = {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 ANSWER: dict[str, Any] = {
@@ -29,7 +29,7 @@ ANSWER: dict[str, Any] = {
 
 
 def chunks() -> list[dict[str, Any]]:
-    lines = list(events(ANSWER))
+    lines = list(completion_events(ANSWER))
     assert lines[-1] == "data: [DONE]\n\n"
     assert all(line.startswith("data: ") and line.endswith("\n\n") and line.count("\n") == 2 for line in lines)
     return [json.loads(line[6:]) for line in lines[:-1]]

@@ -100,7 +100,7 @@ def deadlines_hold(run: Play) -> Words:
         if closing - began > plan.deadline_s + grace + tick:
             yield f"{episode}: decided after {closing - began:g} s; the deadline is {plan.deadline_s:g} s"
         ended = run.states.get(episode, [(began, "")])[-1][0]
-        longest = plan.deadline_s + GRACE_S + 2 * (plan.closing_s + GRACE_S)
+        longest = plan.deadline_s + GRACE_S + 2 * (plan.close_timeout_s + GRACE_S)
         if ended - began > longest + tick:
             yield f"{episode}: over after {ended - began:g} s, {longest:g} s at most"
         for visit in _of(run, episode):
@@ -115,7 +115,7 @@ def deadlines_hold(run: Play) -> Words:
             if heard - visit.began > plan.tool_timeout_s + tick:
                 yield f"{visit.who}: {visit.what} ran for {heard - visit.began:g} s, not {plan.tool_timeout_s:g} s"
     for cause, at in (("cancelled", run.cancelled_at), ("stopped", run.stopped_at)):
-        longest = GRACE_S + 2 * (plan.closing_s + GRACE_S)
+        longest = GRACE_S + 2 * (plan.close_timeout_s + GRACE_S)
         if at is not None and run.over_at - at > longest + tick:
             yield f"{cause} at {at:g} s and over only at {run.over_at:g} s"
 

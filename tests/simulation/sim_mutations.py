@@ -11,22 +11,22 @@ import pytest
 
 from toolwise.envs import tool_env
 from toolwise.envs.tool_env import ToolEnv
-from toolwise.limits import OPEN, Gate
+from toolwise.limits import UNLIMITED, Gate
 from toolwise.rollout import request, scheduler
-from toolwise.rollout.decision import Decision
+from toolwise.rollout.decision import PolicyDecision
 from toolwise.rollout.queue import RolloutQueue
 from toolwise.rollout.request import AsyncRolloutRequest
 from toolwise.rollout.scheduler import RolloutScheduler
 from toolwise.rollout.tokens import TokenBuffer
 from toolwise.types import StopReason
-from toolwise.waiting import all_of
+from toolwise.waiting import gather_all
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def release_skipped_on_cancellation(patch: pytest.MonkeyPatch) -> None:
     async def run(self: Any) -> None:
-        await self._in_time(self._drive())
+        await self._run_until_deadline(self._drive())
         await self.finish()
 
     patch.setattr(AsyncRolloutRequest, "run", run)
@@ -34,8 +34,8 @@ def release_skipped_on_cancellation(patch: pytest.MonkeyPatch) -> None:
 
 def finish_not_shielded(patch: pytest.MonkeyPatch) -> None:
     async def finish(self: Any) -> None:
-        if self._finishing is None:
-            self._finishing = asyncio.current_task()
+        if self._finish_task is None:
+            self._finish_task = asyncio.current_task()
             await self._finish()
 
     patch.setattr(AsyncRolloutRequest, "finish", finish)
@@ -69,7 +69,7 @@ def reward_asked_for_after_release(patch: pytest.MonkeyPatch) -> None:
 
 def late_tool_never_released(patch: pytest.MonkeyPatch) -> None:
     async def create(self: Any, name: str) -> None:
-        self._instances[name] = await self._living[name].create(self._episode)
+        self._instances[name] = await self._episode_tools[name].create(self._episode)
 
     patch.setattr(ToolEnv, "_create", create)
 
@@ -77,8 +77,8 @@ def late_tool_never_released(patch: pytest.MonkeyPatch) -> None:
 def tools_noted_only_when_all_are_made(patch: pytest.MonkeyPatch) -> None:
     async def reset(self: Any) -> str:
         made = {}
-        for name, tool in self._living.items():
-            made[name] = await self._within_deadline(tool.create(self._episode))
+        for name, tool in self._episode_tools.items():
+            made[name] = await self._with_timeout(tool.create(self._episode))
         self._instances = made
         return ""
 
@@ -89,65 +89,65 @@ def making_a_tool_has_no_deadline(patch: pytest.MonkeyPatch) -> None:
     async def wait(self: Any, work: Any) -> Any:
         return await work
 
-    patch.setattr(ToolEnv, "_within_deadline", wait)
+    patch.setattr(ToolEnv, "_with_timeout", wait)
 
 
 def deadline_ends_the_wait_and_not_the_work(patch: pytest.MonkeyPatch) -> None:
-    async def end_within(limit_s: float, work: Any, late: Exception) -> Any:
+    async def run_with_deadline(limit_s: float, work: Any, late: Exception) -> Any:
         task = asyncio.ensure_future(work)
         await asyncio.wait({task}, timeout=limit_s)
         if not task.done():
             raise late
         return task.result()
 
-    patch.setattr(request, "end_within", end_within)
-    patch.setattr(tool_env, "end_within", end_within)
+    patch.setattr(request, "run_with_deadline", run_with_deadline)
+    patch.setattr(tool_env, "run_with_deadline", run_with_deadline)
 
 
 def no_deadline_at_all(patch: pytest.MonkeyPatch) -> None:
-    async def end_within(limit_s: float, work: Any, late: Exception) -> Any:
+    async def run_with_deadline(limit_s: float, work: Any, late: Exception) -> Any:
         return await work
 
-    patch.setattr(request, "end_within", end_within)
-    patch.setattr(tool_env, "end_within", end_within)
+    patch.setattr(request, "run_with_deadline", run_with_deadline)
+    patch.setattr(tool_env, "run_with_deadline", run_with_deadline)
 
 
 def deadline_begins_anew_each_turn(patch: pytest.MonkeyPatch) -> None:
-    in_time = AsyncRolloutRequest._in_time
+    in_time = AsyncRolloutRequest._run_until_deadline
 
     async def again(self: Any, work: Any) -> None:
-        self._began = None
+        self._started_at = None
         await in_time(self, work)
 
-    patch.setattr(AsyncRolloutRequest, "_in_time", again)
+    patch.setattr(AsyncRolloutRequest, "_run_until_deadline", again)
 
 
 def goes_on_after_a_swallowed_cancellation(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(request, "_heed", lambda: None)
+    patch.setattr(request, "_raise_if_cancelled", lambda: None)
     patch.setattr(AsyncRolloutRequest, "done", property(lambda self: self.stop_reason is not None))
 
 
 def zombie_writes_after_the_end(patch: pytest.MonkeyPatch) -> None:
-    async def move(self: Any, decision: Decision) -> None:
-        self._enter(request.RequestState.TOOL_CALLING)
+    async def move(self: Any, decision: PolicyDecision) -> None:
+        self._set_state(request.RequestState.TOOL_CALLING)
         structured = self.env.structured_actions
         move = decision.action if structured else decision.action.get("content") or ""
-        await self._place.take(self.limits.env)
+        await self._slot.acquire(self.limits.env)
         try:
             observation, reward, env_done, info = await self.env.step(move)
         finally:
-            self._place.give_up()
-        self._see(observation)
-        self._count(info)
-        ending = self.termination.after(decision, env_done, info, structured=structured)
+            self._slot.release()
+        self._append_observation(observation)
+        self._count_calls(info)
+        ending = self.termination.stop_after_step(decision, env_done, info, structured=structured)
         ending = ending or self.termination.count_step()
         if ending is not None:
             self.stop(ending)
         else:
-            self._enter(request.RequestState.RUNNING)
-        self._note(reward, info)
+            self._set_state(request.RequestState.RUNNING)
+        self._record_step(reward, info)
 
-    patch.setattr(AsyncRolloutRequest, "_move", move)
+    patch.setattr(AsyncRolloutRequest, "_step_env", move)
 
 
 def ends_twice(patch: pytest.MonkeyPatch) -> None:
@@ -156,31 +156,31 @@ def ends_twice(patch: pytest.MonkeyPatch) -> None:
     async def again(self: Any) -> None:
         await finish(self)
         if self.fault is not None:
-            self._enter(request.RequestState.FAILED)
+            self._set_state(request.RequestState.FAILED)
 
     patch.setattr(AsyncRolloutRequest, "_finish", again)
 
 
 def calls_counted_twice(patch: pytest.MonkeyPatch) -> None:
-    count = AsyncRolloutRequest._count
+    count = AsyncRolloutRequest._count_calls
 
     def twice(self: Any, info: dict[str, Any]) -> None:
         count(self, info)
         if info.get("failed_calls"):
             count(self, info)
 
-    patch.setattr(AsyncRolloutRequest, "_count", twice)
+    patch.setattr(AsyncRolloutRequest, "_count_calls", twice)
 
 
 def history_is_trimmed(patch: pytest.MonkeyPatch) -> None:
-    see = AsyncRolloutRequest._see
+    see = AsyncRolloutRequest._append_observation
 
     def forget(self: Any, observation: Any) -> None:
         see(self, observation)
         if len(self.messages) > 4:
             del self.messages[1]
 
-    patch.setattr(AsyncRolloutRequest, "_see", forget)
+    patch.setattr(AsyncRolloutRequest, "_append_observation", forget)
 
 
 def rewards_under_other_names(patch: pytest.MonkeyPatch) -> None:
@@ -206,13 +206,13 @@ def gate_kept_after_a_fault(patch: pytest.MonkeyPatch) -> None:
 def gate_kept_by_what_was_left_behind(patch: pytest.MonkeyPatch) -> None:
     async def in_time(self: Any, work: Any) -> None:
         late = TimeoutError("late")
-        left = self.deadline_s - (self._now() - self._began)
+        left = self.deadline_s - (self._now() - self._started_at)
         try:
-            await request.end_within(left, work, late)
+            await request.run_with_deadline(left, work, late)
         except Exception as fault:
             self.stop(StopReason.DEADLINE if fault is late else StopReason.ENV_FAULT, str(fault))
 
-    patch.setattr(AsyncRolloutRequest, "_in_time", in_time)
+    patch.setattr(AsyncRolloutRequest, "_run_until_deadline", in_time)
 
 
 def gate_lets_everybody_in(patch: pytest.MonkeyPatch) -> None:
@@ -224,7 +224,7 @@ def gate_lets_everybody_in(patch: pytest.MonkeyPatch) -> None:
 
 
 def concurrency_unbounded(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(scheduler, "Gate", lambda limit: OPEN)
+    patch.setattr(scheduler, "Gate", lambda limit: UNLIMITED)
 
 
 def group_handed_over_incomplete(patch: pytest.MonkeyPatch) -> None:
@@ -261,7 +261,7 @@ def leaves_without_waiting(patch: pytest.MonkeyPatch) -> None:
     async def ended(tasks: Any) -> None:
         return
 
-    patch.setattr(scheduler, "_ended", ended)
+    patch.setattr(scheduler, "_wait_all", ended)
 
 
 def second_cancellation_reaches_the_end_in_step(patch: pytest.MonkeyPatch) -> None:
@@ -269,34 +269,34 @@ def second_cancellation_reaches_the_end_in_step(patch: pytest.MonkeyPatch) -> No
         for first in range(0, len(requests), self.max_concurrent):
             part = requests[first : first + self.max_concurrent]
             try:
-                await all_of(r.start() for r in part)
+                await gather_all(r.start() for r in part)
                 while active := [r for r in part if not r.done]:
-                    await all_of(r.decide() for r in active)
-                    await all_of(r.act() for r in active)
+                    await gather_all(r.decide() for r in active)
+                    await gather_all(r.act() for r in active)
             finally:
-                await all_of(r.finish() for r in part)
+                await gather_all(r.finish() for r in part)
         rollouts: list[Any] = [[] for _ in range(groups)]
         for r in requests:
-            rollouts[r.batch_data_id].append(r.finished())
+            rollouts[r.batch_data_id].append(r.to_rollout())
         return rollouts
 
-    patch.setattr(RolloutScheduler, "_all_in_step", in_step)
+    patch.setattr(RolloutScheduler, "_run_lock_step", in_step)
 
 
 def tokens_read_again_from_text(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TokenBuffer, "_next", lambda self, last, messages, tools: self._begin(messages, tools, "clean"))
+    patch.setattr(TokenBuffer, "_next", lambda self, last, messages, tools: self._start_row(messages, tools, "clean"))
 
 
 def log_probs_cut_short(patch: pytest.MonkeyPatch) -> None:
-    of = Decision.of.__func__  # type: ignore[attr-defined]
+    from_answer = PolicyDecision.from_answer.__func__  # type: ignore[attr-defined]
 
     def cut(cls: Any, answer: Any) -> Any:
         action, raw, logprobs, value = answer
         if logprobs is not None and action["type"] == "tool_call":
             logprobs = {**logprobs, "logprobs": logprobs["logprobs"][:-1]}
-        return of(cls, (action, raw, logprobs, value))
+        return from_answer(cls, (action, raw, logprobs, value))
 
-    patch.setattr(Decision, "of", classmethod(cut))
+    patch.setattr(PolicyDecision, "of", classmethod(cut))
 
 
 ROLLOUT_MUTATIONS: dict[Plant, str] = {
@@ -339,18 +339,18 @@ class IgnoresCapacity(RolloutQueue[Any]):
 
 class IgnoresStaleness(RolloutQueue[Any]):
     @property
-    def _open(self) -> bool:
-        return self.under_way + self.waiting < self.capacity
+    def _can_admit(self) -> bool:
+        return self.in_progress + self.waiting < self.capacity
 
 
 class FastGroupsPassSlowOnes(RolloutQueue[Any]):
-    def _finished_in_time(self, count: int) -> list[int]:
-        return list(self._whole)[:count]
+    def _ready_by_finish_order(self, count: int) -> list[int]:
+        return list(self._complete)[:count]
 
 
 class WakesOnlyTheFirst(RolloutQueue[Any]):
-    def _tell(self) -> None:
-        for listener in self._listeners[:1]:
+    def _wake_waiters(self) -> None:
+        for listener in self._waiters[:1]:
             if not listener.done():
                 listener.set_result(None)
 
@@ -362,35 +362,35 @@ class ForgetsToTellOfAFault(RolloutQueue[Any]):
 
 class ForgetsToTellOfAWithdrawal(RolloutQueue[Any]):
     def withdraw(self, ticket: Any) -> None:
-        self._leave(ticket)
+        self._remove_ticket(ticket)
         self._skipped.add(ticket.number)
-        self._tell()
+        self._wake_waiters()
 
 
 class LastInFirstOut(RolloutQueue[Any]):
-    def _ready(self, count: int) -> list[int]:
-        return sorted(self._whole, reverse=True)[:count]
+    def _ready_numbers(self, count: int) -> list[int]:
+        return sorted(self._complete, reverse=True)[:count]
 
 
 class GivesAGroupTwice(RolloutQueue[Any]):
     async def take(self, count: int) -> Any:
         taken = await super().take(count)
         if taken[0].ticket.number == 2:
-            self._whole[2] = (taken[0].ticket, taken[0].group)
+            self._complete[2] = (taken[0].ticket, taken[0].group)
         return taken
 
 
 class LosesAGroup(RolloutQueue[Any]):
     def put(self, ticket: Any, group: Any) -> None:
         super().put(ticket, group)
-        if len(self._whole) > self.per_update:
-            self._whole.pop(ticket.number)
+        if len(self._complete) > self.per_update:
+            self._complete.pop(ticket.number)
             self._skipped.add(ticket.number)
 
 
 class ForgetsWhatWasGivenBack(RolloutQueue[Any]):
-    def give_back(self, count: int) -> None:
-        self._left += count
+    def return_unused(self, count: int) -> None:
+        self._remaining += count
 
 
 QUEUE_MUTATIONS: dict[type[RolloutQueue[Any]], str] = {

@@ -77,7 +77,7 @@ class QueueRun:
     version: int = 0
     admitted: dict[int, int] = field(default_factory=dict)
     """ticket -> version of the policy when it was given"""
-    under_way: set[int] = field(default_factory=set)
+    in_progress: set[int] = field(default_factory=set)
     waiting: dict[int, Any] = field(default_factory=dict)
     staleness: dict[int, int] = field(default_factory=dict)
     taken: list[int] = field(default_factory=list)
@@ -87,8 +87,8 @@ class QueueRun:
     def note(self, what: str) -> None:
         self.events.append((asyncio.get_running_loop().time(), what))
         bound = self.plan.capacity or self.plan.per_update * (1 + self.plan.max_staleness)
-        if len(self.under_way) + len(self.waiting) > bound:
-            self.broken(f"{len(self.under_way)} under way and {len(self.waiting)} waiting; room for {bound}")
+        if len(self.in_progress) + len(self.waiting) > bound:
+            self.broken(f"{len(self.in_progress)} under way and {len(self.waiting)} waiting; room for {bound}")
 
     def broken(self, words: str) -> None:
         self.violations.append(f"at {asyncio.get_running_loop().time():g} s: {words}")
@@ -126,7 +126,7 @@ async def _produce(run: QueueRun) -> None:
         if ticket.version != run.version:
             run.broken(f"ticket {ticket.number} says version {ticket.version} at version {run.version}")
         run.admitted[ticket.number] = run.version
-        run.under_way.add(ticket.number)
+        run.in_progress.add(ticket.number)
         run.note(f"admitted {ticket.number}")
         chance = random.Random(f"{run.plan.seed}/{ticket.number}")
         try:
@@ -141,14 +141,14 @@ async def _produce(run: QueueRun) -> None:
         if chance.random() < run.plan.withdraws:
             _withdraw(run, ticket)
             continue
-        run.under_way.remove(ticket.number)
+        run.in_progress.remove(ticket.number)
         run.waiting[ticket.number] = group
         run.queue.put(ticket, group)
         run.note(f"put {ticket.number}")
 
 
 def _withdraw(run: QueueRun, ticket: Ticket) -> None:
-    run.under_way.remove(ticket.number)
+    run.in_progress.remove(ticket.number)
     run.withdrawn.add(ticket.number)
     run.queue.withdraw(ticket)
     run.note(f"withdrawn {ticket.number}")
@@ -182,7 +182,7 @@ async def _train(run: QueueRun) -> None:
             wanted = sum(chance.random() < plan.gives_back for _ in taken)
             if wanted:
                 run.note(f"gives back {wanted}")
-                run.queue.give_back(wanted)
+                run.queue.return_unused(wanted)
         await asyncio.sleep(round(chance.expovariate(1.0) * plan.learn_s, 3))
         run.version += 1
         run.queue.advance()
@@ -211,7 +211,7 @@ def _settle(run: QueueRun) -> None:
     """Whatever was admitted is somewhere, once."""
     if run.queue.waiting != len(run.waiting):
         run.broken(f"{run.queue.waiting} groups wait in the queue, and {len(run.waiting)} were put and not taken")
-    places = [*run.taken, *run.waiting, *run.under_way, *run.withdrawn]
+    places = [*run.taken, *run.waiting, *run.in_progress, *run.withdrawn]
     if sorted(places) != sorted(run.admitted):
         run.broken(f"admitted {sorted(run.admitted)}, found {sorted(places)}")
     if run.heard is None and run.version != run.plan.updates:

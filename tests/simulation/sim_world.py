@@ -23,7 +23,7 @@ from toolwise.rollout.request import AsyncRolloutRequest
 from toolwise.rollout.scheduler import RolloutScheduler
 from toolwise.simulation import simulate
 from toolwise.types import Rollout, RouteDecision, Task
-from toolwise.waiting import abandoned
+from toolwise.waiting import abandoned_counts
 
 NAMES = ("saw", "hammer", "plane")
 
@@ -105,7 +105,7 @@ class Plan:
         return [(place, offset) for place, n in enumerate(self.sizes) for offset in range(n)]
 
     @property
-    def closing_s(self) -> float:
+    def close_timeout_s(self) -> float:
         """What the last rewards, and the closing, may take at most. Worlds of tools keep the tools' deadlines."""
         return max(min(30.0, self.deadline_s), self.tool_timeout_s)
 
@@ -171,7 +171,7 @@ async def _play(plan: Plan) -> Play:
     run.stage.loop.set_exception_handler(lambda loop, context: run.stage.broken(f"unheard: {context}"))
     scheduler = _scheduler(run)
     decisions = _decisions(plan)
-    abandoned_before = sum(abandoned().values())
+    abandoned_before = sum(abandoned_counts().values())
     listening = asyncio.create_task(_listen(run, scheduler, decisions))
     try:
         await _disturb(run, listening)
@@ -191,7 +191,7 @@ async def _play(plan: Plan) -> Play:
     run.deaf = [v for v in run.stage.visits if v.ended is None and v.asked_to_end is not None]
     made_late = {v.who for v in run.stage.visits if v.what == "create" and v.asked_to_end is not None}
     run.late = [v for v in run.stage.visits if v.ended is None and v.what == "release" and v.who in made_late]
-    run.newly_abandoned = sum(abandoned().values()) - abandoned_before
+    run.newly_abandoned = sum(abandoned_counts().values()) - abandoned_before
     run.before_curtain = {episode: _told(request) for episode, request in run.requests.items()}
     for name, gate in run.gates.items():
         _check_gate(run.stage, name, gate)

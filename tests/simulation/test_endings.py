@@ -1,4 +1,4 @@
-"""`waiting.end_within` in virtual time: to the second, with nothing left at work that is not counted."""
+"""`waiting.run_with_deadline` in virtual time: to the second, with nothing left at work that is not counted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from toolwise.simulation import VirtualLoop, simulate
-from toolwise.waiting import GRACE_S, abandoned, end_within
+from toolwise.waiting import GRACE_S, abandoned_counts, run_with_deadline
 
 LATE = TimeoutError("late")
 
@@ -39,24 +39,24 @@ async def seconds(work: Coroutine[Any, Any, Any]) -> float:
 
 @pytest.mark.parametrize(("deaf_s", "expected"), [(3.5, 3.5), (3.0 + GRACE_S, 3.0 + GRACE_S), (100.0, 3.0 + GRACE_S)])
 def test_the_deadline_and_the_grace_are_kept_to_the_second(deaf_s: float, expected: float) -> None:
-    assert simulate(seconds(end_within(3.0, deaf(deaf_s), LATE))) == expected
+    assert simulate(seconds(run_with_deadline(3.0, deaf(deaf_s), LATE))) == expected
 
 
 def test_nested_deadlines_do_not_add_up() -> None:
-    inner = end_within(2.0, deaf(100.0), LATE)
-    assert simulate(seconds(end_within(2.5, inner, LATE))) <= 2.5 + GRACE_S
+    inner = run_with_deadline(2.0, deaf(100.0), LATE)
+    assert simulate(seconds(run_with_deadline(2.5, inner, LATE))) <= 2.5 + GRACE_S
 
 
 def test_work_that_is_left_behind_is_counted_though_the_wait_is_cancelled_in_its_grace() -> None:
     async def cancel() -> int:
-        before = abandoned().get("deaf", 0)
-        waiting = asyncio.create_task(end_within(1.0, deaf(100.0), LATE))
+        before = abandoned_counts().get("deaf", 0)
+        waiting = asyncio.create_task(run_with_deadline(1.0, deaf(100.0), LATE))
         await asyncio.sleep(1.0 + GRACE_S / 2)
         waiting.cancel()
         await asyncio.wait({waiting})
         assert waiting.cancelled()
         assert asyncio.get_running_loop().time() == 1.0 + GRACE_S
-        return abandoned()["deaf"] - before
+        return abandoned_counts()["deaf"] - before
 
     assert simulate(cancel()) == 1
 
@@ -64,7 +64,7 @@ def test_work_that_is_left_behind_is_counted_though_the_wait_is_cancelled_in_its
 @pytest.mark.parametrize("times", [1, 2, 20])
 def test_however_often_it_is_cancelled_the_work_ends_first(times: int) -> None:
     async def cancel() -> None:
-        waiting = asyncio.create_task(end_within(50.0, deaf(1.5), LATE))
+        waiting = asyncio.create_task(run_with_deadline(50.0, deaf(1.5), LATE))
         await asyncio.sleep(1.0)
         for _ in range(times):
             waiting.cancel()
@@ -87,7 +87,7 @@ def test_work_that_was_never_begun_does_not_complain() -> None:
         task = asyncio.current_task()
         assert task is not None
         task.cancel()  # heard in the round in which the work is to begin: the seed decides which of the two comes first
-        await end_within(50.0, work(), LATE)
+        await run_with_deadline(50.0, work(), LATE)
 
     async def cancel() -> None:
         await asyncio.wait({asyncio.create_task(wait())})
@@ -111,7 +111,7 @@ def test_a_fault_in_the_very_instant_of_a_cancellation_is_heard() -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         loop.set_exception_handler(lambda loop, context: unheard.append(context))
-        waiting = asyncio.create_task(end_within(50.0, fail(), LATE))
+        waiting = asyncio.create_task(run_with_deadline(50.0, fail(), LATE))
         await asyncio.sleep(1.0)
         for _ in range(3):
             waiting.cancel()

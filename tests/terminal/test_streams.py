@@ -9,31 +9,31 @@ import sys
 
 import pytest
 
-from toolwise.terminal import guard_streams, say, say_error, say_json
-from toolwise.terminal.streams import LONGEST_LINE, GuardedStream
+from toolwise.terminal import guard_streams, print_error, print_json, print_line
+from toolwise.terminal.streams import MAX_ERROR_CHARS, GuardedStream
 
 ESCAPE = "\x1b]0;owned\x07"
 
 
 def test_say_shows_escapes(capsys: pytest.CaptureFixture[str]) -> None:
-    say(f"a {ESCAPE}")
-    say(f"b {ESCAPE}", err=True)
+    print_line(f"a {ESCAPE}")
+    print_line(f"b {ESCAPE}", err=True)
     shown = capsys.readouterr()
     assert shown.out == "a \\x1b]0;owned\\x07\n"
     assert shown.err == "b \\x1b]0;owned\\x07\n"
 
 
 def test_an_error_is_one_line_of_bounded_length(capsys: pytest.CaptureFixture[str]) -> None:
-    say_error("x" * (LONGEST_LINE + 5) + "\nsecond\rthird")
+    print_error("x" * (MAX_ERROR_CHARS + 5) + "\nsecond\rthird")
     shown = capsys.readouterr().err
     assert shown.count("\n") == 1
     assert shown.startswith("toolwise: xxx")
     assert "… cut, " in shown
-    assert len(shown) < LONGEST_LINE + 100
+    assert len(shown) < MAX_ERROR_CHARS + 100
 
 
 def test_json_has_no_control_characters_and_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
-    say_json({"name": f"{ESCAPE}\x9b\u202e\ud800", "value": float("nan")})
+    print_json({"name": f"{ESCAPE}\x9b\u202e\ud800", "value": float("nan")})
     shown = capsys.readouterr().out
     assert not any(c in shown for c in "\x1b\x07\x9b\u202e")
     assert json.loads(shown) == {"name": f"{ESCAPE}\x9b\u202e\ud800", "value": None}
@@ -42,7 +42,7 @@ def test_json_has_no_control_characters_and_no_nan(capsys: pytest.CaptureFixture
 def test_a_terminal_without_unicode_takes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    say("loss 1 → 2")
+    print_line("loss 1 → 2")
     assert raw.getvalue() == b"loss 1 ? 2\n"
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolwise.terminal import visible
-from toolwise.terminal.text import visible_json
+from toolwise.terminal import escape_controls
+from toolwise.terminal.text import escape_controls_json
 
 HOSTILE = {
     "title": "\x1b]0;owned\x07",
@@ -35,33 +35,33 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_nothing_that_a_terminal_obeys_is_left(name: str) -> None:
-    shown = visible(HOSTILE[name])
+    shown = escape_controls(HOSTILE[name])
     assert shown.encode("utf-8")
     assert [c for c in shown if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")] == []
     assert "\\" in shown
 
 
 def test_it_is_shown_as_an_escape() -> None:
-    assert visible("a\x1b[31mb\u202e\U000e0041") == "a\\x1b[31mb\\u202e\\U000e0041"
+    assert escape_controls("a\x1b[31mb\u202e\U000e0041") == "a\\x1b[31mb\\u202e\\U000e0041"
 
 
 def test_what_people_write_stays() -> None:
     text = "naïve → 日本語 \t🤷🏽‍♀️ سلام\nnext"
-    assert visible(text) == text
-    assert visible("one\r\ntwo") == "one\ntwo"
+    assert escape_controls(text) == text
+    assert escape_controls("one\r\ntwo") == "one\ntwo"
 
 
 @given(st.text())
 def test_any_text_is_printable_and_stays_so(text: str) -> None:
-    shown = visible(text)
+    shown = escape_controls(text)
     shown.encode("utf-8")
     assert all(c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cs") for c in shown)
-    assert visible(shown) == shown
+    assert escape_controls(shown) == shown
 
 
 @given(st.text())
 def test_json_reads_back_the_same(text: str) -> None:
-    shown = visible_json(json.dumps(text, ensure_ascii=False))
+    shown = escape_controls_json(json.dumps(text, ensure_ascii=False))
     assert json.loads(shown) == json.loads(json.dumps(text))
     assert "\x1b" not in shown
     assert "\x9b" not in shown

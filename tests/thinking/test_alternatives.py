@@ -11,8 +11,8 @@ from thinking_cases import REPLY, THOUGHTS, ScriptedThinker, history, read, smal
 
 from toolwise.errors import ContextFullError, PolicyError
 from toolwise.protocols import Generation, Sampling
-from toolwise.thinking.alternatives import LeakError, check_unseen, names_action
-from toolwise.thinking.levels import LEVELS
+from toolwise.thinking.alternatives import LeakError, check_no_leak, mentions_action
+from toolwise.thinking.levels import DEFAULT_LEVELS
 
 
 def write(model: ScriptedThinker, reply: str = REPLY, **sampling: object) -> dict[int, object]:
@@ -24,7 +24,7 @@ def test_the_other_three_levels_are_written_each_from_the_history_and_its_level(
     model, (_, chat) = ScriptedThinker(), small()
     found = write(model)
     assert sorted(found) == [1, 2, 4]
-    assert model.asked == [[*history(), *chat.encode(LEVELS.numbered(k).opening)] for k in (2, 4)]
+    assert model.asked == [[*history(), *chat.encode(DEFAULT_LEVELS.by_number(k).opening)] for k in (2, 4)]
 
 
 def test_nothing_the_writer_is_given_names_the_action() -> None:
@@ -44,13 +44,13 @@ def test_a_thought_is_cut_before_the_action_where_its_writer_went_on() -> None:
 
 def test_a_thought_that_ends_in_one_token_stops_there() -> None:
     found = write(ScriptedThinker({**THOUGHTS, 2: "State: a hall</think><action>go right</action>"}))
-    assert found[2].generated == len(small()[1].encode("State: a hall</think>"))
+    assert found[2].generated_tokens == len(small()[1].encode("State: a hall</think>"))
 
 
 def test_level_one_has_no_thought_and_costs_nothing() -> None:
     model = ScriptedThinker()
     found = write(model)
-    assert (found[1].text, found[1].generated, found[1].thinking_tokens) == ("<level>1</level>", 0, 0)
+    assert (found[1].text, found[1].generated_tokens, found[1].thinking_tokens) == ("<level>1</level>", 0, 0)
     assert len(model.asked) == 2
 
 
@@ -95,10 +95,10 @@ def test_a_prompt_with_the_action_in_it_is_a_leak() -> None:
     step = read()
     opening = chat.encode("<level>2</level><think>")
     [[_, honest, _]] = asyncio.run(writer().write([step]))
-    assert check_unseen(step, honest, opening) is honest
+    assert check_no_leak(step, honest, opening) is honest
     shown = replace(honest, prompt_ids=[*step.history, *chat.encode("go left"), *opening])
     with pytest.raises(LeakError, match="history and its level alone"):
-        check_unseen(step, shown, opening)
+        check_no_leak(step, shown, opening)
 
 
 def test_each_alternative_has_a_draw_of_its_own_and_the_same_again() -> None:
@@ -111,7 +111,7 @@ def test_each_alternative_has_a_draw_of_its_own_and_the_same_again() -> None:
     steps = [read(index=0), read(index=1)]
     asyncio.run(writer(Seeds()).write(steps))
     asyncio.run(writer(Seeds()).write(steps))
-    asyncio.run(writer(Seeds()).write(steps, turn=1))
+    asyncio.run(writer(Seeds()).write(steps, training_step=1))
     assert len(set(seeds[:4])) == 4
     assert seeds[:4] == seeds[4:8]
     assert not set(seeds[:4]) & set(seeds[8:])
@@ -132,7 +132,7 @@ def test_each_alternative_has_a_draw_of_its_own_and_the_same_again() -> None:
     ],
 )
 def test_whether_a_thought_names_the_action(thought: str | None, action: str | None, named: bool) -> None:
-    assert names_action(thought, action) is named
+    assert mentions_action(thought, action) is named
 
 
 def test_the_end_of_a_thought_is_found_as_the_reader_finds_it() -> None:

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolwise.errors import ConfigError
-from toolwise.thinking.levels import LEVELS, TEMPLATE, load_levels
-from toolwise.thinking.reading import read
+from toolwise.thinking.levels import DEFAULT_LEVELS, LEVELS_FILE, load_levels
+from toolwise.thinking.reading import parse_reply
 
 words = st.text(st.characters(exclude_characters="<>", exclude_categories=("Cs",)), min_size=1).filter(
     lambda text: text == text.strip() and text != ""
@@ -19,48 +19,48 @@ words = st.text(st.characters(exclude_characters="<>", exclude_categories=("Cs",
 
 
 def test_there_are_four_and_each_thinks_more_than_the_one_before() -> None:
-    assert LEVELS.numbers == (1, 2, 3, 4)
-    parts = [set(level.parts) for level in LEVELS]
+    assert DEFAULT_LEVELS.numbers == (1, 2, 3, 4)
+    parts = [set(level.parts) for level in DEFAULT_LEVELS]
     assert parts[0] == set()
     assert all(less < more for less, more in pairwise(parts))
-    assert [level.thinks for level in LEVELS] == [False, True, True, True]
+    assert [level.thinks for level in DEFAULT_LEVELS] == [False, True, True, True]
 
 
 def test_what_forces_a_level_stops_where_its_thought_or_its_action_begins() -> None:
-    assert [level.opening for level in LEVELS] == [
+    assert [level.opening for level in DEFAULT_LEVELS] == [
         "<level>1</level>",
         "<level>2</level><think>",
         "<level>3</level><think>",
         "<level>4</level><think>",
     ]
-    assert LEVELS.numbered(2).head("door open") == "<level>2</level><think>door open</think>"
-    assert LEVELS.numbered(1).head() == "<level>1</level>"
+    assert DEFAULT_LEVELS.by_number(2).head("door open") == "<level>2</level><think>door open</think>"
+    assert DEFAULT_LEVELS.by_number(1).head() == "<level>1</level>"
 
 
-@given(number=st.sampled_from(LEVELS.numbers), action=words, part=words)
+@given(number=st.sampled_from(DEFAULT_LEVELS.numbers), action=words, part=words)
 def test_what_a_level_writes_is_read_back(number: int, action: str, part: str) -> None:
-    level = LEVELS.numbered(number)
+    level = DEFAULT_LEVELS.by_number(number)
     parts = dict.fromkeys(("state", "goal", "reflection", "candidates"), part)
-    reading = read(level.write(action, parts))
+    reading = parse_reply(level.write(action, parts))
     assert (reading.level, reading.action, reading.kind, reading.faults) == (number, action, "action", ())
     assert reading.thought == (level.thought(parts).strip() if number > 1 else None)
 
 
 def test_a_part_that_is_missing_is_named() -> None:
     with pytest.raises(ConfigError, match=r"level 3 \(reflect\) wants 'goal' in its thought"):
-        LEVELS.numbered(3).write("go", {"state": "here"})
+        DEFAULT_LEVELS.by_number(3).write("go", {"state": "here"})
 
 
 def test_the_prompt_explains_every_level() -> None:
-    told = LEVELS.explain()
-    for level in LEVELS:
+    told = DEFAULT_LEVELS.explain()
+    for level in DEFAULT_LEVELS:
         assert level.instruction in told
         assert f"<level>{level.number}</level>" in told
     assert "{" not in told
 
 
 def changed(tmp_path: Path, old: str, new: str) -> Path:
-    text = TEMPLATE.read_text(encoding="utf-8")
+    text = LEVELS_FILE.read_text(encoding="utf-8")
     assert old in text
     path = tmp_path / "mine.toml"
     path.write_text(text.replace(old, new, 1), encoding="utf-8")
@@ -69,11 +69,11 @@ def changed(tmp_path: Path, old: str, new: str) -> Path:
 
 def test_a_file_of_ones_own_replaces_it(tmp_path: Path) -> None:
     levels = load_levels(changed(tmp_path, "<think>State: {state}</think>", "<think>Ich sehe {sight} — gut.</think>"))
-    assert levels.numbered(2).parts == ("sight",)
-    assert levels.numbered(2).write("geh", {"sight": "die Tür"}) == (
+    assert levels.by_number(2).parts == ("sight",)
+    assert levels.by_number(2).write("geh", {"sight": "die Tür"}) == (
         "<level>2</level><think>Ich sehe die Tür — gut.</think><action>geh</action>"
     )
-    assert levels.numbered(3) == LEVELS.numbered(3)
+    assert levels.by_number(3) == DEFAULT_LEVELS.by_number(3)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_file_of_ones_own_replaces_it(tmp_path: Path) -> None:
         ("State: {state}</think>", "I {action}</think>", "level 2: the skeleton has {action} in its thought"),
         ("{levels}", "levels", "prompt must be text with {levels} in it"),
         ("prompt =", "promt =", "has 'promt'; it may have prompt and four"),
-        ("[[level]]", "[level]", "cannot read"),
+        ("[[level]]", "[level]", "cannot parse_reply"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_told_in_one_line(tmp_path: Path, old: str, new: str, told: str) -> None:
@@ -102,7 +102,7 @@ def test_what_is_wrong_with_a_file_is_told_in_one_line(tmp_path: Path, old: str,
 
 def test_three_levels_are_not_enough(tmp_path: Path) -> None:
     path = tmp_path / "three.toml"
-    path.write_text(TEMPLATE.read_text(encoding="utf-8").rpartition("[[level]]")[0], encoding="utf-8")
+    path.write_text(LEVELS_FILE.read_text(encoding="utf-8").rpartition("[[level]]")[0], encoding="utf-8")
     with pytest.raises(ConfigError, match=r"has 3 \[\[level\]\] tables; there must be 4"):
         load_levels(path)
 

@@ -12,20 +12,28 @@ from toolwise.engine import Engine
 from toolwise.learner.continuations import ContinuationScorer
 from toolwise.policies.scripted import ScriptedPolicy
 from toolwise.protocols import Sampling
-from toolwise.thinking.models import Contexts, EngineModel, NoLogprobsError, PairedModel, require_tokens
+from toolwise.thinking.models import (
+    EngineModel,
+    NoLogprobsError,
+    PolicyWithScorer,
+    ScoringRequest,
+    require_token_generator,
+)
 
 
-def contexts() -> list[Contexts]:
+def contexts() -> list[ScoringRequest]:
     _, chat = small()
     replies = [chat.encode(text) for text in ("<level>1</level><action>go", "<level>2</level><think>hm")]
-    return [Contexts(history(words), tuple(replies)) for words in ("You see a door.", "You see a key on the floor.")]
+    return [
+        ScoringRequest(history(words), tuple(replies)) for words in ("You see a door.", "You see a key on the floor.")
+    ]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_engine_and_pair_score_as_a_plain_loop_does(temperature: float) -> None:
     model, chat = small()
     engine = EngineModel(Engine(model, blocks=64, decode=chat.decode))
-    pair = PairedModel(ScriptedThinker(), ContinuationScorer(model))
+    pair = PolicyWithScorer(ScriptedThinker(), ContinuationScorer(model))
     for thinker in (engine, pair):
         found = asyncio.run(thinker.score(contexts(), temperature))
         for context, scores in zip(contexts(), found, strict=True):
@@ -37,7 +45,7 @@ def test_engine_and_pair_score_as_a_plain_loop_does(temperature: float) -> None:
 def test_the_engine_prefills_each_history_once() -> None:
     model, chat = small()
     engine = Engine(model, blocks=256, decode=chat.decode)
-    engine.linger_s = 0.2  # until all have asked
+    engine.batch_wait_s = 0.2  # until all have asked
     thinker = EngineModel(engine, ("</think>",))
     before = history("You are in a hall with three doors and a table, and on the table lies a map of the house.")
     openings = [chat.encode(f"<level>{k}</level><think>") for k in (2, 3, 4)]
@@ -45,7 +53,7 @@ def test_the_engine_prefills_each_history_once() -> None:
     async def write() -> None:
         sampling = Sampling(max_new_tokens=6)
         await asyncio.gather(*(thinker.generate([*before, *opening], sampling) for opening in openings))
-        await thinker.score([Contexts(before, tuple([*o, 5, 6, 7] for o in openings))], 1.0)
+        await thinker.score([ScoringRequest(before, tuple([*o, 5, 6, 7] for o in openings))], 1.0)
 
     asyncio.run(write())
     counted = thinker.counters()
@@ -57,4 +65,4 @@ def test_the_engine_prefills_each_history_once() -> None:
 
 def test_a_policy_of_text_alone_is_refused() -> None:
     with pytest.raises(NoLogprobsError, match="gives text and no log-probs"):
-        require_tokens(ScriptedPolicy(["go left"]))
+        require_token_generator(ScriptedPolicy(["go left"]))

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from toolwise.rollout.parsers.action import parse_action
-from toolwise.thinking.reading import Fault, read
+from toolwise.thinking.reading import FormatFault, parse_reply
 
 L2 = "<level>2</level>"
 GOOD = L2 + "<think>the door is open</think><action>go left</action>"
@@ -45,7 +45,7 @@ GOOD = L2 + "<think>the door is open</think><action>go left</action>"
     ],
 )  # fmt: skip
 def test_a_reply_as_it_should_be(text: str, level: int, thought: str | None, action: str, kind: str) -> None:
-    reading = read(text)
+    reading = parse_reply(text)
     assert (reading.level, reading.thought, reading.action, reading.kind) == (level, thought, action, kind)
     assert reading.valid
     assert reading.faults == ()
@@ -90,14 +90,14 @@ def test_a_reply_as_it_should_be(text: str, level: int, thought: str | None, act
 def test_what_is_wrong_is_said_and_the_rest_is_read(
     text: str, faults: str, level: int | None, thought: str | None, action: str | None
 ) -> None:
-    reading = read(text)
+    reading = parse_reply(text)
     assert " ".join(reading.faults) == faults
     assert (reading.level, reading.thought, reading.action) == (level, thought, action)
     assert not reading.valid
 
 
 def test_spans_cut_the_text_into_its_parts() -> None:
-    spans = read(GOOD).spans
+    spans = parse_reply(GOOD).spans
     level, thought, action = (GOOD[slice(*span)] for span in (spans.level, spans.thought, spans.action) if span)
     assert (level, thought, action) == ("2", "the door is open", "go left")
     assert GOOD[slice(*spans.head)] == "<level>2</level><think>the door is open</think>"
@@ -105,7 +105,7 @@ def test_spans_cut_the_text_into_its_parts() -> None:
 
 def test_the_whole_call_is_scored_and_of_an_action_only_its_words() -> None:
     text = '<level>1</level>\n<tool_call>{"name": "f"}</tool_call>'
-    spans = read(text).spans
+    spans = parse_reply(text).spans
     assert spans.action is not None
     assert text[slice(*spans.action)] == '<tool_call>{"name": "f"}</tool_call>'
     assert text[: spans.head[1]] == "<level>1</level>"
@@ -114,7 +114,7 @@ def test_the_whole_call_is_scored_and_of_an_action_only_its_words() -> None:
 @pytest.mark.parametrize("action", ["<action> go </action>", "Answer: 42", "<tool_call>{}</tool_call>"])
 def test_white_space_before_the_action_is_not_the_heads(action: str) -> None:
     for head in ("<level>2</level> <think>a</think>", "<level>1</level>"):
-        assert read(f"{head}\n\n{action}").spans.head == (0, len(head))
+        assert parse_reply(f"{head}\n\n{action}").spans.head == (0, len(head))
 
 
 tags = st.sampled_from(
@@ -139,19 +139,19 @@ scraps = st.lists(st.one_of(tags, st.text(max_size=4)), max_size=14).map("".join
 @example("<think></think")
 @example("</action><action></level>")
 def test_any_text_can_be_read(text: str) -> None:
-    reading = read(text)
+    reading = parse_reply(text)
     for span in (reading.spans.level, reading.spans.thought, reading.spans.action, reading.spans.head):
         assert span is None or 0 <= span[0] <= span[1] <= len(text)
     assert reading.level in (None, 1, 2, 3, 4)
     assert (reading.kind is None) == (reading.action is None) == (reading.spans.action is None)
-    assert list(reading.faults) == [fault for fault in Fault if fault in reading.faults]
-    if reading.spans.action and Fault.ACTION_FIRST not in reading.faults:
+    assert list(reading.faults) == [fault for fault in FormatFault if fault in reading.faults]
+    if reading.spans.action and FormatFault.ACTION_FIRST not in reading.faults:
         assert reading.spans.head[1] <= reading.spans.action[0]
 
 
 @given(scraps)
 def test_a_valid_reply_has_all_its_parts(text: str) -> None:
-    reading = read(text)
+    reading = parse_reply(text)
     if reading.valid:
         assert reading.level is not None
         assert reading.action
@@ -160,7 +160,7 @@ def test_a_valid_reply_has_all_its_parts(text: str) -> None:
 
 @given(st.lists(st.one_of(tags.filter(lambda tag: "tool" not in tag), st.text(max_size=4)), max_size=14).map("".join))
 def test_the_world_is_given_the_action_that_is_scored(text: str) -> None:
-    reading = read(text)
+    reading = parse_reply(text)
     if reading.valid and reading.kind == "action":
         assert parse_action(text)[0] == (reading.action or "").encode("utf-8", "replace").decode()
 
@@ -168,6 +168,6 @@ def test_the_world_is_given_the_action_that_is_scored(text: str) -> None:
 def test_a_long_text_is_read_in_linear_time() -> None:
     text = "<think><action>" * 40_000 + "<level>" * 40_000
     began = time.process_time()
-    reading = read(text)
+    reading = parse_reply(text)
     assert time.process_time() - began < 5.0
-    assert Fault.UNCLOSED_THOUGHT in reading.faults
+    assert FormatFault.UNCLOSED_THOUGHT in reading.faults

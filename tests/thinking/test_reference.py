@@ -9,7 +9,7 @@ from precision import assert_fp32_close
 from thinking_cases import history, small, teacher_forced
 
 from toolwise.protocols import Sampling
-from toolwise.thinking.models import Contexts
+from toolwise.thinking.models import ScoringRequest
 from toolwise.thinking.reference import ReferenceModel
 
 
@@ -17,7 +17,7 @@ from toolwise.thinking.reference import ReferenceModel
 def test_drawn_and_scored_log_probs_agree(padding: str) -> None:
     model = ReferenceModel(small()[0], padding)  # type: ignore[arg-type]
     drawn = asyncio.run(model.generate(history(), Sampling(temperature=0.8, max_new_tokens=5, seed=3)))
-    contexts = [Contexts(history(), (drawn.token_ids, [*drawn.token_ids, 5, 6]))]
+    contexts = [ScoringRequest(history(), (drawn.token_ids, [*drawn.token_ids, 5, 6]))]
     [[found, longer]] = asyncio.run(model.score(contexts, 0.8))
     assert_fp32_close(found.logprobs, drawn.logprobs)
     assert_fp32_close(longer.logprobs[: len(found.logprobs)], drawn.logprobs)

@@ -14,12 +14,12 @@ import pytest
 from precision import assert_fp32_close, fp32_bound
 from thinking_cases import REPLY, THOUGHTS, ScriptedThinker, entropies, read, small, teacher_forced, writer
 
-from toolwise.learner.batch import Cut
+from toolwise.learner.batch import MicroBatchSettings
 from toolwise.learner.continuations import ContinuationScorer
 from toolwise.protocols import Generation, Sampling
 from toolwise.thinking.alternatives import LeakError
-from toolwise.thinking.groups import Alternative, ReadStep
-from toolwise.thinking.models import Contexts, PairedModel, TokenScores
+from toolwise.thinking.groups import Alternative, ParsedStep
+from toolwise.thinking.models import PolicyWithScorer, ScoringRequest, TokenScores
 from toolwise.thinking.reference import ReferenceModel
 from toolwise.thinking.scoring import score_levels
 
@@ -32,15 +32,17 @@ REPLIES = [
 WAYS = {
     "left": lambda model: ReferenceModel(model, "left"),
     "right": lambda model: ReferenceModel(model, "right"),
-    "packed": lambda model: PairedModel(ScriptedThinker(), ContinuationScorer(model)),
-    "packed, nothing shared": lambda model: PairedModel(
-        ScriptedThinker(), ContinuationScorer(model, Cut(share_prefixes=False))
+    "packed": lambda model: PolicyWithScorer(ScriptedThinker(), ContinuationScorer(model)),
+    "packed, nothing shared": lambda model: PolicyWithScorer(
+        ScriptedThinker(), ContinuationScorer(model, MicroBatchSettings(share_prefixes=False))
     ),
-    "packed, in small parts": lambda model: PairedModel(ScriptedThinker(), ContinuationScorer(model, Cut(64, True, 3))),
+    "packed, in small parts": lambda model: PolicyWithScorer(
+        ScriptedThinker(), ContinuationScorer(model, MicroBatchSettings(64, True, 3))
+    ),
 }
 
 
-def levels(steps: Sequence[ReadStep], model: Any = None, temperature: float = 1.0, **more: Any) -> Any:
+def levels(steps: Sequence[ParsedStep], model: Any = None, temperature: float = 1.0, **more: Any) -> Any:
     alternatives = asyncio.run(writer(temperature=temperature).write(steps))
     model = model or ScriptedThinker()
     return asyncio.run(score_levels(model, small()[1], steps, alternatives, temperature=temperature, **more))
@@ -85,10 +87,10 @@ def test_the_action_scores_under_its_own_level_what_it_was_drawn_with() -> None:
 def test_what_a_model_writes_before_its_action_stands_in_all_contexts(between: str, tail: str) -> None:
     """Otherwise its own level would be compared with contexts that it never writes."""
     _, chat = small()
-    asked: list[Contexts] = []
+    asked: list[ScoringRequest] = []
 
     class Kept(ScriptedThinker):
-        async def score(self, contexts: Sequence[Contexts], temperature: float) -> list[tuple[TokenScores, ...]]:
+        async def score(self, contexts: Sequence[ScoringRequest], temperature: float) -> list[tuple[TokenScores, ...]]:
             asked.extend(contexts)
             return await super().score(contexts, temperature)
 
@@ -137,7 +139,7 @@ def test_fewer_than_two_levels_are_no_group() -> None:
 
 def test_a_score_that_is_no_number_leaves_the_group() -> None:
     class Nan(ScriptedThinker):
-        async def score(self, contexts: Sequence[Contexts], temperature: float) -> list[tuple[TokenScores, ...]]:
+        async def score(self, contexts: Sequence[ScoringRequest], temperature: float) -> list[tuple[TokenScores, ...]]:
             [(own, first, *rest)] = await super().score(contexts, temperature)
             return [(own, TokenScores(np.full_like(first.logprobs, np.nan), first.entropies), *rest)]
 
@@ -177,7 +179,7 @@ def test_a_tag_that_shares_a_token_with_the_thought_is_written_anew_at_the_borde
         async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
             raise NotImplementedError
 
-        async def score(self, contexts: Sequence[Contexts], temperature: float) -> list[tuple[TokenScores, ...]]:
+        async def score(self, contexts: Sequence[ScoringRequest], temperature: float) -> list[tuple[TokenScores, ...]]:
             asked.extend(contexts)
             return [
                 tuple(TokenScores(np.zeros(len(c), np.float32), np.zeros(len(c), np.float32)) for c in k.continuations)
@@ -187,10 +189,10 @@ def test_a_tag_that_shares_a_token_with_the_thought_is_written_anew_at_the_borde
         def counters(self) -> dict[str, float]:
             return {}
 
-    from toolwise.thinking.steps import read_step
+    from toolwise.thinking.steps import parse_step
     from toolwise.types import StepData
 
-    asked: list[Contexts] = []
+    asked: list[ScoringRequest] = []
     codec = Codec()
     whole = "<level>2</level><think>a</think><action>go</action>"
     at = whole.index("><action")
@@ -202,7 +204,7 @@ def test_a_tag_that_shares_a_token_with_the_thought_is_written_anew_at_the_borde
         resulting_messages_history=[],
         policy_logprobs={"prompt_ids": [1, 2], "token_ids": ids, "logprobs": [0.0] * len(ids)},
     )
-    made = read_step("r", "g", 0, step, codec)
+    made = parse_step("r", "g", 0, step, codec)
     assert codec.decode(made.tail_ids) == "><action>go"
     other = Alternative(1, (), 16, codec.encode("<level>1</level>"), text="<level>1</level>")
     found = asyncio.run(score_levels(Flat(), codec, [made], [[other]]))

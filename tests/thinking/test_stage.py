@@ -11,7 +11,7 @@ from thinking_cases import REPLY, ScriptedThinker, scored, writer
 
 from toolwise.advantages import Rlvcr
 from toolwise.routing.budget import Budget, Multiplier
-from toolwise.thinking.stage import StageSettings, ThinkingStage, attach
+from toolwise.thinking.stage import StageSettings, ThinkingStage, attach_thinking
 from toolwise.types import AnnotatedRollout
 
 DIRECT = "<level>1</level><action>go right</action>"
@@ -26,8 +26,8 @@ def stage(model: ScriptedThinker | None = None, price: Any = None, **settings: A
     return ThinkingStage(writer(model), made, price)
 
 
-def think(made: ThinkingStage, turn: int = 0, usable: Any = None) -> Any:
-    return asyncio.run(made.think(ROLLOUTS, ROLLOUTS if usable is None else usable, turn=turn))
+def think(made: ThinkingStage, training_step: int = 0, usable: Any = None) -> Any:
+    return asyncio.run(made.think(ROLLOUTS, ROLLOUTS if usable is None else usable, training_step=training_step))
 
 
 def test_every_step_has_its_level_and_the_comparable_ones_a_group() -> None:
@@ -83,7 +83,7 @@ def test_the_bound_on_added_tokens_is_kept() -> None:
 
 
 def test_diversity_fades_over_the_run() -> None:
-    assert [think(stage(), turn)[0]["a"].anneal for turn in (0, 5, 10, 20)] == [1.0, 0.5, 0.0, 0.0]
+    assert [think(stage(), training_step)[0]["a"].anneal for training_step in (0, 5, 10, 20)] == [1.0, 0.5, 0.0, 0.0]
 
 
 def test_a_budget_moves_the_price_of_the_next_step() -> None:
@@ -93,12 +93,12 @@ def test_a_budget_moves_the_price_of_the_next_step() -> None:
     assert (found["a"].price, metrics["thinking/lambda"]) == (0.0, 0.0)
     made.end_step()
     spent = metrics["thinking/tokens_per_step"]
-    assert made.price_now == pytest.approx(0.1 * (spent - 0.5))
+    assert made.current_price == pytest.approx(0.1 * (spent - 0.5))
     again, _ = think(made)
-    assert again["a"].price == made.price_now
+    assert again["a"].price == made.current_price
     other = stage(price=Multiplier(Budget(limit=0.5, unit="tokens", rate=0.1)))
     other.load_state_dict(made.state_dict())
-    assert other.price_now == made.price_now
+    assert other.current_price == made.current_price
     assert metrics["thinking/tokens/budget"] == 0.5
 
 
@@ -111,19 +111,19 @@ def test_a_fixed_price_needs_no_budget() -> None:
 
 def test_what_comes_out_is_what_the_estimator_reads() -> None:
     found, _ = think(stage())
-    annotated = attach([AnnotatedRollout(s) for s in ROLLOUTS], found)
+    annotated = attach_thinking([AnnotatedRollout(s) for s in ROLLOUTS], found)
     credited, metrics = Rlvcr(gate="signed").credit(annotated)
     assert "thinking/advantage_used_3" in metrics
     assert [len(a) for a in credited[0].advantages] == [
         len(s.policy_logprobs["token_ids"]) for s in ROLLOUTS[0].steps if s.policy_logprobs
     ]
     first = credited[0].advantages[0]
-    head = annotated[0].thinking.steps[0].head
-    assert len(set(first[:head].tolist())) == 1
-    assert first[0] != first[head]
-    assert len(set(first[head:].tolist())) == 1
+    head_tokens = annotated[0].thinking.steps[0].head_tokens
+    assert len(set(first[:head_tokens].tolist())) == 1
+    assert first[0] != first[head_tokens]
+    assert len(set(first[head_tokens:].tolist())) == 1
     said = annotated[0].thinking.steps[0].level_tokens
-    assert 0 < said < head  # the level, and not the thought
+    assert 0 < said < head_tokens  # the level, and not the thought
     won = Rlvcr(gate="success", success_score=min(s.score for s in ROLLOUTS)).credit(annotated)[0][0].advantages[0]
     assert [won[0] == x for x in won.tolist()] == [True] * said + [False] * (len(won) - said)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from toolwise.models import load_model
 from toolwise.rollout.chat import ChatTokenizer
-from toolwise.thinking.reading import read
+from toolwise.thinking.reading import parse_reply
 from toolwise.thinking.tokens import find_tokens, token_spans
 
 
@@ -87,4 +87,4 @@ def test_bytes_as_tokens_cover_just_the_characters_they_write(text: str, data: s
 
 def test_a_reading_is_used_where_it_is_given(chat: ChatTokenizer) -> None:
     ids = encode(chat, "<level>2</level><think>a</think><action>go</action>")
-    assert token_spans(ids, chat.decode, read(chat.decode(ids))) == token_spans(ids, chat.decode)
+    assert token_spans(ids, chat.decode, parse_reply(chat.decode(ids))) == token_spans(ids, chat.decode)

@@ -6,7 +6,7 @@ import pytest
 
 from toolwise.messages import Message, ToolCall
 from toolwise.rewards.function import Reward
-from toolwise.thinking.reading import read
+from toolwise.thinking.reading import parse_reply
 from toolwise.thinking.validity import format_metrics, format_reward
 
 GOOD = "<level>2</level><think>a</think><action>b</action>"
@@ -22,7 +22,7 @@ def said(*texts: str) -> list[Message]:
 
 def test_the_figures_of_some_replies() -> None:
     texts = [GOOD, GOOD, "<level>1</level><action>b</action>", "<level>7</level><think>a</think><action>b</action>"]
-    assert format_metrics([read(text) for text in texts]) == {
+    assert format_metrics([parse_reply(text) for text in texts]) == {
         "thinking/format_valid": 0.75,
         "thinking/level_1_share": pytest.approx(1 / 3),
         "thinking/level_2_share": pytest.approx(2 / 3),
@@ -37,7 +37,7 @@ def test_no_replies_have_no_figures() -> None:
 
 
 def test_replies_without_any_level_have_shares_of_nothing() -> None:
-    assert format_metrics([read("go")])["thinking/level_1_share"] == 0.0
+    assert format_metrics([parse_reply("go")])["thinking/level_1_share"] == 0.0
 
 
 def test_the_reward_is_the_share_of_valid_replies_and_each_step_has_its_part() -> None:

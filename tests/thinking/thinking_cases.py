@@ -13,11 +13,11 @@ import torch
 from toolwise.learner.continuations import ContinuationScorer
 from toolwise.messages import Message
 from toolwise.protocols import Generation, Sampling
-from toolwise.thinking.alternatives import Writer
-from toolwise.thinking.groups import ReadStep
-from toolwise.thinking.levels import LEVELS
-from toolwise.thinking.models import Contexts, TokenScores
-from toolwise.thinking.steps import read_step
+from toolwise.thinking.alternatives import AlternativeWriter
+from toolwise.thinking.groups import ParsedStep
+from toolwise.thinking.levels import DEFAULT_LEVELS
+from toolwise.thinking.models import ScoringRequest, TokenScores
+from toolwise.thinking.steps import parse_step
 from toolwise.types import EvaluateResult, Rollout, ScoredRollout, StepData, StopReason, Task, Usage
 
 torch.set_num_threads(1)
@@ -83,9 +83,9 @@ def step_data(reply: str = REPLY, *, before: Sequence[int] | None = None, index:
     )
 
 
-def read(reply: str = REPLY, *, rollout: str = "r", group: str = "g", index: int = 0, **info: Any) -> ReadStep:
+def read(reply: str = REPLY, *, rollout: str = "r", group: str = "g", index: int = 0, **info: Any) -> ParsedStep:
     _, chat = small()
-    return read_step(rollout, group, index, step_data(reply, index=index, **info), chat)
+    return parse_step(rollout, group, index, step_data(reply, index=index, **info), chat)
 
 
 def scored(
@@ -119,12 +119,12 @@ class ScriptedThinker:
             if token in sampling.stop_token_ids:
                 ids = ids[: place + 1]
                 break
-        cut = len(chat.encode(LEVELS.numbered(level).opening))
+        cut = len(chat.encode(DEFAULT_LEVELS.by_number(level).opening))
         seen = [*token_ids[:-cut], *chat.encode(self.peek), *token_ids[-cut:]] if self.peek else token_ids
         ended = bool(ids) and ids[-1] in sampling.stop_token_ids
         return Generation(ids, teacher_forced(seen, ids, sampling.temperature), "stop" if ended else "length", 0)
 
-    async def score(self, contexts: Sequence[Contexts], temperature: float) -> list[tuple[TokenScores, ...]]:
+    async def score(self, contexts: Sequence[ScoringRequest], temperature: float) -> list[tuple[TokenScores, ...]]:
         self.scorings += 1
         return ContinuationScorer(small()[0])(contexts, temperature)
 
@@ -132,5 +132,7 @@ class ScriptedThinker:
         return {}
 
 
-def writer(model: Any = None, **sampling: Any) -> Writer:
-    return Writer(model or ScriptedThinker(), small()[1], LEVELS, Sampling(**({"max_new_tokens": 40} | sampling)))
+def writer(model: Any = None, **sampling: Any) -> AlternativeWriter:
+    return AlternativeWriter(
+        model or ScriptedThinker(), small()[1], DEFAULT_LEVELS, Sampling(**({"max_new_tokens": 40} | sampling))
+    )

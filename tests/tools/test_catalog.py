@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from toolwise.errors import ConfigError
-from toolwise.sandbox.layers.bubblewrap import why_not
+from toolwise.sandbox.layers.bubblewrap import unavailable_reason
 from toolwise.tools.base import BaseTool, FunctionSchema, OpenAIFunctionToolSchema
 from toolwise.tools.calculator import CalculatorTool
-from toolwise.tools.catalog import TOOLS, build_tools, entries_of
+from toolwise.tools.catalog import TOOLS, as_entries, build_tools
 from toolwise.tools.function import tool
 
 USER_FILE = '''
@@ -67,7 +67,9 @@ def test_names_functions_and_tools() -> None:
 
 def test_every_builtin_is_known_by_its_own_name() -> None:
     assert list(TOOLS) == ["calculator", "search", "calc_gsm8k_reward", "python", "shell"]
-    here = [name for name in TOOLS if name != "shell" or not why_not()]  # which needs namespaces, and says so itself
+    here = [
+        name for name in TOOLS if name != "shell" or not unavailable_reason()
+    ]  # which needs namespaces, and says so itself
     assert list(build_tools(here)) == here
 
 
@@ -180,4 +182,4 @@ def test_a_file_that_fails_says_how(tmp_path: Path) -> None:
 
 def test_what_is_neither_a_tool_nor_a_list_is_one_line() -> None:
     with pytest.raises(ConfigError, match="tools: 3 is neither a tool nor a list of tools"):
-        entries_of(3)  # type: ignore[arg-type]
+        as_entries(3)  # type: ignore[arg-type]

@@ -204,10 +204,10 @@ def test_terms_of_the_decorator() -> None:
 
 
 def test_with_terms_leaves_the_original_alone() -> None:
-    dearer = weather.with_terms(price=3, family="SEARCH")
+    dearer = weather.with_options(price=3, family="SEARCH")
     assert (dearer.name, dearer.price, dearer.family) == ("weather", 3.0, "SEARCH")
     assert (weather.price, weather.family) == (1.0, "OTHER")
-    assert dearer.with_terms(price=4).family == "SEARCH"
+    assert dearer.with_options(price=4).family == "SEARCH"
 
 
 @pytest.mark.parametrize(
@@ -413,10 +413,10 @@ def test_how_many_calls_at_once_is_a_term_of_a_tool() -> None:
         return 0
 
     assert few.max_concurrent == 3
-    assert few.with_terms(price=2.0).max_concurrent == 3
+    assert few.with_options(price=2.0).max_concurrent == 3
     for wrong in (0, True, 1.5):
         with pytest.raises(ToolwiseError, match="max_concurrent must be a whole number from 1 up"):
-            few.with_terms(max_concurrent=wrong)
+            few.with_options(max_concurrent=wrong)
 
 
 def test_a_cell_s_tool_follows_the_file_that_each_run_gives_it(tmp_path: Path) -> None:

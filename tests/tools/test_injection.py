@@ -96,7 +96,7 @@ def say(text: str) -> Message:
 def marks(chat: ChatTokenizer, message: Message) -> list[int]:
     """The tokens in what follows a turn that are more than text: special ones, and others with a meaning."""
     added = set(chat.tokenizer.get_added_vocab().values()) | set(chat.tokenizer.all_special_ids)
-    return [token for token in chat.follow([message]) if token in added]
+    return [token for token in chat.encode_continuation([message]) if token in added]
 
 
 @pytest.mark.parametrize("which", [qwen_like, shipped])
@@ -128,7 +128,7 @@ def test_no_mixture_of_pieces_does_either(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["5 < 6 | 7 > 2", "<b>bold</b>", "a\u200bb", "<|not_a_token|>"])
 def test_harmless_text_is_read_as_it_was_said(text: str) -> None:
-    assert text in qwen_like().tokenizer.decode(qwen_like().follow([say(text)]))
+    assert text in qwen_like().tokenizer.decode(qwen_like().encode_continuation([say(text)]))
 
 
 def test_the_error_of_a_tool_is_text_too() -> None:

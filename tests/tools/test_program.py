@@ -11,19 +11,19 @@ import pytest
 from toolwise.errors import ConfigError, DataError, ToolwiseError
 from toolwise.sandbox.programs.run import ProgramResult
 from toolwise.tools.catalog import build_tools
-from toolwise.tools.program import NO_OUTPUT, show
+from toolwise.tools.program import NO_OUTPUT, format_result
 from toolwise.tools.python import PythonTool
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the tiers for programs are Linux's")
 
 
 def test_the_model_reads_what_was_printed_and_what_went_wrong() -> None:
-    assert show(ProgramResult("ok", "", "4\n", "", 0)) == "4"
-    assert show(ProgramResult("ok", "", "", "", 0)) == NO_OUTPUT
-    assert show(ProgramResult("exit", "it exited with status 1", "a\n", "b\n", 1)) == (
+    assert format_result(ProgramResult("ok", "", "4\n", "", 0)) == "4"
+    assert format_result(ProgramResult("ok", "", "", "", 0)) == NO_OUTPUT
+    assert format_result(ProgramResult("exit", "it exited with status 1", "a\n", "b\n", 1)) == (
         "a\nb\nerror: it exited with status 1"
     )
-    assert show(ProgramResult("timeout", "too long", "", "", None)) == "error: too long"
+    assert format_result(ProgramResult("timeout", "too long", "", "", None)) == "error: too long"
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_a_deadline_from_outside_ends_the_program(python: PythonTool) -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(1.0):
                 await tool.execute(name, {"code": "while True: pass"})
-        assert list(folder.path.iterdir()) == [folder.files]
+        assert list(folder.path.iterdir()) == [folder.work_path]
         await tool.release(name)
         assert not folder.path.parent.exists()
 

@@ -14,7 +14,7 @@ import toolwise
 from toolwise.errors import CheckpointError, ConfigError
 from toolwise.routed.agent import RoutedAgent
 from toolwise.tools.catalog import build_tools
-from toolwise.tools.record import FILE, check_recorded_tools, recorded_tools, write_tools
+from toolwise.tools.record import TOOLS_FILE, check_recorded_tools, read_tools, write_tools
 
 Cli = Callable[..., Any]
 MakeConfig = Callable[..., Path]
@@ -24,7 +24,7 @@ QUESTION = "What is 4321 - 1234?"
 def test_names_and_schemas_are_kept(tmp_path: Path) -> None:
     tools = build_tools(["calculator", "search"])
     write_tools(tmp_path, tools)
-    found = recorded_tools(tmp_path)
+    found = read_tools(tmp_path)
     assert list(found) == ["calculator", "search"]
     assert found["search"] == tools["search"].get_openai_tool_schema().model_dump()
     check_recorded_tools(tmp_path, tools | build_tools(["python"]), "add them")
@@ -53,15 +53,15 @@ def test_a_tool_that_takes_other_arguments_is_warned_about(tmp_path: Path, caplo
 
 
 def test_a_folder_of_an_older_version_says_nothing(tmp_path: Path) -> None:
-    assert recorded_tools(tmp_path) == {}
+    assert read_tools(tmp_path) == {}
     check_recorded_tools(tmp_path, {}, "")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"format": 1, "tools": [{}]}', '{"format": 9, "tools": []}'])
 def test_a_record_that_cannot_be_read_is_said(text: str, tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text(text)
-    with pytest.raises(CheckpointError, match=FILE) as told:
-        recorded_tools(tmp_path)
+    (tmp_path / TOOLS_FILE).write_text(text)
+    with pytest.raises(CheckpointError, match=TOOLS_FILE) as told:
+        read_tools(tmp_path)
     assert "\n" not in str(told.value)
 
 
@@ -87,7 +87,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, cli: Cli, make_config: Mak
 @pytest.mark.long
 def test_an_export_is_not_asked_without_its_tools(trained: Path, cli: Cli) -> None:
     exported = trained / "exported"
-    assert list(recorded_tools(exported)) == ["calculator", "search"]
+    assert list(read_tools(exported)) == ["calculator", "search"]
     ended = cli("run", exported, QUESTION)
     assert ended.status == 2
     [line] = ended.err.strip().splitlines()
@@ -139,5 +139,5 @@ def test_an_export_of_an_older_version_still_loads(trained: Path, tmp_path: Path
     import shutil
 
     old = shutil.copytree(trained / "exported", tmp_path / "old")
-    (old / FILE).unlink()
+    (old / TOOLS_FILE).unlink()
     assert not RoutedAgent.load(old).routing.tools

@@ -14,7 +14,7 @@ from toolwise.envs.tool_env import ToolEnv
 from toolwise.errors import DataError
 from toolwise.messages import Message, ToolCall
 from toolwise.run import assemble, build_scheduler
-from toolwise.run_tasks import check_tools
+from toolwise.run_tasks import check_task_tools
 from toolwise.tools.catalog import build_tools
 from toolwise.tools.task_arguments import check_task_arguments
 from toolwise.types import RouteDecision, Task
@@ -107,9 +107,9 @@ def test_a_run_without_tools_and_an_environment_with_its_own_take_any_task() -> 
     check_task_arguments(task, {})
     check_task_arguments(task, build_tools([haggle]), env_has_tools=True)
     for env in ("gsm8k", "file.py:Shop"):
-        check_tools(task, build_tools([haggle]), env=env)
+        check_task_tools(task, build_tools([haggle]), env=env)
     with pytest.raises(DataError, match="the run has no tool 'price'"):
-        check_tools(task, build_tools([haggle]), env="tools")
+        check_task_tools(task, build_tools([haggle]), env="tools")
 
 
 def test_a_held_out_tool_may_be_given_to() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from toolwise.sandbox.layers.bubblewrap import why_not
+from toolwise.sandbox.layers.bubblewrap import unavailable_reason
 from toolwise.tools import TOOLS, BaseTool, build_tools, tool, validate_arguments
 from toolwise.tools.function import FAMILIES, FunctionTool
 
@@ -34,7 +34,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any], str]] = {
 
 
 def make(name: str) -> BaseTool:
-    missing = why_not() if name == "shell" else ""
+    missing = unavailable_reason() if name == "shell" else ""
     if missing:
         pytest.skip(f"a shell needs namespaces: {missing}")
     return build_tools([CASES[name][0]])[name]

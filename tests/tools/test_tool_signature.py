@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from toolwise.errors import ToolwiseError
-from toolwise.tools.signature import describe, make_adapter, read_annotations, returns_reward
+from toolwise.tools.signature import build_tool_schema, make_adapter, read_annotations, returns_reward
 
 
 def look(place: str, most: int = 3) -> tuple[str, float]:
@@ -21,7 +21,7 @@ def look(place: str, most: int = 3) -> tuple[str, float]:
 
 def test_a_function_is_described_as_models_read_it() -> None:
     adapters = {key: make_adapter(kind, "look", key) for key, kind in read_annotations(look, "look").items()}
-    function = describe(look, "look", None, adapters).function
+    function = build_tool_schema(look, "look", None, adapters).function
     assert function.description == "Looks around."
     assert function.parameters == {
         "type": "object",
@@ -31,7 +31,7 @@ def test_a_function_is_described_as_models_read_it() -> None:
         },
         "required": ["place"],
     }
-    assert describe(look, "look", "Another text.", adapters).function.description == "Another text."
+    assert build_tool_schema(look, "look", "Another text.", adapters).function.description == "Another text."
 
 
 def test_only_an_annotated_tuple_with_text_first_brings_a_reward() -> None:

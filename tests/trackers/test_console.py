@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from toolwise.trackers import console as console_module
-from toolwise.trackers.console import ConsoleTracker, say_time, sparkline
+from toolwise.trackers.console import ConsoleTracker, format_duration, sparkline
 
 NASTY = "[/] [bold]x[/bold] \ud800 \x1b[31mred\x1b[0m \x07 \r\n \u202e {} %s 🙂"
 
@@ -152,7 +152,7 @@ def test_a_rollout_stays_long_enough_to_be_read(monkeypatch: pytest.MonkeyPatch)
     tracker = ConsoleTracker(10, title="t", console=console)
     for name in ("first", "second", "too soon"):
         tracker.show_rollout(record(name))
-    monkeypatch.setattr(console_module, "DWELL_S", 0.0)
+    monkeypatch.setattr(console_module, "MIN_PANEL_S", 0.0)
     tracker.show_rollout(record("in time"))
     tracker.close()
     assert "too soon" not in text_on(console)
@@ -287,7 +287,7 @@ def test_a_sparkline_goes_from_low_to_high_and_stays_in_its_width() -> None:
 
 @pytest.mark.parametrize(("seconds", "said"), [(4.4, "4s"), (63, "1m03s"), (3720, "1h02m"), (-1, "0s")])
 def test_times_are_said_shortly(seconds: float, said: str) -> None:
-    assert say_time(seconds) == said
+    assert format_duration(seconds) == said
 
 
 ROUTED = {

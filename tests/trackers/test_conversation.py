@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolwise.trackers.conversation import clean_text, shorten, turns_of, verdict
+from toolwise.trackers.conversation import clean_text, conversation_turns, is_correct, shorten
 
 
 def test_turns_name_the_tool_of_a_result_and_count_actions() -> None:
@@ -20,8 +20,8 @@ def test_turns_name_the_tool_of_a_result_and_count_actions() -> None:
         {"role": "tool", "tool_call_id": "c", "content": "height 1,204 m"},
         {"role": "assistant", "content": "1,204 m"},
     ]
-    turns = turns_of(messages)
-    assert [(t.who, t.name, t.action) for t in turns] == [
+    turns = conversation_turns(messages)
+    assert [(t.kind, t.name, t.assistant_index) for t in turns] == [
         ("system", "", None),
         ("user", "", None),
         ("call", "lookup", 0),
@@ -32,7 +32,7 @@ def test_turns_name_the_tool_of_a_result_and_count_actions() -> None:
 
 def test_arguments_that_are_no_json_are_shown_as_they_were_written() -> None:
     call = {"id": "c", "function": {"name": "add", "arguments": "{oops"}}
-    assert turns_of([{"role": "assistant", "tool_calls": [call]}])[0].text == "add({oops)"
+    assert conversation_turns([{"role": "assistant", "tool_calls": [call]}])[0].text == "add({oops)"
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_arguments_that_are_no_json_are_shown_as_they_were_written() -> None:
     ],
 )
 def test_the_verdict_is_the_metric_correct_else_a_clear_score(said: dict[str, Any], expected: bool | None) -> None:
-    assert verdict(said) is expected
+    assert is_correct(said) is expected
 
 
 @given(st.text(), st.integers(12, 60))

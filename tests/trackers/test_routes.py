@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolwise.trackers.routes import budget_of, route_shares, say_shares, share_bar
+from toolwise.trackers.routes import budget_metric, format_shares, route_shares, share_bar
 
 LINE = {
     "router/share/ANSWER": 0.5,
@@ -20,13 +20,13 @@ LINE = {
 
 def test_shares_are_called_as_people_call_routes() -> None:
     assert route_shares(LINE) == {"answer": 0.5, "search": 0.3, "calculate": 0.2}
-    assert say_shares(route_shares(LINE)) == "answer 50% search 30% calculate 20%"
+    assert format_shares(route_shares(LINE)) == "answer 50% search 30% calculate 20%"
 
 
 def test_a_line_without_a_router_has_neither_shares_nor_budget() -> None:
     assert route_shares({"score/mean": 1.0}) == {}
-    assert budget_of({"score/mean": 1.0}) is None
-    assert budget_of(LINE) == 0.4
+    assert budget_metric({"score/mean": 1.0}) is None
+    assert budget_metric(LINE) == 0.4
 
 
 def test_what_is_not_finite_is_left_out() -> None:

@@ -13,7 +13,7 @@ from toolwise.errors import CheckpointError
 from toolwise.view.curves import DARK
 from toolwise.view.frontier import frontier_rows, read_frontier, render_frontier
 from toolwise.view.report import write_report
-from toolwise.view.routing import render_routing, routes_of, routing_columns, units_of
+from toolwise.view.routing import budget_units, logged_routes, render_routing, routing_columns
 from toolwise.view.run_folder import open_run
 from toolwise.view.thinking import render_thinking
 
@@ -69,8 +69,8 @@ def test_a_routed_run_shows_spending_price_and_shares(make_run: Callable[..., Pa
     run = make_run()
     add_router(run)
     opened = open_run(run)
-    assert units_of(opened) == ["cost"]
-    assert routes_of(opened) == ["ANSWER", "SEARCH-FAMILY", "CALCULATE-FAMILY"]
+    assert budget_units(opened) == ["cost"]
+    assert logged_routes(opened) == ["ANSWER", "SEARCH-FAMILY", "CALCULATE-FAMILY"]
     for drawn in (render_routing(opened), render_routing(opened, DARK)):
         assert drawn is not None
         assert drawn.startswith(PNG)
@@ -84,7 +84,7 @@ def test_several_budgets_are_drawn_each(make_run: Callable[..., Path]) -> None:
     run = make_run()
     add_router(run, ("usd", "seconds"))
     opened = open_run(run)
-    assert units_of(opened) == ["seconds", "usd"]
+    assert budget_units(opened) == ["seconds", "usd"]
     assert render_routing(opened) is not None
     columns = routing_columns(opened.metrics)
     assert columns[:4] == ["router/seconds/mean", "router/seconds/lambda", "router/usd/mean", "router/usd/lambda"]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from toolwise.view.selection import advantages_of, changed_tasks, telling_groups
+from toolwise.view.selection import advantages_of, changed_tasks, contrasting_groups
 
 
 def rollout(task_id: str, correct: float | None, **changes: Any) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def test_telling_groups_are_those_whose_rollouts_differ() -> None:
     same = [trained("same", 1, 0.0), trained("same", 1, 0.0)]
     split = [trained("split", 0, -1.0), trained("split", 1, 1.0), trained("split", 0.5, 0.1)]
     none = [trained("none", 1, None), trained("none", 0, None)]
-    groups = telling_groups([*same, *split, *none])
+    groups = contrasting_groups([*same, *split, *none])
     assert [[r["score"] for r in group] for group in groups] == [[1, 0]]
 
 

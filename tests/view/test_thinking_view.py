@@ -8,7 +8,7 @@ from pathlib import Path
 
 from toolwise.view.report import write_report
 from toolwise.view.run_folder import open_run
-from toolwise.view.thinking import _success_by_tokens, kinds_of, prices_of, render_thinking, thinking_columns
+from toolwise.view.thinking import _success_by_tokens, lambda_metrics, render_thinking, step_kinds, thinking_columns
 
 PNG = b"\x89PNG"
 
@@ -40,8 +40,8 @@ def test_a_run_with_levels_shows_them(make_run: Callable[..., Path]) -> None:
     drawn = render_thinking(opened)
     assert drawn is not None
     assert drawn.startswith(PNG)
-    assert kinds_of(opened) == ["easy", "hard"]
-    assert prices_of(opened) == ["router/calls/lambda", "thinking/lambda"]
+    assert step_kinds(opened) == ["easy", "hard"]
+    assert lambda_metrics(opened) == ["router/calls/lambda", "thinking/lambda"]
     page = write_report(run).read_text("utf-8")
     assert "<h2>Thinking</h2>" in page
     for name in ("thinking/hard/level_4_share", "thinking/lambda", "router/calls/lambda", "thinking/names_action"):
@@ -60,8 +60,8 @@ def test_worlds_without_kinds_and_prices_of_nothing(make_run: Callable[..., Path
     run = make_run()
     add_thinking(run, kinds=False, price=0.0)
     opened = open_run(run)
-    assert kinds_of(opened) == []
-    assert prices_of(opened) == ["router/calls/lambda"]
+    assert step_kinds(opened) == []
+    assert lambda_metrics(opened) == ["router/calls/lambda"]
     assert render_thinking(opened) is not None
 
 

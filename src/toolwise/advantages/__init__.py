@@ -7,18 +7,18 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from toolwise.advantages.anchors import StateAnchor, last_messages, last_observation
-from toolwise.advantages.credit import credit, equal_scores_teach, least_group
+from toolwise.advantages.credit import credit, learns_from_equal_scores, min_group_size
 from toolwise.advantages.gae import Gae, compute_gae_advantage_return
 from toolwise.advantages.gigpo import (
-    DeadAnchorsWarning,
     Gigpo,
+    SingletonAnchorsWarning,
     apply_gigpo_to_batch_steps,
     system_apply_gigpo_to_batch_steps,
 )
 from toolwise.advantages.grpo import Grpo, Rloo, compute_grpo_outcome_advantage
 from toolwise.advantages.hgpo import Hgpo
 from toolwise.advantages.reinforce import ReinforcePlusPlus, compute_reinforce_plus_plus_outcome_advantage
-from toolwise.advantages.rlvcr import Rlvcr, Watched
+from toolwise.advantages.rlvcr import MonitoredEstimator, Rlvcr
 from toolwise.advantages.rlvcr_tensors import compute_rlvcr_outcome_advantage
 from toolwise.errors import ConfigError
 
@@ -50,16 +50,16 @@ def build_estimator(name: str, **settings: Any) -> AdvantageEstimator:
 
 __all__ = [
     "ESTIMATORS",
-    "DeadAnchorsWarning",
     "Gae",
     "Gigpo",
     "Grpo",
     "Hgpo",
+    "MonitoredEstimator",
     "ReinforcePlusPlus",
     "Rloo",
     "Rlvcr",
+    "SingletonAnchorsWarning",
     "StateAnchor",
-    "Watched",
     "apply_gigpo_to_batch_steps",
     "build_estimator",
     "compute_gae_advantage_return",
@@ -67,9 +67,9 @@ __all__ = [
     "compute_reinforce_plus_plus_outcome_advantage",
     "compute_rlvcr_outcome_advantage",
     "credit",
-    "equal_scores_teach",
     "last_messages",
     "last_observation",
-    "least_group",
+    "learns_from_equal_scores",
+    "min_group_size",
     "system_apply_gigpo_to_batch_steps",
 ]

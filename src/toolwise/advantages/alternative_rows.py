@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toolwise.advantages.arrays import Doubles
-from toolwise.advantages.credit import with_credit
+from toolwise.advantages.credit import with_advantage
 from toolwise.thinking.groups import LevelScore, ThinkingGroup, ThinkingStep
 from toolwise.types import AnnotatedRollout, CreditedRollout, StepData
 
@@ -42,18 +42,18 @@ def _row(
     other = score.alternative
     assert other is not None  # the row of the used level is the rollout itself
     given = taken.policy_logprobs or {}
-    version = other.policy_version if other.generated else given.get("policy_version", -1)
+    version = other.policy_version if other.generated_tokens else given.get("policy_version", -1)
     seen = list(other.prompt_ids)
     before = [*seen, *other.sampled_ids, *score.context_ids]
     parts: list[tuple[StepData, Floats]] = []
     if len(other.sampled_ids):
         thought = _step(taken, 0, seen, other.sampled_ids, other.logprobs, version)
         parts.append((thought, np.full(len(other.sampled_ids), advantage, dtype=np.float32)))
-    drawn = _drawn(group)
+    drawn = _sampling_logprobs(group)
     weights = np.minimum(np.exp(np.minimum(score.action_logprobs - drawn, 20.0)), cap)
     acted = _step(taken, len(parts), before, group.action_ids, score.action_logprobs, version)
     parts.append((acted, (advantage * weights).astype(np.float32)))
-    steps = tuple(with_credit(step, float(array.mean()), None) for step, array in parts)
+    steps = tuple(with_advantage(step, float(array.mean()), None) for step, array in parts)
     scored = credited.annotated.scored
     name = f"{scored.rollout.rollout_id}/step-{taken.system_step_index}/level-{score.level}"
     rollout = replace(scored.rollout, rollout_id=name, steps=steps)
@@ -61,7 +61,7 @@ def _row(
     return CreditedRollout(annotated, steps, tuple(array for _, array in parts))
 
 
-def _drawn(group: ThinkingGroup) -> Any:
+def _sampling_logprobs(group: ThinkingGroup) -> Any:
     """The action's log-probs in the context that it was drawn in."""
     return np.asarray(group.used.action_logprobs, dtype=np.float64)
 
@@ -77,4 +77,4 @@ def _step(
         "policy_version": version,
     }
     changes = {"system_step_index": index, "policy_logprobs": drawn, "raw_policy_output": None}
-    return StepData.trusted(**{**taken.__dict__, **changes})
+    return StepData.unchecked(**{**taken.__dict__, **changes})

@@ -53,7 +53,7 @@ class StateAnchor:
         """A number for each step, equal within a group where the state is; `groups` has one entry a step."""
         keys = self.keys(steps)
         if self.similarity < 1.0:
-            keys = _merge_alike(keys, groups.tolist(), self.similarity)
+            keys = _merge_similar(keys, groups.tolist(), self.similarity)
         numbers: dict[Hashable, int] = {}
         # A step without a state gets a number below 0 that nobody else has.
         return np.fromiter(
@@ -64,14 +64,14 @@ class StateAnchor:
 
     def keys(self, steps: Sequence[StepData]) -> list[Hashable]:
         if self.by == "auto":
-            return [_own_key(step) or last_observation(step.observation_data) for step in steps]
+            return [_env_state_key(step) or last_observation(step.observation_data) for step in steps]
         if self.by == "state_key":
-            found: list[Hashable] = [_own_key(step) for step in steps]
+            found: list[Hashable] = [_env_state_key(step) for step in steps]
             if steps and not any(found):
                 raise CreditError("state_anchor is state_key, and the environment names no state; use last_observation")
             return found
         read = self._function()
-        return [_read(read, step) for step in steps]
+        return [_observation_key(read, step) for step in steps]
 
     def _function(self) -> StateHash:
         if not isinstance(self.by, str):
@@ -98,8 +98,8 @@ def as_anchor(given: StateAnchor | StateHash | str | None) -> StateAnchor:
 def last_observation(observation: Any) -> Hashable:
     """What was said since the assistant last spoke; an observation that is no conversation is taken whole."""
     if not _is_conversation(observation):
-        return _frozen(observation)
-    return _joined(_since_assistant(observation))
+        return _to_hashable(observation)
+    return _messages_text(_since_assistant(observation))
 
 
 def last_messages(count: int) -> StateHash:
@@ -109,22 +109,22 @@ def last_messages(count: int) -> StateHash:
 
     def read(observation: Any) -> Hashable:
         if not _is_conversation(observation):
-            return _frozen(observation)
-        return _joined(observation[max(0, len(observation) - count) :])
+            return _to_hashable(observation)
+        return _messages_text(observation[max(0, len(observation) - count) :])
 
     return read
 
 
-def _own_key(step: StepData) -> Hashable:
+def _env_state_key(step: StepData) -> Hashable:
     key = step.step_info.get("state_key")
     # Wrapped, so that a name is never taken for a text that may be like another.
-    return None if key is None else ("state_key", key if isinstance(key, str) else _frozen(key))
+    return None if key is None else ("state_key", key if isinstance(key, str) else _to_hashable(key))
 
 
-def _read(read: StateHash, step: StepData) -> Hashable:
+def _observation_key(read: StateHash, step: StepData) -> Hashable:
     try:
         found = read(step.observation_data)
-        return None if found is None else _frozen(found)
+        return None if found is None else _to_hashable(found)
     except CreditError:
         raise
     except Exception as fault:
@@ -150,18 +150,18 @@ def _since_assistant(messages: Sequence[Any]) -> list[Any]:
     return since[::-1]
 
 
-def _joined(messages: Sequence[Any]) -> str:
-    return "\n".join(_spoken(message) for message in messages)
+def _messages_text(messages: Sequence[Any]) -> str:
+    return "\n".join(_message_text(message) for message in messages)
 
 
-def _spoken(message: Any) -> str:
+def _message_text(message: Any) -> str:
     """Who said what; what a message calls is part of it, under which id is not."""
-    text = f"{_field(message, 'role')}: {_plain(str(_field(message, 'content') or ''))}"
+    text = f"{_field(message, 'role')}: {_collapse_whitespace(str(_field(message, 'content') or ''))}"
     for call in _field(message, "tool_calls") or ():
         told = call.get("function", call) if isinstance(call, Mapping) else call
         arguments = _field(told, "arguments")
         written = arguments if isinstance(arguments, str) else json.dumps(arguments, sort_keys=True, default=str)
-        text += f" {_field(told, 'name')}{_plain(written)}"
+        text += f" {_field(told, 'name')}{_collapse_whitespace(written)}"
     return text
 
 
@@ -169,14 +169,14 @@ def _field(thing: Any, name: str) -> Any:
     return thing.get(name) if isinstance(thing, Mapping) else getattr(thing, name, None)
 
 
-def _plain(text: str) -> str:
+def _collapse_whitespace(text: str) -> str:
     return " ".join(text.split())
 
 
-def _frozen(value: Any) -> Hashable:
+def _to_hashable(value: Any) -> Hashable:
     """A state by value: objects that hash by identity would make each step a state of its own."""
     if isinstance(value, str):
-        return _plain(value)
+        return _collapse_whitespace(value)
     if value is None or isinstance(value, int | float | bytes):
         return value
     by_value: Any = type(value).__hash__
@@ -196,17 +196,17 @@ def _frozen(value: Any) -> Hashable:
         ) from None
 
 
-def _merge_alike(keys: Sequence[Hashable], groups: Sequence[int], least: float) -> list[Hashable]:
+def _merge_similar(keys: Sequence[Hashable], groups: Sequence[int], min_ratio: float) -> list[Hashable]:
     """Texts of a group replaced by the first text they are like; which comes first does not depend on their order."""
     texts: dict[int, set[str]] = defaultdict(set)
     for key, group in zip(keys, groups, strict=True):
         if isinstance(key, str):
             texts[group].add(key)
-    merged = {group: dict(_representatives(sorted(found, key=_by_length), least)) for group, found in texts.items()}
+    merged = {group: dict(_representatives(sorted(found, key=_by_length), min_ratio)) for group, found in texts.items()}
     return [merged[g][key] if isinstance(key, str) else key for key, g in zip(keys, groups, strict=True)]
 
 
-def _representatives(texts: Sequence[str], least: float) -> Iterator[tuple[str, str]]:
+def _representatives(texts: Sequence[str], min_ratio: float) -> Iterator[tuple[str, str]]:
     from difflib import SequenceMatcher
 
     kept: list[str] = []
@@ -216,7 +216,7 @@ def _representatives(texts: Sequence[str], least: float) -> Iterator[tuple[str, 
         for other in kept:
             matcher.set_seq1(other)
             # Bounds from above, cheapest first: most texts that differ are told apart by their lengths or letters.
-            if all(ratio() >= least for ratio in (matcher.real_quick_ratio, matcher.quick_ratio, matcher.ratio)):
+            if all(ratio() >= min_ratio for ratio in (matcher.real_quick_ratio, matcher.quick_ratio, matcher.ratio)):
                 yield text, other
                 break
         else:

@@ -21,7 +21,7 @@ Normalization = Literal["mean_std_norm", "mean_norm", "leave_one_out"]
 
 EPSILON = 1e-6
 WHITEN_EPSILON = 1e-8
-ROUNDING = 1e-9
+SIGN_TOLERANCE = 1e-9
 """Advantages nearer to 0 are none."""
 
 
@@ -39,10 +39,10 @@ def check_fraction(name: str, value: float) -> None:
         raise CreditError(f"{name} is {value}; it must lie between 0 and 1")
 
 
-def codes_of(keys: Any) -> Ints:
+def integer_codes(keys: Any) -> Ints:
     """A number for each key, the same for equal ones, from 0."""
     if isinstance(keys, np.ndarray) and keys.dtype.kind == "i":
-        return narrow(keys.astype(np.intp, copy=False))[0]
+        return compact_codes(keys.astype(np.intp, copy=False))[0]
     # Elements of a tensor are tensors, which hash by identity: each would be a group of its own.
     plain: Sequence[Hashable] = keys.tolist() if hasattr(keys, "tolist") else keys
     numbers: defaultdict[Hashable, int] = defaultdict()
@@ -52,14 +52,14 @@ def codes_of(keys: Any) -> Ints:
 
 def signs(values: Doubles) -> Doubles:
     """−1, 0 or 1. What rounding leaves of a mean's own deviation from it is 0."""
-    return np.asarray(np.where(np.abs(values) < ROUNDING, 0.0, np.sign(values)))
+    return np.asarray(np.where(np.abs(values) < SIGN_TOLERANCE, 0.0, np.sign(values)))
 
 
 def sign(value: float) -> float:
     return float(signs(np.asarray(value)))
 
 
-def narrow(codes: Ints) -> tuple[Ints, int]:
+def compact_codes(codes: Ints) -> tuple[Ints, int]:
     """The same partition with numbers from 0 up to a few times their count, so that tables of them are small; and how
     long such a table must be. Not each number need occur."""
     if len(codes) == 0:
@@ -78,11 +78,11 @@ def narrow(codes: Ints) -> tuple[Ints, int]:
     return inverse.astype(np.intp, copy=False), len(found)
 
 
-def pairs(first: Ints, second: Ints) -> tuple[Ints, int]:
+def pair_codes(first: Ints, second: Ints) -> tuple[Ints, int]:
     """The pairs (firstᵢ, secondᵢ) as narrow numbers."""
-    a, _ = narrow(first)
-    b, width = narrow(second)
-    return narrow(a * width + b)
+    a, _ = compact_codes(first)
+    b, width = compact_codes(second)
+    return compact_codes(a * width + b)
 
 
 def normalize(x: Doubles, groups: Ints, how: Normalization = "mean_std_norm", *, epsilon: float = EPSILON) -> Doubles:
@@ -97,7 +97,7 @@ def normalize(x: Doubles, groups: Ints, how: Normalization = "mean_std_norm", *,
     centred = x - (np.bincount(groups, x) / np.maximum(count, 1))[groups]
     others = np.maximum(count - 1, 1)
     # Rounding leaves 7 × 0.1 a hair off its own mean; equal values must say nothing at all.
-    scale = varied(x, groups, len(count)).astype(np.float64)
+    scale = group_varies(x, groups, len(count)).astype(np.float64)
     if how == "leave_one_out":
         scale *= count / others
     elif how == "mean_std_norm":
@@ -105,7 +105,7 @@ def normalize(x: Doubles, groups: Ints, how: Normalization = "mean_std_norm", *,
     return np.asarray(centred * scale[groups])
 
 
-def varied(x: Doubles, groups: Ints, count: int) -> NDArray[np.bool_]:
+def group_varies(x: Doubles, groups: Ints, count: int) -> NDArray[np.bool_]:
     """For each group, whether two of its values differ."""
     some = np.zeros(count)
     some[groups] = x

@@ -25,17 +25,17 @@ def sampled_tokens(step: StepData) -> int:
     return len((step.policy_logprobs or {}).get("token_ids", ()))
 
 
-def with_credit(step: StepData, advantage: float, return_to_go: float | None) -> StepData:
+def with_advantage(step: StepData, advantage: float, return_to_go: float | None) -> StepData:
     """A copy of `step`; nothing in it was changed, so nothing need be checked again."""
-    return type(step).trusted(**{**step.__dict__, "advantage": advantage, "return_to_go": return_to_go})
+    return type(step).unchecked(**{**step.__dict__, "advantage": advantage, "return_to_go": return_to_go})
 
 
-def credit_whole(rollout: AnnotatedRollout, advantage: float) -> CreditedRollout:
+def credit_rollout(rollout: AnnotatedRollout, advantage: float) -> CreditedRollout:
     """The same advantage for every step and every sampled token."""
     steps = rollout.scored.steps
     return CreditedRollout(
         rollout,
-        tuple(with_credit(step, advantage, step.return_to_go) for step in steps),
+        tuple(with_advantage(step, advantage, step.return_to_go) for step in steps),
         tuple(np.full(sampled_tokens(step), advantage, dtype=np.float32) for step in steps),
     )
 
@@ -45,7 +45,7 @@ def credit_steps(rollouts: Sequence[AnnotatedRollout], advantages: Doubles, retu
     values, sums = iter(advantages.tolist()), iter(returns.tolist())
     credited = []
     for rollout in rollouts:
-        steps = tuple(with_credit(step, next(values), next(sums)) for step in rollout.scored.steps)
+        steps = tuple(with_advantage(step, next(values), next(sums)) for step in rollout.scored.steps)
         tokens = tuple(np.full(sampled_tokens(step), step.advantage, dtype=np.float32) for step in steps)
         credited.append(CreditedRollout(rollout, steps, tokens))
     return credited
@@ -64,7 +64,7 @@ def credit_tokens(
     for rollout in rollouts:
         parts = [next(by_step) for _ in rollout.scored.steps]
         steps = tuple(
-            with_credit(step, float(a.mean()) if len(a) else 0.0, float(r[0]) if len(r) else 0.0)
+            with_advantage(step, float(a.mean()) if len(a) else 0.0, float(r[0]) if len(r) else 0.0)
             for step, (a, r) in zip(rollout.scored.steps, parts, strict=True)
         )
         tokens, sums = (tuple(part[i].astype(np.float32) for part in parts) for i in (0, 1))
@@ -72,13 +72,13 @@ def credit_tokens(
     return credited
 
 
-def least_group(estimator: AdvantageEstimator) -> int:
+def min_group_size(estimator: AdvantageEstimator) -> int:
     """How many rollouts of one task it needs to say anything."""
-    return int(getattr(estimator, "least_group", 2))
+    return int(getattr(estimator, "min_group_size", 2))
 
 
-def equal_scores_teach(estimator: AdvantageEstimator, score: float) -> bool:
+def learns_from_equal_scores(estimator: AdvantageEstimator, score: float) -> bool:
     """Whether a group whose scores are all `score` may still have something to learn from. An estimator says it for all
     scores, or has a function of the score."""
-    told = getattr(estimator, "equal_scores_teach", False)
+    told = getattr(estimator, "learns_from_equal_scores", False)
     return bool(told(score) if callable(told) else told)

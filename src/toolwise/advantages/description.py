@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from toolwise.advantages.grpo import Grpo, Rloo
-from toolwise.advantages.step_rewards import held_estimator, reward_settings
+from toolwise.advantages.step_rewards import innermost_estimator, reward_settings
 
-_WHOLE = {
+_ROLLOUT_REWARDS = {
     "remainder": "the score of each rollout; step rewards do not enter",
     "add": "score + step rewards of each rollout",
     "never": "the score of each rollout; step rewards do not enter",
 }
-_STEPS = {
+_STEP_REWARDS = {
     "remainder": (
         "score on the last step, step rewards at each step; the last step gets the score less the step rewards, so "
         "that a rollout's total is its score"
@@ -27,11 +27,11 @@ _STEPS = {
 
 def describe_rewards(name: str, estimator: Any) -> str:
     """The line for an estimator that the configuration calls `name`."""
-    held, settings = held_estimator(estimator), reward_settings(estimator)
+    held, settings = innermost_estimator(estimator), reward_settings(estimator)
     if "terminal_score" not in settings:
         return f"advantages: {name} (step rewards and score as the estimator itself uses them)"
     how = settings["terminal_score"]
-    parts = [(_STEPS if places_score(estimator) else _WHOLE)[how]]
+    parts = [(_STEP_REWARDS if has_step_returns(estimator) else _ROLLOUT_REWARDS)[how]]
     if how == "never" and hasattr(held, "omega"):
         parts[0] += ", and only compared between whole rollouts"
     if settings["default_step_reward"]:
@@ -41,6 +41,8 @@ def describe_rewards(name: str, estimator: Any) -> str:
     return f'advantages: {name} sees {"; ".join(parts)} (algorithm.terminal_score = "{how}")'
 
 
-def places_score(estimator: Any) -> bool:
+def has_step_returns(estimator: Any) -> bool:
     """Whether it has returns for steps or tokens, with the score in them somewhere; GRPO and RLOO have none."""
-    return "terminal_score" in reward_settings(estimator) and not isinstance(held_estimator(estimator), Grpo | Rloo)
+    return "terminal_score" in reward_settings(estimator) and not isinstance(
+        innermost_estimator(estimator), Grpo | Rloo
+    )

@@ -36,8 +36,8 @@ from toolwise.advantages.arrays import (
 )
 from toolwise.advantages.credit import credit_tokens
 from toolwise.advantages.step_rewards import TerminalScore, reward_settings
-from toolwise.advantages.tensors import Array, Masked, as_numpy
-from toolwise.advantages.token_rewards import Tokens, tokens_of
+from toolwise.advantages.tensors import Array, TokenMask, as_numpy
+from toolwise.advantages.token_rewards import TokenRewards, token_rewards_of
 from toolwise.protocols import Annotation
 from toolwise.types import AnnotatedRollout, CreditedRollout
 
@@ -69,11 +69,11 @@ def compute_gae_advantage_return(
 ) -> tuple[Array, Array]:
     """Over arrays or tensors [batch, length]: (advantages, returns), both zero off the mask. `bootstrap` [batch] holds
     the value after a row's last token, where its episode was cut and not ended."""
-    where = Masked.of(response_mask, rewards=token_level_rewards, values=values)
+    where = TokenMask.of(response_mask, rewards=token_level_rewards, values=values)
     after = None if bootstrap is None else as_numpy(bootstrap).astype(np.float64)
-    found, returns = gae(where.take(token_level_rewards), where.take(values), where.lengths, gamma, lam, after)
+    found, returns = gae(where.gather(token_level_rewards), where.gather(values), where.lengths, gamma, lam, after)
     advantages = whiten(found) if whitened else found
-    return where.put(advantages, token_level_rewards), where.put(returns, token_level_rewards)
+    return where.scatter(advantages, token_level_rewards), where.scatter(returns, token_level_rewards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +90,8 @@ class Gae:
     default_step_reward: float = 0.0
     invalid_action_penalty: float = 0.0
 
-    least_group: ClassVar[int] = 1
-    equal_scores_teach: ClassVar[bool] = True
+    min_group_size: ClassVar[int] = 1
+    learns_from_equal_scores: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_fraction("gamma", self.gamma)
@@ -104,31 +104,39 @@ class Gae:
         return frozenset({"values", "ref_logprobs"} if self.kl_coef else {"values"})
 
     def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
-        tokens = tokens_of(rollouts, kl_coef=self.kl_coef, **reward_settings(self))
-        cut = np.array([self.bootstrap_truncated and r.scored.rollout.stop_reason.truncated for r in rollouts])
-        advantages, returns = (self._by_turn if self.per == "turn" else self._by_token)(rollouts, tokens, cut)
+        tokens = token_rewards_of(rollouts, kl_coef=self.kl_coef, **reward_settings(self))
+        is_truncated = np.array([self.bootstrap_truncated and r.scored.rollout.stop_reason.truncated for r in rollouts])
+        advantages, returns = (self._by_turn if self.per == "turn" else self._by_token)(rollouts, tokens, is_truncated)
         return credit_tokens(rollouts, tokens.counts, advantages, returns)
 
-    def _by_token(self, rollouts: Sequence[AnnotatedRollout], tokens: Tokens, cut: Any) -> tuple[Doubles, Doubles]:
-        values = _values(rollouts, tokens, whole=True)
-        lengths = tokens.per_rollout
-        advantages, returns = gae(tokens.rewards, values, lengths, self.gamma, self.lam, _last(values, lengths) * cut)
+    def _by_token(
+        self, rollouts: Sequence[AnnotatedRollout], tokens: TokenRewards, is_truncated: Any
+    ) -> tuple[Doubles, Doubles]:
+        values = _critic_values(rollouts, tokens, per_token=True)
+        lengths = tokens.tokens_per_rollout
+        advantages, returns = gae(
+            tokens.rewards, values, lengths, self.gamma, self.lam, _last_values(values, lengths) * is_truncated
+        )
         return (whiten(advantages) if self.whiten else advantages), returns
 
-    def _by_turn(self, rollouts: Sequence[AnnotatedRollout], tokens: Tokens, cut: Any) -> tuple[Doubles, Doubles]:
-        values = _values(rollouts, tokens, whole=False)
+    def _by_turn(
+        self, rollouts: Sequence[AnnotatedRollout], tokens: TokenRewards, is_truncated: Any
+    ) -> tuple[Doubles, Doubles]:
+        values = _critic_values(rollouts, tokens, per_token=False)
         spoken = tokens.counts > 0
         lengths = np.bincount(tokens.rollout_of_step[spoken], minlength=len(rollouts)).astype(np.intp)
         # A turn earns what its tokens earn.
         of_token = np.repeat(np.arange(len(spoken)), tokens.counts)
         earned = np.bincount(of_token, tokens.rewards, len(spoken)).astype(np.float64)
-        advantages, returns = gae(earned[spoken], values, lengths, self.gamma, self.lam, _last(values, lengths) * cut)
+        advantages, returns = gae(
+            earned[spoken], values, lengths, self.gamma, self.lam, _last_values(values, lengths) * is_truncated
+        )
         if self.whiten:
             advantages = whiten(advantages)
         return np.repeat(advantages, tokens.counts[spoken]), np.repeat(returns, tokens.counts[spoken])
 
 
-def _last(values: Doubles, lengths: Ints) -> Doubles:
+def _last_values(values: Doubles, lengths: Ints) -> Doubles:
     """The last value of each stretch; 0 for an empty one."""
     last = np.zeros(len(lengths))
     some = lengths > 0
@@ -136,8 +144,8 @@ def _last(values: Doubles, lengths: Ints) -> Doubles:
     return last
 
 
-def _values(rollouts: Sequence[AnnotatedRollout], tokens: Tokens, *, whole: bool) -> Doubles:
-    """A value for each sampled token, or (not `whole`) for each step that has any."""
+def _critic_values(rollouts: Sequence[AnnotatedRollout], tokens: TokenRewards, *, per_token: bool) -> Doubles:
+    """A value for each sampled token, or (not `per_token`) for each step that has any."""
     parts: list[Any] = []
     counts = iter(tokens.counts.tolist())
     for rollout in rollouts:
@@ -146,9 +154,9 @@ def _values(rollouts: Sequence[AnnotatedRollout], tokens: Tokens, *, whole: bool
             raise CreditError(f"rollout {name} has no values for its {len(steps)} steps; gae needs a critic")
         for step, found in zip(steps, rollout.values, strict=True):
             count = next(counts)
-            if len(found) < min(count, 1) or (whole and len(found) != count):
+            if len(found) < min(count, 1) or (per_token and len(found) != count):
                 raise CreditError(
                     f"rollout {name}, step {step.system_step_index}: {len(found)} values for {count} sampled tokens"
                 )
-            parts.append(found if whole else found[: min(count, 1)])
+            parts.append(found if per_token else found[: min(count, 1)])
     return np.concatenate(parts).astype(np.float64) if parts else np.zeros(0)

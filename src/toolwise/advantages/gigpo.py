@@ -32,17 +32,17 @@ from toolwise.advantages.arrays import (
     Ints,
     check_choice,
     check_fraction,
+    compact_codes,
     discounted_sums,
-    narrow,
     normalize,
-    pairs,
+    pair_codes,
 )
-from toolwise.advantages.credit import credit_steps, with_credit
+from toolwise.advantages.credit import credit_steps, with_advantage
 from toolwise.advantages.step_rewards import (
     Episodes,
     TerminalScore,
+    episodes_from_rollouts,
     episodes_of,
-    episodes_of_rollouts,
     reward_settings,
 )
 from toolwise.advantages.token_rewards import token_k1
@@ -52,14 +52,14 @@ from toolwise.types import AnnotatedRollout, CreditedRollout, StepData
 
 Combine = Literal["convex", "additive"]
 StepNormalization = Literal["mean_std_norm", "mean_norm"]
-Compare = Callable[[Doubles, Ints, Ints, StepNormalization], Doubles]
+StepAdvantageFn = Callable[[Doubles, Ints, Ints, StepNormalization], Doubles]
 """From returns, states and lengths to A_S."""
-DEAD = 0.9
-BLOCK = 32_768
+MAX_SINGLETON_SHARE = 0.9
+BLOCK_STEPS = 32_768
 """Steps worked on at a time."""
 
 
-class DeadAnchorsWarning(UserWarning):
+class SingletonAnchorsWarning(UserWarning):
     """Step-level credit that says nothing, because hardly any two steps share a state."""
 
 
@@ -89,7 +89,7 @@ class StepCredit:
         }
 
 
-def same_state(returns: Doubles, states: Ints, lengths: Ints, how: StepNormalization) -> Doubles:
+def same_state_advantages(returns: Doubles, states: Ints, lengths: Ints, how: StepNormalization) -> Doubles:
     """A_S: each return against those of the same state."""
     return normalize(returns, states, how)
 
@@ -110,37 +110,38 @@ def gigpo_advantages(
     combine: Combine = "convex",
     step_advantage_w: float = 1.0,
     normalization: StepNormalization = "mean_std_norm",
-    compare: Compare = same_state,
+    step_advantages: StepAdvantageFn = same_state_advantages,
 ) -> StepCredit:
-    """The array core, linear in the number of steps. `anchors` has one number a step, any; `compare` makes A_S."""
+    """The array core, linear in the number of steps. `anchors` has one number a step, any; `step_advantages` makes
+    A_S."""
     check_settings(omega, gamma, combine, normalization)
     by_episode, by_step = (omega, 1.0 - omega) if combine == "convex" else (1.0, step_advantage_w)
     parts: list[StepCredit] = []
     known = 0
-    for part, its_anchors in in_blocks(episodes, anchors):
-        of_step = part.of_step
-        states, count = pairs(part.groups[of_step], its_anchors)
+    for part, its_anchors in split_into_blocks(episodes, anchors):
+        rollout_of_step = part.rollout_of_step
+        states, count = pair_codes(part.groups[rollout_of_step], its_anchors)
         returns = discounted_sums(part.rewards, part.lengths, gamma)
-        episode = normalize(part.scores, narrow(part.groups)[0], normalization)
-        step = compare(returns, states, part.lengths, normalization)
-        total = by_episode * episode[of_step] + by_step * step
+        episode = normalize(part.scores, compact_codes(part.groups)[0], normalization)
+        step = step_advantages(returns, states, part.lengths, normalization)
+        total = by_episode * episode[rollout_of_step] + by_step * step
         parts.append(StepCredit(total, returns, episode, step, states + known))
         known += count
     return StepCredit(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(StepCredit)))
 
 
-def in_blocks(episodes: Episodes, anchors: Ints) -> Iterator[tuple[Episodes, Ints]]:
+def split_into_blocks(episodes: Episodes, anchors: Ints) -> Iterator[tuple[Episodes, Ints]]:
     """Whole groups a few thousand steps at a time: what fits a processor's cache is done in half the time.
 
     Where the rollouts of a group do not stand together, all at once; the numbers are the same to the last bit.
     """
     turns = np.diff(episodes.groups)
     ends = np.cumsum(episodes.lengths)
-    if len(anchors) <= BLOCK or bool((turns < 0).any()):
+    if len(anchors) <= BLOCK_STEPS or bool((turns < 0).any()):
         yield episodes, anchors
         return
     borders = np.append(np.flatnonzero(turns) + 1, len(ends))
-    blocks = ends[borders - 1] // BLOCK
+    blocks = ends[borders - 1] // BLOCK_STEPS
     first = step = 0
     for stop in borders[np.append(np.flatnonzero(np.diff(blocks)), len(borders) - 1)].tolist():
         end = int(ends[stop - 1])
@@ -183,15 +184,15 @@ def apply_gigpo_to_batch_steps(
     steps = [step for rollout in batch_of_step_data_lists for step in rollout]
     credit = gigpo_advantages(
         episodes,
-        as_anchor(state_hashing_function).codes(steps, episodes.groups[episodes.of_step]),
+        as_anchor(state_hashing_function).codes(steps, episodes.groups[episodes.rollout_of_step]),
         omega=omega,
         gamma=gamma,
         combine=combine,
         step_advantage_w=step_advantage_w,
         normalization=normalization,
     )
-    warn_if_dead(credit.metrics())
-    credited = iter(map(with_credit, steps, credit.advantages.tolist(), credit.returns.tolist()))
+    warn_if_singletons(credit.metrics())
+    credited = iter(map(with_advantage, steps, credit.advantages.tolist(), credit.returns.tolist()))
     return [[next(credited) for _ in rollout] for rollout in batch_of_step_data_lists]
 
 
@@ -216,8 +217,8 @@ class Gigpo:
     kl_coef: float = 0.0
     """What a step's tokens cost for each nat that they leave the reference by."""
 
-    least_group: ClassVar[int] = 2
-    equal_scores_teach: ClassVar[bool] = True
+    min_group_size: ClassVar[int] = 2
+    learns_from_equal_scores: ClassVar[bool] = True
     """Rollouts that all reach the goal may still differ in how soon."""
 
     def __post_init__(self) -> None:
@@ -236,38 +237,38 @@ class Gigpo:
         return self.credit(rollouts)[0]
 
     def credit(self, rollouts: Sequence[AnnotatedRollout]) -> tuple[list[CreditedRollout], Metrics]:
-        episodes = episodes_of_rollouts(rollouts, **reward_settings(self))
+        episodes = episodes_from_rollouts(rollouts, **reward_settings(self))
         if self.kl_coef:
             nats = [float(part.sum()) for rollout in rollouts for part in token_k1(rollout)]
-            episodes = episodes.less(self.kl_coef * np.array(nats))
+            episodes = episodes.minus_costs(self.kl_coef * np.array(nats))
         steps = [step for r in rollouts for step in r.scored.steps]
         found = gigpo_advantages(
             episodes,
-            self._anchor().codes(steps, episodes.groups[episodes.of_step]),
+            self._anchor().codes(steps, episodes.groups[episodes.rollout_of_step]),
             omega=self.omega,
             gamma=self.gamma,
             combine=self.combine,
             step_advantage_w=self.step_advantage_w,
             normalization=self.normalization,
-            compare=self._compare,
+            step_advantages=self._step_advantages,
         )
         metrics = found.metrics()
-        warn_if_dead(metrics)
+        warn_if_singletons(metrics)
         return credit_steps(rollouts, found.advantages, found.returns), metrics
 
     def _anchor(self) -> StateAnchor:
         return StateAnchor(self.state_anchor, self.anchor_messages, self.anchor_similarity)
 
-    def _compare(self, returns: Doubles, states: Ints, lengths: Ints, how: StepNormalization) -> Doubles:
-        return same_state(returns, states, lengths, how)
+    def _step_advantages(self, returns: Doubles, states: Ints, lengths: Ints, how: StepNormalization) -> Doubles:
+        return same_state_advantages(returns, states, lengths, how)
 
 
-def warn_if_dead(metrics: Metrics) -> None:
+def warn_if_singletons(metrics: Metrics) -> None:
     """Python shows a warning of one wording from one place once; the figures are in the metrics of every step."""
-    if metrics.get("gigpo/frac_singleton", 0.0) > DEAD:
+    if metrics.get("gigpo/frac_singleton", 0.0) > MAX_SINGLETON_SHARE:
         warnings.warn(
             "more than 90 % of the anchor states were met once only, so step-level credit is 0 nearly everywhere and "
             "GiGPO is GRPO: the state hash tells too much apart (the whole history?); see gigpo/frac_steps_alone",
-            DeadAnchorsWarning,
+            SingletonAnchorsWarning,
             stacklevel=3,
         )

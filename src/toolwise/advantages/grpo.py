@@ -26,12 +26,12 @@ from toolwise.advantages.arrays import (
     Ints,
     Normalization,
     check_choice,
-    codes_of,
+    integer_codes,
     normalize,
 )
-from toolwise.advantages.credit import credit_whole
-from toolwise.advantages.step_rewards import TerminalScore, reward_settings, totals_of
-from toolwise.advantages.tensors import Array, Masked, twin
+from toolwise.advantages.credit import credit_rollout
+from toolwise.advantages.step_rewards import TerminalScore, reward_settings, total_rewards
+from toolwise.advantages.tensors import Array, TokenMask, copy_array
 from toolwise.protocols import Annotation
 from toolwise.types import AnnotatedRollout, CreditedRollout
 
@@ -48,10 +48,12 @@ def group_advantages(
     x = np.asarray(scores, dtype=np.float64)
     if len(x) != len(groups):
         raise CreditError(f"{len(x)} scores for {len(groups)} group ids; give one group id for each score")
-    return _against(x, codes_of(groups), norm_by_std, leave_one_out, epsilon)
+    return _normalize_in_groups(x, integer_codes(groups), norm_by_std, leave_one_out, epsilon)
 
 
-def _against(scores: Doubles, groups: Ints, norm_by_std: bool, leave_one_out: bool, epsilon: float) -> Doubles:
+def _normalize_in_groups(
+    scores: Doubles, groups: Ints, norm_by_std: bool, leave_one_out: bool, epsilon: float
+) -> Doubles:
     if not np.isfinite(scores).all():
         raise CreditError(f"score {int(np.flatnonzero(~np.isfinite(scores))[0])} is not a finite number; leave it out")
     how: Normalization = "mean_std_norm" if norm_by_std else "mean_norm"
@@ -68,14 +70,14 @@ class Grpo:
     invalid_action_penalty: float = 0.0
 
     needs: ClassVar[frozenset[Annotation]] = frozenset()
-    least_group: ClassVar[int] = 2
-    equal_scores_teach: ClassVar[bool] = False
+    min_group_size: ClassVar[int] = 2
+    learns_from_equal_scores: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_choice("terminal_score", self.terminal_score, get_args(TerminalScore))
 
     def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
-        return _credit(self, rollouts, norm_by_std=self.norm_by_std)
+        return _credit_groups(self, rollouts, norm_by_std=self.norm_by_std)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,20 +89,20 @@ class Rloo:
     invalid_action_penalty: float = 0.0
 
     needs: ClassVar[frozenset[Annotation]] = frozenset()
-    least_group: ClassVar[int] = 2
-    equal_scores_teach: ClassVar[bool] = False
+    min_group_size: ClassVar[int] = 2
+    learns_from_equal_scores: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_choice("terminal_score", self.terminal_score, get_args(TerminalScore))
 
     def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
-        return _credit(self, rollouts, leave_one_out=True)
+        return _credit_groups(self, rollouts, leave_one_out=True)
 
 
-def _credit(estimator: Grpo | Rloo, rollouts: Sequence[AnnotatedRollout], **form: bool) -> list[CreditedRollout]:
-    totals = totals_of([r.scored for r in rollouts], **reward_settings(estimator))
+def _credit_groups(estimator: Grpo | Rloo, rollouts: Sequence[AnnotatedRollout], **form: bool) -> list[CreditedRollout]:
+    totals = total_rewards([r.scored for r in rollouts], **reward_settings(estimator))
     advantages = group_advantages(totals, [r.scored.rollout.group_id for r in rollouts], **form)
-    return [credit_whole(rollout, a) for rollout, a in zip(rollouts, advantages.tolist(), strict=True)]
+    return [credit_rollout(rollout, a) for rollout, a in zip(rollouts, advantages.tolist(), strict=True)]
 
 
 def compute_grpo_outcome_advantage(
@@ -114,15 +116,15 @@ def compute_grpo_outcome_advantage(
 ) -> tuple[Array, Array]:
     """The same over arrays or tensors [batch, length]: a row's score is the sum of its token rewards under the mask,
     `index` names its group; gives (advantages, returns), equal for outcome rewards, zero off the mask."""
-    where = Masked.of(response_mask, rewards=token_level_rewards)
+    where = TokenMask.of(response_mask, rewards=token_level_rewards)
     if len(index) != len(where.mask):
         raise CreditError(f"shapes differ: rewards {where.mask.shape}, index {len(index)}")
-    scores, groups = where.row_sums(token_level_rewards), codes_of(index)
-    told = where.rows_with_any
+    scores, groups = where.row_sums(token_level_rewards), integer_codes(index)
+    told = where.nonempty_rows
     if told.all():
-        advantages = _against(scores, groups, norm_by_std, leave_one_out, epsilon)
+        advantages = _normalize_in_groups(scores, groups, norm_by_std, leave_one_out, epsilon)
     else:  # a row without a single token is no sample of its group, and must not move the others
         advantages = np.zeros(len(told))
-        advantages[told] = _against(scores[told], groups[told], norm_by_std, leave_one_out, epsilon)
+        advantages[told] = _normalize_in_groups(scores[told], groups[told], norm_by_std, leave_one_out, epsilon)
     spread = where.spread(advantages, token_level_rewards)
-    return spread, twin(spread)
+    return spread, copy_array(spread)

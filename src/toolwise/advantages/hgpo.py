@@ -18,11 +18,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from toolwise.advantages.arrays import CreditError, Doubles, Ints, normalize, pairs
+from toolwise.advantages.arrays import CreditError, Doubles, Ints, normalize, pair_codes
 from toolwise.advantages.gigpo import Gigpo, StepNormalization
 
 
-def nested_states(
+def nested_state_advantages(
     returns: Doubles, states: Ints, lengths: Ints, how: StepNormalization, *, k: int, alpha: float = 1.0
 ) -> Doubles:
     """A_S over depths 0 … k. `states` has one number a (group, state), `returns` one G a step."""
@@ -35,7 +35,7 @@ def nested_states(
         deep = np.flatnonzero(behind >= depth)
         if depth:
             # The last d + 1 states: the last d of this step and the last d of the one before it.
-            deeper, _ = pairs(nested[deep], nested[deep - 1])
+            deeper, _ = pair_codes(nested[deep], nested[deep - 1])
             nested = np.zeros_like(nested)
             nested[deep] = deeper
         groups = nested[deep]
@@ -62,5 +62,5 @@ class Hgpo(Gigpo):
         if self.anchor_history < 0:
             raise CreditError(f"anchor_history is {self.anchor_history}; use 0 (GiGPO) or more")
 
-    def _compare(self, returns: Doubles, states: Ints, lengths: Ints, how: StepNormalization) -> Doubles:
-        return nested_states(returns, states, lengths, how, k=self.anchor_history, alpha=self.depth_alpha)
+    def _step_advantages(self, returns: Doubles, states: Ints, lengths: Ints, how: StepNormalization) -> Doubles:
+        return nested_state_advantages(returns, states, lengths, how, k=self.anchor_history, alpha=self.depth_alpha)

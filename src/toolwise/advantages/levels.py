@@ -19,31 +19,31 @@ import numpy as np
 
 from toolwise.advantages.arrays import Doubles, Ints, normalize
 
-Mode = Literal["mean_norm", "mean_std_norm"]
-Score = Literal["logprob", "confidence", "neg_entropy"]
-LEVELS = 4
-FLOOR_NATS = 0.05
+LevelNormalization = Literal["mean_norm", "mean_std_norm"]
+LevelScoreKind = Literal["logprob", "confidence", "neg_entropy"]
+LEVEL_COUNT = 4
+MIN_SPREAD_NATS = 0.05
 """A spread of scores below this is noise, and must not be stretched to the whole range."""
 
 
-def level_scores(logprobs: Doubles, entropies: Doubles, score: Score) -> Doubles:
+def level_scores(logprobs: Doubles, entropies: Doubles, score: LevelScoreKind) -> Doubles:
     """What is compared, from the mean log-probs and the mean entropies."""
     if score == "neg_entropy":
         return np.asarray(-entropies)
     return np.asarray(np.exp(logprobs)) if score == "confidence" else logprobs
 
 
-def diversity(levels: Sequence[int | None], groups: Sequence[str]) -> dict[str, Doubles]:
+def diversity_bonus(levels: Sequence[int | None], groups: Sequence[str]) -> dict[str, Doubles]:
     """group -> 1 − the share of each level among the group's steps. One level and one group id a step."""
     counts: dict[str, Doubles] = {}
     for level, group in zip(levels, groups, strict=True):
-        of_group = counts.setdefault(group, np.zeros(LEVELS))
+        of_group = counts.setdefault(group, np.zeros(LEVEL_COUNT))
         if level is not None:
             of_group[level - 1] += 1
     return {group: 1.0 - count / max(1.0, count.sum()) for group, count in counts.items()}
 
 
-def group_advantages(utilities: Doubles, used: Ints, mode: Mode = "mean_norm") -> Doubles:
+def used_level_advantages(utilities: Doubles, used: Ints, mode: LevelNormalization = "mean_norm") -> Doubles:
     """A_think of each step: its used level within its levels. `used` are places from 0."""
     there = np.isfinite(utilities)
     flat = normalize(utilities[there], np.nonzero(there)[0], mode)
@@ -52,7 +52,7 @@ def group_advantages(utilities: Doubles, used: Ints, mode: Mode = "mean_norm") -
     return np.asarray(spread[np.arange(len(used)), used])
 
 
-def all_advantages(utilities: Doubles, mode: Mode = "mean_norm") -> Doubles:
+def level_advantages(utilities: Doubles, mode: LevelNormalization = "mean_norm") -> Doubles:
     """The same of every level, nan where there is none."""
     there = np.isfinite(utilities)
     spread = np.full(utilities.shape, np.nan)
@@ -60,7 +60,7 @@ def all_advantages(utilities: Doubles, mode: Mode = "mean_norm") -> Doubles:
     return spread
 
 
-def copo_weights(utilities: Doubles, score: Score = "logprob", *, floor: float = FLOOR_NATS) -> Doubles:
+def copo_weights(utilities: Doubles, score: LevelScoreKind = "logprob", *, floor: float = MIN_SPREAD_NATS) -> Doubles:
     """w of every level, of mean 1 in each step; nan in steps of which not all levels are there."""
     weights = np.full(utilities.shape, np.nan)
     whole = np.isfinite(utilities).all(1)

@@ -18,8 +18,8 @@ from typing import Any, ClassVar, get_args
 from toolwise.advantages.arrays import check_choice, check_fraction, discounted_sums, whiten
 from toolwise.advantages.credit import credit_tokens
 from toolwise.advantages.step_rewards import TerminalScore, reward_settings
-from toolwise.advantages.tensors import Array, Masked
-from toolwise.advantages.token_rewards import tokens_of
+from toolwise.advantages.tensors import Array, TokenMask
+from toolwise.advantages.token_rewards import token_rewards_of
 from toolwise.protocols import Annotation
 from toolwise.types import AnnotatedRollout, CreditedRollout
 
@@ -29,9 +29,9 @@ def compute_reinforce_plus_plus_outcome_advantage(
 ) -> tuple[Array, Array]:
     """Over arrays or tensors [batch, length]: (advantages, returns), both zero off the mask."""
     check_fraction("gamma", gamma)
-    where = Masked.of(response_mask, rewards=token_level_rewards)
-    returns = discounted_sums(where.take(token_level_rewards), where.lengths, gamma)
-    return where.put(whiten(returns), token_level_rewards), where.put(returns, token_level_rewards)
+    where = TokenMask.of(response_mask, rewards=token_level_rewards)
+    returns = discounted_sums(where.gather(token_level_rewards), where.lengths, gamma)
+    return where.scatter(whiten(returns), token_level_rewards), where.scatter(returns, token_level_rewards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class ReinforcePlusPlus:
     default_step_reward: float = 0.0
     invalid_action_penalty: float = 0.0
 
-    least_group: ClassVar[int] = 1
-    equal_scores_teach: ClassVar[bool] = True
+    min_group_size: ClassVar[int] = 1
+    learns_from_equal_scores: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_fraction("gamma", self.gamma)
@@ -56,6 +56,6 @@ class ReinforcePlusPlus:
         return frozenset({"ref_logprobs"}) if self.kl_coef else frozenset()
 
     def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
-        tokens = tokens_of(rollouts, kl_coef=self.kl_coef, **reward_settings(self))
-        returns = discounted_sums(tokens.rewards, tokens.per_rollout, self.gamma)
+        tokens = token_rewards_of(rollouts, kl_coef=self.kl_coef, **reward_settings(self))
+        returns = discounted_sums(tokens.rewards, tokens.tokens_per_rollout, self.gamma)
         return credit_tokens(rollouts, tokens.counts, whiten(returns), returns)

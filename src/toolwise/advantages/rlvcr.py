@@ -12,7 +12,8 @@ A_traj is GRPO's, or GiGPO's. gate "none" has two biases: an action is likelier 
 and confidence in bad actions is praised; "signed" asks for confidence in good actions and for doubt in bad ones. Where
 all of a group succeed the sign says nothing of actions. What is left to learn there is to think less, and it is asked
 of the level, not of the thought: with nothing against it, praise for whatever was thought makes thoughts drift.
-u_l has the price of thinking tokens (λ, from the `Deliberation`) and, annealed to 0 over training, diversity: weight ·
+u_l has the price of thinking tokens (λ, from the `RolloutThinking`) and, annealed to 0 over training, diversity:
+weight ·
 (1 − share of l among the steps of its group). Steps without a group of levels have no A_think. The level is sampled by
 the policy and in the loss, as all that it sampled is.
 
@@ -31,19 +32,19 @@ import numpy as np
 
 from toolwise.advantages.alternative_rows import alternative_rows
 from toolwise.advantages.arrays import CreditError, Doubles, Ints, check_choice, sign
-from toolwise.advantages.credit import credit, equal_scores_teach, least_group, with_credit
+from toolwise.advantages.credit import credit, learns_from_equal_scores, min_group_size, with_advantage
 from toolwise.advantages.grpo import Grpo
 from toolwise.advantages.levels import (
-    FLOOR_NATS,
-    LEVELS,
-    Mode,
-    Score,
-    all_advantages,
+    LEVEL_COUNT,
+    MIN_SPREAD_NATS,
+    LevelNormalization,
+    LevelScoreKind,
     copo_weights,
-    diversity,
+    diversity_bonus,
+    level_advantages,
     level_scores,
 )
-from toolwise.advantages.priced import credit_priced
+from toolwise.advantages.priced import credit_with_thinking_cost
 from toolwise.protocols import AdvantageEstimator, Annotation, Metrics
 from toolwise.thinking.groups import ThinkingStep
 from toolwise.types import AnnotatedRollout, CreditedRollout
@@ -53,10 +54,10 @@ Combine = Literal["additive", "reweight"]
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class LevelComparison:
     """The steps that have a group, as arrays over their levels."""
 
-    places: list[tuple[int, int]]
+    step_indices: list[tuple[int, int]]
     """(rollout, step) in the order of the batch."""
     steps: list[ThinkingStep]
     utilities: Doubles
@@ -65,7 +66,7 @@ class Compared:
     """A_think of every level."""
 
     @property
-    def own(self) -> Doubles:
+    def used_advantages(self) -> Doubles:
         return np.asarray(self.advantages[np.arange(len(self.used)), self.used])
 
 
@@ -76,24 +77,30 @@ class Rlvcr:
     trajectory: AdvantageEstimator = field(default_factory=Grpo)
     step_advantage_w: float = 1.0
     thinking_diversity_w: float = 0.5
-    mode: Mode = "mean_norm"
-    score: Score = "logprob"
+    mode: LevelNormalization = "mean_norm"
+    score: LevelScoreKind = "logprob"
     gate: Gate = "none"
     combine: Combine = "additive"
     shuffle: bool = False
     seed: int = 0
     price_rollouts: bool = False
-    """A_traj is of each score less the price of its thinking tokens: `priced.py`, as a `Watched` estimator's may be."""
+    """A_traj is of each score less the price of its thinking tokens: `priced.py`, as a `MonitoredEstimator`
+    estimator's may be."""
     success_score: float | None = None
     """What succeeding is: this score or more, as the reward gave it; without it, an advantage above 0."""
-    equals_compared: bool = True
+    compare_equal_scores: bool = True
     """Whether groups of equal scores are thought over as others are."""
     importance_cap: float = 2.0
     """reweight: the bound of an action token's weight in a context that it was not drawn in."""
-    reweight_floor: float = FLOOR_NATS
+    reweight_floor: float = MIN_SPREAD_NATS
 
     def __post_init__(self) -> None:
-        for name, known in (("mode", Mode), ("score", Score), ("gate", Gate), ("combine", Combine)):
+        for name, known in (
+            ("mode", LevelNormalization),
+            ("score", LevelScoreKind),
+            ("gate", Gate),
+            ("combine", Combine),
+        ):
             check_choice(name, getattr(self, name), get_args(known))
         if self.combine == "reweight" and self.gate != "none":
             raise CreditError(
@@ -105,43 +112,43 @@ class Rlvcr:
         return self.trajectory.needs
 
     @property
-    def least_group(self) -> int:
-        return least_group(self.trajectory)
+    def min_group_size(self) -> int:
+        return min_group_size(self.trajectory)
 
-    def equal_scores_teach(self, score: float) -> bool:
+    def learns_from_equal_scores(self, score: float) -> bool:
         """Rollouts of equal scores may still have thought unequally well, unless the gate shuts them out."""
         open_ = self.gate == "none" or (self.success_score is not None and score >= self.success_score)
-        teaches = self.equals_compared and self.combine == "additive" and open_ and self.step_advantage_w != 0.0
-        return teaches or self.price_rollouts or equal_scores_teach(self.trajectory, score)
+        teaches = self.compare_equal_scores and self.combine == "additive" and open_ and self.step_advantage_w != 0.0
+        return teaches or self.price_rollouts or learns_from_equal_scores(self.trajectory, score)
 
     def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
         return self.credit(rollouts)[0]
 
     def credit(self, rollouts: Sequence[AnnotatedRollout]) -> tuple[list[CreditedRollout], Metrics]:
-        base, metrics = (credit_priced if self.price_rollouts else credit)(self.trajectory, rollouts)
+        base, metrics = (credit_with_thinking_cost if self.price_rollouts else credit)(self.trajectory, rollouts)
         compared = self.compare(rollouts)
-        metrics |= figures(compared)
-        if not compared.places:
+        metrics |= level_metrics(compared)
+        if not compared.step_indices:
             return base, metrics
         if self.combine == "reweight":
-            credited, more = self._reweighted(rollouts, base, compared)
+            credited, more = self._reweight(rollouts, base, compared)
         else:
-            credited, more = self._added(base, compared)
+            credited, more = self._add_thinking_advantages(base, compared)
         return credited, metrics | more
 
-    def compare(self, rollouts: Sequence[AnnotatedRollout]) -> Compared:
+    def compare(self, rollouts: Sequence[AnnotatedRollout]) -> LevelComparison:
         """What every level was worth at every step that has a group."""
         found = [
             (number, index, step)
             for number, rollout in enumerate(rollouts)
-            for index, step in enumerate(_steps(rollout))
+            for index, step in enumerate(_thinking_steps(rollout))
             if step.group is not None
         ]
-        logprobs, entropies, tokens, bonus = (np.full((len(found), LEVELS), np.nan) for _ in range(4))
+        logprobs, entropies, tokens, bonus = (np.full((len(found), LEVEL_COUNT), np.nan) for _ in range(4))
         used, price = np.zeros(len(found), dtype=np.intp), np.zeros(len(found))
-        shares = diversity(
-            [step.level for rollout in rollouts for step in _steps(rollout)],
-            [rollout.scored.rollout.group_id for rollout in rollouts for _ in _steps(rollout)],
+        shares = diversity_bonus(
+            [step.level for rollout in rollouts for step in _thinking_steps(rollout)],
+            [rollout.scored.rollout.group_id for rollout in rollouts for _ in _thinking_steps(rollout)],
         )
         for row, (number, _, step) in enumerate(found):
             deliberation, group = rollouts[number].thinking, step.group
@@ -155,71 +162,75 @@ class Rlvcr:
                 logprobs[place], entropies[place] = score.action_logprob, score.action_entropy
                 tokens[place] = score.thinking_tokens
         utilities = level_scores(logprobs, entropies, self.score) - price[:, None] * tokens + bonus
-        places = [(number, index) for number, index, _ in found]
-        advantages = all_advantages(utilities, self.mode)
-        return Compared(places, [step for _, _, step in found], utilities, used, advantages)
+        step_indices = [(number, index) for number, index, _ in found]
+        advantages = level_advantages(utilities, self.mode)
+        return LevelComparison(step_indices, [step for _, _, step in found], utilities, used, advantages)
 
-    def _added(self, base: Sequence[CreditedRollout], compared: Compared) -> tuple[list[CreditedRollout], Metrics]:
-        own = self._dealt(compared.own, base)
+    def _add_thinking_advantages(
+        self, base: Sequence[CreditedRollout], compared: LevelComparison
+    ) -> tuple[list[CreditedRollout], Metrics]:
+        used_advantages = self._maybe_shuffle(compared.used_advantages, base)
         tokens = [list(rollout.advantages) for rollout in base]
-        settled = self._settled(base)
-        for (number, index), step, extra in zip(compared.places, compared.steps, own.tolist(), strict=True):
+        settled = self._solved_groups(base)
+        for (number, index), step, extra in zip(
+            compared.step_indices, compared.steps, used_advantages.tolist(), strict=True
+        ):
             before, advantage = tokens[number][index], base[number].steps[index].advantage or 0.0
-            alone = self.gate == "success" or base[number].rollout.group_id in settled
-            where = np.arange(len(before)) < self._meant(step, len(before), alone=alone)
-            extra *= self._opened(base[number].annotated, advantage, alone=alone)
+            level_only = self.gate == "success" or base[number].rollout.group_id in settled
+            where = np.arange(len(before)) < self._affected_token_count(step, len(before), level_only=level_only)
+            extra *= self._gate_factor(base[number].annotated, advantage, level_only=level_only)
             tokens[number][index] = (before + np.float32(self.step_advantage_w * extra) * where).astype(np.float32)
-        return [_with_tokens(rollout, found) for rollout, found in zip(base, tokens, strict=True)], {}
+        return [_with_token_advantages(rollout, found) for rollout, found in zip(base, tokens, strict=True)], {}
 
-    def _reweighted(
-        self, rollouts: Sequence[AnnotatedRollout], base: Sequence[CreditedRollout], compared: Compared
+    def _reweight(
+        self, rollouts: Sequence[AnnotatedRollout], base: Sequence[CreditedRollout], compared: LevelComparison
     ) -> tuple[list[CreditedRollout], Metrics]:
         weights = copo_weights(compared.utilities, self.score, floor=self.reweight_floor)
         if self.shuffle:
-            order = _shuffled(len(weights), f"{self.seed}/{_name(base)}")
+            order = _permutation(len(weights), f"{self.seed}/{_batch_name(base)}")
             weights = weights[order]
         tokens = [list(rollout.advantages) for rollout in base]
         extra: list[CreditedRollout] = []
-        for row, ((number, index), step) in enumerate(zip(compared.places, compared.steps, strict=True)):
+        for row, ((number, index), step) in enumerate(zip(compared.step_indices, compared.steps, strict=True)):
             advantage = base[number].steps[index].advantage or 0.0
             beats = sign(advantage) > 0.0 and self._succeeded(rollouts[number], advantage)
             if not beats or not np.isfinite(weights[row]).all():
                 continue
             tokens[number][index] = tokens[number][index] * np.float32(weights[row, compared.used[row]])
             extra += alternative_rows(base[number], index, step, advantage * weights[row], cap=self.importance_cap)
-        credited = [_with_tokens(rollout, found) for rollout, found in zip(base, tokens, strict=True)]
+        credited = [_with_token_advantages(rollout, found) for rollout, found in zip(base, tokens, strict=True)]
         return credited + extra, {"thinking/rows_added": float(len(extra))}
 
-    def _settled(self, base: Sequence[CreditedRollout]) -> set[str]:
+    def _solved_groups(self, base: Sequence[CreditedRollout]) -> set[str]:
         """Groups in which all reached the score that is success: nothing in them tells a good action from a bad one."""
         if self.success_score is None:
             return set()
         below = {r.rollout.group_id for r in base if r.annotated.scored.score < self.success_score}
         return {r.rollout.group_id for r in base} - below
 
-    def _meant(self, step: ThinkingStep, tokens: int, *, alone: bool) -> int:
-        """How many of a step's first tokens its thinking advantage is for; `alone`: those of the level."""
+    def _affected_token_count(self, step: ThinkingStep, tokens: int, *, level_only: bool) -> int:
+        """How many of a step's first tokens its thinking advantage is for; `level_only`: those of the level."""
         if self.gate == "none":
             return tokens
-        return step.level_tokens if alone and step.level_tokens is not None else step.head
+        return step.level_tokens if level_only and step.level_tokens is not None else step.head_tokens
 
-    def _opened(self, rollout: AnnotatedRollout, advantage: float, *, alone: bool) -> float:
+    def _gate_factor(self, rollout: AnnotatedRollout, advantage: float, *, level_only: bool) -> float:
         """What a step's thinking advantage counts for."""
         if self.gate == "none":
             return 1.0
-        return float(self._succeeded(rollout, advantage)) if alone else sign(advantage)
+        return float(self._succeeded(rollout, advantage)) if level_only else sign(advantage)
 
     def _succeeded(self, rollout: AnnotatedRollout, advantage: float) -> bool:
         return sign(advantage) > 0.0 if self.success_score is None else rollout.scored.score >= self.success_score
 
-    def _dealt(self, own: Doubles, base: Sequence[CreditedRollout]) -> Doubles:
+    def _maybe_shuffle(self, used_advantages: Doubles, base: Sequence[CreditedRollout]) -> Doubles:
         if not self.shuffle:
-            return own
-        return np.asarray(own[_shuffled(len(own), f"{self.seed}/{_name(base)}")])
+            return used_advantages
+        return np.asarray(used_advantages[_permutation(len(used_advantages), f"{self.seed}/{_batch_name(base)}")])
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class MonitoredEstimator:
     """Another estimator's credit, and the figures that RLVCR would have: `rlvcr.enable` without `adv_estimator`.
 
     `priced`: the same price as RLVCR's, but outside the four (`priced.py`): it presses on thought wherever it is. What
@@ -234,28 +245,31 @@ class Watched:
         return self.inner.needs
 
     @property
-    def least_group(self) -> int:
-        return least_group(self.inner)
+    def min_group_size(self) -> int:
+        return min_group_size(self.inner)
 
-    def equal_scores_teach(self, score: float) -> bool:
-        return self.priced or equal_scores_teach(self.inner, score)
+    def learns_from_equal_scores(self, score: float) -> bool:
+        return self.priced or learns_from_equal_scores(self.inner, score)
 
     def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
         return self.credit(rollouts)[0]
 
     def credit(self, rollouts: Sequence[AnnotatedRollout]) -> tuple[list[CreditedRollout], Metrics]:
-        credited, metrics = (credit_priced if self.priced else credit)(self.inner, rollouts)
-        return credited, metrics | figures(self.rlvcr.compare(rollouts))
+        credited, metrics = (credit_with_thinking_cost if self.priced else credit)(self.inner, rollouts)
+        return credited, metrics | level_metrics(self.rlvcr.compare(rollouts))
 
 
-def figures(compared: Compared) -> Metrics:
+def level_metrics(compared: LevelComparison) -> Metrics:
     """Mean A_think by the level that was used, and by level whether used or not."""
-    if not compared.places:
+    if not compared.step_indices:
         return {}
-    own = compared.own
-    found = {"thinking/advantage": float(own.mean()), "thinking/frac_positive": float((own > 0).mean())}
-    for level in range(LEVELS):
-        mine, column = own[compared.used == level], compared.advantages[:, level]
+    used_advantages = compared.used_advantages
+    found = {
+        "thinking/advantage": float(used_advantages.mean()),
+        "thinking/frac_positive": float((used_advantages > 0).mean()),
+    }
+    for level in range(LEVEL_COUNT):
+        mine, column = used_advantages[compared.used == level], compared.advantages[:, level]
         if len(mine):
             found[f"thinking/advantage_used_{level + 1}"] = float(mine.mean())
         if np.isfinite(column).any():
@@ -263,25 +277,25 @@ def figures(compared: Compared) -> Metrics:
     return found
 
 
-def _steps(rollout: AnnotatedRollout) -> Sequence[ThinkingStep]:
+def _thinking_steps(rollout: AnnotatedRollout) -> Sequence[ThinkingStep]:
     return () if rollout.thinking is None else rollout.thinking.steps
 
 
-def _with_tokens(rollout: CreditedRollout, tokens: Sequence[Any]) -> CreditedRollout:
+def _with_token_advantages(rollout: CreditedRollout, tokens: Sequence[Any]) -> CreditedRollout:
     """The rollout with other advantages; a step's own is the mean of its tokens'."""
     steps = tuple(
-        with_credit(step, float(a.mean()) if len(a) else step.advantage or 0.0, step.return_to_go)
+        with_advantage(step, float(a.mean()) if len(a) else step.advantage or 0.0, step.return_to_go)
         for step, a in zip(rollout.steps, tokens, strict=True)
     )
     return CreditedRollout(rollout.annotated, steps, tuple(tokens), rollout.returns)
 
 
-def _shuffled(count: int, seed: str) -> list[int]:
+def _permutation(count: int, seed: str) -> list[int]:
     order = list(range(count))
     Random(seed).shuffle(order)
     return order
 
 
-def _name(base: Sequence[CreditedRollout]) -> str:
+def _batch_name(base: Sequence[CreditedRollout]) -> str:
     """Another order for each batch, the same again in the same run."""
     return base[0].rollout.rollout_id if base else ""

@@ -21,11 +21,19 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from toolwise.advantages.arrays import CreditError, Doubles, Ints, check_choice, codes_of, signs
+from toolwise.advantages.arrays import CreditError, Doubles, Ints, check_choice, integer_codes, signs
 from toolwise.advantages.grpo import group_advantages
-from toolwise.advantages.levels import LEVELS, Mode, Score, all_advantages, copo_weights, diversity, level_scores
+from toolwise.advantages.levels import (
+    LEVEL_COUNT,
+    LevelNormalization,
+    LevelScoreKind,
+    copo_weights,
+    diversity_bonus,
+    level_advantages,
+    level_scores,
+)
 from toolwise.advantages.rlvcr import Combine, Gate
-from toolwise.advantages.tensors import Array, Masked, as_given, as_numpy, twin
+from toolwise.advantages.tensors import Array, TokenMask, as_numpy, cast_like, copy_array
 
 RowRewards = Literal["episode", "step"]
 Bools = NDArray[np.bool_]
@@ -40,11 +48,11 @@ def compute_rlvcr_outcome_advantage(
     traj_uid: Sequence[Any],
     step_advantage_w: float = 1.0,
     thinking_diversity_w: float = 0.5,
-    mode: Mode = "mean_norm",
+    mode: LevelNormalization = "mean_norm",
     gate: Gate = "none",
     combine: Combine = "additive",
     *,
-    score: Score = "logprob",
+    score: LevelScoreKind = "logprob",
     price: float = 0.0,
     step_uid: Sequence[Any] | None = None,
     levels: Sequence[int] | None = None,
@@ -68,18 +76,23 @@ def compute_rlvcr_outcome_advantage(
     "reweight", without importance weights: those need log-probs, and are the learner's. A row without tokens is not
     there: no level of its step, and no rollout of its group.
     """
-    where = Masked.of(response_mask, rewards=token_level_rewards, entropies=thinking_level_entropies)
-    choices = (("mode", mode, Mode), ("gate", gate, Gate), ("combine", combine, Combine), ("score", score, Score))
+    where = TokenMask.of(response_mask, rewards=token_level_rewards, entropies=thinking_level_entropies)
+    choices = (
+        ("mode", mode, LevelNormalization),
+        ("gate", gate, Gate),
+        ("combine", combine, Combine),
+        ("score", score, LevelScoreKind),
+    )
     for name, value, known in choices:
         check_choice(name, value, get_args(known))
     if combine == "reweight" and gate != "none":
         raise CreditError(f'gate = "{gate}" belongs to combine = "additive"; with "reweight" leave gate = "none"')
-    rows = _Rows.of(where.rows_with_any, uid, traj_uid, step_uid, levels, sampled)
+    rows = _LevelRows.of(where.nonempty_rows, uid, traj_uid, step_uid, levels, sampled)
     if trajectory_advantages is None:
         rewards = where.row_sums(token_level_rewards)
         base = _episode_advantages(rewards, rows, row_rewards, norm_by_std)
     else:
-        base = _given_advantages(trajectory_advantages, len(where.mask))
+        base = _check_trajectory_advantages(trajectory_advantages, len(where.mask))
     field, costs = (_row_means(where, values) for values in (thinking_level_entropies, thinking_token_costs))
     if gate != "none" and thought_mask is None:
         raise CreditError(f'gate = "{gate}" changes level and thought tokens alone: give thought_mask')
@@ -91,23 +104,25 @@ def compute_rlvcr_outcome_advantage(
         utilities = level_scores(field, field, score) - price * costs
         utilities += thinking_diversity_w * rows.bonus()
         if combine == "reweight":
-            spread = where.mask * rows.reweighted(base, utilities, score)[:, None]
-            return _pair(spread, token_level_rewards)
-        extra = rows.within(utilities, mode)
-    opened, alone = _opened(gate, base, rows, succeeded)
-    meant = _meant(gate, alone, where.mask, thought_mask, level_mask)
+            spread = where.mask * rows.reweighted_advantages(base, utilities, score)[:, None]
+            return _advantages_and_returns(spread, token_level_rewards)
+        extra = rows.thinking_advantages(utilities, mode)
+    opened, level_only = _gate_factors(gate, base, rows, succeeded)
+    meant = _affected_tokens(gate, level_only, where.mask, thought_mask, level_mask)
     spread = base[:, None] * where.mask + (step_advantage_w * opened * extra)[:, None] * meant
-    return _pair(spread * rows.sampled[:, None], token_level_rewards)
+    return _advantages_and_returns(spread * rows.sampled[:, None], token_level_rewards)
 
 
-def _given_advantages(given: Any, count: int) -> Doubles:
+def _check_trajectory_advantages(given: Any, count: int) -> Doubles:
     found = np.asarray(as_numpy(given), dtype=np.float64)
     if found.shape != (count,) or not np.isfinite(found).all():
         raise CreditError(f"trajectory_advantages of shape {found.shape} for {count} rows; give a finite one for each")
     return found
 
 
-def _opened(gate: Gate, base: Doubles, rows: _Rows, succeeded: Sequence[bool] | None) -> tuple[Doubles, Bools]:
+def _gate_factors(
+    gate: Gate, base: Doubles, rows: _LevelRows, succeeded: Sequence[bool] | None
+) -> tuple[Doubles, Bools]:
     """What each row's thinking advantage counts for, and whether it is for the level alone."""
     count = len(base)
     if gate == "none":
@@ -117,36 +132,36 @@ def _opened(gate: Gate, base: Doubles, rows: _Rows, succeeded: Sequence[bool] | 
     won = np.asarray(signs(base) > 0.0 if succeeded is None else as_numpy(succeeded), dtype=bool)
     if gate == "success":
         return won.astype(np.float64), np.ones(count, dtype=bool)
-    groups = codes_of(rows.groups)
+    groups = integer_codes(rows.groups)
     lost = np.bincount(groups, rows.sampled & ~won, minlength=int(groups.max(initial=-1)) + 1)
     settled = (lost[groups] == 0) & (succeeded is not None)
     return np.where(settled, won, signs(base)), settled
 
 
-def _meant(gate: Gate, alone: Bools, mask: Bools, thought_mask: Any, level_mask: Any) -> Bools:
+def _affected_tokens(gate: Gate, level_only: Bools, mask: Bools, thought_mask: Any, level_mask: Any) -> Bools:
     """The tokens of each row that its thinking advantage is for."""
     thought = mask if thought_mask is None else mask & as_numpy(thought_mask).astype(bool)
     if gate == "none" or level_mask is None:
         return thought
-    return np.where(alone[:, None], mask & as_numpy(level_mask).astype(bool), thought)
+    return np.where(level_only[:, None], mask & as_numpy(level_mask).astype(bool), thought)
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _LevelRows:
     """Whose step each row is, and which of its levels."""
 
     groups: list[Any]
     rollouts: Ints
     steps: Ints
     levels: Ints
-    there: Bools
+    nonempty: Bools
     """Rows with tokens."""
     sampled: Bools
     """Those of them that are no alternatives."""
 
     @classmethod
-    def of(cls, there: Bools, uid: Any, traj_uid: Any, step_uid: Any, levels: Any, sampled: Any) -> _Rows:
-        count = len(there)
+    def of(cls, nonempty: Bools, uid: Any, traj_uid: Any, step_uid: Any, levels: Any, sampled: Any) -> _LevelRows:
+        count = len(nonempty)
         if step_uid is not None and (levels is None or sampled is None):
             raise CreditError("step_uid makes rows the levels of a step: give levels (1 to 4) and sampled with it")
         given = {"uid": uid, "traj_uid": traj_uid, "step_uid": step_uid, "levels": levels, "sampled": sampled}
@@ -154,37 +169,37 @@ class _Rows:
             if values is not None and len(values) != count:
                 raise CreditError(f"{len(values)} {name} for {count} rows; give one for each")
         numbers = np.ones(count, dtype=np.intp) if levels is None else np.asarray(as_numpy(levels), dtype=np.intp)
-        steps = np.arange(count) if step_uid is None else codes_of(step_uid)
-        if count and not 1 <= int(numbers.min()) <= int(numbers.max()) <= LEVELS:
+        steps = np.arange(count) if step_uid is None else integer_codes(step_uid)
+        if count and not 1 <= int(numbers.min()) <= int(numbers.max()) <= LEVEL_COUNT:
             raise CreditError(f"levels lie between {numbers.min()} and {numbers.max()}; they must lie within 1 to 4")
-        if len(np.unique((steps * LEVELS + numbers)[there])) < np.count_nonzero(there):
+        if len(np.unique((steps * LEVEL_COUNT + numbers)[nonempty])) < np.count_nonzero(nonempty):
             raise CreditError("a step has two rows of one level: give one row for each level of a step_uid")
         return cls(
             list(uid.tolist() if hasattr(uid, "tolist") else uid),
-            codes_of(traj_uid),
+            integer_codes(traj_uid),
             steps,
             numbers - 1,
-            there,
-            there if sampled is None else there & np.asarray(as_numpy(sampled), dtype=bool),
+            nonempty,
+            nonempty if sampled is None else nonempty & np.asarray(as_numpy(sampled), dtype=bool),
         )
 
     def bonus(self) -> Doubles:
         """1 − the share of the row's level among the levels used in its group."""
         used = [int(level) + 1 if own else None for level, own in zip(self.levels, self.sampled, strict=True)]
-        shares = diversity(used, self.groups)
+        shares = diversity_bonus(used, self.groups)
         return np.array([shares[group][level] for group, level in zip(self.groups, self.levels, strict=True)])
 
     def table(self, values: Doubles) -> Doubles:
         """[steps, levels], nan where a step has no such row."""
-        found = np.full((int(self.steps.max(initial=-1)) + 1, LEVELS), np.nan)
-        found[self.steps[self.there], self.levels[self.there]] = values[self.there]
+        found = np.full((int(self.steps.max(initial=-1)) + 1, LEVEL_COUNT), np.nan)
+        found[self.steps[self.nonempty], self.levels[self.nonempty]] = values[self.nonempty]
         return found
 
-    def within(self, utilities: Doubles, mode: Mode) -> Doubles:
+    def thinking_advantages(self, utilities: Doubles, mode: LevelNormalization) -> Doubles:
         """A_think of every row; 0 where it is nothing."""
-        return np.nan_to_num(all_advantages(self.table(utilities), mode)[self.steps, self.levels])
+        return np.nan_to_num(level_advantages(self.table(utilities), mode)[self.steps, self.levels])
 
-    def reweighted(self, base: Doubles, utilities: Doubles, score: Score) -> Doubles:
+    def reweighted_advantages(self, base: Doubles, utilities: Doubles, score: LevelScoreKind) -> Doubles:
         """Every row of a complete step with an advantage above 0 has its weight of it; others keep their own."""
         weights = copo_weights(self.table(utilities), score)[self.steps, self.levels]
         own = np.zeros(int(self.steps.max(initial=-1)) + 1)
@@ -193,7 +208,7 @@ class _Rows:
         return np.where(weighed, np.nan_to_num(weights) * own[self.steps], np.where(self.sampled, base, 0.0))
 
 
-def _episode_advantages(rewards: Doubles, rows: _Rows, row_rewards: RowRewards, norm_by_std: bool) -> Doubles:
+def _episode_advantages(rewards: Doubles, rows: _LevelRows, row_rewards: RowRewards, norm_by_std: bool) -> Doubles:
     """GRPO over rollouts, each counted once however many steps it has."""
     check_choice("row_rewards", row_rewards, get_args(RowRewards))
     own = np.flatnonzero(rows.sampled)
@@ -214,14 +229,14 @@ def _episode_advantages(rewards: Doubles, rows: _Rows, row_rewards: RowRewards, 
     return np.asarray(advantages[codes])
 
 
-def _row_means(where: Masked, values: Any) -> Doubles:
+def _row_means(where: TokenMask, values: Any) -> Doubles:
     """The mean over a row's tokens; nan, for which there is no level, where one of them is or there are none."""
     sums = np.where(where.mask, as_numpy(values), 0.0).sum(1, dtype=np.float64)
     if (odd := np.flatnonzero(np.isinf(sums))).size:
         raise CreditError(f"row {odd[0]} has an infinite value; a level that failed is nan")
-    return np.asarray(np.where(where.rows_with_any, sums / np.maximum(where.lengths, 1), np.nan))
+    return np.asarray(np.where(where.nonempty_rows, sums / np.maximum(where.lengths, 1), np.nan))
 
 
-def _pair(spread: Any, like: Array) -> tuple[Array, Array]:
-    made = as_given(spread, like)
-    return made, twin(made)
+def _advantages_and_returns(spread: Any, like: Array) -> tuple[Array, Array]:
+    made = cast_like(spread, like)
+    return made, copy_array(made)

@@ -24,24 +24,24 @@ from typing import Any
 
 import numpy as np
 
-from toolwise.advantages.arrays import Doubles, Ints, codes_of
-from toolwise.advantages.description import places_score
+from toolwise.advantages.arrays import Doubles, Ints, integer_codes
+from toolwise.advantages.description import has_step_returns
 from toolwise.advantages.step_rewards import reward_settings
 from toolwise.types import ScoredRollout
 
-BATCHES = 5
+MAX_BATCHES = 5
 """How many batches with step rewards are looked at."""
-EQUAL = 1e-6
+EQUAL_TOLERANCE = 1e-6
 """Differences smaller than this share of the largest figure are none."""
-PAIRS, ROUNDED_PAIRS = 3, 12
+MIN_PAIRS, MIN_ROUNDED_PAIRS = 3, 12
 """Pairs against it that are needed, and of scores that may be rounded, which are the same by chance more often; they
 must also be more than twice as many as those for it."""
-SPREAD, DEVIATIONS, FOLLOWS = 3.0, 16, 0.8
+MIN_SPREAD_RATIO, MIN_DEVIATIONS, MAX_SQUARED_CORRELATION = 3.0, 16, 0.8
 """How many times the deviation of r must be that of scores, over how many deviations from a group's mean; and the
 squared correlation of score and B from which the one may follow the other after all."""
-SIZE = 10.0
+MIN_SIZE_RATIO = 10.0
 """How many times the range of scores |r| must be."""
-MOST_DECIMALS = 6
+MAX_DECIMALS = 6
 """A score with more of them was not rounded."""
 
 
@@ -58,11 +58,11 @@ class ScoreCheck:
     def of(estimator: Any) -> ScoreCheck | None:
         """None where no remainder is put anywhere."""
         remainder = reward_settings(estimator).get("terminal_score") == "remainder"
-        return ScoreCheck() if remainder and places_score(estimator) else None
+        return ScoreCheck() if remainder and has_step_returns(estimator) else None
 
-    def look(self, scored: Sequence[ScoredRollout]) -> str | None:
+    def observe(self, scored: Sequence[ScoredRollout]) -> str | None:
         """What to tell the user after this batch; at most once."""
-        counted = [s for s in scored if s.result.counts]
+        counted = [s for s in scored if s.result.has_valid_score]
         given = [[step.base_reward for step in s.steps if step.base_reward is not None] for s in counted]
         if self._done or not any(given):
             return None
@@ -70,11 +70,11 @@ class ScoreCheck:
             (
                 np.array([s.score for s in counted]),
                 np.array([float(sum(rewards)) for rewards in given]),
-                codes_of([s.rollout.group_id for s in counted]),
+                integer_codes([s.rollout.group_id for s in counted]),
             )
         )
-        cause = _cause(self._batches)
-        self._done = cause is not None or len(self._batches) == BATCHES
+        cause = _contradiction(self._batches)
+        self._done = cause is not None or len(self._batches) == MAX_BATCHES
         if self._done:
             self._batches = []
         if cause is None:
@@ -108,22 +108,26 @@ class _Evidence:
             self.deviations += len(score) - 1
 
 
-def _cause(batches: Sequence[tuple[Doubles, Doubles, Ints]]) -> str | None:
+def _contradiction(batches: Sequence[tuple[Doubles, Doubles, Ints]]) -> str | None:
     scores = np.concatenate([scores for scores, _, _ in batches])
     rounding = _rounding(scores)
     seen = _Evidence()
     for score, total, groups in batches:
-        equal = EQUAL * max(float(np.abs(score).max()), float(np.abs(total).max()))
+        equal = EQUAL_TOLERANCE * max(float(np.abs(score).max()), float(np.abs(total).max()))
         for group in range(int(groups.max()) + 1):
             seen.add(score[groups == group], total[groups == group], equal, rounding)
-    if seen.against >= (ROUNDED_PAIRS if rounding else PAIRS) and seen.against > 2 * seen.in_favour:
+    if seen.against >= (MIN_ROUNDED_PAIRS if rounding else MIN_PAIRS) and seen.against > 2 * seen.in_favour:
         return "rollouts of one task have the same score and different step rewards"
     ss, rr, bb, sb = seen.squares.tolist()
-    if seen.deviations >= DEVIATIONS and rr > SPREAD**2 * ss > 0.0 and sb * sb < FOLLOWS * ss * bb:
+    if (
+        seen.deviations >= MIN_DEVIATIONS
+        and rr > MIN_SPREAD_RATIO**2 * ss > 0.0
+        and sb * sb < MAX_SQUARED_CORRELATION * ss * bb
+    ):
         return f"step rewards vary {(bb / ss) ** 0.5:.1f} times as much as scores within a task"
     low, high = min(0.0, float(scores.min())), max(0.0, float(scores.max()))
     largest = max(float(np.abs(score - total)[total != 0.0].max(initial=0.0)) for score, total, _ in batches)
-    if largest > SIZE * ((high - low) or 1.0):
+    if largest > MIN_SIZE_RATIO * ((high - low) or 1.0):
         lie = f"scores lie between {low:g} and {high:g}" if high > low else "all scores are 0"
         return f"a score less its step rewards is up to {largest:g} away from 0, where {lie}"
     return None
@@ -132,10 +136,10 @@ def _cause(batches: Sequence[tuple[Doubles, Doubles, Ints]]) -> str | None:
 def _rounding(scores: Doubles) -> float:
     """One unit of the last decimal where scores may have been rounded to it: some are one unit apart, and not all are
     whole numbers. Else 0."""
-    levels = np.unique(np.round(scores, MOST_DECIMALS + 1))
-    for decimals in range(1, MOST_DECIMALS + 1):
-        if (np.abs(levels - np.round(levels, decimals)) < 0.5 * 10.0**-MOST_DECIMALS).all():
+    levels = np.unique(np.round(scores, MAX_DECIMALS + 1))
+    for decimals in range(1, MAX_DECIMALS + 1):
+        if (np.abs(levels - np.round(levels, decimals)) < 0.5 * 10.0**-MAX_DECIMALS).all():
             whole = bool((levels == np.round(levels)).all())
-            unit = 10.0**-decimals * (1.0 + EQUAL)
+            unit = 10.0**-decimals * (1.0 + EQUAL_TOLERANCE)
             return unit if not whole and float(np.diff(levels).min(initial=np.inf)) <= unit else 0.0
     return 0.0

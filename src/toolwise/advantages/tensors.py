@@ -18,13 +18,13 @@ Array = TypeVar("Array")
 
 
 @dataclass(frozen=True, slots=True)
-class Masked:
+class TokenMask:
     """Which entries of a [batch, length] array count."""
 
     mask: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, response_mask: Any, **others: Any) -> Masked:
+    def of(cls, response_mask: Any, **others: Any) -> TokenMask:
         """Checks that all `others` have the mask's shape."""
         mask = as_numpy(response_mask)
         shapes = {name: tuple(value.shape) for name, value in others.items()}
@@ -38,12 +38,12 @@ class Masked:
         return np.asarray(np.count_nonzero(self.mask, axis=1), dtype=np.intp)
 
     @property
-    def rows_with_any(self) -> NDArray[np.bool_]:
+    def nonempty_rows(self) -> NDArray[np.bool_]:
         # Nearly every reply begins with a sampled token: then one column says it all.
         first = self.mask[:, :1]
         return np.asarray(first[:, 0] if first.size and first.all() else self.mask.any(1))
 
-    def take(self, values: Any) -> Doubles:
+    def gather(self, values: Any) -> Doubles:
         """The entries that count, flat."""
         return as_numpy(values)[self.mask].astype(np.float64)
 
@@ -55,15 +55,15 @@ class Masked:
         rows = places // max(1, found.shape[1])
         return np.bincount(rows, found.reshape(-1)[places], len(found)).astype(np.float64, copy=False)
 
-    def put(self, flat: Doubles, like: Array) -> Array:
+    def scatter(self, flat: Doubles, like: Array) -> Array:
         """`flat` back in its places, 0 elsewhere, as an array of `like`'s kind."""
         out = np.zeros(self.mask.shape, dtype=_precision(like))
         out[self.mask] = flat
-        return as_given(out, like)
+        return cast_like(out, like)
 
     def spread(self, rows: Doubles, like: Array) -> Array:
         """One number a row in all its places, 0 elsewhere, as an array of `like`'s kind."""
-        return as_given(self.mask * rows.astype(_precision(like))[:, None], like)
+        return cast_like(self.mask * rows.astype(_precision(like))[:, None], like)
 
 
 def as_numpy(values: Any) -> NDArray[Any]:
@@ -74,7 +74,7 @@ def as_numpy(values: Any) -> NDArray[Any]:
     return np.asarray(values)
 
 
-def as_given(out: NDArray[Any], like: Array) -> Array:
+def cast_like(out: NDArray[Any], like: Array) -> Array:
     """`out` as numpy or torch, in `like`'s precision and on its device; whole numbers become single precision."""
     given: Any = like
     made: Any
@@ -88,7 +88,7 @@ def as_given(out: NDArray[Any], like: Array) -> Array:
     return made  # type: ignore[no-any-return]
 
 
-def twin(array: Array) -> Array:
+def copy_array(array: Array) -> Array:
     """A copy that shares nothing."""
     given: Any = array
     made: Any = given.clone() if hasattr(given, "clone") else given.copy()

@@ -16,35 +16,35 @@ import numpy as np
 
 from toolwise.advantages.arrays import CreditError, Doubles, Ints
 from toolwise.advantages.credit import sampled_tokens
-from toolwise.advantages.step_rewards import episodes_of_rollouts
+from toolwise.advantages.step_rewards import episodes_from_rollouts
 from toolwise.types import AnnotatedRollout
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokenRewards:
     """The sampled tokens of all rollouts, end to end."""
 
     rewards: Doubles
     counts: Ints
     """Sampled tokens a step, rollout after rollout."""
     rollout_of_step: Ints
-    per_rollout: Ints
+    tokens_per_rollout: Ints
 
 
-def tokens_of(rollouts: Sequence[AnnotatedRollout], *, kl_coef: float = 0.0, **settings: Any) -> Tokens:
+def token_rewards_of(rollouts: Sequence[AnnotatedRollout], *, kl_coef: float = 0.0, **settings: Any) -> TokenRewards:
     """`settings` are those of `episodes_of`."""
-    episodes = episodes_of_rollouts(rollouts, **settings)
+    episodes = episodes_from_rollouts(rollouts, **settings)
     counts = np.array([sampled_tokens(step) for r in rollouts for step in r.scored.steps], dtype=np.intp)
-    of_step = episodes.of_step
-    per_rollout = np.bincount(of_step, counts, len(rollouts)).astype(np.intp)
+    rollout_of_step = episodes.rollout_of_step
+    tokens_per_rollout = np.bincount(rollout_of_step, counts, len(rollouts)).astype(np.intp)
     rewards = np.zeros(int(counts.sum()))
     if kl_coef:
         rewards -= kl_coef * np.concatenate([rewards[:0], *(part for r in rollouts for part in token_k1(r))])
     before = np.cumsum(counts)
-    begins = np.cumsum(per_rollout) - per_rollout
-    spoken = before > begins[of_step]  # the rollout has a token at or before this step
+    begins = np.cumsum(tokens_per_rollout) - tokens_per_rollout
+    spoken = before > begins[rollout_of_step]  # the rollout has a token at or before this step
     rewards += np.bincount(before[spoken] - 1, episodes.rewards[spoken], len(rewards))
-    return Tokens(rewards, counts, of_step, per_rollout)
+    return TokenRewards(rewards, counts, rollout_of_step, tokens_per_rollout)
 
 
 def token_k1(rollout: AnnotatedRollout) -> list[Doubles]:

@@ -10,24 +10,24 @@ from math import inf
 from typing import Any
 
 from toolwise.authoring.findings import (
-    A_STEP,
+    ROLLOUTS_PER_STEP,
     Finding,
-    judge_determinism,
-    judge_results,
-    judge_speed,
-    judge_spread,
-    judge_steps,
-    score_of,
+    check_determinism,
+    check_results,
+    check_speed,
+    check_spread,
+    check_steps,
+    usable_score,
 )
-from toolwise.authoring.gold import Trial, judge_empty, judge_gold, try_golds
-from toolwise.authoring.passes import Results, calls_of, mode_of, score_stored
-from toolwise.authoring.stored import Stored
+from toolwise.authoring.gold import GoldTrial, check_empty, check_gold, run_gold_trials
+from toolwise.authoring.passes import Results, score_rollouts, scoring_mode, split_into_calls
+from toolwise.authoring.stored import StoredRollout
 from toolwise.config import RewardConfig
-from toolwise.rewards.printed import PrintedLines
+from toolwise.rewards.printed import PrintPreview
 from toolwise.scoring import Scoring, build_scoring
 
-TIMINGS, QUICK_S = 3, 1.0
-LINES_SHOWN = 20
+TIMING_RUNS, QUICK_S = 3, 1.0
+MAX_PRINTED_LINES = 20
 """Of what the function prints in the first pass."""
 
 
@@ -55,7 +55,7 @@ class RewardCheck:
 
 
 def check_reward(
-    config: RewardConfig, stored: Sequence[Stored], *, gold: bool = True, gold_form: str | None = None
+    config: RewardConfig, stored: Sequence[StoredRollout], *, gold: bool = True, gold_form: str | None = None
 ) -> RewardCheck:
     """Runs the reward that `config` names over `stored`. `gold=False` is for rewards that only shape others.
 
@@ -64,56 +64,67 @@ def check_reward(
     return asyncio.run(_check(config, stored, gold, gold_form))
 
 
-async def _check(config: RewardConfig, stored: Sequence[Stored], gold: bool, gold_form: str | None) -> RewardCheck:
+async def _check(
+    config: RewardConfig, stored: Sequence[StoredRollout], gold: bool, gold_form: str | None
+) -> RewardCheck:
     scoring = build_scoring(config)
     try:
         scoring.check([one.rollout.task for one in stored])
-        printed = PrintedLines(LINES_SHOWN)
-        scoring.tell_prints(printed)
-        first = await score_stored(scoring, stored)
-        scoring.tell_prints(None)
-        sound = _sound_part(scoring, stored, first)
-        again, seconds = await _timed(scoring, sound)
-        trials = await try_golds(scoring, stored, first, gold_form) if gold and _any_score(first) else []
-        mode, sandbox = mode_of(scoring), scoring.describe()
+        printed = PrintPreview(MAX_PRINTED_LINES)
+        scoring.set_print_callback(printed)
+        first = await score_rollouts(scoring, stored)
+        scoring.set_print_callback(None)
+        sound = _faultless_rollouts(scoring, stored, first)
+        repeated, seconds = await _time_scoring(scoring, sound)
+        trials = await run_gold_trials(scoring, stored, first, gold_form) if gold and _any_score(first) else []
+        mode, sandbox = scoring_mode(scoring), scoring.describe()
     finally:
         scoring.close()
-    elsewhere = await _score_elsewhere(config, sound)
+    reordered = await _score_in_fresh_workers(config, sound)
     picked = {id(one): result for one, result in zip(stored, first, strict=True)}
     before = [picked[id(one)] for one in sound]
     findings = [
-        judge_results(stored, first),
-        judge_determinism(sound, before, again, elsewhere, fresh=config.sandbox.tier != "off"),
-        judge_speed(len(sound), seconds),
-        judge_spread(stored, first, _best_gold(trials)),
-        judge_steps(stored, first),
+        check_results(stored, first),
+        check_determinism(sound, before, repeated, reordered, fresh=config.sandbox.tier != "off"),
+        check_speed(len(sound), seconds),
+        check_spread(stored, first, _best_gold(trials)),
+        check_steps(stored, first),
     ]
     if trials:
-        findings += [judge_gold(trials), judge_empty(trials)]
+        findings += [check_gold(trials), check_empty(trials)]
     tasks = len({one.rollout.task.task_id for one in stored})
     return RewardCheck(
-        *(scoring.rewards.name, mode, len(stored), tasks, sandbox, tuple(findings), tuple(printed.lines), printed.more)
+        *(
+            scoring.rewards.name,
+            mode,
+            len(stored),
+            tasks,
+            sandbox,
+            tuple(findings),
+            tuple(printed.lines),
+            printed.omitted,
+        )
     )
 
 
-def _sound_part(scoring: Scoring, stored: Sequence[Stored], first: Results) -> list[Stored]:
+def _faultless_rollouts(scoring: Scoring, stored: Sequence[StoredRollout], first: Results) -> list[StoredRollout]:
     """About a step's worth of rollouts whose calls came through: what failed once has been told already."""
-    sound: list[Stored] = []
-    for call in calls_of(stored, mode_of(scoring)):
+    sound: list[StoredRollout] = []
+    for call in split_into_calls(stored, scoring_mode(scoring)):
         results = [first[place] for place in call]
         if all(result is not None and result.error is None for result in results):
             sound += [stored[place] for place in call]
-        if len(sound) >= A_STEP:
+        if len(sound) >= ROLLOUTS_PER_STEP:
             break
     return sound
 
 
-async def _timed(scoring: Scoring, sound: Sequence[Stored]) -> tuple[Results, float]:
+async def _time_scoring(scoring: Scoring, sound: Sequence[StoredRollout]) -> tuple[Results, float]:
     """All at once, as in training. What is quick is timed a few times: a worker may still be coming up."""
     fastest = inf
-    for _ in range(TIMINGS):
+    for _ in range(TIMING_RUNS):
         began = time.monotonic()
-        results = await score_stored(scoring, sound, at_first=A_STEP)
+        results = await score_rollouts(scoring, sound, first_chunk=ROLLOUTS_PER_STEP)
         seconds = time.monotonic() - began
         fastest = min(fastest, seconds)
         if seconds > QUICK_S:
@@ -121,20 +132,20 @@ async def _timed(scoring: Scoring, sound: Sequence[Stored]) -> tuple[Results, fl
     return results, fastest
 
 
-async def _score_elsewhere(config: RewardConfig, sound: Sequence[Stored]) -> Results:
+async def _score_in_fresh_workers(config: RewardConfig, sound: Sequence[StoredRollout]) -> Results:
     """In fresh workers and in the reverse order; given back in the order of `sound`."""
     if not sound:
         return []
     scoring = build_scoring(config)
     try:
-        return (await score_stored(scoring, sound[::-1]))[::-1]
+        return (await score_rollouts(scoring, sound[::-1]))[::-1]
     finally:
         scoring.close()
 
 
 def _any_score(results: Results) -> bool:
-    return any(score_of(result) is not None for result in results)
+    return any(usable_score(result) is not None for result in results)
 
 
-def _best_gold(trials: Sequence[Trial]) -> float | None:
-    return max((score for score in (score_of(trial.gold) for trial in trials) if score is not None), default=None)
+def _best_gold(trials: Sequence[GoldTrial]) -> float | None:
+    return max((score for score in (usable_score(trial.gold) for trial in trials) if score is not None), default=None)

@@ -10,16 +10,16 @@ from statistics import fmean, pstdev
 from typing import Any, Literal
 
 from toolwise.authoring.passes import Results
-from toolwise.authoring.stored import Stored
+from toolwise.authoring.stored import StoredRollout
 from toolwise.rewards.align import align_steps
 from toolwise.types import EvaluateResult
 
 Verdict = Literal["ok", "warning", "wrong"]
-A_STEP = 128
+ROLLOUTS_PER_STEP = 128
 """Rollouts of a training step, for saying what a speed means."""
 SLOW_S = 5.0
 """A step that waits longer than this for its rewards is worth a word."""
-SHOWN = 5
+MAX_EXAMPLES = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +34,22 @@ class Finding:
     """Offenders and tracebacks: the first few."""
 
 
-def same(one: float | None, other: float | None) -> bool:
+def scores_equal(one: float | None, other: float | None) -> bool:
     """Equal but for what the order of a sum does to a float."""
     if one is None or other is None:
         return one is other
     return math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-12)
 
 
-def score_of(result: EvaluateResult | None) -> float | None:
+def usable_score(result: EvaluateResult | None) -> float | None:
     """The score, where there is one to learn from."""
-    return result.score if result is not None and result.counts else None
+    return result.score if result is not None and result.has_valid_score else None
 
 
-def judge_results(stored: Sequence[Stored], results: Results) -> Finding:
+def check_results(stored: Sequence[StoredRollout], results: Results) -> Finding:
     """Whether every rollout got a result that can be used; each kind of fault with its first traceback."""
     faults = Counter(r.error.kind for r in results if r is not None and r.error is not None)
-    scored = sum(score_of(r) is not None for r in results)
+    scored = sum(usable_score(r) is not None for r in results)
     untried = sum(r is None for r in results)
     unsure = len(results) - scored - untried - faults.total()
     says = [f"{scored} of {len(results)} rollouts got a score"]
@@ -61,7 +61,7 @@ def judge_results(stored: Sequence[Stored], results: Results) -> Finding:
     return Finding("results", "wrong" if wrong else "ok", ", ".join(says), figures, _first_faults(stored, results))
 
 
-def _first_faults(stored: Sequence[Stored], results: Results) -> tuple[str, ...]:
+def _first_faults(stored: Sequence[StoredRollout], results: Results) -> tuple[str, ...]:
     told: dict[str, str] = {}
     for one, result in zip(stored, results, strict=True):
         fault = result.error if result is not None else None
@@ -71,13 +71,17 @@ def _first_faults(stored: Sequence[Stored], results: Results) -> tuple[str, ...]
     return tuple(told.values())
 
 
-def judge_determinism(
-    stored: Sequence[Stored], first: Results, again: Results, elsewhere: Results, *, fresh: bool = True
+def check_determinism(
+    stored: Sequence[StoredRollout], first: Results, repeated: Results, reordered: Results, *, fresh: bool = True
 ) -> Finding:
-    """`again`: the same rollouts in the same order; `elsewhere`: in the reverse order, in a fresh worker."""
-    trio = list(zip(stored, first, again, elsewhere, strict=True))
-    restless = [_told(s, a, b) for s, a, b, _ in trio if _word(a) != _word(b)]
-    moved = [_told(s, a, c) for s, a, b, c in trio if _word(a) == _word(b) and _word(a) != _word(c)]
+    """`repeated`: the same rollouts in the same order; `reordered`: in the reverse order, in a fresh worker."""
+    trio = list(zip(stored, first, repeated, reordered, strict=True))
+    restless = [_describe_difference(s, a, b) for s, a, b, _ in trio if _comparison_key(a) != _comparison_key(b)]
+    moved = [
+        _describe_difference(s, a, c)
+        for s, a, b, c in trio
+        if _comparison_key(a) == _comparison_key(b) and _comparison_key(a) != _comparison_key(c)
+    ]
     figures = {"compared": len(trio), "differ_again": len(restless), "differ_elsewhere": len(moved)}
     where = "in the reverse order and a fresh worker" if fresh else "in the reverse order"
     if not trio:
@@ -89,15 +93,15 @@ def judge_determinism(
         says = f"{len(moved)} of {len(trio)} rollouts got another result {where}: {why}"
     else:
         return Finding("determinism", "ok", f"{len(trio)} rollouts got the same three times, also {where}", figures)
-    return Finding("determinism", "wrong", says, figures, tuple([*restless, *moved][:SHOWN]))
+    return Finding("determinism", "wrong", says, figures, tuple([*restless, *moved][:MAX_EXAMPLES]))
 
 
-def _word(result: EvaluateResult | None) -> tuple[object, ...]:
+def _comparison_key(result: EvaluateResult | None) -> tuple[object, ...]:
     """What must be the same again; rounded, since a sum in another order may end in another last digit."""
     if result is None:
         return ("not tried",)
     steps = tuple((str(o.step_index), _rounded(o.base_reward)) for o in result.step_outputs or ())
-    return (_rounded(score_of(result)), result.error.kind if result.error else None, steps)
+    return (_rounded(usable_score(result)), result.error.kind if result.error else None, steps)
 
 
 def _rounded(number: float | None) -> str | None:
@@ -105,11 +109,11 @@ def _rounded(number: float | None) -> str | None:
     return None if number is None else f"{number + 0.0:.9g}"
 
 
-def _told(stored: Stored, one: EvaluateResult | None, other: EvaluateResult | None) -> str:
-    return f"{stored.rollout.rollout_id}: {_shown(one)}, then {_shown(other)}"
+def _describe_difference(stored: StoredRollout, one: EvaluateResult | None, other: EvaluateResult | None) -> str:
+    return f"{stored.rollout.rollout_id}: {_describe_result(one)}, then {_describe_result(other)}"
 
 
-def _shown(result: EvaluateResult | None) -> str:
+def _describe_result(result: EvaluateResult | None) -> str:
     if result is None:
         return "not tried"
     if result.error is not None:
@@ -117,31 +121,31 @@ def _shown(result: EvaluateResult | None) -> str:
     return "not valid" if result.score is None else f"{result.score:g}"
 
 
-def judge_speed(rollouts: int, seconds: float) -> Finding:
+def check_speed(rollouts: int, seconds: float) -> Finding:
     """Over warm workers, as in training."""
     if not rollouts:
         return Finding("speed", "warning", "nothing to time: no call came through without a fault")
     rate = rollouts / max(seconds, 1e-6)
-    a_step = A_STEP / rate
-    says = f"{rate:,.0f} rollouts a second: a step of {A_STEP} rollouts waits {a_step:.2g} s for its rewards"
-    figures = {"rollouts_per_s": rate, f"seconds_per_{A_STEP}": a_step}
+    a_step = ROLLOUTS_PER_STEP / rate
+    says = f"{rate:,.0f} rollouts a second: a step of {ROLLOUTS_PER_STEP} rollouts waits {a_step:.2g} s for its rewards"
+    figures = {"rollouts_per_s": rate, f"seconds_per_{ROLLOUTS_PER_STEP}": a_step}
     return Finding("speed", "warning" if a_step > SLOW_S else "ok", says, figures)
 
 
-def judge_spread(stored: Sequence[Stored], results: Results, best_gold: float | None = None) -> Finding:
+def check_spread(stored: Sequence[StoredRollout], results: Results, best_gold: float | None = None) -> Finding:
     """A reward that says the same of all rollouts of a task teaches nothing.
 
     Where gold answers earn more, it is the stored rollouts that are all alike, and the reward is not to blame.
     """
-    scores = [score for score in map(score_of, results) if score is not None]
+    scores = [score for score in map(usable_score, results) if score is not None]
     if not scores:
         return Finding("spread", "wrong", "no scores, so no spread")
     groups: dict[tuple[str, str], list[float]] = defaultdict(list)
     for one, result in zip(stored, results, strict=True):
-        if (score := score_of(result)) is not None:
+        if (score := usable_score(result)) is not None:
             groups[one.group].append(score)
     several = [found for found in groups.values() if len(found) > 1]
-    flat = sum(same(min(found), max(found)) for found in several)
+    flat = sum(scores_equal(min(found), max(found)) for found in several)
     equal = Counter(map(_rounded, scores)).most_common(1)[0][1] / len(scores)
     figures = {
         "min": min(scores),
@@ -161,8 +165,8 @@ def judge_spread(stored: Sequence[Stored], results: Results, best_gold: float | 
 def _spread_verdict(
     low: float, high: float, scores: int, several: int, flat: int, best_gold: float | None
 ) -> tuple[Verdict, str]:
-    gold_tells = best_gold is not None and best_gold > high and not same(best_gold, high)
-    if same(low, high) and scores > 1:
+    gold_tells = best_gold is not None and best_gold > high and not scores_equal(best_gold, high)
+    if scores_equal(low, high) and scores > 1:
         if gold_tells:
             return "warning", "all stored rollouts score the same, though a gold answer earns more: give better ones"
         return "wrong", "every rollout scores the same, which teaches nothing"
@@ -175,7 +179,7 @@ def _spread_verdict(
     return ("warning", f"{told} and would teach nothing") if 2 * flat > several else ("ok", told)
 
 
-def judge_steps(stored: Sequence[Stored], results: Results) -> Finding:
+def check_steps(stored: Sequence[StoredRollout], results: Results) -> Finding:
     """Whether step rewards fit the steps there are, by the names of the aligner's warnings."""
     given = 0
     warnings: Counter[str] = Counter()

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from toolwise.authoring.stored import Stored
+from toolwise.authoring.stored import StoredRollout
 from toolwise.rewards.signature import Mode
 from toolwise.scoring import Scoring
 from toolwise.types import EvaluateResult
 
-PATIENCE, PATIENT_SHARE = 3, 0.1
+MAX_TIMEOUTS, MAX_TIMEOUT_SHARE = 3, 0.1
 """A pass ends early once so many calls, and such a share of them, ran out of time: a hang costs one deadline each."""
-_MOST_CALLS = 256
+_MAX_CHUNK_CALLS = 256
 """Calls under way between two looks at how it goes."""
 
 Results = list[EvaluateResult | None]
 """One a rollout, in order; None where it was not tried any more."""
 
 
-def mode_of(scoring: Scoring) -> Mode:
+def scoring_mode(scoring: Scoring) -> Mode:
     """What a call is given: one rollout, a group or a batch; of several rewards, the one that needs most."""
     modes: set[str] = {part.reward.mode for part in scoring.rewards.parts}
-    if scoring.rewards.how == "normalize":  # within groups, which must come whole
+    if scoring.rewards.combine_mode == "normalize":  # within groups, which must come whole
         modes.add("group")
     return "batch" if "batch" in modes else "group" if "group" in modes else "pointwise"
 
 
-def calls_of(stored: Sequence[Stored], mode: Mode) -> list[list[int]]:
+def split_into_calls(stored: Sequence[StoredRollout], mode: Mode) -> list[list[int]]:
     """The places of the rollouts that share a call, in the order in which they come."""
     calls: dict[object, list[int]] = {}
     for place, one in enumerate(stored):
@@ -35,12 +35,12 @@ def calls_of(stored: Sequence[Stored], mode: Mode) -> list[list[int]]:
     return list(calls.values())
 
 
-async def score_stored(scoring: Scoring, stored: Sequence[Stored], *, at_first: int = 1) -> Results:
+async def score_rollouts(scoring: Scoring, stored: Sequence[StoredRollout], *, first_chunk: int = 1) -> Results:
     """One pass. A few calls at first, then ever more of them, so that a function that hangs is found out early."""
     results: Results = [None] * len(stored)
     tried = timeouts = 0
-    for calls in _portions(stored, calls_of(stored, mode_of(scoring)), at_first):
-        if timeouts >= max(PATIENCE, PATIENT_SHARE * tried):
+    for calls in _chunk_calls(stored, split_into_calls(stored, scoring_mode(scoring)), first_chunk):
+        if timeouts >= max(MAX_TIMEOUTS, MAX_TIMEOUT_SHARE * tried):
             break
         places = [place for call in calls for place in call]
         step = stored[places[0]].step
@@ -48,21 +48,23 @@ async def score_stored(scoring: Scoring, stored: Sequence[Stored], *, at_first: 
         for place, result in zip(places, scored, strict=True):
             results[place] = result
         tried += len(calls)
-        timeouts += sum(1 for call in calls if _ran_out_of_time(results[call[0]]))
+        timeouts += sum(1 for call in calls if _timed_out(results[call[0]]))
     return results
 
 
-def _portions(stored: Sequence[Stored], calls: Sequence[list[int]], at_first: int) -> Iterator[list[list[int]]]:
+def _chunk_calls(
+    stored: Sequence[StoredRollout], calls: Sequence[list[int]], first_chunk: int
+) -> Iterator[list[list[int]]]:
     """Twice as many calls each time, all of one step: the step is an argument of theirs."""
-    size, portion = at_first, list[list[int]]()
+    size, portion = first_chunk, list[list[int]]()
     for call in calls:
         if portion and (len(portion) >= size or stored[call[0]].batch != stored[portion[0][0]].batch):
             yield portion
-            size, portion = min(2 * size, _MOST_CALLS), []
+            size, portion = min(2 * size, _MAX_CHUNK_CALLS), []
         portion.append(call)
     if portion:
         yield portion
 
 
-def _ran_out_of_time(result: EvaluateResult | None) -> bool:
+def _timed_out(result: EvaluateResult | None) -> bool:
     return result is not None and result.error is not None and result.error.kind == "timeout"

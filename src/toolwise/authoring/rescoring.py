@@ -12,24 +12,24 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from toolwise.authoring.findings import same, score_of
-from toolwise.authoring.passes import Results, score_stored
-from toolwise.authoring.stored import Stored
+from toolwise.authoring.findings import scores_equal, usable_score
+from toolwise.authoring.passes import Results, score_rollouts
+from toolwise.authoring.stored import StoredRollout
 from toolwise.config import RewardConfig, RunConfig, load_config
 from toolwise.data.files import Row
 from toolwise.errors import DataError
 from toolwise.json_text import json_text
-from toolwise.records import write_whole
+from toolwise.records import write_atomic
 from toolwise.rewards.align import align_steps
 from toolwise.run_changes import check_files
 from toolwise.scoring import build_scoring
 from toolwise.types import EvaluateResult
 
-SHOWN = 5
+MAX_EXAMPLES = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Rescoring:
+class RescoreReport:
     """Then and now."""
 
     reward: str
@@ -53,7 +53,7 @@ class Rescoring:
         return asdict(self)
 
 
-def reward_of_run(run: Path, reference: str | None, kwargs: Mapping[str, Any]) -> RewardConfig:
+def load_run_reward(run: Path, reference: str | None, kwargs: Mapping[str, Any]) -> RewardConfig:
     """The reward that the run was scored by, or `reference` in the run's sandbox.
 
     A function that the run used already keeps the arguments it had there; `kwargs` go before them.
@@ -69,22 +69,29 @@ def reward_of_run(run: Path, reference: str | None, kwargs: Mapping[str, Any]) -
             raise DataError(f"{run}: no configuration names a reward of these rollouts; add --reward REF")
         return known.model_copy(update={"kwargs": {**known.kwargs, **kwargs}})
     used = [(known.function, known.kwargs), *((part.function, part.kwargs) for part in known.parts)]
-    had = next((found for function, found in used if function and _placed(function) == _placed(reference)), {})
+    had = next(
+        (
+            found
+            for function, found in used
+            if function and _resolve_reference(function) == _resolve_reference(reference)
+        ),
+        {},
+    )
     return RewardConfig(function=reference, kwargs={**had, **kwargs}, sandbox=known.sandbox)
 
 
-def _placed(reference: str) -> str:
+def _resolve_reference(reference: str) -> str:
     """A reference with its file's whole path, so that two ways of naming it are one."""
     place, colon, name = (reference, "", "") if reference.endswith(".py") else reference.rpartition(":")
     return f"{Path(place).expanduser().resolve()}{colon}{name}" if place.endswith(".py") else reference
 
 
-def rescore(config: RewardConfig, stored: Sequence[Stored]) -> tuple[Rescoring, list[Row]]:
+def rescore(config: RewardConfig, stored: Sequence[StoredRollout]) -> tuple[RescoreReport, list[Row]]:
     """What came of it, and the new rows: the old ones with the new word in place of the old."""
     scoring = build_scoring(config)
     try:
         scoring.check([one.rollout.task for one in stored])
-        results = asyncio.run(score_stored(scoring, stored))
+        results = asyncio.run(score_rollouts(scoring, stored))
     finally:
         scoring.close()
     name = scoring.rewards.name
@@ -92,24 +99,24 @@ def rescore(config: RewardConfig, stored: Sequence[Stored]) -> tuple[Rescoring, 
     return compare(name, stored, results), [_new_row(name, one, result) for one, result in tried]
 
 
-def compare(name: str, stored: Sequence[Stored], results: Results) -> Rescoring:
-    old, new = [_old_score(one.row) for one in stored], [score_of(result) for result in results]
+def compare(name: str, stored: Sequence[StoredRollout], results: Results) -> RescoreReport:
+    old, new = [_old_score(one.row) for one in stored], [usable_score(result) for result in results]
     tried = [i for i, result in enumerate(results) if result is not None]
     both = [(a, b) for a, b in zip(old, new, strict=True) if a is not None and b is not None]
-    pairs, turned = _pairs(stored, old, new)
-    return Rescoring(
+    pairs, turned = _count_pairs(stored, old, new)
+    return RescoreReport(
         reward=name,
         rollouts=len(stored),
         old_mean=_mean(old),
         new_mean=_mean(new),
-        changed=sum(not same(old[i], new[i]) for i in tried),
+        changed=sum(not scores_equal(old[i], new[i]) for i in tried),
         old_errors=dict(Counter(kind for one in stored if (kind := _old_error(one.row)))),
         new_errors=dict(Counter(r.error.kind for r in results if r is not None and r.error is not None)),
         correlation=_correlation(both),
         pairs=pairs,
         pairs_turned=turned,
         not_tried=len(stored) - len(tried),
-        largest=_largest(stored, old, new),
+        largest=_largest_changes(stored, old, new),
     )
 
 
@@ -140,7 +147,9 @@ def _correlation(both: Sequence[tuple[float, float]]) -> float | None:
     return sum((a - mean_a) * (b - mean_b) for a, b in both) / sqrt(spread_a * spread_b)
 
 
-def _pairs(stored: Sequence[Stored], old: Sequence[float | None], new: Sequence[float | None]) -> tuple[int, int]:
+def _count_pairs(
+    stored: Sequence[StoredRollout], old: Sequence[float | None], new: Sequence[float | None]
+) -> tuple[int, int]:
     groups: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for one, a, b in zip(stored, old, new, strict=True):
         if a is not None and b is not None:
@@ -148,25 +157,25 @@ def _pairs(stored: Sequence[Stored], old: Sequence[float | None], new: Sequence[
     differed = turned = 0
     for found in groups.values():
         for (a, b), (c, d) in combinations(found, 2):
-            if not same(a, c):
+            if not scores_equal(a, c):
                 differed += 1
-                turned += (a - c) * (b - d) < 0 and not same(b, d)
+                turned += (a - c) * (b - d) < 0 and not scores_equal(b, d)
     return differed, turned
 
 
-def _largest(
-    stored: Sequence[Stored], old: Sequence[float | None], new: Sequence[float | None]
+def _largest_changes(
+    stored: Sequence[StoredRollout], old: Sequence[float | None], new: Sequence[float | None]
 ) -> tuple[dict[str, Any], ...]:
     moved = [
         (abs(a - b), one.rollout.rollout_id, a, b)
         for one, a, b in zip(stored, old, new, strict=True)
-        if a is not None and b is not None and not same(a, b)
+        if a is not None and b is not None and not scores_equal(a, b)
     ]
     moved.sort(key=lambda found: -found[0])
-    return tuple({"rollout_id": name, "old": a, "new": b} for _, name, a, b in moved[:SHOWN])
+    return tuple({"rollout_id": name, "old": a, "new": b} for _, name, a, b in moved[:MAX_EXAMPLES])
 
 
-def _new_row(name: str, one: Stored, result: EvaluateResult) -> Row:
+def _new_row(name: str, one: StoredRollout, result: EvaluateResult) -> Row:
     """Advantages were those of the old score, so they go."""
     steps, warnings = align_steps(one.rollout.steps, result.step_outputs or (), one.rollout.rollout_id)
     told = one.row.get("steps") if isinstance(one.row.get("steps"), list) else [{} for _ in steps]
@@ -186,7 +195,7 @@ def _new_row(name: str, one: Stored, result: EvaluateResult) -> Row:
     }
 
 
-def free_path(place: Path, reward: str, out: Path | None = None) -> Path:
+def unused_path(source: Path, reward: str, out: Path | None = None) -> Path:
     """Where the new rows go: beside the old ones, and never in the place of a file that is there."""
     if out is not None:
         if out.suffix.lower() != ".jsonl":
@@ -194,7 +203,7 @@ def free_path(place: Path, reward: str, out: Path | None = None) -> Path:
         if out.exists():
             raise DataError(f"{out} is there already; give another --out")
         return out
-    folder, stem = (place, "rescored") if place.is_dir() else (place.parent, f"{place.stem}-rescored")
+    folder, stem = (source, "rescored") if source.is_dir() else (source.parent, f"{source.stem}-rescored")
     function = Path(reward).stem if reward.endswith(".py") else reward.rpartition(":")[2]
     named = "".join(c if c.isalnum() or c in "._-" else "_" for c in function)[:60] or "reward"
     numbers = ["", *(f"-{number}" for number in range(2, 10_000))]
@@ -204,4 +213,4 @@ def free_path(place: Path, reward: str, out: Path | None = None) -> Path:
 
 def write_rescored(path: Path, rows: Sequence[Row]) -> None:
     text = "".join(f"{json_text(row)}\n" for row in rows)
-    write_whole(path, text.encode("utf-8", "backslashreplace"))
+    write_atomic(path, text.encode("utf-8", "backslashreplace"))

@@ -1,4 +1,4 @@
-"""`start_reward`: a first reward of one's own, copied from starters/, with a few rollouts to try it on."""
+"""`create_reward_files`: a first reward of one's own, copied from starters/, with a few rollouts to try it on."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from toolwise.data.files import Row
 from toolwise.errors import ConfigError
 from toolwise.json_text import json_text
-from toolwise.records import write_whole
+from toolwise.records import write_atomic
 from toolwise.rewards.signature import Mode
 
-STAND_IN = "my_reward"
+PLACEHOLDER_NAME = "my_reward"
 """What the function is called in the starters."""
 
 
-def start_reward(folder: Path, name: str = STAND_IN, mode: Mode = "pointwise") -> tuple[Path, Path]:
+def create_reward_files(folder: Path, name: str = PLACEHOLDER_NAME, mode: Mode = "pointwise") -> tuple[Path, Path]:
     """Writes NAME.py and NAME_rollouts.jsonl; neither may be there yet."""
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ConfigError(f"{name!r} is no name for a function; give letters, digits and _ such as my_reward")
@@ -27,9 +27,9 @@ def start_reward(folder: Path, name: str = STAND_IN, mode: Mode = "pointwise") -
         if path.exists():
             raise ConfigError(f"{path} is there already; give another name, or take the file away")
     text = (files("toolwise.authoring") / "starters" / f"{mode}.py").read_text("utf-8")
-    write_whole(code, text.replace(STAND_IN, name).encode())
+    write_atomic(code, text.replace(PLACEHOLDER_NAME, name).encode())
     lines = "".join(f"{json_text(row)}\n" for row in sample_rows())
-    write_whole(rollouts, lines.encode())
+    write_atomic(rollouts, lines.encode())
     return code, rollouts
 
 

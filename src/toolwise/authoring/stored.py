@@ -20,7 +20,7 @@ from toolwise.errors import CheckpointError, DataError
 from toolwise.messages import Message
 from toolwise.types import Rollout, StepData, StopReason, Task, Usage
 
-_NO_ARGUMENTS = frozenset(
+_NON_ARGUMENT_COLUMNS = frozenset(
     {
         *("messages", "ground_truth", "gold", "prompt", "task_id", "group_id", "rollout_id", "step", "steps"),
         *(
@@ -41,7 +41,7 @@ _STEP_IN_NAME = re.compile(r"(?:step|eval)-(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredRollout:
     """One rollout that was kept."""
 
     rollout: Rollout
@@ -59,58 +59,58 @@ class Stored:
         return self.batch, self.rollout.group_id
 
 
-def read_stored(
-    place: str | Path, *, step: int | None = None, limit: int | None = None, validation: bool = False
-) -> list[Stored]:
-    """The rollouts at `place`: all, or those of one step; at most `limit`, of a run the latest."""
-    place = Path(place)
-    found: list[Stored] = []
-    for file in reversed(_files(place, step, validation)):
+def read_rollouts(
+    path: str | Path, *, step: int | None = None, limit: int | None = None, validation: bool = False
+) -> list[StoredRollout]:
+    """The rollouts at `path`: all, or those of one step; at most `limit`, of a run the latest."""
+    path = Path(path)
+    found: list[StoredRollout] = []
+    for file in reversed(_files(path, step, validation)):
         found = [*_read_file(file), *found]
         if limit is not None and len(found) >= limit:
             break
     if step is not None:
         found = [stored for stored in found if stored.step == step]
         if not found:
-            raise DataError(f"{place}: has no rollouts of step {step}; give another --step or leave it out")
+            raise DataError(f"{path}: has no rollouts of step {step}; give another --step or leave it out")
     if limit is None or len(found) <= limit:
         return found
-    return found[-limit:] if place.is_dir() else found[:limit]
+    return found[-limit:] if path.is_dir() else found[:limit]
 
 
-def _files(place: Path, step: int | None, validation: bool) -> list[Path]:
-    if not place.is_dir():
-        return [place]
-    folder = place / "rollouts" if (place / "rollouts").is_dir() else place
+def _files(path: Path, step: int | None, validation: bool) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    folder = path / "rollouts" if (path / "rollouts").is_dir() else path
     kind = "eval" if validation else "step"
     files = sorted(folder.glob(f"{kind}-*.jsonl"))
     if not files:
         raise CheckpointError(f"{folder}: has no {kind}-*.jsonl; give the folder of a run that stored its rollouts")
     if step is None:
         return files
-    named = [file for file in files if _step_in(file) == step]
+    named = [file for file in files if _step_from_name(file) == step]
     if not named:
-        first, last = _step_in(files[0]), _step_in(files[-1])
+        first, last = _step_from_name(files[0]), _step_from_name(files[-1])
         raise CheckpointError(f"{folder}: has no rollouts of step {step}; it has steps from {first} to {last}")
     return named
 
 
-def _step_in(file: Path) -> int:
+def _step_from_name(file: Path) -> int:
     found = _STEP_IN_NAME.search(file.stem)
     return int(found[1]) if found else 0
 
 
-def _read_file(path: Path) -> list[Stored]:
+def _read_file(path: Path) -> list[StoredRollout]:
     return [_read_row(path, number, row) for number, row in enumerate(read_rows(path))]
 
 
-def _read_row(path: Path, number: int, row: Row) -> Stored:
+def _read_row(path: Path, number: int, row: Row) -> StoredRollout:
     messages = _read_messages(path, number, row, "messages")
     prompt = _prompt_of(path, number, row, messages)
     truth = row.get("ground_truth")
     if truth is None and isinstance(row.get("reward_model"), dict):
         truth = row["reward_model"].get("ground_truth")
-    step = row["step"] if _is_count(row.get("step")) else _step_in(path)
+    step = row["step"] if _is_int(row.get("step")) else _step_from_name(path)
     task = Task(
         task_id=str(row.get("task_id") or _fingerprint(prompt, truth)),
         prompt=prompt,
@@ -131,7 +131,7 @@ def _read_row(path: Path, number: int, row: Row) -> Stored:
         stop_reason=_stop_reason(row),
         usage=Usage(),
     )
-    return Stored(rollout, step, f"{path}#{step}", row.get("gold"), row)
+    return StoredRollout(rollout, step, f"{path}#{step}", row.get("gold"), row)
 
 
 def _stop_reason(row: Row) -> StopReason:
@@ -140,7 +140,7 @@ def _stop_reason(row: Row) -> StopReason:
     return StopReason(row["stop_reason"]) if known else StopReason.ANSWERED
 
 
-def _is_count(value: Any) -> bool:
+def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -166,7 +166,7 @@ def _arguments(path: Path, number: int, row: Row) -> dict[str, Any]:
         raise row_error(path, number, "reward_kwargs", "no object; write names and values")
     if "trained_on" in row:  # a run's own record: its columns say what happened, not what the reward was given
         return dict(kept)
-    return {**{name: value for name, value in row.items() if name not in _NO_ARGUMENTS}, **kept}
+    return {**{name: value for name, value in row.items() if name not in _NON_ARGUMENT_COLUMNS}, **kept}
 
 
 def _extra_info(path: Path, number: int, row: Row) -> dict[str, Any]:

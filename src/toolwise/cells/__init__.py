@@ -4,6 +4,6 @@ Worker processes and later commands load code from files. `collect_source` gives
 and whatever it refers to by name, transitively: functions and classes of other cells, imports, constants.
 """
 
-from toolwise.cells.source import collect_source, lacks_file, unwrapped
+from toolwise.cells.source import collect_source, lacks_file, unwrap_target
 
-__all__ = ["collect_source", "lacks_file", "unwrapped"]
+__all__ = ["collect_source", "lacks_file", "unwrap_target"]

@@ -17,11 +17,11 @@ from toolwise.cells.literals import literal
 from toolwise.errors import ToolwiseError
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-_OF_CALLS = ("PUSH_NULL", "EXTENDED_ARG", "NOP")
-_SAME = {"LOAD_METHOD": "LOAD_ATTR"}
+_IGNORED_OPCODES = ("PUSH_NULL", "EXTENDED_ARG", "NOP")
+_OPCODE_ALIASES = {"LOAD_METHOD": "LOAD_ATTR"}
 
 
-def check_same(text: str, defined: Mapping[str, Any], module: str) -> None:
+def check_equivalent(text: str, defined: Mapping[str, Any], module: str) -> None:
     """Run `text` aside and compare what it defines; a `ToolwiseError` names what differs and where."""
     space: dict[str, Any] = {"__name__": module}
     try:
@@ -139,16 +139,16 @@ def _text(value: Any) -> str:
 
 def _same_code(one: CodeType, other: CodeType) -> bool:
     """Whether two pieces of bytecode do the same; how a call is made depends on the rest of the file too."""
-    same = _shape(one) == _shape(other) and _doc(one) == _doc(other)
+    same = _code_signature(one) == _code_signature(other) and _doc(one) == _doc(other)
     inner = [[const for const in code.co_consts if isinstance(const, CodeType)] for code in (one, other)]
     return same and len(inner[0]) == len(inner[1]) and all(map(_same_code, *inner))
 
 
-def _shape(code: CodeType) -> tuple[Any, ...]:
+def _code_signature(code: CodeType) -> tuple[Any, ...]:
     steps = [
-        (_SAME.get(step.opname, step.opname), _argument(step))
+        (_OPCODE_ALIASES.get(step.opname, step.opname), _argument(step))
         for step in dis.get_instructions(code)
-        if step.opname not in _OF_CALLS
+        if step.opname not in _IGNORED_OPCODES
     ]
     names = code.co_varnames, code.co_freevars, code.co_cellvars
     return steps, names, code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount

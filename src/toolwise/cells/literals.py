@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-Known = Mapping[int, str]
+NamedContainers = Mapping[int, str]
 """Containers that have a name already, by their `id`: written as that name, so that they stay one object."""
 
 
-def literal(value: Any, known: Known | None = None, depth: int = 0) -> str | None:
+def literal(value: Any, known: NamedContainers | None = None, depth: int = 0) -> str | None:
     """The value as Python writes it, where plain data is all it is."""
     if depth > 50:
         return None
@@ -23,7 +23,9 @@ def literal(value: Any, known: Known | None = None, depth: int = 0) -> str | Non
         return known[id(value)]
     if kind in (list, tuple, set, frozenset):
         items = [literal(item, known, depth + 1) for item in value]
-        return None if any(item is None for item in items) else _listed(kind, [item for item in items if item])
+        return (
+            None if any(item is None for item in items) else _collection_literal(kind, [item for item in items if item])
+        )
     if kind is dict:
         pairs = [(literal(key, known, depth + 1), literal(item, known, depth + 1)) for key, item in value.items()]
         if any(key is None or item is None for key, item in pairs):
@@ -44,7 +46,7 @@ def containers(value: Any, path: str) -> Iterator[tuple[int, str]]:
             yield from containers(item, f"{path}[{literal(key)}]")
 
 
-def _listed(kind: type, items: list[str]) -> str:
+def _collection_literal(kind: type, items: list[str]) -> str:
     if kind is list:
         return f"[{', '.join(items)}]"
     if kind is tuple:

@@ -9,19 +9,19 @@ from collections.abc import Iterator
 
 def global_names(source: str) -> list[str]:
     """Names that `source`, a definition or a statement, looks up outside of itself, annotations in quotes included."""
-    found = dict.fromkeys(_of_table(symtable.symtable(source, "<cell>", "exec")))
+    found = dict.fromkeys(_table_names(symtable.symtable(source, "<cell>", "exec")))
     for text in _quoted_annotations(ast.parse(source)):
         found |= dict.fromkeys(node.id for node in ast.walk(text) if isinstance(node, ast.Name))
     return sorted(found)
 
 
-def _of_table(table: symtable.SymbolTable) -> Iterator[str]:
+def _table_names(table: symtable.SymbolTable) -> Iterator[str]:
     top = table.get_type() == "module"
     for symbol in table.get_symbols():
         if (top and symbol.is_referenced()) or (not top and symbol.is_global()):
             yield symbol.get_name()
     for inner in table.get_children():
-        yield from _of_table(inner)
+        yield from _table_names(inner)
 
 
 def _quoted_annotations(tree: ast.AST) -> Iterator[ast.expr]:

@@ -13,41 +13,41 @@ from pathlib import Path, PurePath
 from types import FunctionType, ModuleType
 from typing import Any
 
-from toolwise.cells.comparison import check_same
+from toolwise.cells.comparison import check_equivalent
 from toolwise.cells.literals import containers, literal
 from toolwise.cells.names import attribute_chains, global_names
-from toolwise.cells.text import Cell, cells_of, find_class, find_function, find_statement
+from toolwise.cells.text import Cell, find_cells, find_class, find_function, find_statement
 from toolwise.errors import ToolwiseError
-from toolwise.sandbox.targets import library_folders, own_folder
+from toolwise.sandbox.targets import library_folders, package_folder
 from toolwise.secret_names import find_secret
 
-LONGEST_VALUE = 1_000_000
+MAX_LITERAL_CHARS = 1_000_000
 """Characters that the source of one constant may have."""
 HEADER = "# Collected by Toolwise from a notebook, the REPL or a script, so that other processes can load it.\n"
 _FUTURE = 0x1000000  # CO_FUTURE_ANNOTATIONS
 _TYPING = ("typing", "types", "typing_extensions", "collections.abc")
 
 
-def unwrapped(target: Any) -> Any:
+def unwrap_target(target: Any) -> Any:
     """The function or class beneath decorators; a tool made of a function is one too."""
     return inspect.unwrap(target)
 
 
 def lacks_file(target: Any) -> bool:
     """Whether nothing on disk holds the definition of a function or a class."""
-    found = unwrapped(target)
+    found = unwrap_target(target)
     methods = [found] if isinstance(found, FunctionType) else _methods(found) if isinstance(found, type) else []
     if methods:
         return not Path(methods[0].__code__.co_filename).is_file()
     if not isinstance(found, type) or found.__module__ != "__main__":
         return False
     file = getattr(sys.modules["__main__"], "__file__", None)
-    return file is None or find_class(found, [Cell.of(file)]) is None
+    return file is None or find_class(found, [Cell.from_filename(file)]) is None
 
 
 def collect_source(target: Any) -> str:
     """The text of a file that defines `target` under its own name; a `ToolwiseError` says why there is none."""
-    found = unwrapped(target)
+    found = unwrap_target(target)
     if not isinstance(found, FunctionType | type):
         raise ToolwiseError(f"{type(target).__name__} objects have no source; write a function or a class")
     collector = _Collector()
@@ -59,7 +59,7 @@ def collect_source(target: Any) -> str:
             f"{found.__name__} holds {secret}, which looks like a secret and would be stored in the run's folder; "
             f"read it from os.environ inside {found.__name__}, or give it another name if it is none"
         )
-    check_same(text, collector.defined, found.__module__)
+    check_equivalent(text, collector.defined, found.__module__)
     return text
 
 
@@ -83,14 +83,14 @@ class _Collector:
     def add(self, name: str, value: Any, namespace: Mapping[str, Any], user: str) -> None:
         """Bind `name` to what `value` is; `user` is the function that needs it."""
         if name in self._bound:
-            if not _same(self._bound[name], value):
+            if not _is_same_value(self._bound[name], value):
                 raise ToolwiseError(f"{user} uses two different things named {name!r}; rename one of them")
             return
         self._bound[name] = value
         line = self._import_line(name, value, namespace)
         if line is not None:
             self._imports[line] = None
-        elif isinstance(unwrapped(value), FunctionType | type):
+        elif isinstance(unwrap_target(value), FunctionType | type):
             self.defined[name] = value
             self._define(name, value, namespace, user)
         else:
@@ -98,7 +98,7 @@ class _Collector:
             self._containers = dict(containers(value, name)) | self._containers
 
     def _define(self, name: str, value: Any, namespace: Mapping[str, Any], user: str) -> None:
-        found = unwrapped(value)
+        found = unwrap_target(value)
         own, space = found.__name__, _namespace_of(found, namespace)
         if "<locals>" in found.__qualname__ or (own == "<lambda>" and name == "<lambda>"):
             what = "is defined inside a function" if own != "<lambda>" else "is a lambda"
@@ -109,19 +109,19 @@ class _Collector:
             # name = lambda …, or name = wrapper(function)
             before = f"{source}\n\n\n" if own == name else ""
             source, own = before + self._assignment(name, value, namespace), name
-        elif own != name and not _same(self._bound.setdefault(own, value), value):
+        elif own != name and not _is_same_value(self._bound.setdefault(own, value), value):
             raise ToolwiseError(f"{user} uses two different things named {own!r}; rename one of them")
         if isinstance(found, FunctionType):
             self._future |= bool(found.__code__.co_flags & _FUTURE)
-        self._refer(source, space, own)
-        marks = _marks(found) if not source.startswith("@") else {}
+        self._add_references(source, space, own)
+        marks = _plain_attributes(found) if not source.startswith("@") else {}
         lines = [
             *([f"{name} = {own}"] if own != name else []),
             *(f"{name}.{key} = {text}" for key, text in marks.items()),
         ]
         self._parts.append("\n\n\n".join([source, *(["\n".join(lines)] if lines else [])]))
 
-    def _refer(self, source: str, namespace: Mapping[str, Any], user: str) -> None:
+    def _add_references(self, source: str, namespace: Mapping[str, Any], user: str) -> None:
         """Bind all that a piece of source refers to."""
         for name in global_names(source):
             if name in namespace and not (name.startswith("__") and name.endswith("__")):
@@ -145,18 +145,18 @@ class _Collector:
             return f"import {value.__name__}" + (f" as {name}" if value.__name__ != name else "")
         for attribute in ("__name__", "_name"):
             home, own = getattr(value, "__module__", None), getattr(value, attribute, None)
-            if isinstance(home, str) and isinstance(own, str) and _is_at(home, own, value):
-                return _from_line(home, own, name)
+            if isinstance(home, str) and isinstance(own, str) and _is_importable_as(home, own, value):
+                return _import_from_line(home, own, name)
         if literal(value) is not None:
             return None
         for node in _import_nodes(namespace):  # objects that do not say where they come from
             for alias in node.names:
-                if (alias.asname or alias.name) == name and _is_at(node.module or "", alias.name, value):
-                    return _from_line(node.module or "", alias.name, name)
+                if (alias.asname or alias.name) == name and _is_importable_as(node.module or "", alias.name, value):
+                    return _import_from_line(node.module or "", alias.name, name)
         return None
 
     def _definition(self, found: FunctionType | type, namespace: Mapping[str, Any], name: str) -> str:
-        cells = cells_of(_namespace_of(found, namespace))
+        cells = find_cells(_namespace_of(found, namespace))
         source = find_function(found) if isinstance(found, FunctionType) else find_class(found, cells)
         if source is None:
             raise ToolwiseError(
@@ -166,15 +166,15 @@ class _Collector:
         return source
 
     def _assignment(self, name: str, value: Any, namespace: Mapping[str, Any]) -> str:
-        source = find_statement(name, cells_of(namespace))
+        source = find_statement(name, find_cells(namespace))
         if source is None:
-            what = "a lambda" if unwrapped(value).__name__ == "<lambda>" else f"a {type(value).__name__}"
+            what = "a lambda" if unwrap_target(value).__name__ == "<lambda>" else f"a {type(value).__name__}"
             raise ToolwiseError(f"{name} is {what} whose source cannot be found; write it as a def of its own")
         return source
 
     def _constant(self, name: str, value: Any, namespace: Mapping[str, Any], user: str) -> str:
         text = literal(value, self._containers)
-        if text is not None and len(text) > LONGEST_VALUE:
+        if text is not None and len(text) > MAX_LITERAL_CHARS:
             raise ToolwiseError(
                 f"{user} uses {name}, a {type(value).__name__} of {len(text):,} characters, which is too big to copy; "
                 f"read it from a file inside {user}"
@@ -189,9 +189,9 @@ class _Collector:
             self._imports["import logging"] = None
             text = f"logging.getLogger({value.name!r})"
         if text is None and type(value).__module__ in _TYPING:
-            source = find_statement(name, cells_of(namespace))
+            source = find_statement(name, find_cells(namespace))
             if source is not None:
-                self._refer(source, namespace, user)
+                self._add_references(source, namespace, user)
                 self.defined[name] = value
                 text = source.partition("=")[2].strip()
         if text is None:
@@ -216,13 +216,13 @@ def _namespace_of(found: FunctionType | type, default: Mapping[str, Any]) -> Map
     return default or (vars(module) if module is not None else {})
 
 
-def _marks(found: FunctionType | type) -> dict[str, str]:
+def _plain_attributes(found: FunctionType | type) -> dict[str, str]:
     """Plain attributes that were set on a function, such as a reward's mode; a decorator in the source sets its own."""
     told = {key: literal(value) for key, value in vars(found).items()} if isinstance(found, FunctionType) else {}
     return {key: text for key, text in told.items() if text is not None}
 
 
-def _same(one: Any, other: Any) -> bool:
+def _is_same_value(one: Any, other: Any) -> bool:
     try:
         return one is other or bool(type(one) is type(other) and one == other)
     except Exception:  # an array, say, of which == is another one
@@ -231,7 +231,7 @@ def _same(one: Any, other: Any) -> bool:
 
 def _methods(found: type) -> list[FunctionType]:
     """Those that somebody wrote: a dataclass makes others."""
-    functions = [unwrapped(getattr(value, "__func__", value)) for value in vars(found).values()]
+    functions = [unwrap_target(getattr(value, "__func__", value)) for value in vars(found).values()]
     own = [f for f in functions if isinstance(f, FunctionType) and f.__module__ == found.__module__]
     return [
         f for f in own if f.__qualname__.startswith(f"{found.__qualname__}.") and f.__code__.co_filename != "<string>"
@@ -239,17 +239,17 @@ def _methods(found: type) -> list[FunctionType]:
 
 
 def _import_nodes(namespace: Mapping[str, Any]) -> Iterator[ast.ImportFrom]:
-    for cell in cells_of(namespace):
+    for cell in find_cells(namespace):
         for node in ast.walk(cell.tree):
             if isinstance(node, ast.ImportFrom) and not node.level:
                 yield node
 
 
-def _from_line(module: str, own: str, name: str) -> str:
+def _import_from_line(module: str, own: str, name: str) -> str:
     return f"from {module} import {own}" + (f" as {name}" if own != name else "")
 
 
-def _is_at(module: str, name: str, value: Any) -> bool:
+def _is_importable_as(module: str, name: str, value: Any) -> bool:
     """Whether `from module import name` gives this very object in a fresh interpreter."""
     home = sys.modules.get(module)
     return home is not None and getattr(home, name, None) is value and _is_installed(home)
@@ -261,5 +261,5 @@ def _is_installed(module: ModuleType) -> bool:
         return module is builtins
     places: list[Any] = [getattr(module, "__file__", None), *getattr(module, "__path__", [])]
     files = [Path(str(place)).resolve() for place in places if place]
-    folders = [*(Path(folder).resolve() for folder in library_folders()), own_folder()]
+    folders = [*(Path(folder).resolve() for folder in library_folders()), package_folder()]
     return not files or any(file.is_relative_to(folder) for file in files for folder in folders)

@@ -23,16 +23,16 @@ class Cell:
     tree: ast.Module
 
     @classmethod
-    def of_text(cls, text: str) -> Cell:
+    def from_text(cls, text: str) -> Cell:
         try:
             return cls(tuple(text.splitlines(keepends=True)), ast.parse(text))
         except (SyntaxError, ValueError):  # such as a magic that IPython reads for itself
             return cls((), ast.Module([], []))
 
     @classmethod
-    def of(cls, filename: str) -> Cell:
+    def from_filename(cls, filename: str) -> Cell:
         """By the name that it was compiled under: IPython and newer REPLs put such text into the line cache."""
-        return cls.of_text("".join(linecache.getlines(filename)))
+        return cls.from_text("".join(linecache.getlines(filename)))
 
     def definitions(self) -> Iterator[Definition]:
         """Functions and classes at the top, also those under an `if` or a `try` there."""
@@ -44,7 +44,7 @@ class Cell:
             elif isinstance(node, ast.stmt | ast.ExceptHandler):
                 todo += [*ast.iter_child_nodes(node)]
 
-    def cut(self, node: ast.stmt) -> str:
+    def extract(self, node: ast.stmt) -> str:
         decorators = getattr(node, "decorator_list", [])
         first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
         return textwrap.dedent("".join(self.lines[first - 1 : node.end_lineno])).rstrip()
@@ -52,12 +52,12 @@ class Cell:
 
 def find_function(function: FunctionType) -> str | None:
     """The `def` of a function, decorators and all."""
-    cell = Cell.of(function.__code__.co_filename)
+    cell = Cell.from_filename(function.__code__.co_filename)
     for node in cell.definitions():
         if not isinstance(node, ast.ClassDef) and node.name == function.__code__.co_name:
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             if first == function.__code__.co_firstlineno:
-                return cell.cut(node)
+                return cell.extract(node)
     try:  # a REPL may keep its lines where only `inspect` finds them
         source = textwrap.dedent(inspect.getsource(function)).rstrip()
         [found] = ast.parse(source).body
@@ -71,15 +71,15 @@ def find_class(found: type, cells: Sequence[Cell]) -> str | None:
     for value in vars(found).values():
         method = inspect.unwrap(getattr(value, "__func__", getattr(value, "fget", value)) or value)
         if isinstance(method, FunctionType) and method.__qualname__.startswith(f"{found.__qualname__}."):
-            cell, line = Cell.of(method.__code__.co_filename), method.__code__.co_firstlineno
+            cell, line = Cell.from_filename(method.__code__.co_filename), method.__code__.co_firstlineno
             for node in cell.definitions():
                 within = node.lineno <= line <= (node.end_lineno or node.lineno)
                 if isinstance(node, ast.ClassDef) and node.name == found.__name__ and within:
-                    return cell.cut(node)
+                    return cell.extract(node)
     for cell in cells:
         for node in cell.definitions():
             if isinstance(node, ast.ClassDef) and node.name == found.__name__:
-                return cell.cut(node)
+                return cell.extract(node)
     return None
 
 
@@ -90,15 +90,15 @@ def find_statement(name: str, cells: Sequence[Cell]) -> str | None:
             if isinstance(node, ast.Assign) and len(node.targets) == 1:
                 [target] = node.targets
                 if isinstance(target, ast.Name) and target.id == name:
-                    return cell.cut(node)
+                    return cell.extract(node)
     return None
 
 
-def cells_of(namespace: Mapping[str, Any]) -> list[Cell]:
+def find_cells(namespace: Mapping[str, Any]) -> list[Cell]:
     """All cells that may have bound names in `namespace`, the latest first."""
     history = namespace.get("_ih")  # IPython's, in the order of execution
     if isinstance(history, list) and history:
-        return [Cell.of_text(text) for text in reversed(history) if isinstance(text, str) and text]
+        return [Cell.from_text(text) for text in reversed(history) if isinstance(text, str) and text]
     typed = [name for name, entry in linecache.cache.items() if len(entry) > 1 and entry[1] is None]
     file = getattr(sys.modules.get(str(namespace.get("__name__"))), "__file__", None)
-    return [Cell.of(name) for name in (*reversed(typed), *([file] if file else []))]
+    return [Cell.from_filename(name) for name in (*reversed(typed), *([file] if file else []))]

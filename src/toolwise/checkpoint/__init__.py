@@ -2,11 +2,11 @@
 and resumes from the latest. Tensors are in safetensors files, the rest in JSON; nothing is pickled."""
 
 from toolwise.checkpoint.files import make_folder, sync
-from toolwise.checkpoint.loading import OVERSPEND, Checkpoint, best, kept_figures, latest, load, rank
+from toolwise.checkpoint.loading import OVERSPEND, Checkpoint, best, checkpoint_figures, latest, load, ranking_key
 from toolwise.checkpoint.locking import FolderLock
-from toolwise.checkpoint.manifest import MANIFEST, digest
-from toolwise.checkpoint.randomness import Randomness
-from toolwise.checkpoint.registry import Registry
+from toolwise.checkpoint.manifest import MANIFEST, settings_digest
+from toolwise.checkpoint.randomness import RngState
+from toolwise.checkpoint.registry import StateRegistry
 from toolwise.checkpoint.saving import save
 
 __all__ = [
@@ -14,15 +14,15 @@ __all__ = [
     "OVERSPEND",
     "Checkpoint",
     "FolderLock",
-    "Randomness",
-    "Registry",
+    "RngState",
+    "StateRegistry",
     "best",
-    "digest",
-    "kept_figures",
+    "checkpoint_figures",
     "latest",
     "load",
     "make_folder",
-    "rank",
+    "ranking_key",
     "save",
+    "settings_digest",
     "sync",
 ]

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from toolwise.checkpoint.files import aside, sync
+from toolwise.checkpoint.files import sibling_path, sync
 from toolwise.checkpoint.loading import Checkpoint
 from toolwise.checkpoint.manifest import MANIFEST, seal, verify
 from toolwise.errors import CheckpointError
@@ -20,7 +20,7 @@ def amend(path: str | os.PathLike[str], files: Mapping[str, bytes]) -> Checkpoin
     """
     path = Path(path)
     manifest = verify(path, hashes=True)
-    new = aside(path, "tmp")
+    new = sibling_path(path, "tmp")
     try:
         _link_all(path, new, without={MANIFEST, *files})
         for name, data in files.items():
@@ -28,7 +28,7 @@ def amend(path: str | os.PathLike[str], files: Mapping[str, bytes]) -> Checkpoin
             (new / name).write_bytes(data)
         manifest = manifest.model_copy(update={"files": {}, "seal": ""})
         seal(new, manifest)
-        old = aside(path, "old")
+        old = sibling_path(path, "old")
         path.rename(old)  # until the next line is done, `latest` takes what was moved aside
         new.rename(path)
         sync(path.parent)
@@ -36,7 +36,7 @@ def amend(path: str | os.PathLike[str], files: Mapping[str, bytes]) -> Checkpoin
     except OSError as error:
         shutil.rmtree(new, ignore_errors=True)
         raise CheckpointError(f"cannot write {path}: {error.strerror or error}; check space and permissions") from error
-    return Checkpoint.of(path, manifest)
+    return Checkpoint.from_manifest(path, manifest)
 
 
 def _link_all(source: Path, target: Path, without: set[str]) -> None:

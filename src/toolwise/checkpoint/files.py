@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from uuid import uuid4
 
-FOLDER = re.compile(r"step-(\d+)(?:\.(tmp|old)-.*)?")
+STEP_FOLDER = re.compile(r"step-(\d+)(?:\.(tmp|old)-.*)?")
 """`step-000012` is a checkpoint; `.tmp-…` is one being written or removed, `.old-…` one that is being replaced."""
 
 
@@ -53,7 +53,7 @@ def remove(paths: Iterable[Path]) -> None:
     renamed = set()
     for path in paths:
         if _kind(path) != "tmp":
-            path = path.rename(aside(path, "tmp"))
+            path = path.rename(sibling_path(path, "tmp"))
             renamed.add(path.parent)
         doomed.append(path)
     for parent in renamed:
@@ -62,38 +62,38 @@ def remove(paths: Iterable[Path]) -> None:
         shutil.rmtree(path)
 
 
-def aside(path: Path, why: str) -> Path:
+def sibling_path(path: Path, why: str) -> Path:
     """A name that nobody has, beside `path` and of the same step."""
-    return path.with_name(f"{plain(path).name}.{why}-{os.getpid()}-{uuid4().hex[:8]}")
+    return path.with_name(f"{final_path(path).name}.{why}-{os.getpid()}-{uuid4().hex[:8]}")
 
 
-def plain(path: Path) -> Path:
+def final_path(path: Path) -> Path:
     """The name of a checkpoint, whatever it is called while it is being replaced."""
     return path.with_name(path.name.partition(".")[0])
 
 
-def is_plain(path: Path) -> bool:
+def is_final(path: Path) -> bool:
     return _kind(path) is None
 
 
-def folders(folder: Path) -> list[Path]:
+def checkpoint_folders(folder: Path) -> list[Path]:
     """All that is ours in `folder`, leftovers too; whatever else lies there is somebody else's."""
     paths = folder.iterdir() if folder.is_dir() else ()
-    return [path for path in paths if FOLDER.fullmatch(path.name) and path.is_dir()]
+    return [path for path in paths if STEP_FOLDER.fullmatch(path.name) and path.is_dir()]
 
 
 def newest_first(folder: Path) -> list[Path]:
     """The folders that may hold a checkpoint. One that was moved aside comes after the one in its place."""
-    found = [path for path in folders(folder) if _kind(path) != "tmp"]
-    return sorted(found, key=lambda path: (step_of(path), is_plain(path), path), reverse=True)
+    found = [path for path in checkpoint_folders(folder) if _kind(path) != "tmp"]
+    return sorted(found, key=lambda path: (step_of(path), is_final(path), path), reverse=True)
 
 
 def step_of(path: Path) -> int:
-    found = FOLDER.fullmatch(path.name)
+    found = STEP_FOLDER.fullmatch(path.name)
     assert found is not None
     return int(found[1])
 
 
 def _kind(path: Path) -> str | None:
-    found = FOLDER.fullmatch(path.name)
+    found = STEP_FOLDER.fullmatch(path.name)
     return found[2] if found else None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from toolwise.checkpoint.files import newest_first
-from toolwise.checkpoint.manifest import Manifest, glance, read_manifest, verify
+from toolwise.checkpoint.manifest import Manifest, read_if_complete, read_manifest, verify
 from toolwise.errors import CheckpointError
 from toolwise.serialization import decode
 
@@ -32,7 +32,7 @@ class Checkpoint:
     figures: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, path: Path, manifest: Manifest) -> Checkpoint:
+    def from_manifest(cls, path: Path, manifest: Manifest) -> Checkpoint:
         return cls(path, manifest.step, tuple(manifest.parts), manifest.facts, manifest.figures)
 
     def state(self) -> dict[str, Any]:
@@ -56,12 +56,12 @@ class Checkpoint:
 def load(path: str | os.PathLike[str]) -> Checkpoint:
     """The checkpoint at `path`, every byte of it checked against the manifest."""
     path = Path(path)
-    return Checkpoint.of(path, verify(path, hashes=True))
+    return Checkpoint.from_manifest(path, verify(path, hashes=True))
 
 
 def latest(folder: str | os.PathLike[str], *, warnings_out: list[str] | None = None) -> Checkpoint | None:
     """The newest whole checkpoint in `folder`; one torn or tampered with is passed over with a warning."""
-    return _first_whole(newest_first(Path(folder)), warnings_out)
+    return _first_valid(newest_first(Path(folder)), warnings_out)
 
 
 def best(folder: str | os.PathLike[str], figure: str, *, warnings_out: list[str] | None = None) -> Checkpoint | None:
@@ -72,13 +72,13 @@ def best(folder: str | os.PathLike[str], figure: str, *, warnings_out: list[str]
         try:
             found.append((path, read_manifest(path)))
         except CheckpointError as error:
-            _pass_over(error, warnings_out)
-    return _first_whole((path for path, _ in best_first(found, figure)), warnings_out)
+            _warn_skipped(error, warnings_out)
+    return _first_valid((path for path, _ in best_first(found, figure)), warnings_out)
 
 
-def kept_figures(folder: str | os.PathLike[str], step: int) -> list[Mapping[str, float]]:
+def checkpoint_figures(folder: str | os.PathLike[str], step: int) -> list[Mapping[str, float]]:
     """The validation figures of every checkpoint in `folder` up to `step` whose files are all there."""
-    found = [glance(path) for path in newest_first(Path(folder))]
+    found = [read_if_complete(path) for path in newest_first(Path(folder))]
     return [manifest.figures for manifest in found if manifest is not None and manifest.step <= step]
 
 
@@ -87,28 +87,28 @@ def best_first(found: Iterable[tuple[Path, Manifest]], figure: str) -> list[tupl
     ranked = [
         (place, manifest.step, path, manifest)
         for path, manifest in found
-        if (place := rank(manifest.figures, figure)) is not None
+        if (place := ranking_key(manifest.figures, figure)) is not None
     ]
     return [(path, manifest) for _, _, path, manifest in sorted(ranked, key=lambda entry: entry[:2])]
 
 
-def rank(figures: Mapping[str, float], figure: str) -> tuple[float, float] | None:
+def ranking_key(figures: Mapping[str, float], figure: str) -> tuple[float, float] | None:
     """What validations are compared by, the lowest being the best: overspending first, then `figure` (or "-name"), so
     that one within its budget comes before all that exceed theirs. None where the figure is not there."""
     name, sign = figure.removeprefix("-"), 1 if figure.startswith("-") else -1
     return (figures.get(OVERSPEND, 0.0), sign * figures[name]) if name in figures else None
 
 
-def _first_whole(paths: Iterable[Path], warnings_out: list[str] | None) -> Checkpoint | None:
+def _first_valid(paths: Iterable[Path], warnings_out: list[str] | None) -> Checkpoint | None:
     for path in paths:
         try:
             return load(path)
         except CheckpointError as error:
-            _pass_over(error, warnings_out)
+            _warn_skipped(error, warnings_out)
     return None
 
 
-def _pass_over(error: CheckpointError, warnings_out: list[str] | None) -> None:
+def _warn_skipped(error: CheckpointError, warnings_out: list[str] | None) -> None:
     if warnings_out is None:
         log.warning("passed over: %s", error)
     else:

@@ -35,14 +35,14 @@ class FolderLock:
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 self._lock(handle)
-                if _is_at(handle, self.path):  # else whoever held it has just taken it away with the file
+                if _is_same_file(handle, self.path):  # else whoever held it has just taken it away with the file
                     self._handle = handle
             finally:
                 if self._handle is None:
                     os.close(handle)
         os.ftruncate(self._handle, 0)
         os.pwrite(self._handle, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
-        _held.add(self)
+        _held_locks.add(self)
         return self
 
     def _lock(self, handle: int) -> None:
@@ -61,12 +61,12 @@ class FolderLock:
     def release(self) -> None:
         if self._handle is None:
             return
-        if _is_at(self._handle, self.path):
+        if _is_same_file(self._handle, self.path):
             self.path.unlink()  # while it is held: whoever waits with the old file in hand looks again
-        self._let_go()
-        _held.discard(self)
+        self._close_handle()
+        _held_locks.discard(self)
 
-    def _let_go(self) -> None:
+    def _close_handle(self) -> None:
         """Without unlocking: in a fork the lock goes on being the parent's."""
         if self._handle is not None:
             os.close(self._handle)
@@ -79,7 +79,7 @@ class FolderLock:
         self.release()
 
 
-def _is_at(handle: int, path: Path) -> bool:
+def _is_same_file(handle: int, path: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(handle), os.stat(path))
     except FileNotFoundError:
@@ -93,13 +93,13 @@ def _holder(handle: int) -> str:
     return f"process {number}" + (f" on {host}" if host not in ("", socket.gethostname()) else "")
 
 
-_held: set[FolderLock] = set()
+_held_locks: set[FolderLock] = set()
 
 
-def _forget_all() -> None:
-    for lock in _held:
-        lock._let_go()
-    _held.clear()
+def _drop_locks_after_fork() -> None:
+    for lock in _held_locks:
+        lock._close_handle()
+    _held_locks.clear()
 
 
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_drop_locks_after_fork)

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, JsonValue, ValidationError
 
-from toolwise.checkpoint.files import FOLDER, newest_first, sync
+from toolwise.checkpoint.files import STEP_FOLDER, newest_first, sync
 from toolwise.errors import CheckpointError
 
 FORMAT = 2
@@ -39,7 +39,7 @@ class Manifest(BaseModel):
         return hashlib.sha256(self.model_dump_json(exclude={"seal"}).encode()).hexdigest()
 
 
-def digest(settings: Mapping[str, Any]) -> str:
+def settings_digest(settings: Mapping[str, Any]) -> str:
     """Of settings as JSON, whatever their order."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
@@ -68,13 +68,13 @@ def verify(path: Path, *, hashes: bool) -> Manifest:
             raise CheckpointError(f"{file} has {size} bytes, not {entry.size}: take an earlier checkpoint")
         if hashes and _sha256(file) != entry.sha256:
             raise CheckpointError(f"{file} is not what was saved (sha256): take an earlier checkpoint")
-    for name in _found_in(path):
+    for name in _list_files(path):
         if name not in manifest.files:  # a model's folder is loaded by what lies in it
             raise CheckpointError(f"{path / name} was added after it was written: move it elsewhere")
     return manifest
 
 
-def glance(path: Path) -> Manifest | None:
+def read_if_complete(path: Path) -> Manifest | None:
     """The manifest where every file is there and has its size; None where not."""
     try:
         return verify(path, hashes=False)
@@ -96,13 +96,13 @@ def read_manifest(path: Path) -> Manifest:
         raise CheckpointError(f"{file} has format {manifest.format}, this version of toolwise reads {FORMAT}")
     if manifest.seal != manifest.digest():
         raise CheckpointError(f"{file} was changed after it was written: take an earlier checkpoint")
-    named = FOLDER.fullmatch(path.name)
+    named = STEP_FOLDER.fullmatch(path.name)
     if named and int(named[1]) != manifest.step:
         raise CheckpointError(f"{file} is of step {manifest.step}, but its folder is called {path.name}")
     return manifest
 
 
-def _found_in(folder: Path) -> Iterator[str]:
+def _list_files(folder: Path) -> Iterator[str]:
     """Names of files, but for the manifest and for hidden ones, which desktops and network drives leave behind."""
     for path in folder.rglob("*"):
         name = path.relative_to(folder)

@@ -12,7 +12,7 @@ from typing import Any
 log = logging.getLogger("toolwise.checkpoint")
 
 
-class Randomness:
+class RngState:
     """Python's generator, numpy's, torch's, and those of the GPUs in use."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from toolwise.protocols import Stateful
 _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
-class Registry:
+class StateRegistry:
     """Names and who answers to them; each part's state becomes files of that name."""
 
     def __init__(self) -> None:

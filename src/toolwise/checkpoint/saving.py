@@ -14,21 +14,21 @@ from typing import Any
 from safetensors import SafetensorError
 
 from toolwise.checkpoint.files import (
-    aside,
+    checkpoint_folders,
     disk_fault,
-    folders,
-    is_plain,
+    final_path,
+    is_final,
     make_folder,
     newest_first,
-    plain,
     remove,
+    sibling_path,
     sync,
 )
 from toolwise.checkpoint.loading import Checkpoint, best_first
-from toolwise.checkpoint.manifest import FORMAT, Manifest, glance, seal
+from toolwise.checkpoint.manifest import FORMAT, Manifest, read_if_complete, seal
 from toolwise.checkpoint.registry import check_name
 from toolwise.errors import CheckpointError
-from toolwise.serialization import Tensors, encode
+from toolwise.serialization import TensorCollector, encode
 
 log = logging.getLogger("toolwise.checkpoint")
 
@@ -54,18 +54,18 @@ def save(
     if step < 0 or keep_last < 1:
         raise ValueError(f"step must be 0 or more and keep_last 1 or more, got {step} and {keep_last}")
     final = Path(folder) / f"step-{step:06d}"
-    new = aside(final, "tmp")
+    new = sibling_path(final, "tmp")
     known = {name: float(value) for name, value in (figures or {}).items() if math.isfinite(value)}
     manifest = Manifest(
         format=FORMAT, step=step, parts=list(registry_state), facts=dict(facts or {}), figures=known, files={}
     )
-    _put_in_order(lambda: _tidy(final.parent), final.parent)
+    _try_cleanup(lambda: _restore_leftovers(final.parent), final.parent)
     try:
         make_folder(final.parent)
         _write(new, registry_state, extra_files or {})
         seal(new, manifest)
         if final.exists():  # no swap in one go: until it is done, `latest` takes what was moved aside
-            final.rename(aside(final, "old"))
+            final.rename(sibling_path(final, "old"))
         new.rename(final)
         sync(final.parent)
     except BaseException as error:
@@ -75,8 +75,8 @@ def save(
             reason = reason or getattr(error, "strerror", None) or str(error)
             raise CheckpointError(f"cannot write {final}: {reason}; earlier ones are untouched") from error
         raise
-    _put_in_order(lambda: _prune(final, step, keep_last, keep_best), final.parent)
-    return Checkpoint.of(final, manifest)
+    _try_cleanup(lambda: _prune(final, step, keep_last, keep_best), final.parent)
+    return Checkpoint.from_manifest(final, manifest)
 
 
 def _write(folder: Path, registry_state: Mapping[str, Any], extra_files: Mapping[str, Callable[[Path], None]]) -> None:
@@ -93,39 +93,43 @@ def _write_part(folder: Path, name: str, state: Any) -> None:
     from safetensors.torch import save_file
 
     check_name(name)
-    tensors = Tensors()
+    tensors = TensorCollector()
     text = json.dumps(encode(state, name, tensors), allow_nan=False)
     (folder / f"{name}.json").write_text(text, encoding="ascii")
     if tensors.by_name:
         save_file(tensors.by_name, folder / f"{name}.safetensors")
 
 
-def _tidy(folder: Path) -> None:
+def _restore_leftovers(folder: Path) -> None:
     """Before a save: what a crash left aside goes back to its place where that is empty or damaged; the rest goes."""
     for path in newest_first(folder):
-        place = plain(path)
-        if is_plain(path) or glance(path) is None:
+        place = final_path(path)
+        if is_final(path) or read_if_complete(path) is None:
             continue
-        if place.exists() and glance(place) is None:
+        if place.exists() and read_if_complete(place) is None:
             remove([place])
         if not place.exists():
             path.rename(place)
-    remove([path for path in folders(folder) if not is_plain(path)])
+    remove([path for path in checkpoint_folders(folder) if not is_final(path)])
 
 
 def _prune(written: Path, step: int, keep_last: int, keep_best: str) -> None:
     """After it: keep the newest whole ones, the best, and always the one just written."""
-    whole = [(path, manifest) for path in newest_first(written.parent) if (manifest := glance(path)) and is_plain(path)]
+    whole = [
+        (path, manifest)
+        for path in newest_first(written.parent)
+        if (manifest := read_if_complete(path)) and is_final(path)
+    ]
     for path in [path for path, manifest in whole if manifest.step > step]:
         log.warning("%s is later than step %d, to which the run went back: removed", path, step)
     past = [(path, manifest) for path, manifest in whole if manifest.step <= step]
     kept = {written, *(path for path, _ in past[:keep_last])}
     if keep_best:
         kept |= {path for path, _ in best_first(past, keep_best)[:1]}
-    remove([path for path in folders(written.parent) if path not in kept])
+    remove([path for path in checkpoint_folders(written.parent) if path not in kept])
 
 
-def _put_in_order(work: Callable[[], None], folder: Path) -> None:
+def _try_cleanup(work: Callable[[], None], folder: Path) -> None:
     """Housekeeping that fails is no reason not to save."""
     try:
         work()

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from toolwise.errors import ToolwiseError
-from toolwise.terminal import guard_streams, say, say_error
-from toolwise.terminal.streams import say_traceback
+from toolwise.terminal import guard_streams, print_error, print_line
+from toolwise.terminal.streams import print_traceback
 
 app = typer.Typer(
     name="toolwise",
@@ -25,7 +25,7 @@ def _version(asked: bool) -> None:
     if asked:
         from toolwise import __version__
 
-        say(f"toolwise {__version__}")
+        print_line(f"toolwise {__version__}")
         raise typer.Exit
 
 
@@ -79,34 +79,34 @@ def main() -> None:
     except SystemExit as end:  # with words for an exit status, Python itself would print them
         status = end.code
         if status is not None and not isinstance(status, int):
-            say(status, err=True)
+            print_line(status, err=True)
             status = 1
     except Exception as fault:
-        status = _tell(fault)
+        status = _report_error(fault)
     sys.exit(status if isinstance(status, int) else 0)
 
 
-def _tell(fault: Exception) -> int:
+def _report_error(fault: Exception) -> int:
     """What went wrong, on standard error; gives the exit status."""
     if hasattr(fault, "format_message"):  # of the command line's parser: a wrong option, a missing argument
-        return _tell_usage(fault)
+        return _report_usage_error(fault)
     if "--debug" not in sys.argv:
         if isinstance(fault, ToolwiseError):
-            say_error(fault)
+            print_error(fault)
             for note in getattr(fault, "__notes__", ()):  # such as the traceback of a reward
-                say(note, err=True)
+                print_line(note, err=True)
             return 2
         if isinstance(fault, OSError) and fault.strerror is not None:
             where = f"{fault.filename}: " if fault.filename else ""
-            say_error(f"{where}{fault.strerror}; check path, permissions and free space")
+            print_error(f"{where}{fault.strerror}; check path, permissions and free space")
             return 2
-    say_traceback(fault)
+    print_traceback(fault)
     return 1
 
 
-def _tell_usage(fault: Any) -> int:
+def _report_usage_error(fault: Any) -> int:
     context, message = getattr(fault, "ctx", None), fault.format_message()
     if message and type(fault).__name__ != "NoArgsIsHelpError":  # which has shown the help
         usage = f"; {context.get_usage()}; {context.command_path} --help says more" if context is not None else ""
-        say_error(f"{message.rstrip('.')}{usage}")
+        print_error(f"{message.rstrip('.')}{usage}")
     return int(fault.exit_code)

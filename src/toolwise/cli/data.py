@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from toolwise.errors import ConfigError
-from toolwise.terminal import say, say_json
+from toolwise.terminal import print_json, print_line
 
 app = typer.Typer(name="data", help="Prepare datasets and look at them.", no_args_is_help=True)
 
@@ -43,7 +43,7 @@ def prepare(
     else:
         written = prepare_rlla(source, target)
     for file in written:
-        say(f"wrote {file.rows:,} rows to {file.path}")
+        print_line(f"wrote {file.rows:,} rows to {file.path}")
 
 
 @app.command()
@@ -67,13 +67,13 @@ def label(
     concurrency: Annotated[int, typer.Option(min=1, help="Questions at once at most.")] = 16,
 ) -> None:
     """Label tools with families, and rows with the route they want: for a warm start of the router. Never needed."""
-    from toolwise.cli.labelling import Asked, label_file
+    from toolwise.cli.labelling import LabelOptions, label_file
 
     label_file(
         file,
         out if out is not None else file.with_name(f"{file.stem}.labels.jsonl"),
         tools or [],
-        None if heuristic else Asked(base_url, model, api_key_env, cache, concurrency),
+        None if heuristic else LabelOptions(base_url, model, api_key_env, cache, concurrency),
     )
 
 
@@ -84,11 +84,11 @@ def stats(
 ) -> None:
     """Check every row of a file and show what it holds."""
 
-    from toolwise.data.stats import describe, stats_table
+    from toolwise.data.stats import describe_tasks, stats_table
     from toolwise.terminal.display import Console
 
-    description = describe(file)
+    description = describe_tasks(file)
     if as_json:
-        say_json(description)
+        print_json(description)
     else:
         Console().print(stats_table(description))

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolwise.cli.train import Overrides, go
-from toolwise.terminal import say, say_error
+from toolwise.cli.train import OverridesOption, run_training
+from toolwise.terminal import print_error, print_line
 
 if TYPE_CHECKING:
-    from toolwise.frontier.evaluating import Evaluated
+    from toolwise.frontier.evaluating import FrontierEvaluation
 
 
 def demo(
@@ -25,21 +25,21 @@ def demo(
     frontier: Annotated[
         bool, typer.Option(help="At the end, what the router gets for other budgets, beside baselines.")
     ] = True,
-    overrides: Overrides = None,
+    overrides: OverridesOption = None,
 ) -> None:
     """Train a small agent and its router within a budget, live, and show what they learned."""
-    from toolwise.api import new_folder, read_config
-    from toolwise.demo.recipe import demo_settings, write_tasks
+    from toolwise.api import new_run_folder, read_config
+    from toolwise.demo.recipe import demo_config, write_tasks
     from toolwise.errors import ConfigError
     from toolwise.run_files import check_folder
 
     if resume and out is None:
         raise ConfigError("--resume needs --out DIR: the folder of the demo to go on with")
-    folder = out if out is not None else new_folder("demo")
-    config = read_config(demo_settings(folder, seed), overrides or [])
+    folder = out if out is not None else new_run_folder("demo")
+    config = read_config(demo_config(folder, seed), overrides or [])
     check_folder(folder, config, resume=resume)
-    write_tasks(read_config(demo_settings(folder, config.seed)))  # not to where --set points: those files are not ours
-    go(config, folder, resume)
+    write_tasks(read_config(demo_config(folder, config.seed)))  # not to where --set points: those files are not ours
+    run_training(config, folder, resume)
     if frontier and config.router.enable:
         _show_frontier(folder)
 
@@ -47,13 +47,13 @@ def demo(
 def _show_frontier(folder: Path) -> None:
     """Accuracy against cost, and what to try next."""
     from toolwise import waiting
-    from toolwise.demo.frontier import small_frontier
+    from toolwise.demo.frontier import evaluate_small_frontier
     from toolwise.terminal.display import Console, Status
     from toolwise.view.report import write_report
 
-    async def work() -> Evaluated:
+    async def work() -> FrontierEvaluation:
         with Status(Console(stderr=True), "the frontier") as status:
-            return await small_frontier(
+            return await evaluate_small_frontier(
                 folder, on_done=lambda what, done, of: status.update(f"the frontier: {done} of {of} groups of rollouts")
             )
 
@@ -62,13 +62,13 @@ def _show_frontier(folder: Path) -> None:
     except KeyboardInterrupt:
         sys.stdout.flush()
         whole = f"toolwise eval {folder} --budgets 0,0.1,…,1"
-        say_error(f"the run is whole, its frontier is not: go on with: {whole}")
+        print_error(f"the run is whole, its frontier is not: go on with: {whole}")
         os._exit(130)  # an ordinary exit would wait for the model to finish what it is generating
     write_report(folder)
-    _tell(found, folder)
+    _show_result(found, folder)
 
 
-def _tell(found: Evaluated, folder: Path) -> None:
+def _show_result(found: FrontierEvaluation, folder: Path) -> None:
     from toolwise.frontier.report import tables
     from toolwise.terminal.display import Console
 
@@ -77,7 +77,7 @@ def _tell(found: Evaluated, folder: Path) -> None:
     for table in (first, fixed):
         console.print(table)
     if found.time is not None:
-        say(found.time.describe())
+        print_line(found.time.describe())
     question = "How many bridges does Alder have?"
     for line in (
         f"  {folder / 'frontier.png'}, {folder / 'frontier.json'}, and in {folder / 'report.html'}",
@@ -86,4 +86,4 @@ def _tell(found: Evaluated, folder: Path) -> None:
         f'  toolwise run {folder} "What is 417 * 38?" --budget 0.3',
         f"  toolwise eval {folder} --budgets 0,0.1,…,1    # the whole frontier: more draws, minutes",
     ):
-        say(line)
+        print_line(line)

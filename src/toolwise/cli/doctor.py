@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import typer
 
-from toolwise.terminal import say_json
+from toolwise.terminal import print_json
 
 CORE = (
     "torch>=2.11 transformers>=5.10 numpy>=2.0 safetensors>=0.5 pydantic>=2.10 typer>=0.15 rich>=13.9 "
@@ -57,7 +57,7 @@ class Package:
 
     @property
     def ok(self) -> bool:
-        return self.installed is not None and _meets(self.installed, self.wanted)
+        return self.installed is not None and _satisfies(self.installed, self.wanted)
 
 
 def doctor(
@@ -65,13 +65,13 @@ def doctor(
 ) -> None:
     """Show what is installed, what is missing and how to get it, and what this machine can do."""
     packages = inspect_packages()
-    machine, troubles = inspect_machine(), missing_core(packages)
+    machine, troubles = inspect_machine(), missing_core_packages(packages)
     if any(package.name == "torch" and package.installed for package in packages):
         found, broken = inspect_torch()
         machine |= found
         troubles += broken
     if as_json:
-        say_json(_as_json(packages, machine, troubles))
+        print_json(_as_json(packages, machine, troubles))
     else:
         _show(packages, machine, troubles)
     if troubles:
@@ -106,7 +106,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _meets(installed: str, wanted: str) -> bool:
+def _satisfies(installed: str, wanted: str) -> bool:
     """Whether every `>=` of `wanted` holds; other operators are left to pip."""
     return all(_release(installed) >= _release(least) for least in re.findall(r">=\s*([0-9.]+)", wanted))
 
@@ -118,7 +118,7 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def missing_core(packages: Sequence[Package]) -> list[str]:
+def missing_core_packages(packages: Sequence[Package]) -> list[str]:
     lacking = [package for package in packages if package.extra is None and not package.ok]
     if not lacking:
         return []

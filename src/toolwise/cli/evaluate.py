@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolwise.cli.train import Overrides
-from toolwise.terminal import say_json
+from toolwise.cli.train import OverridesOption
+from toolwise.terminal import print_json
 
 if TYPE_CHECKING:
     from toolwise.config import RunConfig
@@ -18,7 +18,7 @@ def evaluate(
     source: Annotated[Path, typer.Argument(help="A run, a checkpoint of one, or a configuration.", show_default=False)],
     model: Annotated[str | None, typer.Option(help="Another model than the run's latest checkpoint.")] = None,
     data: Annotated[Path | None, typer.Option(help="Other tasks than data.val.")] = None,
-    overrides: Overrides = None,
+    overrides: OverridesOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
     budgets: Annotated[
         str, typer.Option(help="Of a run with a router: accuracy against cost at 0,0.1,…,1, beside baselines.")
@@ -38,16 +38,16 @@ def evaluate(
 ) -> None:
     """Roll out and score, and learn nothing: one rollout a task, or with --budgets a whole frontier."""
     if budgets:
-        from toolwise.cli.frontier import Asked, show_frontier
+        from toolwise.cli.frontier import FrontierOptions, show_frontier
 
-        asked = Asked(budgets, draws, metric, otc, out, store, jobs)
-        return show_frontier(source, data, overrides or [], asked, as_json=as_json)
+        options = FrontierOptions(budgets, draws, metric, otc, out, store, jobs)
+        return show_frontier(source, data, overrides or [], options, as_json=as_json)
     from toolwise.api import evaluate as evaluate_model
     from toolwise.data import load_tasks
     from toolwise.errors import ConfigError
     from toolwise.run_changes import check_files
 
-    config, found = resolve(source, model, overrides or [])
+    config, found = resolve_model(source, model, overrides or [])
     if source.is_dir():
         check_files(config, source, *(() if data else ("data.val",)), "reward", "tools", "env")
     file = data or config.data.val
@@ -56,13 +56,13 @@ def evaluate(
     tasks = load_tasks(file, limit=config.data.val_limit if data is None else None)
     figures = evaluate_model(found, tasks, config=config)
     if as_json:
-        say_json(figures)
+        print_json(figures)
     else:
         _show(figures, found)
     return None
 
 
-def resolve(source: Path, model: str | None, overrides: list[str]) -> tuple[RunConfig, str]:
+def resolve_model(source: Path, model: str | None, overrides: list[str]) -> tuple[RunConfig, str]:
     """A run's configuration with its latest or a named checkpoint, or a file's configuration with its model."""
     from toolwise import checkpoint
     from toolwise.config import load_config

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from toolwise.terminal import say
+from toolwise.terminal import print_line
 
 
 class Dtype(StrEnum):
@@ -38,4 +38,4 @@ def export(
     from toolwise.exporting import export_model
 
     done = export_model(source, out, dtype=dtype.value if dtype else None, best=best)
-    say(f"{done.out}: the model of step {done.checkpoint.step} in {done.dtype}; its card is README.md")
+    print_line(f"{done.out}: the model of step {done.checkpoint.step} in {done.dtype}; its card is README.md")

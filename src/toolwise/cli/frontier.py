@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolwise.errors import ConfigError
-from toolwise.terminal import say, say_json
+from toolwise.terminal import print_json, print_line
 
 if TYPE_CHECKING:
     from toolwise.config import RunConfig
-    from toolwise.frontier.evaluating import Evaluated
+    from toolwise.frontier.evaluating import FrontierEvaluation
     from toolwise.terminal.display import Status
 
-_GOES_ON = re.compile(r"^(…|\.\.\.)$")
+_ELLIPSIS = re.compile(r"^(…|\.\.\.)$")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class FrontierOptions:
     """What was asked for on the command line."""
 
     budgets: str
@@ -32,66 +32,68 @@ class Asked:
     jobs: int = 1
 
 
-def show_frontier(source: Path, data: Path | None, overrides: Sequence[str], asked: Asked, *, as_json: bool) -> None:
+def show_frontier(
+    source: Path, data: Path | None, overrides: Sequence[str], options: FrontierOptions, *, as_json: bool
+) -> None:
     """Pool, compare, show, write; the thresholds go into the checkpoint."""
     from toolwise import waiting
     from toolwise.data import load_tasks
-    from toolwise.frontier.evaluating import Shared, evaluate_frontier
+    from toolwise.frontier.evaluating import ShardSettings, evaluate_frontier
     from toolwise.frontier.report import as_json as to_json
     from toolwise.routed.calibration import store_calibration
-    from toolwise.routed.loading import find_routed, load_routing
+    from toolwise.routed.loading import find_router, load_router
     from toolwise.terminal.display import Console, Status
 
-    budgets = read_budgets(asked.budgets)
-    config, model = find_routed(source, overrides)
+    budgets = read_budgets(options.budgets)
+    config, model = find_router(source, overrides)
     file = data or config.data.val
     if file is None:
         raise ConfigError(f"{source} names no data.val: add --data FILE")
     tasks = load_tasks(file, limit=config.data.val_limit if data is None else None)
-    otc = None if asked.otc is None else _other(asked.otc)
-    folder = asked.out or _folder(model)
-    routing = load_routing(source, config=config)
+    otc = None if options.otc is None else _resolve_run(options.otc)
+    folder = options.out or _folder(model)
+    routing = load_router(source, config=config)
 
-    async def work(status: Status) -> Evaluated:
+    async def work(status: Status) -> FrontierEvaluation:
         return await evaluate_frontier(
             routing,
             tasks,
             budgets,
             folder,
             otc=otc,
-            draws=asked.draws,
-            metric=asked.metric,
+            draws=options.draws,
+            metric=options.metric,
             seed=config.seed,
-            shared=Shared(source, asked.jobs),
+            sharding=ShardSettings(source, options.jobs),
             on_done=lambda what, done, of: status.update(
-                f"{what}: {done:,} of {of:,} groups of {asked.draws} rollouts"
+                f"{what}: {done:,} of {of:,} groups of {options.draws} rollouts"
             ),
         )
 
     with Status(Console(stderr=True)) as status:
         found = waiting.run(work(status))
     found.write(folder, str(source))
-    if asked.store:
+    if options.store:
         store_calibration(model, found.calibration)
     if as_json:
-        say_json(to_json(found.frontier))
+        print_json(to_json(found.frontier))
         return
     _show(found, str(source))
-    say(f"written: {folder / 'frontier.json'}, {folder / 'frontier.png'}")
-    if asked.store:
-        say(f"thresholds for these budgets are now in {model}: toolwise run {source} QUESTION --budget B")
+    print_line(f"written: {folder / 'frontier.json'}, {folder / 'frontier.png'}")
+    if options.store:
+        print_line(f"thresholds for these budgets are now in {model}: toolwise run {source} QUESTION --budget B")
 
 
-def _show(found: Evaluated, title: str) -> None:
+def _show(found: FrontierEvaluation, title: str) -> None:
     from toolwise.frontier.report import tables
     from toolwise.terminal.display import Console
 
     for table in tables(found.frontier, title):
         Console().print(table)
     for note in found.notes:
-        say(note)
+        print_line(note)
     if found.time is not None:
-        say(found.time.describe())
+        print_line(found.time.describe())
 
 
 def _folder(model: Path) -> Path:
@@ -101,11 +103,11 @@ def _folder(model: Path) -> Path:
     return step.parent.parent / "frontier" / step.name if sealed else model.with_name(f"{model.name}-frontier")
 
 
-def _other(source: Path) -> tuple[RunConfig, Path]:
+def _resolve_run(source: Path) -> tuple[RunConfig, Path]:
     """Another run's actor: its latest checkpoint, or the one that is named."""
-    from toolwise.cli.evaluate import resolve
+    from toolwise.cli.evaluate import resolve_model
 
-    config, model = resolve(source, None, [])
+    config, model = resolve_model(source, None, [])
     return config, Path(model)
 
 
@@ -114,8 +116,8 @@ def read_budgets(text: str) -> list[float]:
     parts = [part.strip() for part in text.split(",") if part.strip()]
     found: list[float] = []
     for place, part in enumerate(parts):
-        if _GOES_ON.match(part):
-            found += _between(found, parts[place + 1 :], text)
+        if _ELLIPSIS.match(part):
+            found += _expand_ellipsis(found, parts[place + 1 :], text)
         else:
             found.append(_number(part, text))
     if not found:
@@ -123,7 +125,7 @@ def read_budgets(text: str) -> list[float]:
     return sorted(set(found))
 
 
-def _between(before: Sequence[float], after: Sequence[str], text: str) -> list[float]:
+def _expand_ellipsis(before: Sequence[float], after: Sequence[str], text: str) -> list[float]:
     if len(before) < 2 or not after:
         raise ConfigError(f"--budgets {text!r}: … needs two numbers before it and one after, such as 0,0.1,…,1")
     step, last = before[-1] - before[-2], _number(after[0], text)

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING
 import typer
 
 from toolwise.errors import ConfigError
-from toolwise.terminal import say
+from toolwise.terminal import print_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from toolwise.labelling.labelling import Labelled
+    from toolwise.labelling.labelling import LabellingResult
     from toolwise.tools.base import BaseTool
     from toolwise.types import Task
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class LabelOptions:
     """Whom to ask."""
 
     base_url: str
@@ -31,12 +31,12 @@ class Asked:
     concurrency: int = 16
 
 
-def label_file(file: Path, out: Path, tools: Sequence[str], asked: Asked | None) -> None:
+def label_file(file: Path, out: Path, tools: Sequence[str], asked: LabelOptions | None) -> None:
     """`asked` is None where the rules decide. Ends with status 1 where labels are still missing for want of answers."""
     from toolwise.data import load_tasks
     from toolwise.data.files import read_rows
     from toolwise.labelling.labelling import label_by_rules
-    from toolwise.labelling.labels import shares, write_columns, write_labels
+    from toolwise.labelling.labels import count_routes, write_columns, write_labels
     from toolwise.tools.catalog import build_tools
 
     if out.suffix.lower() not in (".jsonl", ".csv", ".parquet"):
@@ -50,13 +50,13 @@ def label_file(file: Path, out: Path, tools: Sequence[str], asked: Asked | None)
         write_columns(read_rows(file), done.labels, out)
     else:
         write_labels(done.labels, out)
-    counts = ", ".join(f"{route} {count:,}" for route, count in shares(done.labels).items())
-    say(f"labelled {len(done.labels):,} rows: {counts}; wrote {out}")
+    counts = ", ".join(f"{route} {count:,}" for route, count in count_routes(done.labels).items())
+    print_line(f"labelled {len(done.labels):,} rows: {counts}; wrote {out}")
     if asked is not None:
-        say(f"asked {done.asked:,} questions, {done.from_cache:,} were answered before")
+        print_line(f"asked {done.asked:,} questions, {done.from_cache:,} were answered before")
     if done.failed:
         name, reason = done.failed[0]
-        say(
+        print_line(
             f"{len(done.failed):,} questions have no answer, first {name[:80]}: {reason}; run the same again to ask "
             "only these",
             err=True,
@@ -64,7 +64,7 @@ def label_file(file: Path, out: Path, tools: Sequence[str], asked: Asked | None)
         raise typer.Exit(1)
 
 
-def _ask(tasks: Sequence[Task], asked: Asked, out: Path, tools: Mapping[str, BaseTool]) -> Labelled:
+def _ask(tasks: Sequence[Task], asked: LabelOptions, out: Path, tools: Mapping[str, BaseTool]) -> LabellingResult:
     from toolwise import waiting
     from toolwise.labelling.cache import AnswerCache
     from toolwise.labelling.labelling import label_by_model
@@ -82,7 +82,7 @@ def _ask(tasks: Sequence[Task], asked: Asked, out: Path, tools: Mapping[str, Bas
     cache = AnswerCache(asked.cache if asked.cache is not None else out.with_name(f"{out.name}.cache.jsonl"))
     answered = 0
 
-    async def work() -> Labelled:
+    async def work() -> LabellingResult:
         with Status(Console(stderr=True)) as status:
 
             def one_more() -> None:

@@ -10,15 +10,19 @@ import typer
 if TYPE_CHECKING:
     from toolwise.config import SandboxConfig
 
-Kwargs = Annotated[
+KwargsOption = Annotated[
     list[str] | None,
     typer.Option("--kwargs", metavar="NAME=VALUE", help="An argument of the function; may be given again."),
 ]
-Tier = Annotated[str | None, typer.Option("--tier", help="The sandbox: standard, basic or off.", show_default=False)]
-Timeout = Annotated[float | None, typer.Option("--timeout-s", help="Of one call, in seconds.", show_default=False)]
-Memory = Annotated[int | None, typer.Option("--memory-mb", help="What it may take.", show_default=False)]
-Read = Annotated[list[Path] | None, typer.Option("--read", help="A file or folder that it may read.")]
-Allow = Annotated[list[str] | None, typer.Option("--allow", help="A permission: network or subprocess.")]
+TierOption = Annotated[
+    str | None, typer.Option("--tier", help="The sandbox: standard, basic or off.", show_default=False)
+]
+TimeoutOption = Annotated[
+    float | None, typer.Option("--timeout-s", help="Of one call, in seconds.", show_default=False)
+]
+MemoryOption = Annotated[int | None, typer.Option("--memory-mb", help="What it may take.", show_default=False)]
+ReadOption = Annotated[list[Path] | None, typer.Option("--read", help="A file or folder that it may read.")]
+AllowOption = Annotated[list[str] | None, typer.Option("--allow", help="A permission: network or subprocess.")]
 
 
 def read_kwargs(given: list[str] | None) -> dict[str, Any]:
@@ -32,7 +36,7 @@ def read_kwargs(given: list[str] | None) -> dict[str, Any]:
     return apply_overrides({}, given or [])
 
 
-def changed_sandbox(
+def override_sandbox(
     sandbox: SandboxConfig,
     tier: str | None,
     timeout_s: float | None,
@@ -42,8 +46,8 @@ def changed_sandbox(
 ) -> SandboxConfig:
     """`sandbox` with what was said on the command line."""
     from toolwise.config import SandboxConfig
-    from toolwise.settings import build
+    from toolwise.settings import build_config
 
     said = {"tier": tier, "timeout_s": timeout_s, "memory_mb": memory_mb, "read": read, "permissions": allow}
     settings = sandbox.model_dump() | {name: value for name, value in said.items() if value}
-    return build(SandboxConfig, settings, source="the sandbox's options")
+    return build_config(SandboxConfig, settings, source="the sandbox's options")

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolwise.cli.evaluate import resolve
-from toolwise.cli.train import Overrides
-from toolwise.terminal import say
+from toolwise.cli.evaluate import resolve_model
+from toolwise.cli.train import OverridesOption
+from toolwise.terminal import print_line
 
 if TYPE_CHECKING:
     from toolwise.config import RunConfig
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from toolwise.types import Rollout, ScoredRollout, Task
 
 
-WITH_TOOLS = (
+MISSING_TOOLS_HINT = (
     "add them to `tools` in the configuration (--set 'tools=[\"NAME\"]'), or set multi_turn.enable=false to go without "
     "tools on purpose"
 )
@@ -50,25 +50,25 @@ def rollout(
     data: Annotated[Path | None, typer.Option(help="Tasks. [default: data.val, or data.train]")] = None,
     out: Annotated[Path | None, typer.Option(help="The folder to write to. [default: runs/rollouts-TIME]")] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="Take the likeliest token each time.")] = False,
-    overrides: Overrides = None,
+    overrides: OverridesOption = None,
 ) -> None:
     """Roll out a configuration's tasks, show the rollouts as they happen, and write them down."""
-    from toolwise.api import new_folder
+    from toolwise.api import new_run_folder
     from toolwise.config import load_config
     from toolwise.records import write_records
 
     if source.is_dir() and policy is PolicyKind.LOCAL:
-        found, model = resolve(source, model or None, overrides or [])
+        found, model = resolve_model(source, model or None, overrides or [])
     else:
         found = load_config(source / "config.toml" if source.is_dir() else source, overrides or [])
     tasks = _tasks(found, data)[:count]
     tools = _tools(found, tasks, model if policy is PolicyKind.LOCAL else None)
     deciding = _policy(found, policy, model, base_url, api_key_env, script)
-    folder = out or new_folder("rollouts")
+    folder = out or new_run_folder("rollouts")
     scored = _roll_out(found, deciding, tools, tasks, each, do_sample=found.rollout.do_sample and not greedy)
     write_records(folder, "rollouts", scored, [])
     _summarize(scored)
-    say(f"written: {folder / 'rollouts.jsonl'}")
+    print_line(f"written: {folder / 'rollouts.jsonl'}")
 
 
 def _tasks(config: RunConfig, data: Path | None) -> list[Task]:
@@ -84,15 +84,15 @@ def _tasks(config: RunConfig, data: Path | None) -> list[Task]:
 def _tools(config: RunConfig, tasks: list[Task], model: str | None) -> dict[str, BaseTool]:
     """Those of the configuration, which must have all that the tasks want and that a `model` of ours knows."""
     from toolwise.models import locate
-    from toolwise.run_tasks import check_tools
+    from toolwise.run_tasks import check_task_tools
     from toolwise.tools.catalog import build_tools
     from toolwise.tools.record import check_recorded_tools
 
     tools = build_tools(config.tools)
     for task in tasks:
-        check_tools(task, tools, env=config.env.name)
+        check_task_tools(task, tools, env=config.env.name)
     if model is not None and config.multi_turn.enable:
-        check_recorded_tools(Path(locate(model or config.model.path)), tools, WITH_TOOLS)
+        check_recorded_tools(Path(locate(model or config.model.path)), tools, MISSING_TOOLS_HINT)
     return tools
 
 
@@ -101,7 +101,7 @@ def _policy(
 ) -> AgentPolicy:
     from toolwise.config import GrammarConfig
     from toolwise.errors import ConfigError
-    from toolwise.run import local_policy, sampling_of
+    from toolwise.run import local_policy, sampling_from_config
 
     if kind is PolicyKind.LOCAL:
         return local_policy(config, model or config.model.path)
@@ -115,7 +115,7 @@ def _policy(
         key = os.environ.get(api_key_env) if api_key_env else None
         if api_key_env and not key:
             raise ConfigError(f"there is no key in the environment's {api_key_env}: set it, or leave --api-key-env out")
-        return OpenAIAgentPolicy(base_url, model, api_key=key, sampling=sampling_of(config))
+        return OpenAIAgentPolicy(base_url, model, api_key=key, sampling=sampling_from_config(config))
     from toolwise.policies.scripted import ScriptedPolicy
 
     if script is None:
@@ -146,25 +146,25 @@ def _roll_out(
 
     async def work() -> list[ScoredRollout]:
         with Status(console) as status:
-            watch = _Watch(console, status, len(tasks) * each)
+            watch = _RolloutProgress(console, status, len(tasks) * each)
             scheduler = replace(build_scheduler(config, policy, tools), on_state=watch.state)
             decisions = DirectRouter(config.seed).decide(tasks, each, 0, label="rollout")
             rollouts = await scheduler.roll_out(decisions, do_sample=do_sample, on_done=watch.done)
-        return await _scored(scoring, rollouts)
+        return await _score_rollouts(scoring, rollouts)
 
     try:
         if scoring is not None:
             scoring.check(tasks)
         scored = waiting.run(work())
         for finding in evaluation_findings(scoring.rewards, tasks, scored) if scoring is not None else ():
-            say(f"WARNING {finding}", err=True)
+            print_line(f"WARNING {finding}", err=True)
         return scored
     finally:
         if scoring is not None:
             scoring.close()
 
 
-async def _scored(scoring: Any, rollouts: list[Rollout]) -> list[ScoredRollout]:
+async def _score_rollouts(scoring: Any, rollouts: list[Rollout]) -> list[ScoredRollout]:
     from toolwise.rewards.align import align_rollouts
     from toolwise.types import EvaluateResult
 
@@ -173,7 +173,7 @@ async def _scored(scoring: Any, rollouts: list[Rollout]) -> list[ScoredRollout]:
     return align_rollouts(rollouts, await scoring.evaluate(rollouts, step=0))
 
 
-class _Watch:
+class _RolloutProgress:
     """Where all requests stand, in one line, and each rollout as it ends."""
 
     def __init__(self, console: Console, status: Status, total: int) -> None:
@@ -187,12 +187,12 @@ class _Watch:
         self.status.update(f"{len(self.states)} of {self.total} begun: {told}")
 
     def done(self, rollout: Rollout) -> None:
-        from toolwise.records import record_of
+        from toolwise.records import rollout_record
         from toolwise.trackers.console import show_record
         from toolwise.types import EvaluateResult, ScoredRollout
 
         pending = EvaluateResult(is_score_valid=False, reason="not scored yet")
-        show_record(self.console, record_of(ScoredRollout(rollout, pending, rollout.steps)))
+        show_record(self.console, rollout_record(ScoredRollout(rollout, pending, rollout.steps)))
 
 
 def _summarize(scored: list[ScoredRollout]) -> None:
@@ -208,4 +208,4 @@ def _summarize(scored: list[ScoredRollout]) -> None:
     Console().print(table)
     faults = [s.rollout.fault for s in scored if s.rollout.fault]
     if faults:
-        say(f"{len(faults)} of {len(scored)} rollouts met a fault; the first: {faults[0]}")
+        print_line(f"{len(faults)} of {len(scored)} rollouts met a fault; the first: {faults[0]}")

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolwise.cli.train import Overrides
-from toolwise.terminal import say, say_json
+from toolwise.cli.train import OverridesOption
+from toolwise.terminal import print_json, print_line
 
 if TYPE_CHECKING:
-    from toolwise.routed.agent import Answered
+    from toolwise.routed.agent import AgentAnswer
 
 
-class Route(StrEnum):
+class RouteOption(StrEnum):
     AUTO = "auto"
     ANSWER = "answer"
     SEARCH = "search"
@@ -29,7 +29,7 @@ def run(
     budget: Annotated[
         float | None, typer.Option(min=0, help="What questions may cost on average; the router is held to it.")
     ] = None,
-    route: Annotated[Route, typer.Option(help="Take the choice out of the router's hands.")] = Route.AUTO,
+    route: Annotated[RouteOption, typer.Option(help="Take the choice out of the router's hands.")] = RouteOption.AUTO,
     cap: Annotated[
         float | None, typer.Option(min=0, help="What this one may cost at most: calls beyond it are refused.")
     ] = None,
@@ -42,7 +42,7 @@ def run(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of whatever is left to chance.")] = 0,
     do_sample: Annotated[bool, typer.Option("--sample", help="Draw tokens instead of taking the likeliest.")] = False,
-    overrides: Overrides = None,
+    overrides: OverridesOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Route a question, and answer it with the tools that the route leaves."""
@@ -54,16 +54,16 @@ def run(
     agent = RoutedAgent.load(source, tools=tools, documents=found, overrides=overrides or [])
     answered = agent.ask(question, budget=budget, route=route.value, cap=cap, seed=seed, do_sample=do_sample)
     if as_json:
-        say_json(_told(answered))
+        print_json(_to_json(answered))
     else:
         _show(answered)
 
 
-def _told(answered: Answered) -> dict[str, object]:
+def _to_json(answered: AgentAnswer) -> dict[str, object]:
     return {
         "text": answered.text,
         "route": answered.route,
-        "odds": dict(answered.odds),
+        "odds": dict(answered.route_probs),
         "cost": answered.cost,
         "calls": dict(answered.calls),
         "refused": answered.refused,
@@ -75,22 +75,22 @@ def _told(answered: Answered) -> dict[str, object]:
     }
 
 
-def _show(answered: Answered) -> None:
-    odds = ", ".join(f"{name} {share:.2f}" for name, share in answered.odds.items())
-    say(f"route: {answered.route}  ({odds})")
+def _show(answered: AgentAnswer) -> None:
+    route_probs = ", ".join(f"{name} {share:.2f}" for name, share in answered.route_probs.items())
+    print_line(f"route: {answered.route}  ({route_probs})")
     for message in answered.rollout.messages:
         for call in message.tool_calls or ():
-            say(f"  {call.name}({json.dumps(call.arguments, ensure_ascii=False)})")
+            print_line(f"  {call.name}({json.dumps(call.arguments, ensure_ascii=False)})")
         if message.role == "tool":
-            say(f"    {message.content}")
-    say(answered.text)
+            print_line(f"    {message.content}")
+    print_line(answered.text)
     refused = f", {answered.refused} calls refused" if answered.refused else ""
-    say(f"cost {answered.cost:g}{refused}, {answered.seconds:.2f} s", err=True)
+    print_line(f"cost {answered.cost:g}{refused}, {answered.seconds:.2f} s", err=True)
     if answered.saved_s is not None:
-        say(
+        print_line(
             f"answered directly: with all tools such questions took {answered.with_tools_s:.2f} s, "
             f"{answered.saved_s:+.2f} s saved",
             err=True,
         )
     if answered.rollout.fault:
-        say(f"the rollout ended in a fault: {answered.rollout.fault}", err=True)
+        print_line(f"the rollout ended in a fault: {answered.rollout.fault}", err=True)

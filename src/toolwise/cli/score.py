@@ -7,11 +7,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolwise.cli.reward_options import Allow, Kwargs, Memory, Read, Tier, Timeout, changed_sandbox, read_kwargs
-from toolwise.terminal import say, say_json
+from toolwise.cli.reward_options import (
+    AllowOption,
+    KwargsOption,
+    MemoryOption,
+    ReadOption,
+    TierOption,
+    TimeoutOption,
+    override_sandbox,
+    read_kwargs,
+)
+from toolwise.terminal import print_json, print_line
 
 if TYPE_CHECKING:
-    from toolwise.authoring.rescoring import Rescoring
+    from toolwise.authoring.rescoring import RescoreReport
 
 
 def score(
@@ -19,40 +28,40 @@ def score(
     reward: Annotated[
         str | None, typer.Option(metavar="REF", help="path.py:function or module:function. [default: the run's own]")
     ] = None,
-    kwargs: Kwargs = None,
+    kwargs: KwargsOption = None,
     step: Annotated[int | None, typer.Option(min=0, help="Only the rollouts of one step.")] = None,
     validation: Annotated[bool, typer.Option("--validation", help="Those of validation instead of training.")] = False,
     out: Annotated[
         Path | None, typer.Option(help="The new JSONL file. [default: beside the old ones]", show_default=False)
     ] = None,
-    tier: Tier = None,
-    timeout_s: Timeout = None,
-    memory_mb: Memory = None,
-    read: Read = None,
-    allow: Allow = None,
+    tier: TierOption = None,
+    timeout_s: TimeoutOption = None,
+    memory_mb: MemoryOption = None,
+    read: ReadOption = None,
+    allow: AllowOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Score a run's stored rollouts again, in the sandbox, and show what changed. The old files stay as they are."""
 
-    from toolwise.authoring.rescoring import free_path, rescore, reward_of_run, write_rescored
-    from toolwise.authoring.stored import read_stored
+    from toolwise.authoring.rescoring import load_run_reward, rescore, unused_path, write_rescored
+    from toolwise.authoring.stored import read_rollouts
 
-    config = reward_of_run(run, reward, read_kwargs(kwargs))
-    sandbox = changed_sandbox(config.sandbox, tier, timeout_s, memory_mb, read, allow)
+    config = load_run_reward(run, reward, read_kwargs(kwargs))
+    sandbox = override_sandbox(config.sandbox, tier, timeout_s, memory_mb, read, allow)
     config = config.model_copy(update={"sandbox": sandbox})
     if out is not None:
-        free_path(run, "", out)  # refused before the work, not after it
-    found, rows = rescore(config, read_stored(run, step=step, validation=validation))
-    path = free_path(run, found.reward, out)
+        unused_path(run, "", out)  # refused before the work, not after it
+    found, rows = rescore(config, read_rollouts(run, step=step, validation=validation))
+    path = unused_path(run, found.reward, out)
     write_rescored(path, rows)
     if as_json:
-        say_json({**found.to_json(), "out": str(path)})
+        print_json({**found.to_json(), "out": str(path)})
     else:
         _show(found)
-        say(f"wrote {len(rows):,} rollouts to {path}")
+        print_line(f"wrote {len(rows):,} rollouts to {path}")
 
 
-def _show(found: Rescoring) -> None:
+def _show(found: RescoreReport) -> None:
     from rich.table import Table
 
     from toolwise.terminal.display import Console
@@ -65,12 +74,14 @@ def _show(found: Rescoring) -> None:
     for kind in sorted({*found.old_errors, *found.new_errors}):
         table.add_row(f"{kind} errors", str(found.old_errors.get(kind, 0)), str(found.new_errors.get(kind, 0)))
     console.print(table)
-    say(f"{found.changed} of {found.rollouts} rollouts have another score; correlation {_number(found.correlation)}")
-    say(f"{found.pairs_turned} of {found.pairs} pairs within a group stand the other way round")
+    print_line(
+        f"{found.changed} of {found.rollouts} rollouts have another score; correlation {_number(found.correlation)}"
+    )
+    print_line(f"{found.pairs_turned} of {found.pairs} pairs within a group stand the other way round")
     if found.not_tried:
-        say(f"{found.not_tried} rollouts were not tried after too many timeouts")
+        print_line(f"{found.not_tried} rollouts were not tried after too many timeouts")
     for moved in found.largest:
-        say(f"  {moved['rollout_id']}: {moved['old']:g} → {moved['new']:g}")
+        print_line(f"  {moved['rollout_id']}: {moved['old']:g} → {moved['new']:g}")
 
 
 def _number(value: float | None) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from toolwise.terminal import say
+from toolwise.terminal import print_line
 
 
 def sft(
@@ -40,4 +40,4 @@ def sft(
         trust_remote_code=trust_remote_code,
         progress=True,
     )
-    say(f"{out}: loss {figures['first_loss']:.3f} → {figures['loss']:.3f} over {steps} steps")
+    print_line(f"{out}: loss {figures['first_loss']:.3f} → {figures['loss']:.3f} over {steps} steps")

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolwise.terminal import say, say_error
+from toolwise.terminal import print_error, print_line
 
 if TYPE_CHECKING:
     from toolwise.config import RunConfig
     from toolwise.training import RunResult
 
-Overrides = Annotated[
+OverridesOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a setting; may be given again.")
 ]
 
 
 def train(
     config: Annotated[Path, typer.Argument(help="A TOML or YAML file.", show_default=False)],
-    overrides: Overrides = None,
+    overrides: OverridesOption = None,
     out: Annotated[
         Path | None, typer.Option(help="The run's folder. [default: runs/NAME-TIME]", show_default=False)
     ] = None,
@@ -42,14 +42,14 @@ def train(
         raise ConfigError("--resume needs --out DIR: the folder of the run to go on with")
     found = load_config(config, overrides or [])
     if dry_run:
-        check(found, out, resume)
+        run_dry_run(found, out, resume)
     else:
-        from toolwise.api import new_folder
+        from toolwise.api import new_run_folder
 
-        go(found, out or new_folder(found.name), resume)
+        run_training(found, out or new_run_folder(found.name), resume)
 
 
-def check(config: RunConfig, out: Path | None, resume: bool) -> None:
+def run_dry_run(config: RunConfig, out: Path | None, resume: bool) -> None:
     """A dry run: two tasks for real, and nothing written. Exit status 1 where the configuration has problems."""
     from toolwise.run import check_learnable
     from toolwise.run_files import check_folder
@@ -59,19 +59,19 @@ def check(config: RunConfig, out: Path | None, resume: bool) -> None:
         check_folder(out, config, resume=resume)
     from toolwise.dry_run import dry_run
 
-    findings = dry_run(config, say)
+    findings = dry_run(config, print_line)
     for note in findings.notes:
-        say(f"note: {note}")
+        print_line(f"note: {note}")
     if findings.problems:
         for problem in findings.problems:
-            say_error(f"dry run failed: {problem}")
+            print_error(f"dry run failed: {problem}")
         if findings.traceback:
-            say(findings.traceback.rstrip(), err=True)
+            print_line(findings.traceback.rstrip(), err=True)
         raise typer.Exit(1)
-    say("dry run passed; nothing was written")
+    print_line("dry run passed; nothing was written")
 
 
-def go(config: RunConfig, out: Path, resume: bool) -> None:
+def run_training(config: RunConfig, out: Path, resume: bool) -> None:
     """Train and show what came of it; whoever stops a run is told how to go on."""
     from toolwise.api import train
     from toolwise.run_changes import resume_command
@@ -82,12 +82,12 @@ def go(config: RunConfig, out: Path, resume: bool) -> None:
         sys.stdout.flush()
         begun = (out / "config.toml").is_file()
         how = f"go on from the last checkpoint with: {resume_command(out)}" if begun else "nothing had begun yet"
-        say_error(f"stopped at once; {how}")
+        print_error(f"stopped at once; {how}")
         os._exit(130)  # an ordinary exit would wait for the model to finish what it is generating
-    finish(result)
+    report_result(result)
 
 
-def finish(result: RunResult) -> None:
+def report_result(result: RunResult) -> None:
     """The before/after table, and where everything is; an interrupted run says how to go on."""
     from toolwise.fault_rates import describe_totals
     from toolwise.run_changes import resume_command
@@ -95,7 +95,7 @@ def finish(result: RunResult) -> None:
     from toolwise.view.report import before_after_table
 
     if result.note:
-        return say(result.note)
+        return print_line(result.note)
     console = Console()
     summary = result.summary
     if summary["before"] and summary["after"]:
@@ -103,11 +103,11 @@ def finish(result: RunResult) -> None:
     steps = "1 step" if summary["steps"] == 1 else f"{summary['steps']} steps"
     console.print(f"{steps} in {summary['seconds']:.0f} s, peak memory {summary['peak_rss_mb']:.0f} MB")
     if failed := describe_totals(summary.get("faults") or {}):
-        say(f"faults: {failed}")
+        print_line(f"faults: {failed}")
     for line in (f"  {result.out / 'report.html'}", f"  {result.out / 'report.png'}", f"run folder: {result.out}"):
-        say(line)
+        print_line(line)
     if summary["interrupted"]:
-        say(f"stopped after step {summary['steps']}; go on with: {resume_command(result.out)}")
+        print_line(f"stopped after step {summary['steps']}; go on with: {resume_command(result.out)}")
         sys.exit(130)
     if summary["updated"] is False:
         sys.exit(3)  # it was meant to train its actor, and has not

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from toolwise.data.limits import Budget, check_text, lines_of, open_data
+from toolwise.data.limits import ReadBudget, check_text, open_data, read_lines
 from toolwise.data.parquet import read_parquet
 from toolwise.errors import ConfigError, DataError
 from toolwise.json_text import json_text
@@ -26,8 +26,8 @@ def read_rows(path: str | Path, *, limit: int | None = None) -> list[Row]:
     path = Path(path)
     if limit is not None and limit < 1:
         raise ConfigError(f"limit is {limit}; give at least 1, or leave it out to read every row of {path}")
-    _check_ending(path)
-    budget = Budget(path)
+    _check_suffix(path)
+    budget = ReadBudget(path)
     with open_data(path) as file:
         if path.suffix.lower() == ".parquet":
             found = read_parquet(path, file, budget, limit)
@@ -74,15 +74,15 @@ def drop_nulls(value: Any) -> Any:
     return value
 
 
-def _check_ending(path: Path) -> None:
+def _check_suffix(path: Path) -> None:
     if path.suffix.lower() not in READABLE:
         ending = path.suffix or "no ending"
         raise DataError(f"{path}: has {ending}; tasks are read from {', '.join(READABLE)} files: convert it")
 
 
-def _read_jsonl(path: Path, file: BinaryIO, budget: Budget) -> Iterator[Row]:
+def _read_jsonl(path: Path, file: BinaryIO, budget: ReadBudget) -> Iterator[Row]:
     row = 0
-    for number, raw in enumerate(lines_of(path, file, budget), start=1):
+    for number, raw in enumerate(read_lines(path, file, budget), start=1):
         line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
         if not line.strip():
             continue
@@ -90,30 +90,32 @@ def _read_jsonl(path: Path, file: BinaryIO, budget: Budget) -> Iterator[Row]:
         try:
             value = json.loads(line.decode("utf-8"))
         except UnicodeDecodeError as error:
-            _not_utf8(path, error, f", line {number}")
+            _raise_not_utf8(path, error, f", line {number}")
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: not JSON ({_one_line(error)}); each line must be one JSON object") from error
         if not isinstance(value, dict):
-            raise DataError(f"{where}: a {_kind(value)}, not a JSON object; each line must be one object")
+            raise DataError(f"{where}: a {_json_type(value)}, not a JSON object; each line must be one object")
         yield value
         row += 1
 
 
-def _read_json(path: Path, file: BinaryIO, budget: Budget) -> Iterator[Row]:
+def _read_json(path: Path, file: BinaryIO, budget: ReadBudget) -> Iterator[Row]:
     raw = file.read(budget.bytes + 1)
     budget.spend(len(raw))
     try:
         value = json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        _not_utf8(path, error)
+        _raise_not_utf8(path, error)
     except (ValueError, RecursionError) as error:
         hint = "a .json file is one list of objects; if every line is an object, end the name with .jsonl"
         raise DataError(f"{path}: not JSON ({_one_line(error)}); {hint}") from error
     if not isinstance(value, list):
-        raise DataError(f"{path}: holds a {_kind(value)}; a .json file must be one list of objects")
+        raise DataError(f"{path}: holds a {_json_type(value)}; a .json file must be one list of objects")
     for row, item in enumerate(value):
         if not isinstance(item, dict):
-            raise DataError(f"{path}: row {row} (0-based): a {_kind(item)}, not an object; make every row an object")
+            raise DataError(
+                f"{path}: row {row} (0-based): a {_json_type(item)}, not an object; make every row an object"
+            )
         yield item
 
 
@@ -139,11 +141,11 @@ def _write_jsonl(rows: Sequence[Row], path: Path) -> None:
             file.write(json_text(row) + "\n")
 
 
-def _not_utf8(path: Path, error: UnicodeDecodeError, where: str = "") -> NoReturn:
+def _raise_not_utf8(path: Path, error: UnicodeDecodeError, where: str = "") -> NoReturn:
     raise DataError(f"{path}: not UTF-8 text ({error.reason}, byte {error.start}{where}); save it as UTF-8") from error
 
 
-def _kind(value: Any) -> str:
+def _json_type(value: Any) -> str:
     names = {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}
     return names.get(type(value), "number")
 

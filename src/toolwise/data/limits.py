@@ -11,15 +11,15 @@ from typing import BinaryIO
 
 from toolwise.errors import ConfigError, DataError
 
-VARIABLE = "TOOLWISE_MAX_DATA_MB"
+MAX_DATA_VARIABLE = "TOOLWISE_MAX_DATA_MB"
 MAX_DATA_MB = 2048
 """Of one file's rows, unpacked. As Python objects they take several times as much memory."""
-LINE_MB = 64
+MAX_LINE_MB = 64
 """Of one line of a JSONL file."""
-CELL_BYTES = 64
+MIN_CELL_BYTES = 64
 """What a value costs at least once it is an object: a small file may have a thousand million rows."""
 
-_PACKED = {
+_MAGIC_HINTS = {
     b"\x1f\x8b": "is compressed with gzip; unpack it first (gunzip)",
     b"PK\x03\x04": "is a zip archive; unpack it first",
     b"\x28\xb5\x2f\xfd": "is compressed with zstd; unpack it first (unzstd)",
@@ -31,7 +31,7 @@ _PACKED = {
 }
 
 
-class Budget:
+class ReadBudget:
     """The bytes that may still be read of one file."""
 
     def __init__(self, path: Path) -> None:
@@ -41,19 +41,19 @@ class Budget:
     def spend(self, count: int) -> None:
         self._left -= count
         if self._left < 0:
-            self.refuse()
+            self.raise_exceeded()
 
-    def refuse(self) -> None:
+    def raise_exceeded(self) -> None:
         raise DataError(
             f"{self.path}: its rows take more than {self.bytes >> 20:,} MB; split the file, or read more with "
-            f"{VARIABLE}={4 * self.bytes >> 20}"
+            f"{MAX_DATA_VARIABLE}={4 * self.bytes >> 20}"
         )
 
 
 def max_data_bytes() -> int:
-    given = os.environ.get(VARIABLE, "")
+    given = os.environ.get(MAX_DATA_VARIABLE, "")
     if given and (not given.isascii() or not given.isdigit() or not 0 < len(given) < 10 or int(given) == 0):
-        raise ConfigError(f"{VARIABLE}={given!r:.40}: give a whole number of megabytes, such as {MAX_DATA_MB}")
+        raise ConfigError(f"{MAX_DATA_VARIABLE}={given!r:.40}: give a whole number of megabytes, such as {MAX_DATA_MB}")
     return (int(given) if given else MAX_DATA_MB) << 20
 
 
@@ -95,19 +95,19 @@ def _unreadable(path: Path, error: OSError | ValueError) -> DataError:
 def check_text(path: Path, file: BinaryIO) -> None:
     """Refuses what is plainly something else than text."""
     beginning = file.read(8)
-    for mark, what in _PACKED.items():
+    for mark, what in _MAGIC_HINTS.items():
         if beginning.startswith(mark):
             raise DataError(f"{path}: {what}")
     file.seek(0)
 
 
-def lines_of(path: Path, file: BinaryIO, budget: Budget) -> Iterator[bytes]:
+def read_lines(path: Path, file: BinaryIO, budget: ReadBudget) -> Iterator[bytes]:
     """The lines of a text file, each of bounded length."""
     number = 0
-    while line := file.readline((LINE_MB << 20) + 1):
+    while line := file.readline((MAX_LINE_MB << 20) + 1):
         number += 1
-        if len(line) > LINE_MB << 20:
+        if len(line) > MAX_LINE_MB << 20:
             hint = "each line is one JSON object; if the file is one list, end its name with .json"
-            raise DataError(f"{path}: line {number} is longer than {LINE_MB} MB; {hint}")
-        budget.spend(len(line) + CELL_BYTES)
+            raise DataError(f"{path}: line {number} is longer than {MAX_LINE_MB} MB; {hint}")
+        budget.spend(len(line) + MIN_CELL_BYTES)
         yield line

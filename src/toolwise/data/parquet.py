@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from uuid import UUID
 
-from toolwise.data.limits import CELL_BYTES, Budget
+from toolwise.data.limits import MIN_CELL_BYTES, ReadBudget
 from toolwise.errors import DataError
 
-_ROWS_A_READ = 1024
-_FEW_ROWS = 16
-_READ_BYTES = 128 << 20
+_MAX_BATCH_ROWS = 1024
+_MIN_BATCH_ROWS = 16
+_MAX_BATCH_BYTES = 128 << 20
 """What one read may unpack to, if every row were as large as all of its row group together."""
-_PACKED_RATIO = 50
+_MAX_COMPRESSION_RATIO = 50
 """Text packs to a fifth; what packs to a fiftieth was made to."""
 
 
-def read_parquet(path: Path, file: BinaryIO, budget: Budget, limit: int | None) -> Iterator[dict[str, Any]]:
+def read_parquet(path: Path, file: BinaryIO, budget: ReadBudget, limit: int | None) -> Iterator[dict[str, Any]]:
     """The rows of an open file. Whatever is wrong with it is a `DataError`."""
     import pyarrow.parquet as pq
 
@@ -29,10 +29,10 @@ def read_parquet(path: Path, file: BinaryIO, budget: Budget, limit: int | None) 
         with pq.ParquetFile(file) as found:
             _check_size(path, found, budget, limit)
             for group in range(found.num_row_groups):
-                few = min(limit or _ROWS_A_READ, _rows_a_read(found.metadata.row_group(group)))
+                few = min(limit or _MAX_BATCH_ROWS, _batch_rows(found.metadata.row_group(group)))
                 for packed in found.iter_batches(batch_size=few, row_groups=[group]):
-                    batch = _unpacked(packed)
-                    budget.spend(batch.nbytes + batch.num_rows * (batch.num_columns + 1) * CELL_BYTES)
+                    batch = _decode_batch(packed)
+                    budget.spend(batch.nbytes + batch.num_rows * (batch.num_columns + 1) * MIN_CELL_BYTES)
                     yield from _rows(path, batch)
     except DataError:
         raise
@@ -41,7 +41,7 @@ def read_parquet(path: Path, file: BinaryIO, budget: Budget, limit: int | None) 
         raise DataError(f"{path}: not a Parquet file that can be read ({reason}); write the file again") from error
 
 
-def _check_size(path: Path, found: Any, budget: Budget, limit: int | None) -> None:
+def _check_size(path: Path, found: Any, budget: ReadBudget, limit: int | None) -> None:
     """By what the file says of itself, before anything is unpacked; the budget holds where it lies."""
     names = found.schema_arrow.names
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -49,22 +49,22 @@ def _check_size(path: Path, found: Any, budget: Budget, limit: int | None) -> No
         raise DataError(f"{path}: has two columns {twice[0]!r:.80}; give each its own name")
     groups = [found.metadata.row_group(place) for place in range(found.num_row_groups)]
     rows = sum(group.num_rows for group in groups)
-    least = (rows if limit is None else min(rows, limit)) * (len(names) + 1) * CELL_BYTES
+    least = (rows if limit is None else min(rows, limit)) * (len(names) + 1) * MIN_CELL_BYTES
     if least > budget.bytes or any(group.total_byte_size > budget.bytes for group in groups[: limit or None]):
-        budget.refuse()
+        budget.raise_exceeded()
 
 
-def _rows_a_read(group: Any) -> int:
+def _batch_rows(group: Any) -> int:
     """So few that a row group that unpacks to much more than it says cannot fill the memory with one read."""
     unpacked: int = max(1, group.total_byte_size)
-    few = min(_ROWS_A_READ, _READ_BYTES // unpacked)
-    if few >= _FEW_ROWS:
+    few = min(_MAX_BATCH_ROWS, _MAX_BATCH_BYTES // unpacked)
+    if few >= _MIN_BATCH_ROWS:
         return few
     packed = sum(group.column(place).total_compressed_size for place in range(group.num_columns))
-    return max(1, few) if unpacked > _PACKED_RATIO * max(1, packed) else _FEW_ROWS
+    return max(1, few) if unpacked > _MAX_COMPRESSION_RATIO * max(1, packed) else _MIN_BATCH_ROWS
 
 
-def _unpacked(batch: Any) -> Any:
+def _decode_batch(batch: Any) -> Any:
     """Without dictionaries and other types that hold a value once for many rows: their size is that of the rows; and
     without nanoseconds, which Python's times do not have."""
     import pyarrow as pa
@@ -104,15 +104,15 @@ def _rows(path: Path, batch: Any) -> Iterator[dict[str, Any]]:
     try:
         rows = batch.to_pylist(maps_as_pydicts="strict")
     except Exception as error:
-        name, reason = _at_fault(batch), " ".join(str(error).split())[:300] or type(error).__name__
+        name, reason = _failing_column(batch), " ".join(str(error).split())[:300] or type(error).__name__
         raise DataError(
             f"{path}: column {name!r:.80} cannot be read ({reason}); write it as text or numbers"
         ) from error
     for row in rows:
-        yield {name: _plain(path, name, value) for name, value in row.items() if value is not None}
+        yield {name: _to_json_value(path, name, value) for name, value in row.items() if value is not None}
 
 
-def _at_fault(batch: Any) -> str:
+def _failing_column(batch: Any) -> str:
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         try:
             column.to_pylist(maps_as_pydicts="strict")
@@ -121,39 +121,39 @@ def _at_fault(batch: Any) -> str:
     return "?"
 
 
-def _plain(path: Path, column: str, value: Any) -> Any:
+def _to_json_value(path: Path, column: str, value: Any) -> Any:
     """Without nulls under keys: a struct column has one set of keys for all rows, so Parquet fills in nulls no one
     wrote. Times become ISO text, durations seconds."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, list | tuple):
-        return [_plain(path, column, item) for item in value]
+        return [_to_json_value(path, column, item) for item in value]
     if isinstance(value, Mapping):
-        return {str(key): _plain(path, column, item) for key, item in value.items() if item is not None}
+        return {str(key): _to_json_value(path, column, item) for key, item in value.items() if item is not None}
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
     if isinstance(value, datetime.timedelta):
         return value.total_seconds()
     if isinstance(value, Decimal):
-        return _number(path, column, value)
+        return _decimal_to_json(path, column, value)
     if isinstance(value, bytes):
         try:
             return value.decode("utf-8")
         except UnicodeDecodeError:
-            raise _of_no_use(path, column, "bytes that are not UTF-8 text") from None
+            raise _unsupported_value(path, column, "bytes that are not UTF-8 text") from None
     if isinstance(value, UUID):
         return str(value)
-    raise _of_no_use(path, column, f"a {type(value).__name__}")
+    raise _unsupported_value(path, column, f"a {type(value).__name__}")
 
 
-def _number(path: Path, column: str, value: Decimal) -> int | float | str:
+def _decimal_to_json(path: Path, column: str, value: Decimal) -> int | float | str:
     """As text where a float would lose digits."""
     if not value.is_finite() or not math.isfinite(float(value)):
-        raise _of_no_use(path, column, f"the decimal {value}")
+        raise _unsupported_value(path, column, f"the decimal {value}")
     if value == value.to_integral_value():
         return int(value)
     return float(value) if Decimal(repr(float(value))) == value else str(value)
 
 
-def _of_no_use(path: Path, column: str, what: str) -> DataError:
+def _unsupported_value(path: Path, column: str, what: str) -> DataError:
     return DataError(f"{path}: column {column!r:.80} holds {what}; write it as text or numbers")

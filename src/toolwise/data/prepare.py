@@ -32,19 +32,19 @@ RLLA_ABILITY = "math"
 _SPLITS = ("train", "test")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
-Convert = Callable[[Path, str, list[Row]], list[Row]]
+RowConverter = Callable[[Path, str, list[Row]], list[Row]]
 """(source file, split, its rows) -> rows in our layout"""
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedFile:
     """One file that was written."""
 
     path: Path
     rows: int
 
 
-def prepare_gsm8k(source: str | Path, out: str | Path, *, oracle_tool: bool = False) -> list[Prepared]:
+def prepare_gsm8k(source: str | Path, out: str | Path, *, oracle_tool: bool = False) -> list[PreparedFile]:
     """GSM8K's {question, answer} rows, with a calculator on offer.
 
     `oracle_tool` gives them `calc_gsm8k_reward` instead, which tells the model whether its answer is right.
@@ -56,7 +56,7 @@ def prepare_gsm8k(source: str | Path, out: str | Path, *, oracle_tool: bool = Fa
     return _prepare(Path(source), Path(out), convert)
 
 
-def prepare_rlla(source: str | Path, out: str | Path) -> list[Prepared]:
+def prepare_rlla(source: str | Path, out: str | Path) -> list[PreparedFile]:
     """RLLA's {instruction, input, output} rows, or rows converted before, in RLLA's Parquet layout."""
 
     def convert(path: Path, split: str, rows: list[Row]) -> list[Row]:
@@ -65,13 +65,13 @@ def prepare_rlla(source: str | Path, out: str | Path) -> list[Prepared]:
     return _prepare(Path(source), Path(out), convert)
 
 
-def _prepare(source: Path, out: Path, convert: Convert) -> list[Prepared]:
+def _prepare(source: Path, out: Path, convert: RowConverter) -> list[PreparedFile]:
     plan = _plan(source, out)
     done = []
     for path, split, target in plan:
         rows = convert(path, split, read_rows(path))
         write_rows(rows, target)
-        done.append(Prepared(target, len(rows)))
+        done.append(PreparedFile(target, len(rows)))
     return done
 
 
@@ -102,7 +102,7 @@ def _split_files(folder: Path) -> list[tuple[str, Path]]:
 
 
 def _gsm8k_row(path: Path, number: int, row: Row, split: str, oracle_tool: bool) -> Row:
-    question, answer = (_text(path, number, row, field) for field in ("question", "answer"))
+    question, answer = (_required_text(path, number, row, field) for field in ("question", "answer"))
     solution = _final_answer(path, number, answer)
     extra: Row = {"split": split, "index": number, "answer": answer, "question": question}
     if oracle_tool:
@@ -136,8 +136,10 @@ def _final_answer(path: Path, number: int, answer: str) -> str:
 
 def _rlla_row(path: Path, number: int, row: Row, split: str) -> Row:
     if "prompt" in row:
-        return _normal_rlla_row(path, number, row, split)
-    instruction, question, output = (_text(path, number, row, field) for field in ("instruction", "input", "output"))
+        return _complete_rlla_row(path, number, row, split)
+    instruction, question, output = (
+        _required_text(path, number, row, field) for field in ("instruction", "input", "output")
+    )
     _check_tools(path, number, "instruction", instruction)
     return {
         "data_source": "rlla",
@@ -154,7 +156,7 @@ def _rlla_row(path: Path, number: int, row: Row, split: str) -> Row:
     }
 
 
-def _normal_rlla_row(path: Path, number: int, row: Row, split: str) -> Row:
+def _complete_rlla_row(path: Path, number: int, row: Row, split: str) -> Row:
     """A converted row with whatever it lacks filled in; columns beyond the layout stay."""
     task = read_task(path, number, row, {})
     roles = [message.role for message in task.prompt]
@@ -191,7 +193,7 @@ def _check_tools(path: Path, number: int, field: str, instruction: str) -> None:
         raise row_error(path, number, field, str(error)) from error
 
 
-def _text(path: Path, number: int, row: Row, field: str) -> str:
+def _required_text(path: Path, number: int, row: Row, field: str) -> str:
     value = row.get(field)
     if not isinstance(value, str) or not value.strip():
         has = ", ".join(row) or "nothing"

@@ -11,19 +11,19 @@ from toolwise.data.files import row_error
 from toolwise.data.rlla import gold_calls, gold_kind, parse_tools
 from toolwise.data.rows import load_tasks
 from toolwise.errors import DataError
-from toolwise.terminal import visible
+from toolwise.terminal import escape_controls
 from toolwise.types import Task
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 _QUANTILES = {"min": 0.0, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95, "max": 1.0}
-_TOP = 10
+_MAX_TOOL_NAMES = 10
 _COUNTS = ("data_sources", "abilities", "tool_names", "ground_truth_types", "missing")
 """Fields whose keys are the file's own names, shown as they are."""
 
 
-def describe(path: str | Path) -> dict[str, Any]:
+def describe_tasks(path: str | Path) -> dict[str, Any]:
     """What a file of tasks holds; ready for JSON. A bad row raises the `DataError` that loading it would."""
     path = Path(path)
     tasks = load_tasks(path)
@@ -34,11 +34,11 @@ def describe(path: str | Path) -> dict[str, Any]:
         "rows": len(tasks),
         "data_sources": _counts(task.data_source for task in tasks if task.data_source),
         "abilities": _counts(task.ability for task in tasks if task.ability),
-        "prompt_characters": _spread([_characters(task) for task in tasks if task.prompt]),
-        "prompt_tokens": _spread([len(task.prompt_ids) for task in tasks if task.prompt_ids is not None]),
-        "tools_per_row": _spread([len(names) for names in named]),
+        "prompt_characters": _quantiles([_characters(task) for task in tasks if task.prompt]),
+        "prompt_tokens": _quantiles([len(task.prompt_ids) for task in tasks if task.prompt_ids is not None]),
+        "tools_per_row": _quantiles([len(names) for names in named]),
         "rows_without_own_tools": len(tasks) - len(named),
-        "tool_names": dict(Counter(name for names in named for name in names).most_common(_TOP)),
+        "tool_names": dict(Counter(name for names in named for name in names).most_common(_MAX_TOOL_NAMES)),
         "ground_truth_types": _counts(type(task.ground_truth).__name__ for task in tasks),
         "rlla": _describe_rlla(path, tasks),
         "missing": _missing(tasks),
@@ -50,12 +50,12 @@ def stats_table(description: dict[str, Any]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(visible(description["file"])), show_header=False, title_justify="left")
+    table = Table(title=Text(escape_controls(description["file"])), show_header=False, title_justify="left")
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in description.items():
         if name != "file" and value not in (None, {}):
-            table.add_row(_words(name), Text(visible(_cell(name, value))))
+            table.add_row(_field_label(name), Text(escape_controls(_cell(name, value))))
     return table
 
 
@@ -64,10 +64,10 @@ def _cell(field: str, value: Any) -> str:
         return _number(field, value)
     if field in _COUNTS:
         return ", ".join(f"{name} ({count:,})" for name, count in value.items())
-    return " · ".join(f"{_words(name)} {_number(name, item)}" for name, item in value.items())
+    return " · ".join(f"{_field_label(name)} {_number(name, item)}" for name, item in value.items())
 
 
-def _words(name: str) -> str:
+def _field_label(name: str) -> str:
     return name.replace("_", " ")
 
 
@@ -132,7 +132,7 @@ def _counts(values: Iterable[str]) -> dict[str, int]:
     return dict(Counter(values).most_common())
 
 
-def _spread(values: Sequence[int]) -> dict[str, float] | None:
+def _quantiles(values: Sequence[int]) -> dict[str, float] | None:
     """Quantiles (each a value that occurs) and the mean; None where there is nothing to measure."""
     if not values:
         return None

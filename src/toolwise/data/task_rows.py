@@ -13,27 +13,27 @@ from toolwise.errors import DataError, ToolwiseError
 from toolwise.types import Task
 
 
-def rows_text(tasks: Sequence[Task], what: str) -> str:
+def tasks_to_jsonl(tasks: Sequence[Task], what: str) -> str:
     """The tasks as JSONL that `load_tasks` reads back; a `DataError` names the first that JSON cannot hold."""
     return "".join(
-        f"{json.dumps(row_of(task, what, number), ensure_ascii=False)}\n" for number, task in enumerate(tasks)
+        f"{json.dumps(task_to_row(task, what, number), ensure_ascii=False)}\n" for number, task in enumerate(tasks)
     )
 
 
-def row_of(task: Task, what: str, number: int) -> Row:
+def task_to_row(task: Task, what: str, number: int) -> Row:
     """One task as a row. Nulls under a key are dropped from rows, so a table that has some is written as JSON text."""
     try:
-        wanted = _plain(task)
+        wanted = _task_as_json(task)
         for as_text in (False, True):
             row = _row(wanted, as_text)
-            if _plain(read_task(Path(what), number, json.loads(json.dumps(row)), {})) == wanted:
+            if _task_as_json(read_task(Path(what), number, json.loads(json.dumps(row)), {})) == wanted:
                 return row
     except (ValueError, TypeError, ToolwiseError, RecursionError) as fault:
         raise DataError(f"{what}: row {number} cannot be written as JSON: {' '.join(str(fault).split())}") from None
     raise DataError(f"{what}: row {number} ({task.task_id}) is not the same when it is read back from JSON")
 
 
-def _plain(task: Task) -> dict[str, Any]:
+def _task_as_json(task: Task) -> dict[str, Any]:
     """As JSON would give it back; NaN and objects of other libraries are refused."""
     plain: dict[str, Any] = json.loads(json.dumps(task.model_dump(), allow_nan=False))
     return plain | {"extra_info": drop_nulls(plain["extra_info"])}  # rows never have any there

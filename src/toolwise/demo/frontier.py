@@ -8,17 +8,17 @@ from pathlib import Path
 
 from toolwise.data import load_tasks
 from toolwise.errors import ConfigError
-from toolwise.frontier.evaluating import Evaluated, evaluate_frontier
+from toolwise.frontier.evaluating import FrontierEvaluation, evaluate_frontier
 from toolwise.routed.calibration import store_calibration
-from toolwise.routed.loading import find_routed, load_routing
+from toolwise.routed.loading import find_router, load_router
 
 BUDGETS = tuple(tenths / 10 for tenths in range(9))
-LABELLED = 600
+CLASSIFIER_TASKS = 600
 """Training tasks that the classifier of kinds is fitted to."""
 
 
 @dataclass(frozen=True, slots=True)
-class Small:
+class FrontierSize:
     """How much of everything: `toolwise eval RUN --budgets …` makes a whole one."""
 
     tasks: int = 120
@@ -26,24 +26,24 @@ class Small:
     replicates: int = 300
 
 
-async def small_frontier(
-    out: Path, size: Small | None = None, on_done: Callable[[str, int, int], None] = lambda what, done, of: None
-) -> Evaluated:
+async def evaluate_small_frontier(
+    out: Path, size: FrontierSize | None = None, on_done: Callable[[str, int, int], None] = lambda what, done, of: None
+) -> FrontierEvaluation:
     """Of the last checkpoint in `out`: frontier.json and frontier.png are put there, thresholds into the checkpoint.
 
     Whoever was interrupted goes on with what has been rolled out.
     """
-    size = size or Small()
-    config, model = find_routed(out)
+    size = size or FrontierSize()
+    config, model = find_router(out)
     if config.data.val is None or config.data.train is None:
         raise ConfigError(f"{out}/config.toml names no data.train or no data.val: a frontier needs both")
     found = await evaluate_frontier(
-        load_routing(out, config=config),
-        load_tasks(config.data.val, limit=_least(size.tasks, config.data.val_limit)),
+        load_router(out, config=config),
+        load_tasks(config.data.val, limit=_capped(size.tasks, config.data.val_limit)),
         BUDGETS,
         # Apart from what `toolwise eval` keeps of the same checkpoint: it makes more draws.
         out / "frontier" / f"{model.parent.name}-small",
-        train_tasks=load_tasks(config.data.train, limit=LABELLED),
+        train_tasks=load_tasks(config.data.train, limit=CLASSIFIER_TASKS),
         draws=size.draws,
         replicates=size.replicates,
         seed=config.seed,
@@ -54,5 +54,5 @@ async def small_frontier(
     return found
 
 
-def _least(count: int, limit: int | None) -> int:
+def _capped(count: int, limit: int | None) -> int:
     return count if limit is None else min(count, limit)

@@ -8,13 +8,13 @@ from toolwise.config import RunConfig
 from toolwise.demo.tasks import write_rows
 
 TRAIN_TASKS, HELD_OUT_TASKS = 4000, 240
-KINDS = ("known", "lookup", "arithmetic")
+ROUTABLE_KINDS = ("known", "lookup", "arithmetic")
 """What one route can settle. Two-step questions need both families in turn, and so have no route."""
 BUDGET = 0.5
 """Calls a question, on average. Two of three questions need one, so the router has to choose whom to disappoint."""
 
 
-def demo_settings(out: Path, seed: int) -> dict[str, object]:
+def demo_config(out: Path, seed: int) -> dict[str, object]:
     """The configuration of a run in `out`, on tasks that `write_tasks` puts there."""
     return {
         "name": "demo",
@@ -53,5 +53,5 @@ def write_tasks(config: RunConfig) -> None:
     """The tasks that the configuration names, drawn by its seed."""
     assert config.data.train is not None
     assert config.data.val is not None
-    write_rows(config.data.train, TRAIN_TASKS, seed=config.seed, split="train", kinds=KINDS)
-    write_rows(config.data.val, HELD_OUT_TASKS, seed=config.seed, split="heldout", kinds=KINDS)
+    write_rows(config.data.train, TRAIN_TASKS, seed=config.seed, split="train", kinds=ROUTABLE_KINDS)
+    write_rows(config.data.val, HELD_OUT_TASKS, seed=config.seed, split="heldout", kinds=ROUTABLE_KINDS)

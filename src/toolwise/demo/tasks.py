@@ -14,16 +14,16 @@ from random import Random
 from typing import Any
 
 from toolwise.demo.world import (
-    KNOWN_SUMS,
+    KNOWN_CALCULATIONS,
     LARGEST,
     PLACES,
     SMALLEST,
     THINGS,
+    Calculation,
     Fact,
-    Sum,
-    fact,
     is_known,
-    random_sum,
+    make_fact,
+    random_calculation,
 )
 from toolwise.json_text import json_text
 
@@ -69,7 +69,7 @@ def write_rows(path: Path, count: int, *, seed: int, split: str, kinds: Sequence
 
 # Each maker gives the question, the answer, the facts it is about, and the calls that would settle it. The calls are
 # for the teacher alone (demo/teacher.py); neither the agent nor its reward sees them.
-_Made = tuple[str, int, list[Fact], list[list[str]]]
+_Question = tuple[str, int, list[Fact], list[list[str]]]
 
 
 def _ask_fact(subject: Fact) -> str:
@@ -80,38 +80,38 @@ def _search(subject: Fact) -> list[str]:
     return ["search", f"{subject.place} {subject.thing}"]
 
 
-def _known(rng: Random) -> _Made:
+def _known(rng: Random) -> _Question:
     if rng.random() < 0.5:
-        return _from_sum(rng.choice(KNOWN_SUMS))
+        return _from_calculation(rng.choice(KNOWN_CALCULATIONS))
     return _from_fact(_draw_fact(rng, known=True))
 
 
-def _lookup(rng: Random) -> _Made:
+def _lookup(rng: Random) -> _Question:
     return _from_fact(_draw_fact(rng, known=False))
 
 
-def _arithmetic(rng: Random) -> _Made:
-    return _from_sum(random_sum(rng))
+def _arithmetic(rng: Random) -> _Question:
+    return _from_calculation(random_calculation(rng))
 
 
-def _from_fact(subject: Fact) -> _Made:
+def _from_fact(subject: Fact) -> _Question:
     return _ask_fact(subject), subject.value, [subject], [_search(subject)]
 
 
-def _from_sum(drawn: Sum) -> _Made:
+def _from_calculation(drawn: Calculation) -> _Question:
     return f"What is {drawn.expression}?", drawn.value, [], [["calculator", drawn.expression]]
 
 
-def _two_step(rng: Random) -> _Made:
+def _two_step(rng: Random) -> _Question:
     first = _draw_fact(rng, known=False)
     if rng.random() < 0.5:
         more = rng.randint(SMALLEST, LARGEST)
-        total = Sum(first.value, "+", more)
+        total = Calculation(first.value, "+", more)
         question = f"How many {first.thing} would {first.place} have with {more} more?"
         return question, total.value, [first], [_search(first), ["calculator", total.expression]]
     other = rng.choice([p for p in PLACES if p != first.place and not is_known(p, first.thing)])
-    second = fact(other, first.thing, rng)
-    total = Sum(first.value, "+", second.value)
+    second = make_fact(other, first.thing, rng)
+    total = Calculation(first.value, "+", second.value)
     question = f"How many {first.thing} do {first.place} and {second.place} have together?"
     calls = [_search(first), _search(second), ["calculator", total.expression]]
     return question, total.value, [first, second], calls
@@ -121,7 +121,7 @@ def _draw_fact(rng: Random, *, known: bool) -> Fact:
     while True:
         place, thing = rng.choice(PLACES), rng.choice(THINGS)
         if is_known(place, thing) == known:
-            return fact(place, thing, rng)
+            return make_fact(place, thing, rng)
 
 
 def _documents(about: list[Fact], rng: Random, count: int = 6) -> list[str]:
@@ -131,7 +131,7 @@ def _documents(about: list[Fact], rng: Random, count: int = 6) -> list[str]:
     while len(chosen) < count:
         place = rng.choice(near) if rng.random() < 0.4 else rng.choice(PLACES)
         thing = rng.choice(THINGS)
-        chosen.setdefault((place, thing), fact(place, thing, rng))
+        chosen.setdefault((place, thing), make_fact(place, thing, rng))
     documents = [f.sentence() for f in chosen.values()]
     rng.shuffle(documents)
     return documents

@@ -16,7 +16,7 @@ from toolwise.tools.base import BaseTool
 from toolwise.tools.calculator import CalculatorTool
 from toolwise.tools.search.tool import SearchTool
 
-Plan = tuple[str, float]
+WeightedStrategy = tuple[str, float]
 
 # How the teacher goes about each kind, with both tools at hand:
 #   right      answers what is true, from memory
@@ -25,7 +25,7 @@ Plan = tuple[str, float]
 #   misreport  the same, but answers wrongly
 #   half       makes the first call and answers what that gave
 #   detour     wastes a call on the wrong tool, then does the rest: settle, right or guess
-PLANS: dict[str, list[Plan]] = {
+STRATEGIES: dict[str, list[WeightedStrategy]] = {
     "known": [("right", 0.74), ("guess", 0.04), ("settle", 0.14), ("detour right", 0.08)],
     "lookup": [("guess", 0.60), ("settle", 0.24), ("misreport", 0.05), ("detour settle", 0.06), ("detour guess", 0.05)],
     "arithmetic": [
@@ -37,7 +37,7 @@ PLANS: dict[str, list[Plan]] = {
     ],
     "two_step": [("half", 0.40), ("settle", 0.22), ("misreport", 0.06), ("guess", 0.22), ("detour guess", 0.10)],
 }
-OFFERS: list[tuple[list[str], float]] = [
+TOOL_OFFERS: list[tuple[list[str], float]] = [
     (["calculator", "search"], 0.55),
     (["search", "calculator"], 0.15),
     (["search"], 0.10),
@@ -50,7 +50,7 @@ async def demonstrate(row: dict[str, Any], offered: Sequence[str], rng: Random) 
     """One conversation about one task, made with the real tools."""
     info = row["extra_info"]
     answer: str = row["reward_model"]["ground_truth"]
-    plan = _choose(PLANS[info["kind"]], rng)
+    plan = _weighted_choice(STRATEGIES[info["kind"]], rng)
     calls: list[list[str]] = info["plan"]
     if not all(name in offered for name, _ in calls):
         plan = "right" if info["kind"] == "known" else "guess"
@@ -67,7 +67,7 @@ async def demonstrate(row: dict[str, Any], offered: Sequence[str], rng: Random) 
         for name, text in calls[:1] if plan == "half" else calls:
             await _call(messages, tools[name], name, text, documents)
     if plan in ("guess", "misreport"):
-        answer = _wrong(answer, rng)
+        answer = _wrong_answer(answer, rng)
     elif plan == "half":
         answer = calls[-1][1].split()[0]  # the number that was to be added to
     messages.append({"role": "assistant", "content": f"Answer: {answer}"})
@@ -82,7 +82,7 @@ def conversations(count: int, *, seed: int) -> list[dict[str, Any]]:
         rows = []
         for index in range(count):
             row = make_row(rng.choice(KINDS), rng, index, "teach")
-            offered = _choose(OFFERS, rng)
+            offered = _weighted_choice(TOOL_OFFERS, rng)
             schemas = [_SCHEMAS[name] for name in offered]
             rows.append({"messages": await demonstrate(row, offered, rng), "tools": schemas})
         return rows
@@ -109,7 +109,7 @@ async def _call(messages: list[dict[str, Any]], tool: BaseTool, name: str, text:
     messages.append({"role": "tool", "tool_call_id": call_id, "content": result})
 
 
-def _wrong(answer: str, rng: Random) -> str:
+def _wrong_answer(answer: str, rng: Random) -> str:
     """A number of about the right size that is not the answer."""
     while True:
         low = 10 ** (len(answer) - 1) if len(answer) > 1 else 0
@@ -118,5 +118,5 @@ def _wrong(answer: str, rng: Random) -> str:
             return guess
 
 
-def _choose(weighted: Sequence[tuple[Any, float]], rng: Random) -> Any:
+def _weighted_choice(weighted: Sequence[tuple[Any, float]], rng: Random) -> Any:
     return rng.choices([item for item, _ in weighted], [weight for _, weight in weighted])[0]

@@ -86,7 +86,7 @@ def is_known(place: str, thing: str) -> bool:
     return thing in things_by_rank[: len(THINGS) // 2]
 
 
-def fact(place: str, thing: str, rng: Random) -> Fact:
+def make_fact(place: str, thing: str, rng: Random) -> Fact:
     """The one fixed fact where it is known; otherwise drawn anew for each task."""
     if is_known(place, thing):
         return Fact(place, thing, SMALLEST + _digest("value", place, thing) % (LARGEST - SMALLEST))
@@ -94,7 +94,7 @@ def fact(place: str, thing: str, rng: Random) -> Fact:
 
 
 @dataclass(frozen=True, slots=True)
-class Sum:
+class Calculation:
     """One piece of arithmetic."""
 
     left: int
@@ -114,11 +114,13 @@ class Sum:
         return self.left * self.right
 
 
-SMALL_SUMS = [Sum(a, op, b) for a in range(1, 13) for b in range(1, 13) for op in "+-*" if op != "-" or a >= b]
-KNOWN_SUMS = [s for s in SMALL_SUMS if _digest("sum", s.expression) % 2 == 0]
+SMALL_CALCULATIONS = [
+    Calculation(a, op, b) for a in range(1, 13) for b in range(1, 13) for op in "+-*" if op != "-" or a >= b
+]
+KNOWN_CALCULATIONS = [s for s in SMALL_CALCULATIONS if _digest("sum", s.expression) % 2 == 0]
 
 
-def random_sum(rng: Random) -> Sum:
+def random_calculation(rng: Random) -> Calculation:
     """1- to 4-digit arithmetic, never one of the sums known by heart."""
     while True:
         operator = rng.choice("+-*")
@@ -126,9 +128,9 @@ def random_sum(rng: Random) -> Sum:
         left, right = (rng.randint(1, 10 ** rng.randint(1, longest) - 1) for _ in range(2))
         if operator == "-" and left < right:
             left, right = right, left
-        drawn = Sum(left, operator, right)
+        drawn = Calculation(left, operator, right)
         if drawn not in _KNOWN:
             return drawn
 
 
-_KNOWN = frozenset(KNOWN_SUMS)
+_KNOWN = frozenset(KNOWN_CALCULATIONS)

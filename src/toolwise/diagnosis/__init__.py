@@ -2,13 +2,13 @@
 
 from toolwise.diagnosis.display import show_changes
 from toolwise.diagnosis.finding import Finding
-from toolwise.diagnosis.monitor import Changes, Diagnosis
+from toolwise.diagnosis.monitor import Diagnosis, FindingChanges
 from toolwise.diagnosis.startup import check_routable, evaluation_findings, startup_findings
 
 __all__ = [
-    "Changes",
     "Diagnosis",
     "Finding",
+    "FindingChanges",
     "check_routable",
     "evaluation_findings",
     "show_changes",

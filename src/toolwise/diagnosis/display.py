@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 
-from toolwise.diagnosis.monitor import Changes
+from toolwise.diagnosis.monitor import FindingChanges
 from toolwise.trackers.console import ConsoleTracker
 
 log = logging.getLogger("toolwise.diagnosis")
 
 
-def show_changes(changes: Changes, console: ConsoleTracker | None) -> None:
+def show_changes(changes: FindingChanges, console: ConsoleTracker | None) -> None:
     """Each finding once, when it is made; one that a later step disproved is taken back."""
     for finding in changes.found:
         if console is None:

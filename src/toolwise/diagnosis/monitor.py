@@ -9,15 +9,15 @@ from typing import Any
 from toolwise.config import RunConfig
 from toolwise.diagnosis.finding import Finding
 from toolwise.diagnosis.symptoms import FIRST_STEPS, SYMPTOMS, prompt_too_long
-from toolwise.diagnosis.weights import PATIENCE, why_unchanged
+from toolwise.diagnosis.weights import UNCHANGED_STEPS_LIMIT, explain_unchanged
 from toolwise.types import ScoredRollout
 
-UNCHANGED = "weights_unchanged"
+WEIGHTS_UNCHANGED = "weights_unchanged"
 _UNKNOWN = ("the checkpoint that the run began from does not say why", "Look at actor/… and groups/… in metrics.jsonl")
 
 
 @dataclass(frozen=True, slots=True)
-class Changes:
+class FindingChanges:
     """What one look has changed."""
 
     found: list[Finding] = field(default_factory=list)
@@ -47,11 +47,11 @@ class Diagnosis:
     dropped_steps: int = 0
     """Those steps."""
 
-    def begin(self, findings: Sequence[Finding]) -> Changes:
+    def begin(self, findings: Sequence[Finding]) -> FindingChanges:
         """Takes what is known before the first step; gives everything found so far, also before a resume."""
         for finding in findings:
             self._add(finding)
-        return Changes(list(self.findings))
+        return FindingChanges(list(self.findings))
 
     def before_step(self, config: RunConfig, checksum: Callable[[], str]) -> None:
         if config.router.train_actor and self.updated is None:
@@ -64,11 +64,11 @@ class Diagnosis:
         scored: Sequence[ScoredRollout],
         metrics: Mapping[str, float],
         checksum: Callable[[], str],
-    ) -> Changes:
+    ) -> FindingChanges:
         """Looks at what a step produced. `checksum` is asked only until the weights have changed."""
         self.steps += 1
         self.rollouts += len(scored)
-        changes = Changes()
+        changes = FindingChanges()
         found = [prompt_too_long(scored, f"step {step}", step)]
         for symptom in SYMPTOMS:
             if symptom.kind in self.healthy:
@@ -87,27 +87,27 @@ class Diagnosis:
         if self.updated is False:
             if metrics.get("actor/update_norm") and checksum() != self.weights:
                 self.updated, self.weights, self.why = True, "", []
-                changes.withdrawn.extend(self._withdraw(UNCHANGED))
+                changes.withdrawn.extend(self._withdraw(WEIGHTS_UNCHANGED))
             else:
                 if not metrics.get("actor/updates"):
                     self.dropped_groups += len({s.rollout.group_id for s in scored})
                     self.dropped_steps += 1
-                self.why = list(why_unchanged(config, scored, metrics, self._dropped()))
-                found.append(self._unchanged(step) if self.steps >= PATIENCE else None)
+                self.why = list(explain_unchanged(config, scored, metrics, self._dropped()))
+                found.append(self._unchanged(step) if self.steps >= UNCHANGED_STEPS_LIMIT else None)
         changes.found.extend(finding for finding in found if finding is not None and self._add(finding))
         return changes
 
-    def after_validation(self, step: int, scored: Sequence[ScoredRollout]) -> Changes:
-        return self._added(prompt_too_long(scored, f"the validation at step {step}", step))
+    def after_validation(self, step: int, scored: Sequence[ScoredRollout]) -> FindingChanges:
+        return self._changes_from(prompt_too_long(scored, f"the validation at step {step}", step))
 
-    def end(self, step: int) -> Changes:
+    def end(self, step: int) -> FindingChanges:
         """At the end of a run: weights that never changed are a finding however short it was."""
-        return self._added(self._unchanged(step) if self.updated is False and self.steps else None)
+        return self._changes_from(self._unchanged(step) if self.updated is False and self.steps else None)
 
     def _unchanged(self, step: int) -> Finding:
         cause, cure = self.why or _UNKNOWN
         steps = f"{self.steps} steps" if self.steps != 1 else "1 step"
-        return Finding(UNCHANGED, f"No weight of the actor has changed in {steps}: {cause}", cure, step)
+        return Finding(WEIGHTS_UNCHANGED, f"No weight of the actor has changed in {steps}: {cause}", cure, step)
 
     def _dropped(self) -> str:
         """`all 40 groups were`, as the subject of a sentence."""
@@ -116,8 +116,8 @@ class Diagnosis:
         of = "" if self.dropped_steps == self.steps else f" of the {steps} without an update"
         return f"{groups}{of} {'was' if self.dropped_groups == 1 else 'were'}"
 
-    def _added(self, finding: Finding | None) -> Changes:
-        return Changes([finding] if finding is not None and self._add(finding) else [])
+    def _changes_from(self, finding: Finding | None) -> FindingChanges:
+        return FindingChanges([finding] if finding is not None and self._add(finding) else [])
 
     def _add(self, finding: Finding) -> bool:
         """Whether it is the first of its kind, which stands."""

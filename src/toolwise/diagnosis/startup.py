@@ -10,8 +10,8 @@ from toolwise.config import RunConfig
 from toolwise.diagnosis.finding import Finding
 from toolwise.diagnosis.symptoms import prompt_too_long
 from toolwise.errors import ConfigError
-from toolwise.rewards.combine import Rewards
-from toolwise.rewards.earned import EARNED
+from toolwise.rewards.combine import CompositeReward
+from toolwise.rewards.earned import EPISODE_REWARDS
 from toolwise.rewards.function import Reward
 from toolwise.routing.conditioning import Conditioning
 from toolwise.routing.families import Family
@@ -27,7 +27,7 @@ ANSWER_WORDS = frozenset(
 
 def startup_findings(
     config: RunConfig,
-    rewards: Rewards,
+    rewards: CompositeReward,
     tools: Mapping[str, BaseTool],
     *,
     train: Sequence[Task] = (),
@@ -41,7 +41,9 @@ def startup_findings(
     return list(by_kind.values())
 
 
-def evaluation_findings(rewards: Rewards, tasks: Sequence[Task], scored: Sequence[ScoredRollout]) -> list[Finding]:
+def evaluation_findings(
+    rewards: CompositeReward, tasks: Sequence[Task], scored: Sequence[ScoredRollout]
+) -> list[Finding]:
     """Of tasks that were rolled out and scored where nothing learns."""
     found = (_no_ground_truth(rewards, tasks, "evaluated"), prompt_too_long(scored, "this evaluation", 0))
     return [finding for finding in found if finding is not None]
@@ -92,7 +94,7 @@ def _one_family(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequenc
     return Finding("one_family", f"All tools ({_listed(names)}) are of the family {family.value}: {same}", cure, 0)
 
 
-def _no_ground_truth(rewards: Rewards, tasks: Sequence[Task], which: str) -> Finding | None:
+def _no_ground_truth(rewards: CompositeReward, tasks: Sequence[Task], which: str) -> Finding | None:
     """Only where a column looks like it: a reward may well do without a ground truth."""
     readers = [part.reward for part in rewards.parts if _reads_ground_truth(part.reward)]
     if not tasks or not readers or any(task.ground_truth is not None for task in tasks):
@@ -124,7 +126,7 @@ def _no_ground_truth(rewards: Rewards, tasks: Sequence[Task], which: str) -> Fin
 
 def _reads_ground_truth(reward: Reward) -> bool:
     """A parameter that is named with an underscore says that it is not used."""
-    return reward.reference not in EARNED and not reward.signature.first[1].startswith("_")
+    return reward.reference not in EPISODE_REWARDS and not reward.signature.first[1].startswith("_")
 
 
 def _looks_like_answer(column: str) -> bool:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from toolwise.advantages.step_rewards import SETTINGS, totals_of
+from toolwise.advantages.step_rewards import REWARD_SETTINGS, total_rewards
 from toolwise.config import RunConfig
 from toolwise.diagnosis.finding import Finding
 from toolwise.types import Rollout, ScoredRollout, StopReason
@@ -39,7 +39,7 @@ def _equal_rewards(scored: Sequence[ScoredRollout], config: RunConfig) -> str | 
     counted = [s for s in scored if s.trainable]
     if len(counted) < 2 or _equal_rewards_teach(config, counted[0].score):
         return None
-    totals = totals_of(counted, **{name: getattr(config.algorithm, name) for name in SETTINGS}).tolist()
+    totals = total_rewards(counted, **{name: getattr(config.algorithm, name) for name in REWARD_SETTINGS}).tolist()
     rewards = {
         (s.score, total, *(step.base_reward for step in s.steps if step.base_reward is not None))
         for s, total in zip(counted, totals, strict=True)
@@ -73,10 +73,10 @@ def _explain_equal_rewards(score: str, rollouts: int, config: RunConfig) -> tupl
 
 def _cut(scored: Sequence[ScoredRollout], _: RunConfig) -> str | None:
     acted = [s.rollout for s in scored if s.rollout.steps]
-    return "cut" if acted and sum(map(_is_cut, acted)) >= NEARLY_ALL * len(acted) else None
+    return "cut" if acted and sum(map(_hit_length_limit, acted)) >= NEARLY_ALL * len(acted) else None
 
 
-def _is_cut(rollout: Rollout) -> bool:
+def _hit_length_limit(rollout: Rollout) -> bool:
     return (rollout.steps[-1].policy_logprobs or {}).get("finish_reason") == "length"
 
 

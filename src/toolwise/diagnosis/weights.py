@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from toolwise.config import RunConfig
 from toolwise.types import ScoredRollout, StopReason
 
-PATIENCE = 10
+UNCHANGED_STEPS_LIMIT = 10
 """Updates after which weights that are still what they were are a finding."""
 _PREFER = (
     "use a reward that tells better replies from worse, more rollouts a task (rollout.n), a higher "
@@ -16,7 +16,7 @@ _PREFER = (
 )
 
 
-def why_unchanged(
+def explain_unchanged(
     config: RunConfig, scored: Sequence[ScoredRollout], metrics: Mapping[str, float], dropped: str
 ) -> tuple[str, str]:
     """The cause and the cure, by the latest step; `dropped` names the groups of all steps without an update."""
@@ -50,7 +50,7 @@ def why_unchanged(
 def _nothing_usable(config: RunConfig, scored: Sequence[ScoredRollout]) -> tuple[str, str]:
     if not scored:
         return "there was no rollout", "Look at the log"
-    unscored = [s for s in scored if s.rollout.trainable and not s.result.counts]
+    unscored = [s for s in scored if s.rollout.trainable and not s.result.has_valid_score]
     (reason, _), *_ = Counter(s.rollout.stop_reason for s in scored).most_common(1)
     if unscored and len(unscored) * 2 >= len(scored):
         said = " ".join((unscored[0].result.reason or "the result is not valid").split())

@@ -7,14 +7,14 @@ from itertools import groupby
 
 from toolwise import waiting
 from toolwise.config import RunConfig
-from toolwise.dry_run.estimate import Memory, Range, Time, estimate_memory, estimate_time
-from toolwise.dry_run.problems import Findings, find_problems
+from toolwise.dry_run.estimate import MemoryEstimate, TimeEstimate, TimeRange, estimate_memory, estimate_time
+from toolwise.dry_run.problems import DryRunReport, find_problems
 from toolwise.dry_run.trial import RolloutTrial, try_rollouts, try_update
-from toolwise.records import record_of
+from toolwise.records import rollout_record
 from toolwise.run import Run, assemble
 from toolwise.settings import to_toml
 from toolwise.startup import announce, show_startup
-from toolwise.trackers.console import rollout_lines, say_time
+from toolwise.trackers.console import format_duration, rollout_lines
 from toolwise.trackers.conversation import clean_text, shorten
 from toolwise.types import ScoredRollout
 
@@ -22,21 +22,21 @@ Show = Callable[[str], None]
 SHOWN_CHARACTERS = 200
 
 
-def dry_run(config: RunConfig, show: Show) -> Findings:
+def dry_run(config: RunConfig, show: Show) -> DryRunReport:
     """Load everything, roll out and score two tasks, compute their gradients, and estimate memory and time.
 
-    Nothing is written and no weight changes. The configuration has problems where `Findings.problems` is not empty.
+    Nothing is written and no weight changes. The configuration has problems where `DryRunReport.problems` is not empty.
     """
     with show_startup():
         run = assemble(config)
         try:
-            return waiting.run(_work(run, show))
+            return waiting.run(_run_trial(run, show))
         finally:
             announce("closing")
             run.close()
 
 
-async def _work(run: Run, show: Show) -> Findings:
+async def _run_trial(run: Run, show: Show) -> DryRunReport:
     show_settings(run, show)
     rollouts = await try_rollouts(run)
     show_rollouts(rollouts, show)
@@ -73,14 +73,14 @@ def show_rollouts(trial: RolloutTrial, show: Show) -> None:
         show(f"\nTask {number} of {len(by_task)}: {clean_text(task_id)}, {len(scored)} rollouts, the first of them:")
         if not scored:
             continue
-        for label, text, _ in rollout_lines(record_of(scored[0]), SHOWN_CHARACTERS):
+        for label, text, _ in rollout_lines(rollout_record(scored[0]), SHOWN_CHARACTERS):
             show(f"  {label:<8}{text}")
         route = f", route {scored[0].rollout.route}" if scored[0].rollout.route else ""
         show(f"  score {_score(scored[0])}, stop reason {scored[0].rollout.stop_reason.value}{route}")
-        show(f"  scores of all: {_counted([_score(s) for s in scored])}")
+        show(f"  scores of all: {_format_counts([_score(s) for s in scored])}")
 
 
-def show_memory(memory: Memory, show: Show) -> None:
+def show_memory(memory: MemoryEstimate, show: Show) -> None:
     parts = ", ".join(f"{name} {_bytes(size)}" for name, size in memory.parts.items())
     short = "" if memory.total <= memory.available else ": MORE THAN THERE IS"
     show(f"  memory  about {_bytes(memory.total)} of {_bytes(memory.available)} on {memory.device}{short}")
@@ -88,7 +88,7 @@ def show_memory(memory: Memory, show: Show) -> None:
     show(f"          from {memory.basis}")
 
 
-def show_time(run: Run, time: Time, show: Show) -> None:
+def show_time(run: Run, time: TimeEstimate, show: Show) -> None:
     config = run.config
     size = f"{config.data.batch_size} tasks × {config.rollout.n} rollouts"
     show(f"  time    {_range(time.total)}: {config.trainer.total_steps} steps of {size} at {_range(time.step)} each")
@@ -104,10 +104,10 @@ def _score(scored: ScoredRollout) -> str:
     result = scored.result
     if result.error is not None:
         return f"none ({result.error.kind}: {shorten(clean_text(result.error.message), 120)})"
-    return f"{result.score:.3g}" if result.counts else "none"
+    return f"{result.score:.3g}" if result.has_valid_score else "none"
 
 
-def _counted(texts: list[str]) -> str:
+def _format_counts(texts: list[str]) -> str:
     groups = [(text, len(list(same))) for text, same in groupby(sorted(texts))]
     return ", ".join(f"{text} × {count}" if count > 1 else text for text, count in groups)
 
@@ -120,9 +120,9 @@ def _bytes(size: int) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    return say_time(seconds) if seconds >= 10 else f"{seconds:.1f}s"
+    return format_duration(seconds) if seconds >= 10 else f"{seconds:.1f}s"
 
 
-def _range(seconds: Range) -> str:
-    least, most = _seconds(seconds.least), _seconds(seconds.most)
-    return f"about {most}" if least == most else f"{least} to {most}"
+def _range(seconds: TimeRange) -> str:
+    low, high = _seconds(seconds.low), _seconds(seconds.high)
+    return f"about {high}" if low == high else f"{low} to {high}"

@@ -10,7 +10,7 @@ from toolwise.run import Run
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryEstimate:
     parts: dict[str, int]
     """Bytes by name."""
     total: int
@@ -20,32 +20,32 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
-    """Seconds: `least` if all rollouts of a step overlap, `most` if they take turns."""
+class TimeRange:
+    """Seconds: `low` if all rollouts of a step overlap, `most` if they take turns."""
 
-    least: float
-    most: float
+    low: float
+    high: float
 
-    def __add__(self, other: Range) -> Range:
-        return Range(self.least + other.least, self.most + other.most)
+    def __add__(self, other: TimeRange) -> TimeRange:
+        return TimeRange(self.low + other.low, self.high + other.high)
 
-    def __rmul__(self, factor: float) -> Range:
-        return Range(factor * self.least, factor * self.most)
+    def __rmul__(self, factor: float) -> TimeRange:
+        return TimeRange(factor * self.low, factor * self.high)
 
 
 @dataclass(frozen=True, slots=True)
-class Time:
-    rollout: Range
+class TimeEstimate:
+    rollout: TimeRange
     score_s: float
     update_s: float
-    step: Range
-    validation: Range
+    step: TimeRange
+    validation: TimeRange
     """All validations of the run together."""
-    total: Range
+    total: TimeRange
     basis: str
 
 
-def estimate_memory(run: Run, rollouts: RolloutTrial, update: UpdateTrial | None) -> Memory:
+def estimate_memory(run: Run, rollouts: RolloutTrial, update: UpdateTrial | None) -> MemoryEstimate:
     config, device = run.config, run.learner.device
     scale = config.data.batch_size / len(rollouts.tasks)
     parts = static_parts(run)
@@ -68,10 +68,10 @@ def estimate_memory(run: Run, rollouts: RolloutTrial, update: UpdateTrial | None
     if device.type != "cuda" and held is not None:
         parts["Python, PyTorch and data"] = max(0, held - parts["weights"] - parts.get("reference model", 0))
         total += parts["Python, PyTorch and data"]
-    return Memory(parts, total, device_bytes(device), str(device), ", ".join(basis))
+    return MemoryEstimate(parts, total, device_bytes(device), str(device), ", ".join(basis))
 
 
-def estimate_time(run: Run, rollouts: RolloutTrial, update: UpdateTrial | None) -> Time:
+def estimate_time(run: Run, rollouts: RolloutTrial, update: UpdateTrial | None) -> TimeEstimate:
     config = run.config
     scale = config.data.batch_size / len(rollouts.tasks)
     update_s = 0.0
@@ -82,15 +82,15 @@ def estimate_time(run: Run, rollouts: RolloutTrial, update: UpdateTrial | None) 
             sizes = [sum(p.numel() for p in model.parameters()) for model in (critic.model, run.learner.model)]
             update_s += config.critic.epochs * update.gradient_s * sizes[0] / max(1, sizes[1])
     score_s, update_s = scale * rollouts.score_s, scale * update_s
-    rollout = Range(min(1.0, scale) * rollouts.rollout_s, scale * rollouts.rollout_s)
-    step = rollout + Range(score_s + update_s, score_s + update_s)
+    rollout = TimeRange(min(1.0, scale) * rollouts.rollout_s, scale * rollouts.rollout_s)
+    step = rollout + TimeRange(score_s + update_s, score_s + update_s)
     steps, every = config.trainer.total_steps, config.validation.every
     validations = int(config.validation.before) + (-(-steps // every) if every else 1)
     share = len(run.validation_tasks) / max(1, len(rollouts.scored))
-    held_out = Range(min(1.0, share) * rollouts.rollout_s, share * rollouts.rollout_s)
-    validation = validations * (held_out + Range(share * rollouts.score_s, share * rollouts.score_s))
+    held_out = TimeRange(min(1.0, share) * rollouts.rollout_s, share * rollouts.rollout_s)
+    validation = validations * (held_out + TimeRange(share * rollouts.score_s, share * rollouts.score_s))
     basis = (
         f"from {len(rollouts.tasks)} tasks × {config.rollout.n} rollouts: the shorter time if all rollouts of a step "
         "overlap, the longer if they take turns"
     )
-    return Time(rollout, score_s, update_s, step, validation, steps * step + validation, basis)
+    return TimeEstimate(rollout, score_s, update_s, step, validation, steps * step + validation, basis)

@@ -16,7 +16,7 @@ T = TypeVar("T")
 FP32 = 4
 
 
-def peak_of(work: Callable[[], T], device: torch.device) -> tuple[T, int | None]:
+def measure_peak(work: Callable[[], T], device: torch.device) -> tuple[T, int | None]:
     """The result of `work`, and the bytes that it needed at its peak beyond what was held before."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -25,15 +25,15 @@ def peak_of(work: Callable[[], T], device: torch.device) -> tuple[T, int | None]
         result = work()
         torch.cuda.synchronize(device)
         return result, torch.cuda.max_memory_allocated(device) - before
-    held = _resident("VmRSS:") if _reset_peak() else None
+    held = _status_bytes("VmRSS:") if _reset_peak() else None
     result = work()
-    peak = _resident("VmHWM:")
+    peak = _status_bytes("VmHWM:")
     return result, None if held is None or peak is None else max(0, peak - held)
 
 
 def resident_bytes() -> int | None:
     """Memory of this process now; None where the system does not say."""
-    return _resident("VmRSS:")
+    return _status_bytes("VmRSS:")
 
 
 def device_bytes(device: torch.device) -> int:
@@ -88,7 +88,7 @@ def _reset_peak() -> bool:
     return True
 
 
-def _resident(field: str) -> int | None:
+def _status_bytes(field: str) -> int | None:
     try:
         with open("/proc/self/status") as file:
             return next((int(line.split()[1]) << 10 for line in file if line.startswith(field)), None)

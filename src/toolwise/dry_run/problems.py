@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from toolwise.run import Run
 from toolwise.types import ScoredRollout, StepData, StopReason
 
-BROKEN = ("exception", "timeout", "server_down")
+TOOL_FAULTS = ("exception", "timeout", "server_down")
 """Failures of a call that are the tool's fault, not the model's."""
 TEMPLATE_FAULT = "the chat template of "
 """How a fault in rendering begins: it comes back whenever a conversation takes that turn."""
 
 
 @dataclass(slots=True)
-class Findings:
+class DryRunReport:
     problems: list[str] = field(default_factory=list)
     """Each one fails the dry run."""
     notes: list[str] = field(default_factory=list)
@@ -24,8 +24,8 @@ class Findings:
     """Of the first reward that failed."""
 
 
-def find_problems(run: Run, scored: Sequence[ScoredRollout]) -> Findings:
-    findings = Findings()
+def find_problems(run: Run, scored: Sequence[ScoredRollout]) -> DryRunReport:
+    findings = DryRunReport()
     _check_rewards(run, scored, findings)
     _check_endings(scored, findings)
     _check_tools(run, scored, findings)
@@ -35,7 +35,7 @@ def find_problems(run: Run, scored: Sequence[ScoredRollout]) -> Findings:
     return findings
 
 
-def _check_rewards(run: Run, scored: Sequence[ScoredRollout], findings: Findings) -> None:
+def _check_rewards(run: Run, scored: Sequence[ScoredRollout], findings: DryRunReport) -> None:
     name, allowed = run.scoring.rewards.name, run.config.reward.max_error_rate
     faults = [s.result.error for s in scored if s.result.error is not None]
     if faults:
@@ -48,13 +48,13 @@ def _check_rewards(run: Run, scored: Sequence[ScoredRollout], findings: Findings
             findings.traceback = faults[0].traceback
         else:
             findings.notes.append(text)
-    elif not any(s.result.counts for s in scored):
+    elif not any(s.result.has_valid_score for s in scored):
         reason = next((s.result.reason for s in scored if s.result.reason), None)
         because = f": {_one_line(reason)}" if reason else ""
         findings.problems.append(f"the reward {name} gave no valid score for any of {len(scored)} rollouts{because}")
 
 
-def _check_endings(scored: Sequence[ScoredRollout], findings: Findings) -> None:
+def _check_endings(scored: Sequence[ScoredRollout], findings: DryRunReport) -> None:
     lost = [s.rollout for s in scored if not s.rollout.trainable or not s.rollout.steps]
     refused = [r for r in lost if r.stop_reason is StopReason.POLICY_FAULT and TEMPLATE_FAULT in (r.fault or "")]
     others = [r for r in lost if r not in refused]
@@ -66,14 +66,14 @@ def _check_endings(scored: Sequence[ScoredRollout], findings: Findings) -> None:
             (findings.problems if serious else findings.notes).append(text)
 
 
-def _check_tools(run: Run, scored: Sequence[ScoredRollout], findings: Findings) -> None:
+def _check_tools(run: Run, scored: Sequence[ScoredRollout], findings: DryRunReport) -> None:
     calls: Counter[str] = Counter()
     working: set[str] = set()
     raising: set[str] = set()
     for step in (step for s in scored for step in s.steps):
         made, failed = step.step_info.get("calls") or {}, step.step_info.get("failed_calls") or {}
         calls.update(made)
-        if sum(failed.get(kind, 0) for kind in BROKEN) < sum(made.values()):
+        if sum(failed.get(kind, 0) for kind in TOOL_FAULTS) < sum(made.values()):
             working.update(made)
         if failed.get("exception", 0) == sum(made.values()):
             raising.update(made)
@@ -89,7 +89,7 @@ def _check_tools(run: Run, scored: Sequence[ScoredRollout], findings: Findings) 
         )
 
 
-def _check_prompts(run: Run, scored: Sequence[ScoredRollout], findings: Findings) -> None:
+def _check_prompts(run: Run, scored: Sequence[ScoredRollout], findings: DryRunReport) -> None:
     """A chat template that ignores `tools` trains an agent that is never told about them."""
     if run.config.env.name != "tools":
         return
@@ -110,15 +110,15 @@ def _first_prompt(run: Run, scored: ScoredRollout) -> str:
     return str(run.chat.tokenizer.decode(list(told[0].get("prompt_ids", ())))) if told else ""
 
 
-def _check_scores(scored: Sequence[ScoredRollout], findings: Findings) -> None:
-    scores = [s.score for s in scored if s.result.counts]
+def _check_scores(scored: Sequence[ScoredRollout], findings: DryRunReport) -> None:
+    scores = [s.score for s in scored if s.result.has_valid_score]
     if len(scores) > 1 and len(set(scores)) == 1:
         findings.notes.append(
             f"all {len(scores)} rollouts got the score {scores[0]:g}: rollouts that score the same teach nothing"
         )
 
 
-def _check_lengths(run: Run, scored: Sequence[ScoredRollout], findings: Findings) -> None:
+def _check_lengths(run: Run, scored: Sequence[ScoredRollout], findings: DryRunReport) -> None:
     steps = list(_sampled(scored))
     cut = [s for s in steps if (s.policy_logprobs or {}).get("finish_reason") == "length"]
     if steps and 2 * len(cut) > len(steps):

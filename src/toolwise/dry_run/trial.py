@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from toolwise.advantages import credit, least_group
-from toolwise.deliberation import annotate_added
-from toolwise.dry_run.memory import peak_of
-from toolwise.loop import select, think
+from toolwise.advantages import credit, min_group_size
+from toolwise.deliberation import annotate_added_rows
+from toolwise.dry_run.memory import measure_peak
+from toolwise.loop import select_groups, think
 from toolwise.rewards.align import align_rollouts
 from toolwise.run import Run
 from toolwise.startup import announce
-from toolwise.thinking.stage import attach
+from toolwise.thinking.stage import attach_thinking
 from toolwise.types import CreditedRollout, ScoredRollout, Task
 
-TASKS = 2
+TRIAL_TASKS = 2
 WARM_UP_TOKENS = 8
 
 
@@ -47,7 +47,7 @@ class UpdateTrial:
 
 async def try_rollouts(run: Run) -> RolloutTrial:
     """Roll out and score the first tasks in whole groups: the path of a training step."""
-    tasks = run.batches.tasks[:TASKS]
+    tasks = run.batches.tasks[:TRIAL_TASKS]
     n = run.config.rollout.n
     _skip_warm_start(run)
     announce("warming up the model")
@@ -60,7 +60,7 @@ async def try_rollouts(run: Run) -> RolloutTrial:
     rollouts = await run.scheduler.roll_out(decisions, do_sample=run.config.rollout.do_sample)
     rolled_out = time.perf_counter()
     announce(f"scoring {len(rollouts)} rollouts")
-    rollouts = list(run.router.account(rollouts))
+    rollouts = list(run.router.with_written_usage(rollouts))
     results = await run.scoring.evaluate(rollouts, step=0)
     scored = align_rollouts(rollouts, results)
     return RolloutTrial(tasks, scored, rolled_out - began, time.perf_counter() - rolled_out)
@@ -68,24 +68,24 @@ async def try_rollouts(run: Run) -> RolloutTrial:
 
 async def try_update(run: Run, scored: Sequence[ScoredRollout]) -> UpdateTrial | None:
     """The learner's part of a step, up to the gradients; None where there is nothing to learn from."""
-    usable, _, _ = select(
+    usable, _, _ = select_groups(
         scored,
         keeps_equal=lambda score: True,  # equal scores cost as much as others
         mask_truncated=run.config.algorithm.mask_truncated,
-        least=least_group(run.estimator),
+        min_group_size=min_group_size(run.estimator),
     )
     if not usable or not run.config.router.train_actor:
         return None
     announce("computing gradients, without changing a weight")
     began = time.perf_counter()
     thought, _ = await think(run, scored, usable)
-    credited, _ = credit(run.estimator, attach(run.learner.annotate(usable), thought))
+    credited, _ = credit(run.estimator, attach_thinking(run.learner.annotate(usable), thought))
     if run.thinking is not None:
-        credited = annotate_added(run.learner, credited)
+        credited = annotate_added_rows(run.learner, credited)
     prepared_s = time.perf_counter() - began
-    _, peak = peak_of(lambda: run.learner.rehearse(credited), run.learner.device)
+    _, peak = measure_peak(lambda: run.learner.dry_run_update(credited), run.learner.device)
     began = time.perf_counter()  # the second time: the first one also compiles and allocates
-    run.learner.rehearse(credited)
+    run.learner.dry_run_update(credited)
     gradient_s = time.perf_counter() - began
     return UpdateTrial(prepared_s + gradient_s, gradient_s, peak, sum(map(_tokens, credited)))
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from toolwise.engine.attention import can_attend
+from toolwise.engine.attention import supports_paged_attention
 from toolwise.engine.engine import Engine
-from toolwise.engine.request import Scored
+from toolwise.engine.request import ContinuationScores
 
-__all__ = ["Engine", "Scored", "can_attend"]
+__all__ = ["ContinuationScores", "Engine", "supports_paged_attention"]

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from toolwise.engine.grouping import Group
 from toolwise.errors import ModelError
 
-NAME = "toolwise_paged"
+ATTENTION_NAME = "toolwise_paged"
 
 
 class Scratch:
@@ -27,14 +27,14 @@ class Scratch:
     def __init__(self) -> None:
         self._held: Tensor | None = None
 
-    def room(self, size: int, like: Tensor) -> Tensor:
+    def reserve(self, size: int, like: Tensor) -> Tensor:
         if self._held is None or len(self._held) < size or self._held.dtype != like.dtype:
             self._held = torch.empty(size + size // 4, dtype=like.dtype)
         return self._held[:size]
 
 
 @dataclass(slots=True)
-class Context:
+class PagedContext:
     """What attention must know of a batch: where tokens are written and what each piece may see."""
 
     keys: list[Tensor]
@@ -48,7 +48,7 @@ class Context:
     """[pieces + 1] int32"""
     context_lengths: Tensor | None = None
     """[pieces] int32: keys that the last query of each piece sees, itself included."""
-    longest: int = 0
+    max_query_length: int = 0
     """Tokens of the longest piece."""
     decoding: bool = False
     """Every piece is one token."""
@@ -60,16 +60,16 @@ class Context:
 
 
 @cache
-def implementation() -> str:
+def register_attention() -> str:
     """The name under which a model's layers find `attend`. transformers makes no mask for a name that its mask
     interface does not know."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, attend)
-    return NAME
+    AttentionInterface.register(ATTENTION_NAME, attend)
+    return ATTENTION_NAME
 
 
-def can_attend(model: Any) -> bool:
+def supports_paged_attention(model: Any) -> bool:
     """Whether each layer is a plain causal attention that asks the attention interface."""
     try:
         trunk = model.get_decoder()
@@ -91,7 +91,7 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    toolwise_paged: Context | None = None,
+    toolwise_paged: PagedContext | None = None,
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
@@ -104,18 +104,18 @@ def attend(
     query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if query.is_cuda:
-        return _in_kernels(query, key, value, keys, values, context, scale)[None], None
+        return _attend_with_kernels(query, key, value, keys, values, context, scale)[None], None
     real = len(context.slots)
     keys.flatten(0, 1).index_copy_(0, context.slots, key[:real])
     values.flatten(0, 1).index_copy_(0, context.slots, value[:real])
-    outs = [_in_group(query[group.tokens], keys, values, group, scale, context.scratch) for group in context.groups]
+    outs = [_attend_group(query[group.tokens], keys, values, group, scale, context.scratch) for group in context.groups]
     if real < len(query):
         outs.append(torch.zeros_like(query[real:]))
     return (outs[0] if len(outs) == 1 else torch.cat(outs))[None], None
 
 
-def _in_kernels(
-    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, context: Context, scale: float
+def _attend_with_kernels(
+    query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, context: PagedContext, scale: float
 ) -> Tensor:
     from toolwise import kernels
 
@@ -126,10 +126,12 @@ def _in_kernels(
     assert starts is not None
     if context.decoding:
         return kernels.paged_attention_decode(query, keys, values, tables, lengths, scale)
-    return kernels.paged_attention_prefill(query, keys, values, tables, starts, lengths, scale, context.longest)
+    return kernels.paged_attention_prefill(
+        query, keys, values, tables, starts, lengths, scale, context.max_query_length
+    )
 
 
-def _in_group(
+def _attend_group(
     query: Tensor, keys: Tensor, values: Tensor, group: Group, scale: float, scratch: tuple[Scratch, Scratch]
 ) -> Tensor:
     """[tokens of the group, heads, size]"""
@@ -137,7 +139,7 @@ def _in_group(
     key_heads = keys.shape[2]
     if group.padded is not None:
         query = query[group.padded]
-    k, v = (_gathered(cached, group, room) for cached, room in zip((keys, values), scratch, strict=True))
+    k, v = (_gather_blocks(cached, group, room) for cached, room in zip((keys, values), scratch, strict=True))
     # The heads that share keys are further queries of theirs: nothing is repeated.
     q = query.view(group.rows, group.queries, key_heads, heads // key_heads, size).permute(0, 2, 3, 1, 4)
     if group.causal:
@@ -152,9 +154,9 @@ def _in_group(
     return out if group.real is None else out[group.real]
 
 
-def _gathered(cached: Tensor, group: Group, scratch: Scratch) -> Tensor:
+def _gather_blocks(cached: Tensor, group: Group, scratch: Scratch) -> Tensor:
     """[rows, key heads, keys, size]: whole blocks at a time, which is as fast as memory can be copied."""
     blocks = cached.flatten(1)
-    out = scratch.room(len(group.blocks) * blocks.shape[1], blocks).view(-1, blocks.shape[1])
+    out = scratch.reserve(len(group.blocks) * blocks.shape[1], blocks).view(-1, blocks.shape[1])
     torch.index_select(blocks, 0, group.blocks, out=out)
     return out.view(group.rows, -1, *cached.shape[2:])[:, : group.keys].transpose(1, 2)

@@ -13,20 +13,20 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-Key = tuple[int, ...]
+TokenKey = tuple[int, ...]
 _NO_CHILDREN: dict[Any, Any] = {}
 """A leaf's, of which there are many: never written to."""
 
 
-class Node:
+class PrefixNode:
     """A block in the tree. One with fewer tokens than fit is a leaf that others copy and go on from."""
 
     __slots__ = ("block", "children", "hidden", "keys", "parent", "refs", "tokens")
 
-    def __init__(self, parent: Node | None, tokens: Key, block: int) -> None:
+    def __init__(self, parent: PrefixNode | None, tokens: TokenKey, block: int) -> None:
         self.parent, self.tokens, self.block = parent, tokens, block
-        self.children: dict[Key, Node] = _NO_CHILDREN
-        self.keys: list[Key] | None = None
+        self.children: dict[TokenKey, PrefixNode] = _NO_CHILDREN
+        self.keys: list[TokenKey] | None = None
         """The children's keys in order, from when somebody looked: those with most in common are neighbours."""
         self.refs = 0
         """Leases that end here, and children that are held: whoever holds a node holds all above it."""
@@ -38,7 +38,7 @@ class Node:
 class Lease:
     """What one request holds: nodes of the tree, then blocks of its own; `held` tokens of theirs are computed."""
 
-    path: list[Node] = field(default_factory=list)
+    path: list[PrefixNode] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
     table: list[int] = field(default_factory=list)
     """All of their blocks, in order."""
@@ -47,19 +47,20 @@ class Lease:
     """The last token's hidden state, where the tree had all that was asked for."""
 
 
-class Blocks:
-    """`count` blocks of `size` tokens. Without `share` nothing is kept or found; `whole` shares full blocks alone."""
+class BlockManager:
+    """`count` blocks of `size` tokens. Without `share` nothing is kept or found; `full_blocks_only` shares full blocks
+    alone."""
 
-    def __init__(self, count: int, size: int, *, share: bool = True, whole: bool = False) -> None:
-        self.count, self.size, self.share, self.whole = count, size, share, whole
+    def __init__(self, count: int, size: int, *, share: bool = True, full_blocks_only: bool = False) -> None:
+        self.count, self.size, self.share, self.full_blocks_only = count, size, share, full_blocks_only
         self.copies: dict[int, int] = {}
         """Block -> block whose content it is to get before the next forward pass; all at the same time."""
         self.evictions = 0
         self._free = list(range(count - 1, -1, -1))
-        self._root = Node(None, (), -1)
-        self._idle: OrderedDict[Node, None] = OrderedDict()
+        self._root = PrefixNode(None, (), -1)
+        self._evictable: OrderedDict[PrefixNode, None] = OrderedDict()
         """Leaves that nobody holds, the oldest first."""
-        self._walked: tuple[Sequence[int], list[Node]] = (), []
+        self._last_walk: tuple[Sequence[int], list[PrefixNode]] = (), []
         """The tokens that were looked for last, and the nodes they led to."""
         self._cached = 0
         """Nodes that nobody holds: whoever holds a node holds all above it, so each of them can be evicted in time."""
@@ -92,10 +93,10 @@ class Blocks:
             if hidden is None:
                 path, source, held = self._match(tokens, end - 1)
         if path:
-            self._hold(path[-1])
+            self._retain(path[-1])
         lease = Lease(path, [], [node.block for node in path], held, hidden)
         if source is not None:
-            block = self._take(protect=source)
+            block = self._allocate(protect=source)
             if block is None:
                 lease.held, lease.hidden = len(path) * self.size, None
             else:
@@ -104,7 +105,7 @@ class Blocks:
                 lease.table.append(block)
         return lease
 
-    def next_block(self, tokens: Sequence[int], end: int) -> tuple[int, Key]:
+    def next_block(self, tokens: Sequence[int], end: int) -> tuple[int, TokenKey]:
         """The first block of `tokens[:end]` that the tree does not have: where it belongs, and what it will hold."""
         path = self._walk(tokens, end)
         start = len(path) * self.size
@@ -121,7 +122,7 @@ class Blocks:
             return True
         if missing > self.available:
             return False
-        for block in self._take_many(missing):
+        for block in self._allocate_many(missing):
             lease.own.append(block)
             lease.table.append(block)
         return True
@@ -148,20 +149,20 @@ class Blocks:
                 new += 1
             else:  # somebody computed the same meanwhile: one of the two is enough
                 lease.table[place] = node.block
-                self._give_back(block)
+                self._free_block(block)
             path.append(node)
             parent = node
         known = path[-1 - new] if len(path) > new else self._root
         if known is not held_before:  # what is new hangs from a node that this lease holds through it
-            self._hold(known)
-            self._let_go(held_before)
+            self._retain(known)
+            self._release(held_before)
 
-    def freeze(self, lease: Lease, tokens: Sequence[int], hidden: Any) -> None:
+    def share_tail(self, lease: Lease, tokens: Sequence[int], hidden: Any) -> None:
         """Make `tokens`, all computed, an end to go on from, for others as well: its last block is copied."""
-        if not self.share or self.whole:
+        if not self.share or self.full_blocks_only:
             return
         assert lease.held >= len(tokens), "what is not computed is nothing to go on from"
-        parent, key = self._end_of(lease, tokens)
+        parent, key = self._split_tail(lease, tokens)
         if not key:
             parent.hidden = hidden
         elif key in parent.children:
@@ -173,8 +174,8 @@ class Blocks:
 
     def close(self, lease: Lease, tokens: Sequence[int], hidden: Any = None, *, keep: bool = True) -> None:
         """Give everything back. What is in the tree stays there as a cache, the last block too where `keep`."""
-        if keep and self.share and not self.whole:
-            parent, key = self._end_of(lease, tokens[: lease.held])
+        if keep and self.share and not self.full_blocks_only:
+            parent, key = self._split_tail(lease, tokens[: lease.held])
             if key and key not in parent.children and lease.own:
                 self._insert(parent, key, lease.own.pop(0))
             if hidden is not None:
@@ -182,15 +183,15 @@ class Blocks:
                 if end is not None:
                     end.hidden = hidden
         for block in lease.own:
-            self._give_back(block)
+            self._free_block(block)
         if lease.path:
-            self._let_go(lease.path[-1])
+            self._release(lease.path[-1])
         lease.path, lease.own, lease.table, lease.held, lease.hidden = [], [], [], 0, None
 
     def clear(self) -> None:
         """Forget all that nobody holds."""
-        while self._idle:
-            self._evict(self._idle.popitem(last=False)[0])
+        while self._evictable:
+            self._evict(self._evictable.popitem(last=False)[0])
         self.copies.clear()
 
     def check(self, leases: Iterable[Lease]) -> None:
@@ -205,12 +206,14 @@ class Blocks:
         held.update(id(node.parent) for node in nodes if node.refs)
         assert all(node.refs == held[id(node)] for node in nodes), "a node does not know how many hold it"
         assert self._cached == sum(not node.refs for node in nodes), "cached blocks are miscounted"
-        assert set(self._idle) == {n for n in nodes if not n.refs and not n.children}, "a leaf is not up for eviction"
+        assert set(self._evictable) == {n for n in nodes if not n.refs and not n.children}, (
+            "a leaf is not up for eviction"
+        )
         assert all(n.keys is None or sorted(n.children) == n.keys for n in nodes), "children are out of order"
 
     # --- the tree
 
-    def _match(self, tokens: Sequence[int], end: int) -> tuple[list[Node], Node | None, int]:
+    def _match(self, tokens: Sequence[int], end: int) -> tuple[list[PrefixNode], PrefixNode | None, int]:
         """Full blocks of `tokens[:end]` in the tree, then the block that has most of what follows, to copy."""
         if not self.share:
             return [], None, 0
@@ -218,18 +221,18 @@ class Blocks:
         node = path[-1] if path else self._root
         held = len(path) * self.size
         rest = tuple(tokens[held : min(end, held + self.size)])
-        if self.whole or not rest:
+        if self.full_blocks_only or not rest:
             return path, None, held
         if node.keys is None:
             node.keys = sorted(node.children)
         place = bisect_left(node.keys, rest)
-        near = [(_common(key, rest), key) for key in node.keys[max(0, place - 1) : place + 1]]
+        near = [(_common_length(key, rest), key) for key in node.keys[max(0, place - 1) : place + 1]]
         common, key = max(near, default=(0, ()))
         return (path, node.children[key], held + common) if common else (path, None, held)
 
-    def _walk(self, tokens: Sequence[int], end: int) -> list[Node]:
+    def _walk(self, tokens: Sequence[int], end: int) -> list[PrefixNode]:
         """The nodes of the full blocks of `tokens[:end]`. Whoever comes next often begins like the one before."""
-        size, (known, walked) = self.size, self._walked
+        size, (known, walked) = self.size, self._last_walk
         full = min(end // size, len(walked))
         alike = full > 0 and (known is tokens or known[: full * size] == tokens[: full * size])
         path = walked[:full] if alike else []
@@ -240,25 +243,25 @@ class Blocks:
                 break
             path.append(found)
             node = found
-        self._walked = tokens, path[:]
+        self._last_walk = tokens, path[:]
         return path
 
-    def _end_of(self, lease: Lease, tokens: Sequence[int]) -> tuple[Node, Key]:
+    def _split_tail(self, lease: Lease, tokens: Sequence[int]) -> tuple[PrefixNode, TokenKey]:
         """The node that a sequence ends in or under, and the tokens beyond it, fewer than a block."""
         full = len(tokens) // self.size
         parent = lease.path[full - 1] if full else self._root
         return parent, tuple(tokens[full * self.size :])
 
-    def _insert(self, parent: Node, key: Key, block: int) -> Node:
+    def _insert(self, parent: PrefixNode, key: TokenKey, block: int) -> PrefixNode:
         """A leaf that nobody holds yet."""
         node = self._attach(parent, key, block)
-        self._idle.pop(parent, None)
-        self._idle[node] = None
+        self._evictable.pop(parent, None)
+        self._evictable[node] = None
         self._cached += 1
         return node
 
-    def _attach(self, parent: Node, key: Key, block: int) -> Node:
-        node = Node(parent, key, block)
+    def _attach(self, parent: PrefixNode, key: TokenKey, block: int) -> PrefixNode:
+        node = PrefixNode(parent, key, block)
         if parent.children is _NO_CHILDREN:
             parent.children = {}
         parent.children[key] = node
@@ -266,26 +269,26 @@ class Blocks:
             insort(parent.keys, key)
         return node
 
-    def _hold(self, node: Node) -> None:
+    def _retain(self, node: PrefixNode) -> None:
         while node.parent is not None:
             node.refs += 1
             if node.refs > 1:
                 return
-            self._idle.pop(node, None)
+            self._evictable.pop(node, None)
             self._cached -= 1
             node = node.parent
 
-    def _let_go(self, node: Node) -> None:
+    def _release(self, node: PrefixNode) -> None:
         while node.parent is not None:
             node.refs -= 1
             if node.refs:
                 return
             self._cached += 1
             if not node.children:
-                self._idle[node] = None
+                self._evictable[node] = None
             node = node.parent
 
-    def _take_many(self, count: int) -> list[int]:
+    def _allocate_many(self, count: int) -> list[int]:
         """As many as there are for sure."""
         if len(self._free) >= count and not self.copies:
             taken = self._free[: -count - 1 : -1]
@@ -293,43 +296,43 @@ class Blocks:
             return taken
         taken = []
         for _ in range(count):
-            block = self._take()
+            block = self._allocate()
             assert block is not None
             taken.append(block)
         return taken
 
-    def _take(self, protect: Node | None = None) -> int | None:
+    def _allocate(self, protect: PrefixNode | None = None) -> int | None:
         if not self._free:
-            victim = next((leaf for leaf in self._idle if leaf is not protect), None)
+            victim = next((leaf for leaf in self._evictable if leaf is not protect), None)
             if victim is None:
                 return None
-            del self._idle[victim]
+            del self._evictable[victim]
             self._evict(victim)
             self.evictions += 1
         block = self._free.pop()
         self.copies.pop(block, None)
         return block
 
-    def _evict(self, node: Node) -> None:
+    def _evict(self, node: PrefixNode) -> None:
         self._cached -= 1
-        self._give_back(node.block)
+        self._free_block(node.block)
         parent = node.parent
         assert parent is not None
         del parent.children[node.tokens]
-        self._walked = (), []
+        self._last_walk = (), []
         if parent.keys is not None:
             del parent.keys[bisect_left(parent.keys, node.tokens)]
         if not parent.children and not parent.refs and parent is not self._root:
-            self._idle[parent] = None
+            self._evictable[parent] = None
 
-    def _give_back(self, block: int) -> None:
+    def _free_block(self, block: int) -> None:
         self._free.append(block)
 
     def _copy(self, source: int, target: int) -> None:
         """A block that is itself still to be copied has its content elsewhere."""
         self.copies[target] = self.copies.get(source, source)
 
-    def _nodes(self) -> Iterable[Node]:
+    def _nodes(self) -> Iterable[PrefixNode]:
         waiting = list(self._root.children.values())
         while waiting:
             node = waiting.pop()
@@ -337,5 +340,5 @@ class Blocks:
             waiting.extend(node.children.values())
 
 
-def _common(a: Key, b: Key) -> int:
+def _common_length(a: TokenKey, b: TokenKey) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -19,24 +19,24 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from toolwise.engine.attention import can_attend
-from toolwise.engine.blocks import Blocks, Lease
-from toolwise.engine.dense import DenseRunner
-from toolwise.engine.fused import FusedRunner, can_fuse
-from toolwise.engine.lean import fits
-from toolwise.engine.request import LogitsMask, Request, Scored
-from toolwise.engine.results import Decode, Results
+from toolwise.engine.attention import supports_paged_attention
+from toolwise.engine.blocks import BlockManager, Lease
+from toolwise.engine.dense import CpuRunner
+from toolwise.engine.fused import CudaRunner, supports_fused_kernels
+from toolwise.engine.lean import supports_cpu_forward
+from toolwise.engine.request import ContinuationScores, LogitsMask, Request
+from toolwise.engine.results import Decode, OutputProcessor
 from toolwise.engine.runner import Runner
-from toolwise.engine.sampler import NotANumberError, head_of
+from toolwise.engine.sampler import NaNLogitsError, logits_head
 from toolwise.engine.scheduler import Plan, Scheduler
 from toolwise.errors import ContextFullError, ModelError, PolicyError
 from toolwise.protocols import Generation, Metrics, Sampling
 from toolwise.user_code import describe
 
-CPU_BATCH_TOKENS, MOST_GPU_BATCH_TOKENS = 4096, 65_536
-MOST_STEPS_IN_A_QUEUE = 8
+CPU_BATCH_TOKENS, MAX_GPU_BATCH_TOKENS = 4096, 65_536
+MAX_STEPS_WHILE_QUEUED = 8
 """Steps ahead while others wait for a place: they should not wait long for those that are done."""
-MOST_STEPS_THAT_EVICT = 32
+MAX_EVICTING_STEPS = 32
 FIXED_ROWS = 64
 """Rows of each forward pass where results must be the same to the bit."""
 
@@ -62,7 +62,7 @@ class Engine:
         `deterministic` makes a result the same to the bit whatever else runs; `decode` turns tokens into text, for
         stop strings; `fused` takes the way of kernels, which a GPU that has them for this model takes by itself, and
         False the model's stock forward throughout, where a CPU would decode many steps at a time."""
-        if not can_attend(model):
+        if not supports_paged_attention(model):
             raise ModelError(
                 f"{type(model).__name__} does not attend through transformers' attention interface as plain causal "
                 'attention: set rollout.engine = "transformers"'
@@ -73,35 +73,37 @@ class Engine:
         self.max_context = int(getattr(config, "max_position_embeddings", 0)) or 1 << 30
         self.vocabulary = int(config.vocab_size)
         self.version = 0
-        self._weights = self._weights_now()
-        self.linger_s = 0.001
+        self._weights = self._weights_fingerprint()
+        self.batch_wait_s = 0.001
         fixed_rows = FIXED_ROWS if deterministic else None
-        head = head_of(model, fixed_rows)
+        head = logits_head(model, fixed_rows)
         self.runner: Runner
         if deterministic or fused is False:
             self.runner = Runner(model, block_size, fixed_rows=fixed_rows)
-        elif fused or can_fuse(model):
-            self.runner = FusedRunner(model, block_size, head, max_requests=max_requests, max_context=self.max_context)
+        elif fused or supports_fused_kernels(model):
+            self.runner = CudaRunner(model, block_size, head, max_requests=max_requests, max_context=self.max_context)
         else:
-            self.runner = DenseRunner(model, block_size, head) if fits(model) else Runner(model, block_size)
+            self.runner = (
+                CpuRunner(model, block_size, head) if supports_cpu_forward(model) else Runner(model, block_size)
+            )
         count = blocks or min(
             max(1, self.runner.blocks_for(memory_mb)), max_requests * -(-self.max_context // block_size)
         )
-        self.blocks = Blocks(count, block_size, share=prefix_cache, whole=deterministic)
+        self.blocks = BlockManager(count, block_size, share=prefix_cache, full_blocks_only=deterministic)
         self.scheduler = Scheduler(
             self.blocks,
             max_batch_tokens=fixed_rows or max_batch_tokens,
             max_requests=max_requests,
-            fixed_pieces=deterministic,
+            fixed_chunks=deterministic,
         )
-        self.results = Results(self.blocks, head, decode)
+        self.results = OutputProcessor(self.blocks, head, decode)
         self.steps = 0
-        self._news: deque[Callable[[], None]] = deque()
+        self._pending_actions: deque[Callable[[], None]] = deque()
         """What the engine's thread is to do before its next step: take requests in, let them go, forget."""
-        self._in_step: Plan = {}
+        self._current_plan: Plan = {}
         """Whose turn it is, to whom what goes wrong is told."""
         self._finished: list[Request] = []
-        self._known_prompt: list[int] = []
+        self._last_valid_prompt: list[int] = []
         """The last one that was found to be of this model's tokens."""
         self._lock = threading.Lock()
         self._working = False
@@ -125,20 +127,20 @@ class Engine:
             raise PolicyError("stop strings need the engine to read text: give Engine(decode=tokenizer.decode)")
         request = self._request("generate", prompt_ids, sampling, more=sampling.max_new_tokens)
         request.stop_strings, request.logits_mask = tuple(stop_strings), logits_mask
-        found: Generation = await self._answer(request)
+        found: Generation = await self._submit(request)
         return found
 
     async def score(
         self, prefix_ids: Sequence[int], continuations: Sequence[Sequence[int]], temperature: float = 1.0
-    ) -> list[Scored]:
+    ) -> list[ContinuationScores]:
         """Log-probs and entropies of the tokens of each continuation. The prefix is computed once."""
         if not temperature > 0:
             raise PolicyError("temperature must be above 0")
         sampling = Sampling(temperature=temperature)
-        wanted = [self._to_score(prefix_ids, continuation, sampling) for continuation in continuations]
+        wanted = [self._score_request(prefix_ids, continuation, sampling) for continuation in continuations]
         if len(wanted) > 1 and self.blocks.share:
             await self.encode(prefix_ids)
-        found: list[Scored] = await asyncio.gather(*map(self._answer, wanted))
+        found: list[ContinuationScores] = await asyncio.gather(*map(self._submit, wanted))
         return found
 
     async def encode(self, prompt_ids: Sequence[int], *, pool: Literal["last", "mean"] = "last") -> Tensor:
@@ -146,28 +148,28 @@ class Engine:
         again; "mean" computes every token itself."""
         request = self._request("read", prompt_ids, Sampling())
         request.mean = pool == "mean"
-        found: Tensor = await self._answer(request)
+        found: Tensor = await self._submit(request)
         return found
 
     def weights_changed(self, version: int, *, keep_cache: bool = False) -> None:
         """The parameters are others now. `keep_cache` goes on with what the old ones computed."""
 
         def change() -> None:
-            self.version, self._weights = version, self._weights_now()
+            self.version, self._weights = version, self._weights_fingerprint()
             self.runner.refresh()
             if not keep_cache:
-                self._forget()
+                self._clear_cache()
 
-        self._tell(change)
+        self._run_or_defer(change)
 
     def drop_cache(self) -> None:
         """Give the cache's memory back, at once where nobody generates; it comes again with the next request."""
 
         def drop() -> None:
-            self._forget()
+            self._clear_cache()
             self.runner.release()
 
-        self._tell(drop)
+        self._run_or_defer(drop)
 
     def metrics(self) -> Metrics:
         return {
@@ -189,49 +191,49 @@ class Engine:
 
     def step(self) -> None:
         """One turn: each line feeds the next."""
-        self._in_step = plan = self.scheduler.schedule()
-        finished = self._decode_ahead(plan)
+        self._current_plan = plan = self.scheduler.schedule()
+        finished = self._decode_multi_step(plan)
         if finished is None:
             states, rows = self._run(plan)
-            finished = self.results.take_in(plan, states, rows, self.version, self._let_followers_in)
+            finished = self.results.process_step(plan, states, rows, self.version, self._admit_followers)
         self.steps += 1
         self._finish(finished)
 
-    def _let_followers_in(self) -> Plan:
+    def _admit_followers(self) -> Plan:
         more = self.scheduler.admit_followers()
-        self._in_step |= more
+        self._current_plan |= more
         return more
 
     def _run(self, plan: Plan) -> tuple[Tensor, dict[Request, list[int]]]:
         self._prepare()
-        return self.runner.run(plan, self.scheduler.pieces)
+        return self.runner.run(plan, self.scheduler.chunks)
 
-    def _decode_ahead(self, plan: Plan) -> list[Request] | None:
+    def _decode_multi_step(self, plan: Plan) -> list[Request] | None:
         """Many steps at once, where all that is to do is to decode, and there is a way and room for it."""
         runner = self.runner
-        if not isinstance(runner, FusedRunner | DenseRunner) or not plan or not all(map(runner.suits, plan)):
+        if not isinstance(runner, CudaRunner | CpuRunner) or not plan or not all(map(runner.supports, plan)):
             return None
-        if isinstance(runner, DenseRunner) and not runner.has_room(list(plan)):
+        if isinstance(runner, CpuRunner) and not runner.has_room(list(plan)):
             return None
         others = bool(self.scheduler.waiting) or len(plan) < len(self.scheduler.running)
-        most = MOST_STEPS_IN_A_QUEUE if others else runner.most_steps
-        steps = self._room_ahead({r: min(most, r.sampling.max_new_tokens - r.sampled) for r in plan})
+        most = MAX_STEPS_WHILE_QUEUED if others else runner.max_decode_steps
+        steps = self._reserve_steps({r: min(most, r.sampling.max_new_tokens - r.sampled) for r in plan})
         if not steps:
             return None
         self._prepare()
-        tokens, logprobs = runner.decode_ahead(list(plan), steps, lambda: bool(self._news))
-        return self.results.take_ahead(list(plan), tokens, logprobs, self.version)
+        tokens, logprobs = runner.decode_multi_step(list(plan), steps, lambda: bool(self._pending_actions))
+        return self.results.process_multi_step(list(plan), tokens, logprobs, self.version)
 
-    def _room_ahead(self, wanted: Mapping[Request, int]) -> int:
+    def _reserve_steps(self, wanted: Mapping[Request, int]) -> int:
         """Steps that all of them have room for, which they then hold; 0 where that is hardly any. What is cached gives
         way for a few steps, not for many."""
         steps = max(wanted.values())
         while True:
             ends = {r: r.held + min(steps, most) for r, most in wanted.items()}
             missing = sum(self.blocks.missing(_lease(r), end) for r, end in ends.items())
-            if missing <= (self.blocks.free if steps > MOST_STEPS_THAT_EVICT else self.blocks.available):
+            if missing <= (self.blocks.free if steps > MAX_EVICTING_STEPS else self.blocks.available):
                 return steps if all(self.blocks.extend(_lease(r), end) for r, end in ends.items()) else 0
-            if steps <= MOST_STEPS_IN_A_QUEUE:
+            if steps <= MAX_STEPS_WHILE_QUEUED:
                 return 0
             steps //= 2
 
@@ -245,36 +247,36 @@ class Engine:
         finished = list(finished)
         for request in finished:
             self.scheduler.finish(request, keep=request.fault is None)
-        if any(isinstance(request.fault, NotANumberError) for request in finished):
-            self._forget()
+        if any(isinstance(request.fault, NaNLogitsError) for request in finished):
+            self._clear_cache()
             self.runner.release()  # what is NaN in a block spoils whoever gets it next, behind the mask
         self._finished += finished
 
     def _fail(self, fault: BaseException) -> None:
         """Whoever was in the step hears of it, none waits for ever; the others are computed anew."""
         error = PolicyError(f"generation failed: {describe(fault)}")
-        victims = [r for r in self._in_step if r in self.scheduler.running] or self.scheduler.requests
+        victims = [r for r in self._current_plan if r in self.scheduler.running] or self.scheduler.requests
         for request in victims:
             request.fault = error
             self.scheduler.finish(request, keep=False)
-        self._forget()
+        self._clear_cache()
         self._finished += victims
 
-    def _forget(self) -> None:
+    def _clear_cache(self) -> None:
         for request in list(self.scheduler.running):
             self.scheduler.preempt(request)
         self.blocks.clear()
 
-    def _weights_now(self) -> tuple[int, int]:
+    def _weights_fingerprint(self) -> tuple[int, int]:
         """Changes whenever a parameter is written to or added, so that a change that nobody told of is not
         overlooked: the number of parameters, and how often they were written to."""
         versions = [0 if p.is_inference() else p._version for p in self.model.parameters()]
         return len(versions), sum(versions)
 
     def _work(self) -> None:
-        self._gather()
+        self._wait_for_arrivals()
         while True:
-            go_on = self._take_news()
+            go_on = self._run_pending_actions()
             # Not before: whoever has heard of the last result finds an engine at rest.
             finished, self._finished = self._finished, []
             deliver(finished)
@@ -285,38 +287,38 @@ class Engine:
             except BaseException as fault:  # a panic too: whoever waits would wait for ever
                 self._fail(fault)
 
-    def _take_news(self) -> bool:
+    def _run_pending_actions(self) -> bool:
         """What came between two steps; False when there is nothing left to do."""
         with self._lock:
-            if self._news and self._weights != (now := self._weights_now()):
+            if self._pending_actions and self._weights != (now := self._weights_fingerprint()):
                 self._weights = now
                 self.runner.refresh()
-                self._forget()
-            while self._news:
-                self._news.popleft()()
+                self._clear_cache()
+            while self._pending_actions:
+                self._pending_actions.popleft()()
             self._working = bool(self.scheduler.running or self.scheduler.waiting)
             return self._working
 
-    def _gather(self) -> None:
+    def _wait_for_arrivals(self) -> None:
         """Let everyone who is about to ask do so: wait while more keep coming. A step costs more than this."""
         count = 0
-        while count < len(self._news) < self.scheduler.max_requests:
-            count = len(self._news)
-            time.sleep(self.linger_s)
+        while count < len(self._pending_actions) < self.scheduler.max_requests:
+            count = len(self._pending_actions)
+            time.sleep(self.batch_wait_s)
 
     # --- between the two
 
-    def _tell(self, news: Callable[[], None]) -> None:
+    def _run_or_defer(self, news: Callable[[], None]) -> None:
         """Done now where the engine rests, by its own thread before the next step where it works."""
         with self._lock:
             if self._working:
-                self._news.append(news)
+                self._pending_actions.append(news)
             else:
                 news()
 
-    async def _answer(self, request: Request) -> Any:
+    async def _submit(self, request: Request) -> Any:
         with self._lock:
-            self._news.append(lambda: None if request.cancelled else self.scheduler.add(request))
+            self._pending_actions.append(lambda: None if request.cancelled else self.scheduler.add(request))
             begin, self._working = not self._working, True
         if begin:
             self._thread.submit(self._work)
@@ -324,7 +326,7 @@ class Engine:
             return await request.future
         except asyncio.CancelledError:
             request.cancelled = True
-            self._tell(lambda: self.scheduler.finish(request))
+            self._run_or_defer(lambda: self.scheduler.finish(request))
             raise
 
     def _request(self, kind: Any, prompt_ids: Sequence[int], sampling: Sampling, *, more: int = 0) -> Request:
@@ -333,13 +335,13 @@ class Engine:
         if not ids:
             raise PolicyError("a prompt of no tokens: give at least one message, or prompt_ids that are not empty")
         body = len(ids) - self.blocks.size  # the others of a group ask with the same, but for the end
-        unknown = ids[body:] if body > 0 and ids[:body] == self._known_prompt[:body] else ids
+        unknown = ids[body:] if body > 0 and ids[:body] == self._last_valid_prompt[:body] else ids
         if not 0 <= min(unknown) <= max(unknown) < self.vocabulary:
             raise PolicyError(
                 f"prompt_ids name tokens outside the model's {self.vocabulary}: are they another model's?"
             )
         if unknown is ids:
-            self._known_prompt = ids.copy()
+            self._last_valid_prompt = ids.copy()
         length = len(ids) + more
         if length > self.max_context:
             raise ContextFullError(
@@ -354,7 +356,7 @@ class Engine:
         loop = asyncio.get_running_loop()
         return Request(kind, ids, len(ids), sampling, loop.create_future(), loop)
 
-    def _to_score(self, prefix_ids: Sequence[int], continuation: Sequence[int], sampling: Sampling) -> Request:
+    def _score_request(self, prefix_ids: Sequence[int], continuation: Sequence[int], sampling: Sampling) -> Request:
         whole = self._request("score", [*prefix_ids, *continuation], sampling)
         whole.prompt_length, whole.targets = len(prefix_ids), tuple(continuation)
         if not prefix_ids or not continuation:
@@ -375,7 +377,7 @@ def _batch_tokens(model: Any) -> int:
         return CPU_BATCH_TOKENS
     widest = 6 * int(getattr(config, "intermediate_size", 0) or 4 * config.hidden_size) * weight.element_size()
     room = torch.cuda.get_device_properties(weight.device).total_memory // 20
-    return int(min(MOST_GPU_BATCH_TOKENS, max(CPU_BATCH_TOKENS, room // widest)))
+    return int(min(MAX_GPU_BATCH_TOKENS, max(CPU_BATCH_TOKENS, room // widest)))
 
 
 def deliver(finished: Iterable[Request]) -> None:

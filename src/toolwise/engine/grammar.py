@@ -29,7 +29,7 @@ Language = Literal["json_schema", "regex", "lark"]
 WHITE_SPACE = " ?"
 """Between the parts of JSON: with more of it a small model may go on for ever. A schema's "x-guidance" may say else."""
 
-MOST_COMPILED = 256
+MAX_COMPILED = 256
 """Grammars that are kept: tools may be others with each task."""
 
 
@@ -60,7 +60,7 @@ class Grammar:
         return cls("lark", text, source)
 
 
-def grammar_of(settings: GrammarConfig) -> Grammar | Literal["tool_calls"] | None:
+def grammar_from_config(settings: GrammarConfig) -> Grammar | Literal["tool_calls"] | None:
     """What `rollout.grammar` asks for; None where it asks for nothing."""
     if settings.tool_calls:
         return "tool_calls"
@@ -87,15 +87,15 @@ class Vocabulary:
         """`size` is the model's vocabulary, which may have more tokens than the tokenizer knows."""
         self.size = len(tokenizer) if size is None else size
         self._library = _llguidance()
-        self._tables = _tables(self._library, tokenizer, self.size)
+        self._ll_tokenizer = _ll_tokenizer(self._library, tokenizer, self.size)
         self._compiled: dict[Grammar, Constraint] = {}
 
     def compile(self, grammar: Grammar) -> Constraint:
         """Ready for any number of requests; the same one where it was compiled not long before."""
         if grammar not in self._compiled:
-            if len(self._compiled) >= MOST_COMPILED:
+            if len(self._compiled) >= MAX_COMPILED:
                 self._compiled.pop(next(iter(self._compiled)))
-            self._compiled[grammar] = Constraint(self._matcher(grammar), self._tables.eos_tokens, self.size)
+            self._compiled[grammar] = Constraint(self._matcher(grammar), self._ll_tokenizer.eos_tokens, self.size)
         return self._compiled[grammar]
 
     def _matcher(self, grammar: Grammar) -> Any:
@@ -105,9 +105,9 @@ class Vocabulary:
             translated = matcher.grammar_from_json_schema(grammar.text, {"whitespace_pattern": WHITE_SPACE})
         else:
             translated = getattr(matcher, f"grammar_from_{grammar.language}")(grammar.text)
-        found = matcher(self._tables, translated, log_level=0)
+        found = matcher(self._ll_tokenizer, translated, log_level=0)
         if found.is_error():
-            raise GrammarError(f"{grammar.source}: {_complaint(grammar, found.get_error())}")
+            raise GrammarError(f"{grammar.source}: {_grammar_error_message(grammar, found.get_error())}")
         trial = found.deep_copy()
         trial.compute_bitmask()
         if trial.is_error():
@@ -139,21 +139,21 @@ class GrammarMask:
 
     def __init__(self, state: Any, stops: Sequence[int], ends: Sequence[int], size: int) -> None:
         self._state, self._stops, self._size = state, tuple(stops), size
-        self._no_stops = [end for end in ends if end not in self._stops]
+        self._other_eos = [end for end in ends if end not in self._stops]
         """What ends a text for the tokenizer and not for this request."""
-        self._taken = 0
+        self._consumed = 0
 
     def __call__(self, sampled: Sequence[int]) -> Tensor:
-        if len(sampled) < self._taken:
+        if len(sampled) < self._consumed:
             raise GrammarError("a mask belongs to one request: take another from the constraint")
-        if not self._state.consume_tokens(list(sampled[self._taken :])):
+        if not self._state.consume_tokens(list(sampled[self._consumed :])):
             raise GrammarError(f"a token is not what the grammar allowed: {_first_line(self._state.get_error())}")
-        self._taken = len(sampled)
+        self._consumed = len(sampled)
         bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
         if self._state.is_error():
             raise GrammarError(f"the grammar leads nowhere from here: {_first_line(self._state.get_error())}")
         may = np.unpackbits(bits, count=self._size, bitorder="little").view(np.bool_)
-        may[self._no_stops] = False
+        may[self._other_eos] = False
         for stop in self._stops:
             may[stop] = self._may_end(stop, named=bool(may[stop]))
         return torch.from_numpy(may)
@@ -174,7 +174,7 @@ def _llguidance() -> Any:
     return llguidance
 
 
-class _Tokens:
+class _TokenizerAdapter:
     """What llguidance asks of a tokenizer: the bytes of each token, and how a text is cut into tokens.
 
     Its own reader takes <tool_call> in a text for the token of that name, which no text may become, and then stumbles
@@ -197,13 +197,13 @@ class _Tokens:
         return cut
 
 
-def _tables(library: Any, tokenizer: Any, size: int) -> Any:
+def _ll_tokenizer(library: Any, tokenizer: Any, size: int) -> Any:
     try:
         from llguidance.hf import from_tokenizer
 
         own = from_tokenizer(tokenizer, n_vocab=size)
         words = [str(token) for token in tokenizer.added_tokens_decoder.values()]
-        tokens = library.TokenizerWrapper(_Tokens(own, [word for word in words if word]))
+        tokens = library.TokenizerWrapper(_TokenizerAdapter(own, [word for word in words if word]))
         return library.LLTokenizer(tokens, n_vocab=size, eos_token=own.eos_tokens)
     except Exception as fault:  # whatever it stumbles over
         name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
@@ -232,12 +232,12 @@ def _check_schema(grammar: Grammar) -> None:
         raise GrammarError(f"{grammar.source}: at {fault.json_path}: {_first_line(fault.message)}") from None
 
 
-def _complaint(grammar: Grammar, error: str) -> str:
+def _grammar_error_message(grammar: Grammar, error: str) -> str:
     """llguidance's error in one line, with its place."""
     reason = _first_line(error)
     if grammar.language == "json_schema":
         keys = re.findall(r'"([^"]+)"', reason) if reason.startswith("Unimplemented keys") else []
-        places = [place for place, key in _keys(json.loads(grammar.text), "$") if key in keys]
+        places = [place for place, key in _schema_keys(json.loads(grammar.text), "$") if key in keys]
         return f"at {places[0]}: {reason}" if places else reason
     if grammar.language == "regex":
         # "    a(b", "     ^", "error: unclosed group": the pattern and the caret under it are indented by four
@@ -247,12 +247,12 @@ def _complaint(grammar: Grammar, error: str) -> str:
     return f"line {place[1]}, column {place[2]}: {place[3]}" if place else reason
 
 
-def _keys(schema: Any, path: str) -> Iterator[tuple[str, str]]:
+def _schema_keys(schema: Any, path: str) -> Iterator[tuple[str, str]]:
     for key, value in schema.items() if isinstance(schema, dict) else ():
         yield f"{path}.{key}", key
-        yield from _keys(value, f"{path}.{key}")
+        yield from _schema_keys(value, f"{path}.{key}")
     for place, value in enumerate(schema if isinstance(schema, list) else ()):
-        yield from _keys(value, f"{path}[{place}]")
+        yield from _schema_keys(value, f"{path}[{place}]")
 
 
 def _first_line(text: str) -> str:

@@ -18,26 +18,26 @@ from torch import Tensor
 
 from toolwise.engine.request import Request
 from toolwise.engine.runner import padded_tables
-from toolwise.engine.sharing import Shared, shared_groups
+from toolwise.engine.sharing import PrefixGroup, prefix_groups
 from toolwise.kernels import kernel
-from toolwise.kernels.llama import FusedDecoder, PagedCache, Prefixes
-from toolwise.kernels.sending import send
+from toolwise.kernels.llama import FusedDecoder, PagedCache, PrefixGroups
+from toolwise.kernels.sending import to_device
 
-MOST_STEPS = 128
+MAX_DECODE_STEPS = 128
 """Of one load: what the device is told takes the CPU as long as several steps take the device."""
-LOOK = 32
+POLL_INTERVAL_STEPS = 32
 """Steps between two looks at the news: what a newcomer waits at most, or who is done, or who gives up."""
-MOST_STOPS = 8
+MAX_STOP_TOKENS = 8
 """Stop tokens of a request that the device knows; whoever has more decodes step by step."""
-WORTH_SHARING = 0.2
+MIN_SHARED_FRACTION = 0.2
 """Share of the keys that must be saved for the two launches more of shared prefixes."""
-FIELDS = ("ids", "positions", "prefix", "seeds", "drawn", "limits", "greedy", "active")
+ROW_FIELDS = ("ids", "positions", "prefix", "seeds", "drawn", "limits", "greedy", "active")
 Shape = tuple[int, int, int]
 """Rows, groups and members of the largest group, each padded; no groups where nothing is shared."""
 
 
 @dataclass(slots=True)
-class _State:
+class _DecodeState:
     """What a step reads and writes, at addresses that stay: rows up to the most requests there can be."""
 
     fields: dict[str, Tensor]
@@ -55,27 +55,27 @@ class _State:
     step: Tensor
 
     @classmethod
-    def of(cls, rows: int, columns: int, device: torch.device) -> _State:
+    def of(cls, rows: int, columns: int, device: torch.device) -> _DecodeState:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         small = torch.int32
         return cls(
-            {name: zeros(rows) for name in FIELDS},
-            zeros(rows, MOST_STOPS),
+            {name: zeros(rows) for name in ROW_FIELDS},
+            zeros(rows, MAX_STOP_TOKENS),
             zeros(rows, dtype=torch.float32) + 1.0,
             zeros(rows, columns, dtype=small),
             zeros(rows, columns, dtype=small),
             zeros(rows, dtype=small),
             zeros(rows + 1, dtype=small),
             zeros(rows, dtype=small),
-            zeros(MOST_STEPS, rows),
-            zeros(MOST_STEPS, rows, dtype=torch.float32),
+            zeros(MAX_DECODE_STEPS, rows),
+            zeros(MAX_DECODE_STEPS, rows, dtype=torch.float32),
             zeros(1),
         )
 
 
-class AheadDecoder:
+class MultiStepDecoder:
     """Steps for up to `rows` requests whose caches have `columns` blocks at most."""
 
     def __init__(
@@ -85,21 +85,21 @@ class AheadDecoder:
         self.block_size = cache.keys[0].shape[1]
         self.device = cache.keys[0].device
         self.rows = rows
-        self._state = _State.of(rows, columns, self.device)
+        self._state = _DecodeState.of(rows, columns, self.device)
         self._sample = kernel("sample", self.device)
-        self._send = partial(send, device=self.device)
+        self._send = partial(to_device, device=self.device)
         self.shapes: set[Shape] = set()
         self._graphs: dict[Shape, Any] = {}
         self._pool: Any = None
 
     @staticmethod
-    def suits(request: Request) -> bool:
+    def supports(request: Request) -> bool:
         return (
             request.kind == "generate"
             and request.pending == 1
             and not request.stop_strings
             and request.logits_mask is None
-            and len(request.sampling.stop_token_ids) <= MOST_STOPS
+            and len(request.sampling.stop_token_ids) <= MAX_STOP_TOKENS
         )
 
     @torch.inference_mode()
@@ -113,10 +113,10 @@ class AheadDecoder:
         step = self._graph(shape)
         count, taken = len(requests), 0
         while taken < steps:
-            for _ in range(min(LOOK, steps - taken)):
+            for _ in range(min(POLL_INTERVAL_STEPS, steps - taken)):
                 step()
-            taken = min(steps, taken + LOOK)
-            if taken < steps and (interrupted() or self._going(count) < count):
+            taken = min(steps, taken + POLL_INTERVAL_STEPS)
+            if taken < steps and (interrupted() or self._count_active(count) < count):
                 break
         tokens = self._state.tokens[:taken, :count].cpu().numpy()
         logprobs = self._state.logprobs[:taken, :count].cpu().numpy()
@@ -126,7 +126,7 @@ class AheadDecoder:
             [logprobs[:n, i].tolist() for i, n in enumerate(drawn)],
         )
 
-    def _going(self, count: int) -> int:
+    def _count_active(self, count: int) -> int:
         """How many are not done yet; waits for the device."""
         return int(self._state.fields["active"][:count].sum())
 
@@ -143,7 +143,7 @@ class AheadDecoder:
         lengths = torch.where(active, own + 1, 0).int()
         prefixes = None
         if groups:
-            prefixes = Prefixes(
+            prefixes = PrefixGroups(
                 s.prefix_tables[:groups], s.prefix_lengths[:groups], s.member_starts[: groups + 1], s.members[:rows],
                 members,
             )  # fmt: skip
@@ -185,10 +185,10 @@ class AheadDecoder:
     # --- what it begins with
 
     def _load(self, requests: Sequence[Request]) -> Shape:
-        tables = [_table(r) for r in requests]
+        tables = [_block_table(r) for r in requests]
         full = [r.held // self.block_size for r in requests]
-        groups = shared_groups(tables, full)
-        if sum(group.saved for group in groups) < WORTH_SHARING * sum(full):
+        groups = prefix_groups(tables, full)
+        if sum(group.saved_reads for group in groups) < MIN_SHARED_FRACTION * sum(full):
             groups = []
         shape = self._shape(len(requests), groups)
         prefix = np.zeros(len(requests), dtype=np.int64)
@@ -214,22 +214,22 @@ class AheadDecoder:
             "greedy": [not r.sampling.do_sample for r in requests],
             "active": [1] * count,
         }
-        packed = np.zeros((len(FIELDS) + MOST_STOPS, rows), dtype=np.int64)
-        for place, name in enumerate(FIELDS):
+        packed = np.zeros((len(ROW_FIELDS) + MAX_STOP_TOKENS, rows), dtype=np.int64)
+        for place, name in enumerate(ROW_FIELDS):
             packed[place, :count] = values[name]
-        packed[len(FIELDS) :] = -1
+        packed[len(ROW_FIELDS) :] = -1
         for row, request in enumerate(requests):
             stops = request.sampling.stop_token_ids
-            packed[len(FIELDS) : len(FIELDS) + len(stops), row] = stops
+            packed[len(ROW_FIELDS) : len(ROW_FIELDS) + len(stops), row] = stops
         there = self._send(packed)
-        for place, name in enumerate(FIELDS):
+        for place, name in enumerate(ROW_FIELDS):
             self._state.fields[name][:rows].copy_(there[place])
-        self._state.stops[:rows].copy_(there[len(FIELDS) :].T)
+        self._state.stops[:rows].copy_(there[len(ROW_FIELDS) :].T)
         temperatures = np.ones(rows, dtype=np.float32)
         temperatures[:count] = [r.sampling.temperature for r in requests]
         self._state.temperatures[:rows].copy_(self._send(temperatures))
 
-    def _load_groups(self, tables: Sequence[Sequence[int]], groups: Sequence[Shared], shape: Shape) -> None:
+    def _load_groups(self, tables: Sequence[Sequence[int]], groups: Sequence[PrefixGroup], shape: Shape) -> None:
         """Rows that only pad the step are groups of one that share nothing."""
         rows, count, _ = shape
         alone = [(row,) for row in range(len(tables), rows)]
@@ -247,21 +247,21 @@ class AheadDecoder:
         s.member_starts[: count + 1].copy_(self._send(starts.astype(np.int32)))
         s.members[:rows].copy_(self._send(np.array([i for m in members for i in m], dtype=np.int32)))
 
-    def _shape(self, count: int, groups: Sequence[Shared]) -> Shape:
-        rows = min(self.rows, _padded(count))
+    def _shape(self, count: int, groups: Sequence[PrefixGroup]) -> Shape:
+        rows = min(self.rows, _bucket_size(count))
         if not groups:
             return rows, 0, 0
         wanted = len(groups) + rows - count
-        return rows, min(rows, _padded(wanted)), _padded(max(len(group.members) for group in groups))
+        return rows, min(rows, _bucket_size(wanted)), _bucket_size(max(len(group.members) for group in groups))
 
 
-def _padded(count: int) -> int:
+def _bucket_size(count: int) -> int:
     """The next of few sizes: powers of two, then steps of 32. Each has a graph of its own."""
     if count <= 32:
         return 1 << (count - 1).bit_length()
     return -(-count // 32) * 32
 
 
-def _table(request: Request) -> list[int]:
+def _block_table(request: Request) -> list[int]:
     assert request.lease is not None
     return request.lease.table

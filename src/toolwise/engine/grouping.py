@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-MOST_WASTE = 0.25
+MAX_PADDING_FRACTION = 0.25
 """Share of a group's keys that may be padding before it is worth a call of its own."""
-SPARE_KEYS = 512
+FREE_PADDING_KEYS = 512
 """As many padded keys cost no more than a call."""
-NEAR_BYTES = 3 << 19
+MAX_GROUP_KEY_BYTES = 3 << 19
 """Keys of one layer that a group gathers at most: they are still in the core's own cache when they are read."""
 
 
@@ -37,54 +37,62 @@ class Group:
     causal: bool
 
 
-def order(pieces: Sequence[tuple[int, int]]) -> list[int]:
+def chunk_order(chunks: Sequence[tuple[int, int]]) -> list[int]:
     """The order in which (held, length) stand in the row, so that each group is one stretch of it."""
-    return sorted(range(len(pieces)), key=lambda i: (pieces[i][1], pieces[i][0]))
+    return sorted(range(len(chunks)), key=lambda i: (chunks[i][1], chunks[i][0]))
 
 
-def group_pieces(
+def group_chunks(
     held: Sequence[int],
     lengths: Sequence[int],
     tables: Sequence[Sequence[int]],
     block_size: int,
     *,
-    sharers: int,
+    queries_per_kv_head: int,
     dtype: torch.dtype,
-    most_keys: int = 1 << 30,
-    alike: bool = False,
+    max_keys: int = 1 << 30,
+    fixed_shapes: bool = False,
 ) -> list[Group]:
-    """Groups of neighbours with little padding, of `most_keys` where there are several in it. `sharers`: query heads a
-    key head. With `alike` a piece is computed in a shape that depends on itself alone, so that its company does not
+    """Groups of neighbours with little padding, of `max_keys` where there are several in it. `queries_per_kv_head`:
+    query heads a
+    key head. With `fixed_shapes` a piece is computed in a shape that depends on itself alone, so that its company does
+    not
     change a bit of it."""
     groups: list[Group] = []
     first = token = 0
     while first < len(held):
-        last = _last_alike(held, lengths, first, block_size) if alike else _last_near(held, lengths, first, most_keys)
+        last = (
+            _end_of_same_shape(held, lengths, first, block_size)
+            if fixed_shapes
+            else _end_of_group(held, lengths, first, max_keys)
+        )
         here = slice(first, last)
         tokens = slice(token, token + sum(lengths[here]))
-        made = _group(held[here], lengths[here], tables[here], block_size, whole_blocks=alike)
-        groups.append(replace(made, tokens=tokens, mask=_mask(made, held[here], sharers, dtype, always=alike)))
+        made = _group(held[here], lengths[here], tables[here], block_size, whole_blocks=fixed_shapes)
+        groups.append(
+            replace(made, tokens=tokens, mask=_mask(made, held[here], queries_per_kv_head, dtype, always=fixed_shapes))
+        )
         first, token = last, tokens.stop
     return groups
 
 
-def _last_near(held: Sequence[int], lengths: Sequence[int], first: int, most_keys: int) -> int:
+def _end_of_group(held: Sequence[int], lengths: Sequence[int], first: int, max_keys: int) -> int:
     """Where the group of `first` ends for the sake of padding."""
     last, real = first + 1, held[first] + lengths[first]
     most = real
     while last < len(held):
         end, queries = held[last] + lengths[last], lengths[last]
         longest = max(most, end)
-        if longest * (last + 1 - first) > most_keys:
+        if longest * (last + 1 - first) > max_keys:
             break
         padded, wanted = longest * (last + 1 - first) * queries, (real + end) * queries
-        if padded > wanted * (1 + MOST_WASTE) + SPARE_KEYS or queries > 1.5 * lengths[first]:
+        if padded > wanted * (1 + MAX_PADDING_FRACTION) + FREE_PADDING_KEYS or queries > 1.5 * lengths[first]:
             break
         last, real, most = last + 1, real + end, longest
     return last
 
 
-def _last_alike(held: Sequence[int], lengths: Sequence[int], first: int, block_size: int) -> int:
+def _end_of_same_shape(held: Sequence[int], lengths: Sequence[int], first: int, block_size: int) -> int:
     def shape(i: int) -> tuple[int, int, bool]:
         return lengths[i], -(-(held[i] + lengths[i]) // block_size), not held[i]
 
@@ -123,11 +131,17 @@ def _group(
     return Group(slice(0), rows, queries, padded, real, where, keys, None, causal)
 
 
-def _mask(group: Group, held: Sequence[int], sharers: int, dtype: torch.dtype, *, always: bool) -> Tensor | None:
+def _mask(
+    group: Group, held: Sequence[int], queries_per_kv_head: int, dtype: torch.dtype, *, always: bool
+) -> Tensor | None:
     """The heads that share keys are further queries, one after the other."""
     if group.causal or (group.queries == 1 and not always and min(held) + 1 == group.keys):
         return None
     places = torch.tensor(held)[:, None] + torch.arange(group.queries)
     hidden = places[:, :, None] < torch.arange(group.keys)
     mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-    return mask[:, None].expand(-1, sharers, -1, -1).reshape(group.rows, 1, sharers * group.queries, group.keys)
+    return (
+        mask[:, None]
+        .expand(-1, queries_per_kv_head, -1, -1)
+        .reshape(group.rows, 1, queries_per_kv_head * group.queries, group.keys)
+    )

@@ -1,6 +1,7 @@
 """One forward pass of a Llama, Qwen2 or Qwen3 on a CPU, a token a row, in as few calls as its own parameters allow.
 
-The stock forward takes several times as long for a small model as what it computes. `fits` says which models these
+The stock forward takes several times as long for a small model as what it computes. `supports_cpu_forward` says which
+models these
 are; anything else goes the stock way.
 """
 
@@ -17,29 +18,30 @@ from torch import Tensor
 from torch.nn import Embedding, Linear
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
-from toolwise.kernels.llama import FAMILIES, STEADY_ROPES, linear_or_adapted
+from toolwise.kernels.llama import STATIC_ROPES, SUPPORTED_MODELS, is_linear_or_lora
 
-Attend = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
+AttentionFn = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """(layer, query [rows, heads, size], key, value, scale) -> [rows, heads * size]"""
 Rope = tuple[Tensor, Tensor]
 """cos and sin of each row's position, [rows, 1, size]; sin with the sign that rotating takes."""
 
 
-def fits(model: Any) -> bool:
-    """Whether its layers are what `Lean` computes: in fp32, rope by the position alone, linear projections with or
+def supports_cpu_forward(model: Any) -> bool:
+    """Whether its layers are what `CpuForward` computes: in fp32, rope by the position alone, linear projections with
+    or
     without adapters."""
     weight = model.get_input_embeddings().weight
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or type(model).__name__ not in FAMILIES:
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or type(model).__name__ not in SUPPORTED_MODELS:
         return False
     trunk = model.get_decoder()
     kinds = set(getattr(trunk.config, "layer_types", None) or ("full_attention",))
     parts = [part for layer in trunk.layers for part in (*layer.self_attn.children(), *layer.mlp.children())]
-    plain = all(linear_or_adapted(part) for part in parts if hasattr(part, "in_features"))
+    plain = all(is_linear_or_lora(part) for part in parts if hasattr(part, "in_features"))
     activated = trunk.config.hidden_act == "silu"
-    return plain and activated and kinds == {"full_attention"} and trunk.rotary_emb.rope_type in STEADY_ROPES
+    return plain and activated and kinds == {"full_attention"} and trunk.rotary_emb.rope_type in STATIC_ROPES
 
 
-def rope_rows(trunk: Any, begins: np.ndarray[Any, Any], steps: int) -> list[Rope]:
+def rope_per_step(trunk: Any, begins: np.ndarray[Any, Any], steps: int) -> list[Rope]:
     """Of each step, a position further."""
     positions = torch.from_numpy(begins + np.arange(steps)[:, None])
     cos, sin = trunk.rotary_emb(trunk.embed_tokens.weight, positions)
@@ -47,26 +49,26 @@ def rope_rows(trunk: Any, begins: np.ndarray[Any, Any], steps: int) -> list[Rope
     return list(zip(cos.unsqueeze(2), sin.unsqueeze(2), strict=True))
 
 
-class Lean:
+class CpuForward:
     """The parameters of a model as they are now, for the steps of one call: looking them up takes time too."""
 
     def __init__(self, trunk: Any) -> None:
         self.embed, self.norm = _embedding(trunk.embed_tokens), _norm(trunk.norm)
         self.layers = [_Layer.of(layer) for layer in trunk.layers]
 
-    def forward(self, ids: Tensor, rope: Rope, attend: Attend) -> Tensor:
+    def forward(self, ids: Tensor, rope: Rope, attend: AttentionFn) -> Tensor:
         """[rows, width] for the head, from a token a row."""
         states = self.embed(ids)
         for number, layer in enumerate(self.layers):
-            normed = _normed(states, layer.before_attention)
+            normed = _apply_norm(states, layer.before_attention)
             query, key, value = (part(normed).view(len(ids), -1, layer.size) for part in layer.projections)
             if layer.query_norm is not None and layer.key_norm is not None:
-                query, key = _normed(query, layer.query_norm), _normed(key, layer.key_norm)
-            mixed = attend(number, _turned(query, rope), _turned(key, rope), value, layer.scale)
+                query, key = _apply_norm(query, layer.query_norm), _apply_norm(key, layer.key_norm)
+            mixed = attend(number, _apply_rope(query, rope), _apply_rope(key, rope), value, layer.scale)
             states = states + layer.out(mixed)
-            normed = _normed(states, layer.before_mlp)
+            normed = _apply_norm(states, layer.before_mlp)
             states = states + layer.down(silu(layer.gate(normed)).mul_(layer.up(normed)))
-        return _normed(states, self.norm)
+        return _apply_norm(states, self.norm)
 
 
 Norm = tuple[Tensor, float]
@@ -120,12 +122,12 @@ def _embedding(module: Any) -> Projection:
     return partial(embedding, weight=module.weight) if type(module) is Embedding else module
 
 
-def _normed(states: Tensor, norm: Norm) -> Tensor:
+def _apply_norm(states: Tensor, norm: Norm) -> Tensor:
     weight, epsilon = norm
     return rms_norm(states, weight.shape, weight, epsilon)
 
 
-def _turned(states: Tensor, rope: Rope) -> Tensor:
+def _apply_rope(states: Tensor, rope: Rope) -> Tensor:
     """Halves swapped, where stock code also turns the sign of one: here it is sin's."""
     cos, sin = rope
     return torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, -1), sin)

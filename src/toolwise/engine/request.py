@@ -17,7 +17,7 @@ Kind = Literal["generate", "score", "read"]
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class ContinuationScores:
     """What the model says of tokens that somebody else chose: one figure a token, after temperature."""
 
     logprobs: Sequence[float]
@@ -44,7 +44,7 @@ class Request:
     number: int = -1
     """The order of arrival, which decides who goes first and who gives way."""
     lease: Lease | None = None
-    followed: bool = False
+    has_followers: bool = False
     """Others wait for this prompt: its end is to be kept for them."""
     cancelled: bool = False
     stopped: bool = False
@@ -69,20 +69,20 @@ class Request:
         return len(self.tokens) - self.prompt_length
 
     @property
-    def first_wanted(self) -> int:
+    def first_output_position(self) -> int:
         """The first position whose hidden state is asked for."""
         if self.kind == "score":
             return self.prompt_length - 1 + len(self.logprobs)
         return 0 if self.mean else len(self.tokens) - 1
 
     @property
-    def reusable(self) -> int:
+    def reusable_tokens(self) -> int:
         """How many tokens need not be computed where the tree has them."""
         if self.kind == "score":
             return self.prompt_length
         return 0 if self.mean else len(self.tokens)
 
-    def start_again(self) -> None:
+    def reset_computed(self) -> None:
         """Its blocks are gone: what was sampled stays, all else is computed anew."""
         self.lease = None
         self.hidden = None
@@ -91,7 +91,7 @@ class Request:
 
     def result(self) -> Any:
         if self.kind == "score":
-            return Scored(self.logprobs, self.entropies)
+            return ContinuationScores(self.logprobs, self.entropies)
         if self.kind == "read":
             hidden = self.hidden.float() / (len(self.tokens) if self.mean else 1)
             return hidden.cpu()

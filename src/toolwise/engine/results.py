@@ -10,42 +10,42 @@ import torch
 from torch import Tensor
 
 from toolwise.engine import sampler
-from toolwise.engine.blocks import Blocks
+from toolwise.engine.blocks import BlockManager
 from toolwise.engine.request import Request
 from toolwise.engine.scheduler import Plan
 from toolwise.errors import PolicyError
 from toolwise.user_code import describe
 
 Decode = Callable[[Sequence[int]], str]
-_LONGEST_CHARACTER = 8
+_MAX_CHARACTER_TOKENS = 8
 """Tokens that may stand for one character beyond those that a stop string itself can have."""
 
 
-class Results:
-    def __init__(self, blocks: Blocks, head: Callable[[Tensor], Tensor], decode: Decode | None) -> None:
+class OutputProcessor:
+    def __init__(self, blocks: BlockManager, head: Callable[[Tensor], Tensor], decode: Decode | None) -> None:
         self.blocks, self.head, self.decode = blocks, head, decode
         self.prefilled_tokens = self.decoded_tokens = 0
 
     @torch.inference_mode()
-    def take_in(
+    def process_step(
         self,
         plan: Plan,
         states: Tensor,
         rows: dict[Request, list[int]],
         version: int,
-        meanwhile: Callable[[], Plan] = dict,
+        before_sync: Callable[[], Plan] = dict,
     ) -> list[Request]:
-        """Those who are done, each with its result or its fault. `meanwhile` is asked before a device is waited for,
+        """Those who are done, each with its result or its fault. `before_sync` is asked before a device is waited for,
         when what is in the plan is in the tree: who else, with nothing left to compute, is to get a result as well."""
-        states, rows = _with_stored(plan, states, rows)
+        states, rows = _add_cached_states(plan, states, rows)
         for request, count in plan.items():
             self._commit(request, count)
-            if request.followed and not request.sampled and not request.pending and request in rows:
-                request.followed = False
+            if request.has_followers and not request.sampled and not request.pending and request in rows:
+                request.has_followers = False
                 assert request.lease is not None
-                self.blocks.freeze(request.lease, request.tokens, states[rows[request][-1]].clone())
-        more = meanwhile()
-        states, rows = _with_stored(more, states, rows)
+                self.blocks.share_tail(request.lease, request.tokens, states[rows[request][-1]].clone())
+        more = before_sync()
+        states, rows = _add_cached_states(more, states, rows)
         plan = plan | more
         drawing = [r for r in plan if r.kind == "generate" and r in rows]
         if drawing:
@@ -59,10 +59,10 @@ class Results:
                     self._read(request, here)
         return [r for r in plan if r.fault is not None or self._done(r)]
 
-    def take_ahead(
+    def process_multi_step(
         self, requests: Sequence[Request], tokens: Sequence[list[int]], logprobs: Sequence[list[float]], version: int
     ) -> list[Request]:
-        """As `take_in`, of many steps at once."""
+        """As `process_step`, of many steps at once."""
         for request, new, figures in zip(requests, tokens, logprobs, strict=True):
             assert request.lease is not None
             self.decoded_tokens += len(new) - (not request.sampled)
@@ -73,7 +73,7 @@ class Results:
             request.versions.extend([version] * len(new))
             request.stopped = new[-1] in request.sampling.stop_token_ids
             if math.isnan(sum(figures)):
-                request.fault = sampler.NotANumberError()
+                request.fault = sampler.NaNLogitsError()
             self.blocks.commit(request.lease, request.tokens, held)
         return [r for r in requests if r.fault is not None or self._done(r)]
 
@@ -87,7 +87,7 @@ class Results:
         assert request.lease is not None
         # A reply is computed token by token, which rounds otherwise than a prompt would: shared by the block alone
         # where results must be the same to the bit.
-        up_to = request.prompt_length if self.blocks.whole else None
+        up_to = request.prompt_length if self.blocks.full_blocks_only else None
         self.blocks.commit(request.lease, request.tokens, request.held + count, share_up_to=up_to)
 
     def _draw(self, requests: list[Request], states: Tensor, version: int) -> None:
@@ -97,13 +97,13 @@ class Results:
                 request.tokens.append(token)
                 request.logprobs.append(logprob)
                 request.versions.append(version)
-                request.stopped = token in request.sampling.stop_token_ids or self._said_stop(request)
+                request.stopped = token in request.sampling.stop_token_ids or self._has_stop_string(request)
 
-    def _said_stop(self, request: Request) -> bool:
+    def _has_stop_string(self, request: Request) -> bool:
         if not request.stop_strings:
             return False
         assert self.decode is not None
-        longest = max(len(stop.encode()) for stop in request.stop_strings) + _LONGEST_CHARACTER
+        longest = max(len(stop.encode()) for stop in request.stop_strings) + _MAX_CHARACTER_TOKENS
         try:
             text = self.decode(request.tokens[max(request.prompt_length, len(request.tokens) - longest) :])
         except BaseException as fault:  # somebody else's code
@@ -112,14 +112,14 @@ class Results:
         return any(stop in text for stop in request.stop_strings)
 
     def _score(self, request: Request, states: Tensor) -> None:
-        for few in torch.split(states, sampler.ROWS):
+        for few in torch.split(states, sampler.MAX_LOGIT_ROWS):
             begun = len(request.logprobs)
             targets = request.targets[begun : begun + len(few)]
             logprobs, entropies = sampler.score(self.head(few), targets, request.sampling.temperature)
             request.logprobs.extend(logprobs)
             request.entropies.extend(entropies)
             if any(value != value for value in logprobs):
-                request.fault = sampler.NotANumberError()
+                request.fault = sampler.NaNLogitsError()
 
     def _read(self, request: Request, states: Tensor) -> None:
         if not request.mean:
@@ -134,7 +134,9 @@ class Results:
         return request.pending == 0
 
 
-def _with_stored(plan: Plan, states: Tensor, rows: dict[Request, list[int]]) -> tuple[Tensor, dict[Request, list[int]]]:
+def _add_cached_states(
+    plan: Plan, states: Tensor, rows: dict[Request, list[int]]
+) -> tuple[Tensor, dict[Request, list[int]]]:
     """Hidden states that the tree had stand before those that were computed."""
     stored: list[Any] = []
     for request in plan:

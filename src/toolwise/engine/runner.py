@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolwise.engine.attention import Context, Scratch, implementation
-from toolwise.engine.grouping import NEAR_BYTES, group_pieces, order
+from toolwise.engine.attention import PagedContext, Scratch, register_attention
+from toolwise.engine.grouping import MAX_GROUP_KEY_BYTES, chunk_order, group_chunks
 from toolwise.engine.request import Request
 from toolwise.engine.scheduler import Plan
 from toolwise.errors import ModelError
-from toolwise.kernels.sending import send
+from toolwise.kernels.sending import to_device
 from toolwise.weight_sharing import shared_copy
 
-Pieces = Callable[[Request, int], Iterator[tuple[int, int]]]
-MOST_CPU_BYTES = 4 << 30
+SplitChunks = Callable[[Request, int], Iterator[tuple[int, int]]]
+MAX_CPU_CACHE_BYTES = 4 << 30
 
 
 @dataclass(slots=True)
@@ -34,8 +34,8 @@ class Inputs:
     ids: Tensor
     """[1, T]"""
     positions: Tensor
-    context: Context
-    wanted: Tensor
+    context: PagedContext
+    output_rows: Tensor
     """[R] tokens of the row whose hidden states somebody asked for."""
 
 
@@ -50,7 +50,7 @@ class Runner:
         """Forward passes have as many rows, padded: a product's rounding depends on its shape."""
         weight = model.get_input_embeddings().weight
         self.device, self.dtype = weight.device, weight.dtype
-        self.by_tables = self.device.type == "cuda"
+        self.uses_block_tables = self.device.type == "cuda"
         """Attention reads block tables by itself, and nothing is gathered for it."""
         config = self.trunk.config
         self.layers = int(config.num_hidden_layers)
@@ -63,7 +63,7 @@ class Runner:
 
     def refresh(self) -> None:
         """Follow the model's modules, which may be others now: adapters were put into it."""
-        self.trunk = shared_copy(self.model.get_decoder(), attention=implementation())
+        self.trunk = shared_copy(self.model.get_decoder(), attention=register_attention())
 
     @property
     def block_bytes(self) -> int:
@@ -76,7 +76,7 @@ class Runner:
         if self.device.type == "cuda":
             return int(torch.cuda.mem_get_info(self.device)[0] * 0.5) // self.block_bytes
         free: int = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return min(free // 4, MOST_CPU_BYTES) // self.block_bytes
+        return min(free // 4, MAX_CPU_CACHE_BYTES) // self.block_bytes
 
     def allocate(self, blocks: int) -> None:
         """Zeros and not whatever was there: what a mask hides is still multiplied, and 0 * NaN is NaN."""
@@ -96,38 +96,38 @@ class Runner:
             cached[target] = cached[source]
 
     @torch.inference_mode()
-    def run(self, plan: Plan, pieces: Pieces) -> tuple[Tensor, dict[Request, list[int]]]:
+    def run(self, plan: Plan, chunks: SplitChunks) -> tuple[Tensor, dict[Request, list[int]]]:
         """Hidden states that somebody asked for, and whose they are."""
-        inputs, rows = self.prepare(plan, pieces)
+        inputs, rows = self.prepare(plan, chunks)
         if inputs is None:
             return torch.empty(0), rows
         return self.forward(inputs), rows
 
-    def prepare(self, plan: Plan, pieces: Pieces) -> tuple[Inputs | None, dict[Request, list[int]]]:
-        parts = [(request, *piece) for request, count in plan.items() if count for piece in pieces(request, count)]
+    def prepare(self, plan: Plan, chunks: SplitChunks) -> tuple[Inputs | None, dict[Request, list[int]]]:
+        parts = [(request, *piece) for request, count in plan.items() if count for piece in chunks(request, count)]
         if not parts:
             return None, {}
-        parts = [parts[i] for i in order([(start, length) for _, start, length in parts])]
+        parts = [parts[i] for i in chunk_order([(start, length) for _, start, length in parts])]
         ids: list[int] = []
-        wanted: list[int] = []
+        output_rows: list[int] = []
         found: dict[Request, list[tuple[int, range]]] = {}
         for request, start, length in parts:
             end = start + length
-            first = max(start, request.first_wanted)
+            first = max(start, request.first_output_position)
             if first < end:
                 begun = len(ids) - start
-                found.setdefault(request, []).append((first, range(len(wanted), len(wanted) + end - first)))
-                wanted.extend(range(begun + first, begun + end))
+                found.setdefault(request, []).append((first, range(len(output_rows), len(output_rows) + end - first)))
+                output_rows.extend(range(begun + first, begun + end))
             ids += request.tokens[start:end] if length > 1 else (request.tokens[start],)
         # Pieces of one request may stand in another order than its tokens.
         rows = {request: [row for _, some in sorted(its) for row in some] for request, its in found.items()}
-        positions, slots = self._places(parts)
+        positions, slots = self._positions_and_slots(parts)
         padding = max(0, (self.fixed_rows or 0) - len(ids))
         inputs = Inputs(
             self._tensor(ids + [0] * padding)[None],
             self._tensor(np.concatenate([positions, np.zeros(padding, dtype=np.int64)]))[None],
             self._context(parts, self._tensor(slots)),
-            self._tensor(wanted),
+            self._tensor(output_rows),
         )
         return inputs, rows
 
@@ -140,9 +140,11 @@ class Runner:
                 'set rollout.engine = "transformers" for this model'
             )
         states: Tensor = out.last_hidden_state[0]
-        return states[inputs.wanted]
+        return states[inputs.output_rows]
 
-    def _places(self, parts: list[tuple[Request, int, int]]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    def _positions_and_slots(
+        self, parts: list[tuple[Request, int, int]]
+    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         """Position and slot of each token."""
         size = self.block_size
         positions = np.concatenate([np.arange(start, start + length) for _, start, length in parts])
@@ -153,31 +155,31 @@ class Runner:
             blocks = np.concatenate(found)
         return positions, blocks * size + positions % size
 
-    def _context(self, parts: list[tuple[Request, int, int]], slots: Tensor) -> Context:
-        context = Context(self.keys, self.values, slots, scratch=self._scratch)
+    def _context(self, parts: list[tuple[Request, int, int]], slots: Tensor) -> PagedContext:
+        context = PagedContext(self.keys, self.values, slots, scratch=self._scratch)
         held, lengths = [start for _, start, _ in parts], [length for _, _, length in parts]
         tables = [_lease(request).table for request, _, _ in parts]
-        if not self.by_tables:
-            context.groups = group_pieces(
+        if not self.uses_block_tables:
+            context.groups = group_chunks(
                 held,
                 lengths,
                 tables,
                 self.block_size,
-                sharers=self.heads // self.key_heads,
+                queries_per_kv_head=self.heads // self.key_heads,
                 dtype=self.dtype,
-                most_keys=NEAR_BYTES // (self.key_heads * self.head_size * int(self.dtype.itemsize)),
-                alike=self.fixed_rows is not None,
+                max_keys=MAX_GROUP_KEY_BYTES // (self.key_heads * self.head_size * int(self.dtype.itemsize)),
+                fixed_shapes=self.fixed_rows is not None,
             )
             return context
         context.block_tables = self._tensor(padded_tables(tables))
         context.query_starts = self._tensor(np.array([0, *accumulate(lengths)], dtype=np.int32))
         context.context_lengths = self._tensor(np.add(held, lengths, dtype=np.int32))
-        context.longest = max(lengths)
-        context.decoding = context.longest == 1
+        context.max_query_length = max(lengths)
+        context.decoding = context.max_query_length == 1
         return context
 
     def _tensor(self, values: Any) -> Tensor:
-        return send(np.array(values, dtype=np.int64) if isinstance(values, list) else values, self.device)
+        return to_device(np.array(values, dtype=np.int64) if isinstance(values, list) else values, self.device)
 
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
         if self.device.type != "cpu":

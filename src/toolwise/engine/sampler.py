@@ -18,18 +18,18 @@ from toolwise.errors import PolicyError
 from toolwise.protocols import Sampling
 from toolwise.user_code import describe
 
-ROWS = 256
+MAX_LOGIT_ROWS = 256
 """Rows of logits that exist at a time: vocabularies are large."""
 
 
-class NotANumberError(PolicyError):
+class NaNLogitsError(PolicyError):
     """Hidden states that no token can be drawn from."""
 
     def __init__(self) -> None:
         super().__init__("the model gives NaN: its weights are broken, go back to an earlier checkpoint")
 
 
-def head_of(model: Any, fixed_rows: int | None = None) -> Callable[[Tensor], Tensor]:
+def logits_head(model: Any, fixed_rows: int | None = None) -> Callable[[Tensor], Tensor]:
     """From hidden states to logits, with what some families do to them after the projection.
 
     `fixed_rows`: as many rows at a time, padded: a product's rounding depends on its shape.
@@ -40,14 +40,14 @@ def head_of(model: Any, fixed_rows: int | None = None) -> Callable[[Tensor], Ten
 
     def logits(states: Tensor) -> Tensor:
         projection = model.get_output_embeddings()  # looked up here: an adapter may have taken its place
-        found: Tensor = projection(states) if fixed_rows is None else _in_pieces(projection, states, fixed_rows)
+        found: Tensor = projection(states) if fixed_rows is None else _in_fixed_rows(projection, states, fixed_rows)
         found = found if factor == 1.0 else found * factor
         return found if cap is None else torch.tanh(found / cap) * cap
 
     return logits
 
 
-def _in_pieces(projection: Callable[[Tensor], Tensor], states: Tensor, rows: int) -> Tensor:
+def _in_fixed_rows(projection: Callable[[Tensor], Tensor], states: Tensor, rows: int) -> Tensor:
     parts = []
     for few in torch.split(states, rows):
         padded = torch.cat([few, few.new_zeros(rows - len(few), few.shape[1])])
@@ -73,8 +73,8 @@ def draw(
     logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int], allowed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """One token a row and its log-prob after temperature; `allowed`: tokens that may be drawn, a row each."""
-    logprobs = torch.log_softmax(_tempered(logits, [s.temperature for s in samplings]), dim=-1)
-    drawable = logprobs if allowed is None else _kept(logprobs, allowed)
+    logprobs = torch.log_softmax(_apply_temperature(logits, [s.temperature for s in samplings]), dim=-1)
+    drawable = logprobs if allowed is None else _mask_logprobs(logprobs, allowed)
     if not any(s.do_sample for s in samplings):
         tokens = drawable.argmax(-1)
         return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
@@ -83,7 +83,7 @@ def draw(
     # Sums are taken in fp64 and rounded to fp32 on a CPU; elsewhere fp64 throughout keeps rare tokens possible.
     kept = drawable.exp() if logits.device.type == "cpu" else drawable.double().exp()
     cumulative = kept.cumsum(-1)
-    goal = (u * cumulative[:, -1]).to(cumulative.dtype).minimum(_below(cumulative[:, -1]))
+    goal = (u * cumulative[:, -1]).to(cumulative.dtype).minimum(_previous_float(cumulative[:, -1]))
     tokens = torch.searchsorted(cumulative, goal[:, None], right=True).squeeze(-1).clamp_(max=logits.shape[-1] - 1)
     if not all(s.do_sample for s in samplings):
         greedy = torch.tensor([not s.do_sample for s in samplings], device=logits.device)
@@ -91,18 +91,18 @@ def draw(
     return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)
 
 
-def _kept(logprobs: Tensor, allowed: Tensor) -> Tensor:
+def _mask_logprobs(logprobs: Tensor, allowed: Tensor) -> Tensor:
     """What may be drawn, up to a factor a row: all that is left may be too unlikely for fp32. Whole rows stay exact."""
     kept = logprobs.masked_fill(~allowed, -torch.inf)
     return kept - kept.amax(-1, keepdim=True).masked_fill(allowed.all(-1, keepdim=True), 0.0)
 
 
-def _below(total: Tensor) -> Tensor:
+def _previous_float(total: Tensor) -> Tensor:
     """The next number below, so that rounding never draws a token of no probability after the last one that has any."""
     return torch.nextafter(total, torch.zeros_like(total))
 
 
-def _tempered(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
+def _apply_temperature(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
     logits = logits.float()
     if all(t == 1.0 for t in temperatures):
         return logits
@@ -116,7 +116,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> list[tuple[int, float
     drawn = list(zip(tokens.tolist(), logprobs.tolist(), strict=True))
     for request, (_, logprob) in zip(requests, drawn, strict=True):
         if logprob != logprob:
-            request.fault = NotANumberError()
+            request.fault = NaNLogitsError()
     return drawn
 
 
@@ -140,7 +140,7 @@ def _allowed(logits: Tensor, requests: Sequence[Request]) -> Tensor:
 
 def score(logits: Tensor, targets: Sequence[int], temperature: float) -> tuple[list[float], list[float]]:
     """Log-prob of each target and the entropy of what it would be drawn from; after temperature, in fp32."""
-    logprobs = torch.log_softmax(_tempered(logits, [temperature] * len(targets)), dim=-1)
+    logprobs = torch.log_softmax(_apply_temperature(logits, [temperature] * len(targets)), dim=-1)
     chosen = logprobs.gather(-1, torch.tensor(targets, device=logits.device)[:, None]).squeeze(-1)
     # exp(-inf) * -inf is nan, and a token that cannot come adds nothing.
     entropies = -(logprobs.exp() * logprobs.clamp(min=torch.finfo(torch.float32).min)).sum(-1)

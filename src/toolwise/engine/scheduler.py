@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator
 
-from toolwise.engine.blocks import Blocks, Key
+from toolwise.engine.blocks import BlockManager, TokenKey
 from toolwise.engine.request import Request
 
 Plan = dict[Request, int]
@@ -17,20 +17,22 @@ Plan = dict[Request, int]
 
 
 class Scheduler:
-    """`fixed_pieces`: a prompt is computed in blocks and a reply token by token, whatever there is room for."""
+    """`fixed_chunks`: a prompt is computed in blocks and a reply token by token, whatever there is room for."""
 
-    def __init__(self, blocks: Blocks, *, max_batch_tokens: int, max_requests: int, fixed_pieces: bool = False) -> None:
+    def __init__(
+        self, blocks: BlockManager, *, max_batch_tokens: int, max_requests: int, fixed_chunks: bool = False
+    ) -> None:
         self.blocks = blocks
         self.max_batch_tokens = max_batch_tokens
         self.max_requests = max_requests
-        self.fixed_pieces = fixed_pieces
+        self.fixed_chunks = fixed_chunks
         self.running: list[Request] = []
         """In the order of arrival."""
         self.waiting: list[Request] = []
         """In the order of arrival too: whoever had to give way is before those who came later."""
         self.preemptions = 0
         self.reused_tokens = 0
-        self._arrived = 0
+        self._arrivals = 0
         self._followers: list[Request] = []
         """Who waits for what others compute."""
 
@@ -39,7 +41,7 @@ class Scheduler:
         return [*self.running, *self.waiting]
 
     def add(self, request: Request) -> None:
-        request.number, self._arrived = self._arrived, self._arrived + 1
+        request.number, self._arrivals = self._arrivals, self._arrivals + 1
         self.waiting.append(request)
 
     def schedule(self) -> Plan:
@@ -49,7 +51,7 @@ class Scheduler:
         room = self.max_batch_tokens
         for request in (*decoding, *prompts):
             if request.lease is not None:  # it may have had to give way meanwhile
-                room -= self._go_on(request, plan, room)
+                room -= self._schedule_running(request, plan, room)
         self._followers = []
         self._admit(plan, room, list(self.waiting))
         return plan
@@ -74,40 +76,40 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         assert request.lease is not None
         self.blocks.close(request.lease, request.tokens)
-        request.start_again()
+        request.reset_computed()
         self.running.remove(request)
         insort(self.waiting, request, key=lambda r: r.number)
         self.preemptions += 1
 
-    def pieces(self, request: Request, count: int) -> Iterator[tuple[int, int]]:
+    def chunks(self, request: Request, count: int) -> Iterator[tuple[int, int]]:
         """(start, length) of what is attended at a time, `count` tokens in all."""
-        if not self.fixed_pieces:
+        if not self.fixed_chunks:
             yield request.held, count
             return
         start = request.held
         while start < request.held + count:
-            length = self._piece(request, start)
+            length = self._chunk_length(request, start)
             yield start, length
             start += length
 
-    def _piece(self, request: Request, start: int) -> int:
+    def _chunk_length(self, request: Request, start: int) -> int:
         return min(self.blocks.size - start % self.blocks.size, max(request.prompt_length - start, 1))
 
-    def _share(self, request: Request, budget: int) -> int:
+    def _count_to_compute(self, request: Request, budget: int) -> int:
         """How many tokens of a request to compute when there is room for `budget`."""
-        if not self.fixed_pieces:
+        if not self.fixed_chunks:
             return min(request.pending, budget)
         count = 0
         while count < request.pending:
-            piece = self._piece(request, request.held + count)
+            piece = self._chunk_length(request, request.held + count)
             if count + piece > budget:
                 break
             count += piece
         return count
 
-    def _go_on(self, request: Request, plan: Plan, room: int) -> int:
+    def _schedule_running(self, request: Request, plan: Plan, room: int) -> int:
         """By how many tokens the plan has grown; it shrinks where others had to give way."""
-        count = self._share(request, room)
+        count = self._count_to_compute(request, room)
         if not count:
             return 0
         assert request.lease is not None
@@ -126,36 +128,38 @@ class Scheduler:
         for request in waiting:
             if budget <= 0 or len(self.running) >= self.max_requests:
                 return
-            place = self.blocks.next_block(request.tokens, request.reusable or request.prompt_length)
-            if request.reusable and place in leaders:  # what it needs is being computed: next time it will be there
-                leaders[place].followed = True
+            place = self.blocks.next_block(request.tokens, request.reusable_tokens or request.prompt_length)
+            if (
+                request.reusable_tokens and place in leaders
+            ):  # what it needs is being computed: next time it will be there
+                leaders[place].has_followers = True
                 self._followers.append(request)
                 continue
-            if not self._enough_for(request):
+            if not self._has_room_for(request):
                 return
-            request.lease = self.blocks.open(request.tokens, end=request.reusable)
-            count = self._share(request, budget)
+            request.lease = self.blocks.open(request.tokens, end=request.reusable_tokens)
+            count = self._count_to_compute(request, budget)
             if (request.pending and not count) or not self.blocks.extend(request.lease, request.held + count):
                 self.blocks.close(request.lease, request.tokens, keep=False)
-                request.start_again()
+                request.reset_computed()
                 return
             self.reused_tokens += request.held
             self.waiting.remove(request)
             insort(self.running, request, key=lambda r: r.number)
             plan[request] = count
             budget -= count
-            if self._computes_prompt(request):
+            if self._is_prefilling(request):
                 leaders[place] = request
 
-    def _leaders(self) -> dict[tuple[int, Key], Request]:
+    def _leaders(self) -> dict[tuple[int, TokenKey], Request]:
         """Requests whose prompt is being computed, by the block that comes next in the tree."""
-        return {self.blocks.next_block(r.tokens, r.prompt_length): r for r in self.running if self._computes_prompt(r)}
+        return {self.blocks.next_block(r.tokens, r.prompt_length): r for r in self.running if self._is_prefilling(r)}
 
-    def _computes_prompt(self, request: Request) -> bool:
-        shared = self.blocks.size if self.blocks.whole else 1
+    def _is_prefilling(self, request: Request) -> bool:
+        shared = self.blocks.size if self.blocks.full_blocks_only else 1
         return self.blocks.share and not request.sampled and request.pending >= shared
 
-    def _enough_for(self, request: Request) -> bool:
+    def _has_room_for(self, request: Request) -> bool:
         """Room for all its tokens and for those who run to go on; a lone request is let in whatever there is."""
         needed = self.blocks.needed(len(request.tokens) + 1) + len(self.running)
         return not self.running or needed <= self.blocks.available

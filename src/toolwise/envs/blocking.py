@@ -8,7 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 from toolwise import user_code
-from toolwise.waiting import in_thread, in_virtual_time
+from toolwise.waiting import call_in_thread, in_virtual_time
 
 T = TypeVar("T")
 
@@ -22,51 +22,51 @@ class BlockingCalls:
 
     def __init__(self, what: str) -> None:
         self.what = what
-        self.lost = False
-        self._inside = False
-        self._ended = False
-        self._closing: Callable[[], object] | None = None
+        self.has_hung_call = False
+        self._running = False
+        self._closed = False
+        self._close_callback: Callable[[], object] | None = None
         self._lock = threading.Lock()
 
     async def call(self, work: Callable[[], T]) -> T:
         """What `work` gives, or raises; what would end the whole program ends only the call."""
-        if self.lost or self._ended:
+        if self.has_hung_call or self._closed:
             raise RuntimeError(f"{self.what} cannot go on: an earlier call did not come back, or it is closed")
         came_back = False
         try:
-            value = await self._elsewhere(partial(self._run, work))
+            value = await self._run_off_loop(partial(self._run, work))
             came_back = True
         except Exception:
             came_back = True
             raise
         finally:
-            self.lost = self.lost or not came_back
+            self.has_hung_call = self.has_hung_call or not came_back
         return value
 
     async def end(self, closing: Callable[[], object]) -> None:
         """Run `closing`, once; where a call is still inside, its thread does so when it comes back."""
         with self._lock:
-            if self._ended:
+            if self._closed:
                 return
-            self._ended = True
-            if self._inside:
-                self._closing = closing
+            self._closed = True
+            if self._running:
+                self._close_callback = closing
                 return
-        await self._elsewhere(partial(user_code.call, closing))
+        await self._run_off_loop(partial(user_code.call_user_code, closing))
 
-    async def _elsewhere(self, work: Callable[[], T]) -> T:
-        return work() if in_virtual_time() else await in_thread(work, name=self.what)
+    async def _run_off_loop(self, work: Callable[[], T]) -> T:
+        return work() if in_virtual_time() else await call_in_thread(work, name=self.what)
 
     def _run(self, work: Callable[[], T]) -> T:
         with self._lock:
-            if self._ended:  # given up before this thread came to run
+            if self._closed:  # given up before this thread came to run
                 raise RuntimeError(f"{self.what} is closed")
-            self._inside = True
+            self._running = True
         try:
-            return user_code.call(work)
+            return user_code.call_user_code(work)
         finally:
             with self._lock:
-                self._inside = False
-                closing = self._closing
+                self._running = False
+                closing = self._close_callback
             if closing is not None:
                 closing()

@@ -25,10 +25,10 @@ EnvFactory = Callable[[Task], BaseEnv]
 InteractionFactory = Callable[[], BaseInteraction]
 Options = dict[str, Any]
 
-ENVS: dict[str, Callable[..., BaseEnv]] = {"tools": ToolEnv, "gsm8k": Gsm8kEnv.of_task}
+ENVS: dict[str, Callable[..., BaseEnv]] = {"tools": ToolEnv, "gsm8k": Gsm8kEnv.from_task}
 INTERACTIONS: dict[str, Callable[..., BaseInteraction]] = {"scripted": ScriptedInteraction}
-GYMNASIUM = "gymnasium:"
-_FUNCTIONS = ("format_observation", "parse_action", "state_of")
+GYMNASIUM_PREFIX = "gymnasium:"
+_FUNCTION_OPTIONS = ("format_observation", "parse_action", "state_of")
 """Options that a configuration gives as references."""
 
 
@@ -49,7 +49,7 @@ def build_env_factory(
     public methods. A task's `extra_info.env_kwargs` add to `kwargs`. With `interaction`, a simulated user joins in.
     `defaults` are settings of the whole run, such as `tool_timeout_s`, for environments that take them.
     """
-    make = _maker(env, dict(kwargs or {}), dict(tools or {}), dict(defaults or {}))
+    make = _env_factory(env, dict(kwargs or {}), dict(tools or {}), dict(defaults or {}))
     if not interaction:
         return make
     make_user = build_interaction_factory(interaction, interaction_kwargs)
@@ -70,7 +70,7 @@ def build_interaction_factory(
     target = _resolve(interaction, INTERACTIONS, "interaction")
     if isinstance(target, BaseInteraction):
         raise ConfigError(f"interaction: {where} is one user, and every episode needs its own; name the class")
-    if _makes_users(target):
+    if _is_interaction_factory(target):
         check_options(target, options, f"interaction: {where}", {})
         return functools.partial(target, **options)
     if not inspect.isroutine(target):
@@ -80,17 +80,17 @@ def build_interaction_factory(
     return lambda: FunctionInteraction(bound if options else target)
 
 
-def _maker(
+def _env_factory(
     env: str | Callable[..., Any], options: Options, tools: dict[str, BaseTool], defaults: Options
 ) -> EnvFactory:
     where = _label(env)
-    if isinstance(env, str) and env.startswith(GYMNASIUM):
-        world = env.removeprefix(GYMNASIUM)
+    if isinstance(env, str) and env.startswith(GYMNASIUM_PREFIX):
+        world = env.removeprefix(GYMNASIUM_PREFIX)
         check_world(world)
         target: Callable[..., Any] = functools.partial(GymnasiumEnv, world)
     else:
         target = _resolve(env, ENVS, "env")
-    options = {key: _function(key, value) for key, value in options.items()}
+    options = {key: _load_function(key, value) for key, value in options.items()}
     if isinstance(target, BaseEnv):
         raise ConfigError(f"env: {where} is one environment, and every episode needs its own; name the class")
     if isinstance(target, type) and not issubclass(target, BaseEnv):
@@ -104,9 +104,9 @@ def _maker(
     taken = {key: value for key, value in {**defaults, **known}.items() if key in parameters}
 
     def make(task: Task) -> BaseEnv:
-        own = _own_options(task)
+        own = _task_options(task)
         check_options(target, own, f"task {task.task_id}: env_kwargs", known)
-        made = target(**{**taken, **({"task": task} if "task" in taken else {}), **_merged(options, own)})
+        made = target(**{**taken, **({"task": task} if "task" in taken else {}), **_merge_options(options, own)})
         if not isinstance(made, BaseEnv):
             raise ConfigError(f"env: {where} made {made!r:.60}, which is no BaseEnv")
         return made
@@ -125,13 +125,13 @@ def check_options(target: Callable[..., Any], options: Mapping[str, Any], where:
             raise ConfigError(f"{where} has no option {key!r}{hint}")
 
 
-def _merged(options: Options, own: Options) -> Options:
+def _merge_options(options: Options, own: Options) -> Options:
     """A task's options over the run's; tables of options are merged, all else is replaced."""
     both = {k: {**options[k], **own[k]} for k in own if isinstance(options.get(k), dict) and isinstance(own[k], dict)}
     return {**options, **own, **both}
 
 
-def _own_options(task: Task) -> Options:
+def _task_options(task: Task) -> Options:
     given = task.extra_info.get("env_kwargs") or {}
     if isinstance(given, str):  # rows that differ too much for one Parquet schema write JSON
         try:
@@ -149,7 +149,7 @@ def _resolve(named: Any, table: Mapping[str, Callable[..., Any]], what: str) -> 
     if named in table:
         return table[named]
     if ":" not in named:
-        more = f", {GYMNASIUM}ID" if what == "env" else ""
+        more = f", {GYMNASIUM_PREFIX}ID" if what == "env" else ""
         hint = did_you_mean(named, table) or f"; there are {', '.join(sorted(table))}{more}, or module:name"
         raise ConfigError(f"{what}: there is no {named!r}{hint}")
     found = load_reference(named, what=what)
@@ -158,15 +158,15 @@ def _resolve(named: Any, table: Mapping[str, Callable[..., Any]], what: str) -> 
     return found
 
 
-def _makes_users(target: Any) -> bool:
+def _is_interaction_factory(target: Any) -> bool:
     if isinstance(target, type):
         return issubclass(target, BaseInteraction)
     made = getattr(target, "__annotations__", {}).get("return")
     return "Interaction" in str(getattr(made, "__name__", made))
 
 
-def _function(key: str, value: Any) -> Any:
-    return load_reference(value, what=f"env: {key}") if key in _FUNCTIONS and isinstance(value, str) else value
+def _load_function(key: str, value: Any) -> Any:
+    return load_reference(value, what=f"env: {key}") if key in _FUNCTION_OPTIONS and isinstance(value, str) else value
 
 
 def _label(named: Any) -> str:

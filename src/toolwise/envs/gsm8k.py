@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from toolwise.envs.tool_env import ToolEnv, as_reward
+from toolwise.envs.tool_env import ToolEnv, validate_reward
 from toolwise.errors import DataError
 from toolwise.limits import Gate
 from toolwise.messages import Message
@@ -48,7 +48,7 @@ class Gsm8kEnv(ToolEnv):
         )
 
     @classmethod
-    def of_task(
+    def from_task(
         cls,
         task: Task,
         *,
@@ -76,8 +76,8 @@ class Gsm8kEnv(ToolEnv):
         if isinstance(action, Mapping) and action.get("tool_calls"):
             return await super().step(action)
         answer = action if isinstance(action, str) else str(action.get("content") or "")
-        _, reward, info = await self._within_deadline(
+        _, reward, info = await self._with_timeout(
             self.tool.execute(self._instances[self.tool.name], {"answer": answer})
         )
         verdict = info.get("reward", reward)  # `reward` alone has only the price of asking again
-        return [], as_reward(verdict), True, {**info, "is_action_valid": True}
+        return [], validate_reward(verdict), True, {**info, "is_action_valid": True}

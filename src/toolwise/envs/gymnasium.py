@@ -10,18 +10,18 @@ from typing import Any, ClassVar, TypeVar
 
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.blocking import BlockingCalls
-from toolwise.envs.gymnasium_text import ActionReader, drawing_text, observation_text
-from toolwise.envs.state import digest, plain
+from toolwise.envs.gymnasium_text import ActionReader, observation_text, rendered_text
+from toolwise.envs.state import state_digest, to_jsonable
 from toolwise.errors import ConfigError, MissingExtraError
-from toolwise.waiting import end_within
+from toolwise.waiting import run_with_deadline
 
 T = TypeVar("T")
-SEEDS = 2**31
+SEED_MODULUS = 2**31
 """Gymnasium takes no negative seed, and some worlds none that a C integer cannot hold."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Scene:
+class _Snapshot:
     """What the agent sees at one moment, and the state's name."""
 
     text: str
@@ -55,7 +55,7 @@ class GymnasiumEnv(BaseEnv):
         seed: int | None = None,
         timeout_s: float = 30.0,
     ) -> None:
-        self._make = _maker(world, make_kwargs or {})
+        self._make = _world_factory(world, make_kwargs or {})
         self._names = actions
         self._parse_action = parse_action
         self._format = format_observation
@@ -69,7 +69,7 @@ class GymnasiumEnv(BaseEnv):
         self._world: Any = None
         self._reader: ActionReader | None = None
         self._key: str | None = None
-        self._over: bool | None = None
+        self._truncated_at_end: bool | None = None
         """None while the episode goes on; after it, whether it was truncated."""
 
     def set_seed(self, seed: int) -> None:
@@ -83,66 +83,71 @@ class GymnasiumEnv(BaseEnv):
         return self._reader.examples() if self._reader is not None and self._parse_action is None else ()
 
     async def reset(self) -> str:
-        scene = await self._in_time(self._calls.call(self._begin), "reset")
-        self._key, self._over = scene.key, None
+        scene = await self._with_timeout(self._calls.call(self._reset_world), "reset")
+        self._key, self._truncated_at_end = scene.key, None
         menu = self._reader.menu() if self._reader is not None and self._parse_action is None else ""
         return f"{scene.text}\n\n{menu[:1].upper()}{menu[1:]}." if menu and self._describe else scene.text
 
     async def step(self, action: Any) -> tuple[str, float | None, bool, dict[str, Any]]:
         if self._reader is None:
             raise RuntimeError("step before reset")
-        if self._over is not None:
-            return "error: the episode is over", None, True, {"is_action_valid": False, "truncated": self._over}
+        if self._truncated_at_end is not None:
+            return (
+                "error: the episode is over",
+                None,
+                True,
+                {"is_action_valid": False, "truncated": self._truncated_at_end},
+            )
         read = self._parse_action or self._reader.read
         try:
             move = read(action if isinstance(action, str) else str((action or {}).get("content") or ""))
         except ValueError as misread:
             return f"error: {misread}", None, False, {"is_action_valid": False}
-        scene, reward, terminated, truncated, told = await self._in_time(
-            self._calls.call(partial(self._advance, move)), "step"
+        scene, reward, terminated, truncated, told = await self._with_timeout(
+            self._calls.call(partial(self._step_world, move)), "step"
         )
         self._key = scene.key
         truncated = truncated and not terminated  # an end that is really one is no cut
         if terminated or truncated:
-            self._over = truncated
+            self._truncated_at_end = truncated
         # The world's own notes stay apart: its "cost" or "calls" are not ours.
-        info: dict[str, Any] = {"is_action_valid": True, "truncated": truncated, "gymnasium": plain(told)}
+        info: dict[str, Any] = {"is_action_valid": True, "truncated": truncated, "gymnasium": to_jsonable(told)}
         success = told.get("is_success", told.get("success"))
         if success is not None:
             info["success"] = bool(success)
         return scene.text, reward, terminated or truncated, info
 
     async def close(self) -> None:
-        await self._in_time(self._calls.end(self._shut), "close")
+        await self._with_timeout(self._calls.end(self._close_world), "close")
 
-    def _begin(self) -> _Scene:
+    def _reset_world(self) -> _Snapshot:
         if self._world is None:
             self._world = self._make()
             if self._draw and getattr(self._world, "render_mode", None) != "ansi":
                 raise ConfigError('env: draw = true needs a world that draws text: make_kwargs.render_mode = "ansi"')
             self._reader = ActionReader(self._world.action_space, self._names)
         seed = self._own_seed if self._own_seed is not None else self._group_seed
-        observation, _ = self._world.reset(seed=None if seed is None else seed % SEEDS)
-        return self._scene(observation)
+        observation, _ = self._world.reset(seed=None if seed is None else seed % SEED_MODULUS)
+        return self._snapshot(observation)
 
-    def _advance(self, move: Any) -> tuple[_Scene, float, bool, bool, Mapping[str, Any]]:
+    def _step_world(self, move: Any) -> tuple[_Snapshot, float, bool, bool, Mapping[str, Any]]:
         observation, reward, terminated, truncated, told = self._world.step(move)
-        return self._scene(observation), float(reward), bool(terminated), bool(truncated), told
+        return self._snapshot(observation), float(reward), bool(terminated), bool(truncated), told
 
-    def _scene(self, observation: Any) -> _Scene:
+    def _snapshot(self, observation: Any) -> _Snapshot:
         text = self._format(observation)
         if self._draw:
-            text = f"{text}\n{drawing_text(self._world.render())}".strip()
-        given = self._state_of(self._world, observation) if self._state_of is not None else digest(observation)
-        return _Scene(text, str(given))
+            text = f"{text}\n{rendered_text(self._world.render())}".strip()
+        given = self._state_of(self._world, observation) if self._state_of is not None else state_digest(observation)
+        return _Snapshot(text, str(given))
 
-    def _shut(self) -> None:
+    def _close_world(self) -> None:
         if self._world is not None:
             self._world.close()
 
-    async def _in_time(self, work: Coroutine[Any, Any, T], what: str) -> T:
+    async def _with_timeout(self, work: Coroutine[Any, Any, T], what: str) -> T:
         late = TimeoutError(f"{self._calls.what}: {what} took longer than {self._timeout_s:g} s")
-        return await end_within(self._timeout_s, work, late)
+        return await run_with_deadline(self._timeout_s, work, late)
 
 
 def check_world(world: str) -> None:
@@ -155,7 +160,7 @@ def check_world(world: str) -> None:
         raise ConfigError(f"env: gymnasium has no world {world!r}: {reason}") from fault
 
 
-def _maker(world: str | Callable[[], Any], make_kwargs: Mapping[str, Any]) -> Callable[[], Any]:
+def _world_factory(world: str | Callable[[], Any], make_kwargs: Mapping[str, Any]) -> Callable[[], Any]:
     if callable(world):
         return partial(world, **make_kwargs)
     # Our own reader sees to it that actions fit their space; the passive checker would print warnings each step.

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolwise.envs.state import plain
+from toolwise.envs.state import to_jsonable
 from toolwise.errors import ConfigError
 from toolwise.rewards.transcript import split_thought
 
@@ -25,16 +25,16 @@ def observation_text(value: Any) -> str:
     """An observation as a model can read it: text as it is, tables a line a key, numbers in few digits."""
     if isinstance(value, str):
         return value
-    flat = plain(value)
+    flat = to_jsonable(value)
     if _count(flat) > MAX_NUMBERS:
         raise ConfigError(f"the observation has over {MAX_NUMBERS} numbers: give format_observation to put it in words")
     if isinstance(value, Mapping):
-        return "\n".join(f"{key}: {_short(item)}" for key, item in flat.items())
+        return "\n".join(f"{key}: {_format_value(item)}" for key, item in flat.items())
     rows = isinstance(flat, list) and flat and all(isinstance(row, list) for row in flat)
-    return "\n".join(_short(row) for row in flat) if rows else _short(flat)
+    return "\n".join(_format_value(row) for row in flat) if rows else _format_value(flat)
 
 
-def drawing_text(drawing: Any) -> str:
+def rendered_text(drawing: Any) -> str:
     """What `render` gives in the mode "ansi": marked characters in brackets, and no escape codes."""
     if not isinstance(drawing, str):
         raise ConfigError(f"env: draw = true, but the world draws {type(drawing).__name__} and no text; leave it out")
@@ -47,17 +47,17 @@ def _count(value: Any) -> int:
     return sum(map(_count, value)) if isinstance(value, list) else 1
 
 
-def _short(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list):
-        return f"[{', '.join(map(_short, value))}]"
+        return f"[{', '.join(map(_format_value, value))}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {_short(item)}' for key, item in value.items())}}}"
+        return f"{{{', '.join(f'{key}: {_format_value(item)}' for key, item in value.items())}}}"
     return str(value)
 
 
-def said(text: str) -> str:
+def extract_action(text: str) -> str:
     """The action in what an agent wrote: its last `<action>` block, or everything after its thought."""
     text = split_thought(text)[1]
     action, at = text, 0
@@ -77,7 +77,7 @@ class ActionReader:
         self._text = isinstance(space, spaces.Text)
         self._first, self._count = (int(space.start), int(space.n)) if isinstance(space, spaces.Discrete) else (0, 0)
         self.names = [str(name) for name in names] if names is not None else None
-        self._numbers = {_fold(name): self._first + i for i, name in enumerate(self.names or ())}
+        self._numbers = {_normalize_name(name): self._first + i for i, name in enumerate(self.names or ())}
         if self.names is None:
             return
         if not self._discrete:
@@ -87,7 +87,7 @@ class ActionReader:
 
     def read(self, text: str) -> Any:
         """The action that `text` means; ValueError, in words for the model, where it means none."""
-        wanted = said(text)
+        wanted = extract_action(text)
         if self._text:
             return self._read_text(text, wanted)
         if not wanted:
@@ -116,7 +116,7 @@ class ActionReader:
             return self.names[:last] if self.names is not None else [str(self._first + i) for i in range(last)]
         self.space.seed(0)
         samples = [self.space.sample() for _ in range(3)]
-        return [sample if self._text else json.dumps(plain(sample)) for sample in samples]
+        return [sample if self._text else json.dumps(to_jsonable(sample)) for sample in samples]
 
     def _read_text(self, text: str, wanted: str) -> str:
         for candidate in (wanted, text):
@@ -125,7 +125,7 @@ class ActionReader:
         raise ValueError(f"{_quote(wanted)} is no action here; {self.menu()}")
 
     def _read_discrete(self, wanted: str) -> int:
-        number = self._numbers.get(_fold(wanted))
+        number = self._numbers.get(_normalize_name(wanted))
         if number is None and re.fullmatch(r"[+-]?[0-9]{1,18}", wanted):
             number = int(wanted)
         if number is None or not self._first <= number < self._first + self._count:
@@ -156,7 +156,7 @@ def _from_json(space: Any, value: Any) -> Any:
     return space.from_jsonable([value])[0]
 
 
-def _fold(name: str) -> str:
+def _normalize_name(name: str) -> str:
     return " ".join(name.split()).casefold()
 
 

@@ -12,12 +12,12 @@ from toolwise.errors import ConfigError, DataError
 from toolwise.messages import Message
 from toolwise.protocols import AgentPolicy, SessionPolicy
 from toolwise.rewards.transcript import split_thought
-from toolwise.waiting import in_thread
+from toolwise.waiting import call_in_thread
 
 Reply = tuple[str, bool, float | None, dict[str, Any]]
 """What the user says, whether that ends the conversation, a reward for the assistant's turn, and notes."""
 
-STOP = "###STOP###"
+STOP_MARKER = "###STOP###"
 
 
 class BaseInteraction(ABC):
@@ -79,7 +79,7 @@ class FunctionInteraction(BaseInteraction):
         if inspect.iscoroutinefunction(self._function):
             given = await self._function(messages, **self._kwargs)
         else:
-            given = await in_thread(lambda: self._function(messages, **self._kwargs))
+            given = await call_in_thread(lambda: self._function(messages, **self._kwargs))
         return as_reply(given)
 
 
@@ -94,7 +94,7 @@ class PolicyInteraction(BaseInteraction):
         policy: AgentPolicy,
         system_prompt: str,
         *,
-        stop: str = STOP,
+        stop: str = STOP_MARKER,
         greeting: str = "Hi! How can I help you today?",
         do_sample: bool = True,
     ) -> None:
@@ -117,21 +117,21 @@ class PolicyInteraction(BaseInteraction):
         return None
 
     async def respond(self, messages: Sequence[Message]) -> Reply:
-        action, *_ = await self._policy.get_action(self._flipped(messages), None)
+        action, *_ = await self._policy.get_action(self._swap_roles(messages), None)
         text = str(action.get("content") or "")
         done = self._stop in text or action.get("type") == "terminate"
         return text.replace(self._stop, "").strip(), done, None, {}
 
-    def _flipped(self, messages: Sequence[Message]) -> list[Message]:
+    def _swap_roles(self, messages: Sequence[Message]) -> list[Message]:
         other = {"user": "assistant", "assistant": "user"}
-        spoken = [(other[m.role], _aloud(m)) for m in messages if m.role in other]
+        spoken = [(other[m.role], _spoken_text(m)) for m in messages if m.role in other]
         flipped = [Message.model_validate({"role": role, "content": text}) for role, text in spoken if text]
         # Chat templates want the other side to speak first.
         opening = [Message(role="user", content=self._greeting)] if flipped and flipped[0].role == "assistant" else []
         return [Message(role="system", content=self._system_prompt), *opening, *flipped]
 
 
-def _aloud(message: Message) -> str:
+def _spoken_text(message: Message) -> str:
     """What a message says to the other side: no user hears what an assistant thinks."""
     text = message.content or ""
     return split_thought(text)[1].strip() if message.role == "assistant" else text

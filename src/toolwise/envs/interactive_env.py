@@ -7,12 +7,12 @@ from typing import Any, ClassVar
 
 from toolwise.envs.base import BaseEnv, Observation, Phase
 from toolwise.envs.interaction import BaseInteraction, as_reply
-from toolwise.envs.state import digest
-from toolwise.envs.tool_env import as_reward
+from toolwise.envs.state import state_digest
+from toolwise.envs.tool_env import validate_reward
 from toolwise.errors import ConfigError
 from toolwise.messages import Message, as_messages
 from toolwise.types import Task
-from toolwise.waiting import all_of, end_within
+from toolwise.waiting import gather_all, run_with_deadline
 
 
 class InteractiveEnv(BaseEnv):
@@ -46,16 +46,16 @@ class InteractiveEnv(BaseEnv):
         self._kwargs = {**(kwargs or {}), **task.interaction_kwargs}
         self._timeout_s = timeout_s
         self._messages: list[Message] = list(task.prompt)
-        self._began = False
+        self._started = False
 
     def set_seed(self, seed: int) -> None:
         self.env.set_seed(seed)
         self.interaction.set_seed(seed)
 
     async def reset(self) -> list[Message]:
-        seen = _as_list(await self.env.reset())
-        self._began = True
-        opening = await self._in_time(self.interaction.start(**self._kwargs), "start")
+        seen = _to_messages(await self.env.reset())
+        self._started = True
+        opening = await self._with_timeout(self.interaction.start(**self._kwargs), "start")
         if opening:
             seen.append(Message(role="user", content=opening))
         self._messages.extend(seen)
@@ -65,9 +65,9 @@ class InteractiveEnv(BaseEnv):
         calls = action.get("tool_calls") or None
         self._messages.append(Message(role="assistant", content=action.get("content") or "", tool_calls=calls))
         if calls is None:
-            return await self._let_the_user_speak()
+            return await self._user_turn()
         observation, reward, done, info = await self.env.step(action)
-        seen = _as_list(observation)
+        seen = _to_messages(observation)
         self._messages.extend(seen)
         return seen, reward, done, info
 
@@ -75,16 +75,16 @@ class InteractiveEnv(BaseEnv):
         return await self.env.final_rewards()
 
     async def close(self) -> None:
-        began, self._began = self._began, False
-        works = [self.env.close(), *([self._in_time(self.interaction.finish(), "finish")] if began else [])]
-        await all_of(works)
+        began, self._started = self._started, False
+        works = [self.env.close(), *([self._with_timeout(self.interaction.finish(), "finish")] if began else [])]
+        await gather_all(works)
 
     @property
     def state_key(self) -> str | None:
         """The world's state and what the user has asked for; without the former there is none to be told."""
         key = self.env.state_key
         asked = next((m.content for m in reversed(self._messages) if m.role == "user"), "")
-        return None if key is None else f"{key}/{self.user_turns}/{digest(asked)}"
+        return None if key is None else f"{key}/{self.user_turns}/{state_digest(asked)}"
 
     def tool_specs(self) -> list[dict[str, Any]] | None:
         return self.env.tool_specs()
@@ -101,10 +101,10 @@ class InteractiveEnv(BaseEnv):
     def example_actions(self) -> Sequence[Any]:
         return self.env.example_actions()
 
-    async def _let_the_user_speak(self) -> tuple[list[Message], float | None, bool, dict[str, Any]]:
+    async def _user_turn(self) -> tuple[list[Message], float | None, bool, dict[str, Any]]:
         if self.user_turns >= self.max_user_turns:
             return [], None, True, {"is_action_valid": True, "truncated": True, "user_turns": self.user_turns}
-        given = await self._in_time(self.interaction.respond(tuple(self._messages)), "respond")
+        given = await self._with_timeout(self.interaction.respond(tuple(self._messages)), "respond")
         text, done, reward, told = as_reply(given)
         self.user_turns += 1
         seen = [Message(role="user", content=text)] if text else []
@@ -112,14 +112,14 @@ class InteractiveEnv(BaseEnv):
             raise ValueError("the simulated user said nothing and is not done")
         self._messages.extend(seen)
         info = {"is_action_valid": True, "user_turns": self.user_turns, "interaction": told}
-        return seen, as_reward(reward), done, info
+        return seen, validate_reward(reward), done, info
 
-    async def _in_time(self, work: Any, what: str) -> Any:
+    async def _with_timeout(self, work: Any, what: str) -> Any:
         late = TimeoutError(f"the simulated user: {what} took longer than {self._timeout_s:g} s")
-        return await end_within(self._timeout_s, work, late)
+        return await run_with_deadline(self._timeout_s, work, late)
 
 
-def _as_list(observation: Observation) -> list[Message]:
+def _to_messages(observation: Observation) -> list[Message]:
     if isinstance(observation, str):
         return [Message(role="user", content=observation)] if observation else []
     return list(as_messages(observation))

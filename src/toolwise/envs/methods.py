@@ -11,32 +11,32 @@ from typing import Any
 
 from toolwise import user_code
 from toolwise.envs.blocking import BlockingCalls
-from toolwise.envs.state import digest, public_state
-from toolwise.envs.tool_env import CallOutcome, ToolEnv, as_reward
+from toolwise.envs.state import public_state, state_digest
+from toolwise.envs.tool_env import CallOutcome, ToolEnv, validate_reward
 from toolwise.errors import ConfigError
 from toolwise.limits import Gate
 from toolwise.messages import Message, ToolCall
 from toolwise.tools.function import FunctionTool
 from toolwise.types import Task
-from toolwise.waiting import all_of
+from toolwise.waiting import gather_all
 
-CONVENTIONS = frozenset({"reset", "reward", "done", "close", "state_key", "gold_actions"})
+RESERVED_NAMES = frozenset({"reset", "reward", "done", "close", "state_key", "gold_actions"})
 """Names with a meaning of their own: never tools."""
-_NOBODY = object()
+_UNBOUND = object()
 
 
 class MethodTool(FunctionTool[..., Any]):
     """One public method: a schema made once a class, bound to an object each episode."""
 
     def __init__(self, name: str, method: FunctionType | staticmethod[..., Any]) -> None:
-        self._plain = method.__func__ if isinstance(method, staticmethod) else None
+        self._static_function = method.__func__ if isinstance(method, staticmethod) else None
         self._method = method if isinstance(method, FunctionType) else None
         # Bound to nobody, so that `self` is none of the arguments.
-        super().__init__(self._plain or MethodType(method, _NOBODY), name=name, isolate=False)
+        super().__init__(self._static_function or MethodType(method, _UNBOUND), name=name, isolate=False)
 
-    def of(self, target: object, calls: BlockingCalls) -> MethodTool:
+    def bind(self, target: object, calls: BlockingCalls) -> MethodTool:
         bound = copy.copy(self)
-        bound.function = self._plain or MethodType(self._method, target)  # type: ignore[arg-type]
+        bound.function = self._static_function or MethodType(self._method, target)  # type: ignore[arg-type]
         bound._calls = calls
         return bound
 
@@ -45,7 +45,9 @@ class MethodTool(FunctionTool[..., Any]):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[str, float | None, dict[str, Any]]:
-        work = partial(self.function, **self._read(parameters, {**self._given.get(instance_id, {}), **kwargs}))
+        work = partial(
+            self.function, **self._parse_arguments(parameters, {**self._create_kwargs.get(instance_id, {}), **kwargs})
+        )
         if not inspect.iscoroutinefunction(self.function):
             # The result is put in words in the same thread: it may be large, or an object with a will of its own.
             return await self._calls.call(lambda: self._result(work()))
@@ -100,25 +102,25 @@ class MethodsEnv(ToolEnv):
 
     async def reset(self) -> str:
         self._objects = []
-        await self._within_deadline(self._calls.call(self._make_all))
+        await self._with_timeout(self._calls.call(self._make_all))
         for name, tool in self.tools.items():
             assert isinstance(tool, MethodTool)
-            self.tools[name] = self._living[name] = tool.of(self._objects[self._owners[name]], self._calls)
+            self.tools[name] = self._episode_tools[name] = tool.bind(self._objects[self._owners[name]], self._calls)
         await super().reset()
-        seen = [await self._ask(target, "reset") for target in self._objects]
+        seen = [await self._hook_value(target, "reset") for target in self._objects]
         return "\n".join(str(text) for text in seen if text is not None)
 
     async def step(self, action: Any) -> tuple[list[Message], float | None, bool, dict[str, Any]]:
         messages, reward, done, info = await super().step(action)
         # An object that a call is still inside of cannot be asked; the model reads of that in its next results.
-        if not done and not self._calls.lost:
-            done = any([bool(await self._ask(target, "done")) for target in self._objects])
+        if not done and not self._calls.has_hung_call:
+            done = any([bool(await self._hook_value(target, "done")) for target in self._objects])
         return messages, reward, done, info
 
     async def final_rewards(self) -> dict[str, float]:
         rewards = await super().final_rewards()
         for kind, target in zip(self.kinds, self._objects, strict=False):
-            reward = as_reward(await self._ask(target, "reward"))
+            reward = validate_reward(await self._hook_value(target, "reward"))
             if reward is not None:
                 rewards[kind.__name__] = reward
         return rewards
@@ -127,7 +129,7 @@ class MethodsEnv(ToolEnv):
         closers = [] if self._closed else list(_closers(self._objects))
         works = [close() for close in closers if inspect.iscoroutinefunction(close)]
         works.append(self._calls.end(self._close_blocking))
-        await all_of([super().close(), *map(self._within_deadline, works)])
+        await gather_all([super().close(), *map(self._with_timeout, works)])
 
     def _close_blocking(self) -> None:
         """Looks for objects only now: a constructor that was late may have made one since."""
@@ -135,7 +137,7 @@ class MethodsEnv(ToolEnv):
 
     @property
     def state_key(self) -> str | None:
-        if not self._objects or self._calls.lost:
+        if not self._objects or self._calls.has_hung_call:
             return None
         if self._state_of is not None:
             return self._state_of(self._objects)
@@ -152,13 +154,13 @@ class MethodsEnv(ToolEnv):
     async def _call_all(self, calls: Sequence[ToolCall]) -> list[CallOutcome]:
         return [await self._call(call) for call in calls]
 
-    async def _ask(self, target: object, name: str) -> Any:
+    async def _hook_value(self, target: object, name: str) -> Any:
         """What `target` has under one of the conventional names: an attribute, or what its method gives."""
         if getattr(type(target), name, None) is None and name not in getattr(target, "__dict__", ()):
             return None
-        return await self._within_deadline(self._asked(target, name))
+        return await self._with_timeout(self._call_hook(target, name))
 
-    async def _asked(self, target: object, name: str) -> Any:
+    async def _call_hook(self, target: object, name: str) -> Any:
         found = await self._calls.call(lambda: getattr(target, name))
         if not callable(found):
             return found
@@ -198,7 +200,7 @@ def method_tools(kind: type) -> Mapping[str, MethodTool]:
     found: dict[str, MethodTool] = {}
     for base in reversed(kind.__mro__[:-1]):
         for name in vars(base):
-            if name.startswith("_") or name in CONVENTIONS:
+            if name.startswith("_") or name in RESERVED_NAMES:
                 continue
             # As it stands in the class: no property is run, and an override that is no method hides the method.
             member = inspect.getattr_static(kind, name)
@@ -212,7 +214,7 @@ def _state_key(target: object) -> str:
         if hasattr(type(target), name):
             given = getattr(target, name)
             return str(given() if callable(given) else given)
-    return digest(public_state(target))
+    return state_digest(public_state(target))
 
 
 def _closers(objects: Sequence[object]) -> Iterator[Callable[[], Any]]:
@@ -227,7 +229,7 @@ def _run_all(works: Sequence[Callable[[], object]]) -> None:
     faults = []
     for work in works:
         try:
-            user_code.call(work)
+            user_code.call_user_code(work)
         except Exception as fault:
             faults.append(fault)
     if faults:

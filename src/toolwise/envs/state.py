@@ -18,26 +18,26 @@ from uuid import UUID
 
 MAX_DEPTH = 40
 MAX_VALUES = 100_000
-_BY_THEIR_TEXT = (Decimal, Fraction, PurePath, UUID, date, time, timedelta, complex)
+_STRING_TYPES = (Decimal, Fraction, PurePath, UUID, date, time, timedelta, complex)
 
 
-def digest(value: Any) -> str:
-    """The same 16 characters wherever `plain(value)` is the same."""
-    text = json.dumps(plain(value), ensure_ascii=True, sort_keys=True)
+def state_digest(value: Any) -> str:
+    """The same 16 characters wherever `to_jsonable(value)` is the same."""
+    text = json.dumps(to_jsonable(value), ensure_ascii=True, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def plain(value: Any) -> Any:
+def to_jsonable(value: Any) -> Any:
     """`value` as JSON can hold it. Objects are their type and public attributes, sets are sorted, what refers to
     itself is cut there, and nothing that could differ between two equal worlds (an address, an order) is left in."""
-    return _Walk().plain(value, ())
+    return _JsonableConverter().to_jsonable(value, ())
 
 
-class _Walk:
+class _JsonableConverter:
     def __init__(self) -> None:
         self.values = 0
 
-    def plain(self, value: Any, above: tuple[int, ...]) -> Any:
+    def to_jsonable(self, value: Any, above: tuple[int, ...]) -> Any:
         self.values += 1
         if isinstance(value, Enum):
             return f"{type(value).__name__}.{value.name}"
@@ -45,7 +45,7 @@ class _Walk:
             return value
         if isinstance(value, float):
             return value if math.isfinite(value) else str(value)
-        if isinstance(value, _BY_THEIR_TEXT):
+        if isinstance(value, _STRING_TYPES):
             return str(value)
         if isinstance(value, bytes | bytearray):
             return bytes(value).hex()
@@ -53,19 +53,19 @@ class _Walk:
             return "<itself>"
         if len(above) >= MAX_DEPTH or self.values > MAX_VALUES:
             return "…"
-        return self._inside(value, (*above, id(value)))
+        return self._convert_object(value, (*above, id(value)))
 
-    def _inside(self, value: Any, above: tuple[int, ...]) -> Any:
+    def _convert_object(self, value: Any, above: tuple[int, ...]) -> Any:
         if callable(getattr(value, "tolist", None)):  # numpy's arrays and numbers, without importing numpy
-            return self.plain(value.tolist(), above)
+            return self.to_jsonable(value.tolist(), above)
         if isinstance(value, Mapping):
             return self._table(value.items(), above)
         if isinstance(value, Set):
             return sorted(
-                (self.plain(item, above) for item in value), key=lambda item: json.dumps(item, sort_keys=True)
+                (self.to_jsonable(item, above) for item in value), key=lambda item: json.dumps(item, sort_keys=True)
             )
         if isinstance(value, list | tuple | deque):
-            return [self.plain(item, above) for item in value]
+            return [self.to_jsonable(item, above) for item in value]
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         if isinstance(value, Iterator) or callable(value) or isinstance(value, type):
             return f"<{kind}>"
@@ -73,7 +73,7 @@ class _Walk:
         return {"": kind, **self._table(state.items(), above)} if state else f"<{kind}>"
 
     def _table(self, items: Any, above: tuple[int, ...]) -> dict[str, Any]:
-        return {key if isinstance(key, str) else repr(key): self.plain(item, above) for key, item in items}
+        return {key if isinstance(key, str) else repr(key): self.to_jsonable(item, above) for key, item in items}
 
 
 def public_state(value: object) -> dict[str, Any]:

@@ -11,16 +11,16 @@ from typing import Any, ClassVar, Literal, TypeVar
 from uuid import uuid4
 
 from toolwise import user_code
-from toolwise.bounds import LARGEST_SCORE, in_bounds
+from toolwise.bounds import MAX_SCORE, in_bounds
 from toolwise.envs.base import BaseEnv
-from toolwise.limits import OPEN, Gate
+from toolwise.limits import UNLIMITED, Gate
 from toolwise.messages import Message, ToolCall
 from toolwise.tools.base import BaseTool, OpenAIFunctionToolSchema
 from toolwise.tools.faults import ToolCallError
 from toolwise.tools.function import FunctionTool
 from toolwise.tools.schema import validate_arguments
 from toolwise.types import Task
-from toolwise.waiting import WorkClock, all_of, end_within
+from toolwise.waiting import WorkClock, gather_all, run_with_deadline
 
 T = TypeVar("T")
 
@@ -62,15 +62,15 @@ class ToolEnv(BaseEnv):
         self.tools = {name: tools[name] for name in names if name in tools}
         # Those that the route took away: calls of them are refused, and are not the model's mistake.
         own = task.tools if task.tools is not None else tools
-        self._hidden = frozenset(own).difference(self.tools)
+        self._removed_tools = frozenset(own).difference(self.tools)
         # What a call costs that nobody can carry out: never less than one that is written as it should be.
         self._malformed_price = max((tool.price for tool in tools.values()), default=BaseTool.price)
         # Those that live with the episode, though the agent can neither see nor call them.
-        self._living = {**self.tools, **(unseen or {})}
+        self._episode_tools = {**self.tools, **(unseen or {})}
         # Those that the agent can see and not call: a route that leaves the prompt as it was.
         self._forbidden = frozenset(forbidden)
         self.tool_timeout_s = tool_timeout_s
-        self._late = f"took longer than {tool_timeout_s:g} s"
+        self._timeout_text = f"took longer than {tool_timeout_s:g} s"
         self.max_result_chars = max_result_chars
         self.gates = gates if gates is not None else {}
         self._instances: dict[str, str] = {}
@@ -79,18 +79,18 @@ class ToolEnv(BaseEnv):
         """One id for all: tools that share something for the length of an episode know each other by it."""
 
     def tool_specs(self) -> list[dict[str, Any]]:
-        return [spec_of(tool, self.task) for tool in self.tools.values()]
+        return [tool_spec(tool, self.task) for tool in self.tools.values()]
 
     async def reset(self) -> str:
-        for name in self._living:
-            await self._within_deadline(self._create(name))
+        for name in self._episode_tools:
+            await self._with_timeout(self._create(name))
         return ""
 
     async def _create(self, name: str) -> None:
         # Noted in the same breath: an episode cancelled right now must still know what to release.
-        instance = await self._living[name].create(self._episode, **self._kwargs(name, "create_kwargs"))
+        instance = await self._episode_tools[name].create(self._episode, **self._kwargs(name, "create_kwargs"))
         if self._closed:  # it was given up for lost, and the episode is over
-            await self._within_deadline(self._end(name, "release", instance))
+            await self._with_timeout(self._end(name, "release", instance))
         else:
             self._instances[name] = instance
 
@@ -100,14 +100,14 @@ class ToolEnv(BaseEnv):
             return [], None, True, {"is_action_valid": True}
         outcomes = [await self._call(calls[0])] if len(calls) == 1 else await self._call_all(calls)
         messages = [
-            Message.trusted("tool", outcome.text, tool_call_id=call.id, name=call.name or None)
+            Message.unchecked("tool", outcome.text, tool_call_id=call.id, name=call.name or None)
             for call, outcome in zip(calls, outcomes, strict=True)
         ]
         rewards = [o.reward for o in outcomes if o.reward is not None]
         info = {
             "is_action_valid": all(o.failure is None for o in outcomes),
-            "calls": counted(call.name or "unreadable" for call in calls),
-            "failed_calls": counted(o.failure for o in outcomes if o.failure),
+            "calls": count_names(call.name or "unreadable" for call in calls),
+            "failed_calls": count_names(o.failure for o in outcomes if o.failure),
             "tool_info": [o.info for o in outcomes],
             "cost": sum(map(self._price, calls)),
         }
@@ -121,8 +121,8 @@ class ToolEnv(BaseEnv):
     def unread_calls(self, action: Any) -> dict[str, Any]:
         unread = [call for call in action.get("tool_calls") or () if isinstance(call.arguments, str)]
         return {
-            "calls": counted(call.name or "unreadable" for call in unread),
-            "failed_calls": counted("bad_json" for _ in unread),
+            "calls": count_names(call.name or "unreadable" for call in unread),
+            "failed_calls": count_names("bad_json" for _ in unread),
             "cost": sum(map(self._price, unread)),
         }
 
@@ -131,28 +131,28 @@ class ToolEnv(BaseEnv):
         asked = {
             name: instance
             for name, instance in self._instances.items()
-            if type(self._living[name]).calc_reward is not BaseTool.calc_reward
+            if type(self._episode_tools[name]).calc_reward is not BaseTool.calc_reward
         }
-        given = await all_of(
-            self._within_deadline(self._end(name, "calc_reward", instance)) for name, instance in asked.items()
+        given = await gather_all(
+            self._with_timeout(self._end(name, "calc_reward", instance)) for name, instance in asked.items()
         )
-        rewards = zip(asked, map(as_reward, given), strict=True)
+        rewards = zip(asked, map(validate_reward, given), strict=True)
         return {name: reward for name, reward in rewards if reward is not None}
 
     async def close(self) -> None:
         """Release every tool that was created, even if one of them fails to go; the first fault is raised after."""
         self._closed = True
         instances, self._instances = self._instances, {}
-        await all_of(
-            self._within_deadline(self._end(name, "release", instance)) for name, instance in instances.items()
+        await gather_all(
+            self._with_timeout(self._end(name, "release", instance)) for name, instance in instances.items()
         )
 
     async def _end(self, name: str, verb: Literal["calc_reward", "release"], instance: str) -> Any:
-        return await getattr(self._living[name], verb)(instance, **self._kwargs(name, f"{verb}_kwargs"))
+        return await getattr(self._episode_tools[name], verb)(instance, **self._kwargs(name, f"{verb}_kwargs"))
 
     async def _call_all(self, calls: Sequence[ToolCall]) -> list[CallOutcome]:
         """The calls of one turn, together."""
-        return await all_of(self._call(call) for call in calls)
+        return await gather_all(self._call(call) for call in calls)
 
     async def _call(self, call: ToolCall) -> CallOutcome:
         tool = self.tools.get(call.name) if self._may_call(call.name) else None
@@ -175,19 +175,19 @@ class ToolEnv(BaseEnv):
 
     async def _execute(self, tool: BaseTool, arguments: dict[str, Any], clock: WorkClock) -> CallOutcome:
         kwargs = self._kwargs(tool.name, "execute_kwargs")
-        late, gate = TimeoutError(self._late), self.gates.get(tool.name, OPEN)
+        late, gate = TimeoutError(self._timeout_text), self.gates.get(tool.name, UNLIMITED)
         try:
             if gate.limit is not None:
                 asked = asyncio.get_running_loop().time()
                 await gate.enter()
                 clock.queue_s += asyncio.get_running_loop().time() - asked
             try:
-                work = user_code.call(tool.execute, self._instances[tool.name], arguments, **kwargs)
-                text, reward, info = await end_within(self.tool_timeout_s, work, late, clock)
+                work = user_code.call_user_code(tool.execute, self._instances[tool.name], arguments, **kwargs)
+                text, reward, info = await run_with_deadline(self.tool_timeout_s, work, late, clock)
             finally:
                 gate.leave()
             failure = "tool_error" if info.get("ok") is False else None
-            return CallOutcome(self._shorten(text), as_reward(reward), failure, info)
+            return CallOutcome(self._shorten(text), validate_reward(reward), failure, info)
         except Exception as fault:  # a tool's fault is the model's to read and ours to count
             if isinstance(fault, ToolCallError):
                 text = self._shorten(f"error: {fault}")
@@ -202,7 +202,7 @@ class ToolEnv(BaseEnv):
         garbling a call must not be a way to save its price. One that the route refuses costs nothing."""
         if self._may_call(call.name):
             return self.tools[call.name].price
-        refused = call.name in self._forbidden or call.name in self._hidden
+        refused = call.name in self._forbidden or call.name in self._removed_tools
         return 0.0 if refused else self._malformed_price
 
     def _may_call(self, name: str) -> bool:
@@ -211,8 +211,8 @@ class ToolEnv(BaseEnv):
     def _kwargs(self, name: str, which: str) -> dict[str, Any]:
         return self.task.tools_kwargs.get(name, {}).get(which) or {}
 
-    async def _within_deadline(self, work: Coroutine[Any, Any, T]) -> T:
-        return await end_within(self.tool_timeout_s, work, TimeoutError(self._late), WorkClock())
+    async def _with_timeout(self, work: Coroutine[Any, Any, T]) -> T:
+        return await run_with_deadline(self.tool_timeout_s, work, TimeoutError(self._timeout_text), WorkClock())
 
     def _shorten(self, text: str) -> str:
         more = len(text) - self.max_result_chars
@@ -232,7 +232,7 @@ def schema_for(tool: BaseTool, task: Task | None) -> OpenAIFunctionToolSchema:
     return tool.get_openai_tool_schema()
 
 
-def spec_of(tool: BaseTool, task: Task | None = None) -> dict[str, Any]:
+def tool_spec(tool: BaseTool, task: Task | None = None) -> dict[str, Any]:
     """A tool in OpenAI's form, as the model is told of it; one dictionary for all rollouts with the same schema."""
     schema = schema_for(tool, task)
     key = id(schema)
@@ -243,7 +243,7 @@ def spec_of(tool: BaseTool, task: Task | None = None) -> dict[str, Any]:
     return known[1]
 
 
-def counted(names: Iterable[str]) -> dict[str, int]:
+def count_names(names: Iterable[str]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for name in names:
         counts[name] = counts.get(name, 0) + 1
@@ -256,10 +256,10 @@ def add_counts(counts: dict[str, int], more: Mapping[str, int]) -> None:
         counts[name] = counts.get(name, 0) + count
 
 
-def as_reward(value: Any) -> float | None:
+def validate_reward(value: Any) -> float | None:
     """A step's or a tool's reward, refused where it is none: a NaN would spoil its whole group in silence."""
     reward = None if value is None else float(value)
     if reward is not None and not in_bounds(reward):
-        what = f"does not lie between ±{LARGEST_SCORE:g}" if math.isfinite(reward) else "is no finite number"
+        what = f"does not lie between ±{MAX_SCORE:g}" if math.isfinite(reward) else "is no finite number"
         raise ValueError(f"the reward {reward} {what}")
     return reward

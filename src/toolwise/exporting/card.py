@@ -19,7 +19,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 TOOL_TEXT = "tool_prompt.txt"
 """In an export whose chat template ignores tools: what the prompt said of them in training."""
 
-_USE = """\
+_USAGE_SNIPPET = """\
 ```python
 {imports}from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -37,12 +37,12 @@ _IMPORTS = {"json": "import json\nfrom pathlib import Path\n\n", "text": "from p
 _QUESTION = 'messages = [{"role": "user", "content": "What is 3 + 4?"}]'
 _LOAD_SCHEMAS = 'tools = json.loads(Path(folder, "tools.json").read_text(encoding="utf-8"))["tools"]'
 _LOAD_TEXT = f'tools = Path(folder, "{TOOL_TEXT}").read_text(encoding="utf-8")'
-_IN_SYSTEM = """\
+_MESSAGES_WITH_SYSTEM = """\
 messages = [
     {"role": "system", "content": tools},  # after a system message of your own and an empty line, if you have one
     {"role": "user", "content": "What is 3 + 4?"},
 ]"""
-_IN_USER = 'messages = [{"role": "user", "content": tools + "\\n\\nWhat is 3 + 4?"}]  # the first one only'
+_MESSAGES_WITH_USER = 'messages = [{"role": "user", "content": tools + "\\n\\nWhat is 3 + 4?"}]  # the first one only'
 
 
 def model_card(
@@ -54,7 +54,7 @@ def model_card(
     return "\n".join(
         [
             *_front_matter(config),
-            f"# {_plain(config.name)}",
+            f"# {_one_line(config.name)}",
             "",
             f"A language model, trained with Toolwise {made_with} by reinforcement learning to use tools.",
             "",
@@ -66,11 +66,11 @@ def model_card(
             "",
             "## What came of it",
             "",
-            *_figures(run, found.step),
+            *_metrics_table(run, found.step),
             "",
             "## How to use it",
             "",
-            *_use(tool_prompt),
+            *_usage(tool_prompt),
             "",
             "## Licence",
             "",
@@ -115,10 +115,10 @@ def _lora(config: RunConfig) -> str:
     return f"adapters of rank {lora.rank} (alpha {lora.alpha:g}), merged into the weights" if lora.rank else ""
 
 
-def _use(tool_prompt: ToolPrompt | None) -> Iterator[str]:
+def _usage(tool_prompt: ToolPrompt | None) -> Iterator[str]:
     """The snippet prompts the model as it was prompted in training."""
     if tool_prompt is None or tool_prompt.where == "nowhere":
-        yield _USE.format(imports=_IMPORTS[""], messages=_QUESTION, tools="")
+        yield _USAGE_SNIPPET.format(imports=_IMPORTS[""], messages=_QUESTION, tools="")
         return
     how = tool_prompt.describe()
     yield (
@@ -127,10 +127,12 @@ def _use(tool_prompt: ToolPrompt | None) -> Iterator[str]:
     )
     yield ""
     if tool_prompt.where == "template":
-        yield _USE.format(imports=_IMPORTS["json"], messages=f"{_LOAD_SCHEMAS}\n{_QUESTION}", tools=" tools=tools,")
+        yield _USAGE_SNIPPET.format(
+            imports=_IMPORTS["json"], messages=f"{_LOAD_SCHEMAS}\n{_QUESTION}", tools=" tools=tools,"
+        )
     else:
-        messages = f"{_LOAD_TEXT}\n{_IN_SYSTEM if tool_prompt.where == 'system' else _IN_USER}"
-        yield _USE.format(imports=_IMPORTS["text"], messages=messages, tools="")
+        messages = f"{_LOAD_TEXT}\n{_MESSAGES_WITH_SYSTEM if tool_prompt.where == 'system' else _MESSAGES_WITH_USER}"
+        yield _USAGE_SNIPPET.format(imports=_IMPORTS["text"], messages=messages, tools="")
 
 
 def _base(path: str) -> str:
@@ -163,14 +165,14 @@ def _weights(dtype: str, saved_in: str) -> str:
     return dtype if dtype == saved_in else f"{dtype}, converted from {saved_in}"
 
 
-def _figures(run: Path, step: int) -> Iterator[str]:
+def _metrics_table(run: Path, step: int) -> Iterator[str]:
     """The first validation beside the last one that the checkpoint has seen."""
     lines = [line for line in read_metrics(run / "metrics.jsonl") if line.get("step", step + 1) <= step]
     seen = [line for line in lines if any(name.startswith("eval/") for name in line)]
     nothing: dict[str, Any] = {}
     before = next((line for line in seen if line["step"] == 0), nothing)
     after = next((line for line in reversed(seen) if line["step"] > 0), nothing)
-    names = _headlines([name for name in dict.fromkeys([*before, *after]) if name.startswith("eval/")])
+    names = _headline_metrics([name for name in dict.fromkeys([*before, *after]) if name.startswith("eval/")])
     if not names:
         yield "The run was not validated on held-out tasks."
         return
@@ -180,24 +182,24 @@ def _figures(run: Path, step: int) -> Iterator[str]:
     yield f"| | before | {after_step} |"
     yield "|---|---:|---:|"
     for name in names:
-        yield f"| {_plain(name.removeprefix('eval/'))} | {_figure(before.get(name))} | {_figure(after.get(name))} |"
+        yield f"| {_one_line(name.removeprefix('eval/'))} | {_format_metric(before.get(name))} | {_format_metric(after.get(name))} |"
 
 
-def _headlines(names: Sequence[str]) -> list[str]:
+def _headline_metrics(names: Sequence[str]) -> list[str]:
     """All figures of the whole, and of each kind of task the one that counts most."""
     whole = [name for name in names if name.count("/") == 1]
     first = "/correct" if "eval/correct" in whole else "/score"
     return [*whole, *(name for name in names if name not in whole and name.endswith(first))]
 
 
-def _figure(value: Any) -> str:
+def _format_metric(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, int | float) else "–"
 
 
 def _code(text: str) -> str:
-    return f"`{_plain(text).replace('`', '')}`"
+    return f"`{_one_line(text).replace('`', '')}`"
 
 
-def _plain(text: str) -> str:
+def _one_line(text: str) -> str:
     """In one line, and no new column of a table."""
     return " ".join(text.split()).replace("|", "¦")

@@ -14,12 +14,12 @@ from toolwise.checkpoint.files import disk_fault
 from toolwise.config import RunConfig, inference_settings, load_config
 from toolwise.errors import CheckpointError, ConfigError, ModelError
 from toolwise.exporting.card import TOOL_TEXT, model_card
-from toolwise.exporting.weights import convert, describe
+from toolwise.exporting.weights import convert, saved_dtype
 from toolwise.json_text import json_text
 from toolwise.models import load_model
 from toolwise.rollout.tool_prompt import describe_tools
-from toolwise.routed.calibration import FACTS
-from toolwise.tools.record import recorded_tools
+from toolwise.routed.calibration import ROUTER_METADATA_FILE
+from toolwise.tools.record import read_tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def export_model(source: Path, out: Path, *, dtype: str | None = None, best: str
     aside = out.with_name(f".{out.name}.tmp-{os.getpid()}")
     try:
         aside.mkdir(parents=True)
-        saved_in = _fill(aside, found, config, run, dtype)
+        saved_in = _write_export(aside, found, config, run, dtype)
         if out.exists():
             out.rmdir()
         aside.rename(out)
@@ -80,20 +80,20 @@ def find_model(source: Path, best: str = "") -> tuple[Path, Checkpoint]:
         raise CheckpointError(f"{damaged[0].removeprefix('passed over: ')}: toolwise export RUN/checkpoints/step-…")
     if found is None and best:
         raise CheckpointError(
-            f"no checkpoint in {folder} was validated for {best.removeprefix('-')!r}: {_known(folder)}"
+            f"no checkpoint in {folder} was validated for {best.removeprefix('-')!r}: {_available_metrics(folder)}"
         )
     if found is None:
         raise CheckpointError(f"{source} has no whole checkpoint yet: wait for its first one")
     return run, found
 
 
-def _known(folder: Path) -> str:
+def _available_metrics(folder: Path) -> str:
     found = checkpoint.latest(folder, warnings_out=[])
     names = sorted(found.figures) if found is not None else []
     return f"there is {', '.join(names)}" if names else "leave --best out to export the latest"
 
 
-def _fill(aside: Path, found: Checkpoint, config: RunConfig, run: Path, dtype: str | None) -> str:
+def _write_export(aside: Path, found: Checkpoint, config: RunConfig, run: Path, dtype: str | None) -> str:
     """Everything into `aside`; says what the weights were saved in."""
     model = found.path / "model"
     if not (model / "config.json").is_file():
@@ -105,7 +105,7 @@ def _fill(aside: Path, found: Checkpoint, config: RunConfig, run: Path, dtype: s
         else:
             shutil.copyfile(path, target)
     _record_settings(aside, config)
-    saved_in = describe(aside)
+    saved_in = saved_dtype(aside)
     if dtype is not None and dtype != saved_in:
         convert(aside, dtype)
     if not (aside / "generation_config.json").exists():
@@ -115,9 +115,9 @@ def _fill(aside: Path, found: Checkpoint, config: RunConfig, run: Path, dtype: s
         _, chat = load_model(str(aside), device="cpu", dtype=dtype or saved_in, trust_remote_code=trusted)
     except ModelError as fault:
         raise ModelError(f"what was exported does not load, so it was removed again: {fault}") from fault
-    prompt, tools = None, list(recorded_tools(aside).values())
+    prompt, tools = None, list(read_tools(aside).values())
     if tools:
-        prompt = chat.tell_tools(config.rollout.tool_prompt, config.rollout.tool_parser)
+        prompt = chat.set_tool_prompt(config.rollout.tool_prompt, config.rollout.tool_parser)
         if prompt.where in ("system", "user"):
             (aside / TOOL_TEXT).write_text(describe_tools(tools, prompt.form), encoding="utf-8")
     card = model_card(config, found, run, dtype=dtype or saved_in, saved_in=saved_in, tool_prompt=prompt)
@@ -127,7 +127,7 @@ def _fill(aside: Path, found: Checkpoint, config: RunConfig, run: Path, dtype: s
 
 def _record_settings(folder: Path, config: RunConfig) -> None:
     """How a routed agent rolls out, for checkpoints of earlier versions, which do not say it themselves."""
-    file = folder / FACTS
+    file = folder / ROUTER_METADATA_FILE
     if file.is_file():
         try:
             facts = inference_settings(config) | json.loads(file.read_text(encoding="utf-8"))

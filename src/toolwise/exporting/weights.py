@@ -15,13 +15,13 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 """Names of torch's, and those that safetensors has for them."""
 
 
-def describe(folder: Path) -> str:
+def saved_dtype(folder: Path) -> str:
     """What most of the weights in `folder` are saved in."""
     from safetensors import safe_open
 
     names = {short: long for long, short in DTYPES.items()}
     count: Counter[str] = Counter()
-    for file in _weights_of(folder):
+    for file in _weight_files(folder):
         with safe_open(file, framework="pt") as weights:
             count.update(weights.get_slice(name).get_dtype() for name in weights.keys())  # noqa: SIM118
     if not count:
@@ -36,17 +36,17 @@ def convert(folder: Path, dtype: str) -> None:
     """All weights in `folder` to `dtype`, in place, and its config.json to say so; integers stay as they are."""
     if dtype not in DTYPES:
         raise ModelError(f"--dtype is {dtype!r}: use one of {', '.join(DTYPES)}")
-    sizes = [_convert_file(file, dtype) for file in _weights_of(folder)]
+    sizes = [_convert_file(file, dtype) for file in _weight_files(folder)]
     for index in folder.glob("*.safetensors.index.json"):
         told = json.loads(index.read_bytes())
         told.setdefault("metadata", {})["total_size"] = sum(sizes)
         index.write_text(json_text(told, indent=2) + "\n", encoding="utf-8")
     config = json.loads((folder / "config.json").read_bytes())
-    _say_dtype(config, dtype)
+    _set_config_dtype(config, dtype)
     (folder / "config.json").write_text(json_text(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _weights_of(folder: Path) -> list[Path]:
+def _weight_files(folder: Path) -> list[Path]:
     """The model's; a router's head beside it stays in fp32 whatever the model is in."""
     return [file for file in sorted(folder.glob("*.safetensors")) if file.name != "router.safetensors"]
 
@@ -75,10 +75,10 @@ def _convert_file(file: Path, dtype: str) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-def _say_dtype(config: dict[str, Any], dtype: str) -> None:
+def _set_config_dtype(config: dict[str, Any], dtype: str) -> None:
     """Under the name it has there; the parts of a larger model say it each for themselves."""
     for name in [name for name in ("dtype", "torch_dtype") if name in config] or ["dtype"]:
         config[name] = dtype
     for part in config.values():
         if isinstance(part, dict) and {"dtype", "torch_dtype"} & part.keys():
-            _say_dtype(part, dtype)
+            _set_config_dtype(part, dtype)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from toolwise.errors import ConfigError
 from toolwise.frontier.bootstrap import Estimate, estimate, row_weights
-from toolwise.frontier.outcomes import Outcomes
+from toolwise.frontier.outcomes import OutcomeTable
 from toolwise.frontier.spending import Curve, blind_curve, oracle_curve, random_curve
 from toolwise.routing.threshold import Threshold, find_threshold
 
@@ -70,8 +70,8 @@ class Frontier:
     """A budget: route -> the share of rows that the router gives it."""
 
 
-def compare(
-    outcomes: Outcomes,
+def compute_frontier(
+    outcomes: OutcomeTable,
     routers: Mapping[str, RouteValues],
     budgets: Sequence[float],
     *,
@@ -83,16 +83,22 @@ def compare(
     """`routers` are by name, the one that is judged first; `routes` are those among the outcomes' that they choose
     from, the one that calls no tools first. All other columns of the outcomes stand for themselves."""
     _check(budgets, routers)
-    found, left_out, kept = _whole(outcomes)
-    chosen = found.only(routes)
+    found, left_out, kept = _complete_rows(outcomes)
+    chosen = found.select_routes(routes)
     weights = row_weights(len(found.row_ids), replicates, seed)
-    rows = _Rows(chosen.over_draws("scores"), chosen.over_draws("costs"), weights, seed)
-    lines = _lines(chosen, rows.scores, rows.costs, weights)
-    words = {name: _taken(word, kept) for name, word in routers.items()}
-    held = {name: [rows.held_to(word, budget) for budget in budgets] for name, word in words.items()}
-    trained = {name: rows.paid(_odds(word)) for name, word in words.items() if word.samples}
+    rows = _RowMeans(chosen.mean_over_draws("scores"), chosen.mean_over_draws("costs"), weights, seed)
+    lines = _reference_curves(chosen, rows.scores, rows.costs, weights)
+    words = {name: _select_rows(router_values, kept) for name, router_values in routers.items()}
+    held = {
+        name: [rows.at_budget(router_values, budget) for budget in budgets] for name, router_values in words.items()
+    }
+    trained = {
+        name: rows.evaluate_mixture(_softmax(router_values))
+        for name, router_values in words.items()
+        if router_values.samples
+    }
     judged, *others = held
-    curves = {name: [_on_line(level, budget, line, weights) for budget in budgets] for name, line in lines.items()}
+    curves = {name: [_curve_point(level, budget, line, weights) for budget in budgets] for name, line in lines.items()}
     for name, spent in held.items():
         curves[name] = [_point(level, each, budget) for each, budget in zip(spent, budgets, strict=True)]
     ahead = {
@@ -104,12 +110,14 @@ def compare(
         left_out=left_out,
         draws=outcomes.scores.shape[2],
         curves=curves,
-        fixed=_fixed(found, routes, weights, level)
+        fixed=_fixed_points(found, routes, weights, level)
         | {f"{name}, as trained": _point(level, each) for name, each in trained.items()},
-        gap_closed={name: [estimate(_gap(each, lines), level) for each in spent] for name, spent in held.items()},
+        gap_closed={
+            name: [estimate(_gap_closed(each, lines), level) for each in spent] for name, spent in held.items()
+        },
         as_trained=_as_trained(rows, words, trained, lines, level),
         at_its_cost={
-            name: [estimate(line.at(each.cost), level) for each in held[judged]] for name, line in lines.items()
+            name: [estimate(line.score_at(each.cost), level) for each in held[judged]] for name, line in lines.items()
         },
         ahead=ahead,
         shares=[dict(zip(routes, each.mixture.mean(axis=0).tolist(), strict=True)) for each in held[judged]],
@@ -117,7 +125,7 @@ def compare(
 
 
 @dataclass(frozen=True, slots=True)
-class _Spent:
+class _MixtureResult:
     """What a mixture of routes comes to: [replicates] each."""
 
     mixture: Floats
@@ -126,7 +134,7 @@ class _Spent:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _RowMeans:
     """The means of all draws, [rows, routes], and how rows are resampled."""
 
     scores: Floats
@@ -134,11 +142,11 @@ class _Rows:
     weights: Floats
     seed: int
 
-    def paid(self, mixture: Floats) -> _Spent:
+    def evaluate_mixture(self, mixture: Floats) -> _MixtureResult:
         cost, score = ((mixture * what).sum(axis=1) for what in (self.costs, self.scores))
-        return _Spent(mixture, self.weights @ cost, self.weights @ score)
+        return _MixtureResult(mixture, self.weights @ cost, self.weights @ score)
 
-    def held_to(self, word: RouteValues, budget: float) -> _Spent:
+    def at_budget(self, router_values: RouteValues, budget: float) -> _MixtureResult:
         """Two halves, each routed by the threshold that was found on the other; of a single row, its own."""
         import numpy as np
 
@@ -148,16 +156,18 @@ class _Rows:
         out = np.empty_like(self.costs)
         for here, there in (halves, halves[::-1]):
             means = np.broadcast_to(self.costs[there].mean(axis=0), self.costs.shape)
-            costs = word.costs if word.costs is not None else means
-            threshold = find_threshold(word.values[there], costs[there], self.costs[there], budget, self.scores[there])
-            out[here] = threshold.probabilities(word.values[here], costs[here])
-        return self.paid(out)
+            costs = router_values.costs if router_values.costs is not None else means
+            threshold = find_threshold(
+                router_values.values[there], costs[there], self.costs[there], budget, self.scores[there]
+            )
+            out[here] = threshold.probabilities(router_values.values[here], costs[here])
+        return self.evaluate_mixture(out)
 
 
 def _as_trained(
-    rows: _Rows,
+    rows: _RowMeans,
     words: Mapping[str, RouteValues],
-    trained: Mapping[str, _Spent],
+    trained: Mapping[str, _MixtureResult],
     lines: Mapping[str, Curve],
     level: float,
 ) -> dict[str, Estimate]:
@@ -166,10 +176,10 @@ def _as_trained(
     if judged not in trained:
         return {}
     own = trained[judged]
-    told = {"gap_closed": estimate(_gap(own, lines), level)}
-    told |= {name: estimate(line.at(own.cost), level) for name, line in lines.items()}
+    told = {"gap_closed": estimate(_gap_closed(own, lines), level)}
+    told |= {name: estimate(line.score_at(own.cost), level) for name, line in lines.items()}
     for name in others:
-        other = rows.held_to(words[name], float(own.cost[0]))
+        other = rows.at_budget(words[name], float(own.cost[0]))
         told |= {
             name: estimate(other.score, level),
             f"{name}, cost": estimate(other.cost, level),
@@ -178,19 +188,19 @@ def _as_trained(
     return told
 
 
-def _odds(word: RouteValues) -> Floats:
+def _softmax(router_values: RouteValues) -> Floats:
     import numpy as np
 
-    odds = np.exp(word.values - word.values.max(axis=1, keepdims=True))
+    odds = np.exp(router_values.values - router_values.values.max(axis=1, keepdims=True))
     return np.asarray(odds / odds.sum(axis=1, keepdims=True))
 
 
-def _point(level: float, spent: _Spent, budget: float | None = None) -> Point:
+def _point(level: float, spent: _MixtureResult, budget: float | None = None) -> Point:
     return Point(budget, estimate(spent.cost, level), estimate(spent.score, level))
 
 
 def calibrate(
-    word: RouteValues, spent: Floats, scores: Floats, budgets: Sequence[float]
+    router_values: RouteValues, spent: Floats, scores: Floats, budgets: Sequence[float]
 ) -> tuple[list[Threshold], Floats]:
     """The thresholds to be stored with a checkpoint, found on all rows, and each route's mean cost on them.
 
@@ -199,15 +209,15 @@ def calibrate(
     import numpy as np
 
     means = spent.mean(axis=0)
-    costs = word.costs if word.costs is not None else np.broadcast_to(means, spent.shape)
-    return [find_threshold(word.values, costs, spent, budget, scores) for budget in budgets], means
+    costs = router_values.costs if router_values.costs is not None else np.broadcast_to(means, spent.shape)
+    return [find_threshold(router_values.values, costs, spent, budget, scores) for budget in budgets], means
 
 
-def _on_line(level: float, budget: float, line: Curve, weights: Floats) -> Point:
+def _curve_point(level: float, budget: float, line: Curve, weights: Floats) -> Point:
     import numpy as np
 
     asked = np.full(len(weights), budget)
-    return Point(budget, estimate(line.reached(asked), level), estimate(line.at(asked), level))
+    return Point(budget, estimate(line.clip_cost(asked), level), estimate(line.score_at(asked), level))
 
 
 def _check(budgets: Sequence[float], routers: Mapping[str, RouteValues]) -> None:
@@ -215,25 +225,29 @@ def _check(budgets: Sequence[float], routers: Mapping[str, RouteValues]) -> None
 
     if not budgets or any(not np.isfinite(b) or b < 0 for b in budgets):
         raise ConfigError(f"budgets are {list(budgets)}: give one or more, none below 0")
-    for name, word in routers.items():
-        if not np.isfinite(word.values).all():
+    for name, router_values in routers.items():
+        if not np.isfinite(router_values.values).all():
             raise ConfigError(f"{name} says something of a row that is no number: is its head damaged?")
 
 
-def _whole(outcomes: Outcomes) -> tuple[Outcomes, int, NDArray[np.int64]]:
+def _complete_rows(outcomes: OutcomeTable) -> tuple[OutcomeTable, int, NDArray[np.int64]]:
     import numpy as np
 
-    found, left_out = outcomes.whole()
+    found, left_out = outcomes.complete_rows()
     known = set(found.row_ids)
     kept = np.array([i for i, row in enumerate(outcomes.row_ids) if row in known])
     return found, left_out, kept
 
 
-def _taken(word: RouteValues, kept: NDArray[np.int64]) -> RouteValues:
-    return RouteValues(word.values[kept], None if word.costs is None else word.costs[kept], word.samples)
+def _select_rows(router_values: RouteValues, kept: NDArray[np.int64]) -> RouteValues:
+    return RouteValues(
+        router_values.values[kept],
+        None if router_values.costs is None else router_values.costs[kept],
+        router_values.samples,
+    )
 
 
-def _lines(chosen: Outcomes, scores: Floats, costs: Floats, weights: Floats) -> dict[str, Curve]:
+def _reference_curves(chosen: OutcomeTable, scores: Floats, costs: Floats, weights: Floats) -> dict[str, Curve]:
     lines = {
         "random": random_curve(scores, costs, weights, free=0),
         "best blind lottery": blind_curve(scores, costs, weights),
@@ -241,8 +255,8 @@ def _lines(chosen: Outcomes, scores: Floats, costs: Floats, weights: Floats) -> 
     }
     half = chosen.scores.shape[2] // 2
     if half:
-        known, paid = chosen.draws(slice(0, half)), chosen.draws(slice(half, None))
-        parts = [part.over_draws(what) for part in (known, paid) for what in ("scores", "costs")]
+        known, paid = chosen.select_draws(slice(0, half)), chosen.select_draws(slice(half, None))
+        parts = [part.mean_over_draws(what) for part in (known, paid) for what in ("scores", "costs")]
         import numpy as np
 
         if all(np.isfinite(part).all() for part in parts):
@@ -252,9 +266,9 @@ def _lines(chosen: Outcomes, scores: Floats, costs: Floats, weights: Floats) -> 
     return lines
 
 
-def _fixed(found: Outcomes, routes: Sequence[str], weights: Floats, level: float) -> dict[str, Point]:
+def _fixed_points(found: OutcomeTable, routes: Sequence[str], weights: Floats, level: float) -> dict[str, Point]:
     """Every column by itself."""
-    scores, costs = weights @ found.over_draws("scores"), weights @ found.over_draws("costs")
+    scores, costs = weights @ found.mean_over_draws("scores"), weights @ found.mean_over_draws("costs")
     return {
         (f"always {name}" if name in routes else name): Point(
             None, estimate(costs[:, i], level), estimate(scores[:, i], level)
@@ -263,10 +277,10 @@ def _fixed(found: Outcomes, routes: Sequence[str], weights: Floats, level: float
     }
 
 
-def _gap(spent: _Spent, lines: Mapping[str, Curve]) -> Floats:
+def _gap_closed(spent: _MixtureResult, lines: Mapping[str, Curve]) -> Floats:
     """Undefined where there is no gap to close."""
     import numpy as np
 
-    low, high = lines["random"].at(spent.cost), lines["oracle"].at(spent.cost)
+    low, high = lines["random"].score_at(spent.cost), lines["oracle"].score_at(spent.cost)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(high - low > 1e-9, (spent.score - low) / (high - low), np.nan)

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 
 from toolwise import checkpoint
 from toolwise.config import RunConfig
-from toolwise.frontier.comparing import Frontier, RouteValues, calibrate, compare
-from toolwise.frontier.outcomes import ALL_TOOLS, OTC, Outcomes
-from toolwise.frontier.pool import Plan, fill_pool, read_cells
-from toolwise.frontier.report import as_json, picture
-from toolwise.frontier.rivals import AT_ONCE, rivals
-from toolwise.frontier.sharing import absorb, in_processes, lines_in, share_of, shares_of
+from toolwise.frontier.comparing import Frontier, RouteValues, calibrate, compute_frontier
+from toolwise.frontier.outcomes import ALL_TOOLS, OTC, OutcomeTable
+from toolwise.frontier.pool import PoolPlan, fill_pool, read_cells
+from toolwise.frontier.report import as_json, plot_frontier
+from toolwise.frontier.rivals import PROMPT_BATCH_SIZE, baseline_routers
+from toolwise.frontier.sharing import count_cells, merge_shards, run_in_processes, shard_path, shard_paths
 from toolwise.json_text import json_text
 from toolwise.routed.agent import RoutedAgent
 from toolwise.routed.calibration import Calibration, sorted_budgets
-from toolwise.routed.routing import Routing, values_of
+from toolwise.routed.routing import TrainedRouter, values_of
 from toolwise.routed.timing import TimeSaved, time_saved
 from toolwise.routing.actions import ROUTES, RouteAction
 from toolwise.run import build_scheduler, local_policy
-from toolwise.run_tasks import check_tools
+from toolwise.run_tasks import check_task_tools
 from toolwise.scoring import build_scoring
 from toolwise.types import RouteDecision, Task
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluated:
+class FrontierEvaluation:
     """A frontier, and what was found out on the way."""
 
     frontier: Frontier
@@ -48,11 +48,11 @@ class Evaluated:
         folder.mkdir(parents=True, exist_ok=True)
         told = as_json(self.frontier) | {"calibration": self.calibration.to_json(), "notes": list(self.notes)}
         (folder / "frontier.json").write_text(json_text(told, indent=2) + "\n", encoding="utf-8")
-        (folder / "frontier.png").write_bytes(picture(self.frontier, title))
+        (folder / "frontier.png").write_bytes(plot_frontier(self.frontier, title))
 
 
 async def evaluate_frontier(
-    routing: Routing,
+    routing: TrainedRouter,
     tasks: Sequence[Task],
     budgets: Sequence[float],
     folder: Path,
@@ -63,35 +63,43 @@ async def evaluate_frontier(
     metric: str = "auto",
     replicates: int = 1000,
     seed: int = 0,
-    shared: Shared | None = None,
+    sharding: ShardSettings | None = None,
     on_done: Callable[[str, int, int], None] = lambda what, done, of: None,
-) -> Evaluated:
+) -> FrontierEvaluation:
     """`folder` keeps the pools, so that whoever is interrupted goes on. `otc` is another actor's configuration and
     model; `train_tasks` are what the classifiers learn from, the run's own training tasks where not given. With
-    `shared`, the pools are filled by so many processes."""
+    `sharding`, the pools are filled by so many processes."""
     wanted = sorted_budgets(budgets)
-    asked = _Asked(tasks, folder, otc, draws, metric, seed)
-    if shared is not None and shared.jobs > 1:
-        await _fill_in_processes(routing, asked, shared, on_done)
-    first, *others = [await _filled(pool, routing, on_done) for pool in asked.pools(routing)]
-    outcomes = first if not others else first.beside(others[0])
-    word = route_values(routing, tasks)
-    against, notes = rivals(routing, train_tasks, tasks)
+    asked = _PoolRequest(tasks, folder, otc, draws, metric, seed)
+    if sharding is not None and sharding.jobs > 1:
+        await _fill_in_processes(routing, asked, sharding, on_done)
+    first, *others = [await _fill(pool, routing, on_done) for pool in asked.pools(routing)]
+    outcomes = first if not others else first.concat_routes(others[0])
+    router_values = route_values(routing, tasks)
+    against, notes = baseline_routers(routing, train_tasks, tasks)
     if otc is None:
         notes.append("no OTC actor: name one with --otc")
     routes = [route.value for route in ROUTES]
-    frontier = compare(outcomes, {"router": word} | against, wanted, routes=routes, replicates=replicates, seed=seed)
+    frontier = compute_frontier(
+        outcomes, {"router": router_values} | against, wanted, routes=routes, replicates=replicates, seed=seed
+    )
     saved = await time_saved(RoutedAgent(routing), tasks)
     if saved is None:
         notes.append("no time saved: as trained, the router likes no prompt best answered directly")
-    return Evaluated(frontier, _calibration(routing, outcomes, word, wanted, saved), saved, tuple(notes))
+    return FrontierEvaluation(
+        frontier, _calibration(routing, outcomes, router_values, wanted, saved), saved, tuple(notes)
+    )
 
 
-def route_values(routing: Routing, tasks: Sequence[Task]) -> RouteValues:
+def route_values(routing: TrainedRouter, tasks: Sequence[Task]) -> RouteValues:
     """The head's word on every task."""
     import numpy as np
 
-    weighed = [word for i in range(0, len(tasks), AT_ONCE) for word in routing.weigh(tasks[i : i + AT_ONCE])]
+    weighed = [
+        word
+        for i in range(0, len(tasks), PROMPT_BATCH_SIZE)
+        for word in routing.predict(tasks[i : i + PROMPT_BATCH_SIZE])
+    ]
     pairs = [values_of(word) for word in weighed]
     foreseen = pairs[0][1] is not None
     costs = np.stack([cost for _, cost in pairs if cost is not None]) if foreseen else None
@@ -99,7 +107,7 @@ def route_values(routing: Routing, tasks: Sequence[Task]) -> RouteValues:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class ShardSettings:
     """How several processes come to the same routing: each loads it from `source`."""
 
     source: Path
@@ -107,7 +115,7 @@ class Shared:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _PoolRequest:
     """All that a pool depends on but the routing itself: what a process of its own is told."""
 
     tasks: Sequence[Task]
@@ -124,37 +132,37 @@ class _Asked:
         return {"tasks": tasks, "folder": str(self.folder), "otc": otc, **plain}
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> _Asked:
+    def from_json(cls, told: Mapping[str, Any]) -> _PoolRequest:
         tasks = [Task.model_validate(task) for task in told["tasks"]]
         otc = None if told["otc"] is None else (RunConfig.model_validate(told["otc"][0]), Path(told["otc"][1]))
         return cls(tasks, Path(told["folder"]), otc, told["draws"], told["metric"], told["seed"])
 
-    def pools(self, routing: Routing) -> list[_Pool]:
+    def pools(self, routing: TrainedRouter) -> list[_PoolFile]:
         """Every row under every route and as it is; and the other actor's rows as they are, scored and priced alike."""
 
         def begin(route: RouteAction | None) -> Callable[[Task, int], RouteDecision]:
             return lambda task, seed: routing.decide(task, route, seed=seed)
 
-        def plan(routes: Mapping[str, RouteAction | None], made_by: Mapping[str, Any]) -> Plan:
+        def plan(routes: Mapping[str, RouteAction | None], made_by: Mapping[str, Any]) -> PoolPlan:
             begun = {name: begin(route) for name, route in routes.items()}
-            return Plan(self.tasks, begun, self.draws, self.metric, self.seed, made_by)
+            return PoolPlan(self.tasks, begun, self.draws, self.metric, self.seed, made_by)
 
         routes: dict[str, RouteAction | None] = {route.value: route for route in ROUTES}
-        made_by = _made_by(routing)
+        made_by = _provenance(routing)
         own = plan(routes | {ALL_TOOLS: None}, made_by)
-        pools = [_Pool(own, self.folder / "pool.jsonl", routing.config, lambda: routing.policy)]
+        pools = [_PoolFile(own, self.folder / "pool.jsonl", routing.config, lambda: routing.policy)]
         if self.otc is not None:
             config, model = self.otc
             other = plan({OTC: None}, {**made_by, "model": str(model.resolve())})
-            pools.append(_Pool(other, self.folder / "otc.jsonl", config, lambda: local_policy(config, str(model))))
+            pools.append(_PoolFile(other, self.folder / "otc.jsonl", config, lambda: local_policy(config, str(model))))
         return pools
 
 
 @dataclass(frozen=True, slots=True)
-class _Pool:
+class _PoolFile:
     """A file of outcomes, and who makes them."""
 
-    plan: Plan
+    plan: PoolPlan
     path: Path
     config: RunConfig
     policy: Callable[[], Any]
@@ -165,56 +173,58 @@ class _Pool:
         known, names = read_cells(self.path, self.plan), list(self.plan.routes)
         return [task for task in self.plan.tasks if any((task.task_id, name) not in known for name in names)]
 
-    def share(self, number: int, of: int) -> _Pool:
+    def shard(self, number: int, of: int) -> _PoolFile:
         """Every so many-th of the missing tasks, in a file of its own."""
         mine = replace(self.plan, tasks=self.missing[number::of])
-        return replace(self, plan=mine, path=share_of(self.path, number, of))
+        return replace(self, plan=mine, path=shard_path(self.path, number, of))
 
 
-async def _fill_in_processes(routing: Routing, asked: _Asked, shared: Shared, on_done: Any) -> None:
+async def _fill_in_processes(
+    routing: TrainedRouter, asked: _PoolRequest, sharding: ShardSettings, on_done: Any
+) -> None:
     """What is missing is shared out; afterwards the pools have all there is."""
     pools = asked.pools(routing)
     cells = sum(len(pool.plan.tasks) * len(pool.plan.routes) for pool in pools)
 
     def tell() -> None:
-        files = [file for pool in pools for file in (pool.path, *shares_of(pool.path))]
-        on_done(f"{shared.jobs} processes", min(lines_in(files), cells), cells)
+        files = [file for pool in pools for file in (pool.path, *shard_paths(pool.path))]
+        on_done(f"{sharding.jobs} processes", min(count_cells(files), cells), cells)
 
     asked.folder.mkdir(parents=True, exist_ok=True)
     for pool in pools:
-        absorb(pool.path, pool.plan)
+        merge_shards(pool.path, pool.plan)
     longest = max(len(pool.missing) for pool in pools)
     if longest:
         told = {
-            "source": str(shared.source),
+            "source": str(sharding.source),
             "config": routing.config.model_dump(mode="json"),
             "asked": asked.to_json(),
         }
-        await in_processes(f"{__name__}:fill_share", told, min(shared.jobs, longest), tell)
+        await run_in_processes(f"{__name__}:fill_share", told, min(sharding.jobs, longest), tell)
     for pool in pools:
-        absorb(pool.path, pool.plan)
+        merge_shards(pool.path, pool.plan)
 
 
-def fill_share(told: Mapping[str, Any], number: int, of: int) -> None:
+def fill_shard(told: Mapping[str, Any], number: int, of: int) -> None:
     """One process's part."""
     import asyncio
 
     import torch
 
-    from toolwise.routed.loading import load_routing
+    from toolwise.routed.loading import load_router
 
-    asked = _Asked.from_json(told["asked"])
-    routing = load_routing(Path(told["source"]), config=RunConfig.model_validate(told["config"]))
+    asked = _PoolRequest.from_json(told["asked"])
+    routing = load_router(Path(told["source"]), config=RunConfig.model_validate(told["config"]))
     torch.set_num_threads(1)  # as many processes as cores: more threads would only wait for each other
     for pool in asked.pools(routing):
-        share = pool.share(number, of)
-        if share.plan.tasks:
-            asyncio.run(_filled(share, routing))
+        shard = pool.shard(number, of)
+        if shard.plan.tasks:
+            asyncio.run(_fill(shard, routing))
 
 
-async def _filled(pool: _Pool, routing: Routing, on_done: Any = lambda what, done, of: None) -> Outcomes:
+async def _fill(pool: _PoolFile, routing: TrainedRouter, on_done: Any = lambda what, done, of: None) -> OutcomeTable:
     for task in pool.plan.tasks:
-        check_tools(task, dict(routing.tools), env=routing.config.env.name)
+        check_task_tools(task, dict(routing.tools), env=routing.config.env.name)
     what = list(pool.plan.routes)[-1].lower()
     scoring = build_scoring(routing.config.reward)
     try:
@@ -231,11 +241,11 @@ async def _filled(pool: _Pool, routing: Routing, on_done: Any = lambda what, don
         scoring.close()
 
 
-def _made_by(routing: Routing) -> Mapping[str, Any]:
+def _provenance(routing: TrainedRouter) -> Mapping[str, Any]:
     """What a pool depends on: the weights and all settings of rollouts, rewards and routes."""
     told = routing.config.model_dump(mode="json", exclude_none=True)
     kept = {key: told[key] for key in ("tools", "env", "rollout", "multi_turn", "reward", "router", "seed")}
-    return {"model": _fingerprint(routing.policy.model), "settings": checkpoint.digest(kept)}
+    return {"model": _fingerprint(routing.policy.model), "settings": checkpoint.settings_digest(kept)}
 
 
 def _fingerprint(model: Any) -> str:
@@ -245,14 +255,22 @@ def _fingerprint(model: Any) -> str:
 
 
 def _calibration(
-    routing: Routing, outcomes: Outcomes, word: RouteValues, budgets: Sequence[float], saved: TimeSaved | None
+    routing: TrainedRouter,
+    outcomes: OutcomeTable,
+    router_values: RouteValues,
+    budgets: Sequence[float],
+    saved: TimeSaved | None,
 ) -> Calibration:
     import numpy as np
 
-    own = outcomes.only([route.value for route in ROUTES])
-    spent, scores = own.over_draws("costs"), own.over_draws("scores")
+    own = outcomes.select_routes([route.value for route in ROUTES])
+    spent, scores = own.mean_over_draws("costs"), own.mean_over_draws("scores")
     kept = np.isfinite(scores).all(axis=1)
-    known = RouteValues(word.values[kept], None if word.costs is None else word.costs[kept], word.samples)
+    known = RouteValues(
+        router_values.values[kept],
+        None if router_values.costs is None else router_values.costs[kept],
+        router_values.samples,
+    )
     thresholds, means = calibrate(known, spent[kept], scores[kept], budgets)
     return Calibration(
         budgets=tuple(budgets),

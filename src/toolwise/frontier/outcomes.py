@@ -18,12 +18,12 @@ ALL_TOOLS = "ALL-TOOLS"
 """Not a route: the prompt as it is, with every tool it offers."""
 OTC = "OTC"
 """Another actor, trained with a fewest-calls-among-correct reward; unrouted too."""
-CLASSIFIER, TOLD_THE_KINDS = "classifier", "told the kinds"
+CLASSIFIER, ORACLE_LABELS = "classifier", "told the kinds"
 """Other routers, over the same routes: rivals.py."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcomes:
+class OutcomeTable:
     """[rows, routes, draws] each; NaN where a draw could not be scored."""
 
     row_ids: tuple[str, ...]
@@ -38,7 +38,7 @@ class Outcomes:
             if getattr(self, name).shape[:2] != shape or getattr(self, name).ndim != 3:
                 raise ValueError(f"{name} is {getattr(self, name).shape}, not rows × routes × draws = {shape} × …")
 
-    def over_draws(self, what: str) -> Floats:
+    def mean_over_draws(self, what: str) -> Floats:
         """The mean of "scores" or "costs" over the draws that could be scored, [rows, routes]."""
         import numpy as np
 
@@ -47,16 +47,16 @@ class Outcomes:
         sums = np.nan_to_num(values, nan=0.0).sum(axis=2)
         return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
 
-    def whole(self) -> tuple[Outcomes, int]:
+    def complete_rows(self) -> tuple[OutcomeTable, int]:
         """The rows that were scored under every route, and how many were not."""
         import numpy as np
 
-        kept = ~np.isnan(self.over_draws("scores")).any(axis=1)
+        kept = ~np.isnan(self.mean_over_draws("scores")).any(axis=1)
         if not kept.any():
             raise DataError("no row was scored under every route: see why in the pool's rollouts, then run again")
-        return self.rows(np.flatnonzero(kept)), int((~kept).sum())
+        return self.select_rows(np.flatnonzero(kept)), int((~kept).sum())
 
-    def rows(self, chosen: Sequence[int] | NDArray[np.int64]) -> Outcomes:
+    def select_rows(self, chosen: Sequence[int] | NDArray[np.int64]) -> OutcomeTable:
         return replace(
             self,
             row_ids=tuple(self.row_ids[i] for i in chosen),
@@ -64,7 +64,7 @@ class Outcomes:
             costs=self.costs[chosen],
         )
 
-    def only(self, routes: Sequence[str]) -> Outcomes:
+    def select_routes(self, routes: Sequence[str]) -> OutcomeTable:
         """The same rows under some of the routes, in the order given."""
         places = [self.routes.index(name) for name in routes]
         return replace(
@@ -74,17 +74,17 @@ class Outcomes:
             costs=self.costs[:, places],
         )
 
-    def draws(self, chosen: slice) -> Outcomes:
+    def select_draws(self, chosen: slice) -> OutcomeTable:
         """The same with some of the draws."""
         return replace(self, scores=self.scores[:, :, chosen], costs=self.costs[:, :, chosen])
 
-    def beside(self, other: Outcomes) -> Outcomes:
+    def concat_routes(self, other: OutcomeTable) -> OutcomeTable:
         """The same rows under more routes; rows and draws must be the same."""
         import numpy as np
 
         if self.row_ids != other.row_ids or self.scores.shape[2] != other.scores.shape[2]:
             raise ValueError("outcomes of other rows, or of another number of draws")
-        return Outcomes(
+        return OutcomeTable(
             self.row_ids,
             (*self.routes, *other.routes),
             np.concatenate([self.scores, other.scores], axis=1),

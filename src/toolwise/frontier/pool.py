@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from toolwise.errors import DataError
-from toolwise.frontier.outcomes import Outcomes
+from toolwise.frontier.outcomes import OutcomeTable
 from toolwise.json_text import json_text
 from toolwise.rollout.scheduler import RolloutScheduler
 from toolwise.scoring import Scoring
@@ -21,7 +21,7 @@ Cell = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PoolPlan:
     """What a pool holds."""
 
     tasks: Sequence[Task]
@@ -35,14 +35,14 @@ class Plan:
     of: Mapping[str, Any] = field(default_factory=dict)
     """What it was made by: a pool of another model is never gone on with."""
 
-    def head(self) -> dict[str, Any]:
+    def header(self) -> dict[str, Any]:
         kept = {"draws": self.draws, "metric": self.metric, "seed": self.seed, "of": dict(self.of)}
         told: dict[str, Any] = json.loads(json.dumps(kept))
         return {"pool": FORMAT} | told
 
 
 async def fill_pool(
-    plan: Plan,
+    plan: PoolPlan,
     path: Path,
     scheduler: RolloutScheduler,
     scoring: Scoring,
@@ -50,7 +50,7 @@ async def fill_pool(
     *,
     tasks_at_once: int = 32,
     on_done: Callable[[int, int], None] = lambda done, of: None,
-) -> Outcomes:
+) -> OutcomeTable:
     """Everything of the plan that `path` does not have yet is rolled out, and then all of it read back."""
     known = read_cells(path, plan)
     wanted = [(task, name) for task in plan.tasks for name in plan.routes]
@@ -59,12 +59,12 @@ async def fill_pool(
     on_done(done, len(wanted))
     if missing:
         path.parent.mkdir(parents=True, exist_ok=True)
-    with _opened(path, plan) if missing else _nothing() as file:
-        for part in _parts(missing, tasks_at_once * len(plan.routes)):
-            decisions = [_seeded(plan, task, name) for task, name in part]
+    with _open_for_append(path, plan) if missing else _null_file() as file:
+        for part in _chunks(missing, tasks_at_once * len(plan.routes)):
+            decisions = [_decision(plan, task, name) for task, name in part]
             rollouts = await scheduler.roll_out(decisions, do_sample=True)
             results = await scoring.evaluate(rollouts, step=0)
-            for cell, line in _lines(part, rollouts, results, plan, cost_of):
+            for cell, line in _records(part, rollouts, results, plan, cost_of):
                 known[cell] = line
                 file.write(json_text(line) + "\n")
             file.flush()
@@ -73,7 +73,7 @@ async def fill_pool(
     return _outcomes(plan, known)
 
 
-def _seeded(plan: Plan, task: Task, name: str) -> RouteDecision:
+def _decision(plan: PoolPlan, task: Task, name: str) -> RouteDecision:
     from dataclasses import replace
     from zlib import crc32
 
@@ -82,11 +82,11 @@ def _seeded(plan: Plan, task: Task, name: str) -> RouteDecision:
     return replace(plan.routes[name](task, seed), n=plan.draws, seed=seed)
 
 
-def _lines(
+def _records(
     part: Sequence[tuple[Task, str]],
     rollouts: Sequence[Rollout],
     results: Sequence[EvaluateResult],
-    plan: Plan,
+    plan: PoolPlan,
     cost_of: Callable[[Rollout], float],
 ) -> Iterator[tuple[Cell, dict[str, Any]]]:
     """A line a cell, with every draw of it."""
@@ -109,7 +109,7 @@ def _lines(
 
 def score_of(rollout: Rollout, result: EvaluateResult, metric: str) -> float | None:
     """None where there is none to be had: infrastructure failed, or the reward did."""
-    if not result.counts or not rollout.trainable:
+    if not result.has_valid_score or not rollout.trainable:
         return None
     if metric == "score" or (metric == "auto" and "correct" not in result.metrics):
         return result.score
@@ -121,7 +121,7 @@ def score_of(rollout: Rollout, result: EvaluateResult, metric: str) -> float | N
     return found.score if found.is_score_valid else None
 
 
-def read_cells(path: Path, plan: Plan) -> dict[Cell, dict[str, Any]]:
+def read_cells(path: Path, plan: PoolPlan) -> dict[Cell, dict[str, Any]]:
     """What a pool has already. A line that was cut off is not there."""
     if not path.exists():
         return {}
@@ -132,42 +132,42 @@ def read_cells(path: Path, plan: Plan) -> dict[Cell, dict[str, Any]]:
             found.append(json.loads(line))
         except (ValueError, RecursionError):
             continue
-    if not found or found[0] != plan.head():
+    if not found or found[0] != plan.header():
         told = found[0] if found and isinstance(found[0], dict) else {}
-        differs = next((key for key, value in plan.head().items() if told.get(key) != value), "its first line")
+        differs = next((key for key, value in plan.header().items() if told.get(key) != value), "its first line")
         raise DataError(f"{path} is the pool of something else ({differs} differs): give another --out, or remove it")
     return {(line["task_id"], line["route"]): line for line in found[1:] if len(line["draws"]) == plan.draws}
 
 
-def write_cells(path: Path, plan: Plan, lines: Iterable[Mapping[str, Any]]) -> None:
+def append_cells(path: Path, plan: PoolPlan, lines: Iterable[Mapping[str, Any]]) -> None:
     """More cells, behind those that the pool has."""
-    with _opened(path, plan) as file:
+    with _open_for_append(path, plan) as file:
         file.writelines(json_text(line) + "\n" for line in lines)
 
 
-def _opened(path: Path, plan: Plan) -> IO[str]:
+def _open_for_append(path: Path, plan: PoolPlan) -> IO[str]:
     new = not path.exists()
     whole = new or path.read_bytes().endswith(b"\n")
     file = path.open("a", encoding="utf-8")
     if new:
-        file.write(json_text(plan.head()) + "\n")
+        file.write(json_text(plan.header()) + "\n")
     elif not whole:
         file.write("\n")
     return file
 
 
-def _nothing() -> IO[str]:
+def _null_file() -> IO[str]:
     import io
 
     return io.StringIO()
 
 
-def _parts(cells: Sequence[tuple[Task, str]], size: int) -> Iterator[Sequence[tuple[Task, str]]]:
+def _chunks(cells: Sequence[tuple[Task, str]], size: int) -> Iterator[Sequence[tuple[Task, str]]]:
     for first in range(0, len(cells), size):
         yield cells[first : first + size]
 
 
-def _outcomes(plan: Plan, known: Mapping[Cell, Mapping[str, Any]]) -> Outcomes:
+def _outcomes(plan: PoolPlan, known: Mapping[Cell, Mapping[str, Any]]) -> OutcomeTable:
     import numpy as np
 
     shape = (len(plan.tasks), len(plan.routes), plan.draws)
@@ -177,4 +177,4 @@ def _outcomes(plan: Plan, known: Mapping[Cell, Mapping[str, Any]]) -> Outcomes:
             draws = known[task.task_id, name]["draws"]
             scores[i, j] = [np.nan if draw["score"] is None else draw["score"] for draw in draws]
             costs[i, j] = [draw["cost"] for draw in draws]
-    return Outcomes(tuple(task.task_id for task in plan.tasks), tuple(plan.routes), scores, costs)
+    return OutcomeTable(tuple(task.task_id for task in plan.tasks), tuple(plan.routes), scores, costs)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolwise.frontier.bootstrap import Estimate
 from toolwise.frontier.comparing import Frontier, Point
-from toolwise.frontier.outcomes import CLASSIFIER, TOLD_THE_KINDS
+from toolwise.frontier.outcomes import CLASSIFIER, ORACLE_LABELS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -20,7 +20,7 @@ _COLOURS = {
     "oracle": "#1f2933",
     "random": "#b9c3cd",
     CLASSIFIER: "#b8622b",
-    TOLD_THE_KINDS: "#c9a227",
+    ORACLE_LABELS: "#c9a227",
     "best blind lottery": "#97a3af",
 }
 _FIXED = "#66727f"
@@ -28,15 +28,15 @@ _FIXED = "#66727f"
 
 def as_json(frontier: Frontier) -> dict[str, Any]:
     """Every figure with its interval; what is not a number is null."""
-    told: dict[str, Any] = _plain(asdict(frontier))
+    told: dict[str, Any] = _replace_non_finite(asdict(frontier))
     return told
 
 
-def _plain(value: Any) -> Any:
+def _replace_non_finite(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _replace_non_finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_replace_non_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -48,23 +48,25 @@ def tables(frontier: Frontier, title: str) -> list[Table]:
     first.caption = f"{frontier.rows:,} rows × {frontier.draws} draws{left}; random and oracle at the router's cost"
     for i, point in enumerate(frontier.curves[judged]):
         same = [f"{frontier.at_its_cost[name][i].value:.3f}" for name in ("random", "oracle")]
-        gap = _share(frontier.gap_closed[judged][i])
-        first.add_row(f"{point.budget:g}", f"{point.cost.value:.3f}", _number(point.score), *same, gap)
+        gap = _format_percent(frontier.gap_closed[judged][i])
+        first.add_row(f"{point.budget:g}", f"{point.cost.value:.3f}", _format_estimate(point.score), *same, gap)
     shown = [first]
     for name in others:
         table = _table(["budget", "cost", name, "gap closed", f"{judged} ahead by"])
         for i, point in enumerate(frontier.curves[name]):
-            cells = [f"{point.budget:g}", f"{point.cost.value:.3f}", _number(point.score)]
-            cells.append(_share(frontier.gap_closed[name][i]))
-            table.add_row(*cells, _number(frontier.ahead[name][i], sign=True))
+            cells = [f"{point.budget:g}", f"{point.cost.value:.3f}", _format_estimate(point.score)]
+            cells.append(_format_percent(frontier.gap_closed[name][i]))
+            table.add_row(*cells, _format_estimate(frontier.ahead[name][i], sign=True))
         shown.append(table)
     fixed = _table(["no budget", "cost", "score"])
     for name, found in frontier.fixed.items():
-        fixed.add_row(name, _number(found.cost), _number(found.score))
+        fixed.add_row(name, _format_estimate(found.cost), _format_estimate(found.score))
     if frontier.as_trained:
         told = frontier.as_trained
-        beyond = [f"{_number(told[f'ahead of {name}'], sign=True)} ahead of {name}" for name in others]
-        fixed.caption = "; ".join([f"{judged}, as trained: {_share(told['gap_closed'])} of the gap closed", *beyond])
+        beyond = [f"{_format_estimate(told[f'ahead of {name}'], sign=True)} ahead of {name}" for name in others]
+        fixed.caption = "; ".join(
+            [f"{judged}, as trained: {_format_percent(told['gap_closed'])} of the gap closed", *beyond]
+        )
     return [*shown, fixed]
 
 
@@ -77,7 +79,7 @@ def _table(columns: Sequence[str], title: str | None = None) -> Table:
     return table
 
 
-def _number(found: Estimate, *, sign: bool = False) -> str:
+def _format_estimate(found: Estimate, *, sign: bool = False) -> str:
     if not math.isfinite(found.value):
         return "–"
     form = "+.3f" if sign else ".3f"
@@ -85,13 +87,13 @@ def _number(found: Estimate, *, sign: bool = False) -> str:
     return f"{found.value:{form}} [{found.low:{short}} {found.high:{short}}]"
 
 
-def _share(found: Estimate) -> str:
+def _format_percent(found: Estimate) -> str:
     if not math.isfinite(found.value):
         return "–"
     return f"{found.value:.0%} [{found.low:.0%} {found.high:.0%}]"
 
 
-def picture(frontier: Frontier, title: str, score_name: str = "score") -> bytes:
+def plot_frontier(frontier: Frontier, title: str, score_name: str = "score") -> bytes:
     """Score against cost, as PNG: curves with their intervals, and a dot for whoever knows of no budget."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -129,7 +131,7 @@ def _draw_curve(axes: Any, name: str, points: Sequence[Point]) -> None:
     colour = _COLOURS.get(name, _FIXED)
     by_cost = sorted(points, key=lambda point: point.cost.value)
     costs = [point.cost.value for point in by_cost]
-    dashed = name not in ("router", CLASSIFIER, TOLD_THE_KINDS)
+    dashed = name not in ("router", CLASSIFIER, ORACLE_LABELS)
     axes.plot(
         costs,
         [point.score.value for point in by_cost],

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from toolwise.errors import ConfigError
 from toolwise.frontier.classifier import fit_classifier
 from toolwise.frontier.comparing import RouteValues
-from toolwise.frontier.outcomes import CLASSIFIER, TOLD_THE_KINDS
-from toolwise.routed.routing import Routing
+from toolwise.frontier.outcomes import CLASSIFIER, ORACLE_LABELS
+from toolwise.routed.routing import TrainedRouter
 from toolwise.routing.actions import MIXED, ROUTES, RouteAction, Target
 from toolwise.routing.families import families_of_task, heuristic_target
 from toolwise.routing.learned import target_of
-from toolwise.run_tasks import labelled, load_split
+from toolwise.run_tasks import attach_labels, load_split
 from toolwise.types import Task
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ KIND_TARGETS: dict[str, Target] = {
     "two_step": MIXED,
 }
 """The kinds of the demo's small world; rows of other kinds tell nothing."""
-AT_ONCE = 256
+PROMPT_BATCH_SIZE = 256
 """Prompts that are read together."""
 
 
@@ -54,14 +54,14 @@ def targets_by_kinds(tasks: Sequence[Task]) -> list[Target | None]:
     return [KIND_TARGETS.get(str(task.extra_info.get("kind"))) for task in tasks]
 
 
-def learned_from(seen: Floats, targets: Sequence[Target | None], asked: Floats) -> Floats:
+def classifier_log_probs(seen: Floats, targets: Sequence[Target | None], asked: Floats) -> Floats:
     """Log-probs of the routes [rows, routes] by a classifier that saw features with their targets, MIXED left out."""
     wanted = [None if target is None or target == MIXED else RouteAction.parse(target).index for target in targets]
     return fit_classifier(seen, wanted, len(ROUTES)).log_probs(asked)
 
 
-def rivals(
-    routing: Routing, train: Sequence[Task] | None, tasks: Sequence[Task]
+def baseline_routers(
+    routing: TrainedRouter, train: Sequence[Task] | None, tasks: Sequence[Task]
 ) -> tuple[dict[str, RouteValues], list[str]]:
     """Each one's word on `tasks`, by the features that the head sees; and why one is missing.
 
@@ -69,10 +69,10 @@ def rivals(
     """
     try:
         if train is None:
-            train = labelled(routing.config, load_split(routing.config, "train", routing.config.data.limit))
+            train = attach_labels(routing.config, load_split(routing.config, "train", routing.config.data.limit))
     except ConfigError as fault:
         return {}, [f"no classifier: {fault}"]
-    told = {CLASSIFIER: targets_by_labels(train, routing.tools), TOLD_THE_KINDS: targets_by_kinds(train)}
+    told = {CLASSIFIER: targets_by_labels(train, routing.tools), ORACLE_LABELS: targets_by_kinds(train)}
     usable = {name: each for name, each in told.items() if any(t not in (None, MIXED) for t in each)}
     notes = (
         []
@@ -81,11 +81,13 @@ def rivals(
     )
     if not usable:
         return {}, notes
-    seen, asked = features_of(routing, train), features_of(routing, tasks)
-    return {name: RouteValues(learned_from(seen, each, asked)) for name, each in usable.items()}, notes
+    seen, asked = batched_features(routing, train), batched_features(routing, tasks)
+    return {name: RouteValues(classifier_log_probs(seen, each, asked)) for name, each in usable.items()}, notes
 
 
-def features_of(routing: Routing, tasks: Sequence[Task]) -> Floats:
+def batched_features(routing: TrainedRouter, tasks: Sequence[Task]) -> Floats:
     import numpy as np
 
-    return np.concatenate([routing.features(tasks[i : i + AT_ONCE]) for i in range(0, len(tasks), AT_ONCE)])
+    return np.concatenate(
+        [routing.features(tasks[i : i + PROMPT_BATCH_SIZE]) for i in range(0, len(tasks), PROMPT_BATCH_SIZE)]
+    )

@@ -17,39 +17,39 @@ from pathlib import Path
 from typing import Any
 
 from toolwise.errors import ToolwiseError
-from toolwise.frontier.pool import Plan, read_cells, write_cells
-from toolwise.terminal import guard_streams, say_error
+from toolwise.frontier.pool import PoolPlan, append_cells, read_cells
+from toolwise.terminal import guard_streams, print_error
 
 
-def share_of(path: Path, number: int, of: int) -> Path:
+def shard_path(path: Path, number: int, of: int) -> Path:
     return path if of == 1 else path.with_name(f"{path.stem}.{number}-of-{of}{path.suffix}")
 
 
-def shares_of(path: Path) -> list[Path]:
+def shard_paths(path: Path) -> list[Path]:
     return sorted(path.parent.glob(f"{path.stem}.*-of-*{path.suffix}"))
 
 
-def absorb(path: Path, plan: Plan) -> None:
+def merge_shards(path: Path, plan: PoolPlan) -> None:
     """What lies in shares goes into the pool itself; cells that it has already are not written again."""
     known = read_cells(path, plan)
-    for share in shares_of(path):
+    for share in shard_paths(path):
         new = {cell: line for cell, line in read_cells(share, plan).items() if cell not in known}
-        write_cells(path, plan, new.values())
+        append_cells(path, plan, new.values())
         known |= new
         share.unlink()
 
 
-async def in_processes(
-    work: str, told: Mapping[str, Any], count: int, waiting: Callable[[], None] = lambda: None
+async def run_in_processes(
+    work: str, payload: Mapping[str, Any], count: int, on_poll: Callable[[], None] = lambda: None
 ) -> None:
     """`work`, a "module:function", with (told, number, count) in `count` fresh processes. What they are told goes as
-    JSON; `waiting` is called every now and then."""
+    JSON; `on_poll` is called every now and then."""
     started: list[subprocess.Popen[bytes]] = []
     try:
-        start = {"path": sys.path, "work": work, "told": told, "of": count}
-        started.extend(_started({**start, "number": number}) for number in range(count))
+        start = {"path": sys.path, "work": work, "told": payload, "of": count}
+        started.extend(_start_process({**start, "number": number}) for number in range(count))
         while any(process.poll() is None for process in started):
-            waiting()
+            on_poll()
             await asyncio.sleep(0.2)
     finally:
         for process in started:
@@ -64,36 +64,36 @@ async def in_processes(
         )
 
 
-def _started(start: Mapping[str, Any]) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen([sys.executable, "-c", _BOOT], stdin=subprocess.PIPE)
+def _start_process(start: Mapping[str, Any]) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen([sys.executable, "-c", _CHILD_SCRIPT], stdin=subprocess.PIPE)
     assert process.stdin is not None
     with process.stdin as pipe:
         pipe.write(json.dumps(start).encode())
     return process
 
 
-_BOOT = """
+_CHILD_SCRIPT = """
 import json, sys
 start = json.load(sys.stdin)
 sys.path[:] = start["path"]
-from toolwise.frontier.sharing import take_part
-take_part(start)
+from toolwise.frontier.sharing import run_shard
+run_shard(start)
 """
 
 
-def take_part(start: Mapping[str, Any]) -> None:
+def run_shard(start: Mapping[str, Any]) -> None:
     """In a process of its own. What is wrong is one line, as everywhere."""
     guard_streams()
     module, _, function = start["work"].partition(":")
     try:
         getattr(import_module(module), function)(start["told"], start["number"], start["of"])
     except ToolwiseError as fault:
-        say_error(fault)
+        print_error(fault)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
 
 
-def lines_in(paths: Sequence[Path]) -> int:
+def count_cells(paths: Sequence[Path]) -> int:
     """Cells that have been written, for whoever waits; each file's first line is its head."""
     return sum(max(0, path.read_bytes().count(b"\n") - 1) for path in paths if path.exists())

@@ -21,14 +21,14 @@ class Curve:
     costs: Floats
     scores: Floats
 
-    def at(self, costs: Floats) -> Floats:
+    def score_at(self, costs: Floats) -> Floats:
         """The score at a cost of its own for each replicate; before the beginning and after the end it is theirs."""
         import numpy as np
 
         lines = zip(costs, self.costs, self.scores, strict=True)
         return np.array([np.interp(cost, xs, ys) for cost, xs, ys in lines])
 
-    def reached(self, costs: Floats) -> Floats:
+    def clip_cost(self, costs: Floats) -> Floats:
         """What is really spent where so much may be."""
         import numpy as np
 
@@ -79,7 +79,7 @@ def blind_curve(scores: Floats, costs: Floats, weights: Floats) -> Curve:
     mean_costs, mean_scores = weights @ costs, weights @ scores
     lines = [_hull_line(xs, ys) for xs, ys in zip(mean_costs, mean_scores, strict=True)]
     longest = max(len(xs) for xs, _ in lines)
-    padded = [(_padded(xs, longest), _padded(ys, longest)) for xs, ys in lines]
+    padded = [(_pad(xs, longest), _pad(ys, longest)) for xs, ys in lines]
     return Curve(np.stack([xs for xs, _ in padded]), np.stack([ys for _, ys in padded]))
 
 
@@ -89,5 +89,5 @@ def _hull_line(costs: Floats, scores: Floats) -> tuple[list[float], list[float]]
     return [float(costs[c]) for c in corners], [float(scores[c]) for c in corners]
 
 
-def _padded(line: list[float], length: int) -> list[float]:
+def _pad(line: list[float], length: int) -> list[float]:
     return line + [line[-1]] * (length - len(line))

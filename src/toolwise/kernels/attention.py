@@ -22,9 +22,9 @@ import triton.language as tl
 from toolwise.kernels.arriving import NewTokens
 
 LOG2_E = 1.4426950408889634
-PROGRAMS_WANTED = 528
+TARGET_PROGRAMS = 528
 """Four for each of an H200's 132 multiprocessors: enough loads in flight to fill its memory bus."""
-MOST_SPLITS = 32
+MAX_SPLITS = 32
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def attend(
 
 
 @triton.jit
-def rotated(rows, partner_sign, cos, sin, weight, mask, eps, DIM: tl.constexpr, NORM: tl.constexpr):
+def load_rotated(rows, partner_sign, cos, sin, weight, mask, eps, DIM: tl.constexpr, NORM: tl.constexpr):
     """Rotate-half rope of [n, DIM] vectors at the row pointers `rows` [n, 1], rounded as transformers rounds."""
     d = tl.arange(0, DIM)[None, :]
     partner = (d + DIM // 2) % DIM
@@ -81,7 +81,7 @@ def rotated(rows, partner_sign, cos, sin, weight, mask, eps, DIM: tl.constexpr, 
 
 
 @triton.jit
-def finish(acc, top, total, out, lse, rows, mask, DIM: tl.constexpr, PARTIAL: tl.constexpr):
+def store_output(acc, top, total, out, lse, rows, mask, DIM: tl.constexpr, PARTIAL: tl.constexpr):
     """Write o = acc / l to the rows of `out`, and the base-2 log-sum-exp (−∞ where no key was seen) when partial."""
     d = tl.arange(0, DIM)[None, :]
     some = total > 0.0
@@ -112,11 +112,13 @@ def _decode(
     if NEW:
         sign = tl.where(d < DIM // 2, -1.0, 1.0)[None, :]
         turn, lean = cos + request * DIM, sin + request * DIM
-        mine = rotated(at, sign, turn, lean, q_weight, real[:, None], eps, DIM, NORM)
+        mine = load_rotated(at, sign, turn, lean, q_weight, real[:, None], eps, DIM, NORM)
         length = tl.maximum(length - 1, 0)
         if split == 0:
             source = request * kv_stride + kv_head * DIM
-            key = rotated(new_k + source + tl.zeros([1, 1], tl.int64), sign, turn, lean, k_weight, True, eps, DIM, NORM)
+            key = load_rotated(
+                new_k + source + tl.zeros([1, 1], tl.int64), sign, turn, lean, k_weight, True, eps, DIM, NORM
+            )
             value = tl.load(new_v + source + d)[None, :]
             slot = tl.load(slots + request)
             target = (slot * KV_HEADS + kv_head) * DIM + d[None, :]
@@ -136,11 +138,13 @@ def _decode(
         KV_HEADS, DIM, BLOCK, KEYS, False,
     )  # fmt: skip
     rows = (request * slots_in_all + slot_at + split) * (KV_HEADS * GROUP) + heads
-    finish(acc, top, total, out, lse, rows, real, DIM, PARTIAL)
+    store_output(acc, top, total, out, lse, rows, real, DIM, PARTIAL)
 
 
 @triton.jit
-def _merge(parts, lse, out, HEADS: tl.constexpr, SLOTS: tl.constexpr, SLOTS_PADDED: tl.constexpr, DIM: tl.constexpr):
+def _merge_splits(
+    parts, lse, out, HEADS: tl.constexpr, SLOTS: tl.constexpr, SLOTS_PADDED: tl.constexpr, DIM: tl.constexpr
+):
     """Program (head, request): o = Σ 2^(lse_i − max) o_i / Σ 2^(lse_i − max); zero where no slot saw a key."""
     head, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot, d = tl.arange(0, SLOTS_PADDED), tl.arange(0, DIM)
@@ -154,24 +158,24 @@ def _merge(parts, lse, out, HEADS: tl.constexpr, SLOTS: tl.constexpr, SLOTS_PADD
     tl.store(out + (request * HEADS + head) * DIM + d, merged.to(out.dtype.element_ty))
 
 
-def packed(x: torch.Tensor) -> torch.Tensor:
+def contiguous_heads(x: torch.Tensor) -> torch.Tensor:
     """[T, heads, D] whose heads lie one after the other: slices of a joined product do, transposed views are copied."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
-def splits_for(programs: int, most_keys: int, tiles: Tiles, wanted: int = PROGRAMS_WANTED) -> int:
+def splits_for(programs: int, most_keys: int, tiles: Tiles, wanted: int = TARGET_PROGRAMS) -> int:
     """A power of two of parts that fills the chip, none smaller than one tile of keys."""
     splits = 1
-    while programs * splits < wanted and splits < MOST_SPLITS and splits * tiles.keys < most_keys:
+    while programs * splits < wanted and splits < MAX_SPLITS and splits * tiles.keys < most_keys:
         splits *= 2
     return splits
 
 
-def merge(parts: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def merge_splits(parts: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Partial outputs [B, slots, H, D] and their log-sum-exps [B, slots, H] into [B, H, D]."""
     batch, slots, heads, dim = parts.shape
     padded = triton.next_power_of_2(slots)
-    _merge[(heads, batch)](parts, lse, out, heads, slots, padded, dim, num_warps=1 if padded <= 8 else 4)
+    _merge_splits[(heads, batch)](parts, lse, out, heads, slots, padded, dim, num_warps=1 if padded <= 8 else 4)
     return out
 
 
@@ -213,7 +217,7 @@ def paged_attention_decode(
 
     `splits` fixes how the keys are cut: with it, a request's bits do not depend on how many others are in the batch.
     """
-    tiles, q = tiles or Tiles(), packed(q)
+    tiles, q = tiles or Tiles(), contiguous_heads(q)
     batch, heads, dim = q.shape
     block, kv_heads = k_cache.shape[1:3]
     splits = splits or splits_for(batch * kv_heads, block_tables.shape[1] * block, tiles)
@@ -224,4 +228,4 @@ def paged_attention_decode(
     parts = torch.empty(batch, splits, heads, dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(batch, splits, heads, dtype=torch.float32, device=q.device)
     decode_into(q, k_cache, v_cache, block_tables, lengths, scale, parts, lse, 0, splits, tiles, new)
-    return merge(parts, lse, out)
+    return merge_splits(parts, lse, out)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from toolwise.kernels.attention import packed, rotated
+from toolwise.kernels.attention import contiguous_heads, load_rotated
 
 
 @triton.jit
@@ -42,8 +42,8 @@ def _rope_and_store(
     kv_head = tl.arange(0, KV_PADDED)[:, None]
     real, kv_real = head < HEADS, kv_head < KV_HEADS
     q_at, k_at = q + token * q_stride + head * DIM, k + token * k_stride + kv_head * DIM
-    query = rotated(q_at, sign, turn, lean, q_weight, real, eps, DIM, NORM)
-    key = rotated(k_at, sign, turn, lean, k_weight, kv_real, eps, DIM, NORM)
+    query = load_rotated(q_at, sign, turn, lean, q_weight, real, eps, DIM, NORM)
+    key = load_rotated(k_at, sign, turn, lean, k_weight, kv_real, eps, DIM, NORM)
     value = tl.load(v + token * v_stride + kv_head * DIM + d, mask=kv_real, other=0.0)
     # Both halves of a vector are read before either is overwritten, by whichever thread.
     tl.debug_barrier()
@@ -58,7 +58,7 @@ def store_kv(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
 ) -> None:
     """Put k, v [T, KVH, D] at `slots` [T] of the caches [NB, BS, KVH, D]."""
-    k, v = packed(k), packed(v)
+    k, v = contiguous_heads(k), contiguous_heads(v)
     tokens, kv_heads, dim = k.shape
     if tokens:
         padded = triton.next_power_of_2(kv_heads * dim)

@@ -43,23 +43,23 @@ def _rotate(
 
 @triton.jit
 def _merge(
-    out, lse, more, its, places, tokens, queries,
+    out, lse, new_out, new_lse, token_index, tokens, queries,
     HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr, SIDE_BY_SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Program (query): all heads of the token that asks. `places` is the first, where they stand side by side."""
+    """Program (query): all heads of the token that asks. `token_index` is the first, where they stand side by side."""
     query = tl.program_id(0).to(tl.int64)
-    token = places + query if SIDE_BY_SIDE else tl.load(places + query)
+    token = token_index + query if SIDE_BY_SIDE else tl.load(token_index + query)
     head = tl.arange(0, PADDED)
     real = head < HEADS
     before = tl.load(lse + head * tokens + token, mask=real, other=0.0)
-    new = tl.load(its + head * queries + query, mask=real, other=0.0)
+    new = tl.load(new_lse + head * queries + query, mask=real, other=0.0)
     top = tl.maximum(before, new)
     whole = top + tl.log(tl.exp(before - top) + tl.exp(new - top))
     at = tl.arange(0, WIDE)[None, :]
     inside = real[:, None] & (at < SIZE)
     old = out + (token * HEADS + head[:, None]) * SIZE + at
     kept = tl.load(old, mask=inside, other=0.0)
-    added = tl.load(more + (query * HEADS + head[:, None]) * SIZE + at, mask=inside, other=0.0)
+    added = tl.load(new_out + (query * HEADS + head[:, None]) * SIZE + at, mask=inside, other=0.0)
     found = kept.to(tl.float32) * tl.exp(before - whole)[:, None] + added.to(tl.float32) * tl.exp(new - whole)[:, None]
     tl.store(old, found.to(kept.dtype), mask=inside)
     tl.store(lse + head * tokens + token, whole, mask=real)
@@ -82,17 +82,23 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool 
 
 
 def merge(
-    out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, its: torch.Tensor, places: torch.Tensor | slice
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    new_out: torch.Tensor,
+    new_lse: torch.Tensor,
+    token_index: torch.Tensor | slice,
 ) -> None:
-    """Into out [T, H, D] and lse [H, T] at `places` [Q], of which none is twice, more [Q, H, D] and its [H, Q]. All in
+    """Into out [T, H, D] and lse [H, T] at `token_index` [Q], of which none is twice, more [Q, H, D] and its [H, Q].
+    All in
     one piece, the sums in fp32."""
     tokens, heads, size = out.shape
-    where = places.start if isinstance(places, slice) else places.contiguous()
-    assert all(t.is_contiguous() for t in (out, lse, more, its)), "in one piece"
-    queries = more.shape[0]
+    where = token_index.start if isinstance(token_index, slice) else token_index.contiguous()
+    assert all(t.is_contiguous() for t in (out, lse, new_out, new_lse)), "in one piece"
+    queries = new_out.shape[0]
     if queries:
         with torch.cuda.device_of(out):
             _merge[(queries,)](
-                out, lse, more, its, where, tokens, queries, heads, size,
-                triton.next_power_of_2(heads), triton.next_power_of_2(size), isinstance(places, slice), num_warps=4,
+                out, lse, new_out, new_lse, where, tokens, queries, heads, size,
+                triton.next_power_of_2(heads), triton.next_power_of_2(size), isinstance(token_index, slice),
+                num_warps=4,
             )  # fmt: skip

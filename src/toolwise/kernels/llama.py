@@ -4,7 +4,7 @@ Nothing is copied. `FusedDecoder(model)` moves each layer's q, k, v weights (and
 tensor and makes the parameters views of it (`param.data = view`): one product does the work of three, while optimisers
 that update in place, `load_state_dict` and `save_pretrained` see the same parameters as before. Whatever gives a
 parameter new storage (`model.to`) undoes the layout: compare `storage_key` and make a new one, which restores it.
-`refusal` says in one line why a model cannot take this path; its stock forward then serves.
+`unsupported_reason` says in one line why a model cannot take this path; its stock forward then serves.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from toolwise.errors import PolicyError
 from toolwise.kernels import kernel
 from toolwise.kernels.arriving import NewTokens
 
-FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-STEADY_ROPES = ("default", "linear", "llama3", "yarn")
+SUPPORTED_MODELS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 """Rope whose angles depend on the position alone, so that a table of them serves every request."""
 
-Product = Callable[[torch.Tensor], torch.Tensor]
+ProjectionFn = Callable[[torch.Tensor], torch.Tensor]
 Attend = Callable[[int, torch.Tensor], torch.Tensor]
 """(layer, its q, k, v rows [T, H + 2·KVH, D]) -> [T, H, D]: rope, cache write and attention of one layer."""
 
@@ -42,38 +42,38 @@ class PagedCache:
 
 
 @dataclass(frozen=True)
-class Prefixes:
+class PrefixGroups:
     """Groups that share their first blocks, as `shared_prefix_decode` takes them; the step's tables are the tails."""
 
     tables: torch.Tensor
     lengths: torch.Tensor
     member_starts: torch.Tensor
     members: torch.Tensor
-    most_members: int
+    max_members: int
 
 
-def refusal(model: Any) -> str | None:
+def unsupported_reason(model: Any) -> str | None:
     """Why this model needs its stock forward, or None."""
     config = model.config
-    if type(model).__name__ not in FAMILIES:
-        return f"{type(model).__name__} is none of {', '.join(FAMILIES)}"
+    if type(model).__name__ not in SUPPORTED_MODELS:
+        return f"{type(model).__name__} is none of {', '.join(SUPPORTED_MODELS)}"
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act}, not silu"
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
         return "some of its layers attend through a window"
-    if model.model.rotary_emb.rope_type not in STEADY_ROPES:
+    if model.model.rotary_emb.rope_type not in STATIC_ROPES:
         return f"its rope ({model.model.rotary_emb.rope_type}) changes with the length"
     dim = model.model.layers[0].self_attn.head_dim
     if dim < 16 or dim & (dim - 1):
         return f"its head size {dim} is not a power of two from 16 up"
     for layer in model.model.layers:
         parts = (*_attention_inputs(layer), layer.self_attn.o_proj, *_mlp_inputs(layer), layer.mlp.down_proj)
-        if not all(map(linear_or_adapted, parts)):
+        if not all(map(is_linear_or_lora, parts)):
             return "its projections are not linear layers, with adapters or without"
     return None
 
 
-def linear_or_adapted(part: Any) -> bool:
+def is_linear_or_lora(part: Any) -> bool:
     """Whether a layer is a plain linear one, or a LoRA adapter over one, which peft keeps as its `base_layer`."""
     return type(getattr(part, "base_layer", part)) is nn.Linear
 
@@ -86,7 +86,7 @@ def _mlp_inputs(layer: Any) -> tuple[Any, ...]:
     return layer.mlp.gate_proj, layer.mlp.up_proj
 
 
-def _side_by_side(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def _common_storage(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The one tensor that these are consecutive slices of, or None."""
     at = tensors[0].data_ptr()
     for tensor in tensors:
@@ -101,9 +101,9 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _joined(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+def _fuse_parameters(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     """One tensor over all of them; they become views of it where they are not yet."""
-    whole = _side_by_side(parameters)
+    whole = _common_storage(parameters)
     if whole is not None:
         return whole
     # An inference tensor under a parameter could never be trained again.
@@ -117,24 +117,24 @@ def _joined(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Layer:
+class FusedLayer:
     """What one layer's launches read: views of the model's own parameters."""
 
     input_norm: torch.Tensor
-    qkv: Product
+    qkv: ProjectionFn
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
-    out: Product
+    out: ProjectionFn
     mlp_norm: torch.Tensor
-    gate_up: Product
-    down: Product
+    gate_up: ProjectionFn
+    down: ProjectionFn
 
 
 class FusedDecoder:
     """The model's layers as few launches; made once a layout and cheap to make again."""
 
     def __init__(self, model: Any) -> None:
-        reason = refusal(model)
+        reason = unsupported_reason(model)
         if reason is not None:
             raise PolicyError(f"the fused forward does not fit this model: {reason}; use its stock forward")
         config = model.config
@@ -142,7 +142,7 @@ class FusedDecoder:
         self.model = model
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.dim, self.scale, self.eps = attention.head_dim, attention.scaling, config.rms_norm_eps
-        self.layers = [_layer(layer) for layer in model.model.layers]
+        self.layers = [_fused_layer(layer) for layer in model.model.layers]
         device = next(model.parameters()).device
         self.rms_norm, self.add_rms_norm = kernel("rms_norm", device), kernel("add_rms_norm", device)
         self.silu_mul, self.rope_and_store = kernel("silu_mul", device), kernel("rope_and_store", device)
@@ -175,7 +175,7 @@ class FusedDecoder:
         slots: torch.Tensor,
         block_tables: torch.Tensor,
         lengths: torch.Tensor,
-        prefixes: Prefixes | None = None,
+        prefixes: PrefixGroups | None = None,
     ) -> torch.Tensor:
         """One new token a request: ids, positions, slots, lengths [B], these with the new token (tails' if shared)."""
         cos, sin = cache.cos[positions], cache.sin[positions]
@@ -187,7 +187,7 @@ class FusedDecoder:
                 return self.decode(q, *held, block_tables, lengths, self.scale, new=new)
             shared = (prefixes.tables, prefixes.lengths, prefixes.member_starts, prefixes.members)
             return self.shared_decode(
-                q, *held, *shared, prefixes.most_members, block_tables, lengths, self.scale, new=new
+                q, *held, *shared, prefixes.max_members, block_tables, lengths, self.scale, new=new
             )
 
         return self.forward(ids, attend)
@@ -226,7 +226,7 @@ class FusedDecoder:
         cos, sin = self.model.model.rotary_emb(weight, ids)
         return cos[0].contiguous(), sin[0].contiguous()
 
-    def _parts(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _split_qkv(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         values_from = self.heads + self.kv_heads
         return qkv[:, : self.heads], qkv[:, self.heads : values_from], qkv[:, values_from:]
 
@@ -239,7 +239,7 @@ class FusedDecoder:
         cache: PagedCache,
         slots: torch.Tensor,
     ) -> torch.Tensor:
-        q, k, v = self._parts(qkv)
+        q, k, v = self._split_qkv(qkv)
         layer = self.layers[index]
         self.rope_and_store(
             q, k, v, cos, sin, cache.keys[index], cache.values[index], slots,
@@ -250,32 +250,32 @@ class FusedDecoder:
     def _new_tokens(
         self, index: int, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: torch.Tensor
     ) -> NewTokens:
-        _, k, v = self._parts(qkv)
+        _, k, v = self._split_qkv(qkv)
         layer = self.layers[index]
         return NewTokens(k, v, cos, sin, slots, layer.q_norm, layer.k_norm, self.eps)
 
 
-def _layer(layer: Any) -> Layer:
+def _fused_layer(layer: Any) -> FusedLayer:
     attention = layer.self_attn
-    return Layer(
+    return FusedLayer(
         input_norm=layer.input_layernorm.weight,
-        qkv=_product(_attention_inputs(layer)),
+        qkv=_fused_projection(_attention_inputs(layer)),
         q_norm=attention.q_norm.weight if hasattr(attention, "q_norm") else None,
         k_norm=attention.k_norm.weight if hasattr(attention, "k_norm") else None,
         out=attention.o_proj,
         mlp_norm=layer.post_attention_layernorm.weight,
-        gate_up=_product(_mlp_inputs(layer)),
+        gate_up=_fused_projection(_mlp_inputs(layer)),
         down=layer.mlp.down_proj,
     )
 
 
-def _product(parts: Sequence[Any]) -> Product:
+def _fused_projection(parts: Sequence[Any]) -> ProjectionFn:
     """What layers with the same input give, side by side: in one product, or one by one where they have adapters."""
     if any(type(part) is not nn.Linear for part in parts):
         return lambda x: torch.cat([part(x) for part in parts], dim=-1)
     biased = [part.bias is not None for part in parts]
     if any(biased) != all(biased):
         raise PolicyError("the fused forward needs a bias on all of q, k and v or on none; use the stock forward")
-    weight = _joined([part.weight for part in parts])
-    bias = _joined([part.bias for part in parts]) if all(biased) else None
+    weight = _fuse_parameters([part.weight for part in parts])
+    bias = _fuse_parameters([part.bias for part in parts]) if all(biased) else None
     return partial(F.linear, weight=weight, bias=bias)

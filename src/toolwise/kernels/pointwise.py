@@ -46,7 +46,7 @@ def _silu_mul(gate, up, out, gate_stride, up_stride, WIDTH: tl.constexpr, TILE: 
 
 
 @triton.jit
-def _silu_mul_backward(gate, up, grad, of_gate, of_up, count, TILE: tl.constexpr):
+def _silu_mul_backward(gate, up, grad, grad_gate, grad_up, count, TILE: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = at < count
     g = tl.load(gate + at, mask=inside, other=0.0)
@@ -54,8 +54,8 @@ def _silu_mul_backward(gate, up, grad, of_gate, of_up, count, TILE: tl.constexpr
     d = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
     wide = g.to(tl.float32)
     chance = 1.0 / (1.0 + tl.exp(-wide))
-    tl.store(of_up + at, (d * wide * chance).to(g.dtype), mask=inside)
-    tl.store(of_gate + at, (d * u * chance * (1.0 + wide * (1.0 - chance))).to(g.dtype), mask=inside)
+    tl.store(grad_up + at, (d * wide * chance).to(g.dtype), mask=inside)
+    tl.store(grad_gate + at, (d * u * chance * (1.0 + wide * (1.0 - chance))).to(g.dtype), mask=inside)
 
 
 def _warps(width: int) -> int:
@@ -108,10 +108,10 @@ def silu_mul(gate_up: torch.Tensor, up: torch.Tensor | None = None) -> torch.Ten
 
 def silu_mul_backward(gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of silu(gate) · up with respect to both, from tensors of one shape that stand in one piece."""
-    of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
+    grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
     if gate.numel():
         with torch.cuda.device_of(gate):  # Triton launches where the current device is
             _silu_mul_backward[(triton.cdiv(gate.numel(), 2048),)](
-                gate, up, grad, of_gate, of_up, gate.numel(), 2048, num_warps=8
+                gate, up, grad, grad_gate, grad_up, gate.numel(), 2048, num_warps=8
             )
-    return of_gate, of_up
+    return grad_gate, grad_up

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from toolwise.kernels.attention import LOG2_E, Tiles, attend, packed
+from toolwise.kernels.attention import LOG2_E, Tiles, attend, contiguous_heads
 
 
 @triton.jit
@@ -70,7 +70,7 @@ def paged_attention_prefill(
     The chunk's own keys must be in the cache, and count in its context length. A sequence may be empty. Give the
     longest one's length: without it the grid has room for one of T tokens.
     """
-    tiles, q = tiles or Tiles(keys=64, warps=8, stages=3), packed(q)
+    tiles, q = tiles or Tiles(keys=64, warps=8, stages=3), contiguous_heads(q)
     tokens, heads, dim = q.shape
     longest = tokens if max_query_length is None else max_query_length
     block, kv_heads = k_cache.shape[1:3]

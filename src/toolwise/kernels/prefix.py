@@ -19,15 +19,15 @@ from toolwise.kernels.attention import (
     LOG2_E,
     Tiles,
     attend,
+    contiguous_heads,
     decode_into,
-    finish,
-    merge,
-    packed,
-    rotated,
+    load_rotated,
+    merge_splits,
     splits_for,
+    store_output,
 )
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 PREFIX_PROGRAMS = 264
 """Half of what a lone request's attention wants: each has more to compute, and every part is one more to merge."""
 
@@ -54,7 +54,7 @@ def _prefix(
         if NEW:
             sign = tl.where(d < DIM // 2, -1.0, 1.0)[None, :]
             turn, lean = cos + (request * DIM)[:, None], sin + (request * DIM)[:, None]
-            mine = rotated(at, sign, turn, lean, q_weight, real[:, None], eps, DIM, NORM)
+            mine = load_rotated(at, sign, turn, lean, q_weight, real[:, None], eps, DIM, NORM)
         else:
             mine = tl.load(at + d[None, :], mask=real[:, None], other=0.0)
         length = tl.load(lengths + group)
@@ -67,7 +67,7 @@ def _prefix(
             first, last, row, kv_head, scale, KV_HEADS, DIM, BLOCK, KEYS, False,
         )  # fmt: skip
         rows = (request * slots_in_all + split) * (KV_HEADS * GROUP) + heads
-        finish(acc, top, total, out, lse, rows, real, DIM, True)
+        store_output(acc, top, total, out, lse, rows, real, DIM, True)
 
 
 def shared_prefix_decode(
@@ -78,7 +78,7 @@ def shared_prefix_decode(
     prefix_lengths: torch.Tensor,
     member_starts: torch.Tensor,
     members: torch.Tensor,
-    most_members: int,
+    max_members: int,
     tail_tables: torch.Tensor,
     tail_lengths: torch.Tensor,
     scale: float,
@@ -93,14 +93,14 @@ def shared_prefix_decode(
 
     Groups g = 0..G-1: blocks `prefix_tables[G, MAXP]`, `prefix_lengths[G]` keys, rows `members[starts[g]:starts[g+1]]`
     of the batch (int32). Every row of the batch must be a member once; one that shares nothing goes into a group whose
-    prefix length is 0. Groups past the last have equal starts. `most_members` bounds a group's size (grid).
+    prefix length is 0. Groups past the last have equal starts. `max_members` bounds a group's size (grid).
     """
-    tiles, q = tiles or Tiles(), packed(q)
+    tiles, q = tiles or Tiles(), contiguous_heads(q)
     batch, heads, dim = q.shape
     _, block, kv_heads, _ = k_cache.shape
     groups, group = prefix_lengths.shape[0], heads // kv_heads
-    rows = min(MOST_ROWS, max(16, triton.next_power_of_2(most_members * group)))
-    row_tiles = triton.cdiv(most_members * group, rows)
+    rows = min(MAX_ROWS, max(16, triton.next_power_of_2(max_members * group)))
+    row_tiles = triton.cdiv(max_members * group, rows)
     splits = splits_for(groups * kv_heads * row_tiles, prefix_tables.shape[1] * block, tiles, PREFIX_PROGRAMS)
     tails = tail_splits or splits_for(batch * kv_heads, tail_tables.shape[1] * block, tiles)
     parts = torch.empty(batch, splits + tails, heads, dim, dtype=torch.float32, device=q.device)
@@ -115,4 +115,4 @@ def shared_prefix_decode(
     )  # fmt: skip
     decode_into(q, k_cache, v_cache, tail_tables, tail_lengths, scale, parts, lse, splits, tails, tiles, new)
     out = torch.empty(batch, heads, dim, dtype=q.dtype, device=q.device) if out is None else out
-    return merge(parts, lse, out)
+    return merge_splits(parts, lse, out)

@@ -36,7 +36,7 @@ def paged_attention_decode(
     *,
     new: NewTokens | None = None,
 ) -> torch.Tensor:
-    q = q if new is None else _arrived(q, new, k_cache, v_cache)
+    q = q if new is None else _rope_and_store_new(q, new, k_cache, v_cache)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     for row, length in enumerate(lengths.tolist()):
         if length:
@@ -53,7 +53,7 @@ def shared_prefix_decode(
     prefix_lengths: torch.Tensor,
     member_starts: torch.Tensor,
     members: torch.Tensor,
-    most_members: int,
+    max_members: int,
     tail_tables: torch.Tensor,
     tail_lengths: torch.Tensor,
     scale: float,
@@ -61,7 +61,7 @@ def shared_prefix_decode(
     *,
     new: NewTokens | None = None,
 ) -> torch.Tensor:
-    q = q if new is None else _arrived(q, new, k_cache, v_cache)
+    q = q if new is None else _rope_and_store_new(q, new, k_cache, v_cache)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     starts, tails = member_starts.tolist(), tail_lengths.tolist()
     for group, length in enumerate(prefix_lengths.tolist()):
@@ -129,7 +129,7 @@ def rope_and_store(
     store_kv(k, v, k_cache, v_cache, slots)
 
 
-def _arrived(q: torch.Tensor, new: NewTokens, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+def _rope_and_store_new(q: torch.Tensor, new: NewTokens, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
     """The queries, rotated; and the new tokens are in the cache."""
     q, k = q.clone(), new.k.clone()
     rope_and_store(
@@ -152,13 +152,17 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool 
 
 
 def merge(
-    out: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, its: torch.Tensor, places: torch.Tensor | slice
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    new_out: torch.Tensor,
+    new_lse: torch.Tensor,
+    token_index: torch.Tensor | slice,
 ) -> None:
-    before = lse[:, places]
-    whole = torch.logaddexp(before, its)
-    kept, added = (torch.exp(some - whole).t()[:, :, None] for some in (before, its))
-    out[places] = (out[places] * kept + more * added).to(out.dtype)
-    lse[:, places] = whole
+    before = lse[:, token_index]
+    whole = torch.logaddexp(before, new_lse)
+    kept, added = (torch.exp(some - whole).t()[:, :, None] for some in (before, new_lse))
+    out[token_index] = (out[token_index] * kept + new_out * added).to(out.dtype)
+    lse[:, token_index] = whole
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -195,16 +199,16 @@ def softmax_sums_backward(
     scale: float,
     lse: torch.Tensor,
     entropy: torch.Tensor,
-    of: torch.Tensor,
+    row_index: torch.Tensor,
     targets: torch.Tensor,
-    to_logprob: torch.Tensor,
-    to_entropy: torch.Tensor,
+    grad_logprob: torch.Tensor,
+    grad_entropy: torch.Tensor,
 ) -> torch.Tensor:
     logp = logits.to(lse.dtype) * scale - lse[:, None]
     p = logp.exp()
-    a, b = (torch.zeros_like(lse).index_add_(0, of, part.to(lse.dtype)) for part in (to_logprob, to_entropy))
+    a, b = (torch.zeros_like(lse).index_add_(0, row_index, part.to(lse.dtype)) for part in (grad_logprob, grad_entropy))
     grad = -p * (a[:, None] + b[:, None] * torch.where(p == 0.0, 0.0, logp + entropy[:, None]))
-    return grad.index_put_((of, targets), to_logprob.to(lse.dtype), accumulate=True).to(logits.dtype)
+    return grad.index_put_((row_index, targets), grad_logprob.to(lse.dtype), accumulate=True).to(logits.dtype)
 
 
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -22,21 +22,21 @@ TILE = 2048
 def uniform(seed, position):
     """`toolwise.policies.decoding.uniforms` on the device: splitmix64, twice."""
     state = seed.to(tl.uint64) + 0x9E3779B97F4A7C15
-    state = mixed(state)
-    state = mixed(state ^ ((position.to(tl.uint64) + 1) * 0xD1342543DE82EF95))
+    state = mix64(state)
+    state = mix64(state ^ ((position.to(tl.uint64) + 1) * 0xD1342543DE82EF95))
     return (state >> 11).to(tl.float64) * 1.1102230246251565e-16
 
 
 @triton.jit
-def mixed(x):
+def mix64(x):
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
 
 
 @triton.jit
-def _tiles(
-    logits, temperatures, tops, places, sums, stride, VOCAB: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr
+def _tile_stats(
+    logits, temperatures, tops, argmaxes, sums, stride, VOCAB: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr
 ):
     """Program (tile, request): the tile's maximum after temperature, its first place, and Σ exp(x − maximum)."""
     tile, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -47,13 +47,13 @@ def _tiles(
     # A tile of −∞ alone must sum to 0, not NaN.
     total = tl.sum(tl.where(x == float("-inf"), 0.0, tl.exp(x - top)), 0)
     tl.store(tops + request * TILES + tile, top)
-    tl.store(places + request * TILES + tile, tile * TILE + tl.argmax(x, 0))
+    tl.store(argmaxes + request * TILES + tile, tile * TILE + tl.argmax(x, 0))
     tl.store(sums + request * TILES + tile, total)
 
 
 @triton.jit
 def _draw(
-    logits, temperatures, seeds, positions, greedy, tops, places, sums, tokens, logprobs, stride,
+    logits, temperatures, seeds, positions, greedy, tops, argmaxes, sums, tokens, logprobs, stride,
     VOCAB: tl.constexpr, TILES: tl.constexpr, TILES_PADDED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Program (request)."""
@@ -79,7 +79,7 @@ def _draw(
     inside = tl.where(inside == TILE, tl.max(tl.where(p > 0.0, i, 0), 0), inside)
     drawn = chosen * TILE + inside
     best = tl.min(
-        tl.where(t == tl.argmax(part_top, 0), tl.load(places + request * TILES + t, mask=t < TILES), VOCAB), 0
+        tl.where(t == tl.argmax(part_top, 0), tl.load(argmaxes + request * TILES + t, mask=t < TILES), VOCAB), 0
     )
     token = tl.where(tl.load(greedy + request) != 0, best, drawn)
     mine = tl.load(logits + request * stride + token).to(tl.float32) / temperature
@@ -101,13 +101,15 @@ def sample(
     batch, vocab = logits.shape
     tiles = triton.cdiv(vocab, TILE)
     tops = torch.empty(batch, tiles, dtype=torch.float32, device=logits.device)
-    places = torch.empty(batch, tiles, dtype=torch.int32, device=logits.device)
+    argmaxes = torch.empty(batch, tiles, dtype=torch.int32, device=logits.device)
     sums = torch.empty(batch, tiles, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(batch, dtype=torch.int64, device=logits.device)
     logprobs = torch.empty(batch, dtype=torch.float32, device=logits.device)
-    _tiles[(tiles, batch)](logits, temperatures, tops, places, sums, logits.stride(0), vocab, tiles, TILE, num_warps=4)
+    _tile_stats[(tiles, batch)](
+        logits, temperatures, tops, argmaxes, sums, logits.stride(0), vocab, tiles, TILE, num_warps=4
+    )
     _draw[(batch,)](
-        logits, temperatures, seeds, positions, greedy, tops, places, sums, tokens, logprobs, logits.stride(0),
+        logits, temperatures, seeds, positions, greedy, tops, argmaxes, sums, tokens, logprobs, logits.stride(0),
         vocab, tiles, triton.next_power_of_2(tiles), TILE, num_warps=8,
     )  # fmt: skip
     return tokens, logprobs

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 
-def send(values: np.ndarray[Any, Any], device: torch.device | str) -> torch.Tensor:
+def to_device(values: np.ndarray[Any, Any], device: torch.device | str) -> torch.Tensor:
     """A tensor on the device, which goes on with what it is doing: from pageable memory a copy would wait for it."""
     found = torch.from_numpy(np.ascontiguousarray(values))
     if torch.device(device).type == "cuda":

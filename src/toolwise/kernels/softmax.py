@@ -16,7 +16,7 @@ TILE = 4096
 
 
 @triton.jit
-def _sums(logits, lse, entropy, stride, scale, VOCAB: tl.constexpr, TILE: tl.constexpr):
+def _softmax_sums(logits, lse, entropy, stride, scale, VOCAB: tl.constexpr, TILE: tl.constexpr):
     """Program (row): the sums so far stand relative to the largest x so far, and move when it does."""
     row = tl.program_id(0).to(tl.int64)
     top = float("-inf")
@@ -39,8 +39,8 @@ def _sums(logits, lse, entropy, stride, scale, VOCAB: tl.constexpr, TILE: tl.con
 
 
 @triton.jit
-def _gradient(
-    logits, lse, entropy, of_logprob, of_entropy, starts, targets, weights, grad, stride, scale,
+def _softmax_sums_backward(
+    logits, lse, entropy, row_grad_logprob, row_grad_entropy, starts, targets, weights, grad, stride, scale,
     VOCAB: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Program (row, tile). What a token that was drawn asks is added before anything is rounded: 1 − p may be small."""
@@ -50,7 +50,7 @@ def _gradient(
     logp = x.to(tl.float32) * scale - tl.load(lse + row)
     p = tl.exp(logp)
     surprise = tl.where(p == 0.0, 0.0, logp + tl.load(entropy + row))
-    found = -p * (tl.load(of_logprob + row) + tl.load(of_entropy + row) * surprise)
+    found = -p * (tl.load(row_grad_logprob + row) + tl.load(row_grad_entropy + row) * surprise)
     for token in range(tl.load(starts + row), tl.load(starts + row + 1)):
         found += tl.where(at == tl.load(targets + token), tl.load(weights + token), 0.0)
     tl.store(grad + row * VOCAB + at, found.to(x.dtype), mask=at < VOCAB)
@@ -62,7 +62,7 @@ def softmax_sums(logits: torch.Tensor, scale: float) -> tuple[torch.Tensor, torc
     lse, entropy = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
     if rows:
         with torch.cuda.device_of(logits):  # Triton launches where the current device is
-            _sums[(rows,)](logits, lse, entropy, logits.stride(0), scale, vocabulary, TILE, num_warps=8)
+            _softmax_sums[(rows,)](logits, lse, entropy, logits.stride(0), scale, vocabulary, TILE, num_warps=8)
     return lse, entropy
 
 
@@ -71,21 +71,23 @@ def softmax_sums_backward(
     scale: float,
     lse: torch.Tensor,
     entropy: torch.Tensor,
-    of: torch.Tensor,
+    row_index: torch.Tensor,
     targets: torch.Tensor,
-    to_logprob: torch.Tensor,
-    to_entropy: torch.Tensor,
+    grad_logprob: torch.Tensor,
+    grad_entropy: torch.Tensor,
 ) -> torch.Tensor:
-    """[N, V] as the logits are. `of`, in ascending order, is the row of each token that was drawn."""
+    """[N, V] as the logits are. `row_index`, in ascending order, is the row of each token that was drawn."""
     rows, vocabulary = logits.shape
     grad = torch.empty(rows, vocabulary, dtype=logits.dtype, device=logits.device)
     if not rows:
         return grad
-    by_row = [torch.zeros_like(lse).index_add_(0, of, part.to(lse.dtype)) for part in (to_logprob, to_entropy)]
-    starts = torch.searchsorted(of.contiguous(), torch.arange(rows + 1, device=of.device))
-    weights = to_logprob.to(lse.dtype).contiguous()
+    by_row = [
+        torch.zeros_like(lse).index_add_(0, row_index, part.to(lse.dtype)) for part in (grad_logprob, grad_entropy)
+    ]
+    starts = torch.searchsorted(row_index.contiguous(), torch.arange(rows + 1, device=row_index.device))
+    weights = grad_logprob.to(lse.dtype).contiguous()
     with torch.cuda.device_of(logits):
-        _gradient[(rows, triton.cdiv(vocabulary, TILE))](
+        _softmax_sums_backward[(rows, triton.cdiv(vocabulary, TILE))](
             logits, lse, entropy, *by_row, starts, targets.contiguous(), weights, grad, logits.stride(0), scale,
             vocabulary, TILE, num_warps=8,
         )  # fmt: skip

@@ -16,21 +16,21 @@ from toolwise.policies.openai.faults import ServerError
 from toolwise.routing.actions import parse_target
 from toolwise.routing.families import (
     Family,
+    declared_family,
     described_tools,
     families_of_task,
     heuristic_target,
     offered_tools,
-    own_family,
 )
 from toolwise.tools.base import BaseTool
 from toolwise.types import Task
 
-_HOPELESS = frozenset({"connect", "refused", "redirect"})
+_FATAL_KINDS = frozenset({"connect", "refused", "redirect"})
 """Kinds of trouble that every other question would meet as well."""
 
 
 @dataclass(slots=True)
-class Labelled:
+class LabellingResult:
     """What a labelling came to."""
 
     labels: list[Label]
@@ -41,13 +41,13 @@ class Labelled:
     """(tool or row, what went wrong): asked again the next time."""
 
 
-def label_by_rules(tasks: Sequence[Task], tools: Mapping[str, BaseTool] | None = None) -> Labelled:
+def label_by_rules(tasks: Sequence[Task], tools: Mapping[str, BaseTool] | None = None) -> LabellingResult:
     """Offline, by the families' rules and the calls of the ground truth; None where that tells no calls."""
     labels = []
     for task in tasks:
         families = families_of_task(task, tools)
         labels.append(Label(task.task_id, heuristic_target(task, families), families, "heuristic"))
-    return Labelled(labels)
+    return LabellingResult(labels)
 
 
 async def label_by_model(
@@ -58,14 +58,14 @@ async def label_by_model(
     tools: Mapping[str, BaseTool] | None = None,
     *,
     on_answer: Callable[[], None] = lambda: None,
-) -> Labelled:
+) -> LabellingResult:
     """First the families of all tools, then the route of each row, given those.
 
     Trouble with one question leaves one label out; a server that is not there, or that refuses, ends it all with a
     `ServerError`. Whatever was answered until then is in the cache.
     """
-    asking = _Asking(endpoint, cache, on_answer)
-    families = await _families(asking, tasks, model, tools or {})
+    asking = _LabelClient(endpoint, cache, on_answer)
+    families = await _label_families(asking, tasks, model, tools or {})
     questions = {task.task_id: row_question(model, task, families[task.task_id]) for task in tasks}
     targets = await asking.all(questions, read_target)
     labels = [
@@ -77,11 +77,11 @@ async def label_by_model(
         )
         for task in tasks
     ]
-    return Labelled(labels, asking.asked, asking.from_cache, asking.failed)
+    return LabellingResult(labels, asking.asked, asking.from_cache, asking.failed)
 
 
-async def _families(
-    asking: _Asking, tasks: Sequence[Task], model: str, tools: Mapping[str, BaseTool]
+async def _label_families(
+    asking: _LabelClient, tasks: Sequence[Task], model: str, tools: Mapping[str, BaseTool]
 ) -> dict[str, dict[str, Family]]:
     """Of every task's tools. What a tool says of itself is not asked; where there is no answer, the rules decide."""
     by_rules = {task.task_id: families_of_task(task, tools) for task in tasks}
@@ -100,14 +100,14 @@ async def _families(
 
 def _descriptions(task: Task, tools: Mapping[str, BaseTool], known: Mapping[str, Family]) -> dict[str, str]:
     real = offered_tools(task, tools)
-    decided = {name for name, tool in real.items() if own_family(tool) is not None}
+    decided = {name for name, tool in real.items() if declared_family(tool) is not None}
     told = {name: tool.tool_schema.function.description for name, tool in real.items()}
     return {
         name: text for name, text in (described_tools(task) | told).items() if name in known and name not in decided
     }
 
 
-class _Asking:
+class _LabelClient:
     """Questions by name, asked together; counts what became of them."""
 
     def __init__(self, endpoint: Endpoint, cache: AnswerCache, on_answer: Callable[[], None]) -> None:
@@ -134,7 +134,7 @@ class _Asking:
             try:
                 answer = str(await self.endpoint.ask(question, read))
             except (ServerError, ContextFullError) as fault:
-                if isinstance(fault, ServerError) and fault.kind in _HOPELESS:
+                if isinstance(fault, ServerError) and fault.kind in _FATAL_KINDS:
                     raise
                 self.failed.append((name, str(fault)))
             else:

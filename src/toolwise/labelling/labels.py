@@ -18,9 +18,9 @@ from toolwise.routing.actions import Target, parse_target
 from toolwise.routing.families import Family
 from toolwise.types import Task
 
-TARGET, FAMILIES = "router_target_action", "tool_families"
+TARGET_KEY, FAMILIES_KEY = "router_target_action", "tool_families"
 """Where a task's labels stand, in `extra_info`, and what files call them."""
-_COLUMNS = ("task_id", TARGET, FAMILIES, "labelled_by")
+_COLUMNS = ("task_id", TARGET_KEY, FAMILIES_KEY, "labelled_by")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,14 @@ class Label:
         told = None if self.target is None else str(self.target)
         return {
             "task_id": self.task_id,
-            TARGET: told,
-            FAMILIES: {name: str(family) for name, family in self.families.items()},
+            TARGET_KEY: told,
+            FAMILIES_KEY: {name: str(family) for name, family in self.families.items()},
             "labelled_by": self.labelled_by,
         }
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class LabelledTasks:
     """Tasks with their labels, and what fitted nothing."""
 
     tasks: list[Task]
@@ -63,12 +63,12 @@ class Joined:
         return "; ".join(parts)
 
 
-def join_labels(tasks: Sequence[Task], labels: Iterable[Label]) -> Joined:
+def join_labels(tasks: Sequence[Task], labels: Iterable[Label]) -> LabelledTasks:
     """Every task with what its label says, in `extra_info`; labels that stand in the data give way to the file's."""
     by_id = {label.task_id: label for label in labels}
     known = {task.task_id for task in tasks}
-    joined = [_labelled(task, by_id[task.task_id]) if task.task_id in by_id else task for task in tasks]
-    return Joined(
+    joined = [_with_label(task, by_id[task.task_id]) if task.task_id in by_id else task for task in tasks]
+    return LabelledTasks(
         joined,
         labelled=len(known & by_id.keys()),
         unlabelled=tuple(task.task_id for task in tasks if task.task_id not in by_id),
@@ -76,14 +76,14 @@ def join_labels(tasks: Sequence[Task], labels: Iterable[Label]) -> Joined:
     )
 
 
-def _labelled(task: Task, label: Label) -> Task:
-    told: dict[str, Any] = {} if label.target is None else {TARGET: str(label.target)}
+def _with_label(task: Task, label: Label) -> Task:
+    told: dict[str, Any] = {} if label.target is None else {TARGET_KEY: str(label.target)}
     if label.families:
-        told[FAMILIES] = {name: str(family) for name, family in label.families.items()}
+        told[FAMILIES_KEY] = {name: str(family) for name, family in label.families.items()}
     return task.model_copy(update={"extra_info": {**task.extra_info, **told}})
 
 
-def shares(labels: Iterable[Label]) -> dict[str, int]:
+def count_routes(labels: Iterable[Label]) -> dict[str, int]:
     """How many rows each route has, "none" where there is no label."""
     counts = Counter("none" if label.target is None else str(label.target) for label in labels)
     return dict(counts.most_common())
@@ -95,30 +95,30 @@ def read_labels(path: str | Path) -> list[Label]:
     rows = _read_csv(path) if path.suffix.lower() == ".csv" else read_rows(path)
     labels: dict[str, Label] = {}
     for number, row in enumerate(rows):
-        label = _read(path, number, row)
+        label = _parse_label(path, number, row)
         if label.task_id in labels:
             raise row_error(path, number, "task_id", f"{label.task_id!r} has a label already; keep one of the two")
         labels[label.task_id] = label
     return list(labels.values())
 
 
-def _read(path: Path, number: int, row: Row) -> Label:
+def _parse_label(path: Path, number: int, row: Row) -> Label:
     name = row.get("task_id")
     if not isinstance(name, str) or not name:
         raise row_error(path, number, "task_id", f"{name!r} is no row's id; write the id that the task has")
-    written, families = row.get(TARGET), row.get(FAMILIES) or {}
+    written, families = row.get(TARGET_KEY), row.get(FAMILIES_KEY) or {}
     if isinstance(families, str):
         try:
             families = json.loads(families)
         except (ValueError, RecursionError):
-            raise row_error(path, number, FAMILIES, "text that is no JSON; write an object of tools") from None
+            raise row_error(path, number, FAMILIES_KEY, "text that is no JSON; write an object of tools") from None
     if not isinstance(families, Mapping):
-        raise row_error(path, number, FAMILIES, f"{families!r:.60} is no object; write tool names with families")
+        raise row_error(path, number, FAMILIES_KEY, f"{families!r:.60} is no object; write tool names with families")
     try:
         target = None if written in (None, "") else parse_target(written)
         found = {str(tool): Family.parse(family) for tool, family in families.items() if family is not None}
     except ToolwiseError as fault:
-        raise row_error(path, number, TARGET if "action" in str(fault) else FAMILIES, str(fault)) from None
+        raise row_error(path, number, TARGET_KEY if "action" in str(fault) else FAMILIES_KEY, str(fault)) from None
     return Label(name, target, found, str(row.get("labelled_by") or ""))
 
 
@@ -128,8 +128,8 @@ def _read_csv(path: Path) -> list[Row]:
             rows: list[Row] = [dict(row) for row in csv.DictReader(file)]
     except (OSError, UnicodeDecodeError, csv.Error) as fault:
         raise DataError(f"{path}: cannot be read as CSV ({fault}); check the file") from fault
-    if not rows or TARGET not in rows[0] or "task_id" not in rows[0]:
-        raise DataError(f"{path}: has no rows with the columns task_id and {TARGET}; write these")
+    if not rows or TARGET_KEY not in rows[0] or "task_id" not in rows[0]:
+        raise DataError(f"{path}: has no rows with the columns task_id and {TARGET_KEY}; write these")
     return rows
 
 
@@ -144,7 +144,7 @@ def write_labels(labels: Sequence[Label], path: str | Path) -> None:
     writer.writeheader()
     for label in labels:
         row = label.row()
-        writer.writerow(row | {FAMILIES: json_text(row[FAMILIES])})
+        writer.writerow(row | {FAMILIES_KEY: json_text(row[FAMILIES_KEY])})
     part = path.with_name(path.name + ".tmp")
     path.parent.mkdir(parents=True, exist_ok=True)
     part.write_text(out.getvalue(), encoding="utf-8")
@@ -154,5 +154,5 @@ def write_labels(labels: Sequence[Label], path: str | Path) -> None:
 def write_columns(rows: Sequence[Row], labels: Sequence[Label], path: str | Path) -> None:
     """The data itself with two columns more, the families as JSON text: tools differ from row to row."""
     told = [label.row() for label in labels]
-    more = [{TARGET: row[TARGET], FAMILIES: json_text(row[FAMILIES])} for row in told]
+    more = [{TARGET_KEY: row[TARGET_KEY], FAMILIES_KEY: json_text(row[FAMILIES_KEY])} for row in told]
     write_rows([{**row, **extra} for row, extra in zip(rows, more, strict=True)], path)

@@ -14,37 +14,37 @@ from torch import Tensor
 from toolwise.errors import CheckpointError, ConfigError, ToolwiseError
 from toolwise.learner import ranks
 from toolwise.learner.aggregation import token_weights
-from toolwise.learner.batch import Batch, build_batch, uncredited
+from toolwise.learner.batch import Batch, build_batch, with_zero_advantages
 from toolwise.learner.canary import Canary, Evidence
 from toolwise.learner.critic import Critic
 from toolwise.learner.fingerprint import checksum
-from toolwise.learner.forward import hidden_states, reads_nodes, token_logprobs
+from toolwise.learner.forward import hidden_states, prefers_node_layout, token_logprobs
 from toolwise.learner.kl import KlCoefficient, check_kl_loss, k3
 from toolwise.learner.lora import Adapters
 from toolwise.learner.mini_batches import mini_batches
 from toolwise.learner.optimizer import Optimizer
 from toolwise.learner.packing import Packed
-from toolwise.learner.reference import reference_of
-from toolwise.learner.router_learner import Routed, RouterLearner
+from toolwise.learner.reference import build_reference
+from toolwise.learner.router_learner import RouteOutput, RouterLearner
 from toolwise.learner.rows import require_tokens
 from toolwise.learner.settings import ActorSettings
-from toolwise.learner.terms import Sums, policy_terms
+from toolwise.learner.terms import MetricSums, policy_loss_terms
 from toolwise.protocols import Annotation, Metrics
 from toolwise.types import AnnotatedRollout, CreditedRollout, ScoredRollout
 
 __all__ = ["Actor", "ActorSettings"]
 
-PROBED_ROWS = 8
+MAX_PROBE_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class MiniBatchResult:
     """What one optimiser step has computed beside its gradients."""
 
     figures: Metrics
     logprobs: Tensor
     """Of all tokens of the batch; not a number for those of other steps."""
-    pull: Tensor
+    loss_share: Tensor
     """What each rollout has in the loss."""
 
 
@@ -59,9 +59,9 @@ class Actor:
         needs: frozenset[Annotation] = frozenset(),
         critic: Critic | None = None,
         policy_fingerprint: Callable[[], str | None] | None = None,
-        beside: Sequence[Tensor] = (),
+        extra_parameters: Sequence[Tensor] = (),
     ) -> None:
-        """`beside` are weights of others that its optimiser moves too."""
+        """`extra_parameters` are weights of others that its optimiser moves too."""
         if settings.kl == "loss":
             check_kl_loss(settings.kl_estimator)
         self.model = model
@@ -69,13 +69,13 @@ class Actor:
         self.critic = critic
         self.version = 0
         self.adapters = None if settings.lora is None else Adapters(model, settings.lora)
-        self.optimizer = Optimizer([*model.parameters(), *beside], settings)
+        self.optimizer = Optimizer([*model.parameters(), *extra_parameters], settings)
         self.router: RouterLearner | None = None
         self.kl = KlCoefficient(settings.kl_coef, settings.kl_target, settings.kl_horizon)
         self.canary = Canary(settings.canary, policy_fingerprint=policy_fingerprint)
-        self.wanted = needs | _own_needs(settings, critic)
-        self.reference = reference_of(model, self.adapters) if "ref_logprobs" in self.wanted else None
-        if "values" in self.wanted and critic is None:
+        self.required_annotations = needs | _required_by_settings(settings, critic)
+        self.reference = build_reference(model, self.adapters) if "ref_logprobs" in self.required_annotations else None
+        if "values" in self.required_annotations and critic is None:
             raise ConfigError("the estimator needs values and the learner has no critic: give it one")
         if settings.activation_checkpointing:
             _checkpoint_activations(model)
@@ -100,7 +100,7 @@ class Actor:
         do_sample: bool = True,
         seed: int = 0,
         multipliers: Sequence[float] = (),
-    ) -> Routed:
+    ) -> RouteOutput:
         """`router_logits` [batch, 3], `router_action` and `router_log_prob` of original prompts, as tokens."""
         if self.router is None:
             raise ConfigError("this actor has no router: set router.enable=true")
@@ -109,11 +109,11 @@ class Actor:
     def annotate(self, scored: Sequence[ScoredRollout]) -> list[AnnotatedRollout]:
         """Steps J, K and L of document 4: only what the estimator or the settings ask for is computed."""
         require_tokens(scored)
-        if not self.wanted or not scored:
+        if not self.required_annotations or not scored:
             return [AnnotatedRollout(s) for s in scored]
-        batch, steps = build_batch(uncredited(scored), self.device), [s.steps for s in scored]
+        batch, steps = build_batch(with_zero_advantages(scored), self.device), [s.steps for s in scored]
         columns: dict[str, list[Any]] = {}
-        if "old_logprobs" in self.wanted:
+        if "old_logprobs" in self.required_annotations:
             columns["old_logprobs"] = batch.per_step(self._logprobs(self.model, batch), steps)
         if self.reference is not None:
             columns["ref_logprobs"] = batch.per_step(self._logprobs(self.reference, batch), steps)
@@ -128,7 +128,7 @@ class Actor:
         """Steps M1, M2 and N: the critic, the actor, the figures."""
         batch = build_batch(credited, self.device)
         at_version, self.version = self.version, self.version + 1
-        [tokens] = ranks.totals([float(len(batch.learnable()))], self.device)
+        [tokens] = ranks.sum_over_ranks([float(len(batch.trainable_rows()))], self.device)
         if not tokens:
             return {"actor/updates": 0.0}
         self._check(batch)
@@ -141,25 +141,25 @@ class Actor:
         for rows in mini_batches(batch, count=s.mini_batches, epochs=s.ppo_epochs, seed=f"{s.seed}/{self.version}"):
             step = self._gradients(batch, rows)
             if not updates:
-                metrics |= self._sing(batch, rows, step.logprobs, at_version)
-            norms = self.optimizer.step(self.version, partial(suspects, batch, rows, step.pull))
+                metrics |= self._run_canary(batch, rows, step.logprobs, at_version)
+            norms = self.optimizer.step(self.version, partial(suspects, batch, rows, step.loss_share))
             for name, value in (step.figures | norms).items():
                 sums[name] = sums.get(name, 0.0) + value
             updates += 1
         means = {name: value / updates for name, value in sums.items()}
         return metrics | self._report(batch, means, updates)
 
-    def rehearse(self, credited: Sequence[CreditedRollout]) -> Metrics:
+    def dry_run_update(self, credited: Sequence[CreditedRollout]) -> Metrics:
         """The forward and backward pass of an update, canary included. No weight and no optimiser state changes."""
         batch = build_batch(credited, self.device)
-        rows = batch.learnable()
+        rows = batch.trainable_rows()
         if not rows:
             return {}
         self._check(batch)
         try:
-            return self._sing(batch, rows, self._gradients(batch, rows).logprobs, self.version)
+            return self._run_canary(batch, rows, self._gradients(batch, rows).logprobs, self.version)
         finally:
-            self.optimizer.forget()
+            self.optimizer.zero_grad()
 
     def _report(self, batch: Batch, means: Metrics, updates: int) -> Metrics:
         guard = self.optimizer.guard
@@ -167,44 +167,46 @@ class Actor:
             "actor/updates": float(updates),
             "actor/skipped_updates": float(guard.skipped),
             "actor/skipped_spikes": float(guard.spikes),
-            "actor/lr": self.optimizer.rate(self.version),
+            "actor/lr": self.optimizer.learning_rate(self.version),
         }
         if self.reference is not None:
-            metrics |= self._measure(batch)
+            metrics |= self._update_kl(batch)
         return metrics
 
-    def _measure(self, batch: Batch) -> Metrics:
+    def _update_kl(self, batch: Batch) -> Metrics:
         """How far the policy that drew these tokens stood from the reference, and β for the next of them."""
         assert batch.ref_logprobs is not None
-        tokens = batch.tokens_of(batch.learnable())
+        tokens = batch.predicted_tokens(batch.trainable_rows())
         old = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
         distance = k3(old[tokens], batch.ref_logprobs[tokens]).double().sum()
-        total, count, rollouts = ranks.totals([float(distance), float(len(tokens)), len(batch.names)], self.device)
+        total, count, rollouts = ranks.sum_over_ranks(
+            [float(distance), float(len(tokens)), len(batch.rollout_ids)], self.device
+        )
         metrics = {"kl/reference": total / count, "kl/coef": self.kl.value}
-        self.kl.learn(total / count, int(rollouts))
+        self.kl.adapt(total / count, int(rollouts))
         return metrics
 
-    def _gradients(self, batch: Batch, rows: list[int]) -> Gathered:
+    def _gradients(self, batch: Batch, rows: list[int]) -> MiniBatchResult:
         """Of one optimiser step: those of all micro-batches, added up."""
         s = self.settings
-        tokens = batch.tokens_of(rows)
+        tokens = batch.predicted_tokens(rows)
         weights = torch.zeros(len(batch), device=self.device)
         weights[tokens] = token_weights(
             s.loss_aggregation, batch.step[tokens], batch.rollout[tokens], length=s.loss_length
         )
         logprobs = torch.full((len(batch),), torch.nan, device=self.device)
-        pull = torch.zeros(len(batch.names), device=self.device)
-        sums = Sums(self.device)
-        for packed, places in batch.packed(rows, s.cut, nodes=reads_nodes(self.model)):
+        loss_share = torch.zeros(len(batch.rollout_ids), device=self.device)
+        sums = MetricSums(self.device)
+        for packed, places in batch.packed(rows, s.micro_batch, nodes=prefers_node_layout(self.model)):
             found, entropy = self._forward(self.model, packed)
-            terms = policy_terms(s, self.kl.value, batch, places, found, entropy)
+            terms = policy_loss_terms(s, self.kl.value, batch, places, found, entropy)
             weight = weights[places]
             (terms.total * weight).sum().backward()  # type: ignore[no-untyped-call]
-            self.optimizer.collect()
+            self.optimizer.accumulate_gradients()
             logprobs[places] = found.detach()
-            pull.index_add_(0, batch.rollout[places], terms.total.detach().abs() * weight)
+            loss_share.index_add_(0, batch.rollout[places], terms.total.detach().abs() * weight)
             sums.add(terms, weight, packed.T)
-        return Gathered(sums.means(s, len(tokens)), logprobs, pull)
+        return MiniBatchResult(sums.means(s, len(tokens)), logprobs, loss_share)
 
     def _forward(self, model: Any, packed: Packed, temperature: float | None = None) -> tuple[Tensor, Tensor]:
         s = self.settings
@@ -220,16 +222,16 @@ class Actor:
         self, model: Any, batch: Batch, rows: Sequence[int] | None = None, temperature: float | None = None
     ) -> Tensor:
         found = torch.zeros(len(batch), device=self.device)
-        rows = batch.learnable() if rows is None else rows
-        for packed, places in batch.packed(rows, self.settings.cut, nodes=reads_nodes(model)):
+        rows = batch.trainable_rows() if rows is None else rows
+        for packed, places in batch.packed(rows, self.settings.micro_batch, nodes=prefers_node_layout(model)):
             found[places] = self._forward(model, packed, temperature)[0]
         return found
 
-    def _sing(self, batch: Batch, rows: list[int], logprobs: Tensor, version: int) -> Metrics:
+    def _run_canary(self, batch: Batch, rows: list[int], logprobs: Tensor, version: int) -> Metrics:
         """The canary, on what the first optimiser step has computed anyway; no weight has moved yet."""
-        tokens = batch.tokens_of(rows)
-        few = rows[:: max(1, len(rows) // PROBED_ROWS)]
-        some = batch.tokens_of(few)
+        tokens = batch.predicted_tokens(rows)
+        few = rows[:: max(1, len(rows) // MAX_PROBE_ROWS)]
+        some = batch.predicted_tokens(few)
 
         def probe(temperature: float) -> float:
             found = self._logprobs(self.model, batch, few, temperature)
@@ -246,7 +248,7 @@ class Actor:
         try:
             return self.canary.check_logprobs(evidence, self.model.dtype)
         except ToolwiseError:
-            self.optimizer.forget()
+            self.optimizer.zero_grad()
             raise
 
     def _check(self, batch: Batch) -> None:
@@ -299,26 +301,26 @@ class Actor:
         except RuntimeError as fault:
             reason = str(fault).splitlines()[-1].strip()
             raise CheckpointError(f"{folder} holds another model than the run's: {reason}") from fault
-        self.optimizer.adopt_weights()
+        self.optimizer.sync_masters()
 
 
-def suspects(batch: Batch, rows: Sequence[int], pull: Tensor) -> list[str]:
+def suspects(batch: Batch, rows: Sequence[int], loss_share: Tensor) -> list[str]:
     """Rollouts of a step, those that pull hardest first; what is not a number pulls hardest of all."""
     here = sorted({batch.rollout_of_row[row] for row in rows})
-    pulls = dict(zip(here, torch.nan_to_num(pull[here], nan=torch.inf).tolist(), strict=True))
+    pulls = dict(zip(here, torch.nan_to_num(loss_share[here], nan=torch.inf).tolist(), strict=True))
     wild = [number for number in here if pulls[number] == torch.inf]
-    return [batch.names[number] for number in wild or sorted(here, key=pulls.__getitem__, reverse=True)[:3]]
+    return [batch.rollout_ids[number] for number in wild or sorted(here, key=pulls.__getitem__, reverse=True)[:3]]
 
 
-def _own_needs(settings: ActorSettings, critic: Critic | None) -> frozenset[Annotation]:
-    wanted: set[Annotation] = set()
+def _required_by_settings(settings: ActorSettings, critic: Critic | None) -> frozenset[Annotation]:
+    required_annotations: set[Annotation] = set()
     if settings.old_logprobs == "recompute" and not settings.one_step:
-        wanted.add("old_logprobs")
+        required_annotations.add("old_logprobs")
     if settings.kl != "none":
-        wanted.add("ref_logprobs")
+        required_annotations.add("ref_logprobs")
     if critic is not None:
-        wanted.add("values")
-    return frozenset(wanted)
+        required_annotations.add("values")
+    return frozenset(required_annotations)
 
 
 def _checkpoint_activations(model: Any) -> None:

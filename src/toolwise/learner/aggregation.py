@@ -30,7 +30,7 @@ def token_weights(how: Aggregation, steps: Tensor, rollouts: Tensor, *, length: 
         raise ConfigError('actor.loss_aggregation = "constant" needs actor.loss_length: how many tokens to divide by')
     of_step, of_rollout = _members(steps), _members(rollouts)
     here = (len(steps), _distinct(of_step), _distinct(of_rollout))
-    tokens, step_count, rollout_count = ranks.totals([float(count) for count in here], steps.device)
+    tokens, step_count, rollout_count = ranks.sum_over_ranks([float(count) for count in here], steps.device)
     if how == "token":
         return torch.full((len(steps),), 1.0 / max(tokens, 1.0), device=steps.device)
     if how == "step":

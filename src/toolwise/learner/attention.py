@@ -20,11 +20,18 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import embedding, scaled_dot_product_attention, softmax
 
 from toolwise.errors import ModelError
-from toolwise.learner.branches import MOST_PARTS, Part, attend_in_parts, ends_of, parts_of, places_of
+from toolwise.learner.branches import (
+    MAX_PARTS,
+    AttentionPart,
+    attend_in_parts,
+    attention_parts,
+    cu_seqlens,
+    span_indices,
+)
 from toolwise.learner.trees import Segment
 
-NAME = "toolwise_tree"
-QUERIES = 512
+ATTENTION_NAME = "toolwise_tree"
+QUERY_CHUNK = 512
 """So many queries of one segment at a time where the mask is a tensor: it stays small however long the rows are."""
 
 
@@ -38,10 +45,10 @@ class Layout:
     """Length of each segment."""
     keys: list[int]
     """Length of each segment and its path."""
-    query_ends: Tensor
-    key_ends: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
     """Cumulative lengths from 0, int32."""
-    parts: tuple[Part, ...] | None = None
+    parts: tuple[AttentionPart, ...] | None = None
     """The same for kernels that attend to shared paths without gathering them; None where nothing can."""
     keep_gathered: bool = False
     """Whether the backward pass finds the gathered keys in memory; it gathers them again otherwise."""
@@ -54,24 +61,24 @@ class Layout:
         queries = [len(segment) for segment in segments]
         keys = [segment.depth + len(segment) for segment in segments]
         deepest = max((len(segment.path) for segment in segments), default=0)
-        in_parts = torch.device(device).type == "cuda" and 0 < deepest < MOST_PARTS
+        in_parts = torch.device(device).type == "cuda" and 0 < deepest < MAX_PARTS
         return cls(
             segments,
             device,
             queries,
             keys,
-            ends_of(queries, device),
-            ends_of(keys, device),
-            parts_of(segments, device) if in_parts else None,
+            cu_seqlens(queries, device),
+            cu_seqlens(keys, device),
+            attention_parts(segments, device) if in_parts else None,
             keep_gathered,
         )
 
     @cached_property
-    def gathered(self) -> Tensor | None:
+    def gather_index(self) -> Tensor | None:
         """[sum of keys] where the keys of each segment stand; None when they stand in order already."""
         if not any(segment.path for segment in self.segments):
             return None
-        return places_of([span for s in self.segments for span in (*s.path, (s.start, s.stop))], self.device)
+        return span_indices([span for s in self.segments for span in (*s.path, (s.start, s.stop))], self.device)
 
     def mask(self, queries: int, keys: int, window: int | None, like: Tensor) -> Tensor:
         """[queries, keys], 0 where a query sees a key and -inf where not; the last query sees the last key.
@@ -81,7 +88,7 @@ class Layout:
         """
         furthest = max(self.keys)
         if (window, like.dtype) not in self._masks:
-            rows = min(QUERIES, max(self.queries))
+            rows = min(QUERY_CHUNK, max(self.queries))
             of_query = torch.arange(furthest, furthest + rows, device=like.device)[:, None]
             distance = of_query - torch.arange(furthest + rows, device=like.device)
             hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
@@ -96,8 +103,8 @@ def implementation() -> str:
     interface does not know: none of T x T ever exists."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, attend)
-    return NAME
+    AttentionInterface.register(ATTENTION_NAME, attend)
+    return ATTENTION_NAME
 
 
 def attend(
@@ -119,20 +126,20 @@ def attend(
     if layout is None or others.get("s_aux") is not None or others.get("position_bias") is not None:
         raise ModelError(f"{type(module).__name__} attends in a way that packed rows do not know: use another model")
     layout.calls += 1
-    how = _How(query.shape[-1] ** -0.5 if scaling is None else scaling, dropout, sliding_window, softcap)
+    how = _AttentionOptions(query.shape[-1] ** -0.5 if scaling is None else scaling, dropout, sliding_window, softcap)
     # Tokens first: what is gathered is then one piece of memory a token.
-    query, key, value = (states.squeeze(0).transpose(0, 1) for states in _in_one_precision(query, key, value))
+    query, key, value = (states.squeeze(0).transpose(0, 1) for states in _to_common_dtype(query, key, value))
     fits = _fits_kernel(query, how)
     if fits and layout.parts is not None and how.window is None:
         return attend_in_parts(query, key, value, layout.parts, how.scale)[None], None
-    with _gathered(key, value, layout) as (key, value):
-        attended = _in_one_kernel if fits else _segment_by_segment
+    with _gather_keys_values(key, value, layout) as (key, value):
+        attended = _varlen_attention if fits else _attention_by_segment
         out = attended(query, key, value, layout, how)
     return out[None], None
 
 
 @dataclass(frozen=True, slots=True)
-class _How:
+class _AttentionOptions:
     scale: float
     dropout: float
     window: int | None
@@ -140,7 +147,7 @@ class _How:
     softcap: float | None
 
 
-def _in_one_precision(*states: Tensor) -> tuple[Tensor, ...]:
+def _to_common_dtype(*states: Tensor) -> tuple[Tensor, ...]:
     """Under autocast, rotary embeddings leave queries and keys in fp32 beside values in half precision."""
     kind = states[0].device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states[-1].dtype
@@ -148,13 +155,13 @@ def _in_one_precision(*states: Tensor) -> tuple[Tensor, ...]:
 
 
 @contextmanager
-def _gathered(key: Tensor, value: Tensor, layout: Layout) -> Iterator[tuple[Tensor, Tensor]]:
+def _gather_keys_values(key: Tensor, value: Tensor, layout: Layout) -> Iterator[tuple[Tensor, Tensor]]:
     """Keys and values of each segment and its path, one after the other.
 
     Where many rows share a long path these are many times what was computed, so the backward pass does not find them
     kept by each layer: it gathers them again.
     """
-    index = layout.gathered
+    index = layout.gather_index
     if index is None:
         yield key, value
         return
@@ -192,13 +199,13 @@ def _varlen() -> tuple[Any, frozenset[str]] | None:
     return (varlen_attn, options) if {"scale", "window_size"} <= options else None
 
 
-def _fits_kernel(query: Tensor, how: _How) -> bool:
+def _fits_kernel(query: Tensor, how: _AttentionOptions) -> bool:
     plain = how.softcap is None and not how.dropout
     sizes = query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
     return plain and sizes and query.is_cuda and query.dtype.itemsize == 2 and _varlen() is not None
 
 
-def _in_one_kernel(query: Tensor, key: Tensor, value: Tensor, layout: Layout, how: _How) -> Tensor:
+def _varlen_attention(query: Tensor, key: Tensor, value: Tensor, layout: Layout, how: _AttentionOptions) -> Tensor:
     """Flash attention over sequences of many lengths. Its causal mask has the last query see the last key."""
     found = _varlen()
     assert found is not None
@@ -206,12 +213,12 @@ def _in_one_kernel(query: Tensor, key: Tensor, value: Tensor, layout: Layout, ho
     options: dict[str, Any] = {"scale": how.scale, "window_size": (-1 if how.window is None else how.window - 1, 0)}
     if "enable_gqa" in known:  # where it is no option, the kernel takes fewer key heads unasked
         options["enable_gqa"] = query.shape[1] != key.shape[1]
-    lengths = (layout.query_ends, layout.key_ends, max(layout.queries), max(layout.keys))
+    lengths = (layout.cu_seqlens_q, layout.cu_seqlens_k, max(layout.queries), max(layout.keys))
     out: Tensor = kernel(query.contiguous(), key.contiguous(), value.contiguous(), *lengths, **options)
     return out
 
 
-def _segment_by_segment(query: Tensor, key: Tensor, value: Tensor, layout: Layout, how: _How) -> Tensor:
+def _attention_by_segment(query: Tensor, key: Tensor, value: Tensor, layout: Layout, how: _AttentionOptions) -> Tensor:
     outs = []
     split = torch.split
     parts = zip(split(query, layout.queries), split(key, layout.keys), split(value, layout.keys), strict=True)
@@ -219,16 +226,16 @@ def _segment_by_segment(query: Tensor, key: Tensor, value: Tensor, layout: Layou
         q, k, v = (states.transpose(0, 1)[None] for states in part)
         length, depth = q.shape[2], k.shape[2] - q.shape[2]
         plain = depth == 0 and how.softcap is None and (how.window is None or how.window >= length)
-        step = length if plain else QUERIES
+        step = length if plain else QUERY_CHUNK
         for start in range(0, length, step):
             few = q[:, :, start : start + step]
             seen = depth + start + few.shape[2]
             mask = None if plain else layout.mask(few.shape[2], seen, how.window, q)
-            outs.append(_attended(few, k[:, :, :seen], v[:, :, :seen], mask, how).squeeze(0).transpose(0, 1))
+            outs.append(_dense_attention(few, k[:, :, :seen], v[:, :, :seen], mask, how).squeeze(0).transpose(0, 1))
     return torch.cat(outs)
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: _How) -> Tensor:
+def _dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, how: _AttentionOptions) -> Tensor:
     """Without a mask, causal over as many keys as queries."""
     if how.softcap is None or mask is None:
         return scaled_dot_product_attention(

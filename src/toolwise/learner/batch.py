@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class MicroBatchSettings:
     """How rows are cut into what is computed at a time: it changes speed and memory, never a result."""
 
     max_tokens: int = 16_384
@@ -38,7 +38,7 @@ class Batch:
     """Columns are [tokens]; `None` where nobody gave such a thing."""
 
     rows: list[Row]
-    names: list[str]
+    rollout_ids: list[str]
     """Rollout ids, by rollout."""
     rollout_of_row: list[int]
     group_of_rollout: list[str]
@@ -48,7 +48,7 @@ class Batch:
     rollout: Tensor
     first: Tensor
     """Whether it is the first token of its step."""
-    predicted: Tensor
+    has_context: Tensor
     """Whether something stands before it in its row."""
     version: Tensor
     """Of the policy that drew it; −1 where it did not say."""
@@ -58,10 +58,10 @@ class Batch:
     ref_logprobs: Tensor | None
     values: Tensor | None
     returns: Tensor | None
-    rank: Tensor
+    sampled_index: Tensor
     """For each position of each row, end to end: which sampled token stands there."""
-    begins: Tensor
-    """Where each row begins in `rank`."""
+    row_starts: Tensor
+    """Where each row begins in `sampled_index`."""
 
     def __len__(self) -> int:
         return len(self.row)
@@ -70,30 +70,32 @@ class Batch:
     def device(self) -> torch.device:
         return self.row.device
 
-    def learnable(self) -> list[int]:
+    def trainable_rows(self) -> list[int]:
         """Rows with a token to learn: one that something stands before."""
         return [number for number, row in enumerate(self.rows) if any(row.sampled[1:])]
 
-    def tokens_of(self, rows: Sequence[int]) -> Tensor:
+    def predicted_tokens(self, rows: Sequence[int]) -> Tensor:
         """Which tokens are predicted in these rows. The first of a row never is: nothing stands before it."""
         chosen = torch.zeros(len(self.rows), dtype=torch.bool, device=self.device)
         chosen[list(rows)] = True
-        return torch.nonzero(chosen[self.row] & self.predicted).squeeze(-1)
+        return torch.nonzero(chosen[self.row] & self.has_context).squeeze(-1)
 
-    def packed(self, rows: Sequence[int], cut: Cut, *, nodes: bool = False) -> Iterator[tuple[Packed, Tensor]]:
+    def packed(
+        self, rows: Sequence[int], micro_batch: MicroBatchSettings, *, nodes: bool = False
+    ) -> Iterator[tuple[Packed, Tensor]]:
         """These rows in micro-batches, each with the places that its sampled tokens have in the columns."""
         if not rows:
             return
         chosen = torch.tensor(list(rows), device=self.device)
         parts = micro_batches(
             [self.rows[number] for number in rows],
-            cut.max_tokens,
-            share_prefixes=cut.share_prefixes,
+            micro_batch.max_tokens,
+            share_prefixes=micro_batch.share_prefixes,
             device=self.device,
             nodes=nodes,
         )
         for part in parts:
-            yield part, self.rank[self.begins[chosen[part.row]] + part.at]
+            yield part, self.sampled_index[self.row_starts[chosen[part.row]] + part.at]
 
     def per_step(self, column: Tensor, steps: Sequence[Sequence[StepData]]) -> list[tuple[Floats, ...]]:
         """A column cut up again, one array a step, for each rollout."""
@@ -106,7 +108,7 @@ class Batch:
         return found
 
 
-def uncredited(scored: Sequence[ScoredRollout]) -> list[CreditedRollout]:
+def with_zero_advantages(scored: Sequence[ScoredRollout]) -> list[CreditedRollout]:
     """Scored rollouts in the form that rows are built from."""
     return [
         CreditedRollout(AnnotatedRollout(s), s.steps, tuple(np.zeros(_count(step), np.float32) for step in s.steps))
@@ -123,36 +125,36 @@ def build_batch(credited: Sequence[CreditedRollout], device: Any = "cpu") -> Bat
     of_step = np.repeat([i for i, rollout in enumerate(credited) for _ in rollout.steps] or [0], counts if steps else 0)
     sampled = np.concatenate([np.array(row.sampled, dtype=bool) for row in rows]) if rows else np.zeros(0, bool)
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
-    begins = np.cumsum(lengths) - lengths
-    positions = np.arange(lengths.sum()) - np.repeat(begins, lengths)
+    row_starts = np.cumsum(lengths) - lengths
+    positions = np.arange(lengths.sum()) - np.repeat(row_starts, lengths)
 
     def place(values: Any, dtype: torch.dtype = torch.long) -> Tensor:
         return torch.as_tensor(np.ascontiguousarray(values)).to(device=device, dtype=dtype)
 
     def column(name: str, arrays: Sequence[Any]) -> Tensor | None:
-        return place(_joined(name, credited, arrays), torch.float32) if _given(arrays) else None
+        return place(_concatenate_column(name, credited, arrays), torch.float32) if _all_present(arrays) else None
 
     annotated = [rollout.annotated for rollout in credited]
     starts = np.concatenate([np.arange(count) == 0 for count in counts]) if len(counts) else np.zeros(0, bool)
     return Batch(
         rows=rows,
-        names=[rollout.rollout.rollout_id for rollout in credited],
+        rollout_ids=[rollout.rollout.rollout_id for rollout in credited],
         rollout_of_row=[number for number, found in enumerate(rows_of) for _ in found],
         group_of_rollout=[rollout.rollout.group_id for rollout in credited],
         row=place(np.repeat(np.arange(len(rows)), lengths)[sampled]),
         step=place(np.repeat(np.arange(len(steps)), counts)),
         rollout=place(of_step),
         first=place(starts, torch.bool),
-        predicted=place(positions[sampled] > 0, torch.bool),
+        has_context=place(positions[sampled] > 0, torch.bool),
         version=place(np.repeat([_version(step) for step in steps], counts) if steps else np.zeros(0)),
-        advantages=place(_joined("advantages", credited, [r.advantages for r in credited]), torch.float32),
-        rollout_logprobs=place(_drawn(steps), torch.float32),
+        advantages=place(_concatenate_column("advantages", credited, [r.advantages for r in credited]), torch.float32),
+        rollout_logprobs=place(_rollout_logprobs(steps), torch.float32),
         old_logprobs=column("old log-probs", [a.old_logprobs for a in annotated]),
         ref_logprobs=column("reference log-probs", [a.ref_logprobs for a in annotated]),
         values=column("values", [a.values for a in annotated]),
         returns=column("returns", [r.returns for r in credited]),
-        rank=place(np.cumsum(sampled) - 1),
-        begins=place(begins),
+        sampled_index=place(np.cumsum(sampled) - 1),
+        row_starts=place(row_starts),
     )
 
 
@@ -165,16 +167,16 @@ def _version(step: StepData) -> int:
     return -1 if found is None else int(found)
 
 
-def _drawn(steps: Sequence[StepData]) -> Any:
+def _rollout_logprobs(steps: Sequence[StepData]) -> Any:
     parts = [np.asarray(step.policy_logprobs["logprobs"], dtype=np.float32) for step in steps if step.policy_logprobs]
     return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 
 
-def _given(arrays: Sequence[Any]) -> bool:
+def _all_present(arrays: Sequence[Any]) -> bool:
     return all(array is not None for array in arrays)
 
 
-def _joined(name: str, credited: Sequence[CreditedRollout], arrays: Sequence[Any]) -> Any:
+def _concatenate_column(name: str, credited: Sequence[CreditedRollout], arrays: Sequence[Any]) -> Any:
     """One flat array, checked: a column that is off by one would teach every later token something else."""
     for rollout, of_rollout in zip(credited, arrays, strict=True):
         for step, array in zip(rollout.steps, of_rollout, strict=True):

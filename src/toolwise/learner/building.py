@@ -13,7 +13,7 @@ from toolwise.learner.actor import Actor
 from toolwise.learner.critic import Critic, CriticSettings
 from toolwise.learner.forward import can_share_prefixes
 from toolwise.learner.lora import LoraSettings
-from toolwise.learner.pricing import PricedEstimator
+from toolwise.learner.pricing import KlRewardEstimator
 from toolwise.learner.router_building import build_head, build_router_learner
 from toolwise.learner.settings import ActorSettings
 from toolwise.protocols import AdvantageEstimator
@@ -45,11 +45,11 @@ def build_learner(
         needs=estimator.needs,
         critic=critic,
         policy_fingerprint=policy_fingerprint,
-        beside=[*head.parameters()] if head is not None and config.router.optimizer == "actor" else [],
+        extra_parameters=[*head.parameters()] if head is not None and config.router.optimizer == "actor" else [],
     )
     if head is not None:
         actor.router = build_router_learner(config, actor.model, head, actor.optimizer)
-    priced = PricedEstimator(estimator, actor.kl) if config.algorithm.kl == "reward" else estimator
+    priced = KlRewardEstimator(estimator, actor.kl) if config.algorithm.kl == "reward" else estimator
     return actor, priced
 
 
@@ -105,7 +105,7 @@ def critic_settings(config: RunConfig, *, per: Any = "token") -> CriticSettings:
         epochs=critic.epochs,
         mini_batches=critic.mini_batches,
         per=per,
-        cut=actor_settings(config).cut,
+        micro_batch=actor_settings(config).micro_batch,
         seed=config.seed,
     )
 

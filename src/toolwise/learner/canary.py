@@ -67,8 +67,8 @@ class Canary:
         """The figures of this update; beyond the bound of the precision the run stops, or is told of it."""
         gaps = evidence.gaps.abs()
         device = gaps.device
-        total, count = ranks.totals([float(gaps.sum()), float(len(gaps))], device)
-        [most] = ranks.largest([float(gaps.max()) if len(gaps) else 0.0], device)
+        total, count = ranks.sum_over_ranks([float(gaps.sum()), float(len(gaps))], device)
+        [most] = ranks.max_over_ranks([float(gaps.max()) if len(gaps) else 0.0], device)
         mean = total / max(count, 1.0)
         figures = {"canary/logprob_gap_mean": mean, "canary/logprob_gap_max": most}
         half = torch.finfo(dtype).bits < 32

@@ -15,8 +15,8 @@ from torch import Tensor
 from toolwise.errors import CheckpointError, ToolwiseError
 from toolwise.learner import ranks
 from toolwise.learner.aggregation import token_weights
-from toolwise.learner.batch import Batch, Cut
-from toolwise.learner.forward import hidden_states, reads_nodes
+from toolwise.learner.batch import Batch, MicroBatchSettings
+from toolwise.learner.forward import hidden_states, prefers_node_layout
 from toolwise.learner.losses import clipped_value_loss
 from toolwise.learner.mini_batches import mini_batches
 from toolwise.learner.optimizer import Optimizer, OptimizerSettings
@@ -33,7 +33,7 @@ class CriticSettings(OptimizerSettings):
     mini_batches: int = 1
     per: Literal["token", "turn"] = "token"
     """A value for every sampled token, or for the first of each turn alone: what the estimator asks for."""
-    cut: Cut = field(default_factory=Cut)
+    micro_batch: MicroBatchSettings = field(default_factory=MicroBatchSettings)
     seed: int = 0
 
 
@@ -48,13 +48,15 @@ class Critic:
         self.head = torch.nn.Linear(int(getattr(self.trunk.config, "hidden_size", width)), 1, device=device)
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
-        self.optimizer = Optimizer([*self.trunk.parameters(), *self.head.parameters()], settings, of="critic")
+        self.optimizer = Optimizer([*self.trunk.parameters(), *self.head.parameters()], settings, owner="critic")
 
     @torch.no_grad()
     def values(self, batch: Batch) -> Tensor:
         """One for each sampled token of the batch, before it is drawn."""
         found = torch.zeros(len(batch), device=batch.device)
-        for packed, places in batch.packed(batch.learnable(), self.settings.cut, nodes=reads_nodes(self.model)):
+        for packed, places in batch.packed(
+            batch.trainable_rows(), self.settings.micro_batch, nodes=prefers_node_layout(self.model)
+        ):
             found[places] = self._values(packed)
         return found
 
@@ -79,11 +81,13 @@ class Critic:
         means = {f"critic/{name}": value / steps for name, value in sums.items()}
         return means | {
             "critic/skipped_updates": float(self.optimizer.guard.skipped),
-            "critic/lr": self.optimizer.rate(version),
-            "critic/explained_variance": explained_variance(*self._judged(batch, batch.tokens_of(batch.learnable()))),
+            "critic/lr": self.optimizer.learning_rate(version),
+            "critic/explained_variance": explained_variance(
+                *self._values_and_returns(batch, batch.predicted_tokens(batch.trainable_rows()))
+            ),
         }
 
-    def _judged(self, batch: Batch, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def _values_and_returns(self, batch: Batch, tokens: Tensor) -> tuple[Tensor, Tensor]:
         tokens = tokens[batch.first[tokens]] if self.settings.per == "turn" else tokens
         assert batch.values is not None
         assert batch.returns is not None
@@ -92,13 +96,13 @@ class Critic:
     def _step(self, batch: Batch, rows: list[int], version: int) -> Metrics:
         assert batch.values is not None
         assert batch.returns is not None
-        tokens = batch.tokens_of(rows)
+        tokens = batch.predicted_tokens(rows)
         if self.settings.per == "turn":
             tokens = tokens[batch.first[tokens]]
         weights = torch.zeros(len(batch), device=batch.device)
         weights[tokens] = token_weights("token", batch.step[tokens], batch.rollout[tokens])
         sums = torch.zeros(2, device=batch.device)
-        for packed, places in batch.packed(rows, self.settings.cut, nodes=reads_nodes(self.model)):
+        for packed, places in batch.packed(rows, self.settings.micro_batch, nodes=prefers_node_layout(self.model)):
             values, weight = self._values(packed), weights[places]
             losses, clipped = clipped_value_loss(
                 values, batch.values[places], batch.returns[places], clip=self.settings.value_clip
@@ -107,10 +111,10 @@ class Critic:
             losses = torch.where(weight > 0, losses, 0.0)
             loss = (losses * weight).sum()
             loss.backward()  # type: ignore[no-untyped-call]
-            self.optimizer.collect()
+            self.optimizer.accumulate_gradients()
             sums += torch.stack([loss.detach(), (clipped * weight).sum()])
-        loss_sum, clip_sum = ranks.totals(sums.tolist(), batch.device)
-        norms = self.optimizer.step(version, lambda: [batch.names[batch.rollout_of_row[row]] for row in rows])
+        loss_sum, clip_sum = ranks.sum_over_ranks(sums.tolist(), batch.device)
+        norms = self.optimizer.step(version, lambda: [batch.rollout_ids[batch.rollout_of_row[row]] for row in rows])
         return {"loss": loss_sum, "clip_frac": clip_sum, **norms}
 
     def state_dict(self) -> dict[str, Any]:
@@ -136,7 +140,7 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
     v, r = values.double(), returns.double()
     left = r - v
     sums = [float(x) for x in (len(r), r.sum(), r.square().sum(), left.sum(), left.square().sum())]
-    n, r1, r2, e1, e2 = ranks.totals(sums, values.device)
+    n, r1, r2, e1, e2 = ranks.sum_over_ranks(sums, values.device)
     if n < 2:
         return 0.0
     spread = r2 / n - (r1 / n) ** 2

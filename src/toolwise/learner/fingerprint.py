@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SAMPLED = 64
+VALUES_PER_TENSOR = 64
 """Numbers looked at in each tensor; an update moves nearly all of them."""
 
 
@@ -21,7 +21,7 @@ def fingerprint(model: Any, dtype: torch.dtype | None = None) -> str:
     for name, weight in sorted(model.named_parameters()):
         flat = weight.detach().reshape(-1)
         names.append(name)
-        values.append(flat[:: max(1, len(flat) // SAMPLED)][:SAMPLED].to(kind).float())
+        values.append(flat[:: max(1, len(flat) // VALUES_PER_TENSOR)][:VALUES_PER_TENSOR].to(kind).float())
     told = hashlib.blake2b("\n".join(names).encode(), digest_size=12)
     told.update(torch.cat(values).cpu().numpy().tobytes())
     return f"{str(kind).removeprefix('torch.')}:{told.hexdigest()}"
@@ -33,7 +33,7 @@ def matches(model: Any, reported: str) -> bool:
     return isinstance(dtype, torch.dtype) and fingerprint(model, dtype) == reported
 
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INT_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
@@ -42,7 +42,7 @@ def checksum(weights: Iterable[Tensor]) -> str:
     told = hashlib.blake2b(digest_size=12)
     for weight in weights:
         if weight.requires_grad:
-            bits = weight.detach().contiguous().view(_BITS[weight.element_size()])
+            bits = weight.detach().contiguous().view(_INT_DTYPES[weight.element_size()])
             columns = bits.sum(0, dtype=torch.int64) if bits.ndim > 1 else bits
             told.update(columns.cpu().numpy().tobytes())
     return told.hexdigest()

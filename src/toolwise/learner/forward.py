@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from toolwise.errors import ModelError
 from toolwise.learner.attention import Layout, implementation
 from toolwise.learner.fused import fuse
-from toolwise.learner.logits import drawn, head_of
+from toolwise.learner.logits import logits_head, logprobs_and_entropy
 from toolwise.learner.packing import Packed
 from toolwise.weight_sharing import shared_copy
 
@@ -35,7 +35,7 @@ def can_share_prefixes(model: Any) -> bool:
     return plain and not sinks and bool(getattr(trunk, "_supports_attention_backend", False))
 
 
-def reads_nodes(model: Any) -> bool:
+def prefers_node_layout(model: Any) -> bool:
     """Whether its attention reads what rows share where it stands (branches.py), so that they are best laid out for
     that: full layers, in half precision, on a GPU."""
     config, weight = model.get_decoder().config, next(model.parameters())
@@ -93,10 +93,10 @@ def token_logprobs(
     model: Any, hidden: Tensor, packed: Packed, temperature: float, *, chunk_tokens: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """[S] log-prob of each sampled token, and the entropy of what it was drawn from; after temperature, in fp32."""
-    head = head_of(model)
+    head = logits_head(model)
 
     def of_chunk(states: Tensor, of: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return drawn(head(states), of, targets, temperature)
+        return logprobs_and_entropy(head(states), of, targets, temperature)
 
     states = hidden[packed.predictors]
     vocabulary = int(model.get_decoder().config.vocab_size)

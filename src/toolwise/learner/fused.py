@@ -5,7 +5,8 @@ The model's own parameters, in a copy of its modules that only the learner runs:
 function in it that turns queries and keys by their positions; and only where it is the plain formula, which is tried on
 a few numbers and not read off a name.
 
-    norm   w · x / √(mean x² + ε), rounded once          MLP   down(silu(gate x) · up x)          positions   `Rotated`
+    norm   w · x / √(mean x² + ε), rounded once          MLP   down(silu(gate x) · up x)          positions
+    `RotateHalf`
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from toolwise.kernels.reference import rotate
 
 Forward = Callable[[Tensor], Tensor]
 Rotate = Callable[..., tuple[Tensor, Tensor]]
-ROTATION = "apply_rotary_pos_emb"
+ROTARY_FUNCTION = "apply_rotary_pos_emb"
 """What transformers calls it in the file of every model that has it."""
-_PLAIN: WeakKeyDictionary[Module, bool] = WeakKeyDictionary()
+_FORMULA_CHECKS: WeakKeyDictionary[Module, bool] = WeakKeyDictionary()
 """Modules that were tried, and whether they are what they look like."""
 
 
@@ -40,25 +41,29 @@ def fuse(own: Module, original: Module) -> None:
     for module, tried in zip(own.modules(), original.modules(), strict=True):
         if "forward" in vars(module):
             continue  # somebody else's exchange stays
-        if fused_form(tried) is not None:
-            module.forward = _form(module)
+        if fused_forward(tried) is not None:
+            module.forward = _build_fused_forward(module)
         else:
-            rotating = _rotating(type(module).forward)
+            rotating = _with_fused_rotary(type(module).forward)
             if rotating is not None:
                 module.forward = MethodType(rotating, module)
 
 
-def fused_form(module: Any) -> Forward | None:
+def fused_forward(module: Any) -> Forward | None:
     """What the module computes, in few passes; None where it is none of these, or computes something else."""
     if hasattr(module, "variance_epsilon"):
-        return _form(module) if _is_plain(module, _norm(module), getattr(module, "weight", None)) else None
+        return (
+            _build_fused_forward(module)
+            if _matches_formula(module, _norm(module), getattr(module, "weight", None))
+            else None
+        )
     if all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")):
         weight = getattr(module.gate_proj, "weight", None)
-        return _form(module) if _is_plain(module, _mlp(module, _written_out), weight) else None
+        return _build_fused_forward(module) if _matches_formula(module, _mlp(module, _silu_mul_torch), weight) else None
     return None
 
 
-def _form(module: Any) -> Forward:
+def _build_fused_forward(module: Any) -> Forward:
     return _norm(module) if hasattr(module, "variance_epsilon") else _mlp(module, SiluMul.apply)
 
 
@@ -77,20 +82,22 @@ def _mlp(module: Any, product: Callable[..., Tensor]) -> Forward:
     return forward
 
 
-def _written_out(gate: Tensor, up: Tensor) -> Tensor:
+def _silu_mul_torch(gate: Tensor, up: Tensor) -> Tensor:
     return silu(gate) * up
 
 
-def _is_plain(module: Module, formula: Forward, weight: Any) -> bool:
+def _matches_formula(module: Module, formula: Forward, weight: Any) -> bool:
     if not isinstance(weight, Tensor) or not weight.is_floating_point():
         return False
-    if module not in _PLAIN:
-        _PLAIN[module] = _alike(module, formula, weight) and _alike(getattr(module, "act_fn", silu), silu, weight)
-    return _PLAIN[module]
+    if module not in _FORMULA_CHECKS:
+        _FORMULA_CHECKS[module] = _same_outputs(module, formula, weight) and _same_outputs(
+            getattr(module, "act_fn", silu), silu, weight
+        )
+    return _FORMULA_CHECKS[module]
 
 
 @torch.no_grad()
-def _alike(theirs: Any, ours: Forward, weight: Tensor) -> bool:
+def _same_outputs(theirs: Any, ours: Forward, weight: Tensor) -> bool:
     """Whether both say the same of a few hidden states, up to rounding, relative to what they say: it may be small."""
     few = torch.linspace(-3.0, 3.0, 2 * weight.shape[-1], device=weight.device).view(2, -1).to(weight.dtype)
     try:
@@ -119,20 +126,20 @@ class SiluMul(torch.autograd.Function):
 
 
 @cache
-def _rotating(forward: Any) -> Any:
+def _with_fused_rotary(forward: Any) -> Any:
     """The same function, in which the name of the model's rotation stands for ours; None where it has none."""
-    if not isinstance(forward, FunctionType) or ROTATION not in forward.__code__.co_names:
+    if not isinstance(forward, FunctionType) or ROTARY_FUNCTION not in forward.__code__.co_names:
         return None
-    theirs = forward.__globals__.get(ROTATION)
-    if theirs is None or not _turns_halves(theirs):
+    theirs = forward.__globals__.get(ROTARY_FUNCTION)
+    if theirs is None or not _is_rotate_half(theirs):
         return None
-    names = {**forward.__globals__, ROTATION: partial(_turned, theirs)}
+    names = {**forward.__globals__, ROTARY_FUNCTION: partial(_apply_rotary, theirs)}
     found = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     found.__kwdefaults__ = forward.__kwdefaults__
     return found
 
 
-def _turned(
+def _apply_rotary(
     theirs: Rotate, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: Any, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """[1, heads, T, size] in and out, [1, T, size] of cosines and sines. What is not packed rows goes to `theirs`."""
@@ -140,31 +147,31 @@ def _turned(
     if others or options or not packed or not available(q.device):
         return theirs(q, k, cos, sin, *others, **options)
     angles = cos[0].contiguous(), sin[0].contiguous()
-    turned = (Rotated.apply(x.squeeze(0).transpose(0, 1), *angles) for x in (q, k))  # type: ignore[no-untyped-call]
+    turned = (RotateHalf.apply(x.squeeze(0).transpose(0, 1), *angles) for x in (q, k))  # type: ignore[no-untyped-call]
     q, k = (x.transpose(0, 1)[None] for x in turned)
     return q, k
 
 
-class Rotated(torch.autograd.Function):
+class RotateHalf(torch.autograd.Function):
     """[T, heads, size], the halves of each head turned by the angles of its token, [T, size]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        found: Tensor = kernel("rotate", x.device)(_whole_heads(x), cos, sin)
+        found: Tensor = kernel("rotate", x.device)(_contiguous_heads(x), cos, sin)
         return found
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return kernel("rotate", grads[0].device)(_whole_heads(grads[0]), *ctx.saved_tensors, back=True), None, None
+        return kernel("rotate", grads[0].device)(_contiguous_heads(grads[0]), *ctx.saved_tensors, back=True), None, None
 
 
-def _whole_heads(x: Tensor) -> Tensor:
+def _contiguous_heads(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @cache
-def _turns_halves(theirs: Rotate) -> bool:
+def _is_rotate_half(theirs: Rotate) -> bool:
     """Some turn neighbours, or a part of each head."""
     drawn = torch.Generator().manual_seed(0)
     q, k, cos, sin = (

@@ -69,7 +69,7 @@ class KlCoefficient:
     horizon: int = 1000
     """Rollouts: five times as many change β by a factor of e at most."""
 
-    def learn(self, kl: float, rollouts: int) -> None:
+    def adapt(self, kl: float, rollouts: int) -> None:
         if self.target is not None:
             off = min(0.2, max(-0.2, kl / self.target - 1.0))
             self.value *= min(2.0, max(0.5, 1.0 + off * rollouts / self.horizon))

@@ -14,7 +14,7 @@ from torch import Tensor
 from toolwise.kernels import available, kernel
 
 
-def head_of(model: Any) -> Callable[[Tensor], Tensor]:
+def logits_head(model: Any) -> Callable[[Tensor], Tensor]:
     """From hidden states to logits, with what some families do to them after the projection."""
     projection, config = model.get_output_embeddings(), model.get_decoder().config
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma
@@ -30,15 +30,18 @@ def head_of(model: Any) -> Callable[[Tensor], Tensor]:
     return logits
 
 
-def drawn(logits: Tensor, of: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target under row `of` of the logits, and that row's entropy; after temperature, in fp32. `of` is
+def logprobs_and_entropy(
+    logits: Tensor, row_index: Tensor, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target under row `row_index` of the logits, and that row's entropy; after temperature, in fp32.
+    `row_index` is
     in ascending order."""
-    way = InOnePass if available(logits.device) else Drawn
-    found: tuple[Tensor, Tensor] = way.apply(logits, of, targets, temperature)  # type: ignore[no-untyped-call]
+    way = FusedLogprobEntropy if available(logits.device) else LogprobEntropy
+    found: tuple[Tensor, Tensor] = way.apply(logits, row_index, targets, temperature)  # type: ignore[no-untyped-call]
     return found
 
 
-class Drawn(torch.autograd.Function):
+class LogprobEntropy(torch.autograd.Function):
     """With x = logits / temperature, log p = log_softmax(x) and H = − Σ p log p:
 
         ∂ log p_t / ∂x = 1[t] − p        ∂H / ∂x = − p (log p + H)
@@ -47,57 +50,61 @@ class Drawn(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, of: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits: Tensor, row_index: Tensor, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
         x = logits.float() if logits.dtype.itemsize < 4 else logits
         logp = torch.log_softmax(x if temperature == 1.0 else x / temperature, dim=-1)
         p = logp.exp()
         entropy = -torch.linalg.vecdot(p, logp)
-        ctx.save_for_backward(p, entropy, of, targets)
+        ctx.save_for_backward(p, entropy, row_index, targets)
         ctx.temperature, ctx.dtype = temperature, logits.dtype
         ctx.set_materialize_grads(False)
-        return logp[of, targets], entropy[of]
+        return logp[row_index, targets], entropy[row_index]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
-        p, entropy, of, targets = ctx.saved_tensors
-        to_logprob, to_entropy = (None if g is None else g / ctx.temperature for g in grads)
-        if to_logprob is None and to_entropy is None:
+        p, entropy, row_index, targets = ctx.saved_tensors
+        grad_logprob, grad_entropy = (None if g is None else g / ctx.temperature for g in grads)
+        if grad_logprob is None and grad_entropy is None:
             return None, None, None, None
-        by_row = _by_row(to_logprob, of, entropy)
-        if to_entropy is None:
+        by_row = _sum_by_row(grad_logprob, row_index, entropy)
+        if grad_entropy is None:
             grad = p * -by_row[:, None]
         else:
-            of_row = _by_row(to_entropy, of, entropy)
+            of_row = _sum_by_row(grad_entropy, row_index, entropy)
             logp = p.clamp(min=torch.finfo(p.dtype).tiny).log_()  # a token that cannot come adds nothing
             grad = (logp + entropy[:, None]).mul_(of_row[:, None]).add_(by_row[:, None]).neg_().mul_(p)
-        if to_logprob is not None:
-            grad.index_put_((of, targets), to_logprob, accumulate=True)
+        if grad_logprob is not None:
+            grad.index_put_((row_index, targets), grad_logprob, accumulate=True)
         return grad.to(ctx.dtype), None, None, None
 
 
-class InOnePass(torch.autograd.Function):
+class FusedLogprobEntropy(torch.autograd.Function):
     """The same by kernels that read the logits as they are: nothing the size of a vocabulary is made in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, of: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits: Tensor, row_index: Tensor, targets: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
         logits = logits.contiguous()
         lse, entropy = kernel("softmax_sums", logits.device)(logits, 1.0 / temperature)
-        ctx.save_for_backward(logits, lse, entropy, of, targets)
+        ctx.save_for_backward(logits, lse, entropy, row_index, targets)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
-        return logits[of, targets].to(lse.dtype) / temperature - lse[of], entropy[of]
+        return logits[row_index, targets].to(lse.dtype) / temperature - lse[row_index], entropy[row_index]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None, None]:
-        logits, lse, entropy, of, targets = ctx.saved_tensors
+        logits, lse, entropy, row_index, targets = ctx.saved_tensors
         if all(grad is None for grad in grads):
             return None, None, None, None
-        asked = (torch.zeros_like(entropy[of]) if grad is None else grad / ctx.temperature for grad in grads)
+        asked = (torch.zeros_like(entropy[row_index]) if grad is None else grad / ctx.temperature for grad in grads)
         backward = kernel("softmax_sums_backward", logits.device)
-        return backward(logits, 1.0 / ctx.temperature, lse, entropy, of, targets, *asked), None, None, None
+        return backward(logits, 1.0 / ctx.temperature, lse, entropy, row_index, targets, *asked), None, None, None
 
 
-def _by_row(grad: Tensor | None, of: Tensor, like: Tensor) -> Tensor:
+def _sum_by_row(grad: Tensor | None, row_index: Tensor, like: Tensor) -> Tensor:
     """What the tokens drawn from each row ask of it together."""
     found = torch.zeros_like(like)
-    return found if grad is None else found.index_add_(0, of, grad)
+    return found if grad is None else found.index_add_(0, row_index, grad)

@@ -52,14 +52,14 @@ class Adapters:
                 "adapters of one could not be merged without changing the other; leave both out"
             )
 
-    def without(self) -> Any:
+    def base_model(self) -> Any:
         """The model as it is without them: a copy of its modules over the same weights."""
         adapter = self.peft.tuners.tuners_utils.BaseTunerLayer
 
         def beneath(module: Any) -> Any:
             return module.get_base_layer() if isinstance(module, adapter) else module
 
-        return shared_copy(self.model, exchange=beneath)
+        return shared_copy(self.model, substitute=beneath)
 
     def save_merged(self, folder: Path) -> None:
         """A plain model with the adapters added in. Merged in a copy: adding and taking away again is not exact."""

@@ -18,11 +18,11 @@ def mini_batches(batch: Batch, *, count: int, epochs: int, seed: str) -> Iterato
     rng = Random(seed)
     groups: dict[str, list[int]] = {}
     rollouts: dict[int, list[int]] = {}
-    for row in batch.learnable():
+    for row in batch.trainable_rows():
         rollout = batch.rollout_of_row[row]
         groups.setdefault(batch.group_of_rollout[rollout], []).append(row)
         rollouts.setdefault(rollout, []).append(row)
-    [most] = ranks.largest([float(len(rollouts))], batch.device)
+    [most] = ranks.max_over_ranks([float(len(rollouts))], batch.device)
     count = min(count, int(most))
     units = list(groups.values()) if len(groups) >= count else list(rollouts.values())
     for _ in range(epochs):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from toolwise.learner import ranks
 from toolwise.learner.guards import Guard
-from toolwise.learner.schedules import Schedule, rate_factor
+from toolwise.learner.schedules import Schedule, lr_factor
 
 CHUNK = {False: 1 << 18, True: 1 << 26}
 """Numbers at a time, on a CPU and on a GPU."""
@@ -41,18 +41,18 @@ class OptimizerSettings:
 class Optimizer:
     """AdamW over those of `weights` that may change."""
 
-    def __init__(self, weights: Iterable[Tensor], settings: OptimizerSettings, *, of: str = "actor") -> None:
+    def __init__(self, weights: Iterable[Tensor], settings: OptimizerSettings, *, owner: str = "actor") -> None:
         self.settings = settings
-        self.guard = Guard(settings.spike_factor, floor=settings.max_grad_norm, of=of)
+        self.guard = Guard(settings.spike_factor, floor=settings.max_grad_norm, owner=owner)
         self.weights = [weight for weight in weights if weight.requires_grad]
         self.masters = [w if torch.finfo(w.dtype).bits >= 32 else w.detach().float() for w in self.weights]
         self.adamw = torch.optim.AdamW(
             self.masters, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay, fused=True
         )
 
-    def collect(self) -> None:
+    def accumulate_gradients(self) -> None:
         """Gradients from half-precision weights to their masters, added up there; weights in fp32 keep their own."""
-        for weight, master in self._copies():
+        for weight, master in self._master_pairs():
             if weight.grad is not None:
                 found = weight.grad.float()
                 master.grad = found if master.grad is None else master.grad + found
@@ -65,22 +65,22 @@ class Optimizer:
         moved = 0.0
         if self.guard.admits(norm, suspects):
             for group in self.adamw.param_groups:
-                group["lr"] = self.rate(update)
+                group["lr"] = self.learning_rate(update)
             self.adamw.step()
             moved = self._update_norm()
-            self._publish()
-        self.forget()
+            self._write_back()
+        self.zero_grad()
         return {"grad_norm": norm, "update_norm": moved}
 
-    def forget(self) -> None:
+    def zero_grad(self) -> None:
         """Drop the gradients."""
         self.adamw.zero_grad(set_to_none=True)
-        for weight, _ in self._copies():
+        for weight, _ in self._master_pairs():
             weight.grad = None
 
-    def rate(self, update: int) -> float:
+    def learning_rate(self, update: int) -> float:
         s = self.settings
-        return s.lr * rate_factor(
+        return s.lr * lr_factor(
             update,
             schedule=s.lr_schedule,
             warmup_steps=s.warmup_steps,
@@ -112,29 +112,29 @@ class Optimizer:
         return math.sqrt(float(squares))
 
     @torch.no_grad()
-    def _publish(self) -> None:
-        for weight, master in self._copies():
+    def _write_back(self) -> None:
+        for weight, master in self._master_pairs():
             weight.copy_(master)
 
     @torch.no_grad()
-    def adopt_weights(self) -> None:
+    def sync_masters(self) -> None:
         """After weights were loaded: a master that rounds to its weight is the finer of the two and stays."""
-        for weight, master in self._copies():
+        for weight, master in self._master_pairs():
             master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.detach().float()))
 
-    def _copies(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def _master_pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         return ((w, m) for w, m in zip(self.weights, self.masters, strict=True) if w is not m)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "adamw": self.adamw.state_dict(),
             "guard": self.guard.state_dict(),
-            "masters": [master for _, master in self._copies()],
+            "masters": [master for _, master in self._master_pairs()],
         }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.adamw.load_state_dict(state["adamw"])
         self.guard.load_state_dict(state["guard"])
-        for (_, master), saved in zip(self._copies(), state["masters"], strict=True):
+        for (_, master), saved in zip(self._master_pairs(), state["masters"], strict=True):
             master.copy_(saved)

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from toolwise.kernels.sending import send
-from toolwise.learner.trees import Array, Laid, Segment, Span, as_nodes, in_turn, sharing_less
+from toolwise.kernels.sending import to_device
+from toolwise.learner.trees import Array, FlatTree, Segment, Span, layout_by_node, layout_by_row, reduce_sharing
 
 
 class TokenRow(Protocol):
@@ -91,7 +91,8 @@ def micro_batches(
 
     Rows are cut apart where that makes the fewest tokens be computed twice. Rows without a sampled token that
     something predicts are in none of them. With `share_prefixes=False` every row is computed whole. `nodes` lays them
-    out for kernels that attend to what is shared where it stands (`forward.reads_nodes`). Each is made when it is asked
+    out for kernels that attend to what is shared where it stands (`forward.prefers_node_layout`). Each is made when it
+    is asked
     for: a GPU computes the one before.
     """
     sampled = {i: at for i, row in enumerate(rows) if len(at := _sampled_at(row))}
@@ -102,12 +103,12 @@ def micro_batches(
     if share_prefixes:
         # As big-endian bytes, which compare in one call and in the order of the numbers.
         order.sort(key=lambda i: needed[i].astype(">i8").tobytes())
-        shared[1:] = [_common(needed[a], needed[b]) for a, b in pairwise(order)]
+        shared[1:] = [_common_prefix_length(needed[a], needed[b]) for a, b in pairwise(order)]
     lengths = np.array([len(needed[i]) for i in order], dtype=np.int64)
-    shared = sharing_less(shared, lengths) if nodes else shared
-    for start, stop in _cut(lengths, shared, max_tokens):
+    shared = reduce_sharing(shared, lengths) if nodes else shared
+    for start, stop in _split_rows(lengths, shared, max_tokens):
         these = [needed[i] for i in order[start:stop]], [0, *shared[start + 1 : stop].tolist()]
-        laid = (as_nodes(*these) if nodes else None) or in_turn(*these)
+        laid = (layout_by_node(*these) if nodes else None) or layout_by_row(*these)
         yield _packed(laid, [(i, ids[i], sampled[i]) for i in order[start:stop]], device)
 
 
@@ -118,14 +119,14 @@ def _sampled_at(row: TokenRow) -> Array:
     return at[at > 0].astype(np.int64)
 
 
-def _common(a: Array, b: Array) -> int:
+def _common_prefix_length(a: Array, b: Array) -> int:
     """Length of the common prefix."""
     n = min(len(a), len(b))
     differs = a[:n] != b[:n]
     return int(differs.argmax()) if differs.any() else n
 
 
-def _cut(lengths: Array, shared: Array, max_tokens: int) -> list[Span]:
+def _split_rows(lengths: Array, shared: Array, max_tokens: int) -> list[Span]:
     """Where to cut the ordered rows: fewest tokens computed twice, then fewest micro-batches.
 
     A micro-batch of rows a..b computes all of row a and what each later row adds to the one before it; starting one
@@ -151,8 +152,8 @@ def _cut(lengths: Array, shared: Array, max_tokens: int) -> list[Span]:
     return cuts[::-1]
 
 
-def _packed(laid: Laid, rows: Sequence[tuple[int, Array, Array]], device: Any) -> Packed:
-    source = np.concatenate([where[at - 1] for where, (_, _, at) in zip(laid.places, rows, strict=True)])
+def _packed(laid: FlatTree, rows: Sequence[tuple[int, Array, Array]], device: Any) -> Packed:
+    source = np.concatenate([where[at - 1] for where, (_, _, at) in zip(laid.row_indices, rows, strict=True)])
     target = np.concatenate([ids[at] for _, ids, at in rows])
     row = np.concatenate([np.full(len(at), i) for i, _, at in rows])
     at = np.concatenate([at for _, _, at in rows])
@@ -160,7 +161,7 @@ def _packed(laid: Laid, rows: Sequence[tuple[int, Array, Array]], device: Any) -
     predictors, predicted_by, predicted = np.unique(source[order], return_inverse=True, return_counts=True)
 
     def tensor(values: Array) -> Tensor:
-        return send(np.asarray(values, dtype=np.int64), device)
+        return to_device(np.asarray(values, dtype=np.int64), device)
 
     return Packed(
         ids=tensor(laid.ids),

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from toolwise.advantages.credit import credit, equal_scores_teach, least_group
+from toolwise.advantages.credit import credit, learns_from_equal_scores, min_group_size
 from toolwise.advantages.token_rewards import token_k1
 from toolwise.learner.kl import KlCoefficient
 from toolwise.protocols import AdvantageEstimator, Annotation, Metrics
@@ -20,7 +20,7 @@ from toolwise.types import AnnotatedRollout, CreditedRollout
 
 
 @dataclass(frozen=True, slots=True)
-class PricedEstimator:
+class KlRewardEstimator:
     """An estimator, and the price of leaving the reference."""
 
     inner: AdvantageEstimator
@@ -31,11 +31,11 @@ class PricedEstimator:
         return self.inner.needs | {"ref_logprobs"}
 
     @property
-    def least_group(self) -> int:
-        return least_group(self.inner)
+    def min_group_size(self) -> int:
+        return min_group_size(self.inner)
 
-    def equal_scores_teach(self, score: float) -> bool:
-        return equal_scores_teach(self.inner, score)
+    def learns_from_equal_scores(self, score: float) -> bool:
+        return learns_from_equal_scores(self.inner, score)
 
     def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
         return self.credit(rollouts)[0]
@@ -43,12 +43,12 @@ class PricedEstimator:
     def credit(self, rollouts: Sequence[AnnotatedRollout]) -> tuple[list[CreditedRollout], Metrics]:
         beta = self.coefficient.value
         costs = [_cost(rollout, beta) for rollout in rollouts]
-        credited, metrics = credit(charged(self.inner, beta), rollouts)
+        credited, metrics = credit(with_kl_penalty(self.inner, beta), rollouts)
         return credited, {"kl/cost": float(np.mean(costs)) if costs else 0.0} | metrics
 
 
 @dataclass(frozen=True, slots=True)
-class _Charged:
+class _ScorePenaltyEstimator:
     """An estimator over scores, for one batch: it sees each less what its tokens cost together."""
 
     inner: AdvantageEstimator
@@ -62,24 +62,26 @@ class _Charged:
         return self.credit(rollouts)[0]
 
     def credit(self, rollouts: Sequence[AnnotatedRollout]) -> tuple[list[CreditedRollout], Metrics]:
-        credited, metrics = credit(self.inner, [_less(rollout, _cost(rollout, self.beta)) for rollout in rollouts])
+        credited, metrics = credit(
+            self.inner, [_subtract_cost(rollout, _cost(rollout, self.beta)) for rollout in rollouts]
+        )
         # The score stays what the reward said; only credit has seen the price.
         return [replace(found, annotated=rollout) for found, rollout in zip(credited, rollouts, strict=True)], metrics
 
 
-def charged(estimator: Any, beta: float) -> Any:
+def with_kl_penalty(estimator: Any, beta: float) -> Any:
     """The same at a price: on each token or step where it has a field for it; else around the estimator that it holds,
     so that what it asks of scores itself, such as who succeeded, it asks of those the reward gave; else on scores."""
-    settings = _settings(estimator)
+    settings = _init_fields(estimator)
     if "kl_coef" in settings:
         return replace(estimator, kl_coef=beta)
     for name in ("trajectory", "inner"):
         if name in settings and callable(getattr(estimator, name)):
-            return replace(estimator, **{name: charged(getattr(estimator, name), beta)})
-    return _Charged(estimator, beta)
+            return replace(estimator, **{name: with_kl_penalty(getattr(estimator, name), beta)})
+    return _ScorePenaltyEstimator(estimator, beta)
 
 
-def _settings(estimator: Any) -> set[str]:
+def _init_fields(estimator: Any) -> set[str]:
     """What it can be made anew with; nothing where it is no dataclass."""
     return {field.name for field in fields(estimator) if field.init} if is_dataclass(estimator) else set()
 
@@ -88,7 +90,7 @@ def _cost(rollout: AnnotatedRollout, beta: float) -> float:
     return beta * float(sum(part.sum() for part in token_k1(rollout)))
 
 
-def _less(rollout: AnnotatedRollout, cost: float) -> AnnotatedRollout:
+def _subtract_cost(rollout: AnnotatedRollout, cost: float) -> AnnotatedRollout:
     scored = rollout.scored
     result = scored.result.model_copy(update={"score": scored.score - cost})
     return replace(rollout, scored=replace(scored, result=result))

@@ -13,22 +13,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def several() -> bool:
+def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
-def totals(values: Sequence[float], device: torch.device | str = "cpu") -> list[float]:
+def sum_over_ranks(values: Sequence[float], device: torch.device | str = "cpu") -> list[float]:
     """Each value, summed over all processes. All of them must ask at the same point."""
-    return _reduced(values, device, dist.ReduceOp.SUM)
+    return _all_reduce(values, device, dist.ReduceOp.SUM)
 
 
-def largest(values: Sequence[float], device: torch.device | str = "cpu") -> list[float]:
-    return _reduced(values, device, dist.ReduceOp.MAX)
+def max_over_ranks(values: Sequence[float], device: torch.device | str = "cpu") -> list[float]:
+    return _all_reduce(values, device, dist.ReduceOp.MAX)
 
 
 def sum_gradients(weights: Iterable[Tensor]) -> None:
     """A weight that this process has no gradient for (it had no rows) counts as zero."""
-    if not several():
+    if not is_distributed():
         return
     for weight in weights:
         if weight.grad is None:
@@ -36,8 +36,8 @@ def sum_gradients(weights: Iterable[Tensor]) -> None:
         dist.all_reduce(weight.grad)
 
 
-def _reduced(values: Sequence[float], device: torch.device | str, how: dist.ReduceOp.RedOpType) -> list[float]:
-    if not several():
+def _all_reduce(values: Sequence[float], device: torch.device | str, how: dist.ReduceOp.RedOpType) -> list[float]:
+    if not is_distributed():
         return list(values)
     held = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(held, op=how)

@@ -8,12 +8,12 @@ from typing import Any
 from toolwise.learner.lora import Adapters
 
 
-def reference_of(model: Any, adapters: Adapters | None) -> Any:
+def build_reference(model: Any, adapters: Adapters | None) -> Any:
     """The model that log-probs are compared with.
 
     With adapters it is the policy's own model without them, which needs no memory. Else it is a copy of the weights,
     taken now: before a run's checkpoint is loaded, so that a resumed run is held to the same reference.
     """
     if adapters is not None:
-        return adapters.without()
+        return adapters.base_model()
     return copy.deepcopy(model).eval().requires_grad_(False)

@@ -38,7 +38,7 @@ class HeadAverage:
         """The means, where there are any; else what is given."""
         return (head, multipliers) if self.head is None else (self.head, self.multipliers)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self.head, self.multipliers, self.count = None, [], 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class HeadAverage:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any], like: RouterHead) -> None:
         """`like` is a head of the same settings."""
-        self.forget()
+        self.reset()
         if state:
             self.head = copy.deepcopy(like)
             for name, weight in self.head.named_parameters():

@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toolwise.config import RunConfig, inference_settings
-from toolwise.envs.tool_env import spec_of
+from toolwise.envs.tool_env import tool_spec
 from toolwise.errors import ConfigError
 from toolwise.learner.optimizer import Optimizer
-from toolwise.learner.router_features import feature_width, read_by
+from toolwise.learner.router_features import engine_encoder, feature_width
 from toolwise.learner.router_head import HeadSettings, RouterHead
 from toolwise.learner.router_learner import RouterLearner, RouterSettings
 from toolwise.rollout.chat import ChatTokenizer
 from toolwise.routing.actions import ROUTES
 from toolwise.routing.budget import Budget, Budgets
-from toolwise.routing.conditioning import Conditioning, Teaching
+from toolwise.routing.conditioning import Conditioning, RouterTraining
 from toolwise.routing.cost import Cost, build_cost, tool_prices
 from toolwise.routing.families import Family, offered_tools
 from toolwise.routing.learned import LearnedRouter, target_of
@@ -45,14 +45,14 @@ def build_head(config: RunConfig, model: Any) -> RouterHead:
     )
 
 
-def build_router_learner(config: RunConfig, model: Any, head: RouterHead, actors: Optimizer) -> RouterLearner:
-    """`actors` is the actor's optimiser, which the head shares or tells of what it has moved."""
+def build_router_learner(config: RunConfig, model: Any, head: RouterHead, actor_optimizer: Optimizer) -> RouterLearner:
+    """`actor_optimizer` is the actor's optimiser, which the head shares or tells of what it has moved."""
     return RouterLearner(
         model,
         head,
         router_settings(config),
-        optimizer=actors if config.router.optimizer == "actor" else None,
-        moved=actors.adopt_weights,
+        optimizer=actor_optimizer if config.router.optimizer == "actor" else None,
+        on_trunk_update=actor_optimizer.sync_masters,
     )
 
 
@@ -92,15 +92,15 @@ def build_router(
     check_router(config, tasks)
     # Words that only follow the prompt leave it as it is: what the engine has read for the route, rollouts go on from.
     if router.conditioning == "append" and router.layers == [-1] and hasattr(engine, "encode"):
-        model.encode = read_by(engine, router.pool)
+        model.encode = engine_encoder(engine, router.pool)
     return LearnedRouter(
         model,
         prompt_of=lambda task: original_prompt(chat, task, tools),
         tools=tools,
         budgets=Budgets([Budget(**budget.model_dump()) for budget in router.budgets]),
-        cost=cost_of(config, tools),
-        conditioning=conditioning_of(config),
-        teaching=Teaching(
+        cost=cost_from_config(config, tools),
+        conditioning=conditioning_from_config(config),
+        training=RouterTraining(
             routes=router.routes,
             evaluate=router.evaluate,
             standardize_by_kind=router.standardize_by_kind,
@@ -110,7 +110,7 @@ def build_router(
         ),
         seed=config.seed,
         tasks=tasks,
-        facts={"router": router.model_dump(mode="json", exclude={"labels"}), **inference_settings(config)},
+        metadata={"router": router.model_dump(mode="json", exclude={"labels"}), **inference_settings(config)},
     )
 
 
@@ -118,10 +118,10 @@ def original_prompt(chat: ChatTokenizer, task: Task, tools: Mapping[str, BaseToo
     """The tokens of a task as it would be put without a router: what a route is chosen by."""
     if task.prompt_ids is not None:
         return task.prompt_ids
-    return chat.start(task.prompt, [spec_of(tool, task) for tool in offered_tools(task, tools).values()] or None)
+    return chat.start(task.prompt, [tool_spec(tool, task) for tool in offered_tools(task, tools).values()] or None)
 
 
-def conditioning_of(config: RunConfig) -> Conditioning:
+def conditioning_from_config(config: RunConfig) -> Conditioning:
     router = config.router
     return Conditioning(
         style=router.style,
@@ -132,7 +132,7 @@ def conditioning_of(config: RunConfig) -> Conditioning:
     )
 
 
-def cost_of(config: RunConfig, tools: Mapping[str, BaseTool]) -> Cost:
+def cost_from_config(config: RunConfig, tools: Mapping[str, BaseTool]) -> Cost:
     router = config.router
     if router.cost == "tools":
         if router.cost_kwargs:

@@ -45,7 +45,7 @@ def prompt_features(
     rows = [prompt_row(prompt, pool) for prompt in prompts]
     sums: Tensor | None = None
     for packed in pack(rows, max_tokens, share_prefixes=can_share_prefixes(model), device=model.device):
-        states = _states(model, packed, layers)[packed.source].float()
+        states = _layer_states(model, packed, layers)[packed.source].float()
         if sums is None:
             sums = states.new_zeros(len(rows), states.shape[1])
         sums = sums.index_add(0, packed.row, states)
@@ -55,13 +55,13 @@ def prompt_features(
     return sums / counts[:, None]
 
 
-class Reader(Protocol):
+class PromptEncoder(Protocol):
     """What generates, where it can also read: a prompt that it has read it need not compute again to go on from it."""
 
     async def encode(self, prompt_ids: Sequence[int], *, pool: Pool = "last") -> Tensor: ...
 
 
-def read_by(reader: Reader, pool: Pool) -> Callable[[Sequence[Sequence[int]]], Tensor]:
+def engine_encoder(reader: PromptEncoder, pool: Pool) -> Callable[[Sequence[Sequence[int]]], Tensor]:
     """Features by whoever generates. Waits for them in a loop of its own, so that it can be called from anywhere."""
 
     async def read_all(prompts: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -80,7 +80,7 @@ def feature_width(model: Any, layers: Sequence[int] = (-1,)) -> int:
     return int(getattr(trunk.config, "hidden_size", width)) * len(layers)
 
 
-def _states(model: Any, packed: Any, layers: Sequence[int]) -> Tensor:
+def _layer_states(model: Any, packed: Any, layers: Sequence[int]) -> Tensor:
     """[T, width]: the states of all the layers asked for, side by side."""
     inner = [layer for layer in layers if layer != -1]
     if inner and not can_share_prefixes(model):
@@ -88,12 +88,12 @@ def _states(model: Any, packed: Any, layers: Sequence[int]) -> Tensor:
     if not inner:
         return hidden_states(model, packed)
     own = shared_copy(model)
-    heard = _listen(own.get_decoder(), inner)
+    heard = _capture_layers(own.get_decoder(), inner)
     last = hidden_states(own, packed)
     return torch.cat([last if layer == -1 else heard[layer].reshape(last.shape) for layer in layers], dim=-1)
 
 
-def _listen(trunk: Any, layers: Sequence[int]) -> dict[int, Tensor]:
+def _capture_layers(trunk: Any, layers: Sequence[int]) -> dict[int, Tensor]:
     """Will hold what layers in the middle give: 0 is the first, -2 the last but one. `trunk` is a copy that nobody
     else runs."""
     heard: dict[int, Tensor] = {}

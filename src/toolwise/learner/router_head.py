@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from toolwise.errors import CheckpointError
 from toolwise.json_text import json_text
 
-WEIGHTS, FACTS = "router.safetensors", "router.json"
+ROUTER_WEIGHTS_FILE, ROUTER_METADATA_FILE = "router.safetensors", "router.json"
 FORMAT = 1
 
 
@@ -76,15 +76,16 @@ class RouterHead(nn.Module):
         return (found[..., 0] - (found[..., 1:] * weights).sum(-1)) / self.settings.temperature
 
 
-def save_head(head: RouterHead, folder: Path, facts: dict[str, Any] | None = None) -> None:
+def save_head(head: RouterHead, folder: Path, metadata: dict[str, Any] | None = None) -> None:
     """Two files beside a model's weights that plain `transformers` does not look at."""
     from safetensors.torch import save_file
 
     save_file(
-        {name: weight.detach().cpu().contiguous() for name, weight in head.state_dict().items()}, folder / WEIGHTS
+        {name: weight.detach().cpu().contiguous() for name, weight in head.state_dict().items()},
+        folder / ROUTER_WEIGHTS_FILE,
     )
-    told = {"format": FORMAT, "head": asdict(head.settings)} | (facts or {})
-    (folder / FACTS).write_text(json_text(told, indent=2) + "\n", encoding="utf-8")
+    told = {"format": FORMAT, "head": asdict(head.settings)} | (metadata or {})
+    (folder / ROUTER_METADATA_FILE).write_text(json_text(told, indent=2) + "\n", encoding="utf-8")
 
 
 def load_head(folder: Path) -> tuple[RouterHead, dict[str, Any]]:
@@ -93,15 +94,17 @@ def load_head(folder: Path) -> tuple[RouterHead, dict[str, Any]]:
     from safetensors.torch import load_file
 
     try:
-        told = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        told = json.loads((folder / ROUTER_METADATA_FILE).read_text(encoding="utf-8"))
         if told["format"] != FORMAT:
-            raise CheckpointError(f"{folder / FACTS} is of format {told['format']}, this version reads {FORMAT}")
+            raise CheckpointError(
+                f"{folder / ROUTER_METADATA_FILE} is of format {told['format']}, this version reads {FORMAT}"
+            )
         found: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in told["head"].items()}
         head = RouterHead(HeadSettings(**found))
-        head.load_state_dict(load_file(folder / WEIGHTS))
+        head.load_state_dict(load_file(folder / ROUTER_WEIGHTS_FILE))
     except FileNotFoundError:
         raise CheckpointError(
-            f"{folder} has no router ({FACTS}, {WEIGHTS}): train one with router.enable=true"
+            f"{folder} has no router ({ROUTER_METADATA_FILE}, {ROUTER_WEIGHTS_FILE}): train one with router.enable=true"
         ) from None
     except (ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as fault:
         reason = str(fault).splitlines()[0]

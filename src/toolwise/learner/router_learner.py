@@ -25,14 +25,14 @@ from toolwise.learner.router_head import RouterHead, load_head, save_head
 from toolwise.learner.router_loss import (
     NO_LABEL,
     calibration_error,
-    drawn_loss,
     entropies,
     expected_loss,
     label_loss,
+    sampled_loss,
     value_loss,
 )
 from toolwise.protocols import Metrics
-from toolwise.routing.lessons import Lesson, Weighed
+from toolwise.routing.lessons import RoutePrediction, RouterExample
 
 Encode = Callable[[Sequence[Sequence[int]]], Tensor]
 
@@ -58,7 +58,7 @@ class RouterSettings(OptimizerSettings):
 
 
 @dataclass(frozen=True, slots=True)
-class Routed:
+class RouteOutput:
     """What `actor.route` gives: one row a prompt."""
 
     router_logits: Tensor
@@ -70,7 +70,8 @@ class Routed:
 
 
 class RouterLearner:
-    """`optimizer` is the actor's where the head shares it; `moved` is called when weights of the trunk have moved."""
+    """`optimizer` is the actor's where the head shares it; `on_trunk_update` is called when weights of the trunk have
+    moved."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class RouterLearner:
         *,
         optimizer: Optimizer | None = None,
         encode: Encode | None = None,
-        moved: Callable[[], None] = lambda: None,
+        on_trunk_update: Callable[[], None] = lambda: None,
     ) -> None:
         self.model = model
         self.head = head.to(model.device)
@@ -88,9 +89,9 @@ class RouterLearner:
         self.trunk = trunk_weights(model, settings.backbone, settings.top_layers)
         own = [*self.head.parameters(), *self.trunk]
         self.shares_optimizer = optimizer is not None
-        self.optimizer = Optimizer(own, settings, of="router") if optimizer is None else optimizer
+        self.optimizer = Optimizer(own, settings, owner="router") if optimizer is None else optimizer
         self.encode = encode or self._encode
-        self.moved = moved
+        self.on_trunk_update = on_trunk_update
         self.updates = 0
         self.average = HeadAverage()
         self.prefills = 0
@@ -102,21 +103,21 @@ class RouterLearner:
         return prompt_features(self.model, prompts, pool=s.pool, layers=s.layers, max_tokens=most)
 
     @torch.no_grad()
-    def weigh(
-        self, prompts: Sequence[Sequence[int]], multipliers: Sequence[float] = (), *, settled: bool = False
-    ) -> list[Weighed]:
+    def predict(
+        self, prompts: Sequence[Sequence[int]], multipliers: Sequence[float] = (), *, averaged: bool = False
+    ) -> list[RoutePrediction]:
         if not prompts:
             return []
         features = self.encode(prompts).detach()
         self.prefills += len(prompts)
-        head, prices = self.average.of(self.head, multipliers) if settled else (self.head, multipliers)
+        head, prices = self.average.of(self.head, multipliers) if averaged else (self.head, multipliers)
         found = head(features)
         logprobs = head.logits(found, prices).log_softmax(-1).tolist()
         values = found.tolist() if self.head.settings.mode == "value" else None
         return [
-            Weighed(
+            RoutePrediction(
                 tuple(logprobs[i]),
-                memory=(tuple(prompt), features[i] if not self.trunk else None),
+                head_inputs=(tuple(prompt), features[i] if not self.trunk else None),
                 rewards=None if values is None else tuple(route[0] for route in values[i]),
                 costs=None if values is None else tuple(tuple(route[1:]) for route in values[i]),
             )
@@ -131,68 +132,69 @@ class RouterLearner:
         do_sample: bool = True,
         seed: int = 0,
         multipliers: Sequence[float] = (),
-    ) -> Routed:
+    ) -> RouteOutput:
         """Draws depend on (seed, place) alone."""
         logits = self.head.logits(self.head(self.encode(prompts)), multipliers)
         self.prefills += len(prompts)
-        weighed = [Weighed(tuple(row)) for row in logits.log_softmax(-1).tolist()]
-        chosen = [w.draw(Random(f"{seed}/{i}")) if do_sample else w.best() for i, w in enumerate(weighed)]
+        weighed = [RoutePrediction(tuple(row)) for row in logits.log_softmax(-1).tolist()]
+        chosen = [w.sample(Random(f"{seed}/{i}")) if do_sample else w.argmax() for i, w in enumerate(weighed)]
         action = torch.tensor(chosen, device=logits.device, dtype=torch.long)
-        return Routed(logits, action, logits.log_softmax(-1).gather(1, action[:, None])[:, 0])
+        return RouteOutput(logits, action, logits.log_softmax(-1).gather(1, action[:, None])[:, 0])
 
-    def learn(self, lessons: Sequence[Lesson], multipliers: Sequence[float] = ()) -> Metrics:
+    def learn(self, examples: Sequence[RouterExample], multipliers: Sequence[float] = ()) -> Metrics:
         """One update: `epochs` optimiser steps over all lessons."""
         self.updates += 1
-        if not lessons:
+        if not examples:
             return {"router/updates": 0.0}
         s = self.settings
-        batch = RouterBatch.of(lessons, self._like)
-        metrics = {"router/updates": float(s.epochs), "router/lr": self.optimizer.rate(self.updates)}
-        metrics |= self._judge(batch)
+        batch = RouterBatch.of(examples, self._dtype_reference)
+        metrics = {"router/updates": float(s.epochs), "router/lr": self.optimizer.learning_rate(self.updates)}
+        metrics |= self._calibration_metrics(batch)
         sums: dict[str, float] = {}
         for _ in range(s.epochs):
             for name, value in self._step(batch, multipliers).items():
                 sums[name] = sums.get(name, 0.0) + value / s.epochs
-        if self._ends:
+        if self._is_averaging:
             self.average.add(self.head, multipliers)
         else:
-            self.average.forget()  # a run that had ended was given more steps
+            self.average.reset()  # a run that had ended was given more steps
         return metrics | {f"router/{name}": value for name, value in sums.items()}
 
     @property
-    def _ends(self) -> bool:
+    def _is_averaging(self) -> bool:
         s = self.settings
         return s.average_last > 0 and self.updates > s.schedule_steps * (1.0 - s.average_last)
 
-    def imitate(self, weighed: Sequence[Weighed], labels: Sequence[int]) -> Metrics:
+    def supervised_step(self, predictions: Sequence[RoutePrediction], labels: Sequence[int]) -> Metrics:
         """A step of cross-entropy alone, at the rate of the update to come: schedules count those that follow."""
         batch = RouterBatch.of(
-            [Lesson(w, (), label=label) for w, label in zip(weighed, labels, strict=True)], self._like
+            [RouterExample(w, (), label=label) for w, label in zip(predictions, labels, strict=True)],
+            self._dtype_reference,
         )
         return {f"router/{name}": value for name, value in self._step(batch, (), only_labels=True).items()}
 
     @property
-    def _like(self) -> Tensor:
+    def _dtype_reference(self) -> Tensor:
         return self.head.out.weight
 
     def _step(self, batch: RouterBatch, multipliers: Sequence[float], *, only_labels: bool = False) -> Metrics:
         if self.trunk:
-            self.optimizer.adopt_weights()  # the actor's own update has moved them
+            self.optimizer.sync_masters()  # the actor's own update has moved them
         sums: dict[str, float] = {}
-        for part in batch.parts(self._prompts_at_a_time(batch) if self.trunk else len(batch.lessons)):
+        for part in batch.parts(self._prompts_per_part(batch) if self.trunk else len(batch.examples)):
             with self._others_frozen():
                 loss, figures = self._loss(part, batch, multipliers, only_labels)
                 loss.backward()  # type: ignore[no-untyped-call]
-            self.optimizer.collect()
+            self.optimizer.accumulate_gradients()
             for name, value in figures.items():
                 sums[name] = sums.get(name, 0.0) + value
         norms = self.optimizer.step(self.updates + only_labels)
         if self.trunk:
-            self.moved()
+            self.on_trunk_update()
         return sums | norms
 
-    def _prompts_at_a_time(self, batch: RouterBatch) -> int:
-        longest = max(len(lesson.weighed.memory[0]) for lesson in batch.lessons)
+    def _prompts_per_part(self, batch: RouterBatch) -> int:
+        longest = max(len(example.prediction.head_inputs[0]) for example in batch.examples)
         return max(1, self.settings.micro_batch_tokens // max(1, longest))
 
     def _loss(
@@ -201,9 +203,9 @@ class RouterLearner:
         """Of a part of the batch; parts add up to the mean over the whole."""
         s = self.settings
         found = self.head(self._features(part))
-        prompts, rollouts = len(whole.lessons), max(1, len(whole.actions))
+        prompts, rollouts = len(whole.examples), max(1, len(whole.actions))
         if self.head.settings.mode == "value" and not only_labels:
-            loss = value_loss(found, part.of_prompt, part.actions, part.targets) / rollouts
+            loss = value_loss(found, part.prompt_index, part.actions, part.targets) / rollouts
             return loss, {"loss": float(loss.detach()), "entropy": self._entropy(found, multipliers, prompts)}
         logits = self.head.logits(found, multipliers)
         entropy = entropies(logits).sum() / prompts
@@ -213,10 +215,13 @@ class RouterLearner:
             return imitation, {"label_loss": float(imitation.detach())}
         clip = s.clip if s.epochs > 1 else None
         if part.advantages is not None:
-            policy = expected_loss(logits, part.advantages, part.present, part.old_logprobs, clip=clip) / prompts
+            policy = expected_loss(logits, part.advantages, part.has_advantage, part.old_logprobs, clip=clip) / prompts
         else:
-            old = part.old_logprobs[part.of_prompt, part.actions]
-            policy = drawn_loss(logits, part.of_prompt, part.actions, part.drawn_advantages, old, clip=clip) / rollouts
+            old = part.old_logprobs[part.prompt_index, part.actions]
+            policy = (
+                sampled_loss(logits, part.prompt_index, part.actions, part.sampled_advantages, old, clip=clip)
+                / rollouts
+            )
         loss = policy - self.entropy_coef * entropy + s.label_coef * imitation
         figures = {"loss": float(policy.detach()), "entropy": float(entropy.detach())}
         if bool((whole.labels != NO_LABEL).any()):
@@ -248,34 +253,34 @@ class RouterLearner:
         return s.entropy_coef + (s.entropy_final - s.entropy_coef) * done
 
     def _features(self, part: RouterBatch) -> Tensor:
-        memories = [lesson.weighed.memory for lesson in part.lessons]
+        memories = [example.prediction.head_inputs for example in part.examples]
         if self.trunk:
             return self._encode([prompt for prompt, _ in memories])
         return torch.stack([features for _, features in memories])
 
     @torch.no_grad()
-    def _judge(self, batch: RouterBatch) -> Metrics:
+    def _calibration_metrics(self, batch: RouterBatch) -> Metrics:
         """How far the forecasts that routes were chosen by lie from what came, before anything is learned from it."""
         if self.head.settings.mode != "value" or not len(batch.actions):
             return {}
-        foreseen = batch.foreseen[batch.of_prompt, batch.actions]
+        predictions = batch.predictions[batch.prompt_index, batch.actions]
         names = ("reward", *self.head.settings.units)
         return {
-            f"router/calibration/{name}": calibration_error(foreseen[:, i], batch.targets[:, i])
+            f"router/calibration/{name}": calibration_error(predictions[:, i], batch.targets[:, i])
             for i, name in enumerate(names)
         }
 
-    def save(self, folder: Any, facts: dict[str, Any]) -> None:
-        told: dict[str, float] = facts.get("multipliers", {})
+    def save(self, folder: Any, metadata: dict[str, Any]) -> None:
+        told: dict[str, float] = metadata.get("multipliers", {})
         head, prices = self.average.of(self.head, list(told.values()))
-        save_head(head, Path(folder), facts | {"multipliers": dict(zip(told, prices, strict=True))})
+        save_head(head, Path(folder), metadata | {"multipliers": dict(zip(told, prices, strict=True))})
 
     @torch.no_grad()
     def load(self, folder: Any) -> dict[str, Any]:
-        found, facts = load_head(Path(folder))
-        self._adopt(dict(found.named_parameters()), f"{folder} has a router with")
-        self.average.forget()
-        return facts
+        found, metadata = load_head(Path(folder))
+        self._copy_head_weights(dict(found.named_parameters()), f"{folder} has a router with")
+        self.average.reset()
+        return metadata
 
     def state_dict(self) -> dict[str, Any]:
         """The trunk's weights are in the model's own file; the optimiser's state is here unless it is the actor's."""
@@ -287,13 +292,13 @@ class RouterLearner:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._adopt(state["head"], "the checkpoint's router has")
+        self._copy_head_weights(state["head"], "the checkpoint's router has")
         if not self.shares_optimizer:
             self.optimizer.load_state_dict(state["optimizer"])
         self.average.load_state_dict(state.get("average") or {}, self.head)
         self.updates = state["updates"]
 
-    def _adopt(self, weights: Mapping[str, Tensor], whose: str) -> None:
+    def _copy_head_weights(self, weights: Mapping[str, Tensor], whose: str) -> None:
         own = dict(self.head.named_parameters())
         if own.keys() != weights.keys() or any(own[k].shape != weights[k].shape for k in own):
             raise CheckpointError(f"{whose} another head than the run's: check [router]")

@@ -15,12 +15,13 @@ from torch import Tensor
 NO_LABEL = -1
 
 
-def drawn_loss(
-    logits: Tensor, of: Tensor, actions: Tensor, advantages: Tensor, old_logprobs: Tensor, *, clip: float | None
+def sampled_loss(
+    logits: Tensor, row_index: Tensor, actions: Tensor, advantages: Tensor, old_logprobs: Tensor, *, clip: float | None
 ) -> Tensor:
-    """`of` [N] names the row of `logits` that drew each of the N actions. With `clip`, PPO's: what has already moved
+    """`row_index` [N] names the row of `logits` that drew each of the N actions. With `clip`, PPO's: what has already
+    moved
     so far from the old log-prob pulls no further."""
-    logprobs = logits.log_softmax(-1)[of, actions]
+    logprobs = logits.log_softmax(-1)[row_index, actions]
     if clip is None:
         return -(logprobs * advantages).sum()
     ratio = (logprobs - old_logprobs).exp()
@@ -28,12 +29,12 @@ def drawn_loss(
 
 
 def expected_loss(
-    logits: Tensor, advantages: Tensor, present: Tensor, old_logprobs: Tensor, *, clip: float | None
+    logits: Tensor, advantages: Tensor, has_advantage: Tensor, old_logprobs: Tensor, *, clip: float | None
 ) -> Tensor:
-    """All of [B, routes]; a route of which nothing is known is not `present` and pulls at nothing."""
+    """All of [B, routes]; a route of which nothing is known is not `has_advantage` and pulls at nothing."""
     probs = logits.softmax(-1)
     # Not a product with 0: what stands in an absent place may not be a number.
-    known = torch.where(present, advantages, 0.0)
+    known = torch.where(has_advantage, advantages, 0.0)
     if clip is None:
         return -(probs * known).sum()
     old = old_logprobs.exp()
@@ -52,21 +53,21 @@ def label_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.nn.functional.cross_entropy(logits, labels, ignore_index=NO_LABEL, reduction="sum")
 
 
-def value_loss(found: Tensor, of: Tensor, actions: Tensor, targets: Tensor) -> Tensor:
+def value_loss(found: Tensor, row_index: Tensor, actions: Tensor, targets: Tensor) -> Tensor:
     """`found` [B, routes, 1 + units], `targets` [N, 1 + units]: the reward and the costs that came."""
-    return (found[of, actions] - targets).square().sum()
+    return (found[row_index, actions] - targets).square().sum()
 
 
-def calibration_error(foreseen: Tensor, came: Tensor, *, bins: int = 10) -> float:
+def calibration_error(predictions: Tensor, outcomes: Tensor, *, bins: int = 10) -> float:
     """How far what came lies from what was foreseen, on average over bins of equally many: 0 is perfect.
 
     Within a bin errors cancel, so that it is the forecasts that are judged and not the luck of single rollouts.
     """
-    if not len(foreseen):
+    if not len(predictions):
         return 0.0
-    order = foreseen.argsort(stable=True)
+    order = predictions.argsort(stable=True)
     gaps = [
-        float((foreseen[part] - came[part]).mean().abs()) * len(part)
+        float((predictions[part] - outcomes[part]).mean().abs()) * len(part)
         for part in order.tensor_split(min(bins, len(order)))
     ]
     return sum(gaps) / len(order)

@@ -8,7 +8,7 @@ from typing import Literal
 Schedule = Literal["constant", "linear", "cosine"]
 
 
-def rate_factor(
+def lr_factor(
     step: int, *, schedule: Schedule = "constant", warmup_steps: int = 0, total_steps: int = 0, floor: float = 0.0
 ) -> float:
     """What the rate is multiplied by in step 1, 2, …; `floor` is what is left of it at `total_steps` and after."""

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from toolwise.learner.aggregation import Aggregation
-from toolwise.learner.batch import Cut
+from toolwise.learner.batch import MicroBatchSettings
 from toolwise.learner.canary import Reaction
 from toolwise.learner.lora import LoraSettings
 from toolwise.learner.optimizer import OptimizerSettings
 
-Kl = Literal["none", "reward", "loss"]
+KlMode = Literal["none", "reward", "loss"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class ActorSettings(OptimizerSettings):
     loss_length: int | None = None
     old_logprobs: Literal["rollout", "recompute"] = "rollout"
     importance_cap: float = 2.0
-    kl: Kl = "none"
+    kl: KlMode = "none"
     kl_estimator: str = "k2"
     kl_coef: float = 0.0
     kl_target: float | None = None
@@ -44,8 +44,8 @@ class ActorSettings(OptimizerSettings):
     seed: int = 0
 
     @property
-    def cut(self) -> Cut:
-        return Cut(self.micro_batch_tokens, self.share_prefixes, self.logit_chunk_tokens)
+    def micro_batch(self) -> MicroBatchSettings:
+        return MicroBatchSettings(self.micro_batch_tokens, self.share_prefixes, self.logit_chunk_tokens)
 
     @property
     def one_step(self) -> bool:

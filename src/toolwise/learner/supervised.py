@@ -21,14 +21,14 @@ from toolwise.rollout.chat import ChatTokenizer
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One conversation as tokens; `taught` is True where the assistant wrote the token."""
+    """One conversation as tokens; `loss_mask` is True where the assistant wrote the token."""
 
     ids: list[int]
-    taught: list[bool]
+    loss_mask: list[bool]
 
 
 @dataclass(frozen=True, slots=True)
-class SupervisedSettings:
+class SftSettings:
     """How to teach."""
 
     steps: int = 1000
@@ -51,30 +51,30 @@ def tokenize_conversation(
 ) -> Example:
     """A conversation as rollouts would have produced it: prompt, reply, what follows, reply, …"""
     ids: list[int] = []
-    taught: list[bool] = []
+    loss_mask: list[bool] = []
     pending: list[Message] = []
     for message in messages:
         if message.role != "assistant":
             pending.append(message)
             continue
-        opening = chat.follow(pending, tools) if ids else chat.start(pending, tools)
+        opening = chat.encode_continuation(pending, tools) if ids else chat.start(pending, tools)
         reply = chat.reply(message, tools)
         ids += [*opening, *reply]
-        taught += [False] * len(opening) + [True] * len(reply)
+        loss_mask += [False] * len(opening) + [True] * len(reply)
         pending = []
-    if not any(taught):
+    if not any(loss_mask):
         raise DataError("a conversation without an assistant message teaches nothing: add one or leave it out")
-    return Example(ids, taught)
+    return Example(ids, loss_mask)
 
 
-def pack(examples: Sequence[Example], row_tokens: int) -> Iterator[list[Example]]:
+def pack_examples(examples: Sequence[Example], row_tokens: int) -> Iterator[list[Example]]:
     """Fill rows with whole conversations, in order; one too long for any row is cut at its end, and left out where
     nothing that is taught is left of it."""
     row: list[Example] = []
     used = 0
     for example in examples:
-        kept = Example(example.ids[:row_tokens], example.taught[:row_tokens])
-        if not any(kept.taught[1:]):
+        kept = Example(example.ids[:row_tokens], example.loss_mask[:row_tokens])
+        if not any(kept.loss_mask[1:]):
             continue
         if row and used + len(kept.ids) > row_tokens:
             yield row
@@ -99,7 +99,7 @@ def collate(rows: Sequence[Sequence[Example]], pad_id: int, device: Any = "cpu")
             end = at + len(example.ids)
             token_ids = torch.tensor(example.ids)
             ids[r, at:end] = token_ids
-            labels[r, at:end] = torch.where(torch.tensor(example.taught), token_ids, -100)
+            labels[r, at:end] = torch.where(torch.tensor(example.loss_mask), token_ids, -100)
             labels[r, at] = -100  # nothing of its own stands before it
             positions[r, at:end] = torch.arange(end - at)
             segments[r, at:end] = s
@@ -111,7 +111,7 @@ def collate(rows: Sequence[Sequence[Example]], pad_id: int, device: Any = "cpu")
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
-def batches(examples: Sequence[Example], settings: SupervisedSettings) -> Iterator[list[list[Example]]]:
+def batches(examples: Sequence[Example], settings: SftSettings) -> Iterator[list[list[Example]]]:
     """Endless: epochs of freshly shuffled, packed rows, `batch_tokens` a batch."""
     rng = Random(settings.seed)
     rows_per_batch = max(1, settings.batch_tokens // settings.row_tokens)
@@ -119,7 +119,7 @@ def batches(examples: Sequence[Example], settings: SupervisedSettings) -> Iterat
     while True:
         order = list(examples)
         rng.shuffle(order)
-        rows = list(pack(order, settings.row_tokens))
+        rows = list(pack_examples(order, settings.row_tokens))
         if not rows:
             raise DataError(
                 f"there is nothing to teach: no conversation has an assistant's token among its first "
@@ -132,7 +132,7 @@ def batches(examples: Sequence[Example], settings: SupervisedSettings) -> Iterat
                 waiting = []
 
 
-def learning_rate(step: int, settings: SupervisedSettings) -> float:
+def learning_rate(step: int, settings: SftSettings) -> float:
     """Linear warm-up, then a cosine down to a tenth."""
     warm = max(1, int(settings.warmup * settings.steps))
     if step < warm:
@@ -141,8 +141,8 @@ def learning_rate(step: int, settings: SupervisedSettings) -> float:
     return settings.lr * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def teach_steps(
-    model: Any, examples: Sequence[Example], settings: SupervisedSettings, *, pad_id: int
+def sft_steps(
+    model: Any, examples: Sequence[Example], settings: SftSettings, *, pad_id: int
 ) -> Iterator[dict[str, float]]:
     """Teach `model` in place, giving each step's figures."""
     device = next(model.parameters()).device

@@ -16,7 +16,7 @@ from toolwise.protocols import Metrics
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class LossTerms:
     """One entry a token, of one micro-batch."""
 
     policy: Tensor
@@ -25,9 +25,9 @@ class Terms:
     figures: dict[str, Tensor]
 
 
-def policy_terms(
+def policy_loss_terms(
     settings: ActorSettings, kl_coef: float, batch: Batch, places: Tensor, logprobs: Tensor, entropy: Tensor
-) -> Terms:
+) -> LossTerms:
     """`places` are those of the tokens in the batch's columns; `logprobs` and `entropy` are the model's of now."""
     drawn = old = batch.rollout_logprobs[places]
     again = settings.old_logprobs == "recompute"
@@ -50,10 +50,10 @@ def policy_terms(
         total = total - settings.entropy_coef * entropy
     if settings.kl == "loss" and batch.ref_logprobs is not None:
         total = total + kl_coef * kl_loss(settings.kl_estimator, logprobs, batch.ref_logprobs[places])
-    return Terms(policy, total, figures)
+    return LossTerms(policy, total, figures)
 
 
-class Sums:
+class MetricSums:
     """Figures of the micro-batches of one step, added up where they were computed: reading one waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -61,7 +61,7 @@ class Sums:
         self._held: dict[str, Tensor] = {}
         self._computed = 0
 
-    def add(self, terms: Terms, weights: Tensor, computed: int) -> None:
+    def add(self, terms: LossTerms, weights: Tensor, computed: int) -> None:
         here = {name: value.double().sum() for name, value in terms.figures.items()}
         here["loss"] = (terms.policy.detach() * weights).double().sum()
         self._held = {name: self._held[name] + value if self._held else value for name, value in here.items()}
@@ -72,7 +72,9 @@ class Sums:
         names = ["loss", "entropy", "clip_frac", "kl"]
         names += ["importance_weight"] if settings.old_logprobs == "recompute" else []
         held = torch.stack([self._held[name] for name in names]).tolist() if self._held else [0.0] * len(names)
-        *totals, computed, count = ranks.totals([*held, float(self._computed), float(tokens)], self.device)
-        found = dict(zip(names, totals, strict=True))
+        *sum_over_ranks, computed, count = ranks.sum_over_ranks(
+            [*held, float(self._computed), float(tokens)], self.device
+        )
+        found = dict(zip(names, sum_over_ranks, strict=True))
         loss = found.pop("loss")  # weighed already
         return {"loss": loss, "computed_tokens": computed} | {n: value / max(count, 1.0) for n, value in found.items()}

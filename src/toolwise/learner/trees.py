@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 Span = tuple[int, int]
 """From, up to: places in a micro-batch."""
 Array = NDArray[np.int64]
-SHORT = 32
+SHORT_BRANCH = 32
 """Tokens: computing so few twice takes less than a branch of their own."""
-WORTH_A_LEVEL = 0.15
+MIN_LEVEL_SAVING = 0.15
 """Share of the tokens that a level above others must save, since all who are below it attend to it apart."""
-DEEPEST = 3
-"""Nodes above a node. Deeper trees stand in turn: each level would be a kernel call (`branches.MOST_PARTS`)."""
+MAX_DEPTH = 3
+"""Nodes above a node. Deeper trees stand in turn: each level would be a kernel call (`branches.MAX_PARTS`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,39 +45,39 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class FlatTree:
     """A tree of rows, flat."""
 
     segments: list[Segment]
     ids: Array
     positions: Array
-    places: list[Array]
+    row_indices: list[Array]
     """For each row, where each of its tokens stands."""
 
 
 # In turn.
 
 
-def in_turn(rows: Sequence[Array], shared: Sequence[int]) -> Laid:
+def layout_by_row(rows: Sequence[Array], shared: Sequence[int]) -> FlatTree:
     """Each row's own tokens after those of the row before; the path of a segment is the row before, cut short."""
     segments: list[Segment] = []
-    places: list[Array] = []
+    row_indices: list[Array] = []
     spans: tuple[Span, ...] = ()
     total = 0
     for ids, common in zip(rows, shared, strict=True):
-        spans = _shortened(spans, common)
+        spans = _truncate_path(spans, common)
         start, total = total, total + len(ids) - common
-        before = places[-1][:common] if places else np.zeros(0, dtype=np.int64)
-        places.append(np.concatenate([before, np.arange(start, total)]))
+        before = row_indices[-1][:common] if row_indices else np.zeros(0, dtype=np.int64)
+        row_indices.append(np.concatenate([before, np.arange(start, total)]))
         if total > start:
             segments.append(Segment(start, total, spans))
             spans = (*spans, (start, total))
     own = [ids[common:] for ids, common in zip(rows, shared, strict=True)]
     depths = [np.arange(common, len(ids)) for ids, common in zip(rows, shared, strict=True)]
-    return Laid(segments, np.concatenate(own), np.concatenate(depths), places)
+    return FlatTree(segments, np.concatenate(own), np.concatenate(depths), row_indices)
 
 
-def _shortened(spans: tuple[Span, ...], length: int) -> tuple[Span, ...]:
+def _truncate_path(spans: tuple[Span, ...], length: int) -> tuple[Span, ...]:
     """The first `length` tokens of a path."""
     kept: list[Span] = []
     for start, stop in spans:
@@ -109,7 +109,7 @@ class _Node:
         return self.depth + len(self.ids)
 
 
-def sharing_less(shared: Array, lengths: Array) -> Array:
+def reduce_sharing(shared: Array, lengths: Array) -> Array:
     """How much each row is to share with the one before it where few branches and few levels are the faster.
 
     Tree by tree, and never at the price of more tokens than a level is worth: in a chain, as of turns whose thoughts
@@ -118,16 +118,16 @@ def sharing_less(shared: Array, lengths: Array) -> Array:
     found = shared.copy()
     roots = np.flatnonzero(shared == 0).tolist()
     for tree in (slice(*ends) for ends in pairwise([*roots, len(shared)])):
-        most = (1 + WORTH_A_LEVEL) * (lengths[tree] - shared[tree]).sum()
-        trimmed = _without_twigs(shared[tree])
-        for less in (_without_levels(trimmed, lengths[tree]), trimmed):
+        most = (1 + MIN_LEVEL_SAVING) * (lengths[tree] - shared[tree]).sum()
+        trimmed = _drop_short_branches(shared[tree])
+        for less in (_drop_small_levels(trimmed, lengths[tree]), trimmed):
             if (lengths[tree] - less).sum() <= most:
                 found[tree] = less
                 break
     return found
 
 
-def _without_twigs(shared: Array) -> Array:
+def _drop_short_branches(shared: Array) -> Array:
     """Rows that stay together for a few tokens after others have left part from each other where those left."""
     found = shared.copy()
     for order in (range(len(found)), reversed(range(len(found)))):
@@ -135,14 +135,14 @@ def _without_twigs(shared: Array) -> Array:
         for row in order:
             while partings and partings[-1] > found[row]:
                 partings.pop()
-            if partings and partings[-1] and found[row] - partings[-1] < SHORT:
+            if partings and partings[-1] and found[row] - partings[-1] < SHORT_BRANCH:
                 found[row] = partings[-1]
             else:
                 partings.append(int(found[row]))
     return found
 
 
-def _without_levels(shared: Array, lengths: Array) -> Array:
+def _drop_small_levels(shared: Array, lengths: Array) -> Array:
     """Of one tree: what all groups begin with, as with a system prompt, is computed for each where it is short.
 
     0 1000 1000 | 100 1000 1000    two groups that share 100 tokens; 1000 within each
@@ -158,33 +158,33 @@ def _without_levels(shared: Array, lengths: Array) -> Array:
         level = int(partings.min())
         at = start + 1 + np.flatnonzero(partings == level)
         computed = (lengths[start:stop] - found[start:stop]).sum() + found[start] - above
-        if (level - above) * len(at) < WORTH_A_LEVEL * computed:
+        if (level - above) * len(at) < MIN_LEVEL_SAVING * computed:
             found[at] = level = above
         within += [(*rows, level) for rows in pairwise([start, *at.tolist(), stop])]
     return found
 
 
-def as_nodes(rows: Sequence[Array], shared: Sequence[int]) -> Laid | None:
+def layout_by_node(rows: Sequence[Array], shared: Sequence[int]) -> FlatTree | None:
     """None where the tree is too deep for it to pay."""
     nodes: list[_Node] = []
     paths: list[tuple[int, ...]] = []
     path: tuple[int, ...] = ()
-    for ids, common, cuts in zip(rows, shared, _cuts([len(ids) for ids in rows], shared), strict=True):
+    for ids, common, cuts in zip(rows, shared, _split_points([len(ids) for ids in rows], shared), strict=True):
         path = tuple(number for number in path if nodes[number].stop <= common)
         for start, stop in pairwise([common, *cuts, len(ids)]):
             if stop > start:
                 nodes.append(_Node(ids[start:stop], start, path))
                 path = (*path, len(nodes) - 1)
         paths.append(path)
-    if max(len(node.path) for node in nodes) > DEEPEST:
+    if max(len(node.path) for node in nodes) > MAX_DEPTH:
         return None
     read = {number for node in nodes for number in node.path}
     level_by_level = sorted(range(len(nodes)), key=lambda n: (len(nodes[n].path), n not in read))
-    laid = _stand(nodes, paths, level_by_level)
-    return laid if _readers_stand_together(laid.segments) else _stand(nodes, paths, range(len(nodes)))
+    laid = _arrange_nodes(nodes, paths, level_by_level)
+    return laid if _readers_are_adjacent(laid.segments) else _arrange_nodes(nodes, paths, range(len(nodes)))
 
 
-def _cuts(lengths: Sequence[int], shared: Sequence[int]) -> list[list[int]]:
+def _split_points(lengths: Sequence[int], shared: Sequence[int]) -> list[list[int]]:
     """Where later rows part from the tokens that each row has of its own.
 
     Three rows of 9 tokens, of which the second shares 5 with the first and the third 3 with the second: the first is
@@ -200,10 +200,10 @@ def _cuts(lengths: Sequence[int], shared: Sequence[int]) -> list[list[int]]:
     return found[::-1]
 
 
-def _stand(nodes: Sequence[_Node], paths: Sequence[tuple[int, ...]], order: Sequence[int]) -> Laid:
+def _arrange_nodes(nodes: Sequence[_Node], paths: Sequence[tuple[int, ...]], order: Sequence[int]) -> FlatTree:
     ends = [0, *accumulate(len(nodes[number].ids) for number in order)]
     spans = dict(zip(order, pairwise(ends), strict=True))
-    return Laid(
+    return FlatTree(
         [Segment(*spans[number], tuple(spans[above] for above in nodes[number].path)) for number in order],
         np.concatenate([nodes[number].ids for number in order]),
         np.concatenate([np.arange(nodes[number].depth, nodes[number].stop) for number in order]),
@@ -211,7 +211,7 @@ def _stand(nodes: Sequence[_Node], paths: Sequence[tuple[int, ...]], order: Sequ
     )
 
 
-def _readers_stand_together(segments: Sequence[Segment]) -> bool:
+def _readers_are_adjacent(segments: Sequence[Segment]) -> bool:
     for level in range(max(len(segment.path) for segment in segments)):
         read = [span for span, _ in groupby(s.path[level] for s in segments if len(s.path) > level)]
         if len(set(read)) < len(read):

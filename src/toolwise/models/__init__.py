@@ -8,7 +8,7 @@ from typing import Any
 
 from toolwise.errors import ModelError
 from toolwise.models.folder import BUILTIN, locate
-from toolwise.models.own_code import announce_code, check_kernels, refuse_code
+from toolwise.models.own_code import check_hub_kernels, remote_code_error, warn_remote_code
 from toolwise.models.sizes import check_sizes
 from toolwise.rollout.chat import ChatTokenizer
 
@@ -26,15 +26,15 @@ def load_model(
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    place = locate(path)
+    location = locate(path)
     if trust_remote_code:
-        announce_code(path, place)
-    elif Path(place).is_dir():
-        check_kernels(path, place)
+        warn_remote_code(path, location)
+    elif Path(location).is_dir():
+        check_hub_kernels(path, location)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        model, tokenizer, report = _load(place, getattr(torch, dtype), trust_remote_code)
+        model, tokenizer, report = _load(location, getattr(torch, dtype), trust_remote_code)
         model = model.to(device)
     except ModelError:
         raise
@@ -42,7 +42,7 @@ def load_model(
         if not isinstance(fault, Exception) and type(fault).__name__ != "PanicException":  # of a library in Rust
             raise
         if "trust_remote_code" in str(fault):
-            raise refuse_code(path, place) from fault
+            raise remote_code_error(path, location) from fault
         reason = str(fault).strip().splitlines()[0] if str(fault).strip() else type(fault).__name__
         raise ModelError(f"the model {path!r} cannot be loaded: {reason}") from fault
     missing = sorted(report["missing_keys"])
@@ -52,15 +52,15 @@ def load_model(
     return model.eval(), ChatTokenizer(tokenizer)
 
 
-def _load(place: str, dtype: Any, trusted: bool) -> tuple[Any, Any, dict[str, Any]]:
+def _load(location: str, dtype: Any, trusted: bool) -> tuple[Any, Any, dict[str, Any]]:
     """`trust_remote_code` is always said: left out, transformers asks on standard input."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
-    if not Path(place).is_dir():
+    if not Path(location).is_dir():
         with suppress(OSError):  # not there, or adapters alone: the next line says it, or finds their model
-            check_sizes(PretrainedConfig.get_config_dict(place)[0], place, None)
-    tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=trusted)
+            check_sizes(PretrainedConfig.get_config_dict(location)[0], location, None)
+    tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=trusted)
     model, report = AutoModelForCausalLM.from_pretrained(
-        place, dtype=dtype, use_safetensors=True, output_loading_info=True, trust_remote_code=trusted
+        location, dtype=dtype, use_safetensors=True, output_loading_info=True, trust_remote_code=trusted
     )
     return model, tokenizer, report

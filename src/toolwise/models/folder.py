@@ -10,10 +10,10 @@ from toolwise.errors import ModelError
 from toolwise.models.sizes import check_sizes
 
 BUILTIN = Path(__file__).parent
-SETTINGS_BYTES = 20_000_000
+MAX_CONFIG_BYTES = 20_000_000
 """Of config.json and the small files beside it; the largest that are published have one hundredth of it."""
-TOKENIZER_BYTES = 500_000_000
-TEMPLATE_BYTES = 1_000_000
+MAX_TOKENIZER_BYTES = 500_000_000
+MAX_TEMPLATE_BYTES = 1_000_000
 
 
 def locate(path: str) -> str:
@@ -40,20 +40,20 @@ def check_folder(folder: Path) -> None:
     """Refuse what is no model, or one whose files say what no model can be."""
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} has no config.json: it is no model folder in Hugging Face's form")
-    config = read_object(folder / "config.json")
+    config = read_json_object(folder / "config.json")
     if not isinstance(config.get("model_type"), str) and "auto_map" not in config:
         raise ModelError(f"{folder / 'config.json'} has no model_type: it does not say what kind of model it is")
     if not [*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")]:
         raise ModelError(
             f"{folder} has no *.safetensors: save the model with save_pretrained (pickled weights are refused)"
         )
-    check_sizes(config, folder / "config.json", _weights(folder))
+    check_sizes(config, folder / "config.json", _tensor_shapes(folder))
     _check_tokenizer(folder)
 
 
-def read_object(path: Path, largest: int = SETTINGS_BYTES) -> dict[str, Any]:
+def read_json_object(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
     """The object in a JSON file of a model's folder."""
-    _check_bytes(path, largest)
+    _check_file_size(path, max_bytes)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as fault:
@@ -63,7 +63,7 @@ def read_object(path: Path, largest: int = SETTINGS_BYTES) -> dict[str, Any]:
     return value
 
 
-def _weights(folder: Path) -> dict[str, tuple[int, ...]]:
+def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor, from the heads of the files alone."""
     from safetensors import SafetensorError, safe_open
 
@@ -82,17 +82,19 @@ def _check_tokenizer(folder: Path) -> None:
     if not any(file.is_file() for file in files):
         raise ModelError(f"{folder} has no tokenizer.json: save the tokenizer beside the model")
     for file in folder.glob("*.json"):
-        _check_bytes(file, TOKENIZER_BYTES if file.name in ("tokenizer.json", "vocab.json") else SETTINGS_BYTES)
+        _check_file_size(
+            file, MAX_TOKENIZER_BYTES if file.name in ("tokenizer.json", "vocab.json") else MAX_CONFIG_BYTES
+        )
     for file in (*folder.glob("*.jinja"), *folder.glob("additional_chat_templates/*.jinja")):
-        _check_bytes(file, TEMPLATE_BYTES)
+        _check_file_size(file, MAX_TEMPLATE_BYTES)
     if files[1].is_file():
-        read_object(files[1])
+        read_json_object(files[1])
 
 
-def _check_bytes(path: Path, largest: int) -> None:
+def _check_file_size(path: Path, max_bytes: int) -> None:
     size = path.stat().st_size
-    if size > largest:
-        raise ModelError(f"{path} has {size} bytes, more than the {largest} that such a file may have: it is damaged")
+    if size > max_bytes:
+        raise ModelError(f"{path} has {size} bytes, more than the {max_bytes} that such a file may have: it is damaged")
 
 
 def _first_line(fault: BaseException) -> str:

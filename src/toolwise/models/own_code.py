@@ -8,45 +8,45 @@ from pathlib import Path
 from typing import Any
 
 from toolwise.errors import ModelError
-from toolwise.models.folder import read_object
+from toolwise.models.folder import read_json_object
 
 log = logging.getLogger("toolwise.models")
 
 
-def code_files(place: str) -> list[str]:
+def remote_code_files(location: str) -> list[str]:
     """The Python files that the settings of a local folder name for loading it, and kernels of a hub's."""
-    folder = Path(place)
+    folder = Path(location)
     names: dict[str, None] = {}
     for file in ("config.json", "tokenizer_config.json"):
         if (folder / file).is_file():
-            names |= dict.fromkeys(_named(read_object(folder / file)))
+            names |= dict.fromkeys(_referenced_code(read_json_object(folder / file)))
     return list(names)
 
 
-def refuse_code(path: str, place: str) -> ModelError:
-    wants = ", ".join(code_files(place)) or "files beside its weights"
+def remote_code_error(path: str, location: str) -> ModelError:
+    wants = ", ".join(remote_code_files(location)) or "files beside its weights"
     return ModelError(
         f"the model {path!r} wants to run Python code of its own ({wants}): read it first; "
         "model.trust_remote_code = true allows it (sft: --trust-remote-code)"
     )
 
 
-def check_kernels(path: str, place: str) -> None:
+def check_hub_kernels(path: str, location: str) -> None:
     """Code that a hub would deliver is not asked for by transformers: refused here."""
-    if any("/" in name and not name.endswith(".py") for name in code_files(place)):
-        raise refuse_code(path, place)
+    if any("/" in name and not name.endswith(".py") for name in remote_code_files(location)):
+        raise remote_code_error(path, location)
 
 
-def announce_code(path: str, place: str) -> None:
+def warn_remote_code(path: str, location: str) -> None:
     """Said every time, and louder than the log's usual level lets through."""
-    names = code_files(place) if Path(place).is_dir() else ["whatever the hub has for it"]
+    names = remote_code_files(location) if Path(location).is_dir() else ["whatever the hub has for it"]
     if names:
         log.warning(
             "model.trust_remote_code is set: Python code of %s runs with all your rights: %s", path, ", ".join(names)
         )
 
 
-def _named(settings: Mapping[str, Any]) -> Iterator[str]:
+def _referenced_code(settings: Mapping[str, Any]) -> Iterator[str]:
     mapped = settings.get("auto_map")
     for entry in mapped.values() if isinstance(mapped, dict) else [mapped]:
         for reference in entry if isinstance(entry, list) else [entry]:
@@ -59,4 +59,4 @@ def _named(settings: Mapping[str, Any]) -> Iterator[str]:
                 yield value
     for name, part in settings.items():
         if isinstance(part, dict) and name.endswith("_config"):
-            yield from _named(part)
+            yield from _referenced_code(part)

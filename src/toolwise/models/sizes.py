@@ -11,13 +11,13 @@ from typing import Any
 
 from toolwise.errors import ModelError
 
-WIDTH = ("hidden_size", "n_embd", "d_model")
-DEPTH = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-HEADS = ("num_attention_heads", "n_head", "num_heads")
-LARGEST = {
-    **dict.fromkeys(WIDTH, 1 << 20),
-    **dict.fromkeys(DEPTH, 4_000),
-    **dict.fromkeys(HEADS, 1 << 16),
+WIDTH_KEYS = ("hidden_size", "n_embd", "d_model")
+DEPTH_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+HEAD_KEYS = ("num_attention_heads", "n_head", "num_heads")
+MAX_SIZES = {
+    **dict.fromkeys(WIDTH_KEYS, 1 << 20),
+    **dict.fromkeys(DEPTH_KEYS, 4_000),
+    **dict.fromkeys(HEAD_KEYS, 1 << 16),
     "num_key_value_heads": 1 << 16,
     "head_dim": 1 << 16,
     "vocab_size": 1 << 28,
@@ -25,31 +25,31 @@ LARGEST = {
     "max_position_embeddings": 1 << 32,
 }
 """Far beyond any model there is; what is larger is a mistake or malice."""
-FINITE = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "initializer_range")
-FEW_LAYERS = 200
+FINITE_KEYS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "initializer_range")
+MAX_TIED_LAYERS = 200
 """So many may share their weights; more must have a tensor each."""
-PACKED = 64
+MAX_PACKED_WEIGHTS = 64
 """Weights in one stored number, at most: 64 bits hold 64 of one bit."""
 
 
 def check_sizes(config: Mapping[str, Any], path: Path | str, weights: Mapping[str, tuple[int, ...]] | None) -> None:
     """Refuse sizes that are none, or that do not go with each other or with `weights` (None: they are not known)."""
-    for where, part in _parts(config, ""):
-        for name, most in LARGEST.items():
+    for where, part in _sub_configs(config, ""):
+        for name, most in MAX_SIZES.items():
             _check_number(part.get(name), f"{path}: {where}{name}", most)
-        for name in FINITE:
+        for name in FINITE_KEYS:
             _check_finite(part.get(name), f"{path}: {where}{name}")
         _check_heads(part, f"{path}: {where}")
         if weights is not None:
             _check_weights(part, f"{path}: {where}", weights)
 
 
-def _parts(config: Mapping[str, Any], where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _sub_configs(config: Mapping[str, Any], where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The model's, and those of what it is made of: text_config, vision_config, …"""
     yield where, config
     for name, value in config.items():
         if isinstance(value, dict) and name.endswith("_config") and where.count(".") < 4:
-            yield from _parts(value, f"{where}{name}.")
+            yield from _sub_configs(value, f"{where}{name}.")
 
 
 def _check_number(value: Any, where: str, most: int) -> None:
@@ -65,7 +65,7 @@ def _check_finite(value: Any, where: str) -> None:
 
 
 def _check_heads(part: Mapping[str, Any], where: str) -> None:
-    width, heads, groups = _first(part, WIDTH), _first(part, HEADS), _first(part, ("num_key_value_heads",))
+    width, heads, groups = _first(part, WIDTH_KEYS), _first(part, HEAD_KEYS), _first(part, ("num_key_value_heads",))
     if width and heads and not part.get("head_dim") and width % heads:
         raise ModelError(f"{where}a hidden size of {width} does not divide into {heads} heads: the folder is damaged")
     if heads and groups and heads % groups:
@@ -73,8 +73,8 @@ def _check_heads(part: Mapping[str, Any], where: str) -> None:
 
 
 def _check_weights(part: Mapping[str, Any], where: str, weights: Mapping[str, tuple[int, ...]]) -> None:
-    there = PACKED * sum(math.prod(shape) for shape in weights.values())
-    width, depth = _first(part, WIDTH) or 1, _first(part, DEPTH) or 1
+    there = MAX_PACKED_WEIGHTS * sum(math.prod(shape) for shape in weights.values())
+    width, depth = _first(part, WIDTH_KEYS) or 1, _first(part, DEPTH_KEYS) or 1
     for name in ("vocab_size", "intermediate_size"):
         size = _first(part, (name,)) or 1
         if width * size > there:
@@ -82,7 +82,7 @@ def _check_weights(part: Mapping[str, Any], where: str, weights: Mapping[str, tu
                 f"{where}{name} is {size} and the hidden size {width}, more than all the weights beside it: "
                 "the folder is damaged"
             )
-    if depth > max(FEW_LAYERS, len(weights)):
+    if depth > max(MAX_TIED_LAYERS, len(weights)):
         raise ModelError(f"{where}there are to be {depth} layers and there are {len(weights)} tensors: it is damaged")
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-_HOME_OF = {
+_MODULE_OF = {
     "LocalPolicy": "toolwise.policies.local",
     "OpenAIAgentPolicy": "toolwise.policies.openai.policy",
     "ScriptedPolicy": "toolwise.policies.scripted",
@@ -16,9 +16,9 @@ __all__ = ["LocalPolicy", "OpenAIAgentPolicy", "ScriptedPolicy"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'toolwise.policies' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME_OF[name]), name)
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
 
 
 if TYPE_CHECKING:

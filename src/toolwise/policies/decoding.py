@@ -24,19 +24,19 @@ from toolwise.errors import PolicyError
 from toolwise.protocols import Generation, Sampling
 from toolwise.user_code import describe
 
-__all__ = ["Batches", "RoomyLayer", "draw", "generate_batch", "uniforms"]
-_Waiting = tuple[Sequence[int], Sampling, "asyncio.Future[Generation]"]
+__all__ = ["BatchGenerator", "PreallocatedLayer", "draw", "generate_batch", "uniforms"]
+_PendingRequest = tuple[Sequence[int], Sampling, "asyncio.Future[Generation]"]
 
 
-class Batches:
+class BatchGenerator:
     """Requests that wait at the same time become one batch; those that come meanwhile wait for the next. They may come
     from any event loop: a thread of its own serves them all."""
 
     def __init__(self, model: Any, pad_id: int, max_batch: int) -> None:
         self.model, self.pad_id, self.max_batch = model, pad_id, max_batch
         self.version = 0
-        self.linger_s = 0.002
-        self._waiting: list[_Waiting] = []
+        self.batch_wait_s = 0.002
+        self._waiting: list[_PendingRequest] = []
         self._lock = threading.Lock()
         self._working = False
         # A thread of its own: tools that hang in the loop's shared ones must not keep the model from working.
@@ -69,12 +69,12 @@ class Batches:
             for future, result in zip(futures, results, strict=True):
                 _deliver(future, result)
 
-    def _next_batch(self) -> list[_Waiting]:
+    def _next_batch(self) -> list[_PendingRequest]:
         """Lets everyone who is about to ask do so: waits while more keep coming. A batch costs far more than this."""
         count = -1
         while count < len(self._waiting) < self.max_batch:
             count = len(self._waiting)
-            time.sleep(self.linger_s)
+            time.sleep(self.batch_wait_s)
         with self._lock:
             waiting = [w for w in self._waiting if not w[2].done()]
             batch, self._waiting = waiting[: self.max_batch], waiting[self.max_batch :]
@@ -97,14 +97,15 @@ def _deliver(future: asyncio.Future[Generation], result: Generation | PolicyErro
         future.get_loop().call_soon_threadsafe(resolve)
 
 
-class RoomyLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
+class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
     """A cache layer with room to grow: a new token is written into place instead of copying all that came before.
 
-    `_stores` hold the room, `keys` and `values` what is in use of it. Whoever selects, reorders or crops rows gives the
+    `_buffers` hold the room, `keys` and `values` what is in use of it. Whoever selects, reorders or crops rows gives
+    the
     layer other `keys`: the stores are then stale, whatever their shape, and are filled anew from what the layer holds.
     """
 
-    room = 64
+    spare_tokens = 64
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -112,28 +113,28 @@ class RoomyLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
-            self._stores: list[torch.Tensor] = [self.keys, self.values]
+            self._buffers: list[torch.Tensor] = [self.keys, self.values]
             self._in_use = self.keys
         held = self.keys.shape[2]
         length = held + key_states.shape[2]
-        if length > self._stores[0].shape[2] or self.keys is not self._in_use:
-            self._stores = [self._widened(held_states, length) for held_states in (self.keys, self.values)]
-        for store, new in zip(self._stores, (key_states, value_states), strict=True):
+        if length > self._buffers[0].shape[2] or self.keys is not self._in_use:
+            self._buffers = [self._grown(held_states, length) for held_states in (self.keys, self.values)]
+        for store, new in zip(self._buffers, (key_states, value_states), strict=True):
             store[:, :, held:length] = new
-        self.keys, self.values = (store[:, :, :length] for store in self._stores)
+        self.keys, self.values = (store[:, :, :length] for store in self._buffers)
         self._in_use = self.keys
         return self.keys, self.values
 
-    def _widened(self, states: torch.Tensor, length: int) -> torch.Tensor:
+    def _grown(self, states: torch.Tensor, length: int) -> torch.Tensor:
         rows, heads, held, size = states.shape
-        store = states.new_empty(rows, heads, length + self.room, size)
+        store = states.new_empty(rows, heads, length + self.spare_tokens, size)
         store[:, :, :held] = states
         return store
 
 
-def roomy_cache(layers: int) -> DynamicCache:
+def preallocated_cache(layers: int) -> DynamicCache:
     cache = DynamicCache()
-    cache.layers = [RoomyLayer() for _ in range(layers)]
+    cache.layers = [PreallocatedLayer() for _ in range(layers)]
     return cache
 
 
@@ -201,7 +202,7 @@ def _prefill(
     device = next(model.parameters()).device
     padded = [[pad_id] * (width - len(p)) + list(p) for p in distinct]
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in distinct], device=device)
-    cache = roomy_cache(model.config.num_hidden_layers)
+    cache = preallocated_cache(model.config.num_hidden_layers)
     out = model(
         input_ids=torch.tensor(padded, device=device),
         attention_mask=mask,

@@ -7,22 +7,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
-from toolwise.engine import Engine, can_attend
+from toolwise.engine import Engine, supports_paged_attention
 from toolwise.engine.grammar import Constraint, Grammar, Vocabulary
 from toolwise.errors import ContextFullError, PolicyError
 from toolwise.messages import Message
 from toolwise.policies.calling import calls_grammar
-from toolwise.policies.decoding import Batches
+from toolwise.policies.decoding import BatchGenerator
 from toolwise.protocols import Generation, Metrics, Sampling
 from toolwise.rollout.chat import ChatTokenizer
-from toolwise.rollout.parsers import PARSERS, Parsed, sniff, to_action
+from toolwise.rollout.parsers import PARSERS, ParsedReply, detect_parser, to_action
 from toolwise.rollout.tokens import OnChange, TokenBuffer
-from toolwise.rollout.tool_prompt import Mode
+from toolwise.rollout.tool_prompt import ToolPromptMode
 
 log = logging.getLogger("toolwise.policies")
 
 
-class Generator(Protocol):
+class GenerationEngine(Protocol):
     """What draws the tokens: our engine, transformers' batches, or a vLLM server."""
 
     version: int
@@ -44,11 +44,11 @@ class LocalPolicy:
         parser: str = "hermes",
         max_batch: int = 256,
         on_change: OnChange = "append",
-        engine: Literal["toolwise", "transformers"] | Generator = "toolwise",
+        engine: Literal["toolwise", "transformers"] | GenerationEngine = "toolwise",
         deterministic: bool = False,
         cache_mb: int | None = None,
         grammar: Grammar | Literal["tool_calls"] | None = None,
-        tool_prompt: Mode = "auto",
+        tool_prompt: ToolPromptMode = "auto",
     ) -> None:
         """`engine` "transformers" takes any model, in batches that end together; `deterministic` makes what "toolwise"
         gives a request the same to the bit whatever else runs, `cache_mb` is the size of its cache. Any other generator
@@ -57,16 +57,18 @@ class LocalPolicy:
         self.model = model
         self.chat = chat
         self.sampling = replace(sampling, stop_token_ids=sampling.stop_token_ids or (chat.end_id,))
-        self.parse = _parser(parser, chat)
-        chat.tell_tools(tool_prompt, parser)
+        self.parse = _find_parser(parser, chat)
+        chat.set_tool_prompt(tool_prompt, parser)
         self.on_change = on_change
         self.vocabulary = int(getattr(model.config, "vocab_size", 0)) or 1 << 30
         self.max_batch = max_batch
-        self.engine: Generator = (
-            _engine(engine, model, chat, max_batch, deterministic, cache_mb) if isinstance(engine, str) else engine
+        self.engine: GenerationEngine = (
+            _build_engine(engine, model, chat, max_batch, deterministic, cache_mb)
+            if isinstance(engine, str)
+            else engine
         )
         self._grammar = grammar
-        self._grammars = None if grammar is None else self._vocabulary()
+        self._grammar_vocabulary = None if grammar is None else self._build_vocabulary()
         self.constraint()  # what is wrong with the grammar is told now
         room = (getattr(model.config, "max_position_embeddings", 0), getattr(self.engine, "max_context", 0))
         self.max_context = min((int(tokens) for tokens in room if tokens), default=1 << 30)
@@ -99,9 +101,11 @@ class LocalPolicy:
         grammar = self._grammar
         if grammar == "tool_calls":
             grammar = calls_grammar(self.chat.tokenizer, tools) if tools else None
-        return None if grammar is None or self._grammars is None else self._grammars.compile(grammar)
+        return (
+            None if grammar is None or self._grammar_vocabulary is None else self._grammar_vocabulary.compile(grammar)
+        )
 
-    def _vocabulary(self) -> Vocabulary:
+    def _build_vocabulary(self) -> Vocabulary:
         if not isinstance(self.engine, Engine):
             raise PolicyError(
                 f"a grammar needs our own engine, and {type(self.engine).__name__} generates: leave it out, or "
@@ -142,22 +146,22 @@ class LocalPolicy:
             self.engine.close()
 
 
-def _engine(
+def _build_engine(
     name: str, model: Any, chat: ChatTokenizer, max_batch: int, deterministic: bool, cache_mb: int | None
-) -> Engine | Batches:
-    if name == "toolwise" and can_attend(model):
+) -> Engine | BatchGenerator:
+    if name == "toolwise" and supports_paged_attention(model):
         return Engine(
             model, memory_mb=cache_mb, max_requests=max_batch, deterministic=deterministic, decode=chat.decode
         )
     if name == "toolwise":
         log.warning("%s cannot run in the engine: generating with transformers", type(model).__name__)
-    return Batches(model, chat.pad_id, max_batch)
+    return BatchGenerator(model, chat.pad_id, max_batch)
 
 
-def _parser(name: str, chat: ChatTokenizer) -> Callable[[str], Parsed]:
+def _find_parser(name: str, chat: ChatTokenizer) -> Callable[[str], ParsedReply]:
     """How to read what the model writes; `auto` asks its chat template."""
     if name == "auto":
-        name = sniff(chat.tokenizer.chat_template, chat.controls.texts)
+        name = detect_parser(chat.tokenizer.chat_template, chat.controls.texts)
     if name not in PARSERS:
         raise PolicyError(f"there is no tool parser {name!r}; there is: {', '.join(sorted(PARSERS))}")
     return PARSERS[name]

@@ -17,34 +17,34 @@ from toolwise.errors import RewardError
 from toolwise.types import EvaluateResult, Rollout, ScoredRollout, StepData, StepOutput
 
 log = logging.getLogger("toolwise.rewards")
-Name = Literal["unmatched", "duplicate", "missing", "non_finite", "duplicate_rollout"]
+IssueKind = Literal["unmatched", "duplicate", "missing", "non_finite", "duplicate_rollout"]
 
 
-class Misfit(str):
+class AlignmentIssue(str):
     """A step reward that fits no step or is no number, a step without one, a rollout that is there twice: a line to
     read, and its parts to count."""
 
-    name: Name
+    name: IssueKind
     step_index: str
     rollout_id: str
 
     @classmethod
-    def of(cls, name: Name, index: str, told: str, rollout_id: str = "") -> Misfit:
+    def of(cls, name: IssueKind, index: str, detail: str, rollout_id: str = "") -> AlignmentIssue:
         what = "duplicate rollout_id" if name == "duplicate_rollout" else f"{name} step_index {index}"
-        made = cls(f"{f'{rollout_id}: ' if rollout_id else ''}{what}{told}")
+        made = cls(f"{f'{rollout_id}: ' if rollout_id else ''}{what}{detail}")
         made.name, made.step_index, made.rollout_id = name, index, rollout_id
         return made
 
 
 @dataclass(frozen=True, slots=True)
-class Aligned:
+class AlignmentResult:
     """Steps with base rewards, final scores in order (None where a result does not count), and what did not fit."""
 
     steps: dict[str, list[StepData]]
     final_scores: list[float | None]
-    warnings: list[Misfit] = field(default_factory=list)
+    warnings: list[AlignmentIssue] = field(default_factory=list)
 
-    def warnings_of(self, rollout_id: str) -> tuple[Misfit, ...]:
+    def warnings_of(self, rollout_id: str) -> tuple[AlignmentIssue, ...]:
         return tuple(warning for warning in self.warnings if warning.rollout_id == rollout_id)
 
 
@@ -59,7 +59,7 @@ class RLDataAligner:
         eval_results_from_sandbox: EvaluateResult | Sequence[EvaluateResult],
         raw_rollout_step_data_map: Mapping[str, Sequence[StepData]],
         rollout_ids_in_order: Sequence[str],
-    ) -> Aligned:
+    ) -> AlignmentResult:
         given = eval_results_from_sandbox
         results = [given] if isinstance(given, EvaluateResult) else list(given)
         if len(results) != len(rollout_ids_in_order):
@@ -74,25 +74,25 @@ class RLDataAligner:
                 raise RewardError(f"there are no steps for rollout {rollout_id!r}")
             raw = raw_rollout_step_data_map[rollout_id]
             aligned, found = align_steps(raw, result.step_outputs or (), rollout_id)
-            scores.append(complete_score(result, aligned).score if result.counts else None)
+            scores.append(complete_score(result, aligned).score if result.has_valid_score else None)
             if rollout_id not in steps:
                 steps[rollout_id] = aligned
                 warnings += found
         if warnings and self.strict:
             raise RewardError("; ".join(warnings))
-        return Aligned(steps, scores, warnings)
+        return AlignmentResult(steps, scores, warnings)
 
 
-def duplicate_rollouts(rollout_ids: Sequence[str]) -> list[Misfit]:
+def duplicate_rollouts(rollout_ids: Sequence[str]) -> list[AlignmentIssue]:
     """A warning for each id that is there more than once."""
     counts = Counter(rollout_ids)
     twice = [(key, n) for key, n in counts.items() if n > 1]
-    return [Misfit.of("duplicate_rollout", "", f" ({n} times): ids must be unique", key) for key, n in twice]
+    return [AlignmentIssue.of("duplicate_rollout", "", f" ({n} times): ids must be unique", key) for key, n in twice]
 
 
 def align_steps(
     steps: Sequence[StepData], outputs: Sequence[StepOutput], rollout_id: str = ""
-) -> tuple[list[StepData], list[Misfit]]:
+) -> tuple[list[StepData], list[AlignmentIssue]]:
     """Copies of `steps` with their base rewards, and what did not fit."""
     rewards: dict[str, float] = {}
     counts: Counter[str] = Counter()
@@ -101,12 +101,12 @@ def align_steps(
         counts[key] += 1
         rewards.setdefault(key, output.base_reward)
     warnings = [
-        Misfit.of("non_finite", key, f": its base_reward is {reward}, and counts as none", rollout_id)
+        AlignmentIssue.of("non_finite", key, f": its base_reward is {reward}, and counts as none", rollout_id)
         for key, reward in rewards.items()
         if not in_bounds(reward)
     ]
     warnings += [
-        Misfit.of("duplicate", key, f" ({count} times; the first counts)", rollout_id)
+        AlignmentIssue.of("duplicate", key, f" ({count} times; the first counts)", rollout_id)
         for key, count in counts.items()
         if count > 1
     ]
@@ -118,9 +118,11 @@ def align_steps(
         else:
             if outputs and rewards.pop(key, None) is None:
                 kept = f": that step keeps base_reward {step.base_reward}"
-                warnings.append(Misfit.of("missing", key, kept, rollout_id))
+                warnings.append(AlignmentIssue.of("missing", key, kept, rollout_id))
             aligned.append(step)
-    warnings += [Misfit.of("unmatched", key, f": the rollout has {len(steps)} steps", rollout_id) for key in rewards]
+    warnings += [
+        AlignmentIssue.of("unmatched", key, f": the rollout has {len(steps)} steps", rollout_id) for key in rewards
+    ]
     return aligned, warnings
 
 

@@ -27,7 +27,7 @@ class ExpectedCall:
     accepted: dict[str, list[Any]]
     optional: frozenset[str] = frozenset()
 
-    def fits(self, call: ToolCall, *, loose_strings: bool = False) -> bool:
+    def matches(self, call: ToolCall, *, loose_strings: bool = False) -> bool:
         arguments = call.arguments
         if call.name != self.name or not isinstance(arguments, dict) or not arguments.keys() <= self.accepted.keys():
             return False
@@ -54,11 +54,11 @@ def same_value(given: Any, wanted: Any, *, loose_strings: bool = False) -> bool:
         pairs = zip(given, wanted, strict=False)
         return len(given) == len(wanted) and all(same_value(g, w, loose_strings=loose_strings) for g, w in pairs)
     if loose_strings and isinstance(given, str) and isinstance(wanted, str):
-        return _letters(given) == _letters(wanted)
+        return _alphanumeric(given) == _alphanumeric(wanted)
     return bool(given == wanted)
 
 
-def _letters(text: str) -> str:
+def _alphanumeric(text: str) -> str:
     return "".join(character for character in text.casefold() if character.isalnum())
 
 
@@ -76,33 +76,33 @@ def parse_python_calls(text: str) -> list[ToolCall]:
         with warnings.catch_warnings():  # about escapes in model-written strings: nobody can act on them
             warnings.simplefilter("ignore")
             module = ast.parse(code)
-        return [_read_call(node) for statement in module.body for node in _calls_in(statement)]
+        return [_call_from_ast(node) for statement in module.body for node in _call_nodes(statement)]
     except (SyntaxError, TypeError, RecursionError, MemoryError):  # TypeError: a literal such as {[]: 1}
         raise ValueError("it is not Python") from None
 
 
-def _calls_in(statement: ast.stmt) -> Sequence[ast.expr]:
+def _call_nodes(statement: ast.stmt) -> Sequence[ast.expr]:
     if not isinstance(statement, ast.Expr):
         raise ValueError(f"a statement ({type(statement).__name__}) is no call")
     value = statement.value
     return value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
 
 
-def _read_call(node: ast.expr) -> ToolCall:
+def _call_from_ast(node: ast.expr) -> ToolCall:
     if not isinstance(node, ast.Call):
         raise ValueError(f"{type(node).__name__} is no call")
     names = [keyword.arg for keyword in node.keywords]
     if node.args or None in names or len(set(names)) != len(names):
         raise ValueError("arguments must be given by name, each once")
     arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
-    return ToolCall(name=_dotted(node.func), arguments=arguments)
+    return ToolCall(name=_dotted_name(node.func), arguments=arguments)
 
 
-def _dotted(node: ast.expr) -> str:
+def _dotted_name(node: ast.expr) -> str:
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
-        return f"{_dotted(node.value)}.{node.attr}"
+        return f"{_dotted_name(node.value)}.{node.attr}"
     raise ValueError(f"{type(node).__name__} is no name of a function")
 
 
@@ -118,26 +118,26 @@ def expected_calls(ground_truth: Any) -> list[ExpectedCall]:
         try:
             given = json.loads(given)
         except (ValueError, RecursionError):
-            return [_exactly(call) for call in _python_truth(ground_truth)]
+            return [_exact_call(call) for call in _parse_python_ground_truth(ground_truth)]
     given = [given] if isinstance(given, dict) else given
     if not isinstance(given, list):
         raise DataError(f"the ground truth {ground_truth!r:.80} holds no calls; give a list of calls or Python text")
-    return [_expected(item) for item in given]
+    return [_parse_expected_call(item) for item in given]
 
 
-def _python_truth(text: str) -> list[ToolCall]:
+def _parse_python_ground_truth(text: str) -> list[ToolCall]:
     try:
         return parse_python_calls(text)
     except ValueError as fault:
         raise DataError(f"the ground truth {text!r:.80} holds no calls: {fault}") from fault
 
 
-def _exactly(call: ToolCall) -> ExpectedCall:
+def _exact_call(call: ToolCall) -> ExpectedCall:
     arguments = call.arguments if isinstance(call.arguments, dict) else {}
     return ExpectedCall(call.name, {name: [value] for name, value in arguments.items()})
 
 
-def _expected(item: Any) -> ExpectedCall:
+def _parse_expected_call(item: Any) -> ExpectedCall:
     wrong = DataError(f'the ground truth has {item!r:.80} for a call; write {{"name": …, "arguments": {{…}}}}')
     if not isinstance(item, dict):
         raise wrong
@@ -145,23 +145,23 @@ def _expected(item: Any) -> ExpectedCall:
         item = item["function"]
     if isinstance(item.get("name"), str):
         arguments = item.get("arguments", item.get("parameters", {}))
-        arguments = _object(arguments) if isinstance(arguments, str) else arguments
+        arguments = _load_json(arguments) if isinstance(arguments, str) else arguments
         if not isinstance(arguments, dict):
             raise wrong
-        return _exactly(ToolCall(name=item["name"], arguments=arguments))
+        return _exact_call(ToolCall(name=item["name"], arguments=arguments))
     if len(item) != 1 or not isinstance(next(iter(item.values())), dict):
         raise wrong
-    return _possible(*next(iter(item.items())))
+    return _parse_possible_answers(*next(iter(item.items())))
 
 
-def _object(text: str) -> Any:
+def _load_json(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
 
 
-def _possible(name: str, answers: dict[str, Any]) -> ExpectedCall:
+def _parse_possible_answers(name: str, answers: dict[str, Any]) -> ExpectedCall:
     if not all(isinstance(values, list) and values for values in answers.values()):
         raise DataError(f"the ground truth's possible answers for {name!r} must be lists, one a parameter")
     return ExpectedCall(name, answers, frozenset(key for key, values in answers.items() if "" in values))

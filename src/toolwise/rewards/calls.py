@@ -8,10 +8,10 @@ from typing import Any
 
 from toolwise.errors import ConfigError
 from toolwise.messages import Message, ToolCall, as_messages
-from toolwise.parameters import TooMuchToCheckError, compile_parameters, misfits
+from toolwise.parameters import ValidationLimitError, argument_errors, compile_parameters
 from toolwise.rewards.call_syntax import ExpectedCall, expected_calls, parse_python_calls
 from toolwise.rewards.function import reward_function
-from toolwise.rewards.transcript import answer_of, calls_of, replies_to_user
+from toolwise.rewards.transcript import final_answer, read_tool_calls, replies_to_user
 from toolwise.types import EvaluateResult, MetricResult
 
 
@@ -24,7 +24,9 @@ def schema_reward(
     `tool_schemas`: tools as OpenAI's API takes them, or `{"name", "parameters"}` alone, as a list or as JSON text.
     """
     schemas = read_schemas(tool_schemas)
-    calls = [call for message in as_messages(messages) if message.role == "assistant" for call in calls_of(message)]
+    calls = [
+        call for message in as_messages(messages) if message.role == "assistant" for call in read_tool_calls(message)
+    ]
     problems = [problem for call in calls if (problem := find_problem(call, schemas)) is not None]
     valid = len(calls) - len(problems)
     return EvaluateResult(
@@ -63,14 +65,14 @@ def find_problem(call: ToolCall, schemas: Mapping[str, str]) -> str | None:
     from referencing.exceptions import Unresolvable
 
     try:
-        error = next(misfits(compile_parameters(call.name, schemas[call.name]), call.arguments), None)
+        error = next(argument_errors(compile_parameters(call.name, schemas[call.name]), call.arguments), None)
     except ConfigError as fault:
         raise ConfigError(f"tool_schemas: {fault}") from fault
     except Unresolvable as fault:
         raise ConfigError(f"tool_schemas: {call.name!r} has a $ref that leads nowhere: {fault}") from fault
     except RecursionError:
         return f"{call.name}: its arguments are nested too deeply"
-    except TooMuchToCheckError:
+    except ValidationLimitError:
         return f"{call.name}: its arguments are too much to check"
     return None if error is None else f"{call.name}: {' '.join(error.message.split())[:200]}"
 
@@ -88,12 +90,12 @@ def call_match_reward(
     Calls are read from the messages, from tool blocks in the text, or from the answer as Python (`f(a=1)`). `partial`
     gives the share that fits. The forms of a ground truth: `call_syntax.expected_calls`.
     """
-    wanted, made = expected_calls(ground_truth), made_calls(messages)
+    wanted, made = expected_calls(ground_truth), actual_calls(messages)
 
-    def fits(expected: ExpectedCall, call: ToolCall) -> bool:
-        return expected.fits(call, loose_strings=loose_strings)
+    def matches(expected: ExpectedCall, call: ToolCall) -> bool:
+        return expected.matches(call, loose_strings=loose_strings)
 
-    matched = match_in_order(wanted, made, fits) if ordered else match_in_any_order(wanted, made, fits)
+    matched = match_in_order(wanted, made, matches) if ordered else match_in_any_order(wanted, made, matches)
     most = max(len(wanted), len(made))
     share = matched / most if most else 1.0
     return EvaluateResult(
@@ -103,31 +105,31 @@ def call_match_reward(
     )
 
 
-def made_calls(messages: Sequence[Message]) -> list[ToolCall]:
+def actual_calls(messages: Sequence[Message]) -> list[ToolCall]:
     """The calls since the user last spoke; where there are none, the answer read as Python calls."""
-    calls = [call for message in replies_to_user(messages) for call in calls_of(message)]
+    calls = [call for message in replies_to_user(messages) for call in read_tool_calls(message)]
     if calls or not replies_to_user(messages):
         return calls
     try:
-        return parse_python_calls(answer_of(messages))
+        return parse_python_calls(final_answer(messages))
     except ValueError:  # prose: no calls were made
         return []
 
 
-Fits = Callable[[ExpectedCall, ToolCall], bool]
+CallMatcher = Callable[[ExpectedCall, ToolCall], bool]
 
 
-def match_in_order(wanted: Sequence[ExpectedCall], made: Sequence[ToolCall], fits: Fits) -> int:
+def match_in_order(wanted: Sequence[ExpectedCall], made: Sequence[ToolCall], matches: CallMatcher) -> int:
     """How many calls fit the wanted one at their own place."""
-    return sum(fits(expected, call) for expected, call in zip(wanted, made, strict=False))
+    return sum(matches(expected, call) for expected, call in zip(wanted, made, strict=False))
 
 
-def match_in_any_order(wanted: Sequence[ExpectedCall], made: Sequence[ToolCall], fits: Fits) -> int:
+def match_in_any_order(wanted: Sequence[ExpectedCall], made: Sequence[ToolCall], matches: CallMatcher) -> int:
     """The most calls that can be paired with wanted ones.
 
     Greedy pairing would not do: a call may fit two wanted ones of which another call fits only the first.
     """
-    choices = [[place for place, call in enumerate(made) if fits(expected, call)] for expected in wanted]
+    choices = [[place for place, call in enumerate(made) if matches(expected, call)] for expected in wanted]
     taken: dict[int, int] = {}
 
     def pair(number: int, tried: set[int]) -> bool:

@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from toolwise.bounds import LARGEST_SCORE, LONGEST_REASON, cut, in_bounds
+from toolwise.bounds import MAX_REASON_CHARS, MAX_SCORE, in_bounds, truncate_text
 from toolwise.protocols import Executor
-from toolwise.rewards.function import Reward, faulty, read_result
+from toolwise.rewards.function import Reward, fault_result, read_result
 from toolwise.types import EvaluateResult, MetricResult, Rollout, StepOutput
 
-Combine = Literal["sum", "normalize"]
+CombineMode = Literal["sum", "normalize"]
 
 
 @dataclass(frozen=True, slots=True)
-class Weighted:
+class WeightedReward:
     """A reward and how much it counts."""
 
     reward: Reward
@@ -36,27 +36,27 @@ class Weighted:
 
 
 def combine(
-    parts: Sequence[tuple[Weighted, Sequence[EvaluateResult]]], groups: Sequence[str], how: Combine
+    parts: Sequence[tuple[WeightedReward, Sequence[EvaluateResult]]], groups: Sequence[str], combine_mode: CombineMode
 ) -> list[EvaluateResult]:
     """One result a rollout from each part's results, in order. `groups` names each rollout's group."""
-    scores = [[result.score if result.counts else None for result in results] for _, results in parts]
+    scores = [[result.score if result.has_valid_score else None for result in results] for _, results in parts]
     scales = [[1.0] * len(groups) for _ in parts]
-    if how == "normalize":
+    if combine_mode == "normalize":
         scales = [_scales(part, groups) for part in scores]
-        scores = [normalized(part, groups) for part in scores]
+        scores = [normalize_by_group(part, groups) for part in scores]
     combined = []
     for i in range(len(groups)):
         of_parts = [(weighted, results[i], scores[p][i], scales[p][i]) for p, (weighted, results) in enumerate(parts)]
-        result = _combined(of_parts)
-        if how == "sum" and all(part.is_sum_of_steps for _, part, _, _ in of_parts):
+        result = _combine_rollout(of_parts)
+        if combine_mode == "sum" and all(part.is_sum_of_steps for _, part, _, _ in of_parts):
             result.model_fields_set.discard("score")  # so that it is completed as each alone would be
         combined.append(result)
     return combined
 
 
-def normalized(scores: Sequence[float | None], groups: Sequence[str]) -> list[float | None]:
+def normalize_by_group(scores: Sequence[float | None], groups: Sequence[str]) -> list[float | None]:
     """Scores less their group's mean, over its sample standard deviation; what did not count stays out."""
-    found = _by_group(scores, groups)
+    found = _scores_by_group(scores, groups)
     means = {group: sum(members) / len(members) for group, members in found.items()}
     scales = _scales(scores, groups)
     return [
@@ -68,7 +68,7 @@ def normalized(scores: Sequence[float | None], groups: Sequence[str]) -> list[fl
 def _scales(scores: Sequence[float | None], groups: Sequence[str]) -> list[float]:
     """What each rollout's score and step rewards are multiplied by; 0 where all scores of its group are the same."""
     scales: dict[str, float] = defaultdict(float)
-    for group, found in _by_group(scores, groups).items():
+    for group, found in _scores_by_group(scores, groups).items():
         if min(found) < max(found):
             mean = sum(found) / len(found)
             std = (sum((x - mean) ** 2 for x in found) / (len(found) - 1)) ** 0.5
@@ -76,7 +76,7 @@ def _scales(scores: Sequence[float | None], groups: Sequence[str]) -> list[float
     return [scales[group] for group in groups]
 
 
-def _by_group(scores: Sequence[float | None], groups: Sequence[str]) -> dict[str, list[float]]:
+def _scores_by_group(scores: Sequence[float | None], groups: Sequence[str]) -> dict[str, list[float]]:
     by_group: dict[str, list[float]] = defaultdict(list)
     for score, group in zip(scores, groups, strict=True):
         if score is not None:
@@ -84,7 +84,7 @@ def _by_group(scores: Sequence[float | None], groups: Sequence[str]) -> dict[str
     return by_group
 
 
-def _combined_steps(parts: Sequence[tuple[float, EvaluateResult]]) -> list[StepOutput]:
+def _combine_step_outputs(parts: Sequence[tuple[float, EvaluateResult]]) -> list[StepOutput]:
     """Step rewards added up by weight, one output a step. What a part says of a step twice, or that is not a finite
     number, counts for nothing and comes after them, for the aligner to name."""
     totals: dict[str, StepOutput] = {}
@@ -103,7 +103,7 @@ def _combined_steps(parts: Sequence[tuple[float, EvaluateResult]]) -> list[StepO
     return [*totals.values(), *odd]
 
 
-def _combined(parts: Sequence[tuple[Weighted, EvaluateResult, float | None, float]]) -> EvaluateResult:
+def _combine_rollout(parts: Sequence[tuple[WeightedReward, EvaluateResult, float | None, float]]) -> EvaluateResult:
     """Counts only where every part does: a missing part is not a zero."""
     total = 0.0
     metrics: dict[str, MetricResult] = {}
@@ -114,7 +114,7 @@ def _combined(parts: Sequence[tuple[Weighted, EvaluateResult, float | None, floa
         if score is None:
             fault = result.error
             kind, message = (fault.kind, fault.message) if fault else ("not_valid", result.reason or "not valid")
-            return faulty(kind, f"{name}: {message}", fault.traceback if fault else "")
+            return fault_result(kind, f"{name}: {message}", fault.traceback if fault else "")
         total += weighted.weight * score
         for key, value in result.metrics.items():
             metrics[f"{name}/{key}" if key in metrics or key in labels else key] = value
@@ -122,18 +122,18 @@ def _combined(parts: Sequence[tuple[Weighted, EvaluateResult, float | None, floa
         if result.reason:
             reasons.append(f"{name}: {result.reason}")
     if not in_bounds(total):
-        return faulty("out_of_range", f"the weighted sum is {total}; it must lie between ±{LARGEST_SCORE:g}")
-    outputs = _combined_steps([(weighted.weight * scale, result) for weighted, result, _, scale in parts])
-    reason = cut("; ".join(reasons), LONGEST_REASON) or None
+        return fault_result("out_of_range", f"the weighted sum is {total}; it must lie between ±{MAX_SCORE:g}")
+    outputs = _combine_step_outputs([(weighted.weight * scale, result) for weighted, result, _, scale in parts])
+    reason = truncate_text("; ".join(reasons), MAX_REASON_CHARS) or None
     return EvaluateResult(score=total, reason=reason, metrics=metrics, step_outputs=outputs if outputs else None)
 
 
 @dataclass(frozen=True, slots=True)
-class Rewards:
+class CompositeReward:
     """What a run scores its rollouts by: one reward, or several combined."""
 
-    parts: tuple[Weighted, ...]
-    how: Combine = "sum"
+    parts: tuple[WeightedReward, ...]
+    combine_mode: CombineMode = "sum"
 
     @property
     def name(self) -> str:
@@ -143,7 +143,7 @@ class Rewards:
         """One result a rollout, in order. A single reward of weight 1 is passed on as it is."""
         given = [await executor.evaluate(part.reward, rollouts, step=step) for part in self.parts]
         results = [[read_result(found) for found in one] for one in given]  # an executor may be anybody's
-        if len(self.parts) == 1 and self.parts[0].weight == 1.0 and self.how == "sum":
+        if len(self.parts) == 1 and self.parts[0].weight == 1.0 and self.combine_mode == "sum":
             return results[0]
         groups = [rollout.group_id for rollout in rollouts]
-        return combine(list(zip(self.parts, results, strict=True)), groups, self.how)
+        return combine(list(zip(self.parts, results, strict=True)), groups, self.combine_mode)

@@ -8,32 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from toolwise.rewards.function import Reward, faulty
+from toolwise.rewards.function import Reward, fault_result
 from toolwise.rewards.signature import Signature
 from toolwise.types import EvaluateResult, MetricResult, Rollout
 
 
-def _of_tools(rollout: Rollout) -> EvaluateResult:
+def _tools_result(rollout: Rollout) -> EvaluateResult:
     """The sum of what each tool's `calc_reward` gave; 0 where none has anything to say."""
     metrics = {f"tool/{name}": MetricResult(score=reward) for name, reward in rollout.tool_rewards.items()}
     return EvaluateResult(score=sum(rollout.tool_rewards.values()), metrics=metrics)
 
 
-def _of_env(rollout: Rollout) -> EvaluateResult:
+def _env_result(rollout: Rollout) -> EvaluateResult:
     """The sum of the rewards that its world, or its tools' calls, gave its steps. A rollout that met a fault on its way
     has earned nothing that would count."""
     if not rollout.trainable:
-        return faulty("env_fault", rollout.fault or f"the episode ended by {rollout.stop_reason.value}")
+        return fault_result("env_fault", rollout.fault or f"the episode ended by {rollout.stop_reason.value}")
     return EvaluateResult(score=sum(step.base_reward or 0.0 for step in rollout.steps))
 
 
-EARNED: dict[str, Callable[[Rollout], EvaluateResult]] = {"tools": _of_tools, "env": _of_env}
+EPISODE_REWARDS: dict[str, Callable[[Rollout], EvaluateResult]] = {"tools": _tools_result, "env": _env_result}
 
 
-def earned_reward(name: str) -> Reward:
+def episode_reward(name: str) -> Reward:
     """Known by its name alone."""
     return Reward(name, Signature("pointwise", ("messages", "ground_truth")), reference=name)
 
 
-def score_earned(name: str, rollouts: Sequence[Rollout]) -> list[EvaluateResult]:
-    return [EARNED[name](rollout) for rollout in rollouts]
+def score_episodes(name: str, rollouts: Sequence[Rollout]) -> list[EvaluateResult]:
+    return [EPISODE_REWARDS[name](rollout) for rollout in rollouts]

@@ -19,9 +19,9 @@ from pydantic import BaseModel, ValidationError
 from toolwise.bounds import in_bounds
 from toolwise.errors import ConfigError, RewardError
 from toolwise.references import did_you_mean, load_module, load_reference
-from toolwise.results import MetricResult, StepOutput, plain_number
-from toolwise.rewards.result_bounds import excess_of, shortened
-from toolwise.rewards.signature import Mode, Signature, mode_of
+from toolwise.results import MetricResult, StepOutput, unwrap_scalar
+from toolwise.rewards.result_bounds import find_excess, truncate_result
+from toolwise.rewards.signature import Mode, Signature, infer_mode
 from toolwise.types import EvaluateResult, EvaluationFault
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -35,13 +35,13 @@ def reward_function(function: F | None = None, *, mode: Mode | None = None) -> F
     """Marks a function as a reward. The mode is read from its first parameter unless it is given."""
 
     def mark(f: F) -> F:
-        f.__toolwise_reward_mode__ = mode or mode_of(f, _name_of(f))  # type: ignore[attr-defined]
+        f.__toolwise_reward_mode__ = mode or infer_mode(f, _function_name(f))  # type: ignore[attr-defined]
         return f
 
     return mark(function) if function is not None else mark
 
 
-def _name_of(function: Callable[..., Any]) -> str:
+def _function_name(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
@@ -59,7 +59,7 @@ class Reward:
     reference: str | None = None
 
     def __post_init__(self) -> None:
-        unknown = [key for key in self.kwargs if key not in self.signature.accepts(self.kwargs)]
+        unknown = [key for key in self.kwargs if key not in self.signature.accepted_kwargs(self.kwargs)]
         if unknown:
             raise RewardError(
                 f"reward {self.name} takes no argument {unknown[0]!r}: add it to the function or take it out"
@@ -73,21 +73,21 @@ class Reward:
         function = find_reward(source) if isinstance(source, str) else source
         if not callable(function):
             raise ConfigError(f"reward {source!r} is a {type(function).__name__}, not a function")
-        name, reference = (source, source) if isinstance(source, str) else (_name_of(function), None)
+        name, reference = (source, source) if isinstance(source, str) else (_function_name(function), None)
         return cls(name, Signature.of(function, name), dict(kwargs or {}), function, reference)
 
     @property
     def mode(self) -> Mode:
         return self.signature.mode
 
-    def accepts(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        return self.signature.accepts(kwargs)
+    def accepted_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        return self.signature.accepted_kwargs(kwargs)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """The function's own word, with those of `kwargs` that it takes."""
         if self.function is None:
             raise RewardError(f"reward {self.name} is not loaded in this process: evaluate it in a sandbox")
-        return self.function(*args, **self.accepts(kwargs))
+        return self.function(*args, **self.accepted_kwargs(kwargs))
 
 
 def find_reward(reference: str) -> Any:
@@ -109,77 +109,83 @@ def find_reward(reference: str) -> Any:
 def read_result(value: Any) -> EvaluateResult:
     """What a reward function returned, as an `EvaluateResult`; nonsense becomes a typed fault, never a silent 0."""
     if isinstance(value, EvaluateResult):
-        return _checked(value)
+        return _check_result(value)
     try:
         if not isinstance(value, dict):
             score = _number(value)
             if score is None:
-                return faulty("bad_type", f"a reward must return a number or an EvaluateResult, not {_shown(value)}")
-            return _checked(EvaluateResult(score=score)) if math.isfinite(score) else _not_finite(score)
+                return fault_result(
+                    "bad_type", f"a reward must return a number or an EvaluateResult, not {_describe_type(value)}"
+                )
+            return _check_result(EvaluateResult(score=score)) if math.isfinite(score) else _non_finite_result(score)
         given = dict(value)
         score = _number(given.get("score"))
         if score is not None and not math.isfinite(score):
-            return _not_finite(score)
-        return _checked(EvaluateResult.model_validate(given))
+            return _non_finite_result(score)
+        return _check_result(EvaluateResult.model_validate(given))
     except OverflowError:
-        return faulty("non_finite", "the score is too large for a float")
+        return fault_result("non_finite", "the score is too large for a float")
     except ValidationError as fault:
-        return faulty("bad_type", _say(fault.errors()[0]))
+        return fault_result("bad_type", _describe_error(fault.errors()[0]))
 
 
 def _number(value: Any) -> float | None:
     """`value` as a float where it is a number: also a bool, or one element of numpy's or torch's."""
-    plain = plain_number(value)
+    plain = unwrap_scalar(value)
     if isinstance(plain, complex) or not isinstance(plain, Real | Decimal):
         return None
     return float(plain)
 
 
-def _not_finite(score: float) -> EvaluateResult:
-    return faulty("non_finite", f"the score is {score}")
+def _non_finite_result(score: float) -> EvaluateResult:
+    return fault_result("non_finite", f"the score is {score}")
 
 
-_FIELDS: dict[str, type[BaseModel]] = {"step_outputs": StepOutput, "metrics": MetricResult, "error": EvaluationFault}
+_NESTED_MODELS: dict[str, type[BaseModel]] = {
+    "step_outputs": StepOutput,
+    "metrics": MetricResult,
+    "error": EvaluationFault,
+}
 
 
-def _say(reason: Any) -> str:
+def _describe_error(reason: Any) -> str:
     """One line about the first thing that is wrong with a dictionary."""
     *place, name = map(str, reason["loc"] or ("result",))
     if reason["type"] != "extra_forbidden":
         return f"{'.'.join((*place, name))}: {reason['msg']}"
-    known = list((_FIELDS[place[0]] if place else EvaluateResult).model_fields)
+    known = list((_NESTED_MODELS[place[0]] if place else EvaluateResult).model_fields)
     hint = did_you_mean(name, known) or f"; there are {', '.join(known)}"
     return f"{'.'.join(place) or 'the result'} has an unknown key {name!r}{hint}"
 
 
-def _checked(result: EvaluateResult) -> EvaluateResult:
+def _check_result(result: EvaluateResult) -> EvaluateResult:
     """A result that claims to count must have a number to count, and none may be beyond what files and updates take. A
     step reward that is no number to count beside a score is left to the aligner, which names it and leaves it out."""
-    if (excess := excess_of(result)) is not None:
-        return faulty(*excess)
-    result = shortened(result)
+    if (excess := find_excess(result)) is not None:
+        return fault_result(*excess)
+    result = truncate_result(result)
     if not result.is_score_valid or result.error is not None:
         return result
     for name, metric in result.metrics.items():
         if not math.isfinite(metric.score):
-            return faulty("non_finite", f"the metric {name!r} is {metric.score}")
+            return fault_result("non_finite", f"the metric {name!r} is {metric.score}")
     if result.score is None:
         for output in result.step_outputs or ():
             if not in_bounds(output.base_reward):
                 said = f"the base_reward of step {output.step_index} is {output.base_reward}, and there is no score"
-                return faulty("out_of_range" if math.isfinite(output.base_reward) else "non_finite", said)
-        return faulty("bad_type", "the result has no score: set one, or say is_score_valid=False")
-    return result if math.isfinite(result.score) else _not_finite(result.score)
+                return fault_result("out_of_range" if math.isfinite(output.base_reward) else "non_finite", said)
+        return fault_result("bad_type", "the result has no score: set one, or say is_score_valid=False")
+    return result if math.isfinite(result.score) else _non_finite_result(result.score)
 
 
-def _shown(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     if value is None:
         return "None"
     shape = getattr(value, "shape", None)
     return f"a {type(value).__name__}{f' of shape {tuple(shape)}' if isinstance(shape, tuple) else ''}"
 
 
-def faulty(kind: str, message: str, traceback: str = "") -> EvaluateResult:
+def fault_result(kind: str, message: str, traceback: str = "") -> EvaluateResult:
     """A result that says why there is none."""
     fault = EvaluationFault(kind=kind, message=message, traceback=traceback)
     return EvaluateResult(score=None, is_score_valid=False, reason=message, error=fault)
@@ -190,7 +196,9 @@ def read_results(values: Any, count: int) -> list[EvaluateResult]:
     if not isinstance(values, Sequence) and hasattr(type(values), "tolist") and getattr(values, "ndim", 0) > 0:
         values = values.tolist()  # of numpy's or torch's; neither is imported for it
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
-        return [faulty("bad_type", f"a batch reward must return a list, not {_shown(values)}")] * count
+        return [fault_result("bad_type", f"a batch reward must return a list, not {_describe_type(values)}")] * count
     if len(values) != count:
-        return [faulty("wrong_length", f"a batch reward returned {len(values)} results for {count} rollouts")] * count
+        return [
+            fault_result("wrong_length", f"a batch reward returned {len(values)} results for {count} rollouts")
+        ] * count
     return [read_result(value) for value in values]

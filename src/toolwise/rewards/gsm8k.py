@@ -9,8 +9,8 @@ from typing import Any, Literal
 from toolwise.errors import ConfigError, DataError
 from toolwise.messages import Message
 from toolwise.rewards.function import reward_function
-from toolwise.rewards.numerals import NUMBER, last_number, read_number, value_of
-from toolwise.rewards.transcript import last_said, split_thought
+from toolwise.rewards.numerals import NUMBER, last_number, match_to_decimal, parse_number
+from toolwise.rewards.transcript import last_reply, split_thought
 from toolwise.types import EvaluateResult, MetricResult
 
 Method = Literal["strict", "flexible"]
@@ -34,12 +34,12 @@ def _after_mark(text: str) -> Decimal | None:
     _, mark, rest = text.rpartition(_MARK)
     rest = rest.lstrip()
     found = NUMBER.match(rest) if mark else None
-    return value_of(found) if found and _TAIL.match(rest, found.end()) else None
+    return match_to_decimal(found) if found and _TAIL.match(rest, found.end()) else None
 
 
 def gold_answer(ground_truth: Any) -> Decimal:
     """The number of a ground truth: a number, its text, or a whole solution that ends in `#### N`."""
-    number = read_number(ground_truth)
+    number = parse_number(ground_truth)
     if number is None and isinstance(ground_truth, str):
         number = _after_mark(ground_truth)
     if number is None:
@@ -62,7 +62,7 @@ def gsm8k_reward(
     messages: list[Message], ground_truth: Any, method: Method = "strict", format_score: float = 0.0
 ) -> EvaluateResult:
     """1 for the right number in the assistant's last message, `format_score` for another, 0 for none."""
-    wanted, text = gold_answer(ground_truth), last_said(messages)
+    wanted, text = gold_answer(ground_truth), last_reply(messages)
     found = find_answer(text, method)
     correct = float(found == wanted)
     return EvaluateResult(

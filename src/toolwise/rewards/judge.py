@@ -20,9 +20,9 @@ from uuid import uuid4
 from toolwise.errors import ConfigError
 from toolwise.json_text import json_text
 from toolwise.messages import Message, as_messages
-from toolwise.own_tasks import hide
-from toolwise.rewards.function import faulty, reward_function
-from toolwise.rewards.judge_endpoint import JudgeError, Retries, ask
+from toolwise.own_tasks import hide_task
+from toolwise.rewards.function import fault_result, reward_function
+from toolwise.rewards.judge_endpoint import JudgeError, RetryPolicy, post_with_retries
 from toolwise.rewards.transcript import split_thought
 from toolwise.types import EvaluateResult, MetricResult
 
@@ -54,7 +54,7 @@ class Judge:
     max_tokens: int = 512
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     """Sent along with every question: {"response_format": {"type": "json_object"}}, where the server knows it."""
-    retries: Retries = field(default_factory=Retries)
+    retries: RetryPolicy = field(default_factory=RetryPolicy)
     deadline_s: float = 600.0
     """For a whole batch; what is not answered by then is a timeout."""
     concurrency: int = 8
@@ -73,7 +73,7 @@ class Judge:
     def url(self) -> str:
         return self.base_url.rstrip("/") + "/chat/completions"
 
-    def question(self, messages: Sequence[Message], ground_truth: Any, rubric: str) -> dict[str, Any]:
+    def request_body(self, messages: Sequence[Message], ground_truth: Any, rubric: str) -> dict[str, Any]:
         """The body of the request for one rollout. Equal questions are equal bodies: the cache goes by them."""
         record = "\n".join(json.dumps(m.to_openai(), ensure_ascii=False) for m in messages)
         # A mark that the record cannot contain, since it depends on all of it; and the same for the same record.
@@ -90,11 +90,11 @@ class Judge:
             **self.extra_body,
         }
 
-    async def grade(self, questions: Sequence[Mapping[str, Any]]) -> list[EvaluateResult]:
+    async def grade(self, request_bodies: Sequence[Mapping[str, Any]]) -> list[EvaluateResult]:
         """A result for each question, in order; equal ones are asked once."""
         import httpx
 
-        keys = [self._key(question) for question in questions]
+        keys = [self._key(request_body) for request_body in request_bodies]
         slots = asyncio.Semaphore(self.concurrency)
         limits = httpx.Limits(max_connections=self.concurrency)
         async with (
@@ -102,33 +102,35 @@ class Judge:
             asyncio.TaskGroup() as group,
         ):
             asked = {
-                key: hide(group.create_task(self._grade_one(client, slots, key, question)))
-                for key, question in dict(zip(keys, questions, strict=True)).items()
+                key: hide_task(group.create_task(self._grade_one(client, slots, key, request_body)))
+                for key, request_body in dict(zip(keys, request_bodies, strict=True)).items()
             }
         return [asked[key].result().model_copy(deep=True) for key in keys]
 
     async def _grade_one(
-        self, client: httpx.AsyncClient, slots: asyncio.Semaphore, key: str, question: Mapping[str, Any]
+        self, client: httpx.AsyncClient, slots: asyncio.Semaphore, key: str, request_body: Mapping[str, Any]
     ) -> EvaluateResult:
         try:
-            known = self._recall(key)
+            known = self._read_cached(key)
             if known is not None:
                 return known
             async with asyncio.timeout(self.deadline_s), slots:
-                return await self._ask(client, key, question)
+                return await self._request_verdict(client, key, request_body)
         except TimeoutError:
-            return faulty("timeout", f"judge at {self.url}: no verdict within the batch's {self.deadline_s:g} s")
+            return fault_result("timeout", f"judge at {self.url}: no verdict within the batch's {self.deadline_s:g} s")
         except JudgeError as fault:
-            return faulty(fault.kind, str(fault))
+            return fault_result(fault.kind, str(fault))
         except Exception as fault:  # one rollout's trouble, whatever it is, must not become the batch's
-            return faulty("exception", f"judge at {self.url}: {type(fault).__name__}: {fault}")
+            return fault_result("exception", f"judge at {self.url}: {type(fault).__name__}: {fault}")
 
-    async def _ask(self, client: httpx.AsyncClient, key: str, question: Mapping[str, Any]) -> EvaluateResult:
+    async def _request_verdict(
+        self, client: httpx.AsyncClient, key: str, request_body: Mapping[str, Any]
+    ) -> EvaluateResult:
         def read(reply: str) -> tuple[str, EvaluateResult]:
             return reply, read_verdict(reply, self.scale)
 
-        reply, verdict = await ask(client, self.url, question, self.retries, read)
-        self._remember(key, reply)
+        reply, verdict = await post_with_retries(client, self.url, request_body, self.retries, read)
+        self._write_cached(key, reply)
         return verdict
 
     def _headers(self) -> dict[str, str]:
@@ -142,10 +144,10 @@ class Judge:
             )
         return {"Authorization": f"Bearer {key}"}
 
-    def _key(self, question: Mapping[str, Any]) -> str:
-        return hashlib.sha256(json.dumps([self.url, question], sort_keys=True).encode()).hexdigest()
+    def _key(self, request_body: Mapping[str, Any]) -> str:
+        return hashlib.sha256(json.dumps([self.url, request_body], sort_keys=True).encode()).hexdigest()
 
-    def _recall(self, key: str) -> EvaluateResult | None:
+    def _read_cached(self, key: str) -> EvaluateResult | None:
         """A verdict from the cache. What cannot be read there is asked for again and written anew."""
         if self.cache is None:
             return None
@@ -155,7 +157,7 @@ class Judge:
         except (OSError, ValueError, KeyError, TypeError, JudgeError, RecursionError):
             return None
 
-    def _remember(self, key: str, reply: str) -> None:
+    def _write_cached(self, key: str, reply: str) -> None:
         if self.cache is None:
             return
         path = self.cache / key[:2] / f"{key}.json"
@@ -176,17 +178,21 @@ def read_verdict(reply: str, scale: tuple[float, float]) -> EvaluateResult:
     """The verdict in a judge's reply: the last JSON object in it that has a score, whatever stands around it."""
     said = split_thought(reply)[1]
     if len(said) > MAX_REPLY_CHARS:
-        raise JudgeError("too_big", f"the judge replied with {len(said)} characters", again=True)
+        raise JudgeError("too_big", f"the judge replied with {len(said)} characters", retryable=True)
     verdict = _last_object(said)
     if verdict is None:
-        raise JudgeError("bad_type", f'the judge\'s reply has no {{"score": …}}: {said.strip()[-120:]!r}', again=True)
+        raise JudgeError(
+            "bad_type", f'the judge\'s reply has no {{"score": …}}: {said.strip()[-120:]!r}', retryable=True
+        )
     score, (low, high) = verdict["score"], scale
     if isinstance(score, bool) or not isinstance(score, int | float):
-        raise JudgeError("bad_type", f"the judge's score is {score!r:.80}, not a number", again=True)
+        raise JudgeError("bad_type", f"the judge's score is {score!r:.80}, not a number", retryable=True)
     if isinstance(score, float) and not math.isfinite(score):
-        raise JudgeError("non_finite", f"the judge's score is {score}", again=True)
+        raise JudgeError("non_finite", f"the judge's score is {score}", retryable=True)
     if not low <= score <= high:
-        raise JudgeError("out_of_range", f"the judge's score is {score!s:.40}, outside {low:g} to {high:g}", again=True)
+        raise JudgeError(
+            "out_of_range", f"the judge's score is {score!s:.40}, outside {low:g} to {high:g}", retryable=True
+        )
     reason = verdict.get("reason")
     return EvaluateResult(
         score=(score - low) / (high - low),
@@ -195,7 +201,7 @@ def read_verdict(reply: str, scale: tuple[float, float]) -> EvaluateResult:
     )
 
 
-MAX_FALSE_STARTS = 200
+MAX_FAILED_PARSES = 200
 """Braces that begin no JSON; after them only as many of the last are tried. Each may cost a look at all the text."""
 
 
@@ -206,8 +212,8 @@ def _last_object(text: str) -> dict[str, Any] | None:
             value, end = decoder.raw_decode(text, place)
         except (ValueError, RecursionError):
             end, failures = place + 1, failures + 1
-            if failures == MAX_FALSE_STARTS:
-                last = [at for at, letter in enumerate(text) if letter == "{"][-MAX_FALSE_STARTS]
+            if failures == MAX_FAILED_PARSES:
+                last = [at for at, letter in enumerate(text) if letter == "{"][-MAX_FAILED_PARSES]
                 end = max(end, last)
         else:
             if isinstance(value, dict) and "score" in value:
@@ -244,11 +250,11 @@ async def judge_reward(
         temperature=temperature,
         max_tokens=max_tokens,
         extra_body=extra_body or {},
-        retries=Retries(attempts, timeout_s, backoff_s),
+        retries=RetryPolicy(attempts, timeout_s, backoff_s),
         deadline_s=deadline_s,
         concurrency=concurrency,
         cache=Path(cache).expanduser() if cache else None,
     )
     rubrics = [rubric] * len(ground_truths) if isinstance(rubric, str) else [each or RUBRIC for each in rubric]
     rows = zip(rollouts_messages, ground_truths, rubrics, strict=True)
-    return await judge.grade([judge.question(as_messages(m), truth, text) for m, truth, text in rows])
+    return await judge.grade([judge.request_body(as_messages(m), truth, text) for m, truth, text in rows])

@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_BODY_BYTES = 1_000_000
-MAX_REFUSAL_BYTES = 200
+MAX_ERROR_BODY_BYTES = 200
 _JSON = {"Content-Type": "application/json"}
-_WORTH_ANOTHER_TRY = frozenset({408, 409, 425, 429})
+_RETRYABLE_STATUSES = frozenset({408, 409, 425, 429})
 
 
 class JudgeError(RewardError):
     """A judge that gave no verdict. `kind` is an `EvaluationFault`'s."""
 
-    def __init__(self, kind: str, message: str, *, again: bool = False, wait_s: float | None = None) -> None:
+    def __init__(self, kind: str, message: str, *, retryable: bool = False, wait_s: float | None = None) -> None:
         super().__init__(message)
         self.kind = kind
-        self.again = again
+        self.retryable = retryable
         """Whether asking once more may help."""
         self.wait_s = wait_s
         """How long the server asked us to wait."""
 
 
 @dataclass(frozen=True, slots=True)
-class Retries:
+class RetryPolicy:
     """How often to ask, and how long to wait: twice as long each time, up to a limit, with chance in it so that
     questions that failed together do not come back together."""
 
@@ -47,14 +47,14 @@ class Retries:
     backoff_s: float = 1.0
     max_backoff_s: float = 30.0
 
-    def wait_s(self, tried: int, asked_s: float | None) -> float:
-        if asked_s is not None:
-            return min(asked_s, self.max_backoff_s)
+    def wait_s(self, tried: int, server_delay_s: float | None) -> float:
+        if server_delay_s is not None:
+            return min(server_delay_s, self.max_backoff_s)
         return min(self.backoff_s * 2.0 ** (tried - 1), self.max_backoff_s) * random.uniform(0.5, 1.0)
 
 
-async def ask(
-    client: httpx.AsyncClient, url: str, body: Mapping[str, Any], retries: Retries, read: Callable[[str], T]
+async def post_with_retries(
+    client: httpx.AsyncClient, url: str, body: Mapping[str, Any], retries: RetryPolicy, read: Callable[[str], T]
 ) -> T:
     """What `read` makes of the server's reply; a `JudgeError` after the last attempt, or at once where no other would
     help. `read` may raise one too: a model that rambled once may not do so again."""
@@ -62,15 +62,15 @@ async def ask(
     while True:
         tried += 1
         try:
-            return read(await _ask_once(client, url, body, retries.timeout_s))
+            return read(await _post_once(client, url, body, retries.timeout_s))
         except JudgeError as fault:
-            if not fault.again or tried >= retries.attempts:
+            if not fault.retryable or tried >= retries.attempts:
                 times = f" ({tried} attempts)" if tried > 1 else ""
                 raise JudgeError(fault.kind, f"judge at {url}: {fault}{times}") from fault
             await asyncio.sleep(retries.wait_s(tried, fault.wait_s))
 
 
-async def _ask_once(client: httpx.AsyncClient, url: str, body: Mapping[str, Any], timeout_s: float) -> str:
+async def _post_once(client: httpx.AsyncClient, url: str, body: Mapping[str, Any], timeout_s: float) -> str:
     import httpx
 
     content = json.dumps(body).encode()  # in ASCII: half a character in a rollout must not stop us here
@@ -79,17 +79,17 @@ async def _ask_once(client: httpx.AsyncClient, url: str, body: Mapping[str, Any]
         async with asyncio.timeout(timeout_s), client.stream("POST", url, content=content, headers=_JSON) as response:
             raw = await _read(response)
     except (TimeoutError, httpx.TimeoutException):
-        raise JudgeError("timeout", f"no whole reply within {timeout_s:g} s", again=True) from None
+        raise JudgeError("timeout", f"no whole reply within {timeout_s:g} s", retryable=True) from None
     except httpx.HTTPError as fault:  # refused, reset, or closed in the middle of a body
-        raise failure_of(fault) from fault
+        raise connection_failure(fault) from fault
     except httpx.InvalidURL as fault:
         raise JudgeError("exception", f"{type(fault).__name__}: {fault}") from fault
     if response.status_code != 200:
-        raise _refusal(response, raw)
-    return _content(raw)
+        raise _status_error(response, raw)
+    return _reply_content(raw)
 
 
-def failure_of(fault: BaseException) -> JudgeError:
+def connection_failure(fault: BaseException) -> JudgeError:
     """What a failed connection is to a judge. One that is not allowed is said to be so: no second try would help."""
     causes = [fault]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
@@ -97,27 +97,27 @@ def failure_of(fault: BaseException) -> JudgeError:
     said = f"{type(fault).__name__}: {fault}"
     if any(isinstance(cause, PermissionError) for cause in causes):
         return JudgeError("denied", f"{said}; no network is allowed here: give the sandbox permissions=('network',)")
-    return JudgeError("exception", said, again=True)
+    return JudgeError("exception", said, retryable=True)
 
 
 async def _read(response: httpx.Response) -> bytes:
     raw = bytearray()
     async for chunk in response.aiter_bytes():
         raw += chunk
-        if response.status_code != 200 and len(raw) >= MAX_REFUSAL_BYTES:
+        if response.status_code != 200 and len(raw) >= MAX_ERROR_BODY_BYTES:
             break
         if len(raw) > MAX_BODY_BYTES:
             raise JudgeError("too_big", f"the reply is larger than {MAX_BODY_BYTES} bytes")
     return bytes(raw)
 
 
-def _refusal(response: httpx.Response, raw: bytes) -> JudgeError:
+def _status_error(response: httpx.Response, raw: bytes) -> JudgeError:
     status = response.status_code
-    said = " ".join(raw[:MAX_REFUSAL_BYTES].decode(errors="replace").split())
-    again = status in _WORTH_ANOTHER_TRY or status >= 500
+    said = " ".join(raw[:MAX_ERROR_BODY_BYTES].decode(errors="replace").split())
+    retryable = status in _RETRYABLE_STATUSES or status >= 500
     kind = "denied" if status in (401, 403) else "exception"
     return JudgeError(
-        kind, f"HTTP {status}: {said}", again=again, wait_s=retry_after_s(response.headers.get("retry-after"))
+        kind, f"HTTP {status}: {said}", retryable=retryable, wait_s=retry_after_s(response.headers.get("retry-after"))
     )
 
 
@@ -135,13 +135,15 @@ def retry_after_s(header: str | None) -> float | None:
     return max(0.0, (when - datetime.now(UTC)).total_seconds())
 
 
-def _content(raw: bytes) -> str:
+def _reply_content(raw: bytes) -> str:
     try:
         content = json.loads(raw)["choices"][0]["message"]["content"]
     except (ValueError, RecursionError):  # half a body may well be a whole one the next time
-        raise JudgeError("bad_type", f"the reply is not JSON: {raw[:80]!r}", again=True) from None
+        raise JudgeError("bad_type", f"the reply is not JSON: {raw[:80]!r}", retryable=True) from None
     except (KeyError, IndexError, TypeError):
-        raise JudgeError("bad_type", f"the reply has no choices[0].message.content: {raw[:80]!r}", again=True) from None
+        raise JudgeError(
+            "bad_type", f"the reply has no choices[0].message.content: {raw[:80]!r}", retryable=True
+        ) from None
     if not isinstance(content, str):
-        raise JudgeError("bad_type", f"the reply's content is a {type(content).__name__}, not text", again=True)
+        raise JudgeError("bad_type", f"the reply's content is a {type(content).__name__}, not text", retryable=True)
     return content

@@ -18,7 +18,7 @@ NUMBER = re.compile(
 )
 
 
-def value_of(found: re.Match[str]) -> Decimal:
+def match_to_decimal(found: re.Match[str]) -> Decimal:
     """The number that `NUMBER` found."""
     sign = found["sign"] or found["late"] or ""
     digits = found["body"].replace(",", "") + (found["exponent"] or "")
@@ -28,14 +28,14 @@ def value_of(found: re.Match[str]) -> Decimal:
 def last_number(text: str) -> Decimal | None:
     """The last number in `text`."""
     last = deque(NUMBER.finditer(text), maxlen=1)
-    return value_of(last[0]) if last else None
+    return match_to_decimal(last[0]) if last else None
 
 
-def read_number(value: Any) -> Decimal | None:
+def parse_number(value: Any) -> Decimal | None:
     """The one number that `value` is: a number, or a text that holds a number and nothing else."""
     if isinstance(value, bool):
         return None
     if isinstance(value, int | float):
         return Decimal(repr(value)) if math.isfinite(value) else None
     found = NUMBER.fullmatch(value.strip()) if isinstance(value, str) else None
-    return value_of(found) if found else None
+    return match_to_decimal(found) if found else None

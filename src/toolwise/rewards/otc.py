@@ -17,7 +17,7 @@ from typing import Any
 from toolwise.errors import ConfigError
 from toolwise.messages import Message, as_messages
 from toolwise.rewards.function import Reward, read_result, reward_function
-from toolwise.rewards.transcript import calls_of
+from toolwise.rewards.transcript import read_tool_calls
 from toolwise.types import EvaluateResult, MetricResult
 
 
@@ -47,22 +47,22 @@ def otc_reward(
     if judge.mode != "pointwise":
         raise ConfigError(f"otc: {correct} is a {judge.mode} reward; name one that scores a rollout at a time")
     judged = [read_result(judge(as_messages(messages), ground_truth, **judge.kwargs)) for messages in group_messages]
-    calls = [sum(len(calls_of(m)) for m in as_messages(ms) if m.role == "assistant") for ms in group_messages]
-    right = [_worth(result) >= threshold if result.counts else False for result in judged]
+    calls = [sum(len(read_tool_calls(m)) for m in as_messages(ms) if m.role == "assistant") for ms in group_messages]
+    right = [_correct_metric(result) >= threshold if result.has_valid_score else False for result in judged]
     fewest = min((count for count, good in zip(calls, right, strict=True) if good), default=0)
     return [
-        _scored(result, good, count, fewest, smoothing)
+        _otc_result(result, good, count, fewest, smoothing)
         for result, good, count in zip(judged, right, calls, strict=True)
     ]
 
 
-def _worth(result: EvaluateResult) -> float:
+def _correct_metric(result: EvaluateResult) -> float:
     metric = result.metrics.get("correct")
     return metric.score if metric is not None else result.score or 0.0
 
 
-def _scored(result: EvaluateResult, good: bool, calls: int, fewest: int, smoothing: float) -> EvaluateResult:
-    if not result.counts:
+def _otc_result(result: EvaluateResult, good: bool, calls: int, fewest: int, smoothing: float) -> EvaluateResult:
+    if not result.has_valid_score:
         return result
     return EvaluateResult(
         score=tool_productivity(calls, fewest, smoothing) if good else 0.0,

@@ -11,10 +11,10 @@ from typing import Any
 from toolwise.errors import ConfigError
 from toolwise.rewards.function import Reward
 
-Source = str | Callable[..., Any] | Reward
+RewardSource = str | Callable[..., Any] | Reward
 
 
-def part_names(sources: Sequence[Source], given: Sequence[str] = ()) -> list[str]:
+def part_names(sources: Sequence[RewardSource], given: Sequence[str] = ()) -> list[str]:
     """One name for each source (a reference, a function or a `Reward`), in order; `given` ones come first ("": none).
 
     A part without a name takes its function's; where several share that, it is `module:function`, then numbered.
@@ -23,27 +23,27 @@ def part_names(sources: Sequence[Source], given: Sequence[str] = ()) -> list[str
     twice = [name for name, times in Counter(filter(None, names)).items() if times > 1]
     if twice:
         raise ConfigError(f"reward.parts: two of them have the name {twice[0]!r}; give each its own")
-    shared = Counter(_function_of(source) for source, name in zip(sources, names, strict=True) if not name)
-    taken = set(filter(None, names))
+    shared = Counter(_source_function(source) for source, name in zip(sources, names, strict=True) if not name)
+    used_names = set(filter(None, names))
     for place, source in enumerate(sources):
         if not names[place]:
-            short = _function_of(source)
-            names[place] = _free(short if shared[short] == 1 else _with_module(source), taken)
-            taken.add(names[place])
+            short = _source_function(source)
+            names[place] = _unique_name(short if shared[short] == 1 else _qualified_name(source), used_names)
+            used_names.add(names[place])
     return names
 
 
-def _function_of(source: Source) -> str:
-    module, function = _split(source)
+def _source_function(source: RewardSource) -> str:
+    module, function = _split_source(source)
     return function or module
 
 
-def _with_module(source: Source) -> str:
-    module, function = _split(source)
+def _qualified_name(source: RewardSource) -> str:
+    module, function = _split_source(source)
     return f"{module}:{function}" if module and function else function or module
 
 
-def _split(source: Source) -> tuple[str, str]:
+def _split_source(source: RewardSource) -> tuple[str, str]:
     """The last part of a module or file, and the function where the source says which."""
     if isinstance(source, Reward):
         source = source.reference or source.function or source.name
@@ -55,6 +55,6 @@ def _split(source: Source) -> tuple[str, str]:
     return PurePath(home).stem if home.endswith(".py") else home.rpartition(".")[2], function if place else ""
 
 
-def _free(name: str, taken: Collection[str]) -> str:
+def _unique_name(name: str, used_names: Collection[str]) -> str:
     numbered = (f"{name}-{number}" for number in count(2))
-    return name if name not in taken else next(found for found in numbered if found not in taken)
+    return name if name not in used_names else next(found for found in numbered if found not in used_names)

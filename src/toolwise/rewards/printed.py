@@ -13,24 +13,24 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, TextIO
 
-from toolwise.terminal import visible
+from toolwise.terminal import escape_controls
 
 FILE_BYTES = 4 << 20
 """Of a log; when it is full it becomes FILE.1 in place of the last one, and a new one begins."""
 CALL_CHARS = 16 * 1024
 """Of what one call prints in this process; workers have the same bound."""
 
-Printed = Callable[[str, str], None]
+PrintCallback = Callable[[str, str], None]
 """Is told a label, such as the step and the rollout, and a text."""
 
 
-def lines_of(label: str, text: str) -> list[str]:
+def format_lines(label: str, text: str) -> list[str]:
     """One line of text a line, each with its label; control characters, which move a terminal's cursor, as escapes."""
     prefix = f"[{label}] " if label else ""
-    return [visible(f"{prefix}{line}") for line in text.rstrip("\n").split("\n")]
+    return [escape_controls(f"{prefix}{line}") for line in text.rstrip("\n").split("\n")]
 
 
-class PrintedLog:
+class PrintLog:
     """Appends to a file, which is not there before something is printed. A disk that is full costs the log, no run."""
 
     def __init__(self, path: Path) -> None:
@@ -43,10 +43,10 @@ class PrintedLog:
             try:
                 if self._file is None:
                     self.path.parent.mkdir(parents=True, exist_ok=True)
-                    self._file = _QuietFile(self.path, maxBytes=FILE_BYTES, backupCount=1, encoding="utf-8")
+                    self._file = _QuietFileHandler(self.path, maxBytes=FILE_BYTES, backupCount=1, encoding="utf-8")
             except OSError:
                 return
-            for line in lines_of(label, text):
+            for line in format_lines(label, text):
                 self._file.handle(logging.makeLogRecord({"msg": line}))
 
     def close(self) -> None:
@@ -56,29 +56,29 @@ class PrintedLog:
                 self._file = None
 
 
-class _QuietFile(RotatingFileHandler):
+class _QuietFileHandler(RotatingFileHandler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 (logging's name)
         pass
 
 
-class PrintedLines:
+class PrintPreview:
     """The first lines, and how many more there were."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, max_lines: int) -> None:
         self.lines: list[str] = []
-        self.more = 0
-        self._most = most
+        self.omitted = 0
+        self._max_lines = max_lines
         self._lock = threading.Lock()
 
     def __call__(self, label: str, text: str) -> None:
-        found = lines_of(label, text)
+        found = format_lines(label, text)
         with self._lock:
-            room = self._most - len(self.lines)
+            room = self._max_lines - len(self.lines)
             self.lines += found[:room]
-            self.more += len(found[room:])
+            self.omitted += len(found[room:])
 
 
-class _Call:
+class _CallOutput:
     """What one call in this process has printed so far."""
 
     def __init__(self) -> None:
@@ -95,10 +95,10 @@ class _Call:
         return f"{self.text.getvalue()}{more}"
 
 
-_current: ContextVar[_Call | None] = ContextVar("printed_by", default=None)
+_current: ContextVar[_CallOutput | None] = ContextVar("printed_by", default=None)
 
 
-class _Listening:
+class _TeeStream:
     """A stream as it was, that also keeps what a reward writes to it."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -118,43 +118,43 @@ class _Listening:
         return getattr(self.stream, name)
 
 
-_listeners = 0
+_tee_count = 0
 _streams_lock = threading.Lock()
 
 
 @contextmanager
-def listening() -> Iterator[None]:
+def tee_output() -> Iterator[None]:
     """While rewards run in this process: `print` goes where it went, and to whoever keeps it.
 
     Those that overlap share one wrapper a stream; the last to end takes it off.
     """
-    global _listeners
+    global _tee_count
     with _streams_lock:
-        _listeners += 1
+        _tee_count += 1
         for name in ("stdout", "stderr"):
-            if not isinstance(stream := getattr(sys, name), _Listening):
-                setattr(sys, name, _Listening(stream))
+            if not isinstance(stream := getattr(sys, name), _TeeStream):
+                setattr(sys, name, _TeeStream(stream))
     try:
         yield
     finally:
         with _streams_lock:
-            _listeners -= 1
+            _tee_count -= 1
             for name in ("stdout", "stderr"):
-                if not _listeners and isinstance(stream := getattr(sys, name), _Listening):
+                if not _tee_count and isinstance(stream := getattr(sys, name), _TeeStream):
                     setattr(sys, name, stream.stream)
 
 
 @contextmanager
-def kept(label: str, printed: Printed | None) -> Iterator[None]:
+def capture_prints(label: str, on_print: PrintCallback | None) -> Iterator[None]:
     """Tells `printed` what the code inside prints, which may be async; others that run meanwhile are not heard."""
-    if printed is None:
+    if on_print is None:
         yield
         return
-    call = _Call()
+    call = _CallOutput()
     token = _current.set(call)
     try:
         yield
     finally:
         _current.reset(token)
         if text := str(call):
-            printed(label, text)
+            on_print(label, text)

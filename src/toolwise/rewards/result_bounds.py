@@ -5,70 +5,75 @@ from __future__ import annotations
 import math
 
 from toolwise.bounds import (
-    LARGEST_METRIC,
-    LARGEST_SCORE,
-    LONGEST_FAULT,
-    LONGEST_NAME,
-    LONGEST_REASON,
-    MOST_METRICS,
-    MOST_STEP_OUTPUTS,
-    cut,
+    MAX_FAULT_CHARS,
+    MAX_METRIC_VALUE,
+    MAX_METRICS,
+    MAX_NAME_CHARS,
+    MAX_REASON_CHARS,
+    MAX_SCORE,
+    MAX_STEP_OUTPUTS,
     in_bounds,
+    truncate_text,
 )
 from toolwise.results import MetricResult
 from toolwise.types import EvaluateResult, StepOutput
 
 
-def excess_of(result: EvaluateResult) -> tuple[str, str] | None:
+def find_excess(result: EvaluateResult) -> tuple[str, str] | None:
     """The kind of fault and one line about the first thing that is beyond a limit; None where nothing is."""
     outputs = result.step_outputs or ()
-    if len(result.metrics) > MOST_METRICS:
-        return "too_big", f"the result has {len(result.metrics):,} metrics; at most {MOST_METRICS} are kept"
-    if len(outputs) > MOST_STEP_OUTPUTS:
-        return "too_big", f"the result has {len(outputs):,} step outputs; at most {MOST_STEP_OUTPUTS:,} are read"
+    if len(result.metrics) > MAX_METRICS:
+        return "too_big", f"the result has {len(result.metrics):,} metrics; at most {MAX_METRICS} are kept"
+    if len(outputs) > MAX_STEP_OUTPUTS:
+        return "too_big", f"the result has {len(outputs):,} step outputs; at most {MAX_STEP_OUTPUTS:,} are read"
     for name in result.metrics:
-        if len(name) > LONGEST_NAME:
-            return "too_big", f"a metric's name has {len(name):,} characters; at most {LONGEST_NAME} are kept"
+        if len(name) > MAX_NAME_CHARS:
+            return "too_big", f"a metric's name has {len(name):,} characters; at most {MAX_NAME_CHARS} are kept"
     for output in outputs:
         index = output.step_index
-        if len(index) > LONGEST_NAME if isinstance(index, str) else abs(index) > LARGEST_SCORE:
+        if len(index) > MAX_NAME_CHARS if isinstance(index, str) else abs(index) > MAX_SCORE:
             return "too_big", "a step_index is no step's: give the number of a step, from 0"
     if result.score is not None and math.isfinite(result.score) and not in_bounds(result.score):
-        return "out_of_range", f"the score is {result.score}; it must lie between ±{LARGEST_SCORE:g}"
+        return "out_of_range", f"the score is {result.score}; it must lie between ±{MAX_SCORE:g}"
     for name, metric in result.metrics.items():
-        if math.isfinite(metric.score) and not in_bounds(metric.score, LARGEST_METRIC):
-            return "out_of_range", f"the metric {name!r} is {metric.score}; it must lie between ±{LARGEST_METRIC:g}"
+        if math.isfinite(metric.score) and not in_bounds(metric.score, MAX_METRIC_VALUE):
+            return "out_of_range", f"the metric {name!r} is {metric.score}; it must lie between ±{MAX_METRIC_VALUE:g}"
     return None
 
 
-def shortened(result: EvaluateResult) -> EvaluateResult:
+def truncate_result(result: EvaluateResult) -> EvaluateResult:
     """The same with reasons, names and tracebacks that any file takes."""
     changes: dict[str, object] = {}
-    if result.reason is not None and (reason := cut(result.reason, LONGEST_REASON)) != result.reason:
+    if result.reason is not None and (reason := truncate_text(result.reason, MAX_REASON_CHARS)) != result.reason:
         changes["reason"] = reason
-    if any(_long(name, metric) for name, metric in result.metrics.items()):
+    if any(_exceeds_limits(name, metric) for name, metric in result.metrics.items()):
         changes["metrics"] = {
-            cut(name, LONGEST_NAME): metric.model_copy(update={"reason": cut(metric.reason, LONGEST_REASON)})
+            truncate_text(name, MAX_NAME_CHARS): metric.model_copy(
+                update={"reason": truncate_text(metric.reason, MAX_REASON_CHARS)}
+            )
             for name, metric in result.metrics.items()
         }
     if any(
-        output.reason is not None and cut(output.reason, LONGEST_REASON) != output.reason for output in _steps(result)
+        output.reason is not None and truncate_text(output.reason, MAX_REASON_CHARS) != output.reason
+        for output in _step_outputs(result)
     ):
         changes["step_outputs"] = [
-            output.model_copy(update={"reason": output.reason and cut(output.reason, LONGEST_REASON)})
-            for output in _steps(result)
+            output.model_copy(update={"reason": output.reason and truncate_text(output.reason, MAX_REASON_CHARS)})
+            for output in _step_outputs(result)
         ]
     if result.error is not None:
         fields = ("kind", "message", "traceback")
-        told = {name: cut(getattr(result.error, name), LONGEST_FAULT) for name in fields}
+        told = {name: truncate_text(getattr(result.error, name), MAX_FAULT_CHARS) for name in fields}
         if any(told[name] != getattr(result.error, name) for name in fields):
             changes["error"] = result.error.model_copy(update=told)
     return result.model_copy(update=changes) if changes else result
 
 
-def _steps(result: EvaluateResult) -> list[StepOutput]:
+def _step_outputs(result: EvaluateResult) -> list[StepOutput]:
     return result.step_outputs or []
 
 
-def _long(name: str, metric: MetricResult) -> bool:
-    return cut(name, LONGEST_NAME) != name or cut(metric.reason, LONGEST_REASON) != metric.reason
+def _exceeds_limits(name: str, metric: MetricResult) -> bool:
+    return (
+        truncate_text(name, MAX_NAME_CHARS) != name or truncate_text(metric.reason, MAX_REASON_CHARS) != metric.reason
+    )

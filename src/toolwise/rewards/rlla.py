@@ -15,14 +15,21 @@ from typing import Any, Literal, NamedTuple, get_args
 from toolwise.errors import ConfigError, DataError
 from toolwise.messages import Message
 from toolwise.rewards.function import reward_function
-from toolwise.rewards.rlla_format import Call, as_written, is_well_formed, read_calls, required_tags, thought_of
+from toolwise.rewards.rlla_format import (
+    RllaCall,
+    first_thought,
+    is_well_formed,
+    read_calls,
+    required_tags,
+    to_rlla_text,
+)
 from toolwise.rewards.transcript import replies_to_user
 from toolwise.types import EvaluateResult, MetricResult
 
 Schedule = Literal["constant", "two_stage", "linear"]
 Matching = Literal["fine", "refined", "intermediate", "coarse"]
 LengthReward = Literal["off", "fixed", "scheduled"]
-Bounds = tuple[float, float]
+ScoreRange = tuple[float, float]
 """The least and the most that a part of the score can be."""
 
 _CHOICES = {"schedule": get_args(Schedule), "matching": get_args(Matching), "length_reward": get_args(LengthReward)}
@@ -54,7 +61,7 @@ class RllaOptions:
         if self.schedule != "constant" and self.tool_range != 3.0:
             raise ConfigError(f"rlla: schedule {self.schedule!r} sets the range itself; leave tool_range out")
 
-    def tool_bounds(self, step: int) -> Bounds:
+    def tool_bounds(self, step: int) -> ScoreRange:
         if self.schedule == "two_stage":
             most = 1.0 if step < 30 else 3.0
         elif self.schedule == "linear":
@@ -63,19 +70,19 @@ class RllaOptions:
             most = float(self.tool_range)
         return -most, most
 
-    def format_bounds(self, step: int) -> Bounds:
+    def format_bounds(self, step: int) -> ScoreRange:
         if self.schedule == "two_stage":
             return 0.0, 1.0 if step < 30 else 0.5
         if self.schedule == "linear":
             return min(-2 + 2 * step / 150, -1.0), max(2 - step / 150, 1.0)
         return 0.0, 1.0
 
-    def words_wanted(self, step: int) -> float:
+    def target_words(self, step: int) -> float:
         """How long a thought earns the whole length reward."""
         return 384 + 256 * step / 105 if self.length_reward == "scheduled" else 512.0
 
 
-DEFAULT = RllaOptions()
+DEFAULT_OPTIONS = RllaOptions()
 
 
 class RllaScore(NamedTuple):
@@ -87,7 +94,9 @@ class RllaScore(NamedTuple):
     length: float
 
 
-def compute_score(solution_str: str, ground_truth: str, step: int = 0, options: RllaOptions = DEFAULT) -> RllaScore:
+def compute_score(
+    solution_str: str, ground_truth: str, step: int = 0, options: RllaOptions = DEFAULT_OPTIONS
+) -> RllaScore:
     """The score of what the assistant wrote, against the gold answer, at a training step."""
     if not isinstance(ground_truth, str):
         raise DataError(f"rlla: the ground truth is a {type(ground_truth).__name__}; give the gold answer's text")
@@ -105,10 +114,10 @@ def _format(text: str, ground_truth: str, options: RllaOptions, step: int) -> fl
 
 
 def _length(text: str, options: RllaOptions, step: int) -> float:
-    thought = thought_of(text)
+    thought = first_thought(text)
     if options.length_reward == "off" or thought is None:
         return 0.0
-    return min(round(len(thought.split()) / options.words_wanted(step), 2), 1.0)
+    return min(round(len(thought.split()) / options.target_words(step), 2), 1.0)
 
 
 def _correctness(text: str, ground_truth: str, options: RllaOptions, step: int) -> float:
@@ -130,20 +139,21 @@ def _correctness(text: str, ground_truth: str, options: RllaOptions, step: int) 
     return (most - least) * match_calls(gold, made, options.matching) + least
 
 
-def match_calls(gold: Sequence[Call], made: Sequence[Call], matching: Matching = "fine") -> float:
+def match_calls(gold: Sequence[RllaCall], made: Sequence[RllaCall], matching: Matching = "fine") -> float:
     """s/M: how far the calls that were made are the gold ones, from 0 to 1.
 
     Greedy in gold order; of equally good calls the first is taken, and one that earns nothing is left to others.
     """
     whole = matching == "intermediate"
-    earned = _overlap([call["name"] for call in gold], [call["name"] for call in made], matching)
+    earned = _jaccard([call["name"] for call in gold], [call["name"] for call in made], matching)
     possible = 1.0
     unused = list(range(len(made)))
     for call in gold:
         possible += 1.0 if whole else 1.0 + len(call["parameters"])
         same_name = [place for place in unused if made[place]["name"] == call["name"]]
         worth = {
-            place: float(made[place] == call) if whole else _worth(call, made[place], matching) for place in same_name
+            place: float(made[place] == call) if whole else _call_score(call, made[place], matching)
+            for place in same_name
         }
         best = max(same_name, key=lambda place: worth[place], default=None)
         if best is not None and worth[best] > 0:
@@ -152,13 +162,13 @@ def match_calls(gold: Sequence[Call], made: Sequence[Call], matching: Matching =
     return earned / possible
 
 
-def _worth(gold: Call, made: Call, matching: Matching) -> float:
+def _call_score(gold: RllaCall, made: RllaCall, matching: Matching) -> float:
     wanted, given = gold["parameters"], made["parameters"]
     equal = sum(1 for name, value in wanted.items() if name in given and given[name] == value)
-    return _overlap(list(wanted), list(given), matching) + equal
+    return _jaccard(list(wanted), list(given), matching) + equal
 
 
-def _overlap(wanted: list[str], given: list[str], matching: Matching) -> float:
+def _jaccard(wanted: list[str], given: list[str], matching: Matching) -> float:
     """J: what two lists share of what either has, whatever their order."""
     if wanted == given:
         return 1.0
@@ -182,7 +192,7 @@ def rlla_reward(
     """`compute_score` of the assistant's first reply to the user: a row of RLLA is one decision."""
     options = RllaOptions(tool_range, schedule, matching, length_reward, literal_tags)
     replies = replies_to_user(messages)
-    earned = compute_score(as_written(replies[0]) if replies else "", ground_truth, step, options)
+    earned = compute_score(to_rlla_text(replies[0]) if replies else "", ground_truth, step, options)
     parts = {"format": earned.format, "correctness": earned.correctness}
     if length_reward != "off":
         parts["length"] = earned.length

@@ -10,7 +10,7 @@ from toolwise.errors import DataError
 from toolwise.messages import Message
 from toolwise.rewards.transcript import top_level_blocks
 
-Call = dict[str, Any]
+RllaCall = dict[str, Any]
 """A call as RLLA writes it, with a `name` that is a string and `parameters` that are an object."""
 
 _TAGS = ("tool_call", "response")
@@ -21,7 +21,7 @@ _BODY = {
     frozenset({"tool_call", "response"}): r"\n<tool_call>\n.*\n</tool_call>\n<response>.*</response>",
 }
 _AFTER_THOUGHT = {tags: re.compile(body, re.DOTALL) for tags, body in _BODY.items()}
-_WHOLE = {tags: re.compile("<think>.*?</think>" + body, re.DOTALL) for tags, body in _BODY.items()}
+_FULL_ANSWER = {tags: re.compile("<think>.*?</think>" + body, re.DOTALL) for tags, body in _BODY.items()}
 
 
 def required_tags(ground_truth: str, *, literal: bool = False) -> frozenset[str]:
@@ -40,7 +40,7 @@ def is_well_formed(text: str, tags: frozenset[str], *, literal: bool = False) ->
     Tags are counted after the leading thought, which may name them; `literal`, upstream's rule, counts there too.
     """
     if literal:
-        return _one_pair_each(text, tags) and _WHOLE[tags].fullmatch(text) is not None
+        return _one_pair_each(text, tags) and _FULL_ANSWER[tags].fullmatch(text) is not None
     head, closed, rest = text.partition("</think>")
     if not head.startswith("<think>") or not closed or "<think>" in rest or "</think>" in rest:
         return False
@@ -51,7 +51,7 @@ def _one_pair_each(text: str, tags: frozenset[str]) -> bool:
     return all(text.count(f"<{tag}>") == text.count(f"</{tag}>") == 1 for tag in tags)
 
 
-def thought_of(text: str) -> str | None:
+def first_thought(text: str) -> str | None:
     """What stands in the first thought; None where there is none, or it does not end."""
     _, opened, rest = text.partition("<think>")
     thought, closed, _ = rest.partition("</think>")
@@ -62,7 +62,7 @@ def _after_thought(text: str) -> str:
     return text.partition("</think>")[2] if text.startswith("<think>") and "</think>" in text else text
 
 
-def read_calls(text: str) -> list[Call]:
+def read_calls(text: str) -> list[RllaCall]:
     """The calls in the last top-level tool block, one JSON object a line; a ValueError where they cannot be read."""
     blocks = [block.inner for block in top_level_blocks(text) if block.tag == "tool_call"]
     if not blocks:
@@ -71,9 +71,9 @@ def read_calls(text: str) -> list[Call]:
     return [_read_call(line) for line in blocks[-1].strip().split("\n")]
 
 
-def _read_call(line: str) -> Call:
+def _read_call(line: str) -> RllaCall:
     try:
-        call = json.loads(line, parse_constant=_refuse)
+        call = json.loads(line, parse_constant=_reject_constant)
     except RecursionError:
         raise ValueError("a call is nested too deeply") from None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
@@ -83,11 +83,11 @@ def _read_call(line: str) -> Call:
     return call
 
 
-def _refuse(constant: str) -> NoReturn:
+def _reject_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")
 
 
-def as_written(message: Message) -> str:
+def to_rlla_text(message: Message) -> str:
     """A message in RLLA's own form.
 
     Where the policy's parser has taken the calls out of the text they are put back, in one block, one a line: how they

@@ -8,10 +8,10 @@ from typing import Any, Literal, get_args
 from toolwise.errors import ConfigError
 from toolwise.messages import Message
 from toolwise.rewards.function import reward_function
-from toolwise.rewards.transcript import last_said, replies_to_user, split_thought
+from toolwise.rewards.transcript import last_reply, replies_to_user, split_thought
 from toolwise.types import EvaluateResult, MetricResult
 
-Part = Literal["all", "thought", "answer"]
+TextPart = Literal["all", "thought", "answer"]
 
 
 def length_shape(count: float, low: float = 0, high: float | None = None, slack: float = 0) -> float:
@@ -33,20 +33,20 @@ def length_reward(
     low_words: float = 0,
     high_words: float | None = None,
     slack_words: float = 0,
-    part: Part = "all",
+    part: TextPart = "all",
 ) -> EvaluateResult:
     """`length_shape` of the words that the assistant wrote since the user last spoke.
 
     `part`: all of them, those of its thoughts, or those of its answers.
     """
-    if part not in get_args(Part):
-        raise ConfigError(f"length: part is {part!r}; give one of {', '.join(get_args(Part))}")
+    if part not in get_args(TextPart):
+        raise ConfigError(f"length: part is {part!r}; give one of {', '.join(get_args(TextPart))}")
     if low_words < 0 or slack_words < 0 or (high_words is not None and high_words < low_words):
         raise ConfigError(
             f"length: low_words {low_words}, high_words {high_words} and slack_words {slack_words} make no range; "
             "give 0 <= low_words <= high_words and a slack of 0 or more"
         )
-    words = sum(len(_part(message.content or "", part).split()) for message in replies_to_user(messages))
+    words = sum(len(_select_part(message.content or "", part).split()) for message in replies_to_user(messages))
     return EvaluateResult(
         score=length_shape(words, low_words, high_words, slack_words),
         reason=f"{words} words",
@@ -54,7 +54,7 @@ def length_reward(
     )
 
 
-def _part(text: str, part: Part) -> str:
+def _select_part(text: str, part: TextPart) -> str:
     if part == "all":
         return text
     thought, answer = split_thought(text)
@@ -86,7 +86,7 @@ def format_reward(
     """
     if isinstance(tags, str) or not tags or not all(isinstance(tag, str) and tag for tag in tags):
         raise ConfigError(f'format: tags is {tags!r:.80}; give a list of names, such as ["think", "answer"]')
-    count = tags_in_place(last_said(messages), tags)
+    count = tags_in_place(last_reply(messages), tags)
     share = count / len(tags)
     return EvaluateResult(
         score=share if partial else float(share == 1.0),

@@ -10,9 +10,9 @@ from typing import Any, Literal
 from toolwise.errors import RewardError
 
 Mode = Literal["pointwise", "batch", "group"]
-MODES: dict[str, Mode] = {"rollouts_messages": "batch", "group_messages": "group"}
-SHAPES = "(messages, ground_truth), (rollouts_messages, ground_truths) or (group_messages, ground_truth)"
-FOREIGN = {
+MODE_BY_FIRST_PARAMETER: dict[str, Mode] = {"rollouts_messages": "batch", "group_messages": "group"}
+SIGNATURE_FORMS = "(messages, ground_truth), (rollouts_messages, ground_truths) or (group_messages, ground_truth)"
+OTHER_LIBRARY_PARAMETERS = {
     "completions": "TRL",
     "completion": "TRL",
     "prompts": "TRL",
@@ -31,10 +31,10 @@ FOREIGN = {
     "predictions": "other libraries",
 }
 """First parameters of the rewards of other libraries, which get texts where ours get conversations."""
-_TRUTHS = ("ground_truth", "ground_truths", "labels")
+_GROUND_TRUTH_NAMES = ("ground_truth", "ground_truths", "labels")
 TASK_FIELDS = ("extra_info", "data_source")
 """Fields of a task that a function gets if it names them, a batch function as a list."""
-_FIELD_LISTS = {"extra_infos": "extra_info", "data_sources": "data_source"}
+_VERL_BATCH_FIELDS = {"extra_infos": "extra_info", "data_sources": "data_source"}
 """What verl calls them in batch rewards."""
 
 
@@ -56,10 +56,10 @@ class Signature:
     @classmethod
     def of(cls, function: Callable[..., Any], name: str) -> Signature:
         parameters = _parameters(function, name)
-        mode = getattr(function, "__toolwise_reward_mode__", None) or mode_of(function, name)
+        mode = getattr(function, "__toolwise_reward_mode__", None) or infer_mode(function, name)
         first, more = parameters[:2], parameters[2:]
         if [p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in first] != [True, True]:
-            raise RewardError(f"reward {name}: it must take {SHAPES}")
+            raise RewardError(f"reward {name}: it must take {SIGNATURE_FORMS}")
         named = [p for p in more if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         return cls(
             mode=mode,
@@ -70,13 +70,13 @@ class Signature:
             is_async=_is_async(function),
         )
 
-    def accepts(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def accepted_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Those of `kwargs` that the function has a parameter for beyond its first two (all, with **kwargs)."""
         if self.takes_any:
             return {key: value for key, value in kwargs.items() if key not in self.first}
         return {key: value for key, value in kwargs.items() if key in self.names}
 
-    def missing(self, given: Iterable[str]) -> list[str]:
+    def missing_arguments(self, given: Iterable[str]) -> list[str]:
         """What it cannot do without and nobody gives."""
         known = set(given)
         return [name for name in self.required if name not in known]
@@ -97,20 +97,20 @@ class Signature:
         return cls(value["mode"], first, names, required, **flags)
 
 
-def mode_of(function: Callable[..., Any], name: str) -> Mode:
+def infer_mode(function: Callable[..., Any], name: str) -> Mode:
     """What the name of its first parameter says; an error that shows what to write where it is another library's."""
     parameters = _parameters(function, name)
     if not parameters:
         return "pointwise"
-    if parameters[0].name in FOREIGN:
-        raise RewardError(_translation(parameters, name))
-    return MODES.get(parameters[0].name, "pointwise")
+    if parameters[0].name in OTHER_LIBRARY_PARAMETERS:
+        raise RewardError(_porting_hint(parameters, name))
+    return MODE_BY_FIRST_PARAMETER.get(parameters[0].name, "pointwise")
 
 
-def _translation(parameters: list[inspect.Parameter], name: str) -> str:
+def _porting_hint(parameters: list[inspect.Parameter], name: str) -> str:
     first = parameters[0].name
-    known = {*FOREIGN, *_TRUTHS}.difference(TASK_FIELDS)
-    renamed = [p.replace(name=_FIELD_LISTS.get(p.name, p.name), annotation=p.empty) for p in parameters]
+    known = {*OTHER_LIBRARY_PARAMETERS, *_GROUND_TRUTH_NAMES}.difference(TASK_FIELDS)
+    renamed = [p.replace(name=_VERL_BATCH_FIELDS.get(p.name, p.name), annotation=p.empty) for p in parameters]
     kept = [str(p) for p in renamed if p.name not in known and p.kind != p.VAR_POSITIONAL]
     short = name.rpartition(":")[2]
     shapes = [
@@ -118,7 +118,8 @@ def _translation(parameters: list[inspect.Parameter], name: str) -> str:
         for two in (("messages", "ground_truth"), ("rollouts_messages", "ground_truths"))
     ]
     return (
-        f"reward {name}: its first parameter is {first!r}, as in rewards for {FOREIGN[first]}; here it gets whole "
+        f"reward {name}: its first parameter is {first!r}, as in rewards for {OTHER_LIBRARY_PARAMETERS[first]}; "
+        f"here it gets whole "
         f'conversations: write {shapes[0]} for one rollout, whose last text is messages[-1]["content"], or {shapes[1]} '
         "for all of a step, which returns a list"
     )

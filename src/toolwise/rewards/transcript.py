@@ -37,7 +37,7 @@ def top_level_blocks(text: str) -> list[Block]:
     return found
 
 
-def last_said(messages: Sequence[Message]) -> str:
+def last_reply(messages: Sequence[Message]) -> str:
     """What the assistant wrote last, its thought included; empty where it wrote nothing."""
     replies = [m for m in as_messages(messages) if m.role == "assistant"]
     return (replies[-1].content or "") if replies else ""
@@ -67,12 +67,12 @@ def split_thought(text: str) -> tuple[str, str]:
     return (text.replace("<think>", "", 1), "") if opened else ("", text)
 
 
-def answer_of(messages: Sequence[Message]) -> str:
+def final_answer(messages: Sequence[Message]) -> str:
     """What the assistant wrote last, without its thought."""
-    return split_thought(last_said(messages))[1].strip()
+    return split_thought(last_reply(messages))[1].strip()
 
 
-def calls_of(message: Message) -> list[ToolCall]:
+def read_tool_calls(message: Message) -> list[ToolCall]:
     """The calls of one message: as the policy's parser gave them, else those that stand in its text."""
     if message.tool_calls:
         return message.tool_calls

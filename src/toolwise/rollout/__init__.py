@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from toolwise.rollout.steps import load_steps, save_steps
     from toolwise.rollout.worker import RLRolloutWorker
 
-_HOME_OF = {
+_MODULE_OF = {
     "AsyncRolloutRequest": "request",
     "RLRolloutWorker": "worker",
     "RequestState": "request",
@@ -34,6 +34,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'toolwise.rollout' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"toolwise.rollout.{_HOME_OF[name]}"), name)
+    return getattr(importlib.import_module(f"toolwise.rollout.{_MODULE_OF[name]}"), name)

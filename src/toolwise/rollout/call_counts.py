@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolwise.bounds import LARGEST_SCORE, LONGEST_NAME, MOST_NAMES, cut
+from toolwise.bounds import MAX_DISTINCT_NAMES, MAX_NAME_CHARS, MAX_SCORE, truncate_text
 from toolwise.envs.tool_env import add_counts
 from toolwise.rollout.decision import count_tokens
 from toolwise.types import StepData, Usage
 
-OTHERS = "(other names)"
+OTHER_NAMES = "(other names)"
 
 
 @dataclass(slots=True)
@@ -23,8 +23,8 @@ class CallCounts:
 
     def add(self, info: dict[str, Any]) -> None:
         """A step's `info`. The time in the queue is taken out: it says something of the machine, not of the step."""
-        add_counts(self.calls, _named(self.calls, info.get("calls") or {}))
-        add_counts(self.failed, _named(self.failed, info.get("failed_calls") or {}))
+        add_counts(self.calls, _limit_names(self.calls, info.get("calls") or {}))
+        add_counts(self.failed, _limit_names(self.failed, info.get("failed_calls") or {}))
         self.cost += _cost_of(info.get("cost") or 0.0)
         self.queue_s += info.pop("queue_s", ())
 
@@ -41,17 +41,19 @@ class CallCounts:
         )
 
 
-def _named(counts: Mapping[str, int], more: Mapping[str, int]) -> Mapping[str, int]:
+def _limit_names(counts: Mapping[str, int], more: Mapping[str, int]) -> Mapping[str, int]:
     """`more` under names that can be kept: models and worlds write them, at any length and as many as they like."""
     for name, count in more.items():
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise ValueError(f"the count of {cut(str(name), LONGEST_NAME)!r} is {count!r:.80}: give a whole number")
-    if len(counts) + len(more) <= MOST_NAMES and all(len(name) <= LONGEST_NAME for name in more):
+            raise ValueError(
+                f"the count of {truncate_text(str(name), MAX_NAME_CHARS)!r} is {count!r:.80}: give a whole number"
+            )
+    if len(counts) + len(more) <= MAX_DISTINCT_NAMES and all(len(name) <= MAX_NAME_CHARS for name in more):
         return more
     kept: dict[str, int] = {}
     for name, count in more.items():
-        short = cut(name, LONGEST_NAME)
-        place = short if short in counts or len(counts) + len(kept) < MOST_NAMES else OTHERS
+        short = truncate_text(name, MAX_NAME_CHARS)
+        place = short if short in counts or len(counts) + len(kept) < MAX_DISTINCT_NAMES else OTHER_NAMES
         kept[place] = kept.get(place, 0) + count
     return kept
 
@@ -59,6 +61,6 @@ def _named(counts: Mapping[str, int], more: Mapping[str, int]) -> Mapping[str, i
 def _cost_of(value: Any) -> float:
     """A step's cost, refused where it is none: a NaN would spoil the budget of the whole run in silence."""
     cost = float(value)
-    if not 0 <= cost <= LARGEST_SCORE:
-        raise ValueError(f"the cost {cost} does not lie between 0 and {LARGEST_SCORE:g}")
+    if not 0 <= cost <= MAX_SCORE:
+        raise ValueError(f"the cost {cost} does not lie between 0 and {MAX_SCORE:g}")
     return cost

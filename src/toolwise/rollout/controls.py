@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-CUT = "\ufdd0"
+GUARD_MARK = "\ufdd0"
 """A code point that Unicode keeps out of text for good. Found in a message all the same, it becomes U+FFFD."""
 
 
@@ -36,20 +36,20 @@ class ControlTokens:
         # Where text is normalised before tokens are looked for, other spellings of a token become it too.
         backend = getattr(tokenizer, "backend_tokenizer", None)
         normalises = backend is not None and backend.normalizer is not None
-        self._spelt_otherwise = normalises and any(t.normalized for t in added.values() if t.special)
+        self._normalizes_specials = normalises and any(t.normalized for t in added.values() if t.special)
 
     def guard(self, text: str, *, tags: bool = False) -> str:
         """`text` with marks where it would become a control token (`tags`: or any other added token)."""
-        text = text.replace(CUT, "\ufffd")
+        text = text.replace(GUARD_MARK, "\ufffd")
         if not text.isascii():  # half a character is no text, and no tokenizer takes it
             text = text.encode("utf-8", "replace").decode("utf-8")
         wanted = self._control_or_tag if tags else self._control
         while wanted.search(text):  # what is left of one token may hold another
-            text = wanted.sub(_cut_first, text)
+            text = wanted.sub(_insert_mark, text)
         text = self._guard_end(text)
-        if self._spelt_otherwise and any(self._found(piece) for piece in text.split(CUT)):
-            letters = [c for c in text if c != CUT]
-            return CUT.join("\ufffd" if self._found(c) else c for c in letters)
+        if self._normalizes_specials and any(self._has_control_token(piece) for piece in text.split(GUARD_MARK)):
+            letters = [c for c in text if c != GUARD_MARK]
+            return GUARD_MARK.join("\ufffd" if self._has_control_token(c) else c for c in letters)
         return text
 
     def guard_all(self, value: Any) -> Any:
@@ -64,7 +64,7 @@ class ControlTokens:
 
     def encode(self, text: str, end_text: str) -> list[int]:
         """The tokens of rendered text. Pieces are encoded as what they are, the middle of something."""
-        first, *rest = text.split(CUT)
+        first, *rest = text.split(GUARD_MARK)
         ids = self._encode(first)
         for piece in rest:
             if piece:
@@ -77,10 +77,10 @@ class ControlTokens:
         for n in range(min(self._longest, len(body)), 0, -1):
             if body[-n:] in self._beginnings:
                 at = len(body) - n + 1
-                return text[:at] + CUT + text[at:]
+                return text[:at] + GUARD_MARK + text[at:]
         return text
 
-    def _found(self, text: str) -> bool:
+    def _has_control_token(self, text: str) -> bool:
         unknown = self._tokenizer.unk_token_id
         return any(i in self.ids and i != unknown for i in self._encode(text))
 
@@ -90,9 +90,9 @@ class ControlTokens:
         return ids
 
 
-def unmarked(text: str) -> str:
+def strip_guard_marks(text: str) -> str:
     """Rendered text as people read it."""
-    return text.replace(CUT, "")
+    return text.replace(GUARD_MARK, "")
 
 
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
@@ -100,6 +100,6 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
-def _cut_first(found: re.Match[str]) -> str:
+def _insert_mark(found: re.Match[str]) -> str:
     text = found.group()
-    return text[0] + CUT + text[1:] if len(text) > 1 else "\ufffd"
+    return text[0] + GUARD_MARK + text[1:] if len(text) > 1 else "\ufffd"

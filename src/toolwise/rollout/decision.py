@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 from toolwise.messages import Message, ToolCall
 
-Answer = tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]
+PolicyAnswer = tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]
 
 
-class Decision(NamedTuple):
+class PolicyDecision(NamedTuple):
     """An action and what came with it. A tuple, since one is made every turn."""
 
     action: dict[str, Any]
@@ -20,7 +20,7 @@ class Decision(NamedTuple):
     """The action as the conversation has it."""
 
     @classmethod
-    def of(cls, answer: Answer) -> Decision:
+    def from_answer(cls, answer: PolicyAnswer) -> PolicyDecision:
         """Raises where the policy's word makes no sense."""
         action, raw, logprobs, value = answer
         if action["type"] not in ("text", "tool_call", "terminate"):
@@ -44,7 +44,7 @@ class Decision(NamedTuple):
         thought = action.get("reasoning_content") or None
         if thought is not None and not isinstance(thought, str):
             raise ValueError(f"reasoning_content of type {type(thought).__name__}; give a string")
-        said = Message.trusted("assistant", content, tool_calls=calls or None, reasoning_content=thought)
+        said = Message.unchecked("assistant", content, tool_calls=calls or None, reasoning_content=thought)
         return cls(action, raw, logprobs, value, said)
 
     @property
@@ -52,7 +52,7 @@ class Decision(NamedTuple):
         return count_tokens(self.logprobs, "token_ids")
 
     @property
-    def cut_off(self) -> bool:
+    def hit_length_limit(self) -> bool:
         """The reply reached its length before its end."""
         return (self.logprobs or {}).get("finish_reason") == "length"
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from toolwise.bounds import LONGEST_OBSERVATION, cut
+from toolwise.bounds import MAX_OBSERVATION_CHARS, truncate_text
 from toolwise.messages import Message, as_messages
 
 
-def observed(observation: str | Sequence[Message]) -> Iterable[Message]:
+def observation_messages(observation: str | Sequence[Message]) -> Iterable[Message]:
     """A text is the user's word; nothing said is no message."""
     if isinstance(observation, str):
-        return [Message(role="user", content=cut(observation, LONGEST_OBSERVATION))] if observation else []
-    return map(_bounded, as_messages(observation))
+        return [Message(role="user", content=truncate_text(observation, MAX_OBSERVATION_CHARS))] if observation else []
+    return map(_truncate, as_messages(observation))
 
 
-def _bounded(message: Message) -> Message:
+def _truncate(message: Message) -> Message:
     content = message.content
-    if content is None or (len(content) <= LONGEST_OBSERVATION and content.isascii()):
+    if content is None or (len(content) <= MAX_OBSERVATION_CHARS and content.isascii()):
         return message
-    return message.model_copy(update={"content": cut(content, LONGEST_OBSERVATION)})
+    return message.model_copy(update={"content": truncate_text(content, MAX_OBSERVATION_CHARS)})

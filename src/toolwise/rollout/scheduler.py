@@ -16,14 +16,14 @@ from toolwise.limits import Gate, Limits
 from toolwise.own_tasks import spawn
 from toolwise.protocols import AgentPolicy
 from toolwise.rollout.request import AsyncRolloutRequest
-from toolwise.rollout.worker import termination_of
+from toolwise.rollout.worker import build_termination
 from toolwise.tools.base import BaseTool
 from toolwise.types import Rollout, RouteDecision
-from toolwise.user_code import call, describe
-from toolwise.waiting import all_of
+from toolwise.user_code import call_user_code, describe
+from toolwise.waiting import gather_all
 
-Watch = Callable[[AsyncRolloutRequest], None]
-_YOUNG_OBJECTS = 50_000
+StateCallback = Callable[[AsyncRolloutRequest], None]
+_GC_THRESHOLD = 50_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class RolloutScheduler:
     make_env: Callable[[RouteDecision], BaseEnv] | None = None
     """The world of an episode; without it the tools are the world."""
     lock_step: bool = False
-    on_state: Watch | None = None
+    on_state: StateCallback | None = None
     """Told of every change of every request's state."""
 
     async def roll_out(
@@ -71,9 +71,9 @@ class RolloutScheduler:
         """The rollouts of each decision, as groups become complete. Whoever stops listening ends the rest."""
         requests = self.requests(decisions, do_sample=do_sample)
         if self.lock_step:
-            for rollouts in await self._all_in_step(requests, len(decisions)):
+            for rollouts in await self._run_lock_step(requests, len(decisions)):
                 for rollout in rollouts:
-                    call(on_done, rollout)
+                    call_user_code(on_done, rollout)
                 yield rollouts
             return
         gate = Gate(self.max_concurrent)
@@ -87,8 +87,8 @@ class RolloutScheduler:
         async def run(request: AsyncRolloutRequest) -> None:
             async with gate:
                 await request.run()
-            rollout = request.finished()
-            call(on_done, rollout)
+            rollout = request.to_rollout()
+            call_user_code(on_done, rollout)
             group = done[request.batch_data_id]
             group.append(rollout)
             if len(group) == missing[request.batch_data_id]:
@@ -102,7 +102,7 @@ class RolloutScheduler:
         for task in tasks:
             task.add_done_callback(tell)
         try:
-            with fewer_collections():
+            with relaxed_gc():
                 for _ in missing:
                     found = await whole.get()
                     if isinstance(found, BaseException):
@@ -111,7 +111,7 @@ class RolloutScheduler:
         finally:
             for task in tasks:
                 task.cancel()
-            await _ended(tasks)  # each frees its tools before the fault, or the cancellation, goes on
+            await _wait_all(tasks)  # each frees its tools before the fault, or the cancellation, goes on
 
     def requests(self, decisions: Sequence[RouteDecision], *, do_sample: bool = True) -> list[AsyncRolloutRequest]:
         """`n` requests a decision, ready to run; all of one decision see the same world."""
@@ -121,29 +121,29 @@ class RolloutScheduler:
             for offset in range(decision.n)
         ]
 
-    async def _all_in_step(self, requests: Sequence[AsyncRolloutRequest], groups: int) -> list[list[Rollout]]:
+    async def _run_lock_step(self, requests: Sequence[AsyncRolloutRequest], groups: int) -> list[list[Rollout]]:
         """Ended once where somebody cancels, and then waited for: a second cancellation must not reach its work."""
-        work = spawn(self._in_step(requests, groups))
+        work = spawn(self._run_turns(requests, groups))
         try:
             await asyncio.wait({work})
         finally:
             work.cancel()
-            await _ended([work])
+            await _wait_all([work])
         return work.result()
 
-    async def _in_step(self, requests: Sequence[AsyncRolloutRequest], groups: int) -> list[list[Rollout]]:
+    async def _run_turns(self, requests: Sequence[AsyncRolloutRequest], groups: int) -> list[list[Rollout]]:
         for first in range(0, len(requests), self.max_concurrent):
             part = requests[first : first + self.max_concurrent]
             try:
-                await all_of(request.start() for request in part)
+                await gather_all(request.start() for request in part)
                 while active := [request for request in part if not request.done]:
-                    await all_of(request.decide() for request in active)
-                    await all_of(request.act() for request in active)
+                    await gather_all(request.decide() for request in active)
+                    await gather_all(request.act() for request in active)
             finally:
-                await _ended([spawn(request.finish()) for request in part])
+                await _wait_all([spawn(request.finish()) for request in part])
         rollouts: list[list[Rollout]] = [[] for _ in range(groups)]
         for request in requests:
-            rollouts[request.batch_data_id].append(request.finished())
+            rollouts[request.batch_data_id].append(request.to_rollout())
         return rollouts
 
     def _request(
@@ -163,7 +163,7 @@ class RolloutScheduler:
             env_seed=decision.seed,
             do_sample=do_sample,
             deadline_s=self.deadline_s,
-            termination=termination_of(
+            termination=build_termination(
                 task,
                 self.max_episode_steps,
                 max_tokens=self.max_tokens,
@@ -177,7 +177,7 @@ class RolloutScheduler:
         if self.make_env is None:
             return self._tool_env(decision)
         try:
-            return call(self.make_env, decision)
+            return call_user_code(self.make_env, decision)
         except ToolwiseError:  # for a person to put right
             raise
         except Exception as fault:
@@ -209,19 +209,19 @@ class FailedEnv(BaseEnv):
 
 
 @contextmanager
-def fewer_collections() -> Iterator[None]:
+def relaxed_gc() -> Iterator[None]:
     """Thousands of episodes keep what they make: looking through all of it for garbage every 700 objects, as Python
     does by default, takes as long as the work itself."""
     before = gc.get_threshold()
-    if 0 < before[0] < _YOUNG_OBJECTS:  # neither switched off nor set higher, by us or by somebody who knows better
-        gc.set_threshold(_YOUNG_OBJECTS, *before[1:])
+    if 0 < before[0] < _GC_THRESHOLD:  # neither switched off nor set higher, by us or by somebody who knows better
+        gc.set_threshold(_GC_THRESHOLD, *before[1:])
     try:
         yield
     finally:
         gc.set_threshold(*before)
 
 
-async def _ended(tasks: Sequence[asyncio.Task[Any]]) -> None:
+async def _wait_all(tasks: Sequence[asyncio.Task[Any]]) -> None:
     """Waits for all to end, however often somebody cancels the waiting."""
     cancelled = False
     while pending := [task for task in tasks if not task.done()]:

@@ -25,19 +25,19 @@ from jinja2.visitor import NodeTransformer
 
 from toolwise.errors import TemplateLimitError
 
-LONGEST_TEMPLATE = 200_000
+MAX_TEMPLATE_CHARS = 200_000
 """Characters; published ones have up to thirty thousand."""
-CPU_S = 10.0
-CHARS = 1 << 28
+MAX_CPU_S = 10.0
+MAX_RENDER_CHARS = 1 << 28
 """What all steps of a rendering together may make, beside 256 characters for each of the conversation's."""
-STEP_CHARS = 1 << 28
+MAX_STEP_CHARS = 1 << 28
 """What one step may make."""
-ITEMS = 1 << 18
+MAX_ITEMS = 1 << 18
 """In a value with lists and objects in it."""
 ITEM_CHARS = 16
 """What one place in a list counts as."""
-BITS = 100_000
-GROWS = frozenset(
+MAX_BITS = 100_000
+EXPANDING_OPERATIONS = frozenset(
     (
         *("batch", "center", "expandtabs", "format", "format_map", "indent", "join", "ljust", "map", "replace"),
         *("rjust", "slice", "sum", "translate", "urlize", "wordwrap", "xmlattr", "zfill"),
@@ -52,9 +52,9 @@ class Budget:
     """What one rendering may take."""
 
     def __init__(self, chars: int) -> None:
-        self.chars = CHARS + 256 * chars
+        self.chars = MAX_RENDER_CHARS + 256 * chars
         self.steps = 0
-        self._ends = time.thread_time() + CPU_S
+        self._ends = time.thread_time() + MAX_CPU_S
 
     def step(self, chars: int = 0) -> None:
         self.chars -= chars
@@ -62,7 +62,7 @@ class Budget:
         if self.chars < 0:
             raise TemplateLimitError("it makes more text than a conversation can be: does it repeat itself?")
         if self.steps % 16 == 0 and time.thread_time() > self._ends:
-            raise TemplateLimitError(f"it has not ended after {CPU_S:g} s of computing: does it loop for ever?")
+            raise TemplateLimitError(f"it has not ended after {MAX_CPU_S:g} s of computing: does it loop for ever?")
 
 
 @contextmanager
@@ -78,14 +78,14 @@ def budget(chars: int) -> Iterator[None]:
 
 def bound_template(source: str) -> nodes.Template:
     """The template as a tree with checks in it."""
-    if len(source) > LONGEST_TEMPLATE:
-        raise TemplateLimitError(f"it has {len(source)} characters, more than {LONGEST_TEMPLATE}")
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
-    tree: nodes.Template = _Checks().visit(environment.parse(source))
+    if len(source) > MAX_TEMPLATE_CHARS:
+        raise TemplateLimitError(f"it has {len(source)} characters, more than {MAX_TEMPLATE_CHARS}")
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+    tree: nodes.Template = _CheckInserter().visit(environment.parse(source))
     return tree.set_environment(environment)  # type: ignore[return-value]
 
 
-class _Generation(Extension):
+class _GenerationTag(Extension):
     """{% generation %} marks what the assistant wrote, for masks that are not made here: its body stands alone."""
 
     tags = {"generation"}  # noqa: RUF012
@@ -95,7 +95,7 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class _Checks(NodeTransformer):
+class _CheckInserter(NodeTransformer):
     def get_visitor(self, node: nodes.Node) -> Any:
         return getattr(self, f"check_{type(node).__name__.lower()}", None)
 
@@ -121,7 +121,7 @@ class _Checks(NodeTransformer):
             return node
         (only, *others) = node.nodes
         if not others and isinstance(only, nodes.Call) and isinstance(only.node, nodes.ImportedName):
-            only.node = _named("written_" + only.node.importname.rpartition(".")[2])  # counted already
+            only.node = _imported_name("written_" + only.node.importname.rpartition(".")[2])  # counted already
         else:
             node.nodes = [_call("concat", *map(_as_constant, node.nodes))]
         return node
@@ -167,17 +167,17 @@ class _Checks(NodeTransformer):
     def check_call(self, node: nodes.Call) -> nodes.Node:
         self.generic_visit(node)
         node.args = [nodes.ContextReference(), node.node, *node.args]
-        node.node = _named("called")
+        node.node = _imported_name("called")
         return node
 
     def check_filter(self, node: nodes.Filter) -> nodes.Node:
         self.generic_visit(node)
         if node.node is None:  # of a block
-            if node.name in GROWS:
+            if node.name in EXPANDING_OPERATIONS:
                 raise TemplateLimitError(f"the filter {node.name} is not for blocks here")
             return node
         given = [nodes.ContextReference(), nodes.Const(node.name), node.node, *node.args]
-        return nodes.Call(_named("filtered"), given, node.kwargs, node.dyn_args, node.dyn_kwargs)
+        return nodes.Call(_imported_name("filtered"), given, node.kwargs, node.dyn_args, node.dyn_kwargs)
 
 
 def _texts(node: nodes.Node) -> Iterator[nodes.TemplateData]:
@@ -190,12 +190,12 @@ def _as_constant(node: nodes.Expr) -> nodes.Expr:
     return nodes.Const(node.data) if isinstance(node, nodes.TemplateData) else node
 
 
-def _named(name: str) -> nodes.ImportedName:
+def _imported_name(name: str) -> nodes.ImportedName:
     return nodes.ImportedName(f"{__name__}.{name}")
 
 
 def _call(name: str, *arguments: nodes.Expr) -> nodes.Call:
-    return nodes.Call(_named(name), list(arguments), [], None, None)
+    return nodes.Call(_imported_name(name), list(arguments), [], None, None)
 
 
 # What follows is called from rendered templates, by name.
@@ -209,7 +209,7 @@ def step(chars: int = 0) -> None:
 
 def charged(value: Any) -> Any:
     """A value that holds only what was there before."""
-    step(_shallow(value))
+    step(_shallow_size(value))
     return value
 
 
@@ -227,7 +227,7 @@ def concat(*values: Any) -> str:
 def add(first: Any, *others: Any) -> Any:
     for other in others:
         first = first + other
-        step(_shallow(first))
+        step(_shallow_size(first))
     return first
 
 
@@ -237,7 +237,7 @@ def mul(left: Any, right: Any) -> Any:
             if isinstance(value, int):
                 _check_bits(value.bit_length() + times.bit_length())
             elif isinstance(value, str | list | tuple):
-                _check_growth(max(size_of(value), _shallow(value)), times)
+                _check_growth(max(size_of(value), _shallow_size(value)), times)
     return charged(left * right)
 
 
@@ -262,7 +262,7 @@ def called(context: Context, function: Any, /, *arguments: Any, **named: Any) ->
     elif kind is types.FunctionType and function.__name__ == "generate_lorem_ipsum":
         raise TemplateLimitError("lipsum is not for chat templates")
     value = context.environment.call(context, function, *arguments, **named)  # type: ignore[attr-defined]
-    step(_shallow(value))
+    step(_shallow_size(value))
     return value
 
 
@@ -273,7 +273,7 @@ def filtered(context: Context, name: str, /, *arguments: Any, **named: Any) -> A
     if name != "map" or len(arguments) > 1:  # of attributes it makes nothing new
         _check_arguments(name, [*arguments, *named.values()])
     value = context.call(function, *arguments, **named)
-    step(_shallow(value))
+    step(_shallow_size(value))
     return value
 
 
@@ -301,7 +301,7 @@ written_emit = emit
 def _check_arguments(name: str, given: list[Any]) -> None:
     if name in ("format", "format_map"):
         _check_format(given[0], given[1:])
-    elif name in GROWS:
+    elif name in EXPANDING_OPERATIONS:
         _check_growth(_growth(name, given), 1)
     elif name in ("string", "tojson", "pprint"):
         step(sum(map(size_of, given)))
@@ -336,19 +336,19 @@ def size_of(value: Any) -> int:
         elif isinstance(item, list | tuple):
             waiting += item
         seen += 1
-        if len(waiting) + seen > ITEMS:
+        if len(waiting) + seen > MAX_ITEMS:
             raise TemplateLimitError("it makes a value that is larger than a conversation can be")
     return size
 
 
-def _shallow(value: Any) -> int:
+def _shallow_size(value: Any) -> int:
     if isinstance(value, str):
         return len(value)
     return ITEM_CHARS * len(value) if isinstance(value, list | tuple | dict) else 0
 
 
 def _check_growth(size: int, times: int) -> None:
-    if size * times > STEP_CHARS:
+    if size * times > MAX_STEP_CHARS:
         raise TemplateLimitError("it makes more text in one step than a conversation can be")
 
 
@@ -359,5 +359,5 @@ def _check_format(text: str, values: Any) -> None:
 
 
 def _check_bits(bits: int) -> None:
-    if bits > BITS:
+    if bits > MAX_BITS:
         raise TemplateLimitError("it computes with numbers of more than thirty thousand digits")

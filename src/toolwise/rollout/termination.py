@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from toolwise.patterns import Pattern
-from toolwise.rollout.decision import Decision
+from toolwise.rollout.decision import PolicyDecision
 from toolwise.types import StopReason
 
 
@@ -25,18 +25,20 @@ class Termination:
     _tokens: int = field(default=0, init=False)
     _invalid_in_a_row: int = field(default=0, init=False)
 
-    def before(self, decision: Decision) -> StopReason | None:
+    def stop_before_step(self, decision: PolicyDecision) -> StopReason | None:
         """Endings that the decision itself brings about: the world does not see it."""
         self._tokens += decision.sampled_tokens
         if decision.action["type"] == "terminate":
             return StopReason.TERMINATED
-        if decision.cut_off:
+        if decision.hit_length_limit:
             return StopReason.MAX_TOKENS
         if self.regex is not None and self.regex.search(decision.raw or decision.message.content or ""):
             return StopReason.REGEX
         return None
 
-    def after(self, decision: Decision, env_done: bool, info: dict[str, Any], *, structured: bool) -> StopReason | None:
+    def stop_after_step(
+        self, decision: PolicyDecision, env_done: bool, info: dict[str, Any], *, structured: bool
+    ) -> StopReason | None:
         """Endings that the world brings about."""
         self._invalid_in_a_row = 0 if info.get("is_action_valid", True) else self._invalid_in_a_row + 1
         if info.get("critical_error"):

@@ -27,20 +27,20 @@ from typing import Literal
 from toolwise.errors import ModelError
 from toolwise.messages import Message, Prefix
 from toolwise.rollout.chat import ChatTokenizer, Tools
-from toolwise.rollout.controls import unmarked
+from toolwise.rollout.controls import strip_guard_marks
 
 Alignment = Literal["first", "clean", "realigned", "forked"]
 OnChange = Literal["append", "fork"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Turn:
+class _TurnPrompt:
     """A prompt that has been asked for, and what it rests on."""
 
     ids: array[int]
     text: str | None
     """The template's word on the conversation; None where it has none."""
-    said: int
+    message_count: int
     """How many messages there were: the reply is the next."""
     tools: Tools
     alignment: Alignment
@@ -56,88 +56,96 @@ class TokenBuffer:
         self.on_change = on_change
         self.counts: Counter[Alignment] = Counter()
         """How the turns of this episode stood."""
-        self._given = prompt_ids
+        self._prompt_ids = prompt_ids
         self._ids = array("i")
-        self._held = 0
+        self._committed_length = 0
         self._sampled: list[int] = []
         self._closed = True
-        self._last: _Turn | None = None
-        self._asked: _Turn | None = None
+        self._last_turn: _TurnPrompt | None = None
+        self._pending_turn: _TurnPrompt | None = None
 
     def prompt(self, messages: Sequence[Message], tools: Tools = None) -> Prefix[int]:
         """All that the model is to see before its next reply. `messages` is the whole conversation so far."""
-        self._asked = self._first(messages, tools) if self._last is None else self._next(self._last, messages, tools)
-        return Prefix(self._asked.ids)
+        self._pending_turn = (
+            self._first(messages, tools) if self._last_turn is None else self._next(self._last_turn, messages, tools)
+        )
+        return Prefix(self._pending_turn.ids)
 
     def add(self, sampled: Sequence[int], *, closed: bool) -> Alignment:
         """Take in the reply to the last prompt; `closed`: its last token ended the turn. Says how the prompt stood."""
-        if self._asked is None:
+        if self._pending_turn is None:
             raise RuntimeError("add before prompt: there is nothing that this could be the reply to")
-        self._last, self._asked = self._asked, None
-        self._ids = self._last.ids
+        self._last_turn, self._pending_turn = self._pending_turn, None
+        self._ids = self._last_turn.ids
         self._ids.extend(sampled)
-        self._held = len(self._ids)
+        self._committed_length = len(self._ids)
         self._sampled, self._closed = list(sampled), closed
-        if self._last.alignment == "forked":
-            self._given = None  # the row is the template's from here on
-        self.counts[self._last.alignment] += 1
-        return self._last.alignment
+        if self._last_turn.alignment == "forked":
+            self._prompt_ids = None  # the row is the template's from here on
+        self.counts[self._last_turn.alignment] += 1
+        return self._last_turn.alignment
 
-    def _first(self, messages: Sequence[Message], tools: Tools) -> _Turn:
-        if self._given is not None:
-            return _Turn(array("i", self._given), None, len(messages), tools, "first")
-        return self._begin(messages, tools, "first")
+    def _first(self, messages: Sequence[Message], tools: Tools) -> _TurnPrompt:
+        if self._prompt_ids is not None:
+            return _TurnPrompt(array("i", self._prompt_ids), None, len(messages), tools, "first")
+        return self._start_row(messages, tools, "first")
 
-    def _begin(self, messages: Sequence[Message], tools: Tools, alignment: Alignment) -> _Turn:
+    def _start_row(self, messages: Sequence[Message], tools: Tools, alignment: Alignment) -> _TurnPrompt:
         text = self.chat.render(messages, tools)
-        return _Turn(array("i", self.chat.encode(text)), text, len(messages), tools, alignment)
+        return _TurnPrompt(array("i", self.chat.encode(text)), text, len(messages), tools, alignment)
 
-    def _next(self, last: _Turn, messages: Sequence[Message], tools: Tools) -> _Turn:
-        if len(messages) <= last.said or messages[last.said].role != "assistant":
-            return self._begin(messages, tools, "forked")  # the conversation no longer has the reply
+    def _next(self, last: _TurnPrompt, messages: Sequence[Message], tools: Tools) -> _TurnPrompt:
+        if len(messages) <= last.message_count or messages[last.message_count].role != "assistant":
+            return self._start_row(messages, tools, "forked")  # the conversation no longer has the reply
         try:
             text: str | None = self.chat.render(messages, tools)
         except ModelError:
             text = None  # a template may refuse a reply that the model did give; what follows it can still be said
         news = self._continuation(last, text)
         if news is not None:
-            return _Turn(self._extended(news), text, len(messages), tools, "clean")
+            return _TurnPrompt(self._extend_ids(news), text, len(messages), tools, "clean")
         if self._history_changed(last, text, messages, tools):
-            return self._begin(messages, tools, "forked")
-        after = self.chat.follow(messages[last.said + 1 :], tools, after=messages[: last.said + 1])
+            return self._start_row(messages, tools, "forked")
+        after = self.chat.encode_continuation(
+            messages[last.message_count + 1 :], tools, after=messages[: last.message_count + 1]
+        )
         news = after if self._closed else [self.chat.end_id, *after]
-        return _Turn(self._extended(news), text, len(messages), tools, "realigned")
+        return _TurnPrompt(self._extend_ids(news), text, len(messages), tools, "realigned")
 
-    def _continuation(self, last: _Turn, text: str | None) -> list[int] | None:
+    def _continuation(self, last: _TurnPrompt, text: str | None) -> list[int] | None:
         """What the template writes after the buffer, where it writes the buffer's own tokens first."""
         if last.text is None or text is None or not text.startswith(last.text):
             return None
         tail = self.chat.tail(last.text)
         length = len(self.chat.encode(tail)) + len(self._sampled)
         ids = self.chat.encode(tail + text[len(last.text) :])
-        return ids[length:] if ids[:length] == self._ids[self._held - length : self._held].tolist() else None
+        return (
+            ids[length:]
+            if ids[:length] == self._ids[self._committed_length - length : self._committed_length].tolist()
+            else None
+        )
 
-    def _history_changed(self, last: _Turn, text: str | None, messages: Sequence[Message], tools: Tools) -> bool:
+    def _history_changed(self, last: _TurnPrompt, text: str | None, messages: Sequence[Message], tools: Tools) -> bool:
         """Whether what the model saw before its last reply is no longer what it is to see."""
-        if self._given is not None:
+        if self._prompt_ids is not None:
             return False  # ids that came with a task are nobody's rendering: there is nothing to compare with
         if last.text is None:
             return tools != last.tools
-        if self.chat.render(messages[: last.said], tools) != last.text:
+        if self.chat.render(messages[: last.message_count], tools) != last.text:
             return True
         return self.on_change == "fork" and text is not None and not self._same_text(last.text, text)
 
     def _same_text(self, last: str, text: str) -> bool:
         """Whether the template still writes what was said, if perhaps with other tokens."""
         reply = self.chat.decode(self._sampled[:-1] if self._closed else self._sampled)
-        return unmarked(text).startswith(unmarked(last + reply))
+        return strip_guard_marks(text).startswith(strip_guard_marks(last + reply))
 
-    def _extended(self, news: Sequence[int]) -> array[int]:
+    def _extend_ids(self, news: Sequence[int]) -> array[int]:
         """The buffer with `news` after it. What an attempt before this one left there is used again, or left behind
         in a buffer of its own: somebody may still be reading it."""
-        waiting = self._ids[self._held :]
+        waiting = self._ids[self._committed_length :]
         if waiting and waiting.tolist() != list(news):
-            self._ids = self._ids[: self._held]
+            self._ids = self._ids[: self._committed_length]
             waiting = array("i")
         if not waiting:
             self._ids.extend(news)

@@ -17,14 +17,14 @@ from toolwise.errors import ConfigError, ModelError
 from toolwise.messages import Message, ToolCall
 from toolwise.rollout.parsers import RENDERERS
 
-Mode = Literal["auto", "template", "system"]
+ToolPromptMode = Literal["auto", "template", "system"]
 Render = Callable[[Sequence[Message], Sequence[dict[str, Any]] | None], str]
 
 _QUESTION = Message(role="user", content="question")
 _SYSTEM = Message(role="system", content=f"system{secrets.token_hex(8)}")
 
 
-class UserResult(Message):
+class UserToolResult(Message):
     """A user message that holds what a tool returned: it can write no tags, as a message of the role "tool" cannot."""
 
 
@@ -74,7 +74,7 @@ class ToolPrompt:
                 text = _result(message) if message.role == "tool" else message.content or ""
                 told[-1] = told[-1].model_copy(update={"content": f"{told[-1].content}\n{text}"})
             else:
-                told.append(self._told(message))
+                told.append(self._convert_message(message))
         if not tools or self.where in ("template", "nowhere"):
             return told
         text, roles = describe_tools(tools, self.form), ("system", "developer")
@@ -91,12 +91,12 @@ class ToolPrompt:
             told.insert(first, Message(role=role, content=text))
         return told
 
-    def _told(self, message: Message) -> Message:
+    def _convert_message(self, message: Message) -> Message:
         if self.calls_as_text and message.role == "assistant" and message.tool_calls:
             text = RENDERERS[self.form](message.content or "", message.tool_calls)
             return message.model_copy(update={"content": text, "tool_calls": None})
         if self.results_from_user and message.role == "tool":
-            return UserResult(role="user", content=_result(message))
+            return UserToolResult(role="user", content=_result(message))
         return message
 
 
@@ -127,7 +127,7 @@ def _example(form: str, call: ToolCall) -> str:
     return RENDERERS[form]("", [call])
 
 
-def choose_tool_prompt(render: Render, mode: Mode, parser: str) -> ToolPrompt:
+def choose_tool_prompt(render: Render, mode: ToolPromptMode, parser: str) -> ToolPrompt:
     """What `mode` comes to for a template, seen by rendering. `render` is the template as it is; `parser` the run's,
     with "auto" for one that looks at each text."""
     form = "hermes" if parser == "auto" else parser
@@ -135,7 +135,7 @@ def choose_tool_prompt(render: Render, mode: Mode, parser: str) -> ToolPrompt:
     hidden = _why_tools_hidden(render)
     if mode == "template":
         as_it_is = ToolPrompt("template" if not hidden else "nowhere", reason=hidden)
-        return as_it_is if hidden or not reads_calls else _checked(render, as_it_is)
+        return as_it_is if hidden or not reads_calls else _verify(render, as_it_is)
     if not reads_calls:
         if mode == "system":
             raise ConfigError(
@@ -144,28 +144,28 @@ def choose_tool_prompt(render: Render, mode: Mode, parser: str) -> ToolPrompt:
             )
         return ToolPrompt("nowhere" if hidden else "template", reason=hidden)
     if mode == "auto" and not hidden:
-        found = _with_calls(render, ToolPrompt("template", form))
+        found = _choose_call_style(render, ToolPrompt("template", form))
         if found.usable:
             return found
     where: Literal["system", "user"] = (
-        "system" if _why_lost(render, [_SYSTEM, _QUESTION], [_SYSTEM.content or ""]) is None else "user"
+        "system" if _find_missing(render, [_SYSTEM, _QUESTION], [_SYSTEM.content or ""]) is None else "user"
     )
-    return _with_calls(render, ToolPrompt(where, form, reason=hidden))
+    return _choose_call_style(render, ToolPrompt(where, form, reason=hidden))
 
 
-def _with_calls(render: Render, prompt: ToolPrompt) -> ToolPrompt:
+def _choose_call_style(render: Render, prompt: ToolPrompt) -> ToolPrompt:
     """`prompt` with as little written as text as the template needs to show calls and results."""
-    as_it_is = _checked(render, prompt)
+    as_it_is = _verify(render, prompt)
     if as_it_is.usable:
         return as_it_is
     for calls, results in ((False, True), (True, False), (True, True)):
         changed = replace(prompt, calls_as_text=calls, results_from_user=results)
-        if _checked(render, changed).usable:
+        if _verify(render, changed).usable:
             return replace(changed, reason=prompt.reason or as_it_is.reason)
     return as_it_is
 
 
-def _checked(render: Render, prompt: ToolPrompt) -> ToolPrompt:
+def _verify(render: Render, prompt: ToolPrompt) -> ToolPrompt:
     """`prompt`, with the reason where the template loses calls, or what tools return, written in this way."""
     call, value, result = (f"{kind}{secrets.token_hex(8)}" for kind in ("call", "value", "result"))
     spec = _spec(call)
@@ -179,7 +179,7 @@ def _checked(render: Render, prompt: ToolPrompt) -> ToolPrompt:
 
     def lost(messages: Sequence[Message], words: Sequence[str]) -> str | None:
         shown_by_template = [spec] if prompt.where == "template" else None
-        return _why_lost(render, prompt.arrange(messages, [spec]), words, shown_by_template)
+        return _find_missing(render, prompt.arrange(messages, [spec]), words, shown_by_template)
 
     beginnings = [[_QUESTION], [_SYSTEM, _QUESTION]]
     for start in (talk for talk in beginnings if lost(talk, []) is None):  # a template may have no system role
@@ -194,9 +194,9 @@ def _checked(render: Render, prompt: ToolPrompt) -> ToolPrompt:
 def _why_tools_hidden(render: Render) -> str:
     """Why the template does not write a tool's name, with a system message or without one; "" where it does."""
     name = f"tool{secrets.token_hex(8)}"
-    talks = [talk for talk in ([_QUESTION], [_SYSTEM, _QUESTION]) if _why_lost(render, talk, []) is None]
+    talks = [talk for talk in ([_QUESTION], [_SYSTEM, _QUESTION]) if _find_missing(render, talk, []) is None]
     for talk in talks:  # a template may have no system role
-        why = _why_lost(render, talk, [name], [_spec(name)])
+        why = _find_missing(render, talk, [name], [_spec(name)])
         if why is not None:
             return "ignores tools" if why == name else f"fails when it is given tools: {why}"
     return "" if talks else "ignores tools"
@@ -207,7 +207,7 @@ def _spec(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "description": "probe", "parameters": parameters}}
 
 
-def _why_lost(
+def _find_missing(
     render: Render,
     messages: Sequence[Message],
     words: Sequence[str],

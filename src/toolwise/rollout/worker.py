@@ -46,7 +46,7 @@ class RLRolloutWorker(AsyncRolloutRequest):
             seed=seed,
             do_sample=do_sample,
             deadline_s=deadline_s,
-            termination=termination_of(
+            termination=build_termination(
                 task_definition, max_episode_steps, max_tokens=max_tokens, max_invalid_in_a_row=max_invalid_in_a_row
             ),
         )
@@ -56,7 +56,7 @@ class RLRolloutWorker(AsyncRolloutRequest):
         return self.steps, self.messages, self.task.ground_truth
 
 
-def termination_of(
+def build_termination(
     task: Task, max_steps: int, *, max_tokens: int | None = None, max_invalid_in_a_row: int = 3
 ) -> Termination:
     """The endings of one episode of `task`."""

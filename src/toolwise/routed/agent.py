@@ -17,24 +17,24 @@ from toolwise.errors import ConfigError, ContextFullError
 from toolwise.messages import Message, as_messages
 from toolwise.rollout.request import AsyncRolloutRequest
 from toolwise.routed.capped import OVER_BUDGET, CappedEnv
-from toolwise.routed.loading import load_routing
-from toolwise.routed.routing import Routing
+from toolwise.routed.loading import load_router
+from toolwise.routed.routing import TrainedRouter
 from toolwise.routing.actions import ROUTES, RouteAction
 from toolwise.run import build_scheduler
-from toolwise.run_tasks import check_tools
+from toolwise.run_tasks import check_task_tools
 from toolwise.types import Rollout, StopReason, Task
 
 Question = str | Sequence[Message | Mapping[str, Any]] | Task
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class AgentAnswer:
     """What came of one question."""
 
     text: str
     """The agent's last words."""
     route: str
-    odds: Mapping[str, float]
+    route_probs: Mapping[str, float]
     """route -> how likely the router thought it; empty where the question is too long for the router to read"""
     cost: float
     """Of the calls that were served, in the unit of the budget."""
@@ -60,7 +60,7 @@ class RoutedAgent:
     >>> agent.ask("How many mills does Alder have?", budget=0.3).text
     """
 
-    def __init__(self, routing: Routing) -> None:
+    def __init__(self, routing: TrainedRouter) -> None:
         self.routing = routing
         self.scheduler = build_scheduler(routing.config, routing.policy, dict(routing.tools))
         self._numbers = itertools.count(1)
@@ -76,7 +76,7 @@ class RoutedAgent:
     ) -> RoutedAgent:
         """From a run, a checkpoint or an exported folder; `tools` and `documents` take the place of the run's own. All
         tools that it was trained with must be there; `tools=[]` answers without any, on purpose."""
-        return cls(load_routing(source, tools=tools, documents=documents, overrides=overrides))
+        return cls(load_router(source, tools=tools, documents=documents, overrides=overrides))
 
     async def answer(
         self,
@@ -87,7 +87,7 @@ class RoutedAgent:
         cap: float | None = None,
         do_sample: bool = False,
         seed: int = 0,
-    ) -> Answered:
+    ) -> AgentAnswer:
         """One question, routed and answered. Any number may be asked at once, from any event loop or thread.
 
         `budget` is what questions may cost on average: the router is held to it by the threshold that was calibrated
@@ -97,28 +97,28 @@ class RoutedAgent:
         """
         began = time.perf_counter()
         task = self._task(question)
-        check_tools(task, dict(self.routing.tools), env=self.routing.config.env.name)
+        check_task_tools(task, dict(self.routing.tools), env=self.routing.config.env.name)
         named = None if route == "auto" else RouteAction.parse(route)
         too_long: ContextFullError | None = None
         try:
-            (weighed,) = await self.routing.weigh_in_engine([task])
-            odds = {name.value: share for name, share in zip(ROUTES, weighed.probs, strict=True)}
+            (weighed,) = await self.routing.predict_in_engine([task])
+            route_probs = {name.value: share for name, share in zip(ROUTES, weighed.probs, strict=True)}
             chosen = named or self.routing.choose(weighed, task, budget=budget, seed=seed)
         except ContextFullError as full:
             # Under a route that was named, the prompt may be a shorter one.
-            odds, chosen, too_long = {}, named or RouteAction.ANSWER, None if named else full
+            route_probs, chosen, too_long = {}, named or RouteAction.ANSWER, None if named else full
         request = self._request(task, chosen, cap, do_sample, seed)
         if too_long is None:
             await request.run()
         else:
             request.stop(StopReason.PROMPT_TOO_LONG, str(too_long))
             await request.finish()
-        rollout = request.finished()
+        rollout = request.to_rollout()
         known, direct = self.routing.calibration, chosen is RouteAction.ANSWER and not rollout.unanswered
-        return Answered(
-            text=_last_words(rollout),
+        return AgentAnswer(
+            text=_final_text(rollout),
             route=chosen.value,
-            odds=odds,
+            route_probs=route_probs,
             cost=self.routing.cost_of(rollout),
             calls=dict(rollout.usage.calls),
             refused=rollout.usage.failed_calls.get(OVER_BUDGET, 0),
@@ -127,7 +127,7 @@ class RoutedAgent:
             with_tools_s=known.with_tools_s if known is not None and direct else None,
         )
 
-    def ask(self, question: Question, **how: Any) -> Answered:
+    def ask(self, question: Question, **how: Any) -> AgentAnswer:
         """`answer` for those who do not await, from a notebook too."""
         work = partial(waiting.run, self.answer(question, **how))
         try:
@@ -157,7 +157,7 @@ class RoutedAgent:
         return Task(task_id=f"question-{next(self._numbers)}", prompt=messages)
 
 
-def _last_words(rollout: Rollout) -> str:
+def _final_text(rollout: Rollout) -> str:
     """Nothing where the agent never acted: an assistant message is then one of the prompt's."""
     said = [message.content or "" for message in rollout.messages if message.role == "assistant"]
     return said[-1] if said and not rollout.unanswered else ""

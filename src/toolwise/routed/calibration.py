@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float64]
 
-FACTS = "router.json"
+ROUTER_METADATA_FILE = "router.json"
 """The file beside a model's weights that says what its head is; `learner/router_head.py` writes it."""
 _KEY = "calibration"
 
@@ -74,28 +74,29 @@ class Calibration:
         return cls(**fields)
 
 
-def calibration_of(facts: Mapping[str, Any]) -> Calibration | None:
+def calibration_of(metadata: Mapping[str, Any]) -> Calibration | None:
     """From what stands beside a head; None where it was never calibrated."""
-    if _KEY not in facts:
+    if _KEY not in metadata:
         return None
     try:
-        return Calibration.from_json(facts[_KEY])
+        return Calibration.from_json(metadata[_KEY])
     except (TypeError, ValueError, KeyError) as fault:
         raise CheckpointError(
-            f"{FACTS} holds a calibration that cannot be read ({fault}): calibrate again with toolwise eval --budgets"
+            f"{ROUTER_METADATA_FILE} holds a calibration that cannot be read ({fault}): calibrate again with "
+            f"toolwise eval --budgets"
         ) from None
 
 
 def store_calibration(model: Path, calibration: Calibration) -> None:
     """Into the facts of the head in `model`: of a checkpoint, which is sealed anew, or of an exported folder."""
-    path = model / FACTS
+    path = model / ROUTER_METADATA_FILE
     try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
+        metadata = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as fault:
         raise CheckpointError(f"{path} cannot be read ({fault}): is there a router in {model}?") from None
-    data = (json_text(facts | {_KEY: calibration.to_json()}, indent=2) + "\n").encode()
+    data = (json_text(metadata | {_KEY: calibration.to_json()}, indent=2) + "\n").encode()
     if (model.parent / checkpoint.MANIFEST).is_file():
-        amend(model.parent, {f"{model.name}/{FACTS}": data})
+        amend(model.parent, {f"{model.name}/{ROUTER_METADATA_FILE}": data})
         return
     aside = path.with_name(f".{path.name}.tmp")
     aside.write_bytes(data)

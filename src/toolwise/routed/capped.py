@@ -10,7 +10,7 @@ from toolwise.envs.base import BaseEnv, Observation
 from toolwise.messages import Message, ToolCall
 from toolwise.routing.usage import UNREADABLE
 
-REFUSED = "error: the budget for tools is spent; answer with what you know"
+BUDGET_SPENT_MESSAGE = "error: the budget for tools is spent; answer with what you know"
 OVER_BUDGET = "over_budget"
 """The kind of failure that a refused call is counted as."""
 
@@ -30,11 +30,11 @@ class CappedEnv(BaseEnv):
         self.structured_actions = inner.structured_actions  # type: ignore[misc]  # of this world, as of the inner one
         self.keeps_deadlines = inner.keeps_deadlines  # type: ignore[misc]
         self.refused = 0
-        self._made: Counter[str] = Counter()
+        self._calls_made: Counter[str] = Counter()
 
     async def step(self, action: Any) -> tuple[Observation, float | None, bool, dict[str, Any]]:
         calls = list(action.get("tool_calls") or ()) if isinstance(action, Mapping) else []
-        served = [self._serves(call) for call in calls]
+        served = [self._admit(call) for call in calls]
         if all(served):
             return await self.inner.step(action)
         self.refused += served.count(False)
@@ -43,13 +43,13 @@ class CappedEnv(BaseEnv):
         if any(served):
             passed = [call for call, good in zip(calls, served, strict=True) if good]
             observation, reward, done, info = await self.inner.step({**action, "tool_calls": passed})
-        return _in_order(calls, served, observation), reward, done, _with_refusals(info, served.count(False))
+        return _merge_results(calls, served, observation), reward, done, _with_refusals(info, served.count(False))
 
-    def _serves(self, call: ToolCall) -> bool:
-        with_it = self._made + Counter({call.name or UNREADABLE: 1})
-        if self.price(with_it) > max(self.cap, self.price(self._made)) + 1e-9:
+    def _admit(self, call: ToolCall) -> bool:
+        with_it = self._calls_made + Counter({call.name or UNREADABLE: 1})
+        if self.price(with_it) > max(self.cap, self.price(self._calls_made)) + 1e-9:
             return False
-        self._made = with_it
+        self._calls_made = with_it
         return True
 
     def set_seed(self, seed: int) -> None:
@@ -79,11 +79,13 @@ class CappedEnv(BaseEnv):
         return self.inner.phase_of(action)
 
 
-def _in_order(calls: list[ToolCall], served: list[bool], observation: Observation) -> list[Message]:
+def _merge_results(calls: list[ToolCall], served: list[bool], observation: Observation) -> list[Message]:
     """Every call with its result, in the order of the calls."""
     results = iter([] if isinstance(observation, str) else observation)
     told = [
-        next(results) if good else Message.trusted("tool", REFUSED, tool_call_id=call.id, name=call.name or None)
+        next(results)
+        if good
+        else Message.unchecked("tool", BUDGET_SPENT_MESSAGE, tool_call_id=call.id, name=call.name or None)
         for call, good in zip(calls, served, strict=True)
     ]
     return [*told, *results]

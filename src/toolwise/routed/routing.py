@@ -15,12 +15,12 @@ from toolwise.routing.actions import ROUTES, RouteAction
 from toolwise.routing.conditioning import Conditioning
 from toolwise.routing.cost import Cost
 from toolwise.routing.families import Family
-from toolwise.routing.lessons import Weighed
+from toolwise.routing.lessons import RoutePrediction
 from toolwise.routing.prompts import allowed_tools
-from toolwise.routing.usage import RouteUsage, usage_of, with_malformed
+from toolwise.routing.usage import RouteUsage, merge_unknown_calls, usage_of
 from toolwise.tools.base import BaseTool
 from toolwise.types import Rollout, RouteDecision, Task
-from toolwise.waiting import all_of
+from toolwise.waiting import gather_all
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Routing:
+class TrainedRouter:
     """Decides; whoever holds it rolls out."""
 
     config: RunConfig
@@ -58,12 +58,13 @@ class Routing:
 
         return np.asarray(self._features(tasks).double().cpu().numpy())
 
-    def weigh(self, tasks: Sequence[Task]) -> list[Weighed]:
+    def predict(self, tasks: Sequence[Task]) -> list[RoutePrediction]:
         """What the head says of the original prompts, each through the model once."""
-        return self._weighed(self._features(tasks))
+        return self._predictions(self._features(tasks))
 
-    async def weigh_in_engine(self, tasks: Sequence[Task]) -> list[Weighed]:
-        """As `weigh`, for a program that generates meanwhile: the engine reads the prompts between its other requests,
+    async def predict_in_engine(self, tasks: Sequence[Task]) -> list[RoutePrediction]:
+        """As `predict`, for a program that generates meanwhile: the engine reads the prompts between its other
+        requests,
         and the rollouts go on from what it has read."""
         import torch
 
@@ -71,12 +72,12 @@ class Routing:
 
         engine, settings = self.policy.engine, self.head.settings
         if not isinstance(engine, Engine) or settings.layers != (-1,):
-            return self.weigh(tasks)
+            return self.predict(tasks)
         prompts = self._prompts(tasks)
-        read = await all_of(engine.encode(prompt, pool=settings.pool) for prompt in prompts)
-        return self._weighed(torch.stack(read))
+        read = await gather_all(engine.encode(prompt, pool=settings.pool) for prompt in prompts)
+        return self._predictions(torch.stack(read))
 
-    def _weighed(self, features: Any) -> list[Weighed]:
+    def _predictions(self, features: Any) -> list[RoutePrediction]:
         import torch
 
         with torch.no_grad():
@@ -84,7 +85,7 @@ class Routing:
             logprobs = self.head.logits(found, self.multipliers).log_softmax(-1).tolist()
             values = found.tolist() if self.head.settings.mode == "value" else [None] * len(logprobs)
         return [
-            Weighed(
+            RoutePrediction(
                 tuple(row),
                 rewards=None if foreseen is None else tuple(route[0] for route in foreseen),
                 costs=None if foreseen is None else tuple(tuple(route[1:]) for route in foreseen),
@@ -106,17 +107,17 @@ class Routing:
         with torch.no_grad():
             return prompt_features(self.policy.model, self._prompts(tasks), pool=settings.pool, layers=settings.layers)
 
-    def choose(self, weighed: Weighed, task: Task, *, budget: float | None, seed: int) -> RouteAction:
+    def choose(self, prediction: RoutePrediction, task: Task, *, budget: float | None, seed: int) -> RouteAction:
         """As it was trained, or by the calibrated threshold for `budget`. Chance depends on the seed and the task."""
         rng = Random(f"{seed}/{zlib.crc32(repr([m.content for m in task.prompt]).encode('utf-8', 'replace'))}")
         if budget is None:
             drawn = self.config.router.evaluate == "sample"
-            return ROUTES[weighed.draw(rng) if drawn else weighed.best()]
+            return ROUTES[prediction.sample(rng) if drawn else prediction.argmax()]
         if self.calibration is None:
             raise CheckpointError(
                 "this router was never calibrated, so it can keep to no budget: toolwise eval CHECKPOINT --budgets …"
             )
-        values, costs = values_of(weighed)
+        values, costs = values_of(prediction)
         return ROUTES[self.calibration.route(values, costs, budget, (rng.random(), rng.random()))]
 
     def decide(self, task: Task, route: RouteAction | None, *, n: int = 1, seed: int = 0) -> RouteDecision:
@@ -144,7 +145,7 @@ class Routing:
 
     def price_of(self, calls: Mapping[str, int], families: Mapping[str, Family]) -> float:
         """What calls cost, in the unit of the budget."""
-        return self.cost(RouteUsage.of(with_malformed(calls, families), families))[self.unit]
+        return self.cost(RouteUsage.of(merge_unknown_calls(calls, families), families))[self.unit]
 
     def cost_of(self, rollout: Rollout) -> float:
         """What a rollout cost. Where tools are real, calls that the route refused do not count."""
@@ -155,10 +156,10 @@ class Routing:
         return self.cost(usage_of(rollout, families, allowed=allowed, source=source))[self.unit]
 
 
-def values_of(weighed: Weighed) -> tuple[Floats, Floats | None]:
+def values_of(prediction: RoutePrediction) -> tuple[Floats, Floats | None]:
     """What a threshold goes by: foreseen rewards and costs, or log-probs alone; [routes] each."""
     import numpy as np
 
-    if weighed.rewards is None or weighed.costs is None or not weighed.costs[0]:
-        return np.asarray(weighed.logprobs), None
-    return np.asarray(weighed.rewards), np.asarray([costs[0] for costs in weighed.costs])
+    if prediction.rewards is None or prediction.costs is None or not prediction.costs[0]:
+        return np.asarray(prediction.logprobs), None
+    return np.asarray(prediction.rewards), np.asarray([costs[0] for costs in prediction.costs])

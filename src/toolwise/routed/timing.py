@@ -30,8 +30,8 @@ class TimeSaved:
 
 async def time_saved(agent: RoutedAgent, tasks: Sequence[Task], *, limit: int = 16) -> TimeSaved | None:
     """Over the first prompts that the router would answer directly; None where it would answer none so."""
-    weighed = agent.routing.weigh(tasks)
-    direct = [task for task, word in zip(tasks, weighed, strict=True) if word.best() == RouteAction.ANSWER.index]
+    weighed = agent.routing.predict(tasks)
+    direct = [task for task, word in zip(tasks, weighed, strict=True) if word.argmax() == RouteAction.ANSWER.index]
     if not direct:
         return None
     direct = direct[:limit]

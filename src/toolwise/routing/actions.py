@@ -24,7 +24,7 @@ class RouteAction(StrEnum):
         """From a file's or a member's spelling, in short (`search`), or from the place among the logits."""
         if isinstance(written, int) and not isinstance(written, bool) and 0 <= written < len(ROUTES):
             return ROUTES[written]
-        found = _SPELLINGS.get(_plain(str(written)))
+        found = _SPELLINGS.get(_normalize_spelling(str(written)))
         if found is None:
             raise ToolwiseError(f"there is no route {written!r}; write {', '.join(ROUTES)}")
         return found
@@ -40,7 +40,7 @@ Target = RouteAction | Literal["MIXED"]
 
 def parse_target(written: str | int) -> Target:
     """A row's label: a route, or MIXED."""
-    if isinstance(written, str) and _plain(written) == "mixed":
+    if isinstance(written, str) and _normalize_spelling(written) == "mixed":
         return MIXED
     try:
         return RouteAction.parse(written)
@@ -48,12 +48,12 @@ def parse_target(written: str | int) -> Target:
         raise ToolwiseError(f"there is no target action {written!r}; write {', '.join(ROUTES)} or {MIXED}") from None
 
 
-def _plain(written: str) -> str:
+def _normalize_spelling(written: str) -> str:
     return written.strip().lower().replace("_", "-")
 
 
 _SPELLINGS = {
     spelling: route
     for route in RouteAction
-    for spelling in (_plain(route.value), _plain(route.value).removesuffix("-family"))
+    for spelling in (_normalize_spelling(route.value), _normalize_spelling(route.value).removesuffix("-family"))
 }

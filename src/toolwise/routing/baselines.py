@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from toolwise.routing.credit import Doubles, RouterCreditError, checked
+from toolwise.routing.credit import Doubles, RouterCreditError, finite_array
 
 
 class RunningBaseline:
@@ -34,18 +34,18 @@ class RunningBaseline:
     ) -> Doubles:
         """Against the means as they stand, which a batch joins only afterwards (`update`): nobody is in his own
         baseline. Before the first update the batch's own mean serves."""
-        rewards = checked(task_rewards, "r_task")
+        rewards = finite_array(task_rewards, "r_task")
         result = rewards - self._mean("task", rewards)
         for unit, price in prices.items():
             if unit not in costs:
                 raise RouterCreditError(f"λ has a price in {unit!r}, and costs are in {', '.join(costs) or 'nothing'}")
-            paid = checked(costs[unit], f"cost in {unit!r}", len(rewards))
+            paid = finite_array(costs[unit], f"cost in {unit!r}", len(rewards))
             result = result - price * (paid - self._mean(f"cost/{unit}", paid))
         return result
 
     def update(self, task_rewards: Sequence[float] | Doubles, costs: Mapping[str, Sequence[float] | Doubles]) -> None:
         for name, values in {"task": task_rewards, **{f"cost/{unit}": c for unit, c in costs.items()}}.items():
-            found = checked(values, name)
+            found = finite_array(values, name)
             if len(found):
                 self._means[name] = self.decay * self._means.get(name, 0.0) + (1 - self.decay) * float(found.mean())
                 self._weights[name] = self.decay * self._weights.get(name, 0.0) + (1 - self.decay)
@@ -62,7 +62,7 @@ class RunningBaseline:
         self._means, self._weights = dict(state["means"]), dict(state["weights"])
 
 
-class KindScale:
+class KindStandardizer:
     """r_task to mean 0 and deviation 1 within its kind of row, over all that was seen of the kind; survives a crash.
 
     It changes which rows are sacrificed when a budget is short: leave it off for frontiers.
@@ -74,16 +74,16 @@ class KindScale:
 
     def __call__(self, task_rewards: Sequence[float] | Doubles, kinds: Sequence[str]) -> Doubles:
         """Takes the batch in, then gives it standardised; a kind that has never varied gives 0."""
-        rewards = checked(task_rewards, "r_task", len(kinds))
+        rewards = finite_array(task_rewards, "r_task", len(kinds))
         for kind, reward in zip(kinds, rewards.tolist(), strict=True):
             count, mean, squares = self._seen.get(kind, [0.0, 0.0, 0.0])
             count += 1
             step = reward - mean
             mean += step / count
             self._seen[kind] = [count, mean, squares + step * (reward - mean)]
-        return np.array([self._scaled(r, kind) for r, kind in zip(rewards.tolist(), kinds, strict=True)])
+        return np.array([self._standardize(r, kind) for r, kind in zip(rewards.tolist(), kinds, strict=True)])
 
-    def _scaled(self, reward: float, kind: str) -> float:
+    def _standardize(self, reward: float, kind: str) -> float:
         count, mean, squares = self._seen[kind]
         deviation = math.sqrt(squares / (count - 1)) if count > 1 else 0.0
         return (reward - mean) / deviation if deviation > 1e-9 else 0.0

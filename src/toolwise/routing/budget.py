@@ -64,7 +64,7 @@ class Multiplier:
         self.error: float | None = None
         """Of the last dual step; None before the first."""
         self.steps = 0
-        self.binds = False
+        self.at_cap = False
         """λ would be higher but for its cap."""
         self._spent = 0.0
         self._weight = 0.0
@@ -96,10 +96,10 @@ class Multiplier:
             return False
         error = self._spent / self._weight - self.budget.limit
         self._spent = self._weight = 0.0
-        self._move(error)
+        self._update(error)
         return True
 
-    def _move(self, error: float) -> None:
+    def _update(self, error: float) -> None:
         budget, cap = self.budget, math.inf if self.budget.cap is None else self.budget.cap
         change = 0.0 if self.error is None else error - self.error
         ahead = budget.proportional * error + budget.derivative * change
@@ -109,8 +109,8 @@ class Multiplier:
         self.integral = self.integral if held else grown
         wanted = self.integral + ahead
         self.value, self.error = min(max(wanted, 0.0), cap), error
-        binds = held or wanted >= cap
-        if binds and error > 0 and not self.binds:
+        at_cap = held or wanted >= cap
+        if at_cap and error > 0 and not self.at_cap:
             log.warning(
                 "budget %r: λ is at its cap %g and %g more than %g is spent; raise the cap, or B is out of reach",
                 budget.unit,
@@ -118,14 +118,14 @@ class Multiplier:
                 error,
                 budget.limit,
             )
-        self.binds = binds
+        self.at_cap = at_cap
 
     def metrics(self, prefix: str = "router") -> Metrics:
         name = f"{prefix}/{self.budget.unit}"
         figures = {
             f"{name}/lambda": self.value,
             f"{name}/budget": self.budget.limit,
-            f"{name}/lambda_at_cap": float(self.binds),
+            f"{name}/lambda_at_cap": float(self.at_cap),
         }
         if self._last_mean is not None:
             figures |= {f"{name}/mean": self._last_mean, f"{name}/gap": self._last_mean - self.budget.limit}
@@ -137,7 +137,7 @@ class Multiplier:
             "integral": self.integral,
             "error": self.error,
             "steps": self.steps,
-            "binds": self.binds,
+            "binds": self.at_cap,
             "spent": self._spent,
             "weight": self._weight,
             "last_mean": self._last_mean,
@@ -145,7 +145,7 @@ class Multiplier:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.value, self.integral, self.error = state["value"], state["integral"], state["error"]
-        self.steps, self.binds, self._last_mean = state["steps"], state["binds"], state["last_mean"]
+        self.steps, self.at_cap, self._last_mean = state["steps"], state["binds"], state["last_mean"]
         self._spent, self._weight = state["spent"], state["weight"]
 
 
@@ -164,7 +164,7 @@ class Budgets:
         """unit -> λ"""
         return {unit: multiplier.value for unit, multiplier in self.multipliers.items()}
 
-    def begin_at(self, prices: Mapping[str, float]) -> None:
+    def set_prices(self, prices: Mapping[str, float]) -> None:
         """λ as somebody found them; what is not told stays."""
         for unit in prices.keys() & self.multipliers.keys():
             self.multipliers[unit].value = self.multipliers[unit].integral = float(prices[unit])

@@ -8,13 +8,13 @@ from typing import Literal
 
 from toolwise.routing.actions import RouteAction
 from toolwise.routing.families import Family, families_of_task
-from toolwise.routing.prompts import Conditioned, Mode, condition
-from toolwise.routing.usage import Source
+from toolwise.routing.prompts import ConditionedPrompt, ConditioningMode, condition
+from toolwise.routing.usage import UsageSource
 from toolwise.routing.wording import Style, Wording
 from toolwise.tools.base import BaseTool
 from toolwise.types import Task
 
-Routes = Literal["one", "independent", "stratified"]
+RouteSampling = Literal["one", "independent", "stratified"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class Conditioning:
     """How a route changes a prompt."""
 
     style: Style | Literal["auto"] = "auto"
-    mode: Mode = "rewrite"
+    mode: ConditioningMode = "rewrite"
     hard: bool = True
     wording: Wording | None = None
     families: Mapping[str, Family | str] = field(default_factory=dict)
@@ -31,7 +31,7 @@ class Conditioning:
     def families_of(self, task: Task, tools: Mapping[str, BaseTool]) -> dict[str, Family]:
         return families_of_task(task, tools, self.families, task.extra_info.get("tool_families"))
 
-    def __call__(self, task: Task, route: RouteAction, tools: Mapping[str, BaseTool]) -> Conditioned:
+    def __call__(self, task: Task, route: RouteAction, tools: Mapping[str, BaseTool]) -> ConditionedPrompt:
         families = self.families_of(task, tools)
         return condition(
             task.prompt, route, families, style=self.style, mode=self.mode, hard=self.hard, templates=self.wording
@@ -39,15 +39,15 @@ class Conditioning:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Teaching:
+class RouterTraining:
     """How routes are tried, and how what came of them is credited."""
 
-    routes: Routes = "stratified"
+    routes: RouteSampling = "stratified"
     evaluate: Literal["sample", "argmax"] = "sample"
     """How a route is chosen where nothing is learned."""
     standardize_by_kind: bool = False
     divide_by_std_as_a_control: bool = False
-    usage: Source = "auto"
+    usage: UsageSource = "auto"
     baseline_decay: float = 0.9
     warm_start_epochs: int = 0
     """Passes over the labelled tasks before anything is tried."""

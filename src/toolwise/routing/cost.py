@@ -22,7 +22,7 @@ from toolwise.routing.families import Family
 from toolwise.routing.usage import UNREADABLE, RouteUsage
 from toolwise.tools.base import BaseTool
 
-UNIT = "cost"
+COST_UNIT = "cost"
 """The unit of every cost that has only one."""
 
 
@@ -48,10 +48,10 @@ class AnyCost:
 
     @property
     def units(self) -> tuple[str, ...]:
-        return (UNIT,)
+        return (COST_UNIT,)
 
     def __call__(self, usage: RouteUsage) -> dict[str, float]:
-        return {UNIT: self.price * usage.used_any_tool}
+        return {COST_UNIT: self.price * usage.used_any_tool}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +69,11 @@ class FamilyCost:
 
     @property
     def units(self) -> tuple[str, ...]:
-        return _WITH_FAMILIES
+        return _FAMILY_UNITS
 
     def __call__(self, usage: RouteUsage) -> dict[str, float]:
         prices = {Family.SEARCH: self.c_search, Family.CALCULATE: self.c_calc, Family.OTHER: self.c_other}
-        return _summed({family: price * bool(usage.calls.get(family)) for family, price in prices.items()})
+        return _with_total({family: price * bool(usage.calls.get(family)) for family, price in prices.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +87,10 @@ class CallsCost:
 
     @property
     def units(self) -> tuple[str, ...]:
-        return _WITH_FAMILIES
+        return _FAMILY_UNITS
 
     def __call__(self, usage: RouteUsage) -> dict[str, float]:
-        return _summed({family: self.price * usage.calls.get(family, 0) for family in Family})
+        return _with_total({family: self.price * usage.calls.get(family, 0) for family in Family})
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,16 +143,18 @@ COSTS: dict[str, Callable[..., Cost]] = {
 def build_cost(kind: str, **settings: Any) -> Cost:
     """The cost of that name, with those settings that it has."""
     if kind not in COSTS:
-        raise ConfigError(f"there is no cost {kind!r}{did_you_mean(kind, COSTS) or f'; choose of {_listed(COSTS)}'}")
+        raise ConfigError(
+            f"there is no cost {kind!r}{did_you_mean(kind, COSTS) or f'; choose of {_comma_separated(COSTS)}'}"
+        )
     made: Any = COSTS[kind]
     known = [each.name for each in fields(made)]
     for name in settings:
         if name not in known:
-            raise ConfigError(f"cost {kind!r} has no setting {name!r}; it has {_listed(known)}")
+            raise ConfigError(f"cost {kind!r} has no setting {name!r}; it has {_comma_separated(known)}")
     return COSTS[kind](**settings)
 
 
-def tool_prices(tools: Mapping[str, BaseTool], unit: str = UNIT) -> PricesCost:
+def tool_prices(tools: Mapping[str, BaseTool], unit: str = COST_UNIT) -> PricesCost:
     """What the tools themselves say that a call costs; those that a prompt only describes cost what tools do that say
     nothing."""
     return PricesCost({unit: {name: tool.price for name, tool in tools.items()} | {"*": BaseTool.price}})
@@ -163,12 +165,12 @@ def check_price(name: str, price: Any) -> None:
         raise ConfigError(f"{name} must be a number from 0 up, got {price!r}")
 
 
-def _summed(parts: Mapping[Family, float]) -> dict[str, float]:
-    return {UNIT: float(sum(parts.values()))} | {family.value.lower(): float(c) for family, c in parts.items()}
+def _with_total(parts: Mapping[Family, float]) -> dict[str, float]:
+    return {COST_UNIT: float(sum(parts.values()))} | {family.value.lower(): float(c) for family, c in parts.items()}
 
 
-def _listed(names: Iterable[str]) -> str:
+def _comma_separated(names: Iterable[str]) -> str:
     return ", ".join(names)
 
 
-_WITH_FAMILIES = (UNIT, *(family.value.lower() for family in Family))
+_FAMILY_UNITS = (COST_UNIT, *(family.value.lower() for family in Family))

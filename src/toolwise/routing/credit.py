@@ -38,11 +38,11 @@ def router_rewards(
     prices: Mapping[str, float],
 ) -> Doubles:
     """r_task − Σ λ·cost, a rollout each; units without a price cost nothing."""
-    rewards = checked(task_rewards, "r_task")
+    rewards = finite_array(task_rewards, "r_task")
     for unit, price in prices.items():
         if unit not in costs:
             raise RouterCreditError(f"λ has a price in {unit!r}, and costs are in {', '.join(costs) or 'nothing'}")
-        rewards = rewards - price * checked(costs[unit], f"cost in {unit!r}", len(rewards))
+        rewards = rewards - price * finite_array(costs[unit], f"cost in {unit!r}", len(rewards))
     return rewards
 
 
@@ -52,7 +52,7 @@ def router_token_level_rewards(rewards: Sequence[float] | Doubles, response_mask
     What `advantages.compute_grpo_outcome_advantage` takes, with `norm_by_std=False`.
     """
     mask = np.asarray(response_mask).astype(bool)
-    given = checked(rewards, "router rewards", len(mask))
+    given = finite_array(rewards, "router rewards", len(mask))
     placed = np.zeros(mask.shape)
     rows = np.flatnonzero(mask.any(axis=1))
     last = mask.shape[1] - 1 - np.argmax(mask[rows, ::-1], axis=1)
@@ -71,9 +71,9 @@ def independent_advantages(
 
     `divide_by_std_as_a_control` exists to be seen to fail: it makes the router blind to λ.
     """
-    r = checked(rewards, "router rewards", len(groups))
+    r = finite_array(rewards, "router rewards", len(groups))
     advantages = np.zeros(len(r))
-    for members in _places(groups).values():
+    for members in _group_indices(groups).values():
         x = r[members]
         if len(x) < 2 or bool((x == x[0]).all()):
             continue
@@ -118,11 +118,11 @@ def stratified_credit(
 
     π is taken over the routes that were seen: one that was not gets neither advantage nor, under the loss, gradient.
     """
-    r = checked(rewards, "router rewards", len(groups))
+    r = finite_array(rewards, "router rewards", len(groups))
     taken = np.asarray(routes, dtype=np.intp)
     if len(taken) != len(r) or (len(taken) and not 0 <= taken.min() <= taken.max() < len(ROUTES)):
         raise RouterCreditError(f"give one route from 0 to {len(ROUTES) - 1} for each of {len(r)} rollouts")
-    places = _places(groups)
+    places = _group_indices(groups)
     pi = np.asarray(probs, dtype=np.float64)
     if pi.shape != (len(places), len(ROUTES)):
         raise RouterCreditError(f"probs has shape {pi.shape}; {len(places)} prompts × {len(ROUTES)} routes are needed")
@@ -146,14 +146,14 @@ def stratified_credit(
     values = (weights * q).sum(axis=1)
     if divide_by_std_as_a_control:
         advantages = advantages / (np.sqrt((weights * advantages**2).sum(axis=1, keepdims=True)) + 1e-6)
-    route_costs = {unit: by_route(checked(c, f"cost in {unit!r}", len(r))) for unit, c in costs.items()}
+    route_costs = {unit: by_route(finite_array(c, f"cost in {unit!r}", len(r))) for unit, c in costs.items()}
     policy_costs = {unit: (weights * c).sum(axis=1) for unit, c in route_costs.items()}
     return RouteCredit(tuple(places), seen, q, advantages, values, route_costs, policy_costs)
 
 
-def importance_weights(probs: Any, drawn_with: Any, cap: float = 2.0) -> Doubles:
+def importance_weights(probs: Any, behavior_probs: Any, cap: float = 2.0) -> Doubles:
     """min(π_r/q, cap) for routes that were drawn with probabilities q and not by the policy."""
-    q = np.asarray(drawn_with, dtype=np.float64)
+    q = np.asarray(behavior_probs, dtype=np.float64)
     if not (q > 0).all():
         raise RouterCreditError("a route was drawn whose probability is 0; give the probabilities it was drawn with")
     return np.asarray(np.minimum(np.asarray(probs, dtype=np.float64) / q, cap))
@@ -165,14 +165,14 @@ def mixed_share(targets: Sequence[Any]) -> float:
     return sum(target == MIXED for target in labelled) / len(labelled) if labelled else 0.0
 
 
-def _places(groups: Sequence[Hashable]) -> dict[Hashable, list[int]]:
+def _group_indices(groups: Sequence[Hashable]) -> dict[Hashable, list[int]]:
     places: dict[Hashable, list[int]] = {}
     for place, group in enumerate(groups):
         places.setdefault(group, []).append(place)
     return places
 
 
-def checked(values: Any, what: str, length: int | None = None) -> Doubles:
+def finite_array(values: Any, what: str, length: int | None = None) -> Doubles:
     """A flat array of finite numbers, `length` of them, or a one-line error."""
     found = np.asarray(values, dtype=np.float64)
     if found.ndim != 1 or (length is not None and len(found) != length):

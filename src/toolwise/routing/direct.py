@@ -49,7 +49,7 @@ class DirectRouter:
     def warm_start(self) -> None:
         """Nor to learn."""
 
-    def account(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+    def with_written_usage(self, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
         """What was spent is what the tools say."""
         return rollouts
 

@@ -45,7 +45,7 @@ class Rule:
     verb: re.Pattern[str] | None = None
     description: re.Pattern[str] | None = None
 
-    def fits(self, name: str, verb: str, description: str) -> bool:
+    def matches(self, name: str, verb: str, description: str) -> bool:
         pairs = ((self.name, name), (self.verb, verb), (self.description, description))
         return any(pattern is not None and pattern.search(text) for pattern, text in pairs)
 
@@ -62,7 +62,7 @@ class Rules:
         words = " ".join(_WORDS.findall(name)).lower()
         told = " ".join(description.split()).lower()
         verb = next((word for word in _LETTERS.findall(told) if word not in self.skip), "")
-        return next((rule.family for rule in self.rules if rule.fits(words, verb, told)), Family.OTHER)
+        return next((rule.family for rule in self.rules if rule.matches(words, verb, told)), Family.OTHER)
 
 
 def load_rules(path: str | Path = RULES_FILE) -> Rules:
@@ -75,27 +75,27 @@ def load_rules(path: str | Path = RULES_FILE) -> Rules:
     rules, skip = given.pop("rule", []), given.pop("skip", [])
     if given or not isinstance(rules, list) or not isinstance(skip, list):
         raise ConfigError(f"{path}: it may hold `skip`, a list of words, and [[rule]] tables; nothing else")
-    return Rules(tuple(_rule(path, number, table) for number, table in enumerate(rules, 1)), frozenset(skip))
+    return Rules(tuple(_parse_rule(path, number, table) for number, table in enumerate(rules, 1)), frozenset(skip))
 
 
-def _rule(path: Path, number: int, table: Mapping[str, Any]) -> Rule:
+def _parse_rule(path: Path, number: int, table: Mapping[str, Any]) -> Rule:
     words = {key: value for key, value in table.items() if key != "family"}
     for key, value in words.items():
         if key not in ("name", "verb", "description") or not isinstance(value, list):
             raise ConfigError(f"{path}: rule {number}: {key!r} must be a list under name, verb or description")
     patterns: dict[str, Any] = {
-        "name": _any_of(words.get("name"), verbs=False),
-        "verb": _any_of(words.get("verb"), verbs=True),
-        "description": _any_of(words.get("description"), verbs=False),
+        "name": _words_pattern(words.get("name"), verbs=False),
+        "verb": _words_pattern(words.get("verb"), verbs=True),
+        "description": _words_pattern(words.get("description"), verbs=False),
     }
     return Rule(Family.parse(table.get("family", "")), **patterns)
 
 
-def _any_of(words: list[str] | None, *, verbs: bool) -> re.Pattern[str] | None:
-    return re.compile(rf"(?<!\w)(?:{'|'.join(_forms(w, verbs) for w in words)})(?!\w)") if words else None
+def _words_pattern(words: list[str] | None, *, verbs: bool) -> re.Pattern[str] | None:
+    return re.compile(rf"(?<!\w)(?:{'|'.join(_word_pattern(w, verbs) for w in words)})(?!\w)") if words else None
 
 
-def _forms(word: str, verb: bool) -> str:
+def _word_pattern(word: str, verb: bool) -> str:
     stem = re.escape(word.removesuffix("*").lower()).replace(r"\ ", r"\s+")
     if word.endswith("*"):
         return rf"{stem}\w*"
@@ -107,29 +107,29 @@ def _forms(word: str, verb: bool) -> str:
 
 
 @cache
-def shipped_rules() -> Rules:
+def default_rules() -> Rules:
     return load_rules()
 
 
 @lru_cache(maxsize=100_000)
 def family_of(name: str, description: str = "", rules: Rules | None = None) -> Family:
     """By the rules alone."""
-    return (shipped_rules() if rules is None else rules).family_of(name, description)
+    return (default_rules() if rules is None else rules).family_of(name, description)
 
 
 _WORDS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|\d+")
 _LETTERS = re.compile(r"[a-z]+")
 
 
-def own_family(tool: BaseTool) -> Family | None:
+def declared_family(tool: BaseTool) -> Family | None:
     """What the tool itself says: its configuration, its decorator or its class; None where none of them does."""
     if "family" in tool.config:
         return Family.parse(tool.config["family"])
-    said = tool.family != BaseTool.family or any("family" in vars(kind) for kind in _own_classes(type(tool)))
+    said = tool.family != BaseTool.family or any("family" in vars(kind) for kind in _tool_classes(type(tool)))
     return Family.parse(tool.family) if said else None
 
 
-def _own_classes(kind: type) -> list[type]:
+def _tool_classes(kind: type) -> list[type]:
     return [each for each in kind.__mro__ if issubclass(each, BaseTool) and each is not BaseTool]
 
 
@@ -147,12 +147,12 @@ def families_of_task(
     """
     found: dict[str, Family] = {}
     for name, tool in offered_tools(task, tools or {}).items():
-        own = own_family(tool)
-        said = _said(name, overrides) or own or _said(name, labels)
+        own = declared_family(tool)
+        said = _lookup_family(name, overrides) or own or _lookup_family(name, labels)
         found[name] = said or family_of(name, tool.tool_schema.function.description, rules)
     for name, description in described_tools(task).items():
         if name not in found:
-            said = _said(name, overrides) or _said(name, labels)
+            said = _lookup_family(name, overrides) or _lookup_family(name, labels)
             found[name] = said or family_of(name, description, rules)
     return found
 
@@ -172,7 +172,7 @@ def described_tools(task: Task) -> dict[str, str]:
     return found
 
 
-def _said(name: str, given: Mapping[str, Family | str] | None) -> Family | None:
+def _lookup_family(name: str, given: Mapping[str, Family | str] | None) -> Family | None:
     return Family.parse(given[name]) if given and name in given else None
 
 
@@ -193,8 +193,8 @@ def heuristic_target(task: Task, families: Mapping[str, Family] | None = None) -
     No call: ANSWER. Calls of one family, with or without OTHER ones: that family. Of both, or of OTHER alone (which
     both routes keep): MIXED.
     """
-    names = wanted_calls(task.ground_truth)
-    names = planned_calls(task.extra_info.get("plan")) if names is None else names
+    names = gold_call_names(task.ground_truth)
+    names = planned_call_names(task.extra_info.get("plan")) if names is None else names
     if names is None:
         return None
     known = families if families is not None else families_of_task(task)
@@ -206,7 +206,7 @@ def heuristic_target(task: Task, families: Mapping[str, Family] | None = None) -
     return RouteAction.SEARCH_FAMILY if called == {Family.SEARCH} else RouteAction.CALCULATE_FAMILY
 
 
-def wanted_calls(ground_truth: Any) -> list[str] | None:
+def gold_call_names(ground_truth: Any) -> list[str] | None:
     """Names of the tools that a ground truth calls; [] where it answers, None where it does not say either."""
     if isinstance(ground_truth, str) and gold_kind(ground_truth) != "neither":
         return [call["name"] for call in gold_calls(ground_truth)]
@@ -216,7 +216,7 @@ def wanted_calls(ground_truth: Any) -> list[str] | None:
         return None
 
 
-def planned_calls(plan: Any) -> list[str] | None:
+def planned_call_names(plan: Any) -> list[str] | None:
     """Names of the tools in `extra_info.plan`: the calls that would settle a task whose ground truth is an answer, as
     [tool, argument] each; None where there is no such plan."""
     if not isinstance(plan, list) or not plan:

@@ -12,12 +12,12 @@ from toolwise.protocols import Metrics, Stateful
 
 
 @dataclass(frozen=True, slots=True)
-class Weighed:
+class RoutePrediction:
     """The head's word on one prompt."""
 
     logprobs: tuple[float, ...]
     """Of each route."""
-    memory: Any = None
+    head_inputs: Any = None
     """What the head wants back with the lesson: the prompt, and its features where they will not change."""
     rewards: tuple[float, ...] | None = None
     """value: what each route is foreseen to earn"""
@@ -28,17 +28,17 @@ class Weighed:
     def probs(self) -> tuple[float, ...]:
         return tuple(math.exp(x) for x in self.logprobs)
 
-    def draw(self, rng: Random) -> int:
+    def sample(self, rng: Random) -> int:
         """A route, by chance."""
         return rng.choices(range(len(self.logprobs)), self.probs)[0]
 
-    def best(self) -> int:
+    def argmax(self) -> int:
         """The likeliest route; of equals the first, which costs the least."""
         return max(range(len(self.logprobs)), key=self.logprobs.__getitem__)
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class RouteSample:
     """One rollout, as the router sees it."""
 
     route: int
@@ -51,11 +51,11 @@ class Taken:
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
+class RouterExample:
     """One prompt with all that came of it."""
 
-    weighed: Weighed
-    taken: tuple[Taken, ...]
+    prediction: RoutePrediction
+    samples: tuple[RouteSample, ...]
     advantages: tuple[float | None, ...] | None = None
     """Of every route, where they were stratified; None where nothing is known of one."""
     label: int | None = None
@@ -65,20 +65,20 @@ class Lesson:
 class RouterModel(Stateful, Protocol):
     """The head and what is under it."""
 
-    def weigh(
-        self, prompts: Sequence[Sequence[int]], multipliers: Sequence[float], *, settled: bool = False
-    ) -> list[Weighed]:
-        """Each prompt through the trunk once, whatever many rollouts it begins. `settled`: by the head that will be
+    def predict(
+        self, prompts: Sequence[Sequence[int]], multipliers: Sequence[float], *, averaged: bool = False
+    ) -> list[RoutePrediction]:
+        """Each prompt through the trunk once, whatever many rollouts it begins. `averaged`: by the head that will be
         kept, where that is not the one that learns."""
         ...
 
-    def learn(self, lessons: Sequence[Lesson], multipliers: Sequence[float]) -> Metrics: ...
+    def learn(self, examples: Sequence[RouterExample], multipliers: Sequence[float]) -> Metrics: ...
 
-    def imitate(self, weighed: Sequence[Weighed], labels: Sequence[int]) -> Metrics:
+    def supervised_step(self, predictions: Sequence[RoutePrediction], labels: Sequence[int]) -> Metrics:
         """One supervised step, before anything was tried."""
         ...
 
-    def save(self, folder: Any, facts: dict[str, Any]) -> None:
+    def save(self, folder: Any, metadata: dict[str, Any]) -> None:
         """The head beside a model's weights."""
         ...
 

@@ -20,12 +20,12 @@ from toolwise.routing.actions import RouteAction
 from toolwise.routing.families import Family, family_of_call
 from toolwise.routing.wording import Style, Wording, load_wording
 
-Mode = Literal["rewrite", "append"]
+ConditioningMode = Literal["rewrite", "append"]
 _HEADING = re.compile(r"^\*\*Available Tools\*\*\n(?:.*\n)?\Z", re.MULTILINE)
 _NUMBER = re.compile(r"\A\d+\. ")
 _SYSTEM = ("system", "developer")
 
-PREFERRED: Mapping[RouteAction, Family] = {
+ROUTE_FAMILIES: Mapping[RouteAction, Family] = {
     RouteAction.SEARCH_FAMILY: Family.SEARCH,
     RouteAction.CALCULATE_FAMILY: Family.CALCULATE,
 }
@@ -37,7 +37,7 @@ class RoutedMessage(Message):
     _original: Message | None = PrivateAttr(default=None)
 
     @classmethod
-    def instead_of(cls, original: Message | None, content: str, role: Any = "system") -> RoutedMessage:
+    def replacing(cls, original: Message | None, content: str, role: Any = "system") -> RoutedMessage:
         kept = {name: getattr(original, name) for name in cls.model_fields} if original is not None else {"role": role}
         made = cls(**{**kept, "content": content})
         made._original = original
@@ -45,7 +45,7 @@ class RoutedMessage(Message):
 
 
 @dataclass(frozen=True, slots=True)
-class Conditioned:
+class ConditionedPrompt:
     """A prompt after routing."""
 
     messages: Sequence[Message]
@@ -56,7 +56,7 @@ class Conditioned:
 
 
 @dataclass(frozen=True, slots=True)
-class Sorted:
+class ToolPartition:
     """Tool names as a route sees them."""
 
     first: tuple[str, ...]
@@ -68,15 +68,15 @@ class Sorted:
         return (*self.first, *self.others) if hard else (*self.first, *self.others, *self.rest)
 
 
-def sort_tools(route: RouteAction, families: Mapping[str, Family]) -> Sorted:
+def sort_tools(route: RouteAction, families: Mapping[str, Family]) -> ToolPartition:
     """The route's family, those of neither, and the other family."""
     if route is RouteAction.ANSWER:
-        return Sorted((), (), tuple(families))
-    mine = PREFERRED[route]
+        return ToolPartition((), (), tuple(families))
+    mine = ROUTE_FAMILIES[route]
     groups: dict[bool | None, list[str]] = {True: [], None: [], False: []}
     for name, family in families.items():
         groups[None if family is Family.OTHER else family is mine].append(name)
-    return Sorted(tuple(groups[True]), tuple(groups[None]), tuple(groups[False]))
+    return ToolPartition(tuple(groups[True]), tuple(groups[None]), tuple(groups[False]))
 
 
 def allowed_tools(route: RouteAction, families: Mapping[str, Family], *, hard: bool = True) -> tuple[str, ...]:
@@ -90,25 +90,27 @@ def condition(
     families: Mapping[str, Family],
     *,
     style: Style | Literal["auto"] = "auto",
-    mode: Mode = "rewrite",
+    mode: ConditioningMode = "rewrite",
     hard: bool = True,
     templates: Wording | None = None,
-) -> Conditioned:
+) -> ConditionedPrompt:
     """`messages` as `route` wants them. Conditioning a conditioned prompt starts from its original."""
     route = RouteAction.parse(route)
     original = unconditioned(messages)
     wording = load_wording() if templates is None else templates
-    described = style == "rlla" or (style == "auto" and style_of(original) == "rlla")
+    described = style == "rlla" or (style == "auto" and prompt_style(original) == "rlla")
     kind: Style = "rlla" if described else "chat"
     tools = sort_tools(route, families)
     hard = hard or route is RouteAction.ANSWER
     if mode == "append":
-        said = wording.render(kind, route, "append", _values(tools, hard, named=True))
-        return Conditioned(_behind(original, said), None, tools.rest if hard else ())
+        said = wording.render(kind, route, "append", _template_values(tools, hard, named=True))
+        return ConditionedPrompt(_append_to_last(original, said), None, tools.rest if hard else ())
     if described:
-        return Conditioned(_rewritten(original, route, families, hard, wording), tools.offered(hard=hard))
-    said = wording.render(kind, route, "note", _values(tools, hard))
-    return Conditioned(_noted(original, said), tools.offered(hard=hard))
+        return ConditionedPrompt(
+            _rewrite_tool_blocks(original, route, families, hard, wording), tools.offered(hard=hard)
+        )
+    said = wording.render(kind, route, "note", _template_values(tools, hard))
+    return ConditionedPrompt(_with_note(original, said), tools.offered(hard=hard))
 
 
 def unconditioned(messages: Sequence[Message]) -> Sequence[Message]:
@@ -119,13 +121,15 @@ def unconditioned(messages: Sequence[Message]) -> Sequence[Message]:
     return [message for message in originals if message is not None]
 
 
-def style_of(messages: Sequence[Message]) -> Style:
+def prompt_style(messages: Sequence[Message]) -> Style:
     """How a prompt tells of its tools."""
     described = any(m.role in _SYSTEM and TOOL_ENTRY.search(m.content or "") for m in messages)
     return "rlla" if described else "chat"
 
 
-def _values(tools: Sorted, hard: bool, *, named: bool = False, entries: str = "", avoided: str = "") -> dict[str, Any]:
+def _template_values(
+    tools: ToolPartition, hard: bool, *, named: bool = False, entries: str = "", avoided: str = ""
+) -> dict[str, Any]:
     """What templates may speak of. Hidden tools are not named: a model cannot avoid what it does not know of."""
     return {
         "entries": entries,
@@ -137,7 +141,7 @@ def _values(tools: Sorted, hard: bool, *, named: bool = False, entries: str = ""
     }
 
 
-def _rewritten(
+def _rewrite_tool_blocks(
     messages: Sequence[Message], route: RouteAction, families: Mapping[str, Family], hard: bool, wording: Wording
 ) -> list[Message]:
     """Every system message that describes tools, with its block as the route wants it."""
@@ -148,21 +152,21 @@ def _rewritten(
         if not entries:
             out.append(message)
             continue
-        values = _described(entries, route, families, hard)
-        begin, first, end = _bounds(text, entries)
+        values = _block_values(entries, route, families, hard)
+        begin, first, end = _block_bounds(text, entries)
         block = wording.render("rlla", route, "block", values).strip("\n")
-        if not wording.says("rlla", route, "block") and values["entries"] + values["avoided"]:
+        if not wording.has_template("rlla", route, "block") and values["entries"] + values["avoided"]:
             block = text[begin:first] + "\n".join(filter(None, (values["entries"], values["avoided"])))
         head, tail = text[:begin], text[end:]
         if not block:  # nor the empty lines around it
             head, tail = f"{head.rstrip()}\n\n".lstrip(), tail.lstrip()
         note = wording.render("rlla", route, "note", values).strip("\n")
         body = head + block + tail
-        out.append(RoutedMessage.instead_of(message, f"{body.rstrip()}\n\n{note}" if note else body))
+        out.append(RoutedMessage.replacing(message, f"{body.rstrip()}\n\n{note}" if note else body))
     return out
 
 
-def _described(
+def _block_values(
     entries: Sequence[re.Match[str]], route: RouteAction, families: Mapping[str, Family], hard: bool
 ) -> dict[str, Any]:
     """The entries of a block, sorted: each by itself, for a block may describe a tool twice, or an unknown one."""
@@ -170,31 +174,31 @@ def _described(
         route, {str(place): family_of_call(entry[1].strip(), families) for place, entry in enumerate(entries)}
     )
     offered = places.offered(hard=True)
-    return _values(
-        Sorted(*(_names(entries, part) for part in (places.first, places.others, places.rest))),
+    return _template_values(
+        ToolPartition(*(_entry_names(entries, part) for part in (places.first, places.others, places.rest))),
         hard,
-        entries=_listed(entries, offered, 1),
-        avoided="" if hard else _listed(entries, places.rest, 1 + len(offered)),
+        entries=_renumbered(entries, offered, 1),
+        avoided="" if hard else _renumbered(entries, places.rest, 1 + len(offered)),
     )
 
 
-def _bounds(text: str, entries: Sequence[re.Match[str]]) -> tuple[int, int, int]:
+def _block_bounds(text: str, entries: Sequence[re.Match[str]]) -> tuple[int, int, int]:
     """Where the block begins, with its heading if it has one; where its first entry does; where its last one ends."""
     first = entries[0].start()
     heading = _HEADING.search(text[:first])
     return heading.start() if heading else first, first, entries[-1].end()
 
 
-def _names(entries: Sequence[re.Match[str]], places: Sequence[str]) -> tuple[str, ...]:
+def _entry_names(entries: Sequence[re.Match[str]], places: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(entries[int(place)][1].strip() for place in places))
 
 
-def _listed(entries: Sequence[re.Match[str]], places: Sequence[str], start: int) -> str:
+def _renumbered(entries: Sequence[re.Match[str]], places: Sequence[str], start: int) -> str:
     """Entries as they are written, under new numbers."""
     return "\n".join(_NUMBER.sub(f"{n}. ", entries[int(place)][0]) for n, place in enumerate(places, start))
 
 
-def _noted(messages: Sequence[Message], note: str) -> Sequence[Message]:
+def _with_note(messages: Sequence[Message], note: str) -> Sequence[Message]:
     """The note at the end of the first system message, or as one where there is none."""
     note = note.strip("\n")
     if not note:
@@ -202,15 +206,15 @@ def _noted(messages: Sequence[Message], note: str) -> Sequence[Message]:
     out = list(messages)
     place = next((i for i, message in enumerate(out) if message.role in _SYSTEM), None)
     if place is None:
-        return [RoutedMessage.instead_of(None, note), *out]
+        return [RoutedMessage.replacing(None, note), *out]
     before = (out[place].content or "").rstrip()
-    out[place] = RoutedMessage.instead_of(out[place], f"{before}\n\n{note}" if before else note)
+    out[place] = RoutedMessage.replacing(out[place], f"{before}\n\n{note}" if before else note)
     return out
 
 
-def _behind(messages: Sequence[Message], said: str) -> Sequence[Message]:
+def _append_to_last(messages: Sequence[Message], said: str) -> Sequence[Message]:
     """`said` behind the last message's own words: what stands before it keeps its tokens."""
     if not said or not messages:
         return messages
     *before, last = messages
-    return [*before, RoutedMessage.instead_of(last, f"{last.content or ''}{said}")]
+    return [*before, RoutedMessage.replacing(last, f"{last.content or ''}{said}")]

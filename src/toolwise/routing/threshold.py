@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     Floats = NDArray[np.float64]
     Ints = NDArray[np.int64]
 
-FAR = 1e6
+OFFSET_MARGIN = 1e6
 """Odds beyond all odds: an offset below the lowest slope, or above the highest, by so much."""
 
 
@@ -63,7 +63,7 @@ def hull_moves(values: Floats, costs: Floats) -> Moves:
     return Moves(row, before, after, parts[3][order], first)
 
 
-def _steps(values: Floats, costs: Floats) -> Moves:
+def _all_moves(values: Floats, costs: Floats) -> Moves:
     """The moves of all rows as λ' falls from +∞ to −∞."""
     import numpy as np
 
@@ -72,7 +72,7 @@ def _steps(values: Floats, costs: Floats) -> Moves:
     rows = np.arange(len(values))
     free = costs <= costs.min(axis=1, keepdims=True)
     others = np.where(free, -np.inf, values)
-    # Of equals the cheapest, as `choose` has it.
+    # Of equals the cheapest, as `choose_routes` has it.
     tool = np.where(others == others.max(axis=1, keepdims=True), -costs, -np.inf).argmax(axis=1)
     slope = others[rows, tool] - values[rows, hull.first]
     last = rows[np.isfinite(slope) & (slope <= 0)]  # the rest reach a tool on their hull
@@ -85,7 +85,7 @@ def _steps(values: Floats, costs: Floats) -> Moves:
     )
 
 
-def choose(values: Floats, costs: Floats, offset: float) -> Ints:
+def choose_routes(values: Floats, costs: Floats, offset: float) -> Ints:
     """The route of every row at an offset; of equals the cheapest."""
     import numpy as np
 
@@ -110,13 +110,13 @@ class Threshold:
         import numpy as np
 
         every = np.eye(values.shape[1])
-        tight, loose = (every[choose(values, costs, offset)] for offset in (self.offset, self.looser))
+        tight, loose = (every[choose_routes(values, costs, offset)] for offset in (self.offset, self.looser))
         return (1 - self.share) * tight + self.share * loose
 
-    def route(self, values: Floats, costs: Floats, chance: float) -> int:
-        """One prompt's route; `chance` is drawn evenly from 0 to 1."""
-        offset = self.looser if chance < self.share else self.offset
-        return int(choose(values[None, :], costs[None, :], offset)[0])
+    def route(self, values: Floats, costs: Floats, uniform: float) -> int:
+        """One prompt's route; `uniform` is drawn evenly from 0 to 1."""
+        offset = self.looser if uniform < self.share else self.offset
+        return int(choose_routes(values[None, :], costs[None, :], offset)[0])
 
     def state_dict(self) -> dict[str, Any]:
         return {"offset": self.offset, "looser": self.looser, "share": self.share}
@@ -133,7 +133,7 @@ def find_threshold(
     """
     import numpy as np
 
-    moves, rows = _steps(values, costs), len(values)
+    moves, rows = _all_moves(values, costs), len(values)
     # Steps of one slope, up to rounding, are taken together: no offset tells them apart.
     order = np.argsort(-moves.slope, kind="stable")
     sloped = moves.slope[order]
@@ -150,26 +150,26 @@ def find_threshold(
     over = np.flatnonzero(spending > budget + 1e-12)
     taken = int(over[0]) - 1 if len(over) else len(ends)
     if taken < 0:
-        return Threshold(_between(slopes, 0), _between(slopes, 0), 0.0)
+        return Threshold(_offset_after(slopes, 0), _offset_after(slopes, 0), 0.0)
     if scores is not None:
         best = int(np.argmax(along(scores)[: taken + 1]))
         if best < taken:
-            return Threshold(_between(slopes, best), _between(slopes, best), 0.0)
-    tight = _between(slopes, taken)
+            return Threshold(_offset_after(slopes, best), _offset_after(slopes, best), 0.0)
+    tight = _offset_after(slopes, taken)
     if taken == len(ends):
         return Threshold(tight, tight, 0.0)
     if scores is not None and along(scores)[taken + 1] <= along(scores)[taken]:
         return Threshold(tight, tight, 0.0)
     share = (budget - spending[taken]) / (spending[taken + 1] - spending[taken])
-    return Threshold(tight, _between(slopes, taken + 1), float(np.clip(share, 0.0, 1.0)))
+    return Threshold(tight, _offset_after(slopes, taken + 1), float(np.clip(share, 0.0, 1.0)))
 
 
-def _between(slopes: Floats, taken: int) -> float:
+def _offset_after(slopes: Floats, taken: int) -> float:
     """An offset after `taken` groups of steps and before the next."""
     if not len(slopes):
         return 0.0
     if taken == 0:
-        return float(slopes[0]) + FAR
+        return float(slopes[0]) + OFFSET_MARGIN
     if taken == len(slopes):
-        return float(slopes[-1]) - FAR
+        return float(slopes[-1]) - OFFSET_MARGIN
     return float((slopes[taken - 1] + slopes[taken]) / 2)

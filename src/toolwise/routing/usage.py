@@ -10,13 +10,13 @@ from typing import Literal
 from toolwise.messages import Message, ToolCall
 from toolwise.rollout.parsers import parse_auto, parse_rlla
 from toolwise.routing.families import Family, family_of_call
-from toolwise.routing.prompts import style_of
+from toolwise.routing.prompts import prompt_style
 from toolwise.types import Rollout, StepData
 
 UNREADABLE = "unreadable"
 """The name under which the environment, and this module, count calls whose name nobody can read."""
 
-Source = Literal["auto", "executed", "text"]
+UsageSource = Literal["auto", "executed", "text"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +60,20 @@ def usage_of(
     families: Mapping[str, Family],
     *,
     allowed: Collection[str] | None = None,
-    source: Source = "auto",
+    source: UsageSource = "auto",
 ) -> RouteUsage:
     """What a rollout used. `allowed` are the tools that its route offered; a call of another came to nothing.
 
     "auto" goes by the text where the prompt itself describes its tools, as RLLA's do: nobody carries those calls out.
     """
-    if counts_text(rollout, source):
-        return usage_of_messages([_said(step) for step in rollout.steps], families)
-    return _executed(rollout.usage.calls, families, families if allowed is None else allowed)
+    if counts_written_calls(rollout, source):
+        return usage_of_messages([_step_message(step) for step in rollout.steps], families)
+    return _executed_usage(rollout.usage.calls, families, families if allowed is None else allowed)
 
 
-def counts_text(rollout: Rollout, source: Source) -> bool:
+def counts_written_calls(rollout: Rollout, source: UsageSource) -> bool:
     """Whether the calls of a rollout are those that were written, there being nobody who carries them out."""
-    return source == "text" or (source == "auto" and style_of(rollout.task.prompt) == "rlla")
+    return source == "text" or (source == "auto" and prompt_style(rollout.task.prompt) == "rlla")
 
 
 def usage_of_messages(messages: Sequence[Message], families: Mapping[str, Family]) -> RouteUsage:
@@ -82,15 +82,15 @@ def usage_of_messages(messages: Sequence[Message], families: Mapping[str, Family
     A block that cannot be read counts as a call of no known tool: it was an attempt to use one.
     """
     said = (message for message in messages if message.role == "assistant")
-    return RouteUsage.of(_named(call for message in said for call in calls_in(message)), families)
+    return RouteUsage.of(_count_by_name(call for message in said for call in tool_calls_in(message)), families)
 
 
 def usage_of_text(text: str, families: Mapping[str, Family]) -> RouteUsage:
     """The same for one reply as the model wrote it."""
-    return RouteUsage.of(_named(calls_in(Message(role="assistant", content=text))), families)
+    return RouteUsage.of(_count_by_name(tool_calls_in(Message(role="assistant", content=text))), families)
 
 
-def calls_in(message: Message) -> list[ToolCall]:
+def tool_calls_in(message: Message) -> list[ToolCall]:
     """As the policy's parser gave them; else those that stand in the text, one a line within a block as well."""
     if message.tool_calls:
         return message.tool_calls
@@ -100,19 +100,19 @@ def calls_in(message: Message) -> list[ToolCall]:
     return parse(text)[1]
 
 
-def _named(calls: Iterable[ToolCall]) -> Counter[str]:
+def _count_by_name(calls: Iterable[ToolCall]) -> Counter[str]:
     return Counter(call.name or UNREADABLE for call in calls)
 
 
-def _executed(calls: Mapping[str, int], families: Mapping[str, Family], reachable: Collection[str]) -> RouteUsage:
+def _executed_usage(calls: Mapping[str, int], families: Mapping[str, Family], reachable: Collection[str]) -> RouteUsage:
     """As the environment charges: a call that names a tool on offer, failed ones too, and one that names none. Those
     that the route refuses cost nothing."""
-    named = with_malformed(calls, families)
+    named = merge_unknown_calls(calls, families)
     made = {tool: count for tool, count in named.items() if tool in reachable or tool == UNREADABLE}
     return RouteUsage.of(made, families, refused=sum(named.values()) - sum(made.values()))
 
 
-def with_malformed(calls: Mapping[str, int], families: Mapping[str, Family]) -> Counter[str]:
+def merge_unknown_calls(calls: Mapping[str, int], families: Mapping[str, Family]) -> Counter[str]:
     """Calls by tool, those that name none of the task's under `UNREADABLE`: attempts to use one, and never free."""
     counts: Counter[str] = Counter()
     for tool, count in calls.items():
@@ -120,7 +120,7 @@ def with_malformed(calls: Mapping[str, int], families: Mapping[str, Family]) -> 
     return counts
 
 
-def _said(step: StepData) -> Message:
+def _step_message(step: StepData) -> Message:
     """What the policy wrote in one step, its thought included; without its text, what it decided."""
     if step.raw_policy_output is not None:
         return Message(role="assistant", content=step.raw_policy_output)

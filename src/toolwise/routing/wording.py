@@ -26,73 +26,75 @@ class Wording:
 
     templates: Mapping[tuple[str, RouteAction, str], str]
 
-    def says(self, style: Style, route: RouteAction, part: Part) -> bool:
+    def has_template(self, style: Style, route: RouteAction, part: Part) -> bool:
         """Whether there is a template, be it one that says nothing."""
         return (style, route, part) in self.templates
 
     def render(self, style: Style, route: RouteAction, part: Part, values: Mapping[str, Any]) -> str:
         text = self.templates.get((style, route, part), "")
-        return _compiled(text).render(**values) if text else ""
+        return _compile(text).render(**values) if text else ""
 
 
-SILENT = Wording({})
+EMPTY_WORDING = Wording({})
 """Adds no word: blocks of tools are left out, schemas are hidden, and that is all."""
 
 
 def load_wording(path: str | Path | None = None) -> Wording:
     """The shipped wording, under that of `path` where one is given; "silent" for none at all."""
     if path == "silent":
-        return SILENT
-    shipped = _shipped()
+        return EMPTY_WORDING
+    shipped = _default_wording()
     if path is None:
         return shipped
-    return Wording({**shipped.templates, **_read(Path(path))})
+    return Wording({**shipped.templates, **_read_templates(Path(path))})
 
 
 @cache
-def _shipped() -> Wording:
-    return Wording(_read(WORDING_FILE))
+def _default_wording() -> Wording:
+    return Wording(_read_templates(WORDING_FILE))
 
 
-def _read(path: Path) -> dict[tuple[str, RouteAction, str], str]:
+def _read_templates(path: Path) -> dict[tuple[str, RouteAction, str], str]:
     try:
         given = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as fault:
         raise ConfigError(f"{path}: {fault}; copy {WORDING_FILE.name} from the package and change that") from fault
     found = {}
     for style, routes in given.items():
-        _known(path, style, PARTS, routes)
+        _check_known(path, style, PARTS, routes)
         for name, parts in routes.items():
             where = f"{style}.{name}"
-            _known(path, name, ROUTES, parts, where)
+            _check_known(path, name, ROUTES, parts, where)
             for part, text in parts.items():
-                _known(path, part, PARTS[style], {}, f"{where}.{part}")
+                _check_known(path, part, PARTS[style], {}, f"{where}.{part}")
                 if not isinstance(text, str):
                     raise ConfigError(f"{path}: {where}.{part} is {text!r}; write a text")
-                _check(path, f"{where}.{part}", text)
+                _check_template(path, f"{where}.{part}", text)
                 found[style, RouteAction.parse(name), part] = text
     return found
 
 
-def _known(path: Path, name: str, known: Any, below: Any, where: str | None = None) -> None:
+def _check_known(path: Path, name: str, known: Any, below: Any, where: str | None = None) -> None:
     names = [str(each) for each in known]
     if name not in names:
-        raise ConfigError(f"{path}: nothing is called {where or name}{did_you_mean(name, names)}; use {_list(names)}")
+        raise ConfigError(
+            f"{path}: nothing is called {where or name}{did_you_mean(name, names)}; use {_comma_separated(names)}"
+        )
     if not isinstance(below, dict):
         raise ConfigError(f"{path}: {where or name} is {below!r}; write a table")
 
 
-def _check(path: Path, where: str, text: str) -> None:
+def _check_template(path: Path, where: str, text: str) -> None:
     from jinja2 import TemplateError
 
     try:
-        _compiled(text).render(entries="", avoided="", first=[], others=[], avoid=[], hard=True)
+        _compile(text).render(entries="", avoided="", first=[], others=[], avoid=[], hard=True)
     except TemplateError as fault:
         raise ConfigError(f"{path}: {where}: {' '.join(str(fault).split())}") from fault
 
 
 @cache
-def _compiled(text: str) -> Any:
+def _compile(text: str) -> Any:
     from jinja2 import StrictUndefined
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -100,5 +102,5 @@ def _compiled(text: str) -> Any:
     return ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True).from_string(text)
 
 
-def _list(names: list[str]) -> str:
+def _comma_separated(names: list[str]) -> str:
     return ", ".join(names)

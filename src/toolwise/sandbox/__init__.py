@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from toolwise.sandbox.programs.sandbox import ProgramSandbox
     from toolwise.sandbox.sandbox import Sandbox
 
-_HOME_OF = {
+_MODULE_OF = {
     "KINDS": "faults",
     "ProgramResult": "programs.run",
     "ProgramSandbox": "programs.sandbox",
@@ -29,8 +29,8 @@ __all__ = ["KINDS", "ProgramResult", "ProgramSandbox", "RewardExecutor", "Sandbo
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'toolwise.sandbox' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"toolwise.sandbox.{_HOME_OF[name]}"), name)
+    value = getattr(importlib.import_module(f"toolwise.sandbox.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from toolwise.messages import Message
-from toolwise.rewards.function import faulty, read_result
-from toolwise.sandbox.faults import KINDS, LONGEST_TRACEBACK, printable, read_fault
+from toolwise.rewards.function import fault_result, read_result
+from toolwise.sandbox.faults import KINDS, MAX_TRACEBACK_CHARS, read_fault, sanitize_text
 from toolwise.types import EvaluateResult
 
 
@@ -24,32 +24,32 @@ def read_answer(answer: Any, score_range: tuple[float, float] | None = None) -> 
         return read_fault(answer["fault"]).result()
     text = answer.get("result") if isinstance(answer, dict) else None
     if not isinstance(text, str):
-        return faulty("bad_type", "the worker's answer is no result")
+        return fault_result("bad_type", "the worker's answer is no result")
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        return faulty("bad_type", "the worker's answer is no JSON")
+        return fault_result("bad_type", "the worker's answer is no JSON")
     try:
-        result = read_result(value) if isinstance(value, dict) else faulty("bad_type", "the answer is no result")
+        result = read_result(value) if isinstance(value, dict) else fault_result("bad_type", "the answer is no result")
     except Exception as fault:  # whatever a forged answer can make go wrong, it is the answer's fault
-        return faulty("bad_type", f"the worker's answer cannot be read: {type(fault).__name__}")
-    return _in_range(_told(result), score_range)
+        return fault_result("bad_type", f"the worker's answer cannot be read: {type(fault).__name__}")
+    return _in_range(_normalize_error(result), score_range)
 
 
-def _told(result: EvaluateResult) -> EvaluateResult:
+def _normalize_error(result: EvaluateResult) -> EvaluateResult:
     """A fault that the function itself reports keeps its words, under one of the known names."""
     if result.error is None:
         return result
     kind = result.error.kind if result.error.kind in KINDS else "exception"
-    traceback = printable(result.error.traceback, LONGEST_TRACEBACK)
+    traceback = sanitize_text(result.error.traceback, MAX_TRACEBACK_CHARS)
     fault = result.error.model_copy(update={"kind": kind, "traceback": traceback})
     return result.model_copy(update={"error": fault, "score": None, "is_score_valid": False})
 
 
 def _in_range(result: EvaluateResult, score_range: tuple[float, float] | None) -> EvaluateResult:
-    if score_range is None or not result.counts or result.score is None:
+    if score_range is None or not result.has_valid_score or result.score is None:
         return result
     low, high = score_range
     if low <= result.score <= high:
         return result
-    return faulty("out_of_range", f"the score is {result.score}; it must lie between {low} and {high}")
+    return fault_result("out_of_range", f"the score is {result.score}; it must lie between {low} and {high}")

@@ -13,9 +13,9 @@ from toolwise.sandbox.faults import WorkerFault
 from toolwise.sandbox.pool import Pool
 from toolwise.sandbox.targets import Target
 
-TOGETHER = 32
+CALLS_PER_FRAME = 32
 """Pointwise calls that are sent to a worker at once."""
-OVERLAPPING = 64
+MAX_OVERLAPPING_CALLS = 64
 """Async ones that run in a worker at the same time."""
 SPLIT = 8
 """Parts into which those without an answer are split to find the culprit: 64 calls take two more attempts at most."""
@@ -23,10 +23,10 @@ SPLIT = 8
 log = logging.getLogger("toolwise.sandbox")
 _said: set[str] = set()
 
-Plain = dict[str, Any]
+JsonDict = dict[str, Any]
 
 
-def run_batch(pool: Pool, target: Target, batch: Plain, timeout_s: float) -> list[Any] | None:
+def run_batch(pool: Pool, target: Target, batch: JsonDict, timeout_s: float) -> list[Any] | None:
     """One call of a batch or group function; None where the function turns out to be pointwise.
 
     Whatever goes wrong with it goes wrong for the whole batch.
@@ -34,12 +34,12 @@ def run_batch(pool: Pool, target: Target, batch: Plain, timeout_s: float) -> lis
     try:
         return _run_batch(pool, target, batch, timeout_s, fresh=False)
     except WorkerFault as fault:
-        if fault.loading or not fault.unreached or pool.closed:
+        if fault.loading or not fault.not_received or pool.closed:
             raise
         return _run_batch(pool, target, batch, timeout_s, fresh=True)
 
 
-def _run_batch(pool: Pool, target: Target, batch: Plain, timeout_s: float, *, fresh: bool) -> list[Any] | None:
+def _run_batch(pool: Pool, target: Target, batch: JsonDict, timeout_s: float, *, fresh: bool) -> list[Any] | None:
     count = len(batch["calls"])
     with pool.worker(target, fresh=fresh) as worker:
         if worker.signature is None or worker.signature.mode == "pointwise":
@@ -53,7 +53,7 @@ def _run_batch(pool: Pool, target: Target, batch: Plain, timeout_s: float, *, fr
 def run_pointwise(
     pool: Pool,
     target: Target,
-    calls: Sequence[Plain],
+    calls: Sequence[JsonDict],
     timeout_s: float,
     threads: Callable[[], ThreadPoolExecutor],
     *,
@@ -61,7 +61,7 @@ def run_pointwise(
 ) -> list[Any]:
     """One answer a call, in order. Each call has `timeout_s`, and those sent together the sum of it; `overlap` runs
     those of an async function at the same time. What then stays without an answer runs again in smaller parts."""
-    most = OVERLAPPING if overlap else TOGETHER
+    most = MAX_OVERLAPPING_CALLS if overlap else CALLS_PER_FRAME
     waiting = _parts(range(len(calls)), pool.workers, most)
     answers: dict[int, Any] = {}
     helpers: list[Future[None]] = []
@@ -78,9 +78,9 @@ def run_pointwise(
                 return
             together = [calls[position] for position in part]
             if not overlap or len(part) == 1:
-                answers.update(zip(part, run_together(pool, target, together, timeout_s), strict=True))
+                answers.update(zip(part, run_in_one_frame(pool, target, together, timeout_s), strict=True))
                 continue
-            found = run_overlapping(pool, target, together, timeout_s)
+            found = run_overlapping_calls(pool, target, together, timeout_s)
             answers.update((part[at], answer) for at, answer in found.items())
             again = _parts([position for at, position in enumerate(part) if at not in found], SPLIT, most)
             waiting.extend(again)
@@ -101,7 +101,7 @@ def _parts(positions: Sequence[int], count: int, most: int) -> list[Sequence[int
     return [positions[start : start + each] for start in range(0, len(positions), each)][::-1]
 
 
-def run_overlapping(pool: Pool, target: Target, calls: Sequence[Plain], timeout_s: float) -> dict[int, Any]:
+def run_overlapping_calls(pool: Pool, target: Target, calls: Sequence[JsonDict], timeout_s: float) -> dict[int, Any]:
     """Calls of an async function at the same time in one worker: the answers by position.
 
     Some are missing where one of the calls ended or blocked the worker, or changed what all of them share: nobody can
@@ -117,7 +117,7 @@ def run_overlapping(pool: Pool, target: Target, calls: Sequence[Plain], timeout_
                 answers[position] = got[0]
     except WorkerFault as fault:
         if fault.loading:
-            return dict.fromkeys(range(len(calls)), _told(fault))
+            return dict.fromkeys(range(len(calls)), _fault_answer(fault))
         return answers
     if len(answers) < len(calls) and target.reference not in _said:
         _said.add(target.reference)
@@ -129,7 +129,7 @@ def run_overlapping(pool: Pool, target: Target, calls: Sequence[Plain], timeout_
     return answers
 
 
-def run_together(pool: Pool, target: Target, calls: Sequence[Plain], timeout_s: float) -> list[Any]:
+def run_in_one_frame(pool: Pool, target: Target, calls: Sequence[JsonDict], timeout_s: float) -> list[Any]:
     """Calls in one frame; after a death, the rest one by one in fresh workers. A call that never reached its worker has
     one more attempt."""
     until = time.monotonic() + timeout_s * len(calls)
@@ -148,17 +148,17 @@ def run_together(pool: Pool, target: Target, calls: Sequence[Plain], timeout_s: 
                     answers += got
         except WorkerFault as fault:
             if fault.loading:
-                return answers + [_told(fault)] * (len(calls) - len(answers))
-            if fault.unreached and again != len(answers) and not pool.closed:
+                return answers + [_fault_answer(fault)] * (len(calls) - len(answers))
+            if fault.not_received and again != len(answers) and not pool.closed:
                 again = len(answers)
                 until += time.monotonic() - asked
                 continue
             suspect_is_alone = len(part) == 1 or fault.kind == "timeout"
             if suspect_is_alone or time.monotonic() >= until:
-                answers.append(_told(fault))
+                answers.append(_fault_answer(fault))
             alone = True
     return answers
 
 
-def _told(fault: WorkerFault) -> Plain:
+def _fault_answer(fault: WorkerFault) -> JsonDict:
     return {"fault": {"kind": fault.kind, "message": fault.message, "traceback": fault.traceback}}

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from toolwise.rewards.earned import EARNED, score_earned
-from toolwise.rewards.executor import InProcessExecutor, columns_of, columns_of_batch, given_by_run
+from toolwise.rewards.earned import EPISODE_REWARDS, score_episodes
+from toolwise.rewards.executor import InProcessExecutor, batch_task_kwargs, run_kwargs, task_kwargs
 from toolwise.rewards.function import Reward
 from toolwise.sandbox.answers import pack
 from toolwise.sandbox.sandbox import Sandbox
@@ -23,11 +23,11 @@ class RewardExecutor:
         self.sandbox = sandbox
 
     async def evaluate(self, reward: Reward, rollouts: Sequence[Rollout], *, step: int) -> list[EvaluateResult]:
-        if reward.reference in EARNED:
-            return score_earned(reward.reference, rollouts)
+        if reward.reference in EPISODE_REWARDS:
+            return score_episodes(reward.reference, rollouts)
         if reward.function is not None:
-            printed = self.sandbox.printed if self.sandbox is not None else None
-            return await InProcessExecutor(printed).evaluate(reward, rollouts, step=step)
+            on_print = self.sandbox.on_print if self.sandbox is not None else None
+            return await InProcessExecutor(on_print).evaluate(reward, rollouts, step=step)
         assert self.sandbox is not None  # a reward by reference alone was built with one
         return await SandboxExecutor(self.sandbox).evaluate(reward, rollouts, step=step)
 
@@ -42,15 +42,15 @@ class SandboxExecutor:
         reference = _reference(reward)
         calls = []
         for r in rollouts:
-            kwargs = {**given_by_run(reward, step, r.prompt_length), **columns_of(reward, r.task), **reward.kwargs}
+            kwargs = {**run_kwargs(reward, step, r.prompt_length), **task_kwargs(reward, r.task), **reward.kwargs}
             label = f"step {step}, {r.rollout_id}"
             calls.append({**pack(r.messages, r.task.ground_truth, kwargs), "label": label})
         if reward.mode == "group":
             return await self._evaluate_groups(reference, rollouts, calls)
         batch: dict[str, Any] | None = None
         if reward.mode == "batch":
-            given = given_by_run(reward, step, [r.prompt_length for r in rollouts])
-            batch = {**given, **columns_of_batch(reward, rollouts), **reward.kwargs}
+            given = run_kwargs(reward, step, [r.prompt_length for r in rollouts])
+            batch = {**given, **batch_task_kwargs(reward, rollouts), **reward.kwargs}
         return await self._run(reference, calls, batch)
 
     async def _evaluate_groups(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from toolwise.errors import ToolwiseError
-from toolwise.rewards.function import faulty
+from toolwise.rewards.function import fault_result
 from toolwise.types import EvaluateResult
 
 KINDS = frozenset(
@@ -23,7 +23,7 @@ KINDS = frozenset(
         "import",
     }
 )
-LONGEST_MESSAGE, LONGEST_TRACEBACK = 2_000, 20_000
+MAX_MESSAGE_CHARS, MAX_TRACEBACK_CHARS = 2_000, 20_000
 
 
 class SandboxError(ToolwiseError):
@@ -38,22 +38,22 @@ class WorkerFault(Exception):  # noqa: N818 (a fault of the user's code, which b
         self.kind, self.message, self.traceback = kind, message, traceback
         self.loading = False
         """Whether it happened before the first call: then every call would meet it."""
-        self.unreached = False
+        self.not_received = False
         """Whether its process was gone, or stopped, before it had read the call: nobody's fault who called."""
 
     def result(self) -> EvaluateResult:
-        return faulty(self.kind, self.message, self.traceback)
+        return fault_result(self.kind, self.message, self.traceback)
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.message}"
 
 
-def printable(text: object, longest: int) -> str:
-    """`text` as something that can be kept anywhere: no lone surrogates, no more than `longest` characters."""
+def sanitize_text(text: object, max_chars: int) -> str:
+    """`text` as something that can be kept anywhere: no lone surrogates, no more than `max_chars` characters."""
     if not isinstance(text, str):
         return ""
-    if len(text) > longest:
-        text = text[: longest // 2] + " … " + text[-longest // 2 :]
+    if len(text) > max_chars:
+        text = text[: max_chars // 2] + " … " + text[-max_chars // 2 :]
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
@@ -62,5 +62,5 @@ def read_fault(value: Any) -> WorkerFault:
     kind = value.get("kind") if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in KINDS:
         return WorkerFault("bad_type", "the worker answered with a fault that is none")
-    message = printable(value.get("message"), LONGEST_MESSAGE) or "no message"
-    return WorkerFault(kind, message, printable(value.get("traceback"), LONGEST_TRACEBACK))
+    message = sanitize_text(value.get("message"), MAX_MESSAGE_CHARS) or "no message"
+    return WorkerFault(kind, message, sanitize_text(value.get("traceback"), MAX_TRACEBACK_CHARS))

@@ -20,7 +20,7 @@ def encode(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":"), default=to_jsonable_python).encode("ascii")
 
 
-def framed(payload: bytes) -> bytes:
+def to_frame(payload: bytes) -> bytes:
     return HEADER.pack(len(payload)) + payload
 
 
@@ -42,11 +42,11 @@ def write_all(descriptor: int, data: bytes) -> None:
         view = view[_write(descriptor, view) :]
 
 
-class Incoming:
+class FrameReader:
     """Frames out of a stream of bytes that somebody hostile may have written."""
 
-    def __init__(self, largest: int) -> None:
-        self.largest = largest
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> None:
@@ -57,8 +57,8 @@ class Incoming:
         if len(self._buffer) < HEADER.size:
             return None
         (length,) = HEADER.unpack_from(self._buffer)
-        if length > self.largest:
-            raise WorkerFault("too_big", f"the result has {length:,} bytes; the limit is {self.largest:,}")
+        if length > self.max_bytes:
+            raise WorkerFault("too_big", f"the result has {length:,} bytes; the limit is {self.max_bytes:,}")
         end = HEADER.size + length
         if len(self._buffer) < end:
             return None

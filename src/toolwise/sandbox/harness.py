@@ -18,19 +18,19 @@ from typing import Any
 from toolwise.errors import ConfigError, ToolwiseError
 from toolwise.messages import Message
 from toolwise.rewards.function import Reward, read_result, read_results, reward_function
-from toolwise.sandbox.faults import LONGEST_MESSAGE, LONGEST_TRACEBACK, printable
+from toolwise.sandbox.faults import MAX_MESSAGE_CHARS, MAX_TRACEBACK_CHARS, sanitize_text
 from toolwise.sandbox.layers.denials import explain
 from toolwise.siblings import siblings_of
 from toolwise.types import EvaluateResult
 
-Plain = dict[str, Any]
+JsonDict = dict[str, Any]
 _dump: Callable[..., str] = EvaluateResult.model_dump_json
 _dump_base: Callable[..., bytes] = EvaluateResult.__pydantic_serializer__.to_json  # leaves out what a subclass adds
 _is_sum: Callable[[EvaluateResult], bool] = EvaluateResult.is_sum_of_steps.fget  # type: ignore[attr-defined]
 _format = tracebacks.format_exception
 _message = Message.model_validate
 _SHOWN_FRAMES = 8
-FULL = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT)
+DISK_FULL_ERRNOS = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(slots=True)
@@ -47,81 +47,85 @@ class Harness:
     def load(cls, reference: str, allowed: tuple[str, ...] = (), timeout_s: float | None = None) -> Harness:
         return cls(Reward.of(reference), allowed, timeout_s)
 
-    def one(self, call: Plain) -> Plain:
+    def call_one(self, call: JsonDict) -> JsonDict:
         """A pointwise call; a function of many rollouts gets a list of one."""
         if self.reward.mode != "pointwise":
-            return self.many({"calls": [call], "kwargs": call.get("kwargs") or {}, "lenient": call.get("lenient")})[0]
+            return self.call_batch(
+                {"calls": [call], "kwargs": call.get("kwargs") or {}, "lenient": call.get("lenient")}
+            )[0]
         try:
-            value = _waited(self._begun(call), self.timeout_s)
+            value = _run_awaitable(self._start_call(call), self.timeout_s)
         except BaseException as fault:  # other people's code: anything may come, exits included
             return plain_fault(fault, self.allowed)
-        return _read(value, 1)[0]
+        return _read_answers(value, 1)[0]
 
-    async def one_async(self, call: Plain) -> Plain:
+    async def call_one_async(self, call: JsonDict) -> JsonDict:
         """The same in an event loop that others share."""
         try:
-            value = self._begun(call)
+            value = self._start_call(call)
             if inspect.isawaitable(value):
                 value = await value
         except BaseException as fault:  # likewise
             return plain_fault(fault, self.allowed)
-        return _read(value, 1)[0]
+        return _read_answers(value, 1)[0]
 
-    def many(self, batch: Plain) -> list[Plain]:
+    def call_batch(self, batch: JsonDict) -> list[JsonDict]:
         """A call of a batch or of a task's group: one answer a rollout, all of them the fault where there is one."""
         calls = batch["calls"]
         try:
             messages = [[_message(m) for m in call["messages"]] for call in calls]
             truths = [call["ground_truth"] for call in calls]
             truth = truths if self.reward.mode == "batch" else truths[0]  # the rollouts of a task share theirs
-            value = self._value(messages, truth, batch.get("kwargs") or {}, bool(batch.get("lenient")))
-            value = _waited(value, self.timeout_s)
+            value = self._call_function(messages, truth, batch.get("kwargs") or {}, bool(batch.get("lenient")))
+            value = _run_awaitable(value, self.timeout_s)
         except BaseException as fault:  # likewise
             return [plain_fault(fault, self.allowed)] * len(calls)
-        return _read(value, len(calls), batch=True)
+        return _read_answers(value, len(calls), batch=True)
 
-    def _begun(self, call: Plain) -> Any:
+    def _start_call(self, call: JsonDict) -> Any:
         messages = [_message(m) for m in call["messages"]]
-        return self._value(messages, call["ground_truth"], call.get("kwargs") or {}, bool(call.get("lenient")))
+        return self._call_function(messages, call["ground_truth"], call.get("kwargs") or {}, bool(call.get("lenient")))
 
-    def _value(self, messages: Any, truth: Any, kwargs: Plain, lenient: bool) -> Any:
-        given = self.reward.accepts(kwargs) if lenient else kwargs
+    def _call_function(self, messages: Any, truth: Any, kwargs: JsonDict, lenient: bool) -> Any:
+        given = self.reward.accepted_kwargs(kwargs) if lenient else kwargs
         assert self.reward.function is not None  # it was loaded here
         return self.reward.function(messages, truth, **given)
 
 
-class _LateError(Exception):
+class _CallTimeoutError(Exception):
     """An async call has taken its time."""
 
 
-def _waited(value: Any, timeout_s: float | None) -> Any:
+def _run_awaitable(value: Any, timeout_s: float | None) -> Any:
     if not inspect.isawaitable(value):
         return value
     import asyncio  # here, since most functions do without it and a worker should come up fast
 
     if timeout_s is None:
-        return asyncio.run(_awaited(value))
+        return asyncio.run(_await_value(value))
     from toolwise import waiting
 
-    return waiting.run(waiting.end_within(timeout_s, _awaited(value), _LateError("it took too long to answer")))
+    return waiting.run(
+        waiting.run_with_deadline(timeout_s, _await_value(value), _CallTimeoutError("it took too long to answer"))
+    )
 
 
-def _read(value: Any, count: int, batch: bool = False) -> list[Plain]:
+def _read_answers(value: Any, count: int, batch: bool = False) -> list[JsonDict]:
     """What a function returned, as data; an object that raises when it is looked at is of a bad type."""
     try:
         return [plain_result(result) for result in (read_results(value, count) if batch else [read_result(value)])]
     except MemoryError as fault:
         return [plain_fault(fault, ())] * count
     except BaseException as fault:
-        said = printable(f"what it returned cannot be read: {say(fault)}", LONGEST_MESSAGE)
+        said = sanitize_text(f"what it returned cannot be read: {describe_exception(fault)}", MAX_MESSAGE_CHARS)
         return [{"fault": {"kind": "bad_type", "message": said}}] * count
 
 
-async def _awaited(value: Any) -> Any:
+async def _await_value(value: Any) -> Any:
     return await value
 
 
-def plain_result(result: EvaluateResult) -> Plain:
+def plain_result(result: EvaluateResult) -> JsonDict:
     """As data, without a score that was not given; subclasses that lie about themselves are asked through the class
     they claim to be."""
     try:
@@ -130,10 +134,15 @@ def plain_result(result: EvaluateResult) -> Plain:
             return {"result": _dump(result, exclude=out)}
         return {"result": _dump_base(result, exclude=out).decode()}
     except Exception as fault:
-        return {"fault": {"kind": "bad_type", "message": printable(f"the result is no JSON: {say(fault)}", 500)}}
+        return {
+            "fault": {
+                "kind": "bad_type",
+                "message": sanitize_text(f"the result is no JSON: {describe_exception(fault)}", 500),
+            }
+        }
 
 
-def say(fault: BaseException) -> str:
+def describe_exception(fault: BaseException) -> str:
     """One line about an exception whose own words may raise."""
     try:
         return f"{type(fault).__name__}: {fault}"
@@ -141,23 +150,23 @@ def say(fault: BaseException) -> str:
         return f"{type(fault).__name__} (its text cannot be had)"
 
 
-def kind_of(fault: BaseException, allowed: tuple[str, ...]) -> str:
+def fault_kind(fault: BaseException, allowed: tuple[str, ...]) -> str:
     if isinstance(fault, MemoryError) or (isinstance(fault, OSError) and fault.errno == errno.ENOMEM):
         return "memory"
     if isinstance(fault, SystemExit):
         return "died"
-    if isinstance(fault, _LateError):
+    if isinstance(fault, _CallTimeoutError):
         return "timeout"
-    if isinstance(fault, OSError) and fault.errno in FULL:
+    if isinstance(fault, OSError) and fault.errno in DISK_FULL_ERRNOS:
         return "too_big"
     return "denied" if explain(fault, allowed) else "exception"
 
 
-def plain_fault(fault: BaseException, allowed: tuple[str, ...], loading: bool = False) -> Plain:
+def plain_fault(fault: BaseException, allowed: tuple[str, ...], loading: bool = False) -> JsonDict:
     if loading and isinstance(fault, ConfigError) and isinstance(fault.__cause__, MemoryError):
         fault = fault.__cause__
-    kind = kind_of(fault, allowed)
-    message = str(fault) if loading and isinstance(fault, ToolwiseError) else say(fault)
+    kind = fault_kind(fault, allowed)
+    message = str(fault) if loading and isinstance(fault, ToolwiseError) else describe_exception(fault)
     if kind == "memory":
         fault.__traceback__ = None  # lets go of whatever filled the memory
         return {"fault": {"kind": kind, "message": "it asked for more memory than memory_mb allows"}}
@@ -169,11 +178,11 @@ def plain_fault(fault: BaseException, allowed: tuple[str, ...], loading: bool = 
         message = f"{message}; {explain(fault, allowed)}"
     if kind == "exception" and loading:
         kind = "import"
-    told = printable(_trace(fault, loading), LONGEST_TRACEBACK)
-    return {"fault": {"kind": kind, "message": printable(message, LONGEST_MESSAGE), "traceback": told}}
+    told = sanitize_text(_format_traceback(fault, loading), MAX_TRACEBACK_CHARS)
+    return {"fault": {"kind": kind, "message": sanitize_text(message, MAX_MESSAGE_CHARS), "traceback": told}}
 
 
-def _trace(fault: BaseException, loading: bool) -> str:
+def _format_traceback(fault: BaseException, loading: bool) -> str:
     try:
         if loading and isinstance(fault, ConfigError) and fault.__cause__ is not None:
             fault = fault.__cause__
@@ -182,7 +191,7 @@ def _trace(fault: BaseException, loading: bool) -> str:
         return f"{type(fault).__name__} (its traceback cannot be had)\n"
 
 
-def preload_package(top: Plain) -> None:
+def preload_package(top: JsonDict) -> None:
     """Makes the package of a dotted reference known by its own folder: the folders beside it stay unread."""
     import importlib.machinery
     import importlib.util

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from toolwise.sandbox.faults import printable
+from toolwise.sandbox.faults import sanitize_text
 
-KEPT = 16 * 1024
+MAX_KEPT_BYTES = 16 * 1024
 """Bytes of what one call prints; the rest is read, so that it never waits for us, and counted."""
-call_at: ContextVar[int] = ContextVar("call_at", default=-1)
+current_call: ContextVar[int] = ContextVar("call_at", default=-1)
 """In a worker: the position of the call that runs, -1 while its code is loaded."""
 
 _MARK = re.compile(rb"\x1e(\d{1,6})\x1f")
@@ -32,7 +32,7 @@ class MarkedStream(io.TextIOWrapper):
         super().__init__(buffer, "utf-8", "backslashreplace", line_buffering=True, write_through=True)
 
     def write(self, text: str) -> int:
-        position = call_at.get()
+        position = current_call.get()
         if position != MarkedStream.last:
             MarkedStream.last = position
             super().write(f"\x1e{position}\x1f" if position >= 0 else "")
@@ -66,7 +66,7 @@ class Output:
     def _add(self, text: bytes) -> None:
         if text:
             kept = self._kept.setdefault(self._position, bytearray())
-            room = max(KEPT - len(kept), 0)
+            room = max(MAX_KEPT_BYTES - len(kept), 0)
             kept += text[:room]
             self._dropped[self._position] = self._dropped.get(self._position, 0) + max(len(text) - room, 0)
 
@@ -74,11 +74,11 @@ class Output:
         more = self._dropped[position]
         return self._kept[position].decode("utf-8", "replace") + (f"\n… and {more:,} bytes more" if more else "")
 
-    def of(self, position: int | None = None) -> str:
+    def format_printed(self, position: int | None = None) -> str:
         """For a traceback: what one call printed, with what cannot be told apart; without a position, what all did."""
         shown = [found for found in sorted(self._kept) if position in (None, found) or found == -1]
         text = "".join(map(self._text, shown))
-        return printable(f"\nIt printed:\n{text}", 2 * KEPT) if text else ""
+        return sanitize_text(f"\nIt printed:\n{text}", 2 * MAX_KEPT_BYTES) if text else ""
 
     def take(self) -> list[tuple[str, str]]:
         """A label and a text for each call that printed, in their order."""

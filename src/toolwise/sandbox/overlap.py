@@ -11,35 +11,35 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
-from toolwise.sandbox.output import call_at
+from toolwise.sandbox.output import current_call
 
 if TYPE_CHECKING:
-    from toolwise.sandbox.harness import Harness, Plain
+    from toolwise.sandbox.harness import Harness, JsonDict
 
 TICK_S = 0.05
-LAST_S = 0.2
+CANCEL_GRACE_S = 0.2
 """How long a call that was cancelled may take to end."""
-_LATE = {"fault": {"kind": "timeout", "message": "it took too long to answer"}}
+_TIMEOUT_ANSWER = {"fault": {"kind": "timeout", "message": "it took too long to answer"}}
 
 
 def run_overlapping(
     harness: Harness,
-    calls: Sequence[Plain],
+    calls: Sequence[JsonDict],
     timeout_s: float,
-    answered: Callable[[int, Plain], None],
+    on_answer: Callable[[int, JsonDict], None],
     run: Callable[[Coroutine[Any, Any, bool]], bool] = asyncio.run,
 ) -> bool:
     """Calls all of them at once and tells each answer as it comes. False where one had to be cancelled.
 
     `asyncio.run` waits for ever for a call that ignores its cancellation: fit for a worker, whose process is ended.
     """
-    return run(_overlap(harness, calls, timeout_s, answered))
+    return run(_overlap(harness, calls, timeout_s, on_answer))
 
 
 async def _overlap(
-    harness: Harness, calls: Sequence[Plain], timeout_s: float, answered: Callable[[int, Plain], None]
+    harness: Harness, calls: Sequence[JsonDict], timeout_s: float, on_answer: Callable[[int, JsonDict], None]
 ) -> bool:
-    tasks = {asyncio.create_task(_one(harness, position, call)): position for position, call in enumerate(calls)}
+    tasks = {asyncio.create_task(_run_call(harness, position, call)): position for position, call in enumerate(calls)}
     waiting, clock, before = set(tasks), 0.0, time.monotonic()
     tick = min(TICK_S, timeout_s / 4)
     while waiting and clock < timeout_s:
@@ -47,16 +47,16 @@ async def _overlap(
         now = time.monotonic()
         clock, before = clock + min(now - before, 2 * tick), now
         for task in sorted(done, key=tasks.__getitem__):
-            answered(tasks[task], task.result())
+            on_answer(tasks[task], task.result())
     for task in waiting:
         task.cancel()
     if waiting:
-        await asyncio.wait(waiting, timeout=LAST_S)
+        await asyncio.wait(waiting, timeout=CANCEL_GRACE_S)
     for task in sorted(waiting, key=tasks.__getitem__):
-        answered(tasks[task], _LATE)
+        on_answer(tasks[task], _TIMEOUT_ANSWER)
     return not waiting
 
 
-async def _one(harness: Harness, position: int, call: Plain) -> Plain:
-    call_at.set(position)
-    return await harness.one_async(call)
+async def _run_call(harness: Harness, position: int, call: JsonDict) -> JsonDict:
+    current_call.set(position)
+    return await harness.call_one_async(call)

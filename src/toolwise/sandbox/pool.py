@@ -16,22 +16,22 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from toolwise.rewards.printed import Printed
+from toolwise.rewards.printed import PrintCallback
 from toolwise.sandbox.faults import SandboxError, WorkerFault
-from toolwise.sandbox.layers.bubblewrap import View, outside_of, worker_view
+from toolwise.sandbox.layers.bubblewrap import MountView, host_namespaces, worker_view
 from toolwise.sandbox.layers.hardening import Plan
 from toolwise.sandbox.processes import Process, start_process
-from toolwise.sandbox.scratch import FOLDER, remove_folder, remove_root
+from toolwise.sandbox.scratch import FOLDER_FLAGS, remove_folder, remove_root
 from toolwise.sandbox.targets import Target, readable_folders, within
 from toolwise.sandbox.worker import Worker
 
 PREFIX = "toolwise-sandbox-"
-YOUNG_S = 3600.0
-SWEEP_S = 2.0
+UNLOCKED_GRACE_S = 3600.0
+STALE_ROOT_SWEEP_S = 2.0
 LOCK = ".lock"
 LOCK_ATTEMPTS = 20
 log = logging.getLogger("toolwise.sandbox")
-UNHEARD = 8
+MAX_PENDING_PRINTS = 8
 """Texts that are kept until somebody asks for what is printed."""
 
 
@@ -41,22 +41,22 @@ class Pool:
     def __init__(self, plan: Plan, *, workers: int, max_calls: int, timeout_s: float, require: bool) -> None:
         self._plan, self._max_calls, self._timeout_s, self._require = plan, max_calls, timeout_s, require
         self.workers = workers
-        self._printed: Printed | None = None
-        self._unheard: list[tuple[str, str]] = []
+        self._on_print: PrintCallback | None = None
+        self._pending_prints: list[tuple[str, str]] = []
         self._print_lock = threading.Lock()
         self.left_running = 0
         """How many processes calls have left running; they were ended."""
-        self._said_left = False
-        self._start_over()
+        self._warned_left_running = False
+        self._reset()
 
-    def _start_over(self) -> None:
+    def _reset(self) -> None:
         self._slots = threading.BoundedSemaphore(self.workers)
         self._lock = threading.Lock()
         self._idle: OrderedDict[str, list[Worker]] = OrderedDict()
         self._busy: set[Worker] = set()
         self._spare: Process | None = None
         self._root: Path | None = None
-        self._held: int | None = None
+        self._lock_fd: int | None = None
         self._count = 0
         self._closed = False
         self.pid = os.getpid()
@@ -68,7 +68,7 @@ class Pool:
         `fresh`: not one that has waited, and may have been killed or stopped meanwhile.
         """
         with self._slots:
-            worker = (None if fresh else self._warm(target)) or self._fresh(target, with_spare=not fresh)
+            worker = (None if fresh else self._take_idle(target)) or self._new_worker(target, with_spare=not fresh)
             try:
                 yield worker
             except BaseException:
@@ -82,7 +82,7 @@ class Pool:
         """Workers that end now were ended by us: no call is tried again."""
         return self._closed
 
-    def _warm(self, target: Target) -> Worker | None:
+    def _take_idle(self, target: Target) -> Worker | None:
         while True:
             with self._lock:
                 idle = self._idle.get(target.reference)
@@ -94,25 +94,25 @@ class Pool:
                 return worker
             self._end(worker)
 
-    def _fresh(self, target: Target, *, with_spare: bool = True) -> Worker:
+    def _new_worker(self, target: Target, *, with_spare: bool = True) -> Worker:
         """A worker that comes up now, or has as a spare. One that ends, or is stopped, before it has begun to load the
         user's code is replaced once: that is not the function's fault."""
         try:
-            return self._come_up(target, self._take_spare(target) if with_spare else None)
+            return self._start_worker(target, self._take_spare(target) if with_spare else None)
         except WorkerFault as fault:
-            if not fault.unreached or self._closed:
+            if not fault.not_received or self._closed:
                 raise
-            return self._come_up(target, None)
+            return self._start_worker(target, None)
 
     def _take_spare(self, target: Target) -> Process | None:
         with self._lock:
             process, self._spare = self._spare, None
-        if process is None or (self._fits(process, target) and not process.is_lost()):
+        if process is None or (self._fits(process, target) and not process.is_unusable()):
             return process
         process.end(sweep=False)
         return None
 
-    def _come_up(self, target: Target, process: Process | None) -> Worker:
+    def _start_worker(self, target: Target, process: Process | None) -> Worker:
         with self._lock:
             if self._closed:
                 if process is not None:
@@ -120,14 +120,14 @@ class Pool:
                 raise SandboxError("this sandbox is closed")
             if process is None:
                 process = self._process(target)
-        worker = Worker(process, self._plan_for(target, process), self._tell, target.reference)
+        worker = Worker(process, self._plan_for(target, process), self._forward_print, target.reference)
         with self._lock:
             self._busy.add(worker)
         try:
             try:
-                worker.seal(target, self._more_path())
+                worker.seal(target, self._extra_sys_path())
             except WorkerFault as fault:
-                fault.unreached = True
+                fault.not_received = True
                 raise
             if worker.missing and self._require:
                 raise SandboxError(f"a worker got no {', '.join(worker.missing)}, which the sandbox requires")
@@ -138,30 +138,30 @@ class Pool:
             self._end(worker)
             raise
         finally:
-            self._have_spare(target)
+            self._ensure_spare(target)
         return worker
 
     @property
-    def printed(self) -> Printed | None:
+    def on_print(self) -> PrintCallback | None:
         """Is told what user code prints, and first what it printed before anybody listened: on import."""
-        return self._printed
+        return self._on_print
 
-    @printed.setter
-    def printed(self, printed: Printed | None) -> None:
+    @on_print.setter
+    def on_print(self, on_print: PrintCallback | None) -> None:
         with self._print_lock:
-            self._printed = printed
-            unheard = self._unheard if printed is not None else []
-            self._unheard = self._unheard if printed is None else []
+            self._on_print = on_print
+            unheard = self._pending_prints if on_print is not None else []
+            self._pending_prints = self._pending_prints if on_print is None else []
         for label, text in unheard:
-            self._tell(label, text)
+            self._forward_print(label, text)
 
-    def _tell(self, label: str, text: str) -> None:
+    def _forward_print(self, label: str, text: str) -> None:
         with self._print_lock:
-            printed = self._printed
-            if printed is None and len(self._unheard) < UNHEARD:
-                self._unheard.append((label, text))
-        if printed is not None:
-            printed(label, text)
+            on_print = self._on_print
+            if on_print is None and len(self._pending_prints) < MAX_PENDING_PRINTS:
+                self._pending_prints.append((label, text))
+        if on_print is not None:
+            on_print(label, text)
 
     def _fits(self, process: Process, target: Target) -> bool:
         """Whether a process that is up already can serve `target`: in namespaces it sees one function's files only."""
@@ -170,7 +170,7 @@ class Pool:
         wanted = self._view(target, process.scratch)
         return wanted is not None and wanted.read == process.view.read
 
-    def _have_spare(self, target: Target) -> None:
+    def _ensure_spare(self, target: Target) -> None:
         """The next worker comes up while this one works."""
         with self._lock:
             if self._spare is None and not self._closed:
@@ -178,22 +178,22 @@ class Pool:
                     self._spare = self._process(target)
 
     def _plan_for(self, target: Target, process: Process) -> Plan:
-        outside = outside_of(process.view)
+        outside = host_namespaces(process.view)
         return replace(self._plan, read=self._readable(target), scratch=str(process.scratch), outside=outside)
 
     def _readable(self, target: Target) -> tuple[str, ...]:
         return (*readable_folders(), *target.read, *self._plan.read)
 
-    def _view(self, target: Target, scratch: Path) -> View | None:
+    def _view(self, target: Target, scratch: Path) -> MountView | None:
         file_mb = self._plan.file_mb if self._plan.own_disk else None
         return worker_view(self._plan.layers, self._readable(target), str(scratch), self._plan.permissions, file_mb)
 
-    def _more_path(self) -> list[str]:
+    def _extra_sys_path(self) -> list[str]:
         return [place for place in sys.path if place and within(place, self._plan.read)]
 
     def _process(self, target: Target) -> Process:
         if self._root is None:
-            self._root, self._held = make_root()
+            self._root, self._lock_fd = make_root()
         self._count += 1
         scratch = self._root / str(self._count)
         scratch.mkdir(mode=0o700)
@@ -203,7 +203,7 @@ class Pool:
         if not worker.clean or worker.calls >= self._max_calls or self._closed:
             self._end(worker)
             return
-        worker.loaded_by = 0.0
+        worker.load_deadline = 0.0
         surplus: list[Worker] = []
         with self._lock:
             self._busy.discard(worker)
@@ -219,13 +219,13 @@ class Pool:
         with self._lock:
             self._busy.discard(worker)
         worker.end()
-        if worker.left:
-            self._count_left(worker.target, worker.left)
+        if worker.leftover_count:
+            self._count_left_running(worker.target, worker.leftover_count)
 
-    def _count_left(self, reference: str, count: int) -> None:
+    def _count_left_running(self, reference: str, count: int) -> None:
         with self._lock:
             self.left_running += count
-            said, self._said_left = self._said_left, True
+            said, self._warned_left_running = self._warned_left_running, True
         if not said:
             log.warning(
                 "reward %s left %d process%s running, which were ended (said once; all are counted)",
@@ -262,21 +262,21 @@ class Pool:
             time.sleep(0.005)
         if self._root is not None:
             remove_root(self._root)
-        if self._held is not None:
-            os.close(self._held)
-            self._held = None
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
 
     def abandon(self) -> None:
         """In the child of a fork: the workers are the parent's. Lets go of them and starts with none."""
         idle = [worker for workers in self._idle.values() for worker in workers]
         for worker in [*idle, *self._busy]:
-            worker.forget()
+            worker.close_fds()
         if self._spare is not None:
-            self._spare.forget()
-        if self._held is not None:
-            os.close(self._held)
+            self._spare.close_fds()
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
         closed = self._closed
-        self._start_over()
+        self._reset()
         self._closed = closed
 
 
@@ -296,7 +296,7 @@ def make_root() -> tuple[Path, int]:
 
 
 def _lock(root: Path) -> int:
-    folder = os.open(root, FOLDER)
+    folder = os.open(root, FOLDER_FLAGS)
     try:
         if os.fstat(folder).st_uid != os.geteuid():
             raise PermissionError(f"{root} is another's")
@@ -312,14 +312,14 @@ def _lock(root: Path) -> int:
 
 
 def sweep_roots() -> None:
-    """Removes the folders of trainers that were killed, as far as that goes in `SWEEP_S`."""
-    end = time.monotonic() + SWEEP_S
+    """Removes the folders of trainers that were killed, as far as that goes in `STALE_ROOT_SWEEP_S`."""
+    end = time.monotonic() + STALE_ROOT_SWEEP_S
     for root in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):
             found = root.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
                 continue
-            if not (root / LOCK).exists() and time.time() - found.st_mtime < YOUNG_S:
+            if not (root / LOCK).exists() and time.time() - found.st_mtime < UNLOCKED_GRACE_S:
                 continue  # its owner may be between making it and locking it
             held = _lock(root)
             try:

@@ -13,36 +13,36 @@ from contextlib import suppress
 from pathlib import Path
 
 from toolwise.sandbox.faults import WorkerFault
-from toolwise.sandbox.layers.bubblewrap import Monitor
+from toolwise.sandbox.layers.bubblewrap import BwrapProcess
 from toolwise.sandbox.layers.hardening import ROOM_FOR_LIBRARIES_MB
 from toolwise.sandbox.processes import Process
-from toolwise.sandbox.supervision import Running, Supervised, last_pid, members_of
-from toolwise.sandbox.usage import overgrown
+from toolwise.sandbox.supervision import ProcessHandle, SupervisedProcess, last_pid, members_of
+from toolwise.sandbox.usage import find_usage_violation
 
-MOST_THREADS = max(256, 4 * (os.cpu_count() or 1))
+MAX_THREADS = max(256, 4 * (os.cpu_count() or 1))
 """Thread pools of numerical libraries have as many as there are cores, a few times over."""
-FEW = 64
+MAX_NEW_PIDS = 64
 """Of so many new processes on the machine each is looked at, instead of all that there are."""
-TOO_MANY_THREADS = f"it started more than {MOST_THREADS} threads"
+TOO_MANY_THREADS = f"it started more than {MAX_THREADS} threads"
 
 
 def check_processes(process: Process, memory_mb: int, *, children: bool) -> None:
     """Of a worker that has loaded code which is not ours: a `WorkerFault` where its processes take too much."""
-    if too_many_threads(process.popen, None if children else process.worker):
+    if has_too_many_threads(process.popen, None if children else process.worker):
         raise WorkerFault("too_big", TOO_MANY_THREADS)
-    if children and isinstance(process.popen, Supervised | Monitor):
-        most_mb = memory_mb + ROOM_FOR_LIBRARIES_MB
-        grown = overgrown(process.popen, process.mark, most_mb)
-        if grown is not None and (grown[0] != "memory" or _taken_mb(_places(process.popen, None)) > most_mb):
+    if children and isinstance(process.popen, SupervisedProcess | BwrapProcess):
+        max_mb = memory_mb + ROOM_FOR_LIBRARIES_MB
+        grown = find_usage_violation(process.popen, process.mark, max_mb)
+        if grown is not None and (grown[0] != "memory" or _total_pss_mb(_proc_folders(process.popen, None)) > max_mb):
             raise WorkerFault(*grown)
 
 
-def _taken_mb(places: Iterable[str]) -> float:
+def _total_pss_mb(proc_folders: Iterable[str]) -> float:
     """What processes take together, with what forks share counted once: slow, and asked for in doubt only."""
     total_kb = 0.0
-    for place in places:
+    for proc_folder in proc_folders:
         try:
-            lines = Path(f"{place}/smaps_rollup").read_bytes().splitlines()
+            lines = Path(f"{proc_folder}/smaps_rollup").read_bytes().splitlines()
             total_kb += next(float(line.split()[1]) for line in lines if line.startswith(b"Pss:"))
         except FileNotFoundError:  # it has ended
             continue
@@ -51,23 +51,23 @@ def _taken_mb(places: Iterable[str]) -> float:
     return total_kb / 1024
 
 
-def too_many_threads(popen: Running, alone: int | None = None) -> bool:
-    """Over all of its processes; `alone`: the number of the only one."""
+def has_too_many_threads(popen: ProcessHandle, only_pid: int | None = None) -> bool:
+    """Over all of its processes; `only_pid`: the number of the only one."""
     count = 0
-    for place in _places(popen, alone):
+    for proc_folder in _proc_folders(popen, only_pid):
         with suppress(OSError):
-            count += os.stat(f"{place}/task").st_nlink - 2  # a folder a thread, counted without a list of them
-        if count > MOST_THREADS:
+            count += os.stat(f"{proc_folder}/task").st_nlink - 2  # a folder a thread, counted without a list of them
+        if count > MAX_THREADS:
             return True
     return False
 
 
-def _places(popen: Running, alone: int | None) -> Iterable[str]:
-    if alone is not None:
-        return [f"/proc/{alone}"]
-    if isinstance(popen, Supervised):
+def _proc_folders(popen: ProcessHandle, only_pid: int | None) -> Iterable[str]:
+    if only_pid is not None:
+        return [f"/proc/{only_pid}"]
+    if isinstance(popen, SupervisedProcess):
         return (f"/proc/{pid}" for pid in members_of(popen.pid))
-    if not isinstance(popen, Monitor):
+    if not isinstance(popen, BwrapProcess):
         return [f"/proc/{popen.pid}"]
     inside = f"/proc/{popen.init}/root/proc"
     with suppress(OSError):
@@ -75,15 +75,15 @@ def _places(popen: Running, alone: int | None) -> Iterable[str]:
     return []
 
 
-def left_running(process: Process, since: int) -> tuple[int, int]:
+def count_leftovers(process: Process, since: int) -> tuple[int, int]:
     """How many processes a worker has started that have not ended, since the kernel had given a process the number
     `since`; and the last number that it has given by now."""
     now, left = last_pid(), 0
-    if isinstance(process.popen, Supervised):
-        few = range(since + 1, now + 1) if 0 < since <= now <= since + FEW else None
+    if isinstance(process.popen, SupervisedProcess):
+        few = range(since + 1, now + 1) if 0 < since <= now <= since + MAX_NEW_PIDS else None
         found = members_of(process.popen.pid, among=few)
         left = sum(pid != process.worker and _is_process(pid) for pid in found)
-    elif isinstance(process.popen, Monitor):
+    elif isinstance(process.popen, BwrapProcess):
         left = max(0, process.popen.count() - 2)  # bwrap's own, and the worker
     return left, now
 

@@ -18,21 +18,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from toolwise.references import WORKER
+from toolwise.references import WORKER_ENV_VAR
 from toolwise.sandbox.faults import SandboxError
-from toolwise.sandbox.layers.bubblewrap import INIT, Monitor, View, command
-from toolwise.sandbox.scratch import remove_beside
-from toolwise.sandbox.supervision import AVAILABLE, Report, Running, Supervised, is_stopped, stat_of
-from toolwise.sandbox.targets import library_folders, own_folder
+from toolwise.sandbox.layers.bubblewrap import INIT, BwrapProcess, MountView, bwrap_command
+from toolwise.sandbox.scratch import remove_in_background
+from toolwise.sandbox.supervision import (
+    SUPERVISION_AVAILABLE,
+    ProcessHandle,
+    ReportPipe,
+    SupervisedProcess,
+    is_stopped,
+    read_proc_stat,
+)
+from toolwise.sandbox.targets import library_folders, package_folder
 
 _BOOT = (
     "import json, sys; start = json.loads(sys.argv[1]); sys.path[:] = start['path']; "
     "from toolwise.sandbox.layers.supervisor import begin; begin(start); "
     "from toolwise.sandbox.child import main; main(start)"
 )
-_MARK = "TOOLWISE_SANDBOX"
-_PASSED_ON = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ")
-_QUIET = {
+_MARK_VARIABLE = "TOOLWISE_SANDBOX"
+_INHERITED_VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ")
+_LIBRARY_VARIABLES = {
     # Libraries that would start threads of their own: a worker with threads left behind is replaced.
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -52,39 +59,39 @@ T = TypeVar("T")
 class Process:
     """A worker as the operating system sees it."""
 
-    popen: Running
+    popen: ProcessHandle
     channel: socket.socket
     output: int
-    life: int
+    lifeline_fd: int
     scratch: Path
     mark: str
-    view: View | None = None
+    view: MountView | None = None
     """What it sees, where it is in namespaces of its own."""
     owner: int = field(default_factory=os.getpid)
-    first: int | None = None
+    supervised_pid: int | None = None
     """The worker beneath a supervisor, once it has said its number."""
 
     @property
     def pid(self) -> int:
-        return self.first or self.popen.pid
+        return self.supervised_pid or self.popen.pid
 
     @property
-    def left(self) -> int:
+    def leftover_count(self) -> int:
         """How many processes it had left running when it ended."""
-        return (self.popen.left or 0) if isinstance(self.popen, Supervised) else 0
+        return (self.popen.leftover_count or 0) if isinstance(self.popen, SupervisedProcess) else 0
 
-    def is_lost(self) -> bool:
+    def is_unusable(self) -> bool:
         """Whether it has ended, or somebody has stopped it, while it waited."""
         return self.popen.poll() is not None or self.is_stopped()
 
     def is_stopped(self) -> bool:
         """Whether somebody has stopped it, or one that it needs to come up."""
-        inside = [self.popen.init or 0] if isinstance(self.popen, Monitor) else []
+        inside = [self.popen.init or 0] if isinstance(self.popen, BwrapProcess) else []
         return any(is_stopped(pid) for pid in (self.popen.pid, self.worker, *inside))
 
     def kill(self) -> None:
         """At once and without waiting: what is left of it is removed by `end`."""
-        if isinstance(self.popen, Supervised):
+        if isinstance(self.popen, SupervisedProcess):
             self.popen.ask_to_end()
         elif self.popen.returncode is None:
             with suppress(OSError):
@@ -93,7 +100,7 @@ class Process:
     @property
     def worker(self) -> int:
         """The worker itself, in namespaces too; 0 where it is not known."""
-        return (self.popen.first() or 0) if isinstance(self.popen, Monitor) else self.pid
+        return (self.popen.first() or 0) if isinstance(self.popen, BwrapProcess) else self.pid
 
     def threads(self) -> int | None:
         """How many threads it has, from the kernel and not from itself; None where the kernel does not say."""
@@ -102,31 +109,31 @@ class Process:
         except OSError:
             return None
 
-    def forget(self) -> None:
+    def close_fds(self) -> None:
         """Lets go of the descriptors without touching the process: it is another's."""
         self.channel.close()
-        if isinstance(self.popen, Monitor | Supervised):
-            self.popen.forget()
-        for descriptor in (self.output, self.life):
+        if isinstance(self.popen, BwrapProcess | SupervisedProcess):
+            self.popen.close_fds()
+        for descriptor in (self.output, self.lifeline_fd):
             with suppress(OSError):
                 os.close(descriptor)
 
     def end(self, *, sweep: bool) -> int:
         """Kills it and what it started; removes its folder. Returns how it ended."""
-        life, self.life = self.life, -1
+        lifeline_fd, self.lifeline_fd = self.lifeline_fd, -1
         with suppress(OSError):
-            os.close(life)
+            os.close(lifeline_fd)
         code = end_tree(self.popen, self.mark, sweep=sweep)
-        self.forget()
-        remove_beside(self.scratch)  # whoever waits for a result need not wait for a hostile folder's end
+        self.close_fds()
+        remove_in_background(self.scratch)  # whoever waits for a result need not wait for a hostile folder's end
         return code
 
 
-def end_tree(popen: Running, mark: str, *, sweep: bool) -> int:
+def end_tree(popen: ProcessHandle, mark: str, *, sweep: bool) -> int:
     """Kills a process and what it started, and waits until they are gone. Returns how it ended."""
-    if isinstance(popen, Supervised):
+    if isinstance(popen, SupervisedProcess):
         code = popen.end()
-        if popen.left is None:  # it was killed itself, and its orphans are anybody's
+        if popen.leftover_count is None:  # it was killed itself, and its orphans are anybody's
             sweep_leftovers(popen.pid, mark)
         return code
     if popen.returncode is None:
@@ -134,7 +141,7 @@ def end_tree(popen: Running, mark: str, *, sweep: bool) -> int:
             os.killpg(popen.pid, signal.SIGKILL)
         with suppress(ProcessLookupError):
             os.kill(popen.pid, signal.SIGKILL)
-    if isinstance(popen, Monitor):
+    if isinstance(popen, BwrapProcess):
         popen.kill()
     elif sweep:  # before it is waited for: until then its number, and so its session's, is nobody else's
         sweep_leftovers(popen.pid, mark)
@@ -162,10 +169,10 @@ class _Spawner:
 _spawner = _Spawner()
 
 
-def start_process(scratch: Path, view: View | None = None, *, supervised: bool = False) -> Process:
+def start_process(scratch: Path, view: MountView | None = None, *, supervised: bool = False) -> Process:
     """A worker, in namespaces of its own where there is a `view`. `supervised`: it may start processes, which are to
     end with it."""
-    report = Report() if supervised and AVAILABLE and view is None else None
+    report = ReportPipe() if supervised and SUPERVISION_AVAILABLE and view is None else None
     try:
         return _spawner.run(lambda: _start(scratch, view, report))
     except BaseException:
@@ -174,51 +181,51 @@ def start_process(scratch: Path, view: View | None = None, *, supervised: bool =
         raise
     finally:
         if report is not None:
-            report.passed_on()
+            report.close_child_end()
 
 
 def launch(
-    words: list[str],
+    command_line: list[str],
     environment: Mapping[str, str],
     folder: Path,
     *,
-    view: View | None,
-    report: Report | None = None,
+    view: MountView | None,
+    report: ReportPipe | None = None,
     **popen: Any,
-) -> Running:
+) -> ProcessHandle:
     """Starts a program, from the one thread that starts all; `pass_fds` and the like are Popen's. `report`: of the
     supervisor that it puts above itself."""
-    return _spawner.run(lambda: _launch(words, environment, folder, view, report, **popen))
+    return _spawner.run(lambda: _launch(command_line, environment, folder, view, report, **popen))
 
 
 def _launch(
-    words: list[str],
+    command_line: list[str],
     environment: Mapping[str, str],
     folder: Path,
-    view: View | None,
-    report: Report | None,
+    view: MountView | None,
+    report: ReportPipe | None,
     **popen: Any,
-) -> Running:
+) -> ProcessHandle:
     settings: dict[str, Any] = {"env": environment, "cwd": folder, "start_new_session": True, **popen}
     if view is None:
-        plain = subprocess.Popen(words, **settings)
-        return plain if report is None else Supervised(plain, report)
+        plain = subprocess.Popen(command_line, **settings)
+        return plain if report is None else SupervisedProcess(plain, report)
     info, theirs = os.pipe()
     settings["pass_fds"] = (*settings.get("pass_fds", ()), theirs)
     try:
-        started = subprocess.Popen([*command(view, theirs), *words], **settings)
+        started = subprocess.Popen([*bwrap_command(view, theirs), *command_line], **settings)
     except BaseException:
         os.close(info)
         raise
     finally:
         os.close(theirs)
     try:
-        return Monitor(started, info)
+        return BwrapProcess(started, info)
     finally:
         os.close(info)
 
 
-def _start(scratch: Path, view: View | None, report: Report | None) -> Process:
+def _start(scratch: Path, view: MountView | None, report: ReportPipe | None) -> Process:
     require_interpreter()
     mark = secrets.token_hex(16)
     ours, theirs = socket.socketpair()
@@ -229,7 +236,7 @@ def _start(scratch: Path, view: View | None, report: Report | None) -> Process:
         "channel": theirs.fileno(),
         "life": life_read,
         "parent": os.getpid() if view is None else INIT,
-        "path": [*keep, str(own_folder().parent)],
+        "path": [*keep, str(package_folder().parent)],
         "keep": keep,
         "report": None if report is None else report.theirs,
     }
@@ -270,9 +277,9 @@ def require_interpreter() -> None:
 
 
 def _environment(scratch: Path, mark: str) -> dict[str, str]:
-    passed = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+    passed = {name: os.environ[name] for name in _INHERITED_VARIABLES if name in os.environ}
     home = {"HOME": str(scratch), "TMPDIR": str(scratch), "LANG": "C.UTF-8", "PATH": "/usr/local/bin:/usr/bin:/bin"}
-    return {**passed, **home, **_QUIET, WORKER: "1", _MARK: mark}
+    return {**passed, **home, **_LIBRARY_VARIABLES, WORKER_ENV_VAR: "1", _MARK_VARIABLE: mark}
 
 
 def sweep_leftovers(session: int, mark: str) -> None:
@@ -281,7 +288,7 @@ def sweep_leftovers(session: int, mark: str) -> None:
     if sys.platform != "linux":
         return
     for _ in range(_SWEEPS):
-        found = [pid for pid in _processes() if _belongs(pid, session, mark)]
+        found = [pid for pid in _other_pids() if _belongs(pid, session, mark)]
         for pid in found:
             _kill_checked(pid, session, mark)
         if not found:
@@ -289,25 +296,25 @@ def sweep_leftovers(session: int, mark: str) -> None:
         time.sleep(0.005)
 
 
-def _processes() -> list[int]:
+def _other_pids() -> list[int]:
     found = (int(name) for name in os.listdir("/proc") if name.isdigit())
     return sorted((pid for pid in found if pid != os.getpid()), reverse=True)
 
 
 def _belongs(pid: int, session: int, mark: str) -> bool:
     try:
-        state, _, sid, _ = stat_of(pid)
+        state, _, sid, _ = read_proc_stat(pid)
         if state in (b"Z", b"X"):
             return False
-        return sid == session or f"{_MARK}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+        return sid == session or f"{_MARK_VARIABLE}={mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
     except (OSError, ValueError, IndexError):
         return False
 
 
-def born(pid: int) -> int:
+def start_ticks(pid: int) -> int:
     """In the kernel's ticks; 0 where it is gone."""
     try:
-        return stat_of(pid)[3]
+        return read_proc_stat(pid)[3]
     except (OSError, ValueError, IndexError):
         return 0
 

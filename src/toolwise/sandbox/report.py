@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from toolwise.sandbox.faults import SandboxError, WorkerFault
-from toolwise.sandbox.layers.bubblewrap import outside_of, why_not, worker_view
-from toolwise.sandbox.layers.hardening import HOW_TO_GET, LAYERS, OWN_DISK, Plan, Tier
+from toolwise.sandbox.layers.bubblewrap import host_namespaces, unavailable_reason, worker_view
+from toolwise.sandbox.layers.hardening import LAYER_REQUIREMENTS, LAYERS, OWN_DISK, Plan, Tier
 from toolwise.sandbox.pool import make_root
 from toolwise.sandbox.processes import start_process
 from toolwise.sandbox.scratch import remove_root
@@ -46,7 +46,7 @@ class Report:
         allowed = f"; allowed: {', '.join(self.permissions)}" if self.permissions else ""
         if self.complete:
             return f"sandbox: asked {self.asked}, got {self.got}: {got}{allowed}; missing: nothing"
-        gaps = "; ".join(f"{name} ({why}; it needs {HOW_TO_GET[name]})" for name, why in self.missing.items())
+        gaps = "; ".join(f"{name} ({why}; it needs {LAYER_REQUIREMENTS[name]})" for name, why in self.missing.items())
         return f"sandbox: asked {self.asked}, got {self.got}: {got}{allowed}; missing: {gaps}"
 
 
@@ -65,14 +65,14 @@ def probe(tier: Tier, permissions: tuple[str, ...] = ()) -> Report:
 def _probe(tier: Tier, permissions: tuple[str, ...]) -> Report:
     layers = LAYERS[tier] if platform.system() == "Linux" else LAYERS["basic"]
     missing = {layer: f"this is {platform.system()}" for layer in LAYERS[tier] if layer not in layers}
-    without = why_not("network" in permissions) if "namespaces" in layers else ""
+    without = unavailable_reason("network" in permissions) if "namespaces" in layers else ""
     root, held = make_root()
     try:
         scratch = root / "1"
         scratch.mkdir()
         read = tuple(readable_folders())
         process = start_process(scratch, worker_view(layers, read, str(scratch), permissions, FILE_MB))
-        outside = outside_of(process.view)
+        outside = host_namespaces(process.view)
         plan = Plan(layers, str(scratch), read, 256, FILE_MB, permissions=permissions, outside=outside)
         worker = Worker(process, plan)
         try:
@@ -88,10 +88,10 @@ def _probe(tier: Tier, permissions: tuple[str, ...]) -> Report:
     through = {layer: str(why) for layer, why in said.items() if why and layer in worker.layers}
     missing |= worker.missing | through | ({"namespaces": without} if without else {})
     got = {layer: how for layer, how in worker.layers.items() if layer not in through}
-    return Report(tier, _best(got), got, missing, permissions)
+    return Report(tier, _highest_complete_tier(got), got, missing, permissions)
 
 
-def _best(got: Collection[str]) -> Tier:
+def _highest_complete_tier(got: Collection[str]) -> Tier:
     """The highest tier all of whose layers are there."""
     tiers: tuple[Tier, ...] = ("namespaced", "standard")
     return next((tier for tier in tiers if set(LAYERS[tier]) <= set(got)), "basic")

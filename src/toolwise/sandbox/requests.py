@@ -8,7 +8,7 @@ from toolwise.sandbox import frames
 from toolwise.sandbox.faults import WorkerFault
 
 
-def unlabelled(request: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def split_labels(request: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """A request without the labels of its calls, which are ours, and the labels: one for all where it is one call."""
     batch = request.get("batch")
     calls = (batch or request).get("calls") or []
@@ -20,11 +20,11 @@ def unlabelled(request: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return {"batch": {**batch, "calls": plain}}, [f"{labels[0]}{more}" if labels else ""]
 
 
-def nonsense() -> WorkerFault:
+def protocol_fault() -> WorkerFault:
     return WorkerFault("bad_type", "the worker sent something else than what it was asked for")
 
 
-def encoded(request: dict[str, Any]) -> bytes:
+def encode_request(request: dict[str, Any]) -> bytes:
     try:
         return frames.encode(request)
     except (TypeError, ValueError, RecursionError) as fault:

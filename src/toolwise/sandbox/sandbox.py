@@ -18,14 +18,14 @@ from typing import Any, Self, TypeVar
 
 from toolwise import waiting
 from toolwise.errors import RewardError
-from toolwise.rewards.printed import Printed
+from toolwise.rewards.printed import PrintCallback
 from toolwise.rewards.signature import Signature
 from toolwise.sandbox.answers import pack, read_answer
-from toolwise.sandbox.calls import OVERLAPPING, run_batch, run_pointwise
+from toolwise.sandbox.calls import MAX_OVERLAPPING_CALLS, run_batch, run_pointwise
 from toolwise.sandbox.faults import SandboxError, WorkerFault
 from toolwise.sandbox.frames import encode
-from toolwise.sandbox.harness import Harness, Plain, plain_fault
-from toolwise.sandbox.layers.denials import EVERYTHING
+from toolwise.sandbox.harness import Harness, JsonDict, plain_fault
+from toolwise.sandbox.layers.denials import ALL_ALLOWED
 from toolwise.sandbox.layers.hardening import LAYERS, Plan, Tier
 from toolwise.sandbox.overlap import run_overlapping
 from toolwise.sandbox.pool import Pool
@@ -35,7 +35,7 @@ from toolwise.types import EvaluateResult
 
 log = logging.getLogger("toolwise.sandbox")
 PERMISSIONS = ("network", "subprocess")
-LONGEST_CPU_S = 24 * 3600
+MAX_CPU_S = 24 * 3600
 T = TypeVar("T")
 _alive: weakref.WeakSet[Sandbox] = weakref.WeakSet()
 
@@ -71,7 +71,7 @@ class Sandbox:
         if timeout_s <= 0 or memory_mb <= 0 or max_calls <= 0:
             raise SandboxError("a sandbox's timeout_s, memory_mb and max_calls must be more than 0")
         self._workers = workers or max(1, min(8, os.cpu_count() or 1))
-        cpu_s = int(min(LONGEST_CPU_S, timeout_s * max_calls + 60))
+        cpu_s = int(min(MAX_CPU_S, timeout_s * max_calls + 60))
         readable = tuple(str(Path(place).expanduser().resolve()) for place in read)
         layers = LAYERS.get(tier, ())
         own_disk = self.report().own_disk
@@ -82,10 +82,10 @@ class Sandbox:
         self._signatures: dict[str, Signature] = {}
         self._loaded: dict[str, Harness] = {}
         self._lock = threading.Lock()
-        self._say_what_there_is()
+        self._warn_if_incomplete()
         _alive.add(self)
 
-    def _say_what_there_is(self) -> None:
+    def _warn_if_incomplete(self) -> None:
         report = self.report()
         if self.tier == "off" or not report.complete:
             log.warning("%s", report)
@@ -93,13 +93,13 @@ class Sandbox:
             raise SandboxError(f"{report} (require=True)")
 
     @property
-    def printed(self) -> Printed | None:
+    def on_print(self) -> PrintCallback | None:
         """Is told what functions print: a label and a text for each call, from whichever thread it ran in."""
-        return self._pool.printed
+        return self._pool.on_print
 
-    @printed.setter
-    def printed(self, printed: Printed | None) -> None:
-        self._pool.printed = printed
+    @on_print.setter
+    def on_print(self, on_print: PrintCallback | None) -> None:
+        self._pool.on_print = on_print
 
     def report(self) -> Report:
         """What was asked and what was got, layer by layer."""
@@ -161,8 +161,8 @@ class Sandbox:
     def run_calls(
         self,
         ref: str | Callable[..., Any],
-        calls: Sequence[Plain],
-        batch_kwargs: Plain | None = None,
+        calls: Sequence[JsonDict],
+        batch_kwargs: JsonDict | None = None,
         *,
         lenient: bool = False,
     ) -> list[EvaluateResult]:
@@ -176,12 +176,16 @@ class Sandbox:
         calls = [{**call, "lenient": True} for call in calls] if lenient else list(calls)
         batch = {"calls": calls, "kwargs": batch_kwargs or {}, "lenient": lenient} if batch_kwargs is not None else None
         try:
-            answers = self._here(reference, calls, batch) if self.tier == "off" else self._away(reference, calls, batch)
+            answers = (
+                self._run_in_process(reference, calls, batch)
+                if self.tier == "off"
+                else self._run_in_workers(reference, calls, batch)
+            )
         except WorkerFault as fault:
             return [fault.result() for _ in calls]
         return [read_answer(answer, self.score_range) for answer in answers]
 
-    def _away(self, reference: str, calls: list[Plain], batch: Plain | None) -> list[Any]:
+    def _run_in_workers(self, reference: str, calls: list[JsonDict], batch: JsonDict | None) -> list[Any]:
         target = self._target(reference)
         known = self._signatures.get(target.reference)
         if batch is not None and (known is None or known.mode != "pointwise"):
@@ -206,7 +210,7 @@ class Sandbox:
             self._targets[key] = resolve(reference)
         return self._targets[key]
 
-    def _here(self, reference: str, calls: list[Plain], batch: Plain | None) -> list[Any]:
+    def _run_in_process(self, reference: str, calls: list[JsonDict], batch: JsonDict | None) -> list[Any]:
         """In this process, as the tier `off` asks; through JSON all the same, so that nothing is shared."""
         try:
             calls, batch = json.loads(encode([calls, batch]))
@@ -214,18 +218,18 @@ class Sandbox:
             raise WorkerFault("bad_type", f"its arguments cannot be sent as JSON: {fault}") from None
         try:
             if reference not in self._loaded:
-                self._loaded[reference] = Harness.load(reference, EVERYTHING, self.timeout_s)
+                self._loaded[reference] = Harness.load(reference, ALL_ALLOWED, self.timeout_s)
         except Exception as fault:
-            return [plain_fault(fault, EVERYTHING, loading=True)] * len(calls)
+            return [plain_fault(fault, ALL_ALLOWED, loading=True)] * len(calls)
         harness = self._loaded[reference]
         if batch is not None and harness.reward.mode != "pointwise":
-            return harness.many(batch)
+            return harness.call_batch(batch)
         if len(calls) == 1 or not harness.reward.signature.is_async:
-            return [harness.one(call) for call in calls]
-        answers: list[Plain] = []
-        for start in range(0, len(calls), OVERLAPPING):
-            part: dict[int, Plain] = {}
-            together = calls[start : start + OVERLAPPING]
+            return [harness.call_one(call) for call in calls]
+        answers: list[JsonDict] = []
+        for start in range(0, len(calls), MAX_OVERLAPPING_CALLS):
+            part: dict[int, JsonDict] = {}
+            together = calls[start : start + MAX_OVERLAPPING_CALLS]
             run_overlapping(harness, together, self.timeout_s, part.__setitem__, waiting.run)
             answers += [part[position] for position in sorted(part)]
         return answers
@@ -274,10 +278,10 @@ def _close_all() -> None:
         sandbox.close()
 
 
-def _forget_all() -> None:
+def _reset_all_after_fork() -> None:
     for sandbox in list(_alive):
         sandbox._after_fork()
 
 
 atexit.register(_close_all)
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_reset_all_after_fork)

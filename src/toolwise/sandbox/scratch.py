@@ -20,13 +20,13 @@ from pathlib import Path
 EMPTY_S = 1.0
 """How long a folder may take to be emptied while somebody waits for it."""
 REMOVE_S = 10.0
-AT_ONCE_S = 0.02
+FOREGROUND_REMOVE_S = 0.02
 """How long whoever ends a worker waits for the end of its folder; the rest goes on beside."""
 TICK_NS = 50_000_000
 """No clock that stamps changes has longer ticks."""
-FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _HANDLE = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_TAKEN = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
+_NAME_TAKEN_ERRNOS = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR)
 _now = time.time_ns
 _numbers = itertools.count(1)
 # Kept here, since a worker that empties its own folder runs beside code that may patch them.
@@ -35,25 +35,25 @@ _fstat, _fchmod, _chmod, _geteuid, _monotonic = os.fstat, os.fchmod, os.chmod, o
 log = logging.getLogger("toolwise.sandbox")
 
 
-class EmptySince:
+class EmptyFolderCache:
     """Tells in a microsecond that nothing was made in a folder since it was seen to be empty."""
 
     def __init__(self) -> None:
-        self._changed = -1
+        self._empty_mtime_ns = -1
         """When the folder was last changed, as of the last time that it was empty; -1 where that says nothing."""
 
-    def holds(self, found: os.stat_result) -> bool:
-        return found.st_mtime_ns == self._changed
+    def is_still_empty(self, found: os.stat_result) -> bool:
+        return found.st_mtime_ns == self._empty_mtime_ns
 
-    def note(self, found: os.stat_result) -> None:
+    def record_empty(self, found: os.stat_result) -> None:
         """`found` was asked before the folder was seen empty. Changes within a tick of the clock look like one."""
-        self._changed = found.st_mtime_ns if _now() - found.st_mtime_ns > TICK_NS else -1
+        self._empty_mtime_ns = found.st_mtime_ns if _now() - found.st_mtime_ns > TICK_NS else -1
 
 
 def empty_folder(folder: int, seconds: float = EMPTY_S) -> bool:
     """Removes all that is in the folder of a descriptor. False where something is left."""
     try:
-        return _Emptying(folder, seconds).run()
+        return _FolderEmptier(folder, seconds).run()
     except (OSError, MemoryError):  # the folder itself cannot be read: it is another's by now
         return False
 
@@ -64,7 +64,7 @@ def remove_folder(folder: Path, seconds: float = REMOVE_S) -> bool:
     try:
         parent = _open(folder.parent, _HANDLE & ~os.O_NOFOLLOW)
         with suppress(NotADirectoryError, OSError):
-            descriptor = _open(folder.name, FOLDER, dir_fd=parent)
+            descriptor = _open(folder.name, FOLDER_FLAGS, dir_fd=parent)
             try:
                 empty_folder(descriptor, seconds)
             finally:
@@ -77,9 +77,9 @@ def remove_folder(folder: Path, seconds: float = REMOVE_S) -> bool:
             _close(parent)
 
 
-def remove_beside(folder: Path) -> None:
+def remove_in_background(folder: Path) -> None:
     """The same without waiting for a folder that takes long: the rest is removed in a thread."""
-    if remove_folder(folder, AT_ONCE_S):
+    if remove_folder(folder, FOREGROUND_REMOVE_S):
         return
     with suppress(RuntimeError):  # the interpreter ends: whoever made the folder's root removes it then
         threading.Thread(target=remove_folder, args=(folder,), name="toolwise-sandbox-sweep").start()
@@ -91,7 +91,7 @@ def remove_root(root: Path, seconds: float = REMOVE_S) -> None:
         log.warning("%s: not all of it could be removed in %g s; remove it by hand", root, seconds)
 
 
-class _Emptying:
+class _FolderEmptier:
     def __init__(self, top: int, seconds: float) -> None:
         self._top, self._until = top, _monotonic() + seconds
         found = _fstat(top)
@@ -109,7 +109,7 @@ class _Emptying:
                     if _monotonic() > self._until:
                         return False
                     if not self._remove(self._top, entry):
-                        self._hollow(entry.name)
+                        self._empty_subfolder(entry.name)
             if not seen or not self._changed:
                 return not seen
 
@@ -119,9 +119,9 @@ class _Emptying:
         self._changed += gone
         return gone
 
-    def _hollow(self, name: str) -> None:
+    def _empty_subfolder(self, name: str) -> None:
         """Empties a folder that lies at the top: the folders in it come to lie beside it."""
-        folder = open_inside(self._top, name, self._device)
+        folder = open_subfolder(self._top, name, self._device)
         if folder is None:
             return
         try:
@@ -142,24 +142,24 @@ class _Emptying:
             try:
                 _rename(name, f".removed-{next(_numbers)}", src_dir_fd=folder, dst_dir_fd=self._top)
             except PermissionError:
-                below = None if attempt else open_inside(folder, name, self._device)  # which makes it ours to move
+                below = None if attempt else open_subfolder(folder, name, self._device)  # which makes it ours to move
                 if below is None:
                     return
                 _close(below)
             except OSError as fault:
-                if fault.errno not in _TAKEN:
+                if fault.errno not in _NAME_TAKEN_ERRNOS:
                     return
             else:
                 self._changed += 1
                 return
 
 
-def open_inside(folder: int, name: str, device: int) -> int | None:
+def open_subfolder(folder: int, name: str, device: int) -> int | None:
     """The descriptor of a folder in `folder`, made readable where it is ours; None where there is none, or where
     something else than `device` is mounted."""
     try:
         try:
-            descriptor = _open(name, FOLDER, dir_fd=folder)
+            descriptor = _open(name, FOLDER_FLAGS, dir_fd=folder)
         except PermissionError:
             descriptor = _open_closed(folder, name, device)
         found = _fstat(descriptor)
@@ -179,7 +179,7 @@ def _open_closed(folder: int, name: str, device: int) -> int:
         found = _fstat(handle)
         if stat.S_ISDIR(found.st_mode) and found.st_dev == device and found.st_uid == _geteuid():
             _chmod(f"/proc/self/fd/{handle}", 0o700)  # this very folder, whatever has its name now
-        return _open(".", FOLDER, dir_fd=handle)
+        return _open(".", FOLDER_FLAGS, dir_fd=handle)
     finally:
         _close(handle)
 

@@ -10,20 +10,20 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
-from toolwise.sandbox.layers.bubblewrap import Monitor
+from toolwise.sandbox.layers.bubblewrap import BwrapProcess
 
-END_S = 15.0
+SUPERVISOR_END_S = 15.0
 """How long a supervisor may take to end what is beneath it."""
-AVAILABLE = sys.platform == "linux"
+SUPERVISION_AVAILABLE = sys.platform == "linux"
 
 
-class Report:
+class ReportPipe:
     """A pipe on which a supervisor says how many processes its child had left running."""
 
     def __init__(self) -> None:
         self.ours, self.theirs = os.pipe()
 
-    def passed_on(self) -> None:
+    def close_child_end(self) -> None:
         """Once the supervisor has its end."""
         os.close(self.theirs)
 
@@ -33,7 +33,7 @@ class Report:
         poll.register(self.ours, 0)  # which is ready when the last who could write has gone
         return bool(poll.poll(timeout_s * 1000))
 
-    def take(self) -> int | None:
+    def read_count(self) -> int | None:
         """None where it was killed before it could say. Once it is gone, and only once."""
         os.set_blocking(self.ours, False)
         said = b""
@@ -49,12 +49,12 @@ class Report:
             os.close(read)
 
 
-class Supervised:
+class SupervisedProcess:
     """A supervisor, spoken to like the `Popen` of the program beneath it: it ends as that ends, and after it."""
 
-    def __init__(self, popen: subprocess.Popen[bytes], report: Report) -> None:
+    def __init__(self, popen: subprocess.Popen[bytes], report: ReportPipe) -> None:
         self._popen, self._report = popen, report
-        self.left: int | None = None
+        self.leftover_count: int | None = None
         """How many processes still ran when it ended; None where nobody knows."""
 
     @property
@@ -77,20 +77,20 @@ class Supervised:
     def end(self) -> int:
         """Ends everything beneath it, and waits until it is gone. Returns how the program ended."""
         self.ask_to_end()
-        if not self._report.wait(END_S):  # somebody keeps it from its work
+        if not self._report.wait(SUPERVISOR_END_S):  # somebody keeps it from its work
             for pid in members_of(self.pid):
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
             self._popen.kill()
         code = self._popen.wait()
-        self.left = self._report.take()
+        self.leftover_count = self._report.read_count()
         return code
 
-    def forget(self) -> None:
+    def close_fds(self) -> None:
         self._report.close()
 
 
-Running = subprocess.Popen[bytes] | Monitor | Supervised
+ProcessHandle = subprocess.Popen[bytes] | BwrapProcess | SupervisedProcess
 
 
 def members_of(ancestor: int, mark: str = "", since: int = 0, among: Iterable[int] | None = None) -> Iterator[int]:
@@ -103,7 +103,7 @@ def members_of(ancestor: int, mark: str = "", since: int = 0, among: Iterable[in
         while pid not in beneath:
             chain.append(pid)
             try:
-                _, pid, _, birth = stat_of(pid)
+                _, pid, _, birth = read_proc_stat(pid)
             except (OSError, ValueError, IndexError):
                 pid = 0
                 break
@@ -117,7 +117,7 @@ def members_of(ancestor: int, mark: str = "", since: int = 0, among: Iterable[in
     for pid in among:
         if pid != ancestor and belongs(pid):
             with suppress(OSError, ValueError, IndexError):
-                if stat_of(pid)[0] not in (b"Z", b"X"):
+                if read_proc_stat(pid)[0] not in (b"Z", b"X"):
                     yield pid
 
 
@@ -135,7 +135,7 @@ def last_pid() -> int:
         os.close(descriptor)
 
 
-def stat_of(pid: int) -> tuple[bytes, int, int, int]:
+def read_proc_stat(pid: int) -> tuple[bytes, int, int, int]:
     """The state of a process, its parent, its session and its birth."""
     descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
     try:
@@ -148,6 +148,6 @@ def stat_of(pid: int) -> tuple[bytes, int, int, int]:
 def is_stopped(pid: int) -> bool:
     """Whether somebody has stopped it (SIGSTOP), or traces it."""
     try:
-        return stat_of(pid)[0] in (b"T", b"t")
+        return read_proc_stat(pid)[0] in (b"T", b"t")
     except (OSError, ValueError, IndexError):
         return False

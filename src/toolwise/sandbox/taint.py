@@ -44,7 +44,7 @@ class Snapshot:
         }
         self._spaces: list[Any] = [*spaces, *(vars(kind) for kind in classes)]
         self._values = [list(space.values()) for space in self._spaces]
-        self._loose, self._handlers = self._observe(), _handlers()
+        self._process_state, self._handlers = self._observe(), _handlers()
         self._flush = [stream.flush for stream in (sys.stdout, sys.stderr)]
         gc.collect()
         gc.freeze()
@@ -76,7 +76,9 @@ class Snapshot:
         """What can also be told while calls overlap: they may have threads, and their event loop a signal handler."""
         try:
             # Lists compare by identity first, item by item in C: nothing else is fast enough for every call.
-            return [list(space.values()) for space in self._spaces] != self._values or self._observe() != self._loose
+            return [
+                list(space.values()) for space in self._spaces
+            ] != self._values or self._observe() != self._process_state
         except Exception:  # a folder that is gone, an object that cannot be compared
             return True
 

@@ -42,10 +42,10 @@ def resolve(reference: str) -> Target:
         if not path.is_file():
             raise WorkerFault("import", f"reward: there is no file {place!r}")
         return Target(f"{path}{suffix}", _with_siblings(path))
-    return _dotted(place, suffix)
+    return _resolve_module(place, suffix)
 
 
-def _dotted(place: str, suffix: str) -> Target:
+def _resolve_module(place: str, suffix: str) -> Target:
     top = place.partition(".")[0]
     try:
         spec = importlib.util.find_spec(top) if top else None
@@ -106,7 +106,7 @@ def library_folders() -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def own_folder() -> Path:
+def package_folder() -> Path:
     """The folder of this package."""
     return Path(str(toolwise.__file__)).resolve().parent
 
@@ -114,7 +114,7 @@ def own_folder() -> Path:
 def readable_folders() -> list[str]:
     """What every worker may read: packages, the libraries that they are linked with, and this package."""
     linked = [place for place in os.environ.get("LD_LIBRARY_PATH", "").split(":") if place]
-    return [*library_folders(), f"{sys.base_prefix}/lib", *linked, str(own_folder())]
+    return [*library_folders(), f"{sys.base_prefix}/lib", *linked, str(package_folder())]
 
 
 def within(path: str, folders: Sequence[str]) -> bool:

@@ -1,8 +1,8 @@
 """A model behind an OpenAI-compatible HTTP server, so that anything which speaks that protocol can ask it."""
 
 from toolwise.serve.app import build_app
-from toolwise.serve.chat import Served
+from toolwise.serve.chat import ServedModel
 from toolwise.serve.limits import ServerLimits
 from toolwise.serve.server import Server
 
-__all__ = ["Served", "Server", "ServerLimits", "build_app"]
+__all__ = ["ServedModel", "Server", "ServerLimits", "build_app"]

@@ -10,11 +10,11 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from toolwise.errors import MissingExtraError
-from toolwise.serve.chat import Served, error_of
-from toolwise.serve.guard import Guard
-from toolwise.serve.limits import ALL_BODIES, ServerLimits
+from toolwise.serve.chat import ServedModel, error_response
+from toolwise.serve.guard import RequestGuard
+from toolwise.serve.limits import MAX_TOTAL_BODY_BYTES, ServerLimits
 from toolwise.serve.request import BadRequestError
-from toolwise.serve.stream import events
+from toolwise.serve.stream import completion_events
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("toolwise.serve")
 
 
-def build_app(served: Served, *, hosts: Sequence[str] = (), limits: ServerLimits | None = None) -> Starlette:
+def build_app(served: ServedModel, *, hosts: Sequence[str] = (), limits: ServerLimits | None = None) -> Starlette:
     """`/health`, `/v1/models` and `/v1/chat/completions` for one model.
 
     It answers as localhost, as the address that it is reached at, and under the names in `hosts` ("*": any name).
@@ -41,7 +41,7 @@ def build_app(served: Served, *, hosts: Sequence[str] = (), limits: ServerLimits
 
     began = int(time.time())
     limits = limits or ServerLimits()
-    bodies = Bodies(served.limits.body_bytes, limits.body_s)
+    bodies = BodyReader(served.limits.body_bytes, limits.body_s)
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -54,7 +54,7 @@ def build_app(served: Served, *, hosts: Sequence[str] = (), limits: ServerLimits
         try:
             async with bodies.read(request) as raw:
                 asked = await served.read(raw)
-            answer = await _unless_gone(request, served.complete(asked))
+            answer = await _cancel_on_disconnect(request, served.complete(asked))
         except ClientDisconnect:
             answer = None
         except Exception as fault:  # one request's trouble; the server goes on
@@ -62,19 +62,19 @@ def build_app(served: Served, *, hosts: Sequence[str] = (), limits: ServerLimits
         if answer is None:
             return Response(status_code=499)  # nobody reads it
         if asked.stream:
-            return StreamingResponse(events(answer), media_type="text/event-stream")
+            return StreamingResponse(completion_events(answer), media_type="text/event-stream")
         return JSONResponse(answer)
 
     def told(fault: Exception) -> Response:
-        status, body = error_of(fault)
+        status, body = error_response(fault)
         if status >= 500 and not isinstance(fault, BadRequestError):
             log.error("%s: %s", type(fault).__name__, fault, exc_info=fault)
-        closes = isinstance(fault, BadRequestError) and fault.closes
-        return JSONResponse(body, status_code=status, headers={"connection": "close"} if closes else None)
+        close_connection = isinstance(fault, BadRequestError) and fault.close_connection
+        return JSONResponse(body, status_code=status, headers={"connection": "close"} if close_connection else None)
 
     async def no_such_place(request: Request, fault: Exception) -> Response:
         assert isinstance(fault, HTTPException)
-        status, body = error_of(BadRequestError(str(fault.detail), status=fault.status_code))
+        status, body = error_response(BadRequestError(str(fault.detail), status=fault.status_code))
         return JSONResponse(body, status_code=status, headers=fault.headers)
 
     return Starlette(
@@ -83,22 +83,22 @@ def build_app(served: Served, *, hosts: Sequence[str] = (), limits: ServerLimits
             Route("/v1/models", models),
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
         ],
-        middleware=[Middleware(Guard, refuse=told, hosts=hosts, limits=limits)],
+        middleware=[Middleware(RequestGuard, refuse=told, hosts=hosts, limits=limits)],
         exception_handlers={HTTPException: no_such_place},
     )
 
 
-class Bodies:
+class BodyReader:
     """Bodies being read: each bounded in bytes and time, and all of them together in bytes."""
 
-    def __init__(self, largest: int, body_s: float) -> None:
-        self.largest = largest
+    def __init__(self, max_bytes: int, body_s: float) -> None:
+        self.max_bytes = max_bytes
         self.body_s = body_s
         self._held = 0
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes]:
-        if int(request.headers.get("content-length", "0")) > self.largest:
+        if int(request.headers.get("content-length", "0")) > self.max_bytes:
             raise self._too_large()
         raw = bytearray()
         try:
@@ -113,21 +113,23 @@ class Bodies:
                 async for chunk in request.stream():
                     raw += chunk
                     self._held += len(chunk)
-                    if len(raw) > self.largest:
+                    if len(raw) > self.max_bytes:
                         raise self._too_large()
-                    if self._held > ALL_BODIES:
+                    if self._held > MAX_TOTAL_BODY_BYTES:
                         raise BadRequestError("too many large requests at once: try again", status=503)
         except TimeoutError:
-            raise BadRequestError(f"the body did not come within {self.body_s:g} s", status=408, closes=True) from None
+            raise BadRequestError(
+                f"the body did not come within {self.body_s:g} s", status=408, close_connection=True
+            ) from None
 
     def _too_large(self) -> BadRequestError:
-        return BadRequestError(f"the body is larger than {self.largest} bytes", status=413)
+        return BadRequestError(f"the body is larger than {self.max_bytes} bytes", status=413)
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any] | None:
+async def _cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any] | None:
     """What `work` gives; None where the client left first: a request given up and asked anew must not be done twice."""
     completion = asyncio.create_task(work)
-    gone = asyncio.create_task(_left(request))
+    gone = asyncio.create_task(_wait_for_disconnect(request))
     try:
         await asyncio.wait({completion, gone}, return_when=asyncio.FIRST_COMPLETED)
         return completion.result() if completion.done() else None
@@ -137,6 +139,6 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any
         await asyncio.gather(completion, gone, return_exceptions=True)
 
 
-async def _left(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         continue

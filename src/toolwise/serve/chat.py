@@ -15,25 +15,25 @@ from toolwise.errors import ContextFullError, PolicyError
 from toolwise.protocols import Generation, Sampling, TokenGenerator
 from toolwise.rollout.chat import ChatTokenizer
 from toolwise.rollout.parsers import PARSERS
-from toolwise.serve.limits import LONGEST_CONTEXT, TextLimits
+from toolwise.serve.limits import MAX_CONTEXT_TOKENS, TextLimits
 from toolwise.serve.request import BadRequestError, ChatRequest, read_request
-from toolwise.waiting import all_of
+from toolwise.waiting import gather_all
 
 if TYPE_CHECKING:
     from toolwise.policies.local import LocalPolicy
 
 T = TypeVar("T")
-LONGEST_MESSAGE = 1_000
+MAX_MESSAGE_CHARS = 1_000
 _THREADS = ThreadPoolExecutor(2, thread_name_prefix="toolwise-serve-text")
 """For text: parsing, rendering and tokenising would keep the event loop from everybody else's requests."""
 
 
-async def _off_loop(work: Callable[..., T], *arguments: Any) -> T:
+async def _run_in_thread(work: Callable[..., T], *arguments: Any) -> T:
     return await asyncio.get_running_loop().run_in_executor(_THREADS, work, *arguments)
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServedModel:
     """A model on offer: its name to clients, what generates, and how its text is read."""
 
     name: str
@@ -42,7 +42,7 @@ class Served:
     sampling: Sampling
     """What holds where a request says nothing."""
     parser: str = "hermes"
-    max_context: int = LONGEST_CONTEXT
+    max_context: int = MAX_CONTEXT_TOKENS
     """Tokens of a prompt and its completion; text that cannot fit is refused before it is tokenised."""
     limits: TextLimits = field(init=False)
 
@@ -50,13 +50,13 @@ class Served:
         object.__setattr__(self, "limits", TextLimits.of(self.chat.tokenizer, self.max_context))
 
     @classmethod
-    def of(cls, policy: LocalPolicy, name: str, *, parser: str = "hermes") -> Served:
+    def of(cls, policy: LocalPolicy, name: str, *, parser: str = "hermes") -> ServedModel:
         """A local policy's model. Requests that come together are generated together. The policy belongs to the
         server's event loop from then on: whoever wants the model elsewhere makes another policy over it."""
         return cls(name, policy, policy.chat, policy.sampling, parser, policy.max_context)
 
     async def read(self, raw: bytes) -> ChatRequest:
-        return await _off_loop(read_request, raw)
+        return await _run_in_thread(read_request, raw)
 
     async def complete(self, request: ChatRequest) -> dict[str, Any]:
         if request.model != self.name:
@@ -66,12 +66,12 @@ class Served:
                 code="model_not_found",
                 status=404,
             )
-        prompt = await _off_loop(self._prompt, request)
+        prompt = await _run_in_thread(self._prompt, request)
         try:
-            results = await all_of(self.generator.generate(prompt, s) for s in self._samplings(request))
+            results = await gather_all(self.generator.generate(prompt, s) for s in self._samplings(request))
         except ContextFullError as full:
             raise BadRequestError(str(full), param="messages", code="context_length_exceeded") from full
-        return await _off_loop(self._answer, request, prompt, results)
+        return await _run_in_thread(self._answer, request, prompt, results)
 
     def _answer(self, request: ChatRequest, prompt: list[int], results: Sequence[Generation]) -> dict[str, Any]:
         sampled = sum(len(result.token_ids) for result in results)
@@ -156,7 +156,7 @@ class Served:
         ]
 
 
-def error_of(fault: Exception) -> tuple[int, dict[str, Any]]:
+def error_response(fault: Exception) -> tuple[int, dict[str, Any]]:
     """Status and body, as OpenAI writes errors."""
     if isinstance(fault, BadRequestError):
         kind, param, code, status = "invalid_request_error", fault.param, fault.code, fault.status
@@ -164,5 +164,5 @@ def error_of(fault: Exception) -> tuple[int, dict[str, Any]]:
         kind, param, code, status = "server_error", None, None, 500
     else:  # ours to mend: the client learns that it was not its request, and no more
         return 500, {"error": {"message": "internal error", "type": "server_error", "param": None, "code": None}}
-    message = " ".join(str(fault).split())[:LONGEST_MESSAGE]
+    message = " ".join(str(fault).split())[:MAX_MESSAGE_CHARS]
     return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}

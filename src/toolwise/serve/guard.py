@@ -16,7 +16,7 @@ Headers = list[tuple[bytes, bytes]]
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
 
-class Guard:
+class RequestGuard:
     """An ASGI application around another. `refuse` writes a `BadRequestError` as an answer."""
 
     def __init__(
@@ -44,13 +44,15 @@ class Guard:
             raise BadRequestError(
                 f"the headers are more than {self.limits.headers} or larger than {self.limits.head_bytes} bytes",
                 status=431,
-                closes=True,
+                close_connection=True,
             )
         if scope["http_version"] not in ("1.0", "1.1"):
-            raise BadRequestError("the server speaks HTTP/1.1", status=505, closes=True)
+            raise BadRequestError("the server speaks HTTP/1.1", status=505, close_connection=True)
         names = [name for name, _ in headers]
         if b"transfer-encoding" in names and (b"content-length" in names or scope["http_version"] == "1.0"):
-            raise BadRequestError("Transfer-Encoding and Content-Length contradict each other: send one", closes=True)
+            raise BadRequestError(
+                "Transfer-Encoding and Content-Length contradict each other: send one", close_connection=True
+            )
         self._check_host(_values(headers, b"host"), scope.get("server"))
         if scope["method"] in ("POST", "PUT", "PATCH"):
             _check_content(headers)
@@ -59,7 +61,7 @@ class Guard:
         """Only under a name of its own: a page whose name an attacker's DNS moved to this machine has another."""
         found = _HOST.fullmatch(given[0]) if len(given) == 1 else None
         if found is None:
-            raise BadRequestError("a request needs one Host header, such as localhost:8000", closes=True)
+            raise BadRequestError("a request needs one Host header, such as localhost:8000", close_connection=True)
         if "*" in self.hosts:
             return
         name = found[1].lower()

@@ -7,7 +7,7 @@ import math
 import re
 from typing import Any
 
-MAX_TOKENS = 250_000
+MAX_JSON_TOKENS = 250_000
 """Strings, brackets and commas in one body. Text counts as one string however long it is."""
 MAX_DEPTH = 64
 
@@ -33,8 +33,8 @@ def read_json(raw: bytes) -> Any:
 def _check_structure(raw: bytes) -> None:
     depth = 0
     for count, token in enumerate(_TOKEN.finditer(raw), 1):
-        if count > MAX_TOKENS:
-            raise ValueError(f"it has more than {MAX_TOKENS} strings, brackets and commas")
+        if count > MAX_JSON_TOKENS:
+            raise ValueError(f"it has more than {MAX_JSON_TOKENS} strings, brackets and commas")
         first = raw[token.start()]
         if first in b"[{":
             depth += 1

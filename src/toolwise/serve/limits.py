@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-LARGEST_BODY = 32_000_000
-SMALLEST_BODY = 1_000_000
-ALL_BODIES = 256_000_000
+MAX_REQUEST_BODY_BYTES = 32_000_000
+MIN_REQUEST_BODY_BYTES = 1_000_000
+MAX_TOTAL_BODY_BYTES = 256_000_000
 """Bytes of request bodies held at once, over all connections."""
-LONGEST_CONTEXT = 1 << 20
+MAX_CONTEXT_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,6 @@ class TextLimits:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         # A normaliser joins characters before they are looked up: three at most (Hangul), so four are enough.
         joined = 4 if backend is None or backend.normalizer is not None else 1
-        chars = min(max_context, LONGEST_CONTEXT) * max(longest, 16) * joined
+        chars = min(max_context, MAX_CONTEXT_TOKENS) * max(longest, 16) * joined
         # JSON may spell a character in six bytes; and templates leave out some of what they are given.
-        return cls(chars, min(SMALLEST_BODY + 6 * chars, LARGEST_BODY))
+        return cls(chars, min(MIN_REQUEST_BODY_BYTES + 6 * chars, MAX_REQUEST_BODY_BYTES))

@@ -11,8 +11,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from toolwise.serve.limits import ServerLimits
 
-STATUS = {400: b"Bad Request", 408: b"Request Timeout"}
-BUSY = json.dumps(
+REASON_PHRASES = {400: b"Bad Request", 408: b"Request Timeout"}
+BUSY_BODY = json.dumps(
     {"error": {"message": "too many connections", "type": "server_error", "param": None, "code": None}}
 ).encode()
 
@@ -32,7 +32,7 @@ class LimitedProtocol(H11Protocol):
         super().__init__(*args, **kwargs)
         self._phase: tuple[str, int] = ("", 0)
         self._deadline: asyncio.TimerHandle | None = None
-        self._unread: asyncio.TimerHandle | None = None
+        self._write_deadline: asyncio.TimerHandle | None = None
         self._refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -40,12 +40,12 @@ class LimitedProtocol(H11Protocol):
         if len(self.connections) > self.limits.connections:
             self._refused = True
             head = "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
-            transport.write(f"{head}connection: close\r\ncontent-length: {len(BUSY)}\r\n\r\n".encode() + BUSY)
+            transport.write(f"{head}connection: close\r\ncontent-length: {len(BUSY_BODY)}\r\n\r\n".encode() + BUSY_BODY)
             transport.close()
-        self._watch()
+        self._set_deadline()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        for timer in (self._deadline, self._unread):
+        for timer in (self._deadline, self._write_deadline):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
@@ -54,32 +54,32 @@ class LimitedProtocol(H11Protocol):
         if self._refused or self.transport.is_closing():
             return
         super().data_received(data)
-        self._watch()
+        self._set_deadline()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._watch()
+        self._set_deadline()
 
     def timeout_keep_alive_handler(self) -> None:
         super().timeout_keep_alive_handler()
-        self._watch()
+        self._set_deadline()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._unread is None:
-            self._unread = self.loop.call_later(self.limits.write_s, self.transport.abort)
+        if self._write_deadline is None:
+            self._write_deadline = self.loop.call_later(self.limits.write_s, self.transport.abort)
 
     def resume_writing(self) -> None:
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None
+        if self._write_deadline is not None:
+            self._write_deadline.cancel()
+            self._write_deadline = None
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
         """What is not HTTP, or too large a head of it."""
         self._refuse(400, msg)
 
-    def _watch(self) -> None:
+    def _set_deadline(self) -> None:
         """Set the deadline of the phase that the connection is in, unless it runs already."""
         name = self._phase_name()
         phase = (name, id(self.cycle))
@@ -121,7 +121,7 @@ class LimitedProtocol(H11Protocol):
         body = json.dumps({"error": error}).encode()
         headers = [("content-type", "application/json"), ("connection", "close"), ("content-length", str(len(body)))]
         try:
-            answer = self.conn.send(h11.Response(status_code=status, headers=headers, reason=STATUS[status]))
+            answer = self.conn.send(h11.Response(status_code=status, headers=headers, reason=REASON_PHRASES[status]))
             answer = (answer or b"") + (self.conn.send(h11.Data(data=body)) or b"")
             self.conn.send(h11.EndOfMessage())
         except h11.LocalProtocolError:  # an answer is under way: it cannot be taken back
@@ -129,4 +129,4 @@ class LimitedProtocol(H11Protocol):
             return
         self.transport.write(answer)
         self.transport.close()
-        self._watch()
+        self._set_deadline()

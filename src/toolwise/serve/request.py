@@ -18,7 +18,7 @@ MAX_TOOLS = 1_000
 MAX_STOP_IDS = 256
 MAX_NEW_TOKENS = 1 << 31
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "top_p": (1,),
     "top_k": (-1, 0),
     "min_p": (0,),
@@ -43,14 +43,15 @@ class BadRequestError(ToolwiseError):
         param: str | None = None,
         code: str | None = None,
         status: int = 400,
-        closes: bool = False,
+        close_connection: bool = False,
     ) -> None:
-        """`closes`: where one request ends and the next begins is in doubt, so the connection ends with this one."""
+        """`close_connection`: where one request ends and the next begins is in doubt, so the connection ends with this
+        one."""
         super().__init__(message)
         self.param = param
         self.code = code
         self.status = status
-        self.closes = closes
+        self.close_connection = close_connection
 
 
 class FunctionSpec(BaseModel):
@@ -70,7 +71,7 @@ class ToolSpec(BaseModel):
     function: FunctionSpec
 
 
-def _unwrap(value: Any) -> Any:
+def _unwrap_arguments(value: Any) -> Any:
     """Arguments that were no JSON object come as a JSON string; the template is to write what the model wrote."""
     if not isinstance(value, dict) or not isinstance(value.get("tool_calls"), list):
         return value
@@ -94,7 +95,9 @@ class ChatRequest(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=False)
 
     model: str = Field(max_length=512)
-    messages: list[Annotated[Message, BeforeValidator(_unwrap)]] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: list[Annotated[Message, BeforeValidator(_unwrap_arguments)]] = Field(
+        min_length=1, max_length=MAX_MESSAGES
+    )
     tools: list[ToolSpec] | None = Field(default=None, max_length=MAX_TOOLS)
     tool_choice: Literal["auto", "none"] | None = None
     """none: the tools are shown to the model, and what it writes is given back as text."""
@@ -120,7 +123,7 @@ def read_request(raw: bytes) -> ChatRequest:
         raise BadRequestError(f"the body is not JSON that can be used: {fault}") from None
     if not isinstance(value, dict):
         raise BadRequestError("the body must be a JSON object with model and messages")
-    _refuse_reshaping(value)
+    _check_unsupported(value)
     try:
         return ChatRequest.model_validate({name: given for name, given in value.items() if given is not None})
     except ValidationError as fault:
@@ -131,8 +134,8 @@ def read_request(raw: bytes) -> ChatRequest:
         raise BadRequestError("the body is nested too deeply") from None
 
 
-def _refuse_reshaping(value: Mapping[str, Any]) -> None:
-    for name, neutral in _NEUTRAL.items():
+def _check_unsupported(value: Mapping[str, Any]) -> None:
+    for name, neutral in _NEUTRAL_VALUES.items():
         given = value.get(name)
         if given is not None and given not in neutral:
             raise BadRequestError(

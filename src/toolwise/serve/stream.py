@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 
-def events(answer: dict[str, Any]) -> Iterator[str]:
+def completion_events(answer: dict[str, Any]) -> Iterator[str]:
     """Server-sent events: each choice's message in one piece, then its end, then usage, then [DONE]."""
     head = {key: answer[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     for choice in answer["choices"]:

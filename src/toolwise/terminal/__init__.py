@@ -4,7 +4,7 @@
 console with the same rule. Nothing else in the package prints (tests/test_architecture.py).
 """
 
-from toolwise.terminal.streams import guard_streams, say, say_error, say_json, write_line
-from toolwise.terminal.text import visible
+from toolwise.terminal.streams import guard_streams, print_error, print_json, print_line, write_line
+from toolwise.terminal.text import escape_controls
 
-__all__ = ["guard_streams", "say", "say_error", "say_json", "visible", "write_line"]
+__all__ = ["escape_controls", "guard_streams", "print_error", "print_json", "print_line", "write_line"]

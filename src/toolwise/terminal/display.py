@@ -14,7 +14,7 @@ from rich.segment import Segment
 from rich.spinner import Spinner
 from rich.text import Text
 
-from toolwise.terminal.text import visible
+from toolwise.terminal.text import escape_controls
 
 T = TypeVar("T")
 
@@ -30,7 +30,7 @@ class Console(rich.console.Console):
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Before it is measured: an escape that is written out is longer."""
-        return super().render_str(visible(text), **options)
+        return super().render_str(escape_controls(text), **options)
 
     def render(
         self, renderable: rich.console.RenderableType, options: rich.console.ConsoleOptions | None = None
@@ -42,7 +42,7 @@ class Console(rich.console.Console):
             style = segment.style
             if style is not None and style.link:
                 style = style.update_link(None)
-            yield Segment(visible(segment.text), style)
+            yield Segment(escape_controls(segment.text), style)
 
 
 class Live(rich.live.Live):
@@ -53,13 +53,13 @@ class Live(rich.live.Live):
 
     def __init__(self, renderable: Any = None, **options: Any) -> None:
         super().__init__(renderable, redirect_stdout=False, redirect_stderr=False, **options)
-        self._streams: dict[str, _Above] = {}
+        self._streams: dict[str, _AboveLiveStream] = {}
 
     def start(self, refresh: bool = False) -> None:
         super().start(refresh)
         if self.console.is_terminal and not self._streams:
             for name in ("stdout", "stderr"):
-                stream = _Above(self.console, getattr(sys, name))
+                stream = _AboveLiveStream(self.console, getattr(sys, name))
                 self._streams[name] = stream
                 setattr(sys, name, stream)
 
@@ -76,11 +76,11 @@ class Status:
     """One line with a spinner, gone at the end; nothing where the console is no terminal."""
 
     def __init__(self, console: Console, text: str = "") -> None:
-        self._spinner = Spinner("dots", Text(visible(text)), style="status.spinner")
+        self._spinner = Spinner("dots", Text(escape_controls(text)), style="status.spinner")
         self._live = Live(self._spinner, console=console, refresh_per_second=12.5, transient=True)
 
     def update(self, text: str) -> None:
-        self._spinner.update(text=Text(visible(text)))
+        self._spinner.update(text=Text(escape_controls(text)))
 
     def start(self) -> None:
         self._live.start()
@@ -102,12 +102,12 @@ def track(items: Iterable[T], description: str, *, total: int, disable: bool = F
         yield from progress.track(items, total=total, description=description)
 
 
-class _Above(io.TextIOBase):
+class _AboveLiveStream(io.TextIOBase):
     """Whole lines printed above a live display."""
 
     def __init__(self, console: rich.console.Console, stream: IO[str]) -> None:
         self.console, self.stream = console, stream
-        self._begun = ""
+        self._partial_line = ""
 
     @property
     def rich_proxied_file(self) -> IO[str]:
@@ -116,15 +116,15 @@ class _Above(io.TextIOBase):
         return inner
 
     def write(self, text: str) -> int:
-        *lines, self._begun = f"{self._begun}{text}".split("\n")
+        *lines, self._partial_line = f"{self._partial_line}{text}".split("\n")
         for line in lines:
-            self.console.print(Text(visible(line)))
+            self.console.print(Text(escape_controls(line)))
         return len(text)
 
     def flush(self) -> None:
-        if self._begun:
-            begun, self._begun = self._begun, ""
-            self.console.print(Text(visible(begun)))
+        if self._partial_line:
+            begun, self._partial_line = self._partial_line, ""
+            self.console.print(Text(escape_controls(begun)))
 
     def isatty(self) -> bool:
         return self.stream.isatty()

@@ -9,38 +9,38 @@ from contextlib import suppress
 from typing import IO, Any
 
 from toolwise.json_text import json_text
-from toolwise.terminal.text import visible, visible_json
+from toolwise.terminal.text import escape_controls, escape_controls_json
 
-LONGEST_LINE = 20_000
+MAX_ERROR_CHARS = 20_000
 """Characters of an error message; a person reads the beginning of more."""
 
 
-def say(text: object = "", *, err: bool = False) -> None:
+def print_line(text: object = "", *, err: bool = False) -> None:
     """A line on standard output, or on standard error."""
-    _write(sys.stderr if err else sys.stdout, f"{visible(text)}\n")
+    _write(sys.stderr if err else sys.stdout, f"{escape_controls(text)}\n")
 
 
 def write_line(file: IO[str], text: str) -> None:
     """A line to a stream that may be gone: a closed pipe does not end a run."""
     with suppress(OSError, ValueError):
-        _write(file, f"{visible(text)}\n")
+        _write(file, f"{escape_controls(text)}\n")
 
 
-def say_error(text: object) -> None:
+def print_error(text: object) -> None:
     """`toolwise: …`, one line on standard error."""
-    line = " ".join(visible(text).split())
-    cut = f"{line[:LONGEST_LINE]} … cut, {len(line) - LONGEST_LINE:,} characters"
-    say(f"toolwise: {line if len(line) <= LONGEST_LINE else cut}", err=True)
+    line = " ".join(escape_controls(text).split())
+    cut = f"{line[:MAX_ERROR_CHARS]} … cut, {len(line) - MAX_ERROR_CHARS:,} characters"
+    print_line(f"toolwise: {line if len(line) <= MAX_ERROR_CHARS else cut}", err=True)
 
 
-def say_json(value: Any) -> None:
+def print_json(value: Any) -> None:
     """A value as JSON on standard output, for people and programs."""
-    _write(sys.stdout, visible_json(json_text(value, indent=2)) + "\n")
+    _write(sys.stdout, escape_controls_json(json_text(value, indent=2)) + "\n")
 
 
-def say_traceback(fault: BaseException) -> None:
+def print_traceback(fault: BaseException) -> None:
     """As Python tells it, on standard error."""
-    say("".join(traceback.format_exception(fault)).rstrip("\n"), err=True)
+    print_line("".join(traceback.format_exception(fault)).rstrip("\n"), err=True)
 
 
 def guard_streams() -> None:
@@ -68,7 +68,7 @@ class GuardedStream(io.TextIOBase):
     def write(self, text: str) -> int:
         if not isinstance(text, str):
             raise TypeError(f"write() argument must be str, not {type(text).__name__}")
-        _encodable(self.stream, visible(text))
+        _write_encodable(self.stream, escape_controls(text))
         return len(text)
 
     def flush(self) -> None:
@@ -99,10 +99,10 @@ class GuardedStream(io.TextIOBase):
 
 
 def _write(stream: IO[str], text: str) -> None:
-    _encodable(stream, text)
+    _write_encodable(stream, text)
     stream.flush()
 
 
-def _encodable(stream: IO[str], text: str) -> None:
+def _write_encodable(stream: IO[str], text: str) -> None:
     encoding = getattr(stream, "encoding", None) or "utf-8"
     stream.write(text.encode(encoding, "replace").decode(encoding, "replace"))

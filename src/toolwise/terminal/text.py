@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_OBEYED = (
+_CONTROL_RANGES = (
     (0x00, 0x08),
     (0x0B, 0x1F),  # all of C0 but tab and line feed: a carriage return overwrites what stands before it
     (0x7F, 0x9F),  # delete, and C1, where one character is a whole escape sequence
@@ -21,23 +21,23 @@ def _escape(code: int) -> str:
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
-_CODES = [*_SINGLE, *(code for first, last in _OBEYED for code in range(first, last + 1))]
-_VISIBLE = {code: _escape(code) for code in _CODES} | {0x0D: "\\r"}
-_IN_JSON = {code: f"\\u{code:04x}" for code in _CODES if code < 0x10000} | {
+_CODES = [*_SINGLE, *(code for first, last in _CONTROL_RANGES for code in range(first, last + 1))]
+_TEXT_ESCAPES = {code: _escape(code) for code in _CODES} | {0x0D: "\\r"}
+_JSON_ESCAPES = {code: f"\\u{code:04x}" for code in _CODES if code < 0x10000} | {
     code: f"\\ud{0x800 | (code - 0x10000) >> 10:03x}\\ud{0xC00 | (code - 0x10000) & 0x3FF:03x}"
     for code in _CODES
     if code >= 0x10000
 }
 
 
-def visible(value: object) -> str:
+def escape_controls(value: object) -> str:
     """`value` as text that any UTF-8 output takes and no terminal obeys. Tabs and line feeds stay."""
     text = value if isinstance(value, str) else str(value)
     if text.isascii() and text.isprintable():
         return text
-    return text.replace("\r\n", "\n").translate(_VISIBLE)
+    return text.replace("\r\n", "\n").translate(_TEXT_ESCAPES)
 
 
-def visible_json(text: str) -> str:
+def escape_controls_json(text: str) -> str:
     """The same for JSON text, in JSON's own escapes: what is read back is unchanged."""
-    return text.translate(_IN_JSON)
+    return text.translate(_JSON_ESCAPES)

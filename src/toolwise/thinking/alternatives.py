@@ -13,15 +13,15 @@ from typing import Protocol
 
 from toolwise.errors import ContextFullError, PolicyError, ToolwiseError
 from toolwise.protocols import Generation, Sampling
-from toolwise.thinking.groups import Alternative, ReadStep
+from toolwise.thinking.groups import Alternative, ParsedStep
 from toolwise.thinking.levels import END_THINK, Level, Levels
 from toolwise.thinking.models import ThinkingModel
-from toolwise.thinking.reading import Fault, read
+from toolwise.thinking.reading import FormatFault, parse_reply
 from toolwise.thinking.tokens import token_spans
 
-FAILURES = {
-    Fault.UNCLOSED_THOUGHT: "unclosed",
-    Fault.EMPTY_THOUGHT: "empty",
+FAILURE_OF_FAULT = {
+    FormatFault.UNCLOSED_THOUGHT: "unclosed",
+    FormatFault.EMPTY_THOUGHT: "empty",
 }
 
 
@@ -44,7 +44,7 @@ class LeakError(PolicyError):
 
 
 @dataclass(frozen=True, slots=True)
-class Writer:
+class AlternativeWriter:
     """Writes alternatives; all that are asked for at once are generated together."""
 
     model: ThinkingModel
@@ -53,41 +53,47 @@ class Writer:
     sampling: Sampling
     """`max_new_tokens` is the longest thought; its seed is that of the run."""
 
-    def wanted(self, step: ReadStep) -> list[Level]:
+    def other_levels(self, step: ParsedStep) -> list[Level]:
         """The levels that the policy did not use."""
         return [level for level in self.levels if level.number != step.reading.level]
 
-    def worst_case(self, step: ReadStep) -> int:
+    def max_tokens_for(self, step: ParsedStep) -> int:
         """Tokens that a step's alternatives may take at most."""
-        return self.sampling.max_new_tokens * sum(level.thinks for level in self.wanted(step))
+        return self.sampling.max_new_tokens * sum(level.thinks for level in self.other_levels(step))
 
-    async def write(self, steps: Sequence[ReadStep], *, turn: int = 0) -> list[tuple[Alternative, ...]]:
+    async def write(self, steps: Sequence[ParsedStep], *, training_step: int = 0) -> list[tuple[Alternative, ...]]:
         """For each step one alternative for every level it did not use, failed ones included."""
-        asked = [(step, level) for step in steps for level in self.wanted(step)]
-        found = iter(await asyncio.gather(*(self._write(step, level, turn) for step, level in asked)))
-        return [tuple(next(found) for _ in self.wanted(step)) for step in steps]
+        asked = [(step, level) for step in steps for level in self.other_levels(step)]
+        found = iter(await asyncio.gather(*(self._write(step, level, training_step) for step, level in asked)))
+        return [tuple(next(found) for _ in self.other_levels(step)) for step in steps]
 
-    async def _write(self, step: ReadStep, level: Level, turn: int) -> Alternative:
+    async def _write(self, step: ParsedStep, level: Level, training_step: int) -> Alternative:
         opening = self.codec.encode(level.opening)
         prompt = [*step.history, *opening]
         if not level.thinks:
             return Alternative(level.number, prompt, len(opening), opening, text=level.opening)
-        sampling = replace(self.sampling, seed=_seed(self.sampling.seed, turn, step, level), stop_token_ids=self._stops)
+        sampling = replace(
+            self.sampling,
+            seed=_seed(self.sampling.seed, training_step, step, level),
+            stop_token_ids=self._stop_token_ids,
+        )
         try:
             generation = await self.model.generate(prompt, sampling)
         except ContextFullError:
             return Alternative(level.number, prompt, failure="context_full")
         except ToolwiseError:
             return Alternative(level.number, prompt, failure="fault")
-        return check_unseen(step, self._cut(level, prompt, opening, generation), opening)
+        return check_no_leak(step, self._parse_thought(level, prompt, opening, generation), opening)
 
     @property
-    def _stops(self) -> tuple[int, ...]:
+    def _stop_token_ids(self) -> tuple[int, ...]:
         """Where the end of a thought is one token, nothing beyond it need be written."""
         close = self.codec.encode(END_THINK)
         return (self.codec.end_id, *(close if len(close) == 1 else ()))
 
-    def _cut(self, level: Level, prompt: list[int], opening: list[int], generation: Generation) -> Alternative:
+    def _parse_thought(
+        self, level: Level, prompt: list[int], opening: list[int], generation: Generation
+    ) -> Alternative:
         """The level and the thought without what follows them."""
         ids = [*opening, *generation.token_ids]
         if ids[-1] == self.codec.end_id:
@@ -96,17 +102,17 @@ class Writer:
             level.number,
             prompt,
             len(opening),
-            generated=len(generation.token_ids),
+            generated_tokens=len(generation.token_ids),
             policy_version=generation.policy_version,
         )
         text = self.codec.decode(ids)
         closing = _CLOSING.search(text, len(level.opening))
         end = closing.end() if closing else len(text)
-        reading = read(text[:end])
-        faults = [fault for fault in reading.faults if fault is not Fault.NO_ACTION]
+        reading = parse_reply(text[:end])
+        faults = [fault for fault in reading.faults if fault is not FormatFault.NO_ACTION]
         if faults:
-            too_long = faults[0] is Fault.UNCLOSED_THOUGHT and generation.finish_reason == "length"
-            return replace(made, failure="too_long" if too_long else FAILURES.get(faults[0], "malformed"))
+            too_long = faults[0] is FormatFault.UNCLOSED_THOUGHT and generation.finish_reason == "length"
+            return replace(made, failure="too_long" if too_long else FAILURE_OF_FAULT.get(faults[0], "malformed"))
         if reading.level != level.number or reading.thought is None:
             return replace(made, failure="malformed")
         spans = token_spans(ids, self.codec.decode, reading)
@@ -121,7 +127,7 @@ class Writer:
         )
 
 
-def check_unseen(step: ReadStep, alternative: Alternative, opening: Sequence[int]) -> Alternative:
+def check_no_leak(step: ParsedStep, alternative: Alternative, opening: Sequence[int]) -> Alternative:
     """The alternative, if its writer was given the history and the forced level and nothing else."""
     if list(alternative.prompt_ids) != [*step.history, *opening]:
         raise LeakError(
@@ -131,18 +137,18 @@ def check_unseen(step: ReadStep, alternative: Alternative, opening: Sequence[int
     return alternative
 
 
-def names_action(thought: str | None, action: str | None) -> bool:
+def mentions_action(thought: str | None, action: str | None) -> bool:
     """Whether a thought says the action, white space and case aside."""
     if not thought or not action:
         return False
     said, wanted = (" ".join(text.casefold().split()) for text in (thought, action))
     return any(
         not _WORD.fullmatch(said[max(0, at - 1) : at]) and not _WORD.match(said, at + len(wanted))
-        for at in _places(wanted, said)
+        for at in _occurrences(wanted, said)
     )
 
 
-def _places(wanted: str, said: str) -> Iterator[int]:
+def _occurrences(wanted: str, said: str) -> Iterator[int]:
     """Wherever `wanted` begins in `said`, overlaps included, in linear time (Knuth, Morris and Pratt)."""
     if not wanted or wanted not in said:
         return
@@ -162,7 +168,7 @@ def _places(wanted: str, said: str) -> Iterator[int]:
             length = borders[length - 1]
 
 
-def _seed(seed: int, turn: int, step: ReadStep, level: Level) -> int:
+def _seed(seed: int, training_step: int, step: ParsedStep, level: Level) -> int:
     """A draw of its own for each alternative, the same in the same run."""
-    name = f"{seed}/{turn}/{step.rollout_id}/{step.index}/{level.number}"
+    name = f"{seed}/{training_step}/{step.rollout_id}/{step.index}/{level.number}"
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1

@@ -31,22 +31,22 @@ def thinking_fields(
             raise ValueError("thinking advantages are the estimator's: give them, or ask for another quantity")
         values = [float(a) for a in advantages]
     else:
-        values = [np.nan if step.group is None else _of(step.group.used, quantity) for step in steps]
+        values = [np.nan if step.group is None else _level_quantity(step.group.used, quantity) for step in steps]
     if not len(values) == len(lengths) == len(steps):
         raise ValueError(f"{len(values)} values and {len(lengths)} lengths for {len(steps)} steps; give one for each")
     shape = (len(steps), max([0, *lengths]) if width is None else width)
     inside = np.arange(shape[1]) < np.asarray(lengths, dtype=np.intp).reshape(-1, 1)
     costs = [float(step.thinking_tokens) for step in steps]
     return {
-        "thinking_level_entropies": _spread(values, inside),
-        "thinking_token_costs": _spread(costs, inside),
+        "thinking_level_entropies": _fill_rows(values, inside),
+        "thinking_token_costs": _fill_rows(costs, inside),
     }
 
 
-def _of(score: LevelScore, quantity: Quantity) -> float:
+def _level_quantity(score: LevelScore, quantity: Quantity) -> float:
     return score.action_logprob if quantity == "action_logprob" else score.action_entropy
 
 
-def _spread(values: Sequence[float], inside: Any) -> Any:
+def _fill_rows(values: Sequence[float], inside: Any) -> Any:
     rows = np.asarray(values, dtype=np.float32).reshape(-1, 1)
     return np.where(inside, rows, np.float32(0.0))

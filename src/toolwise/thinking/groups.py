@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from toolwise.thinking.reading import Reading
+from toolwise.thinking.reading import ParsedReply
 from toolwise.thinking.tokens import TokenSpans
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadStep:
+class ParsedStep:
     """One decision of a rollout: the history the policy saw, the tokens it sampled, and what they say."""
 
     rollout_id: str
@@ -32,7 +32,7 @@ class ReadStep:
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     text: str
-    reading: Reading
+    reading: ParsedReply
     spans: TokenSpans
     kind: str | None = None
     """Of step, where the world says it: "easy", "hard", …"""
@@ -63,7 +63,7 @@ class Alternative:
     level: int
     prompt_ids: Sequence[int] = ()
     """What its writer saw: the history and the forced level, nothing else."""
-    forced: int = 0
+    forced_tokens: int = 0
     """Tokens of `head_ids` that were forced."""
     head_ids: Sequence[int] = ()
     """The forced level and the thought."""
@@ -72,14 +72,14 @@ class Alternative:
     text: str = ""
     thought: str | None = None
     thinking_tokens: int = 0
-    generated: int = 0
+    generated_tokens: int = 0
     """Tokens that its writing took, those that were cut off included."""
     policy_version: int = -1
     failure: str | None = None
 
     @property
     def sampled_ids(self) -> Sequence[int]:
-        return self.head_ids[self.forced :]
+        return self.head_ids[self.forced_tokens :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class ThinkingStep:
     level: int | None
     """None where the reply names none that is one."""
     thinking_tokens: int
-    head: int
+    head_tokens: int
     """So many of its first tokens are the level and the thought."""
     group: ThinkingGroup | None = None
     """None where the step was not chosen, or fewer than two levels could be scored."""
@@ -137,7 +137,7 @@ class ThinkingStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Deliberation:
+class RolloutThinking:
     """One rollout's steps, and what thinking costs at this point of the run."""
 
     steps: tuple[ThinkingStep, ...]
@@ -147,5 +147,5 @@ class Deliberation:
     """From 1 at the beginning of training to 0 at its end."""
 
 
-Deliberations = Mapping[str, Deliberation]
+ThinkingByRollout = Mapping[str, RolloutThinking]
 """By rollout id."""

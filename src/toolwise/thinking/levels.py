@@ -14,8 +14,8 @@ from pathlib import Path
 
 from toolwise.errors import ConfigError
 
-COUNT = 4
-TEMPLATE = Path(__file__).with_name("levels.toml")
+LEVEL_COUNT = 4
+LEVELS_FILE = Path(__file__).with_name("levels.toml")
 THINK, END_THINK = "<think>", "</think>"
 ACTION, END_ACTION = "<action>", "</action>"
 _PART = re.compile(r"\{(\w+)\}")
@@ -85,16 +85,18 @@ class Levels:
     def numbers(self) -> tuple[int, ...]:
         return tuple(level.number for level in self.all)
 
-    def numbered(self, number: int) -> Level:
+    def by_number(self, number: int) -> Level:
         return self.all[number - 1]
 
     def explain(self) -> str:
         """The text for a system prompt."""
-        lines = [f"{level.number} ({level.name}): {level.instruction}. {_shown(level.skeleton)}" for level in self.all]
+        lines = [
+            f"{level.number} ({level.name}): {level.instruction}. {_elide_parts(level.skeleton)}" for level in self.all
+        ]
         return self.prompt.replace("{levels}", "\n".join(lines)).strip()
 
 
-def load_levels(path: str | Path = TEMPLATE) -> Levels:
+def load_levels(path: str | Path = LEVELS_FILE) -> Levels:
     """The levels that a template file describes."""
     where = Path(path)
     try:
@@ -105,9 +107,9 @@ def load_levels(path: str | Path = TEMPLATE) -> Levels:
     if unknown:
         raise ConfigError(f"levels: {where} has {unknown[0]!r}; it may have prompt and four [[level]] tables")
     rows = table.get("level", [])
-    if not isinstance(rows, list) or len(rows) != COUNT:
+    if not isinstance(rows, list) or len(rows) != LEVEL_COUNT:
         found = len(rows) if isinstance(rows, list) else "no list of"
-        raise ConfigError(f"levels: {where} has {found} [[level]] tables; there must be {COUNT}")
+        raise ConfigError(f"levels: {where} has {found} [[level]] tables; there must be {LEVEL_COUNT}")
     prompt = table.get("prompt", "{levels}")
     if not isinstance(prompt, str) or "{levels}" not in prompt:
         raise ConfigError(f"levels: {where}: prompt must be text with {{levels}} in it, where the levels go")
@@ -132,9 +134,9 @@ def _read_level(where: Path, number: int, row: object) -> Level:
     return level
 
 
-def _shown(skeleton: str) -> str:
+def _elide_parts(skeleton: str) -> str:
     return _PART.sub("…", skeleton)
 
 
-LEVELS = load_levels()
+DEFAULT_LEVELS = load_levels()
 """Those that ship."""

@@ -1,7 +1,7 @@
 """The seam to a model that can think otherwise: it continues tokens, and says how likely given ones were.
 
 Anything that generates and scores will do: the engine (`EngineModel`), or a policy that generates beside a function
-that scores (`PairedModel`).
+that scores (`PolicyWithScorer`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class NoLogprobsError(PolicyError):
 
 
 @dataclass(frozen=True, slots=True)
-class Contexts:
+class ScoringRequest:
     """Continuations of one prefix, to be scored together: what they share is computed once."""
 
     prefix_ids: Sequence[int]
@@ -46,28 +46,28 @@ class ThinkingModel(Protocol):
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation: ...
 
-    async def score(self, contexts: Sequence[Contexts], temperature: float) -> list[tuple[TokenScores, ...]]: ...
+    async def score(self, contexts: Sequence[ScoringRequest], temperature: float) -> list[tuple[TokenScores, ...]]: ...
 
     def counters(self) -> Metrics:
         """Tokens since the beginning: prefilled, and reused in place of it; empty where nobody counts."""
         ...
 
 
-ScoreAll = Callable[[Sequence[Contexts], float], list[tuple[TokenScores, ...]]]
+ScoreFn = Callable[[Sequence[ScoringRequest], float], list[tuple[TokenScores, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
-class PairedModel:
+class PolicyWithScorer:
     """A policy that generates, and a function that scores all contexts in one pass over the same weights."""
 
     policy: TokenGenerator
-    score_all: ScoreAll
+    score_fn: ScoreFn
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
         return await self.policy.generate(token_ids, sampling)
 
-    async def score(self, contexts: Sequence[Contexts], temperature: float) -> list[tuple[TokenScores, ...]]:
-        return await asyncio.to_thread(self.score_all, contexts, temperature)
+    async def score(self, contexts: Sequence[ScoringRequest], temperature: float) -> list[tuple[TokenScores, ...]]:
+        return await asyncio.to_thread(self.score_fn, contexts, temperature)
 
     def counters(self) -> Metrics:
         return {}
@@ -87,11 +87,11 @@ class EngineModel:
         found: Generation = await self.engine.generate(token_ids, sampling, **more)
         return found
 
-    async def score(self, contexts: Sequence[Contexts], temperature: float) -> list[tuple[TokenScores, ...]]:
+    async def score(self, contexts: Sequence[ScoringRequest], temperature: float) -> list[tuple[TokenScores, ...]]:
         found = await asyncio.gather(
             *(self.engine.score(c.prefix_ids, list(c.continuations), temperature=temperature) for c in contexts)
         )
-        return [tuple(_plain(scores) for scores in of_prefix) for of_prefix in found]
+        return [tuple(_to_token_scores(scores) for scores in of_prefix) for of_prefix in found]
 
     def counters(self) -> Metrics:
         found = self.engine.metrics()
@@ -99,11 +99,11 @@ class EngineModel:
         return {name: float(found[key]) for name, key in names.items() if key in found}
 
 
-def _plain(scores: Any) -> TokenScores:
+def _to_token_scores(scores: Any) -> TokenScores:
     return TokenScores(np.asarray(scores.logprobs, np.float32), np.asarray(scores.entropies, np.float32))
 
 
-def require_tokens(policy: object) -> TokenGenerator:
+def require_token_generator(policy: object) -> TokenGenerator:
     """The policy, where it works with tokens and their log-probs."""
     if not isinstance(policy, TokenGenerator):
         raise NoLogprobsError(

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from toolwise.thinking.levels import COUNT
+from toolwise.thinking.levels import LEVEL_COUNT
 
 Span = tuple[int, int]
 """Characters from, up to."""
-Kind = Literal["action", "tool_call", "answer"]
+ActionKind = Literal["action", "tool_call", "answer"]
 
 
-class Fault(StrEnum):
+class FormatFault(StrEnum):
     """One thing that is wrong with a reply."""
 
     NO_LEVEL = "no_level"
@@ -50,7 +50,7 @@ class Fault(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Spans:
+class TextSpans:
     """Where the parts stand in the text. None where there is no such part."""
 
     level: Span | None
@@ -65,17 +65,17 @@ class Spans:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ParsedReply:
     """What was found in a reply."""
 
     level: int | None
     """1 to 4; None where none was written that is one."""
     thought: str | None
     action: str | None
-    kind: Kind | None
-    faults: tuple[Fault, ...]
-    """In the order of `Fault`, each once; none in a reply that is as it should be."""
-    spans: Spans
+    kind: ActionKind | None
+    faults: tuple[FormatFault, ...]
+    """In the order of `FormatFault`, each once; none in a reply that is as it should be."""
+    spans: TextSpans
 
     @property
     def valid(self) -> bool:
@@ -85,7 +85,7 @@ class Reading:
 _TAG = re.compile(r"<(?P<end>/?)(?P<name>level|think|action)>", re.IGNORECASE | re.ASCII)
 _CALL = re.compile(r"<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>", re.IGNORECASE | re.ASCII)
 _CALL_TAG = re.compile(r"<(?P<end>/?)tool_call>", re.IGNORECASE | re.ASCII)
-_NUMBER = re.compile(rf"[1-{COUNT}]", re.ASCII)
+_NUMBER = re.compile(rf"[1-{LEVEL_COUNT}]", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,25 +105,25 @@ class _Block:
     end: int
 
 
-def read(text: str) -> Reading:
+def parse_reply(text: str) -> ParsedReply:
     """The level, the thought and the action in `text`, and what is wrong with it."""
     tags = [_Tag(m["end"] + m["name"].lower(), m.start(), m.end()) for m in _TAG.finditer(text)]
-    faults: set[Fault] = set()
+    faults: set[FormatFault] = set()
     thought = _find_thought(text, tags, faults)
     level = _find_level(text, tags, thought, faults)
     action, kind = _find_action(text, tags, level, thought, faults)
-    if thought is not None and Fault.UNCLOSED_THOUGHT in faults:
-        thought = _cut(thought, action)
-    number = _read_number(text, level, faults)
-    _judge_thought(text, number, thought, faults)
-    _judge_rest(text, tags, [b for b in (level, thought, action) if b is not None], faults)
-    return Reading(
+    if thought is not None and FormatFault.UNCLOSED_THOUGHT in faults:
+        thought = _end_before_action(thought, action)
+    number = _parse_level(text, level, faults)
+    _check_thought(text, number, thought, faults)
+    _check_between_parts(text, tags, [b for b in (level, thought, action) if b is not None], faults)
+    return ParsedReply(
         level=number,
         thought=text[slice(*thought.inside)].strip() if thought else None,
         action=text[slice(*action.inside)] if action else None,
         kind=kind,
-        faults=tuple(fault for fault in Fault if fault in faults),
-        spans=Spans(
+        faults=tuple(fault for fault in FormatFault if fault in faults),
+        spans=TextSpans(
             level=level.inside if level else None,
             thought=thought.inside if thought else None,
             action=action.inside if action else None,
@@ -140,48 +140,48 @@ def _head(text: str, blocks: list[_Block], action: _Block | None) -> int:
     return action.start if text[end : action.start].strip() else end
 
 
-def _find_thought(text: str, tags: list[_Tag], faults: set[Fault]) -> _Block | None:
+def _find_thought(text: str, tags: list[_Tag], faults: set[FormatFault]) -> _Block | None:
     """From the first opening to the first end after it, as the parsers have it; without an end, as far as it goes."""
     opening = next((tag for tag in tags if tag.name == "think"), None)
     closing = next((tag for tag in tags if tag.name == "/think" and (not opening or tag.start >= opening.end)), None)
     if opening and closing:
         return _Block(opening.start, (opening.end, closing.start), closing.end)
     if opening:
-        faults.add(Fault.UNCLOSED_THOUGHT)
+        faults.add(FormatFault.UNCLOSED_THOUGHT)
         return _Block(opening.start, (opening.end, len(text)), len(text))
     if closing:  # its beginning may have stood in the prompt
-        faults.add(Fault.UNOPENED_THOUGHT)
+        faults.add(FormatFault.UNOPENED_THOUGHT)
         start = max((tag.end for tag in tags if tag.name == "/level" and tag.end <= closing.start), default=0)
         return _Block(start, (start, closing.start), closing.end)
     return None
 
 
-def _find_level(text: str, tags: list[_Tag], thought: _Block | None, faults: set[Fault]) -> _Block | None:
+def _find_level(text: str, tags: list[_Tag], thought: _Block | None, faults: set[FormatFault]) -> _Block | None:
     """The first one outside the thought."""
-    outside = [tag for tag in tags if not _within(tag, thought)]
+    outside = [tag for tag in tags if not _is_inside(tag, thought)]
     openings = [tag for tag in outside if tag.name == "level"]
     if not openings:
-        faults.add(Fault.NO_LEVEL)
+        faults.add(FormatFault.NO_LEVEL)
         return None
     if len(openings) > 1:
-        faults.add(Fault.REPEATED_LEVEL)
+        faults.add(FormatFault.REPEATED_LEVEL)
     first = openings[0]
     if any(tag.start < first.start and tag.name in ("think", "action") for tag in tags):
-        faults.add(Fault.LATE_LEVEL)
+        faults.add(FormatFault.LATE_LEVEL)
     after = next((tag for tag in tags if tag.start >= first.end), None)
     if after is not None and after.name == "/level":
         return _Block(first.start, (first.end, after.start), after.end)
-    faults.add(Fault.UNCLOSED_LEVEL)
+    faults.add(FormatFault.UNCLOSED_LEVEL)
     digits = re.compile(r"\s*\d*", re.ASCII).match(text, first.end)
     end = digits.end() if digits else first.end
     return _Block(first.start, (first.end, end), end)
 
 
 def _find_action(
-    text: str, tags: list[_Tag], level: _Block | None, thought: _Block | None, faults: set[Fault]
-) -> tuple[_Block | None, Kind | None]:
+    text: str, tags: list[_Tag], level: _Block | None, thought: _Block | None, faults: set[FormatFault]
+) -> tuple[_Block | None, ActionKind | None]:
     """The last block after the thought; else what else follows it: a call or an answer."""
-    if Fault.UNCLOSED_THOUGHT in faults:  # it ends where the action begins
+    if FormatFault.UNCLOSED_THOUGHT in faults:  # it ends where the action begins
         after = thought.inside[0] if thought else 0
     else:
         after = thought.end if thought else level.end if level else 0
@@ -189,79 +189,79 @@ def _find_action(
     if not openings and thought:
         openings = [tag for tag in tags if tag.name == "action" and tag.end <= thought.start]
         if openings:
-            faults.add(Fault.ACTION_FIRST)
+            faults.add(FormatFault.ACTION_FIRST)
     if not openings:
-        return _find_words(text, after, faults)
+        return _find_untagged_action(text, after, faults)
     if len(openings) > 1:
-        faults.add(Fault.REPEATED_ACTION)
+        faults.add(FormatFault.REPEATED_ACTION)
     last = openings[-1]
     closing = next((tag for tag in tags if tag.name == "/action" and tag.start >= last.end), None)
     if closing is None:
-        faults.add(Fault.UNCLOSED_ACTION)
-    inside = _stripped(text, last.end, closing.start if closing else len(text))
+        faults.add(FormatFault.UNCLOSED_ACTION)
+    inside = _strip_span(text, last.end, closing.start if closing else len(text))
     if inside[0] == inside[1]:
-        faults.add(Fault.EMPTY_ACTION)
+        faults.add(FormatFault.EMPTY_ACTION)
     return _Block(last.start, inside, closing.end if closing else len(text)), "action"
 
 
-def _find_words(text: str, after: int, faults: set[Fault]) -> tuple[_Block | None, Kind | None]:
+def _find_untagged_action(text: str, after: int, faults: set[FormatFault]) -> tuple[_Block | None, ActionKind | None]:
     """What follows the thought where it is no `<action>`."""
-    inside = _stripped(text, after, len(text))
-    if inside[0] == inside[1] or Fault.UNCLOSED_THOUGHT in faults:
-        faults.add(Fault.NO_ACTION)
+    inside = _strip_span(text, after, len(text))
+    if inside[0] == inside[1] or FormatFault.UNCLOSED_THOUGHT in faults:
+        faults.add(FormatFault.NO_ACTION)
         return None, None
     call = _CALL.search(text, *inside)
-    kind: Kind = "tool_call" if call else "answer"
+    kind: ActionKind = "tool_call" if call else "answer"
     if call and call[0].lower() == "<tool_call>" and not [*_CALL_TAG.finditer(text, *inside)][-1]["end"]:
-        faults.add(Fault.UNCLOSED_ACTION)
+        faults.add(FormatFault.UNCLOSED_ACTION)
     return _Block(inside[0], inside, inside[1]), kind
 
 
-def _read_number(text: str, level: _Block | None, faults: set[Fault]) -> int | None:
+def _parse_level(text: str, level: _Block | None, faults: set[FormatFault]) -> int | None:
     if level is None:
         return None
     written = text[slice(*level.inside)].strip()
     if not _NUMBER.fullmatch(written):
-        faults.add(Fault.BAD_LEVEL)
+        faults.add(FormatFault.BAD_LEVEL)
         return None
     return int(written)
 
 
-def _judge_thought(text: str, level: int | None, thought: _Block | None, faults: set[Fault]) -> None:
+def _check_thought(text: str, level: int | None, thought: _Block | None, faults: set[FormatFault]) -> None:
     if thought is None:
         if level is None or level > 1:
-            faults.add(Fault.NO_THOUGHT)
+            faults.add(FormatFault.NO_THOUGHT)
         return
     if level == 1:
-        faults.add(Fault.NEEDLESS_THOUGHT)
+        faults.add(FormatFault.NEEDLESS_THOUGHT)
     elif not text[slice(*thought.inside)].strip():
-        faults.add(Fault.EMPTY_THOUGHT)
+        faults.add(FormatFault.EMPTY_THOUGHT)
 
 
-def _judge_rest(text: str, tags: list[_Tag], blocks: list[_Block], faults: set[Fault]) -> None:
+def _check_between_parts(text: str, tags: list[_Tag], blocks: list[_Block], faults: set[FormatFault]) -> None:
     """What stands between the parts and behind them, and tags inside of them."""
     at = 0
     for block in [*sorted(blocks, key=lambda b: b.start), _Block(len(text), (len(text), len(text)), len(text))]:
         if text[at : block.start].strip():
-            faults.add(Fault.STRAY_TEXT)
+            faults.add(FormatFault.STRAY_TEXT)
         if any(tag.name == "think" and at <= tag.start < block.start for tag in tags):
-            faults.add(Fault.REPEATED_THOUGHT)
+            faults.add(FormatFault.REPEATED_THOUGHT)
         if any(block.inside[0] <= tag.start and tag.end <= block.inside[1] for tag in tags):
-            faults.add(Fault.NESTED_TAG)
+            faults.add(FormatFault.NESTED_TAG)
         at = max(at, block.end)
 
 
-def _within(tag: _Tag, block: _Block | None) -> bool:
+def _is_inside(tag: _Tag, block: _Block | None) -> bool:
     return block is not None and block.inside[0] <= tag.start and tag.end <= block.inside[1]
 
 
-def _cut(thought: _Block, action: _Block | None) -> _Block:
+def _end_before_action(thought: _Block, action: _Block | None) -> _Block:
     """A thought without an end ends where the action begins."""
     end = max(thought.inside[0], min(thought.end, action.start if action else thought.end))
     return _Block(thought.start, (thought.inside[0], end), end)
 
 
-def _stripped(text: str, start: int, end: int) -> Span:
+def _strip_span(text: str, start: int, end: int) -> Span:
     """The same stretch without the white space at its ends."""
     inside = text[start:end]
     left = start + len(inside) - len(inside.lstrip())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from toolwise.protocols import Generation, Metrics, Sampling
-from toolwise.thinking.models import Contexts, TokenScores
+from toolwise.thinking.models import ScoringRequest, TokenScores
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class ReferenceModel:
                 return Generation(ids[len(token_ids) :], drawn, "stop", 0)
         return Generation(ids[len(token_ids) :], drawn, "length", 0)
 
-    async def score(self, contexts: Sequence[Contexts], temperature: float) -> list[tuple[TokenScores, ...]]:
+    async def score(self, contexts: Sequence[ScoringRequest], temperature: float) -> list[tuple[TokenScores, ...]]:
         found = []
         for c in contexts:
             rows = [[*c.prefix_ids, *ids] for ids in c.continuations]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from toolwise.thinking.alternatives import Codec, LeakError
-from toolwise.thinking.groups import Alternative, LevelScore, ReadStep, ThinkingGroup
-from toolwise.thinking.models import Contexts, ThinkingModel, TokenScores
+from toolwise.thinking.groups import Alternative, LevelScore, ParsedStep, ThinkingGroup
+from toolwise.thinking.models import ScoringRequest, ThinkingModel, TokenScores
 
 LEAK_NATS = 0.1
 """Half-precision kernels put log-probs of the same tokens 0.05 nats apart on average; a thought that was written in
@@ -22,7 +22,7 @@ sight of its action is off by more."""
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class LevelScores:
     """Groups, one a step, None where fewer than two levels are left; and what the pass showed beside them."""
 
     groups: list[ThinkingGroup | None]
@@ -30,7 +30,7 @@ class Scored:
     """Why alternatives left their group -> how many did."""
     thought_gap: float
     """Mean distance between a thought token's log-prob as drawn and as scored."""
-    own_gap: float
+    action_gap: float
     """The same of the actions, in the context they were drawn in."""
     scored_tokens: int
 
@@ -47,12 +47,12 @@ class _Context:
 async def score_levels(
     model: ThinkingModel,
     codec: Codec,
-    steps: Sequence[ReadStep],
+    steps: Sequence[ParsedStep],
     alternatives: Sequence[Sequence[Alternative]],
     *,
     temperature: float = 1.0,
     leak_nats: float = LEAK_NATS,
-) -> Scored:
+) -> LevelScores:
     """One pass over all contexts of all steps."""
     failures: dict[str, int] = {}
     laid_out: list[list[_Context]] = []
@@ -66,19 +66,19 @@ async def score_levels(
                 contexts.append(made)
         laid_out.append(contexts)
     asked = [number for number, contexts in enumerate(laid_out) if len(contexts) >= 2]
-    requests = [Contexts(steps[i].history, tuple(c.ids for c in laid_out[i])) for i in asked]
+    requests = [ScoringRequest(steps[i].history, tuple(c.ids for c in laid_out[i])) for i in asked]
     found = dict(zip(asked, await model.score(requests, temperature) if requests else [], strict=True))
-    gaps = _Gaps()
+    gaps = _LogprobGaps()
     groups = [
         _group(step, contexts, found[i], gaps, failures) if i in found else None
         for i, (step, contexts) in enumerate(zip(steps, laid_out, strict=True))
     ]
     gaps.check(leak_nats)
     counted = sum(len(c.ids) for i in asked for c in laid_out[i])
-    return Scored(groups, failures, gaps.thoughts, gaps.own, counted)
+    return LevelScores(groups, failures, gaps.thoughts, gaps.actions, counted)
 
 
-def _context(step: ReadStep, other: Alternative, codec: Codec) -> _Context | str:
+def _context(step: ParsedStep, other: Alternative, codec: Codec) -> _Context | str:
     """The other level's head before the step's own action; or why there can be none."""
     if other.failure is not None:
         return other.failure
@@ -95,10 +95,10 @@ def _context(step: ReadStep, other: Alternative, codec: Codec) -> _Context | str
 
 
 def _group(
-    step: ReadStep,
+    step: ParsedStep,
     contexts: Sequence[_Context],
     scores: Sequence[TokenScores],
-    gaps: _Gaps,
+    gaps: _LogprobGaps,
     failures: dict[str, int],
 ) -> ThinkingGroup | None:
     count = len(step.spans.action)
@@ -112,9 +112,9 @@ def _group(
                 return None
             continue
         if other is None:
-            gaps.note_own(np.asarray(step.logprobs)[step.spans.action.start : step.spans.action.stop] - logprobs)
+            gaps.add_action(np.asarray(step.logprobs)[step.spans.action.start : step.spans.action.stop] - logprobs)
         else:
-            gaps.note_thought(np.asarray(other.logprobs) - of_context.logprobs[other.forced : context.head])
+            gaps.add_thought(np.asarray(other.logprobs) - of_context.logprobs[other.forced_tokens : context.head])
         level = other.level if other else step.reading.level
         assert level is not None  # a step without one is not comparable
         tokens = other.thinking_tokens if other else step.thinking_tokens
@@ -126,22 +126,22 @@ def _group(
     return ThinkingGroup(used, tuple(sorted(found, key=lambda score: score.level)), step.action_ids)
 
 
-class _Gaps:
+class _LogprobGaps:
     """How far what was drawn stands from what was scored."""
 
     def __init__(self) -> None:
-        self._own: list[float] = []
+        self._actions: list[float] = []
         self._thoughts: list[float] = []
 
-    def note_own(self, gaps: np.ndarray[tuple[int, ...], np.dtype[np.floating]]) -> None:
-        self._own += np.abs(gaps).tolist()
+    def add_action(self, gaps: np.ndarray[tuple[int, ...], np.dtype[np.floating]]) -> None:
+        self._actions += np.abs(gaps).tolist()
 
-    def note_thought(self, gaps: np.ndarray[tuple[int, ...], np.dtype[np.floating]]) -> None:
+    def add_thought(self, gaps: np.ndarray[tuple[int, ...], np.dtype[np.floating]]) -> None:
         self._thoughts += np.abs(gaps).tolist()
 
     @property
-    def own(self) -> float:
-        return float(np.mean(self._own)) if self._own else 0.0
+    def actions(self) -> float:
+        return float(np.mean(self._actions)) if self._actions else 0.0
 
     @property
     def thoughts(self) -> float:
@@ -149,7 +149,7 @@ class _Gaps:
 
     def check(self, leak_nats: float) -> None:
         # Where the actions are off as well, policy and scorer disagree about everything: the canary's business.
-        if self.thoughts > leak_nats and self.thoughts > 2 * self.own:
+        if self.thoughts > leak_nats and self.thoughts > 2 * self.actions:
             raise LeakError(
                 f"thoughts of other levels are {self.thoughts:.3g} nats a token off what the history alone gives "
                 f"(more than {leak_nats:g}): their writer saw something else, such as the action; give it exactly the "

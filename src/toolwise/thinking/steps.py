@@ -9,20 +9,20 @@ from collections.abc import Sequence
 from random import Random
 from typing import Literal
 
-from toolwise.thinking.alternatives import Codec, Writer
-from toolwise.thinking.groups import Alternative, ReadStep
+from toolwise.thinking.alternatives import AlternativeWriter, Codec
+from toolwise.thinking.groups import Alternative, ParsedStep
 from toolwise.thinking.models import NoLogprobsError
-from toolwise.thinking.reading import read
+from toolwise.thinking.reading import parse_reply
 from toolwise.thinking.tokens import token_spans
 from toolwise.types import ScoredRollout, StepData
 
 log = logging.getLogger("toolwise.thinking")
-Which = Literal["all", "mixed", "successful"]
-MOST_WAVES = 8
+StepSelection = Literal["all", "mixed", "successful"]
+MAX_WAVES = 8
 """Within a bound on tokens, alternatives are written in waves: what one leaves unspent, the next may use."""
 
 
-def read_steps(scored: Sequence[ScoredRollout], codec: Codec) -> list[ReadStep]:
+def parse_steps(scored: Sequence[ScoredRollout], codec: Codec) -> list[ParsedStep]:
     """Every step of every rollout in which the policy sampled something."""
     steps = [step for s in scored for step in s.steps]
     if steps and all(step.policy_logprobs is None for step in steps):
@@ -31,14 +31,14 @@ def read_steps(scored: Sequence[ScoredRollout], codec: Codec) -> list[ReadStep]:
             "use the local policy, or set enable = false"
         )
     return [
-        read_step(s.rollout.rollout_id, s.rollout.group_id, index, step, codec)
+        parse_step(s.rollout.rollout_id, s.rollout.group_id, index, step, codec)
         for s in scored
         for index, step in enumerate(s.steps)
         if step.policy_logprobs is not None
     ]
 
 
-def read_step(rollout_id: str, group_id: str, index: int, step: StepData, codec: Codec) -> ReadStep:
+def parse_step(rollout_id: str, group_id: str, index: int, step: StepData, codec: Codec) -> ParsedStep:
     given = step.policy_logprobs or {}
     missing = [key for key in ("prompt_ids", "token_ids", "logprobs") if given.get(key) is None]
     if missing:
@@ -50,9 +50,9 @@ def read_step(rollout_id: str, group_id: str, index: int, step: StepData, codec:
     if ids and ids[-1] == codec.end_id:
         ids.pop()
     text = codec.decode(ids)
-    reading = read(text)
+    reading = parse_reply(text)
     kind = step.step_info.get("step_kind")
-    return ReadStep(
+    return ParsedStep(
         rollout_id,
         group_id,
         index,
@@ -67,77 +67,79 @@ def read_step(rollout_id: str, group_id: str, index: int, step: StepData, codec:
 
 
 def choose_steps(
-    steps: Sequence[ReadStep],
+    steps: Sequence[ParsedStep],
     scored: Sequence[ScoredRollout],
     *,
-    which: Which = "all",
+    selection: StepSelection = "all",
     share: float = 1.0,
     success_score: float | None = None,
     seed: str = "0",
-) -> list[ReadStep]:
+) -> list[ParsedStep]:
     """A share of the steps that may be compared, drawn at random, in an order of its own."""
-    rollouts = _rollouts(scored, which, success_score)
+    rollouts = _eligible_rollouts(scored, selection, success_score)
     able = [step for step in steps if step.comparable and step.rollout_id in rollouts]
     Random(seed).shuffle(able)
     return able[: math.ceil(share * len(able))]
 
 
-def _rollouts(scored: Sequence[ScoredRollout], which: Which, success_score: float | None) -> set[str]:
+def _eligible_rollouts(
+    scored: Sequence[ScoredRollout], selection: StepSelection, success_score: float | None
+) -> set[str]:
     """Ids of the rollouts whose steps may be chosen."""
     groups: dict[str, list[ScoredRollout]] = defaultdict(list)
     for s in scored:
         groups[s.rollout.group_id].append(s)
     found: set[str] = set()
     for members in groups.values():
-        if which == "all":
+        if selection == "all":
             found |= {s.rollout.rollout_id for s in members}
             continue
-        scores = [s.score for s in members if s.result.counts]
+        scores = [s.score for s in members if s.result.has_valid_score]
         mean = math.fsum(scores) / len(scores) if scores else 0.0
         mixed = len(set(scores)) > 1
         for s in members:
-            if not s.result.counts:
+            if not s.result.has_valid_score:
                 continue
             succeeded = s.score >= success_score if success_score is not None else mixed and s.score > mean
-            if succeeded if which == "successful" else mixed:
+            if succeeded if selection == "successful" else mixed:
                 found.add(s.rollout.rollout_id)
     return found
 
 
 def _warn_if_nothing_fits(
-    writer: Writer, steps: Sequence[ReadStep], done: Sequence[ReadStep], most_tokens: int
+    writer: AlternativeWriter, steps: Sequence[ParsedStep], done: Sequence[ParsedStep], max_tokens: int
 ) -> None:
     if steps and not done:
         log.warning(
             "no step was thought over: one may take %d tokens and max_added_tokens leaves %d; lower "
             "algorithm.rlvcr.max_thought_tokens, or raise max_added_tokens",
-            writer.worst_case(steps[0]),
-            most_tokens,
+            writer.max_tokens_for(steps[0]),
+            max_tokens,
         )
 
 
-async def write_within(
-    writer: Writer, steps: Sequence[ReadStep], most_tokens: int | None, *, turn: int = 0
-) -> tuple[list[ReadStep], list[tuple[Alternative, ...]]]:
-    """The steps that fit, and their alternatives. `most_tokens` is kept whatever the model writes: a wave holds no more
+async def write_within_budget(
+    writer: AlternativeWriter, steps: Sequence[ParsedStep], max_tokens: int | None, *, training_step: int = 0
+) -> tuple[list[ParsedStep], list[tuple[Alternative, ...]]]:
+    """The steps that fit, and their alternatives. `max_tokens` is kept whatever the model writes: a wave holds no more
     steps than could be paid for if every thought came out as long as it may."""
-    if most_tokens is None:
-        return list(steps), await writer.write(steps, turn=turn)
-    done: list[ReadStep] = []
+    if max_tokens is None:
+        return list(steps), await writer.write(steps, training_step=training_step)
+    done: list[ParsedStep] = []
     written: list[tuple[Alternative, ...]] = []
-    left = most_tokens
-    for _ in range(MOST_WAVES):
+    left = max_tokens
+    for _ in range(MAX_WAVES):
         wave, reserved = [], 0
         for step in steps[len(done) :]:
-            reserved += writer.worst_case(step)
+            reserved += writer.max_tokens_for(step)
             if reserved > left:
                 break
             wave.append(step)
         if not wave:
-            _warn_if_nothing_fits(writer, steps, done, most_tokens)
+            _warn_if_nothing_fits(writer, steps, done, max_tokens)
             break
-        found = await writer.write(wave, turn=turn)
-        left -= sum(other.generated for others in found for other in others)
+        found = await writer.write(wave, training_step=training_step)
+        left -= sum(other.generated_tokens for others in found for other in others)
         done += wave
         written += found
     return done, written

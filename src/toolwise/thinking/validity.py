@@ -9,12 +9,12 @@ from typing import Any
 from toolwise.messages import Message
 from toolwise.protocols import Metrics
 from toolwise.rewards.function import reward_function
-from toolwise.thinking.levels import COUNT
-from toolwise.thinking.reading import Fault, Reading, read
+from toolwise.thinking.levels import LEVEL_COUNT
+from toolwise.thinking.reading import FormatFault, ParsedReply, parse_reply
 from toolwise.types import EvaluateResult, MetricResult, StepOutput
 
 
-def format_metrics(readings: Sequence[Reading]) -> Metrics:
+def format_metrics(readings: Sequence[ParsedReply]) -> Metrics:
     """The share of replies that are as they should be, of each level among those that have one, and of each fault."""
     if not readings:
         return {}
@@ -23,8 +23,8 @@ def format_metrics(readings: Sequence[Reading]) -> Metrics:
     told = max(1, levels.total())
     return {
         "thinking/format_valid": sum(reading.valid for reading in readings) / len(readings),
-        **{f"thinking/level_{number}_share": levels[number] / told for number in range(1, COUNT + 1)},
-        **{f"thinking/fault/{fault}": faults[fault] / len(readings) for fault in Fault if faults[fault]},
+        **{f"thinking/level_{number}_share": levels[number] / told for number in range(1, LEVEL_COUNT + 1)},
+        **{f"thinking/fault/{fault}": faults[fault] / len(readings) for fault in FormatFault if faults[fault]},
     }
 
 
@@ -55,7 +55,7 @@ def format_reward(messages: Sequence[Message], ground_truth: Any = None, prompt_
     )
 
 
-def _read_message(message: Message) -> Reading:
+def _read_message(message: Message) -> ParsedReply:
     text = message.content or ""
     # What the calls say is their tool's to judge; that there are some is all that matters here.
-    return read(f"{text}<tool_call></tool_call>" if message.tool_calls else text)
+    return parse_reply(f"{text}<tool_call></tool_call>" if message.tool_calls else text)

@@ -24,15 +24,15 @@ MAX_DIGITS = 1_000
 """Of an integer, or of either side of a fraction; well below where Python's own int-to-text refuses."""
 SIGNIFICANT_DIGITS = 12
 
-_TOO_BIG = 10**MAX_DIGITS
-_MAX_BITS = _TOO_BIG.bit_length()
+_MAX_MAGNITUDE = 10**MAX_DIGITS
+_MAX_BITS = _MAX_MAGNITUDE.bit_length()
 
 _EXPONENT = r"(?:[eE][+-]?[0-9]+)?"
 _PLAIN_NUMBER = re.compile(rf"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+){_EXPONENT}")
 _GROUPED_NUMBER = re.compile(rf"[1-9][0-9]{{0,2}}(?:,[0-9]{{3}})+(?![0-9])(?:\.[0-9]*)?{_EXPONENT}")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z_0-9]*")
 _SYMBOL = re.compile(r"\*\*|//|[-+*/%^(),×÷−]")
-_SAME_AS = {"^": "**", "×": "*", "÷": "/", "−": "-"}
+_SYMBOL_ALIASES = {"^": "**", "×": "*", "÷": "/", "−": "-"}
 
 
 class CalculatorError(ToolwiseError):
@@ -86,7 +86,7 @@ def _tokenize(text: str) -> list[_Token]:
         elif match := _NAME.match(text, at):
             tokens.append(_Token("name", match[0].lower(), at + 1))
         elif match := _SYMBOL.match(text, at):
-            symbol = _SAME_AS.get(match[0], match[0])
+            symbol = _SYMBOL_ALIASES.get(match[0], match[0])
             if symbol == "(":
                 in_call.append(bool(tokens) and tokens[-1].kind == "name")
             elif symbol == ")" and in_call:
@@ -103,7 +103,7 @@ def _literal(token: _Token) -> Number:
     exponent = token.text.lower().partition("e")[2]
     if exponent and abs(int(exponent)) > MAX_DIGITS:
         raise CalculatorError(f"the number has more than {MAX_DIGITS} digits", token.position)
-    return _checked(lambda: Fraction(token.text), token.position)
+    return _compute(lambda: Fraction(token.text), token.position)
 
 
 def _divide(left: Number, right: Number) -> Number:
@@ -169,7 +169,7 @@ _BINARY: dict[str, tuple[int, Callable[[Any, Any], Number]]] = {
     "%": (20, operator.mod),
     "**": (40, _power),
 }
-_UNARY_STRENGTH = 30
+_UNARY_PRECEDENCE = 30
 _CONSTANTS = {"pi": math.pi, "e": math.e}
 _FUNCTIONS: dict[str, tuple[Callable[..., Number], int, int]] = {
     "sqrt": (_sqrt, 1, 1),
@@ -187,7 +187,7 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Number], int, int]] = {
 }
 
 
-def _checked(compute: Callable[[], Number], position: int) -> Number:
+def _compute(compute: Callable[[], Number], position: int) -> Number:
     """What `compute` gives, whole fractions as integers; failures and oversized results name `position`."""
     try:
         value = compute()
@@ -201,7 +201,7 @@ def _checked(compute: Callable[[], Number], position: int) -> Number:
         if not math.isfinite(value):
             raise CalculatorError("the result is too large", position)
         return value
-    if max(abs(value.numerator), value.denominator) >= _TOO_BIG:
+    if max(abs(value.numerator), value.denominator) >= _MAX_MAGNITUDE:
         raise CalculatorError(f"the result has more than {MAX_DIGITS} digits", position)
     return value.numerator if value.denominator == 1 else value
 
@@ -233,14 +233,14 @@ class _Parser:
             return CalculatorError("the expression ends too early", token.position)
         return CalculatorError(f"unexpected {token.text!r}", token.position)
 
-    def _expression(self, weakest: int, depth: int) -> Number:
+    def _expression(self, min_precedence: int, depth: int) -> Number:
         # Brackets, signs and powers nest without end and are counted; + and * nest at most twice in between.
         if depth > MAX_DEPTH:
             raise CalculatorError(f"nested more than {MAX_DEPTH} deep", self._peek.position)
         left = self._operand(depth)
         while (token := self._peek).kind == "symbol" and token.text in _BINARY:
             strength, operation = _BINARY[token.text]
-            if strength <= weakest:
+            if strength <= min_precedence:
                 break
             self._take()
             if token.text == "**":
@@ -255,17 +255,17 @@ class _Parser:
         if token.kind == "number":
             return _literal(token)
         if token.kind == "name":
-            return self._named(token, depth)
+            return self._constant_or_call(token, depth)
         if token.text == "(":
             value = self._expression(0, depth + 1)
             self._close()
             return value
         if token.text in ("-", "+"):
-            value = self._expression(_UNARY_STRENGTH, depth + 1)
+            value = self._expression(_UNARY_PRECEDENCE, depth + 1)
             return -value if token.text == "-" else value
         raise self._unexpected(token)
 
-    def _named(self, token: _Token, depth: int) -> Number:
+    def _constant_or_call(self, token: _Token, depth: int) -> Number:
         if token.text in _CONSTANTS:
             return _CONSTANTS[token.text]
         if token.text not in _FUNCTIONS:
@@ -292,7 +292,7 @@ class _Parser:
 
 
 def _apply(function: Callable[..., Number], arguments: tuple[Number, ...], position: int) -> Number:
-    return _checked(lambda: function(*arguments), position)
+    return _compute(lambda: function(*arguments), position)
 
 
 class CalculatorTool(BaseTool):

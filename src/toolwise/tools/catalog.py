@@ -14,15 +14,15 @@ from toolwise.parameters import compile_parameters
 from toolwise.references import did_you_mean, load_reference
 from toolwise.tools.base import BaseTool, OpenAIFunctionToolSchema
 from toolwise.tools.calculator import CalculatorTool
-from toolwise.tools.function import FunctionTool, as_tool, check_terms
+from toolwise.tools.function import FunctionTool, as_tool, check_tool_options
 from toolwise.tools.gsm8k import Gsm8kTool
-from toolwise.tools.isolation.tool import isolated
+from toolwise.tools.isolation.tool import isolate_tool
 from toolwise.tools.mcp.tools import mcp_tools
 from toolwise.tools.python import PythonTool
 from toolwise.tools.search.tool import SearchTool
 from toolwise.tools.shell import ShellTool
 
-Entry = str | BaseTool | Callable[..., Any] | Mapping[str, Any]
+ToolSpec = str | BaseTool | Callable[..., Any] | Mapping[str, Any]
 
 TOOLS: dict[str, Callable[[dict[str, Any]], BaseTool]] = {
     "calculator": CalculatorTool,
@@ -33,10 +33,10 @@ TOOLS: dict[str, Callable[[dict[str, Any]], BaseTool]] = {
 }
 GROUPS: dict[str, Callable[[dict[str, Any]], list[BaseTool]]] = {"mcp": mcp_tools}
 """Names that stand for several tools."""
-_TERMS = frozenset({"family", "price", "isolate", "max_concurrent"})
+_COMMON_OPTIONS = frozenset({"family", "price", "isolate", "max_concurrent"})
 
 
-def entries_of(tools: Entry | Sequence[Entry] | None) -> list[Entry]:
+def as_entries(tools: ToolSpec | Sequence[ToolSpec] | None) -> list[ToolSpec]:
     """One entry alone is a list of one: `tools=f` is `tools=[f]`."""
     if tools is None:
         return []
@@ -47,14 +47,14 @@ def entries_of(tools: Entry | Sequence[Entry] | None) -> list[Entry]:
     return list(tools)
 
 
-def build_tools(entries: Sequence[Entry]) -> dict[str, BaseTool]:
+def build_tools(entries: Sequence[ToolSpec]) -> dict[str, BaseTool]:
     """name -> tool, in the order of `entries`.
 
     An entry is a built-in's name, a reference (`package.module:attr` or `path/to/file.py:attr`), a tool, a
     typed function, or a mapping with one of these as its `name` and the tool's configuration beside it.
     """
     tools: dict[str, BaseTool] = {}
-    for made in (isolated(tool) for entry in entries for tool in _build(entry)):
+    for made in (isolate_tool(tool) for entry in entries for tool in _build(entry)):
         if made.name in tools:
             raise ConfigError(f"tools: {made.name!r} is there twice; remove one, or rename it in its schema")
         parameters = json.dumps(made.tool_schema.function.parameters, sort_keys=True)
@@ -64,7 +64,7 @@ def build_tools(entries: Sequence[Entry]) -> dict[str, BaseTool]:
     return tools
 
 
-def _build(entry: Entry) -> list[BaseTool]:
+def _build(entry: ToolSpec) -> list[BaseTool]:
     if not isinstance(entry, Mapping):
         entry = {"name": entry}
     if "name" not in entry:
@@ -72,7 +72,7 @@ def _build(entry: Entry) -> list[BaseTool]:
     config = {key: value for key, value in entry.items() if key != "name"}
     where = _label(entry["name"])
     try:
-        check_terms(config, f"tools: {where}")
+        check_tool_options(config, f"tools: {where}")
     except ToolwiseError as error:
         raise ConfigError(str(error)) from None
     if isinstance(entry["name"], str) and where in GROUPS:
@@ -112,15 +112,15 @@ def _adapt(target: Any, config: dict[str, Any], where: str) -> BaseTool:
         return made
     if not isinstance(made, FunctionTool):
         raise ConfigError(f"tools: {where} is a finished tool; give it {', '.join(config)} where it is made")
-    _check_keys(config, _TERMS | {"description"}, where)
-    return made.with_terms(**config)
+    _check_keys(config, _COMMON_OPTIONS | {"description"}, where)
+    return made.with_options(**config)
 
 
 def _construct(kind: type[BaseTool], config: dict[str, Any], where: str) -> BaseTool:
     """An instance of a tool class; `tool_schema` may come from the configuration, as classes may need one."""
     known = getattr(kind, "config_keys", None)
     if known is not None:
-        _check_keys(config, known | _TERMS | {"tool_schema"}, where)
+        _check_keys(config, known | _COMMON_OPTIONS | {"tool_schema"}, where)
     given = config.pop("tool_schema", None)
     parameters = inspect.signature(kind).parameters
     required = "tool_schema" in parameters and parameters["tool_schema"].default is inspect.Parameter.empty

@@ -19,10 +19,10 @@ from toolwise.errors import ToolwiseError
 from toolwise.references import Registration, in_worker, registered_reference, registration_of
 from toolwise.tools import isolation
 from toolwise.tools.base import BaseTool, OpenAIFunctionToolSchema
-from toolwise.tools.isolation.places import Target
+from toolwise.tools.isolation.places import ObjectRef
 from toolwise.tools.isolation.workers import LoadFault
-from toolwise.tools.signature import describe, make_adapter, read_annotations, returns_reward
-from toolwise.waiting import in_thread, in_virtual_time
+from toolwise.tools.signature import build_tool_schema, make_adapter, read_annotations, returns_reward
+from toolwise.waiting import call_in_thread, in_virtual_time
 
 log = logging.getLogger("toolwise.tools")
 P = ParamSpec("P")
@@ -31,7 +31,7 @@ R = TypeVar("R")
 FAMILIES = ("SEARCH", "CALCULATE", "OTHER")
 
 Result = tuple[str, float | None, dict[str, Any]]
-_TUPLE = "unannotated_tuple"
+_TUPLE_KEY = "unannotated_tuple"
 """Marks a result in its info on the way from a worker process."""
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -67,14 +67,14 @@ class FunctionTool(BaseTool, Generic[P, R]):
             raise ToolwiseError(f"tool {name!r}: use 1 to 64 letters, digits, _ or - as @tool(name=…)")
         given = {"family": family, "price": price, "max_concurrent": max_concurrent}
         config = {key: value for key, value in given.items() if value is not None}
-        check_terms({**config, "isolate": isolate}, f"tool {name}")
+        check_tool_options({**config, "isolate": isolate}, f"tool {name}")
         annotations = read_annotations(function, name)
         self._adapters = {key: make_adapter(annotation, name, key) for key, annotation in annotations.items()}
         self._returns_reward = returns_reward(function)
-        super().__init__(config, describe(function, name, description, self._adapters))
+        super().__init__(config, build_tool_schema(function, name, description, self._adapters))
         functools.update_wrapper(self, function)
         self.isolate = isolate
-        self._given: dict[str, dict[str, Any]] = {}
+        self._create_kwargs: dict[str, dict[str, Any]] = {}
         """instance -> the task's `create_kwargs`"""
         self._warned_of_tuple = False
         self._schemas: dict[frozenset[str], OpenAIFunctionToolSchema] = {}
@@ -85,7 +85,7 @@ class FunctionTool(BaseTool, Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.function(*args, **kwargs)
 
-    def with_terms(self, **terms: Any) -> FunctionTool[P, R]:
+    def with_options(self, **terms: Any) -> FunctionTool[P, R]:
         """The same function under another description, family or price."""
         mine = {"description": self.tool_schema.function.description, "isolate": self.isolate, **self.config}
         return FunctionTool(self.function, name=self.name, **{**mine, **terms})
@@ -127,7 +127,7 @@ class FunctionTool(BaseTool, Generic[P, R]):
         instance_id = await super().create(instance_id)
         if kwargs:
             self.check_task_arguments(kwargs)
-            self._given[instance_id] = kwargs
+            self._create_kwargs[instance_id] = kwargs
         return instance_id
 
     async def execute(
@@ -135,16 +135,16 @@ class FunctionTool(BaseTool, Generic[P, R]):
     ) -> tuple[str, float | None, dict[str, Any]]:
         if self._lacks_file and self._registration != (found := registration_of(self.function)):
             self._target, self._registration = self._find_target(), found
-        kwargs = {**self._given.get(instance_id, {}), **kwargs}
+        kwargs = {**self._create_kwargs.get(instance_id, {}), **kwargs}
         self.check_task_arguments(kwargs)
-        if self._target is not None and not in_virtual_time() and self._is_found(self._target):
+        if self._target is not None and not in_virtual_time() and self._resolves_to_function(self._target):
             try:
-                return self._told_of_tuple(await isolation.run(self._target, parameters, kwargs))
+                return self._warn_of_tuple(await isolation.run(self._target, parameters, kwargs))
             except LoadFault as fault:
                 if self._target is not None:  # the first of those that waited together says it
-                    self._stay_here(str(fault))
+                    self._disable_isolation(str(fault))
         try:
-            arguments = self._read(parameters, kwargs)
+            arguments = self._parse_arguments(parameters, kwargs)
         except ValueError as error:
             return f"error: {error}", None, {"ok": False}
         function = cast("Callable[..., Any]", self.function)
@@ -153,34 +153,34 @@ class FunctionTool(BaseTool, Generic[P, R]):
         elif in_virtual_time():
             value = function(**arguments)
         else:
-            value = await in_thread(functools.partial(function, **arguments), name=f"tool {self.name}")
+            value = await call_in_thread(functools.partial(function, **arguments), name=f"tool {self.name}")
         if inspect.isawaitable(value):
             value = await value
-        return self._told_of_tuple(self._result(value))
+        return self._warn_of_tuple(self._result(value))
 
-    def call_here(
+    def call_sync(
         self, parameters: Mapping[str, Any], wait: Callable[[Awaitable[Any]], Any], kwargs: Mapping[str, Any]
     ) -> tuple[str, float | None, dict[str, Any]]:
         """One call in this very thread, as a worker process makes it; `wait` ends what is awaitable."""
         try:
-            arguments = self._read(parameters, kwargs)
+            arguments = self._parse_arguments(parameters, kwargs)
         except ValueError as error:
             return f"error: {error}", None, {"ok": False}
         value: Any = cast("Callable[..., Any]", self.function)(**arguments)
         return self._result(wait(value) if inspect.isawaitable(value) else value)
 
-    def _find_target(self) -> Target | None:
+    def _find_target(self) -> ObjectRef | None:
         """How a worker process finds the function; None where it runs in this one."""
         here = self.isolate is False or (self.isolate is None and inspect.iscoroutinefunction(self.function))
         if here or in_worker():
             return None
         try:
-            return Target.of(self.function)
+            return ObjectRef.of(self.function)
         except ToolwiseError as fault:
-            self._stay_here(str(fault))
+            self._disable_isolation(str(fault))
             return None
 
-    def _is_found(self, target: Target) -> bool:
+    def _resolves_to_function(self, target: ObjectRef) -> bool:
         """Whether the name still leads to this function: only now, as a decorator runs before its name is bound."""
         if registered_reference(self.function) is not None:  # its file was made from this very function
             return True
@@ -191,10 +191,10 @@ class FunctionTool(BaseTool, Generic[P, R]):
             found = None
         if found is self or found is self.function or getattr(found, "function", None) is self.function:
             return True
-        self._stay_here(f"{target.name} in {target.place} is another function")
+        self._disable_isolation(f"{target.name} in {target.module_ref} is another function")
         return False
 
-    def _stay_here(self, reason: str) -> None:
+    def _disable_isolation(self, reason: str) -> None:
         """Without a process of its own, where that is allowed."""
         if self.isolate:
             raise ToolwiseError(f"tool {self.name}: isolate=True runs it in a worker process, but {reason}")
@@ -202,9 +202,9 @@ class FunctionTool(BaseTool, Generic[P, R]):
         self._target = None
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        self._given.pop(instance_id, None)
+        self._create_kwargs.pop(instance_id, None)
 
-    def _read(self, parameters: Mapping[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def _parse_arguments(self, parameters: Mapping[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The model's arguments and the task's as the function's types: an enum's value becomes a member, 3 becomes
         3.0. A `ValueError` for what the model got wrong, a `ToolwiseError` for what the task did."""
         self.check_task_arguments(kwargs)
@@ -223,7 +223,7 @@ class FunctionTool(BaseTool, Generic[P, R]):
 
     def _result(self, value: Any) -> tuple[str, float | None, dict[str, Any]]:
         if not self._returns_reward:
-            info = {"ok": True, _TUPLE: True} if _looks_like_reward(value) else {"ok": True}
+            info = {"ok": True, _TUPLE_KEY: True} if _looks_like_reward(value) else {"ok": True}
             return self._text(value), None, info
         if not isinstance(value, tuple) or len(value) not in (2, 3):
             raise ToolwiseError(f"tool {self.name} must return (text, reward) or (text, reward, info)")
@@ -234,9 +234,9 @@ class FunctionTool(BaseTool, Generic[P, R]):
             raise ToolwiseError(f"tool {self.name} returned the info {info!r:.80}: return a dictionary")
         return self._text(text), None if reward is None else float(reward), {"ok": True, **info}
 
-    def _told_of_tuple(self, result: Result) -> Result:
+    def _warn_of_tuple(self, result: Result) -> Result:
         """A worker process marks such a result, and the trainer warns: once, whichever worker it came from."""
-        if result[2].pop(_TUPLE, False) and not self._warned_of_tuple:
+        if result[2].pop(_TUPLE_KEY, False) and not self._warned_of_tuple:
             self._warned_of_tuple = True
             log.warning(
                 "tool %s returned (text, reward), which the model reads as JSON and which gives no reward: annotate "
@@ -306,7 +306,7 @@ def as_tool(obj: BaseTool | Callable[..., Any]) -> BaseTool:
     raise ToolwiseError(f"{obj!r:.80} is no tool: a BaseTool or a typed function is needed")
 
 
-def check_terms(config: Mapping[str, Any], where: str) -> None:
+def check_tool_options(config: Mapping[str, Any], where: str) -> None:
     """Refuses terms that the router, the budget and the scheduler could not go by."""
     family, price = config.get("family", "OTHER"), config.get("price", 0.0)
     if family not in FAMILIES:

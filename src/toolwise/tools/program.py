@@ -59,7 +59,7 @@ class ProgramTool(BaseTool):
         result = await self.sandbox.run(text, self._folders[instance_id])
         info = {"kind": result.kind, "exit_status": result.exit_status, "seconds": round(result.seconds, 3)}
         left = {"left_running": result.left_running} if result.left_running else {}
-        return show(result), None, {"ok": result.kind == "ok", **info, **left}
+        return format_result(result), None, {"ok": result.kind == "ok", **info, **left}
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         folder = self._folders.pop(instance_id, None)
@@ -67,7 +67,7 @@ class ProgramTool(BaseTool):
             await self.sandbox.close_folder(folder)
 
 
-def show(result: ProgramResult) -> str:
+def format_result(result: ProgramResult) -> str:
     """What the model reads: what was printed, then what went wrong."""
     said = [part.rstrip("\n") for part in (result.stdout, result.stderr) if part.strip()]
     if result.kind != "ok":

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toolwise.errors import ToolwiseError
-from toolwise.parameters import TooMuchToCheckError, compile_parameters, misfits
+from toolwise.parameters import ValidationLimitError, argument_errors, compile_parameters
 from toolwise.tools.base import FunctionSchema, OpenAIFunctionToolSchema
 
 if TYPE_CHECKING:
@@ -34,15 +34,15 @@ def validate_arguments(schema: OpenAIFunctionToolSchema, arguments: Any) -> list
     """What is wrong with `arguments`, one line a problem, in a fixed order; empty where they fit."""
     if not isinstance(arguments, dict):
         return ["the arguments must be a JSON object"]
-    checks = _checks_of(schema.function)
-    if checks.plainly_right(arguments):
+    checks = _compiled_schema(schema.function)
+    if checks.passes_fast_check(arguments):
         return []
     validator = checks.validator
     try:
-        errors = sorted(misfits(validator, arguments), key=lambda error: _path(error.path))
+        errors = sorted(argument_errors(validator, arguments), key=lambda error: _path(error.path))
     except RecursionError:
         return ["the arguments are nested too deeply"]
-    except TooMuchToCheckError:
+    except ValidationLimitError:
         return ["the arguments are too much to check"]
     except Exception as error:
         from referencing.exceptions import Unresolvable  # not at every call: even that takes its time
@@ -56,17 +56,17 @@ def validate_arguments(schema: OpenAIFunctionToolSchema, arguments: Any) -> list
 
 
 @dataclass(frozen=True, slots=True)
-class _Checks:
+class _CompiledSchema:
     """What a schema comes to."""
 
     parameters: dict[str, Any]
-    as_it_was: dict[str, Any]
+    snapshot: dict[str, Any]
     validator: Any
     types: dict[str, tuple[type, ...]] | None
     """Where it asks for nothing but plain types: those of each argument. A validator takes ten times as long to see
     that a string is a string."""
 
-    def plainly_right(self, arguments: dict[str, Any]) -> bool:
+    def passes_fast_check(self, arguments: dict[str, Any]) -> bool:
         """Beyond doubt. What is not may still be right: that is the validator's to say."""
         types = self.types
         if types is None or any(type(value) not in types.get(name, ()) for name, value in arguments.items()):
@@ -75,22 +75,22 @@ class _Checks:
 
 
 _PLAIN = {"string": (str,), "boolean": (bool,), "integer": (int,), "number": (int, float), "null": (type(None),)}
-_SAYS_NOTHING = {"type", "description", "title", "default", "examples"}
-_known: dict[int, _Checks] = {}
+_ANNOTATION_KEYWORDS = {"type", "description", "title", "default", "examples"}
+_cache: dict[int, _CompiledSchema] = {}
 """By the id of a tool's parameters."""
-_MOST_KNOWN = 1024
+_MAX_CACHED = 1024
 
 
-def _checks_of(function: FunctionSchema) -> _Checks:
+def _compiled_schema(function: FunctionSchema) -> _CompiledSchema:
     """`compile_parameters` without writing the schema as text at every call; a schema changed in place is seen."""
     parameters = function.parameters
-    known = _known.get(id(parameters))
-    if known is None or known.parameters is not parameters or known.as_it_was != parameters:
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
+    known = _cache.get(id(parameters))
+    if known is None or known.parameters is not parameters or known.snapshot != parameters:
+        if len(_cache) >= _MAX_CACHED:
+            _cache.clear()
         validator = compile_parameters(function.name, json.dumps(parameters, sort_keys=True))
-        known = _Checks(parameters, deepcopy(parameters), validator, _plain_types(parameters))
-        _known[id(parameters)] = known
+        known = _CompiledSchema(parameters, deepcopy(parameters), validator, _plain_types(parameters))
+        _cache[id(parameters)] = known
     return known
 
 
@@ -98,11 +98,11 @@ def _plain_types(parameters: dict[str, Any]) -> dict[str, tuple[type, ...]] | No
     properties = parameters.get("properties", {})
     if parameters.get("type") != "object" or not isinstance(properties, dict):
         return None
-    if parameters.keys() - {"properties", "required", "additionalProperties"} - _SAYS_NOTHING:
+    if parameters.keys() - {"properties", "required", "additionalProperties"} - _ANNOTATION_KEYWORDS:
         return None
     found: dict[str, tuple[type, ...]] = {}
     for name, wanted in properties.items():
-        kind = wanted.get("type") if isinstance(wanted, dict) and not wanted.keys() - _SAYS_NOTHING else None
+        kind = wanted.get("type") if isinstance(wanted, dict) and not wanted.keys() - _ANNOTATION_KEYWORDS else None
         if not isinstance(kind, str) or kind not in _PLAIN:
             return None
         found[name] = _PLAIN[kind]
@@ -121,11 +121,11 @@ def _problems(error: ValidationError) -> Iterable[str]:
         extra = [name for name in error.instance if name not in known]
         expected = f" (expected: {', '.join(known)})" if known else ""
         return [f"unexpected argument {_join(where, name)!r}{expected}" for name in extra]
-    return [_misfit(error, f"argument {where!r}" if where else "the arguments")]
+    return [_describe_error(error, f"argument {where!r}" if where else "the arguments")]
 
 
-def _misfit(error: ValidationError, subject: str) -> str:
-    wanted = _wanted_types(error)
+def _describe_error(error: ValidationError, subject: str) -> str:
+    wanted = _expected_types(error)
     if wanted:
         types = " or ".join(_TYPE_NAMES.get(name, name) for name in wanted)
         return f"{subject} must be {types}, got {_JSON_NAMES.get(type(error.instance), 'something else')}"
@@ -135,7 +135,7 @@ def _misfit(error: ValidationError, subject: str) -> str:
     return f"{subject}: {error.message}"
 
 
-def _wanted_types(error: ValidationError) -> list[str]:
+def _expected_types(error: ValidationError) -> list[str]:
     """The types that would have done, where the error is about nothing else."""
     value = error.validator_value
     if error.validator == "type":

@@ -55,14 +55,14 @@ def returns_reward(function: Callable[..., Any]) -> bool:
     return typing.get_origin(annotation) is tuple and members[:1] == (str,) and len(members) in (2, 3)
 
 
-def describe(
+def build_tool_schema(
     function: Callable[..., Any], name: str, description: str | None, adapters: Mapping[str, TypeAdapter[Any]]
 ) -> OpenAIFunctionToolSchema:
     text, notes = read_docstring(inspect.getdoc(function) or "")
     properties: dict[str, Any] = {}
     required: list[str] = []
     for key, parameter in inspect.signature(function).parameters.items():
-        schema = _tidy(adapters[key].json_schema(), f"tool {name}: parameter {key!r}")
+        schema = _inline_refs(adapters[key].json_schema(), f"tool {name}: parameter {key!r}")
         if key in notes:
             schema["description"] = notes[key]
         if parameter.default is parameter.empty:
@@ -78,7 +78,7 @@ def describe(
     )
 
 
-def _tidy(schema: dict[str, Any], where: str) -> dict[str, Any]:
+def _inline_refs(schema: dict[str, Any], where: str) -> dict[str, Any]:
     """`schema` with its `$defs` written out and without titles: models read it, and pay by the token."""
     definitions = schema.pop("$defs", {})
 

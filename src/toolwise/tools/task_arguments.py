@@ -10,7 +10,7 @@ from toolwise.tools.base import BaseTool
 from toolwise.tools.function import FunctionTool
 from toolwise.types import Task
 
-_TAKEN = ("create_kwargs", "execute_kwargs")
+_KWARGS_KEYS = ("create_kwargs", "execute_kwargs")
 
 
 def check_task_arguments(task: Task, tools: Mapping[str, BaseTool], *, env_has_tools: bool = False) -> None:
@@ -29,9 +29,11 @@ def check_task_arguments(task: Task, tools: Mapping[str, BaseTool], *, env_has_t
             continue
         where = f"task {task.task_id}: tools_kwargs.{name}"
         for part in given:
-            if given[part] and part not in _TAKEN:
-                raise DataError(f"{where}.{part}: a function has no such step; it takes {' and '.join(_TAKEN)}")
+            if given[part] and part not in _KWARGS_KEYS:
+                raise DataError(f"{where}.{part}: a function has no such step; it takes {' and '.join(_KWARGS_KEYS)}")
         try:
-            tool.check_task_arguments({key: value for part in _TAKEN for key, value in (given.get(part) or {}).items()})
+            tool.check_task_arguments(
+                {key: value for part in _KWARGS_KEYS for key, value in (given.get(part) or {}).items()}
+            )
         except ToolwiseError as fault:
             raise DataError(f"{where}: {fault}") from None

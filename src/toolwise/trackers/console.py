@@ -16,10 +16,10 @@ from rich.text import Text
 
 from toolwise.terminal import write_line
 from toolwise.terminal.display import Console, Live
-from toolwise.trackers.conversation import clean_text, shorten, turns_of, verdict
-from toolwise.trackers.routes import budget_of, route_shares, say_shares, share_bar
+from toolwise.trackers.conversation import clean_text, conversation_turns, is_correct, shorten
+from toolwise.trackers.routes import budget_metric, format_shares, route_shares, share_bar
 
-FIGURES: tuple[tuple[str, tuple[str, ...], str | None], ...] = (
+DISPLAYED_METRICS: tuple[tuple[str, tuple[str, ...], str | None], ...] = (
     ("score", ("router/r_task", "score/mean"), "eval/score"),
     ("correct", ("correct/mean", "reward/correct/mean"), "eval/correct"),
     ("cost", ("router/cost/mean", "cost/mean"), "eval/cost"),
@@ -30,7 +30,7 @@ FIGURES: tuple[tuple[str, tuple[str, ...], str | None], ...] = (
 """The figures worth watching: name, where a training line has it, where a validation line has it. A router tries routes
 that it would not take, so its policy's own score and cost come before the means of all rollouts."""
 
-DWELL_S = 4.0
+MIN_PANEL_S = 4.0
 """How long a rollout stays on the live display at least: long enough to be read."""
 
 _STYLES = {"user": "bold", "call": "cyan", "result": "dim", "assistant": "", "system": "dim"}
@@ -49,7 +49,7 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
     return "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * (m - low) / span)) if span > 0 else 3] for m in means)
 
 
-def say_figure(name: str, value: float | None) -> str:
+def format_metric(name: str, value: float | None) -> str:
     """A figure as people write it: shares in percent, speeds in whole numbers."""
     if not isinstance(value, int | float) or not math.isfinite(value):
         return "–"
@@ -58,7 +58,7 @@ def say_figure(name: str, value: float | None) -> str:
     return f"{value:,.0f}" if name in ("tokens/s", "tokens") else f"{value:.3f}"
 
 
-def say_time(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     minutes, s = divmod(round(max(0.0, seconds)), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}h{m:02}m" if hours else f"{m}m{s:02}s" if m else f"{s}s"
@@ -85,23 +85,23 @@ class ConsoleTracker:
         self._every_s, self._rollout_every_s = every_s, rollout_every_s
         self._step = 0
         self._began = time.monotonic()
-        self._pace: list[tuple[float, int]] = []
-        self._training: dict[str, list[float]] = {name: [] for name, _, _ in FIGURES}
-        self._validation: dict[str, list[float]] = {name: [] for name, _, _ in FIGURES}
+        self._step_times: list[tuple[float, int]] = []
+        self._training: dict[str, list[float]] = {name: [] for name, _, _ in DISPLAYED_METRICS}
+        self._validation: dict[str, list[float]] = {name: [] for name, _, _ in DISPLAYED_METRICS}
         self._routes: dict[str, float] = {}
         self._budget: float | None = None
-        self._slots: list[tuple[float, RenderableType]] = []
+        self._rollout_panels: list[tuple[float, RenderableType]] = []
         self._printed_at = self._rollout_at = -math.inf
         self._live: Live | None = None
-        if _is_screen(self._console):
+        if _is_live_terminal(self._console):
             self._live = Live(console=self._console, refresh_per_second=2, get_renderable=self._display)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._step = max(self._step, step)
         evaluated = any(name.startswith("eval/") for name in metrics)
-        self._remember(metrics)
+        self._record_metrics(metrics)
         if not evaluated:
-            self._pace = [*self._pace[-19:], (time.monotonic(), step)]
+            self._step_times = [*self._step_times[-19:], (time.monotonic(), step)]
         if self._live is not None:
             self._refresh()
         elif evaluated or step >= self._total or time.monotonic() - self._printed_at >= self._every_s:
@@ -114,8 +114,8 @@ class ConsoleTracker:
         if not self._show_rollouts:
             return
         if self._live is not None:
-            if len(self._slots) < 2 or now - self._slots[-1][0] >= DWELL_S:
-                self._slots = [*self._slots[-1:], (now, _rollout_panel(record))]
+            if len(self._rollout_panels) < 2 or now - self._rollout_panels[-1][0] >= MIN_PANEL_S:
+                self._rollout_panels = [*self._rollout_panels[-1:], (now, _rollout_panel(record))]
                 self._refresh()
         elif now - self._rollout_at >= self._rollout_every_s:
             self._rollout_at = now
@@ -151,19 +151,19 @@ class ConsoleTracker:
             self._live.start()
         self._live.refresh()
 
-    def _remember(self, metrics: Mapping[str, float]) -> None:
+    def _record_metrics(self, metrics: Mapping[str, float]) -> None:
         self._routes = route_shares(metrics) or self._routes
-        self._budget = self._budget if budget_of(metrics) is None else budget_of(metrics)
-        for name, training, validation in FIGURES:
-            value = _trained(name, metrics, training)
+        self._budget = self._budget if budget_metric(metrics) is None else budget_metric(metrics)
+        for name, training, validation in DISPLAYED_METRICS:
+            value = _training_value(name, metrics, training)
             if value is not None:
                 self._training[name].append(value)
-            value = _first(metrics, (validation,)) if validation else None
+            value = _first_metric(metrics, (validation,)) if validation else None
             if value is not None:
                 self._validation[name].append(value)
 
     def _seconds_left(self) -> float | None:
-        pace = self._pace
+        pace = self._step_times
         if len(pace) < 2 or pace[-1][1] <= pace[0][1]:
             return None
         (t0, s0), (t1, s1) = pace[0], pace[-1]
@@ -173,20 +173,24 @@ class ConsoleTracker:
         parts = [f"step {step}/{self._total}"]
         if evaluated:
             parts.append("validation")
-        for name, training, validation in FIGURES:
-            value = _first(metrics, (validation,)) if evaluated and validation else _trained(name, metrics, training)
+        for name, training, validation in DISPLAYED_METRICS:
+            value = (
+                _first_metric(metrics, (validation,))
+                if evaluated and validation
+                else _training_value(name, metrics, training)
+            )
             if value is not None:
-                parts.append(f"{name} {self._said(name, value)}")
+                parts.append(f"{name} {self._format_value(name, value)}")
         parts += [f"faults {faults:.0f}"] if (faults := metrics.get("faults/rollouts")) else []
-        parts += [say_shares(shares)] if (shares := route_shares(metrics)) else []
+        parts += [format_shares(shares)] if (shares := route_shares(metrics)) else []
         left = self._seconds_left()
         if left is not None and not evaluated and step < self._total:
-            parts.append(f"{say_time(left)} left")
+            parts.append(f"{format_duration(left)} left")
         return "  ".join(parts)
 
-    def _said(self, name: str, value: float) -> str:
+    def _format_value(self, name: str, value: float) -> str:
         within = f" of {self._budget:g}" if name == "cost" and self._budget is not None else ""
-        return say_figure(name, value) + within
+        return format_metric(name, value) + within
 
     def _print(self, line: str) -> None:
         """To whatever stdout is; a reader who has gone away (a closed pipe) does not end a run."""
@@ -196,7 +200,7 @@ class ConsoleTracker:
         parts: list[RenderableType] = [self._header(), self._table()]
         if self._routes:
             parts.append(Text("routes   ", style="dim") + share_bar(self._routes))
-        slots = list(self._slots)
+        slots = list(self._rollout_panels)
         if slots and self._console.width >= 110:
             side_by_side = Table.grid(expand=True, padding=(0, 1))
             for _ in slots:
@@ -209,9 +213,9 @@ class ConsoleTracker:
 
     def _header(self) -> RenderableType:
         left = self._seconds_left()
-        clock = f"{self._step}/{self._total}  {say_time(time.monotonic() - self._began)}"
+        clock = f"{self._step}/{self._total}  {format_duration(time.monotonic() - self._began)}"
         if left is not None and self._step < self._total:
-            clock += f"  about {say_time(left)} left"
+            clock += f"  about {format_duration(left)} left"
         row = Table.grid(expand=True, padding=(0, 2))
         row.add_column(no_wrap=True, overflow="crop")
         row.add_column(ratio=1)
@@ -226,21 +230,21 @@ class ConsoleTracker:
         table.add_column("training", justify="right")
         table.add_column("course")
         table.add_column("validation")
-        for name, _, _ in FIGURES:
+        for name, _, _ in DISPLAYED_METRICS:
             seen, held_out = list(self._training[name]), list(self._validation[name])
             if not seen and not held_out:
                 continue
-            course = [say_figure(name, held_out[0]), say_figure(name, held_out[-1])] if held_out else []
+            course = [format_metric(name, held_out[0]), format_metric(name, held_out[-1])] if held_out else []
             table.add_row(
                 Text(name, style="dim"),
-                Text(self._said(name, seen[-1]) if seen else "–", style="bold"),
+                Text(self._format_value(name, seen[-1]) if seen else "–", style="bold"),
                 Text(sparkline(seen), style="cyan"),
                 Text(" → ".join(course[: len(held_out)])),
             )
         return table
 
 
-def _is_screen(console: Console) -> bool:
+def _is_live_terminal(console: Console) -> bool:
     """Asks the stream itself: rich also takes FORCE_COLOR for a terminal, and fills logs with escapes."""
     file = console.file
     encoding = (getattr(file, "encoding", None) or "").lower().replace("-", "")
@@ -250,7 +254,7 @@ def _is_screen(console: Console) -> bool:
         return False
 
 
-def _first(metrics: Mapping[str, Any], names: Sequence[str]) -> float | None:
+def _first_metric(metrics: Mapping[str, Any], names: Sequence[str]) -> float | None:
     for name in names:
         value = metrics.get(name)
         if value is not None and math.isfinite(value):
@@ -258,11 +262,11 @@ def _first(metrics: Mapping[str, Any], names: Sequence[str]) -> float | None:
     return None
 
 
-def _trained(name: str, metrics: Mapping[str, Any], names: Sequence[str]) -> float | None:
+def _training_value(name: str, metrics: Mapping[str, Any], names: Sequence[str]) -> float | None:
     """From a training line. Of a router only what its policy would do counts, and no share correct is known of that."""
     if name == "correct" and "router/r_task" in metrics:
         return None
-    return _first(metrics, names)
+    return _first_metric(metrics, names)
 
 
 def show_record(console: Console, record: Mapping[str, Any]) -> None:
@@ -271,8 +275,8 @@ def show_record(console: Console, record: Mapping[str, Any]) -> None:
 
 
 def _rollout_head(record: Mapping[str, Any]) -> str:
-    mark = {True: "✓ ", False: "✗ ", None: ""}[verdict(record)]
-    parts = [f"{mark}score {say_figure('score', record.get('score'))}"]
+    mark = {True: "✓ ", False: "✗ ", None: ""}[is_correct(record)]
+    parts = [f"{mark}score {format_metric('score', record.get('score'))}"]
     if isinstance(record.get("cost"), int | float):
         parts.append(f"cost {record['cost']:g}")
     parts += [clean_text(record[key]) for key in ("kind", "stop_reason") if record.get(key)]
@@ -282,9 +286,9 @@ def _rollout_head(record: Mapping[str, Any]) -> str:
 def rollout_lines(record: Mapping[str, Any], limit: int) -> list[tuple[str, str, str]]:
     """(label, one line, style) for each turn worth a look: no system prompt, no middle of a long one."""
     messages = record.get("messages")
-    turns = [t for t in turns_of(messages if isinstance(messages, list) else None) if t.who != "system"]
+    turns = [t for t in conversation_turns(messages if isinstance(messages, list) else None) if t.kind != "system"]
     labels = {"assistant": "says", "result": "gets", "call": "calls", "user": "user"}
-    lines = [(labels[t.who], shorten(t.text, limit), _STYLES[t.who]) for t in turns]
+    lines = [(labels[t.kind], shorten(t.text, limit), _STYLES[t.kind]) for t in turns]
     if len(lines) <= 8:
         return lines
     return [*lines[:4], ("", f"… {len(lines) - 8} more …", "dim"), *lines[-4:]]
@@ -296,5 +300,5 @@ def _rollout_panel(record: Mapping[str, Any]) -> RenderableType:
     grid.add_column(overflow="fold")
     for label, text, style in rollout_lines(record, 220):
         grid.add_row(Text(label, style="dim"), Text(text, style=style))
-    colour = {True: "green", False: "red", None: "blue"}[verdict(record)]
+    colour = {True: "green", False: "red", None: "blue"}[is_correct(record)]
     return Panel(grid, title=Text(_rollout_head(record), style=colour), title_align="left", border_style=colour)

@@ -7,24 +7,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from toolwise.terminal import visible
+from toolwise.terminal import escape_controls
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One thing said or done in a conversation; an assistant message with two calls makes three."""
 
-    who: Literal["system", "user", "assistant", "call", "result"]
+    kind: Literal["system", "user", "assistant", "call", "result"]
     text: str
     name: str = ""
     """The tool, for a call or a result."""
-    action: int | None = None
+    assistant_index: int | None = None
     """For what the assistant did: the how-manieth assistant message it is part of, from 0."""
 
 
 def clean_text(value: object) -> str:
     """Text that any UTF-8 output takes: control characters are shown, and so are halves of characters."""
-    return visible("" if value is None else value)
+    return escape_controls("" if value is None else value)
 
 
 def shorten(text: str, limit: int) -> str:
@@ -36,11 +36,11 @@ def shorten(text: str, limit: int) -> str:
     return f"{text[: limit - 3 - tail]} … {text[len(text) - tail :]}"
 
 
-def turns_of(messages: Sequence[Any] | None) -> list[Turn]:
+def conversation_turns(messages: Sequence[Any] | None) -> list[Turn]:
     """A conversation in the OpenAI form as turns to show; what is malformed is shown as it is."""
     turns: list[Turn] = []
     tools: dict[str, str] = {}
-    action = -1
+    assistant_index = -1
     for message in messages or ():
         if not isinstance(message, Mapping):
             continue
@@ -49,19 +49,19 @@ def turns_of(messages: Sequence[Any] | None) -> list[Turn]:
             name = message.get("name") or tools.get(str(message.get("tool_call_id")), "")
             turns.append(Turn("result", text, clean_text(name)))
         elif role == "assistant":
-            action += 1
+            assistant_index += 1
             if text.strip():
-                turns.append(Turn("assistant", text, action=action))
+                turns.append(Turn("assistant", text, assistant_index=assistant_index))
             for call in message.get("tool_calls") or ():
                 name, shown = _call(call)
                 tools[str(call.get("id")) if isinstance(call, Mapping) else ""] = name
-                turns.append(Turn("call", shown, name, action))
+                turns.append(Turn("call", shown, name, assistant_index))
         else:
             turns.append(Turn("user" if role == "user" else "system", text))
     return turns
 
 
-def verdict(record: Mapping[str, Any]) -> bool | None:
+def is_correct(record: Mapping[str, Any]) -> bool | None:
     """Whether a rollout got it right: its `correct` metric, else a score of 1 or more (0 or less: not)."""
     metrics = record.get("metrics")
     correct = metrics.get("correct") if isinstance(metrics, Mapping) else None

@@ -19,11 +19,11 @@ class JsonlTracker:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _mend_tail(self.path)
+        _repair_tail(self.path)
         self._file = self.path.open("ab")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        line = {"step": int(step)} | {name: _plain(value) for name, value in metrics.items() if name != "step"}
+        line = {"step": int(step)} | {name: _finite_or_none(value) for name, value in metrics.items() if name != "step"}
         self._file.write(json_line(line))
         self._file.flush()
 
@@ -37,7 +37,7 @@ class JsonlTracker:
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Every whole line, in order. A last line still being written is left out; no file, no lines."""
-    return [line for line, _ in _whole_lines(Path(path))]
+    return [line for line, _ in _complete_lines(Path(path))]
 
 
 def truncate_after(path: str | os.PathLike[str], step: int) -> int:
@@ -48,7 +48,7 @@ def truncate_after(path: str | os.PathLike[str], step: int) -> int:
     path = Path(path)
     if not path.exists():
         return 0
-    kept = [raw for line, raw in _whole_lines(path) if not _is_after(line, step)]
+    kept = [raw for line, raw in _complete_lines(path) if not _is_after(line, step)]
     dropped = sum(1 for raw in path.read_bytes().split(b"\n") if raw.strip()) - len(kept)
     if dropped:
         _replace(path, b"".join(raw + b"\n" for raw in kept))
@@ -60,14 +60,14 @@ def _is_after(line: dict[str, Any], step: int) -> bool:
     return isinstance(at, int | float) and at > step
 
 
-def _plain(value: Any) -> float | int | bool | None:
+def _finite_or_none(value: Any) -> float | int | bool | None:
     if isinstance(value, bool | int) or value is None:
         return value
     number = float(value)
     return number if math.isfinite(number) else None
 
 
-def _whole_lines(path: Path) -> list[tuple[dict[str, Any], bytes]]:
+def _complete_lines(path: Path) -> list[tuple[dict[str, Any], bytes]]:
     """Each line with its bytes. Only the last may be torn: a broken line further up is nobody's crash."""
     if not path.exists():
         return []
@@ -92,7 +92,7 @@ def _parse(raw: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _mend_tail(path: Path) -> None:
+def _repair_tail(path: Path) -> None:
     """A crash may have left half a line: take it off, or the next line would be glued to it."""
     if not path.exists():
         return

@@ -8,22 +8,24 @@ from itertools import cycle, pairwise
 
 from rich.text import Text
 
-WORDS = {"ANSWER": "answer", "SEARCH-FAMILY": "search", "CALCULATE-FAMILY": "calculate"}
+ROUTE_LABELS = {"ANSWER": "answer", "SEARCH-FAMILY": "search", "CALCULATE-FAMILY": "calculate"}
 _STYLES = ("green", "cyan", "yellow", "magenta")
-_SHARE = "router/share/"
+_SHARE_PREFIX = "router/share/"
 
 
 def route_shares(metrics: Mapping[str, float]) -> dict[str, float]:
     """route -> the share that the policy gives it; empty where nothing routes."""
-    found = {name.removeprefix(_SHARE): value for name, value in metrics.items() if name.startswith(_SHARE)}
-    return {WORDS.get(name, name.lower()): share for name, share in found.items() if math.isfinite(share)}
+    found = {
+        name.removeprefix(_SHARE_PREFIX): value for name, value in metrics.items() if name.startswith(_SHARE_PREFIX)
+    }
+    return {ROUTE_LABELS.get(name, name.lower()): share for name, share in found.items() if math.isfinite(share)}
 
 
-def budget_of(metrics: Mapping[str, float], unit: str = "cost") -> float | None:
+def budget_metric(metrics: Mapping[str, float], unit: str = "cost") -> float | None:
     return metrics.get(f"router/{unit}/budget")
 
 
-def say_shares(shares: Mapping[str, float]) -> str:
+def format_shares(shares: Mapping[str, float]) -> str:
     return " ".join(f"{name} {share:.0%}" for name, share in shares.items())
 
 

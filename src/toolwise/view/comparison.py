@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from toolwise.trackers.console import say_figure
+from toolwise.trackers.console import format_metric
 from toolwise.trackers.conversation import clean_text
 
-JUDGED = frozenset({"correct", "score"})
+HIGHER_IS_BETTER = frozenset({"correct", "score"})
 """Figures of which more is better. Cost and tokens are spent for something: less is not good by itself."""
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class MetricChange:
     """One figure, before and after; either may not be there (yet)."""
 
     name: str
@@ -23,19 +23,19 @@ class Change:
     after: float | None
 
     @property
-    def said_before(self) -> str:
-        return say_figure(self.name, self.before)
+    def before_text(self) -> str:
+        return format_metric(self.name, self.before)
 
     @property
-    def said_after(self) -> str:
-        return say_figure(self.name, self.after)
+    def after_text(self) -> str:
+        return format_metric(self.name, self.after)
 
     @property
     def difference(self) -> float:
         return 0.0 if self.before is None or self.after is None else self.after - self.before
 
     @property
-    def said_difference(self) -> str:
+    def difference_text(self) -> str:
         if self.before is None or self.after is None:
             return ""
         if self.name == "correct":
@@ -45,45 +45,45 @@ class Change:
     @property
     def tone(self) -> str:
         """`good`, `bad` or `same`: which way the figure went, as far as that can be said of it."""
-        if abs(self.difference) < 5e-4 or self.name not in JUDGED:
+        if abs(self.difference) < 5e-4 or self.name not in HIGHER_IS_BETTER:
             return "same"
         return "good" if self.difference > 0 else "bad"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ComparisonRow:
     """One kind of task, or all of them."""
 
     label: str
     n: int | None
-    changes: tuple[Change, ...]
+    changes: tuple[MetricChange, ...]
 
 
-def headline(summary: Mapping[str, Any]) -> list[Change]:
+def headline(summary: Mapping[str, Any]) -> list[MetricChange]:
     """The run's own figures, those it has."""
     before, after = _side(summary, "before"), _side(summary, "after")
     changes = [_change(name, before, after) for name in ("correct", "score", "cost", "tokens")]
     return [c for c in changes if c.before is not None or c.after is not None]
 
 
-def rows_by_kind(summary: Mapping[str, Any]) -> list[Row]:
+def rows_by_kind(summary: Mapping[str, Any]) -> list[ComparisonRow]:
     """All tasks first, then each kind; columns are share correct (or score) and cost."""
     before, after = _side(summary, "before"), _side(summary, "after")
     has_correct = any(_number(side.get("correct")) is not None for side in (before, after))
     kinds_before, kinds_after = (_kinds(side) for side in (before, after))
     names = ("correct" if has_correct or kinds_before or kinds_after else "score", "cost")
 
-    def row(label: str, one: Mapping[str, Any], two: Mapping[str, Any]) -> Row:
+    def row(label: str, one: Mapping[str, Any], two: Mapping[str, Any]) -> ComparisonRow:
         n = one.get("n") or two.get("n")
-        return Row(clean_text(label), n, tuple(_change(name, one, two) for name in names))
+        return ComparisonRow(clean_text(label), n, tuple(_change(name, one, two) for name in names))
 
     kinds = dict.fromkeys([*kinds_before, *kinds_after])
     each = [row(kind, kinds_before.get(kind, {}), kinds_after.get(kind, {})) for kind in kinds]
     return [row("all tasks", before, after), *each]
 
 
-def _change(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> Change:
-    return Change(name, _number(before.get(name)), _number(after.get(name)))
+def _change(name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> MetricChange:
+    return MetricChange(name, _number(before.get(name)), _number(after.get(name)))
 
 
 def _side(summary: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -15,7 +15,7 @@ from toolwise.view.comparison import headline, rows_by_kind
 from toolwise.view.run_folder import RunFolder, Series, open_run
 
 DPI = 110
-MOST_KINDS = 8
+MAX_KINDS = 8
 POLICY_REWARD = "router/r_task"
 """What a router's policy earns, weighed by the odds of its routes."""
 
@@ -47,17 +47,17 @@ def draw_curves(run_dir: str | os.PathLike[str], out_png: str | os.PathLike[str]
 def render_curves(run: RunFolder, palette: Palette = LIGHT) -> bytes:
     panels = _panels(run)
     figure = new_figure(palette, (1200, 700))
-    figure.text(0.06, 0.955, _plain(run.name), color=palette.ink, fontsize=14, fontweight="bold", va="center")
+    figure.text(0.06, 0.955, _escape_dollars(run.name), color=palette.ink, fontsize=14, fontweight="bold", va="center")
     figure.text(0.06, 0.908, _headline_text(run), color=palette.muted, fontsize=10, va="center")
     if not panels:
         figure.text(0.5, 0.5, "nothing logged yet", color=palette.muted, ha="center", fontsize=12)
-        return png(figure)
+        return to_png(figure)
     grid = figure.add_gridspec(1, len(panels), left=0.06, right=0.975, top=0.775, bottom=0.11, wspace=0.2)
     for column, draw in enumerate(panels):
         axes = figure.add_subplot(grid[0, column])
-        style(axes, palette)
+        style_axes(axes, palette)
         draw(axes, run, palette)
-    return png(figure)
+    return to_png(figure)
 
 
 def draw_seeds(run_dirs: Sequence[str | os.PathLike[str]], out_png: str | os.PathLike[str]) -> Path:
@@ -69,7 +69,7 @@ def draw_seeds(run_dirs: Sequence[str | os.PathLike[str]], out_png: str | os.Pat
         raise ToolwiseError(f"no validation lines in {', '.join(map(str, run_dirs)) or 'no runs'}; nothing to draw")
     figure = new_figure(LIGHT, (900, 560))
     axes = figure.add_axes((0.09, 0.12, 0.87, 0.76))
-    style(axes, LIGHT)
+    style_axes(axes, LIGHT)
     for index, (steps, values) in enumerate(curves):
         label = f"{len(curves)} runs, one line each" if index == 0 else None
         axes.plot(steps, values, color=LIGHT.before, linewidth=1.3, label=label, zorder=2)
@@ -78,19 +78,19 @@ def draw_seeds(run_dirs: Sequence[str | os.PathLike[str]], out_png: str | os.Pat
         by_step = [dict(zip(*curve, strict=True)) for curve in curves]
         mean = [sum(values[step] for values in by_step) / len(by_step) for step in shared]
         axes.plot(shared, mean, color=LIGHT.after, linewidth=2.4, marker="o", markersize=5, label="mean", zorder=3)
-    title(axes, f"{_words(name)}, held-out tasks", LIGHT)
-    finish_steps(axes, LIGHT, share=name == "correct")
+    draw_title(axes, f"{_metric_label(name)}, held-out tasks", LIGHT)
+    format_step_axis(axes, LIGHT, share=name == "correct")
     out = Path(out_png)
-    out.write_bytes(png(figure))
+    out.write_bytes(to_png(figure))
     return out
 
 
-Draw = Callable[[Any, RunFolder, Palette], None]
+DrawPanel = Callable[[Any, RunFolder, Palette], None]
 
 
-def _panels(run: RunFolder) -> list[Draw]:
-    name = _measure(run)
-    found: list[Draw] = []
+def _panels(run: RunFolder) -> list[DrawPanel]:
+    name = _main_metric(run)
+    found: list[DrawPanel] = []
     if name is not None:
         found.append(_draw_measure)
     if run.series("cost/mean")[0] or run.series("eval/cost")[0]:
@@ -100,7 +100,7 @@ def _panels(run: RunFolder) -> list[Draw]:
     return found
 
 
-def _measure(run: RunFolder) -> str | None:
+def _main_metric(run: RunFolder) -> str | None:
     for name in ("correct", "score"):
         if run.series(*_training_names(name))[0] or run.series(f"eval/{name}")[0]:
             return name
@@ -112,22 +112,22 @@ def _training_names(name: str) -> tuple[str, ...]:
 
 
 def _draw_measure(axes: Any, run: RunFolder, palette: Palette) -> None:
-    name = _measure(run) or "score"
+    name = _main_metric(run) or "score"
     training, label = run.series(*_training_names(name)), "training"
     if run.series(POLICY_REWARD)[0]:  # all rollouts of a routed run are more than its policy would take
         training, label = run.series(POLICY_REWARD), "training reward"
     _draw_series(axes, training, run.series(f"eval/{name}"), palette.after, label)
-    title(axes, _words(name), palette)
-    finish_steps(axes, palette, share=name == "correct")
+    draw_title(axes, _metric_label(name), palette)
+    format_step_axis(axes, palette, share=name == "correct")
 
 
 def _draw_cost(axes: Any, run: RunFolder, palette: Palette) -> None:
     _draw_series(axes, run.series("router/cost/mean", "cost/mean"), run.series("eval/cost"), palette.cost)
     if (limit := run.series("router/cost/budget"))[0]:
         axes.plot(*limit, color=palette.ink, linewidth=1.1, linestyle="--", label="budget")
-    title(axes, "cost of tools, per task", palette)
+    draw_title(axes, "cost of tools, per task", palette)
     axes.set_ylim(bottom=0)
-    finish_steps(axes, palette, share=False)
+    format_step_axis(axes, palette, share=False)
 
 
 def _draw_series(axes: Any, training: Series, validation: Series, colour: str, label: str = "training") -> None:
@@ -150,16 +150,16 @@ def _draw_series(axes: Any, training: Series, validation: Series, colour: str, l
 
 def _draw_kinds(axes: Any, run: RunFolder, palette: Palette) -> None:
     rows = rows_by_kind(run.summary)[1:]
-    shown = sorted(rows, key=lambda row: -(row.n or 0))[:MOST_KINDS] if len(rows) > MOST_KINDS else rows
+    shown = sorted(rows, key=lambda row: -(row.n or 0))[:MAX_KINDS] if len(rows) > MAX_KINDS else rows
     for index, row in enumerate(shown):
         change = row.changes[0]
-        label = _plain(shorten(row.label.replace("_", " "), 36))
+        label = _escape_dollars(shorten(row.label.replace("_", " "), 36))
         axes.text(0, index - 0.34, label, va="center", color=palette.ink, fontsize=9.5)
         bars = (("before", change.before, palette.before, -0.1), ("after", change.after, palette.after, 0.18))
         for side, value, colour, offset in bars:
             if value is None:
                 continue
-            named = {"before": "before", "after": _after_word(run)}[side] if index == 0 else None
+            named = {"before": "before", "after": _after_legend(run)}[side] if index == 0 else None
             axes.barh(index + offset, value, 0.26, color=colour, label=named, zorder=2)
             said = f"{100 * value:.0f}%"
             axes.text(value + 0.015, index + offset, said, va="center", color=palette.ink, fontsize=8.5)
@@ -171,30 +171,30 @@ def _draw_kinds(axes: Any, run: RunFolder, palette: Palette) -> None:
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="x", length=0)
     of = f" ({len(shown)} of {len(rows)})" if len(shown) < len(rows) else ""
-    title(axes, f"share correct by kind{of}", palette)
-    legend(axes, palette)
+    draw_title(axes, f"share correct by kind{of}", palette)
+    draw_legend(axes, palette)
 
 
-def _after_word(run: RunFolder) -> str:
+def _after_legend(run: RunFolder) -> str:
     return "after" if run.finished else f"step {(run.summary.get('after') or {}).get('step', '?')}"
 
 
 def _headline_text(run: RunFolder) -> str:
     said = [
-        f"{change.name} {change.said_before} → {change.said_after}"
+        f"{change.name} {change.before_text} → {change.after_text}"
         if change.after is not None
-        else f"{change.name} {change.said_before} before training"
+        else f"{change.name} {change.before_text} before training"
         for change in headline(run.summary)
         if change.name != "tokens"
     ]
     return "     ".join(said) + ("" if run.finished else "     (run not finished)")
 
 
-def _words(name: str) -> str:
+def _metric_label(name: str) -> str:
     return {"correct": "share correct"}.get(name, name)
 
 
-def _plain(text: str) -> str:
+def _escape_dollars(text: str) -> str:
     """matplotlib reads a dollar sign as mathematics."""
     return clean_text(text).replace("$", r"\$")
 
@@ -216,7 +216,7 @@ def new_figure(palette: Palette, size_px: tuple[int, int]) -> Any:
     return figure
 
 
-def style(axes: Any, palette: Palette) -> None:
+def style_axes(axes: Any, palette: Palette) -> None:
     axes.set_facecolor(palette.paper)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
@@ -227,11 +227,11 @@ def style(axes: Any, palette: Palette) -> None:
     axes.set_axisbelow(True)
 
 
-def title(axes: Any, text: str, palette: Palette) -> None:
+def draw_title(axes: Any, text: str, palette: Palette) -> None:
     axes.set_title(text, loc="left", color=palette.ink, fontsize=11, pad=26)
 
 
-def finish_steps(axes: Any, palette: Palette, *, share: bool) -> None:
+def format_step_axis(axes: Any, palette: Palette, *, share: bool) -> None:
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
@@ -240,10 +240,10 @@ def finish_steps(axes: Any, palette: Palette, *, share: bool) -> None:
     if share:
         axes.set_ylim(-0.02, 1.02)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    legend(axes, palette)
+    draw_legend(axes, palette)
 
 
-def legend(axes: Any, palette: Palette) -> None:
+def draw_legend(axes: Any, palette: Palette) -> None:
     """Between title and picture, where no line can be hidden by it."""
     axes.legend(
         loc="lower left",
@@ -258,7 +258,7 @@ def legend(axes: Any, palette: Palette) -> None:
     )
 
 
-def png(figure: Any) -> bytes:
+def to_png(figure: Any) -> bytes:
     buffer = BytesIO()
     figure.savefig(buffer, format="png", dpi=DPI, facecolor=figure.get_facecolor())
     return buffer.getvalue()

@@ -9,14 +9,14 @@ from typing import Any
 
 from toolwise.errors import CheckpointError
 from toolwise.trackers.conversation import clean_text
-from toolwise.view.curves import LIGHT, Palette, legend, new_figure, png, style, title
+from toolwise.view.curves import LIGHT, Palette, draw_legend, draw_title, new_figure, style_axes, to_png
 from toolwise.view.run_folder import RunFolder
 
 CURVES = ("router", "random", "oracle")
-Frontier = Mapping[str, Any]
+FrontierRecord = Mapping[str, Any]
 
 
-def read_frontier(run: RunFolder) -> Frontier | None:
+def read_frontier(run: RunFolder) -> FrontierRecord | None:
     """What frontier/report.py wrote; None where there is none yet."""
     file = run.path / "frontier.json"
     if not file.exists():
@@ -29,27 +29,27 @@ def read_frontier(run: RunFolder) -> Frontier | None:
     return dict(told)
 
 
-def frontier_rows(frontier: Frontier) -> dict[str, Any]:
+def frontier_rows(frontier: FrontierRecord) -> dict[str, Any]:
     """Two tables: a row a budget, and a row for each who knows of none."""
     same = frontier["at_its_cost"]
     held = [
-        [f"{point['budget']:g}", _said(point["cost"]), _said(point["score"], interval=True)]
-        + [_said(same[name][place]) for name in ("random", "oracle")]
-        + [_share(frontier["gap_closed"]["router"][place])]
+        [f"{point['budget']:g}", _format_estimate(point["cost"]), _format_estimate(point["score"], interval=True)]
+        + [_format_estimate(same[name][place]) for name in ("random", "oracle")]
+        + [_format_share(frontier["gap_closed"]["router"][place])]
         for place, point in enumerate(_points(frontier, "router"))
     ]
     fixed = [
-        [clean_text(name).lower(), _said(point["cost"]), _said(point["score"], interval=True)]
+        [clean_text(name).lower(), _format_estimate(point["cost"]), _format_estimate(point["score"], interval=True)]
         for name, point in frontier["fixed"].items()
     ]
     return {"held": held, "fixed": fixed, "rows": frontier["rows"], "draws": frontier["draws"]}
 
 
-def render_frontier(frontier: Frontier, palette: Palette = LIGHT) -> bytes:
+def render_frontier(frontier: FrontierRecord, palette: Palette = LIGHT) -> bytes:
     """Score against cost: curves for whoever can keep to a budget, a dot for whoever cannot."""
     figure = new_figure(palette, (1200, 620))
     axes = figure.add_axes((0.06, 0.11, 0.91, 0.74))
-    style(axes, palette)
+    style_axes(axes, palette)
     looks = {
         "router": (palette.after, "-", 2.4),
         "random": (palette.before, "--", 1.5),
@@ -65,9 +65,9 @@ def render_frontier(frontier: Frontier, palette: Palette = LIGHT) -> bytes:
             axes.fill_between(xs, *_band(points), color=colour, alpha=0.13, linewidth=0, zorder=1)
     _draw_fixed(axes, frontier["fixed"], palette)
     axes.set_xlabel("calls a question", color=palette.muted, fontsize=9.5)
-    title(axes, f"score against cost, {frontier['rows']} held-out questions × {frontier['draws']} draws", palette)
-    legend(axes, palette)
-    return png(figure)
+    draw_title(axes, f"score against cost, {frontier['rows']} held-out questions × {frontier['draws']} draws", palette)
+    draw_legend(axes, palette)
+    return to_png(figure)
 
 
 def _draw_fixed(axes: Any, fixed: Mapping[str, Mapping[str, Any]], palette: Palette) -> None:
@@ -90,7 +90,7 @@ _LABELS = {
 }
 
 
-def _points(frontier: Frontier, name: str) -> Sequence[Mapping[str, Any]]:
+def _points(frontier: FrontierRecord, name: str) -> Sequence[Mapping[str, Any]]:
     points: Sequence[Mapping[str, Any]] = frontier["curves"][name]
     return points
 
@@ -103,12 +103,12 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
 
 
-def _said(found: Mapping[str, Any], *, interval: bool = False) -> str:
+def _format_estimate(found: Mapping[str, Any], *, interval: bool = False) -> str:
     if not isinstance(found["value"], int | float):
         return "–"
     within = f" [{_number(found['low']):.2f} {_number(found['high']):.2f}]" if interval else ""
     return f"{found['value']:.3f}{within}"
 
 
-def _share(found: Mapping[str, Any]) -> str:
+def _format_share(found: Mapping[str, Any]) -> str:
     return f"{found['value']:.0%}" if isinstance(found["value"], int | float) else "–"

@@ -13,9 +13,9 @@ import tomli_w
 
 from toolwise.fault_rates import describe_totals
 from toolwise.run_changes import describe_changes
-from toolwise.secret_names import masked, secret_keys
-from toolwise.trackers.console import say_figure, say_time
-from toolwise.trackers.conversation import Turn, clean_text, shorten, turns_of, verdict
+from toolwise.secret_names import mask_secrets, secret_keys
+from toolwise.trackers.console import format_duration, format_metric
+from toolwise.trackers.conversation import Turn, clean_text, conversation_turns, is_correct, shorten
 from toolwise.view.comparison import headline, rows_by_kind
 from toolwise.view.curves import DARK, LIGHT, render_curves
 from toolwise.view.frontier import frontier_rows, read_frontier, render_frontier
@@ -25,21 +25,21 @@ from toolwise.view.selection import (
     TaskChange,
     advantages_of,
     changed_tasks,
+    contrasting_groups,
     largest_advantage,
-    telling_groups,
 )
 from toolwise.view.thinking import render_thinking, thinking_columns
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-LONGEST_TEXT = 4000
+MAX_TURN_CHARS = 4000
 """Characters of one turn that the page shows."""
-FINDING = ("kind", "cause", "cure", "step")
-MOST_STEPS = 24
+DIAGNOSIS_FIELDS = ("kind", "cause", "cure", "step")
+MAX_TABLE_ROWS = 24
 """Rows of the training table: the first, the last and some between."""
 
-OUTCOMES = {
+OUTCOME_LABELS = {
     "learned": ("wrong → right", "good"),
     "better": ("score rose", "good"),
     "cheaper": ("right, now cheaper", "good"),
@@ -48,7 +48,7 @@ OUTCOMES = {
     "still wrong": ("still wrong", "bad"),
     "not repeated": ("before training", "same"),
 }
-COLUMNS = (
+TRAINING_COLUMNS = (
     "score/mean",
     "correct/mean",
     "cost/mean",
@@ -71,8 +71,8 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     run = open_run(run_dir)
     light, dark = render_curves(run, LIGHT), render_curves(run, DARK)
     page = _render(run, light, dark)
-    _put(run.path / "report.png", light)
-    return _put(run.path / "report.html", page.encode("utf-8", "replace"))
+    _replace_file(run.path / "report.png", light)
+    return _replace_file(run.path / "report.html", page.encode("utf-8", "replace"))
 
 
 def before_after_table(summary: Mapping[str, Any]) -> Table:
@@ -82,7 +82,7 @@ def before_after_table(summary: Mapping[str, Any]) -> Table:
 
     rows = rows_by_kind(summary)
     others = [c for c in headline(summary) if c.name not in {change.name for change in rows[0].changes}]
-    caption = "   ".join(f"{c.name} {c.said_before} → {c.said_after}" for c in others)
+    caption = "   ".join(f"{c.name} {c.before_text} → {c.after_text}" for c in others)
     table = Table(caption=Text(caption) if caption else None, caption_justify="left")
     table.add_column("tasks")
     table.add_column("n", justify="right")
@@ -93,7 +93,7 @@ def before_after_table(summary: Mapping[str, Any]) -> Table:
     for index, row in enumerate(rows):
         cells = [Text(row.label), Text("–" if row.n is None else str(row.n))]
         for change in row.changes:
-            cells += [Text(change.said_before), Text(change.said_after, style=colours[change.tone])]
+            cells += [Text(change.before_text), Text(change.after_text, style=colours[change.tone])]
         table.add_row(*cells, style="bold" if index == 0 else "", end_section=index == 0)
     return table
 
@@ -112,7 +112,7 @@ def _render(run: RunFolder, light: bytes, dark: bytes) -> str:
         name=clean_text(run.name),
         finished=run.finished,
         after_label=_after_label(run),
-        diagnosis=[{key: clean_text(entry.get(key)) for key in FINDING} for entry in run.diagnosis],
+        diagnosis=[{key: clean_text(entry.get(key)) for key in DIAGNOSIS_FIELDS} for entry in run.diagnosis],
         never_updated=run.summary.get("updated") is False,
         facts=_facts(run),
         changes=[clean_text(change) for change in describe_changes(run.path)],
@@ -135,7 +135,7 @@ def _without_secrets(config: str) -> str:
         table = tomllib.loads(config)
     except (ValueError, RecursionError):
         return config
-    return tomli_w.dumps(masked(table)) if any(secret_keys(table)) else config
+    return tomli_w.dumps(mask_secrets(table)) if any(secret_keys(table)) else config
 
 
 def _routing(run: RunFolder) -> dict[str, str] | None:
@@ -171,7 +171,7 @@ def _facts(run: RunFolder) -> list[str]:
     if summary.get("steps") is not None:
         facts.append(f"{summary['steps']} training step{'' if summary['steps'] == 1 else 's'}")
     if isinstance(summary.get("seconds"), int | float):
-        facts.append(say_time(summary["seconds"]))
+        facts.append(format_duration(summary["seconds"]))
     if isinstance(summary.get("peak_rss_mb"), int | float):
         facts.append(f"{summary['peak_rss_mb']:,.0f} MB of memory at most")
     if summary.get("seed") is not None:
@@ -187,7 +187,7 @@ def _facts(run: RunFolder) -> list[str]:
 
 
 def _task_view(change: TaskChange) -> dict[str, Any]:
-    label, tone = OUTCOMES[change.outcome]
+    label, tone = OUTCOME_LABELS[change.outcome]
     sides = [_rollout_view(change.before, "before")]
     if change.after is not None:
         sides.append(_rollout_view(change.after, "after"))
@@ -202,7 +202,7 @@ def _task_view(change: TaskChange) -> dict[str, Any]:
 
 
 def _group_views(rollouts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    groups = telling_groups(rollouts)
+    groups = contrasting_groups(rollouts)
     scale = largest_advantage(record for group in groups for record in group)
     return [
         {
@@ -216,33 +216,35 @@ def _group_views(rollouts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _rollout_view(record: Mapping[str, Any], title: str, scale: float = 0.0) -> dict[str, Any]:
-    turns = turns_of(record.get("messages"))
-    shades = _shades(turns, advantages_of(record), scale)
-    right = verdict(record)
+    turns = conversation_turns(record.get("messages"))
+    shades = _turn_shades(turns, advantages_of(record), scale)
+    right = is_correct(record)
     return {
         "title": title,
         "mark": {True: "✓", False: "✗", None: ""}[right],
         "tone": {True: "good", False: "bad", None: "same"}[right],
-        "score": say_figure("score", record.get("score")),
+        "score": format_metric("score", record.get("score")),
         "cost": f"{record['cost']:g}" if isinstance(record.get("cost"), int | float) else "–",
         "stop": clean_text(record.get("stop_reason")),
         "reason": shorten(clean_text(record.get("reason")), 400),
         "turns": [
-            {"who": turn.who, "name": turn.name, "text": _cut(turn.text), "shade": shade}
+            {"who": turn.kind, "name": turn.name, "text": _truncate(turn.text), "shade": shade}
             for turn, shade in zip(turns, shades, strict=True)
         ],
     }
 
 
-def _shades(turns: Sequence[Turn], advantages: Sequence[float | None], scale: float) -> list[dict[str, str] | None]:
+def _turn_shades(
+    turns: Sequence[Turn], advantages: Sequence[float | None], scale: float
+) -> list[dict[str, str] | None]:
     """How strongly to colour each turn: its step's advantage against the largest on the page.
 
     Steps are counted from the end: a prompt may bring assistant messages of its own.
     """
-    acted = max((turn.action for turn in turns if turn.action is not None), default=-1) + 1
+    acted = max((turn.assistant_index for turn in turns if turn.assistant_index is not None), default=-1) + 1
     shades: list[dict[str, str] | None] = []
     for turn in turns:
-        step = -1 if turn.action is None else turn.action - (acted - len(advantages))
+        step = -1 if turn.assistant_index is None else turn.assistant_index - (acted - len(advantages))
         advantage = advantages[step] if 0 <= step < len(advantages) else None
         if scale <= 0 or advantage is None:
             shades.append(None)
@@ -253,13 +255,13 @@ def _shades(turns: Sequence[Turn], advantages: Sequence[float | None], scale: fl
 
 
 def _training_table(run: RunFolder) -> dict[str, Any]:
-    lines = [line for line in run.metrics if any(name in COLUMNS for name in line)]
+    lines = [line for line in run.metrics if any(name in TRAINING_COLUMNS for name in line)]
     extra = sorted({n for line in lines for n in line if n.startswith("reward/") and n.endswith("/mean")})
     extra += routing_columns(lines)
     extra += [name for name in thinking_columns(lines) if name not in extra]
-    columns = [name for name in (*COLUMNS, *extra) if any(line.get(name) is not None for line in lines)]
-    if len(lines) > MOST_STEPS:
-        lines = [lines[round(i * (len(lines) - 1) / (MOST_STEPS - 1))] for i in range(MOST_STEPS)]
+    columns = [name for name in (*TRAINING_COLUMNS, *extra) if any(line.get(name) is not None for line in lines)]
+    if len(lines) > MAX_TABLE_ROWS:
+        lines = [lines[round(i * (len(lines) - 1) / (MAX_TABLE_ROWS - 1))] for i in range(MAX_TABLE_ROWS)]
     rows = [[str(line.get("step", "")), *(_cell(line.get(name)) for name in columns)] for line in lines]
     return {"columns": ["step", *columns], "rows": rows}
 
@@ -271,20 +273,20 @@ def _cell(value: Any) -> str:
 
 
 def _question(record: Mapping[str, Any]) -> str:
-    asked = [turn.text for turn in turns_of(record.get("messages")) if turn.who == "user"]
+    asked = [turn.text for turn in conversation_turns(record.get("messages")) if turn.kind == "user"]
     return shorten(asked[0], 140) if asked else clean_text(record.get("task_id"))
 
 
-def _cut(text: str) -> str:
-    left_out = len(text) - LONGEST_TEXT
-    return text if left_out <= 0 else f"{text[:LONGEST_TEXT]}\n[… {left_out:,} characters more]"
+def _truncate(text: str) -> str:
+    left_out = len(text) - MAX_TURN_CHARS
+    return text if left_out <= 0 else f"{text[:MAX_TURN_CHARS]}\n[… {left_out:,} characters more]"
 
 
 def _data_uri(png: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
 
 
-def _put(path: Path, data: bytes) -> Path:
+def _replace_file(path: Path, data: bytes) -> Path:
     """Whole or not at all: a page may be open in a browser while it is written anew."""
     beside = path.with_name(path.name + ".tmp")
     beside.write_bytes(data)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolwise.trackers.routes import WORDS
-from toolwise.view.curves import LIGHT, Palette, finish_steps, new_figure, png, style, title
+from toolwise.trackers.routes import ROUTE_LABELS
+from toolwise.view.curves import LIGHT, Palette, draw_title, format_step_axis, new_figure, style_axes, to_png
 from toolwise.view.run_folder import RunFolder
 
-_BUDGET, _SHARE = "/budget", "router/share/"
+_BUDGET_SUFFIX, _SHARE_PREFIX = "/budget", "router/share/"
 _SHADES = (0.28, 0.6, 0.95)
-_LINES = ("-", "--", ":", "-.")
+_LINE_STYLES = ("-", "--", ":", "-.")
 
 
 def routing_columns(lines: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -19,73 +19,75 @@ def routing_columns(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     names = {name for line in lines for name in line}
     units = [name.split("/")[1] for name in sorted(names) if _is_budget(name)]
     wanted = [f"router/{unit}/{what}" for unit in units for what in ("mean", "lambda")]
-    wanted += ["router/r_task", "router/entropy", *sorted(name for name in names if name.startswith(_SHARE))]
+    wanted += ["router/r_task", "router/entropy", *sorted(name for name in names if name.startswith(_SHARE_PREFIX))]
     return [name for name in wanted if name in names]
 
 
 def render_routing(run: RunFolder, palette: Palette = LIGHT) -> bytes | None:
     """A figure of up to three panels; None where nothing was routed."""
-    units, routes = units_of(run), routes_of(run)
-    drawn = [*([_draw_spending, _draw_prices] if units else []), *([_draw_shares] if routes else [])]
+    units, routes = budget_units(run), logged_routes(run)
+    drawn = [*([_draw_spending, _draw_lambdas] if units else []), *([_draw_shares] if routes else [])]
     if not drawn:
         return None
     figure = new_figure(palette, (1200, 520))
     grid = figure.add_gridspec(1, len(drawn), left=0.05, right=0.98, top=0.78, bottom=0.14, wspace=0.22)
     for column, draw in enumerate(drawn):
         axes = figure.add_subplot(grid[0, column])
-        style(axes, palette)
+        style_axes(axes, palette)
         draw(axes, run, palette)
-    return png(figure)
+    return to_png(figure)
 
 
-def units_of(run: RunFolder) -> list[str]:
+def budget_units(run: RunFolder) -> list[str]:
     """What there is a budget of."""
     return sorted({name.split("/")[1] for line in run.metrics for name in line if _is_budget(name)})
 
 
-def routes_of(run: RunFolder) -> list[str]:
+def logged_routes(run: RunFolder) -> list[str]:
     """Known ones in their own order, then whatever else there is."""
-    found = {name.removeprefix(_SHARE) for line in run.metrics for name in line if name.startswith(_SHARE)}
-    return [*(route for route in WORDS if route in found), *sorted(found - set(WORDS))]
+    found = {
+        name.removeprefix(_SHARE_PREFIX) for line in run.metrics for name in line if name.startswith(_SHARE_PREFIX)
+    }
+    return [*(route for route in ROUTE_LABELS if route in found), *sorted(found - set(ROUTE_LABELS))]
 
 
 def _is_budget(name: str) -> bool:
-    return name.startswith("router/") and name.endswith(_BUDGET) and name.count("/") == 2
+    return name.startswith("router/") and name.endswith(_BUDGET_SUFFIX) and name.count("/") == 2
 
 
 def _draw_spending(axes: Any, run: RunFolder, palette: Palette) -> None:
-    units = units_of(run)
-    for unit, line in zip(units, _LINES, strict=False):
+    units = budget_units(run)
+    for unit, line in zip(units, _LINE_STYLES, strict=False):
         named = "" if len(units) == 1 else f", {unit}"
-        spent, limit = run.series(f"router/{unit}/mean"), run.series(f"router/{unit}{_BUDGET}")
+        spent, limit = run.series(f"router/{unit}/mean"), run.series(f"router/{unit}{_BUDGET_SUFFIX}")
         axes.plot(*spent, color=palette.cost, alpha=0.55, linestyle=line, linewidth=1.4, label=f"the policy{named}")
         if unit == "cost" and (held_out := run.series("eval/cost"))[0]:
             axes.plot(*held_out, color=palette.cost, linewidth=2.2, marker="o", markersize=5, label="held-out tasks")
         axes.plot(*limit, color=palette.ink, linestyle=line, linewidth=1.2, label=f"budget{named}")
     axes.set_ylim(bottom=0)
-    title(axes, "spent, against the budget", palette)
-    finish_steps(axes, palette, share=False)
+    draw_title(axes, "spent, against the budget", palette)
+    format_step_axis(axes, palette, share=False)
 
 
-def _draw_prices(axes: Any, run: RunFolder, palette: Palette) -> None:
-    units = units_of(run)
-    for unit, line in zip(units, _LINES, strict=False):
+def _draw_lambdas(axes: Any, run: RunFolder, palette: Palette) -> None:
+    units = budget_units(run)
+    for unit, line in zip(units, _LINE_STYLES, strict=False):
         label = "λ" if len(units) == 1 else f"λ, {unit}"
         axes.plot(*run.series(f"router/{unit}/lambda"), color=palette.after, linestyle=line, linewidth=2, label=label)
     axes.set_ylim(bottom=0)
-    title(axes, "what a call costs the router", palette)
-    finish_steps(axes, palette, share=False)
+    draw_title(axes, "what a call costs the router", palette)
+    format_step_axis(axes, palette, share=False)
 
 
 def _draw_shares(axes: Any, run: RunFolder, palette: Palette) -> None:
-    routes = routes_of(run)
-    series = [run.series(f"{_SHARE}{route}") for route in routes]
+    routes = logged_routes(run)
+    series = [run.series(f"{_SHARE_PREFIX}{route}") for route in routes]
     steps = sorted(set.intersection(*(set(one[0]) for one in series)))
     values = [[dict(zip(*one, strict=True))[step] for step in steps] for one in series]
     shades = [_SHADES[place % len(_SHADES)] for place in range(len(routes))]
-    areas = axes.stackplot(steps, *values, labels=[WORDS.get(route, route.lower()) for route in routes])
+    areas = axes.stackplot(steps, *values, labels=[ROUTE_LABELS.get(route, route.lower()) for route in routes])
     for area, shade in zip(areas, shades, strict=True):
         area.set(facecolor=palette.after, alpha=shade, edgecolor=palette.paper)
-    title(axes, "routes", palette)
-    finish_steps(axes, palette, share=True)
+    draw_title(axes, "routes", palette)
+    format_step_axis(axes, palette, share=True)
     axes.set_ylim(0, 1)

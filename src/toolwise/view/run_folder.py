@@ -38,7 +38,7 @@ class RunFolder:
         return read_metrics(self.path / "metrics.jsonl")
 
     @cached_property
-    def written_summary(self) -> dict[str, Any] | None:
+    def saved_summary(self) -> dict[str, Any] | None:
         """summary.json, which a run writes when it ends."""
         file = self.path / "summary.json"
         if not file.exists():
@@ -57,12 +57,12 @@ class RunFolder:
             found = json.loads(file.read_bytes()) if file.exists() else None
         except (ValueError, RecursionError):  # it says nothing that the log has not said
             found = None
-        found = (self.written_summary or {}).get("diagnosis", found)
+        found = (self.saved_summary or {}).get("diagnosis", found)
         return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
 
     @property
     def finished(self) -> bool:
-        summary = self.written_summary or {}
+        summary = self.saved_summary or {}
         if "total_steps" not in summary:  # an older version wrote it
             return bool(summary.get("after"))
         return not summary.get("interrupted") and summary.get("steps") == summary["total_steps"]
@@ -70,7 +70,7 @@ class RunFolder:
     @cached_property
     def summary(self) -> dict[str, Any]:
         """The run's own summary, filled up from the validation lines where the run has not come to it yet."""
-        known = dict(self.written_summary or {})
+        known = dict(self.saved_summary or {})
         lines = self._validation_lines()
         if not known.get("before") and lines and (len(lines) > 1 or not lines[0].get("step")):
             known["before"] = self._summarize(lines[0], self.rollouts_before)
@@ -99,7 +99,7 @@ class RunFolder:
     def series(self, *names: str) -> Series:
         """The first of `names` that the run has logged, over the steps; the last word on a step counts."""
         for name in names:
-            found = {int(line["step"]): float(line[name]) for line in self.metrics if _has(line, name)}
+            found = {int(line["step"]): float(line[name]) for line in self.metrics if _has_finite(line, name)}
             if found:
                 steps = sorted(found)
                 return steps, [found[step] for step in steps]
@@ -141,6 +141,6 @@ def _before_training(files: Sequence[Path]) -> bool:
     return bool(files) and files[0].stem == "eval-000000"
 
 
-def _has(line: dict[str, Any], name: str) -> bool:
+def _has_finite(line: dict[str, Any], name: str) -> bool:
     value = line.get(name)
     return isinstance(value, int | float) and math.isfinite(value) and isinstance(line.get("step"), int)

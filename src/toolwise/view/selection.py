@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal
 
-from toolwise.trackers.conversation import verdict
+from toolwise.trackers.conversation import is_correct
 
 Record = Mapping[str, Any]
 Outcome = Literal[
     "learned", "better", "cheaper", "lost", "worse", "still wrong", "still right", "unchanged", "not repeated"
 ]
 
-SHOWN: dict[Outcome, int] = {"learned": 8, "better": 8, "cheaper": 2, "lost": 2, "worse": 2, "still wrong": 3}
+MAX_PER_OUTCOME: dict[Outcome, int] = {"learned": 8, "better": 8, "cheaper": 2, "lost": 2, "worse": 2, "still wrong": 3}
 """How many tasks of each outcome a page shows, in this order; better and worse: no verdict, but scores."""
 
 
@@ -31,17 +31,19 @@ class TaskChange:
 def changed_tasks(before: Sequence[Record], after: Sequence[Record]) -> list[TaskChange]:
     """Tasks to show side by side, spread over the kinds. Without a second validation: a few as they were."""
     if not after:
-        return [TaskChange(record, None, "not repeated") for record in _spread(before)[:4]]
+        return [TaskChange(record, None, "not repeated") for record in _interleave_kinds(before)[:4]]
     later = {record.get("task_id"): record for record in after}
     changes = [
         TaskChange(record, later[record.get("task_id")], _outcome(record, later[record.get("task_id")]))
-        for record in _spread(before)
+        for record in _interleave_kinds(before)
         if record.get("task_id") in later
     ]
-    return [c for outcome, most in SHOWN.items() for c in [c for c in changes if c.outcome == outcome][:most]]
+    return [
+        c for outcome, limit in MAX_PER_OUTCOME.items() for c in [c for c in changes if c.outcome == outcome][:limit]
+    ]
 
 
-def telling_groups(rollouts: Iterable[Record], most: int = 2) -> list[list[Record]]:
+def contrasting_groups(rollouts: Iterable[Record], limit: int = 2) -> list[list[Record]]:
     """Groups whose rollouts fared differently, best and worst of each: where an advantage can be seen."""
     groups: dict[Any, list[Record]] = defaultdict(list)
     for record in rollouts:
@@ -52,7 +54,7 @@ def telling_groups(rollouts: Iterable[Record], most: int = 2) -> list[list[Recor
         ordered = sorted(members, key=_score, reverse=True)
         if len(ordered) > 1 and _score(ordered[0]) > _score(ordered[-1]):
             pairs.append([ordered[0], ordered[-1]])
-    return sorted(pairs, key=lambda pair: _score(pair[0]) - _score(pair[1]), reverse=True)[:most]
+    return sorted(pairs, key=lambda pair: _score(pair[0]) - _score(pair[1]), reverse=True)[:limit]
 
 
 def advantages_of(record: Record) -> list[float | None]:
@@ -67,7 +69,7 @@ def largest_advantage(records: Iterable[Record]) -> float:
 
 
 def _outcome(before: Record, after: Record) -> Outcome:
-    was, now = verdict(before), verdict(after)
+    was, now = is_correct(before), is_correct(after)
     if was is None or now is None:
         change = _score(after) - _score(before)
         return "better" if change > 0 else "worse" if change < 0 else "unchanged"
@@ -78,7 +80,7 @@ def _outcome(before: Record, after: Record) -> Outcome:
     return "cheaper" if _cost(after) < _cost(before) else "still right"
 
 
-def _spread(records: Sequence[Record]) -> list[Record]:
+def _interleave_kinds(records: Sequence[Record]) -> list[Record]:
     """One of each kind in turn, so that a few from the front show every kind."""
     kinds: dict[Any, list[Record]] = defaultdict(list)
     for record in records:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from toolwise.view.curves import LIGHT, Palette, finish_steps, new_figure, png, style, title
+from toolwise.view.curves import LIGHT, Palette, draw_title, format_step_axis, new_figure, style_axes, to_png
 from toolwise.view.run_folder import RunFolder, Series
 
-COLUMNS = (
+THINKING_COLUMNS = (
     "thinking/tokens_per_step",
     "thinking/format_valid",
     "thinking/names_action",
@@ -19,7 +19,7 @@ COLUMNS = (
 )
 LEVELS = (1, 2, 3, 4)
 SHADES = (0.3, 0.5, 0.75, 1.0)
-LINES = ("-", "--", ":", "-.")
+LINE_STYLES = ("-", "--", ":", "-.")
 
 
 def thinking_columns(lines: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -30,38 +30,38 @@ def thinking_columns(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     worth = sorted(n for n in names if n.startswith("thinking/advantage_level_"))
     if not shares:
         return []
-    return [*(n for n in COLUMNS if n in names), *shares, *worth, *prices]
+    return [*(n for n in THINKING_COLUMNS if n in names), *shares, *worth, *prices]
 
 
 def render_thinking(run: RunFolder, palette: Palette = LIGHT) -> bytes | None:
     """A figure of up to four panels; None where the run did not look at its levels."""
     drawn: list[Callable[[Any, RunFolder, Palette], None]] = []
-    if kinds_of(run) or run.series("thinking/level_1_share")[0]:
+    if step_kinds(run) or run.series("thinking/level_1_share")[0]:
         drawn.append(_draw_shares)
     if any(run.series(f"thinking/advantage_level_{k}")[0] for k in LEVELS):
-        drawn.append(_draw_worth)
+        drawn.append(_draw_level_advantages)
     if _success_by_tokens(run)[0]:
         drawn.append(_draw_success)
     if not drawn:
         return None
-    if prices_of(run):
-        drawn.append(_draw_prices)
+    if lambda_metrics(run):
+        drawn.append(_draw_lambdas)
     figure = new_figure(palette, (1200, 520))
     grid = figure.add_gridspec(1, len(drawn), left=0.05, right=0.98, top=0.78, bottom=0.14, wspace=0.25)
     for column, draw in enumerate(drawn):
         axes = figure.add_subplot(grid[0, column])
-        style(axes, palette)
+        style_axes(axes, palette)
         draw(axes, run, palette)
-    return png(figure)
+    return to_png(figure)
 
 
-def kinds_of(run: RunFolder) -> list[str]:
+def step_kinds(run: RunFolder) -> list[str]:
     """Kinds of step that the world tells apart."""
     found = {name.split("/")[1] for line in run.metrics for name in line if name.startswith("thinking/")}
     return sorted(kind for kind in found if run.series(f"thinking/{kind}/level_1_share")[0])
 
 
-def prices_of(run: RunFolder) -> list[str]:
+def lambda_metrics(run: RunFolder) -> list[str]:
     """Every λ that was ever above 0: of thought, of tools."""
     names = sorted({name for line in run.metrics for name in line if name.endswith("/lambda")})
     return [name for name in names if any(run.series(name)[1])]
@@ -69,22 +69,22 @@ def prices_of(run: RunFolder) -> list[str]:
 
 def _draw_shares(axes: Any, run: RunFolder, palette: Palette) -> None:
     """Of levels 3 and 4 together, by kind of step: whether deep thought goes where it is needed."""
-    for kind, line in zip(kinds_of(run) or [""], LINES, strict=False):
+    for kind, line in zip(step_kinds(run) or [""], LINE_STYLES, strict=False):
         at = f"thinking/{kind}/" if kind else "thinking/"
         deep = _sum([run.series(f"{at}level_{k}_share") for k in (3, 4)])
         axes.plot(*deep, color=palette.after, linestyle=line, linewidth=1.8, label=kind or "all steps")
-    title(axes, "share of levels 3 and 4", palette)
-    finish_steps(axes, palette, share=True)
+    draw_title(axes, "share of levels 3 and 4", palette)
+    format_step_axis(axes, palette, share=True)
 
 
-def _draw_worth(axes: Any, run: RunFolder, palette: Palette) -> None:
+def _draw_level_advantages(axes: Any, run: RunFolder, palette: Palette) -> None:
     for level, shade in zip(LEVELS, SHADES, strict=True):
         steps, values = run.series(f"thinking/advantage_level_{level}")
         if steps:
             axes.plot(steps, values, color=palette.after, alpha=shade, linewidth=1.6, label=str(level))
     axes.axhline(0.0, color=palette.rule, linewidth=1.0)
-    title(axes, "what each level was worth", palette)
-    finish_steps(axes, palette, share=False)
+    draw_title(axes, "what each level was worth", palette)
+    format_step_axis(axes, palette, share=False)
 
 
 def _draw_success(axes: Any, run: RunFolder, palette: Palette) -> None:
@@ -92,16 +92,16 @@ def _draw_success(axes: Any, run: RunFolder, palette: Palette) -> None:
     axes.plot(tokens, scores, color=palette.cost, linewidth=1.0, alpha=0.4)
     axes.scatter(tokens, scores, color=palette.cost, s=14, zorder=3)
     axes.scatter(tokens[-1:], scores[-1:], color=palette.cost, s=60, zorder=4, label="last")
-    title(axes, "score against thinking tokens a step", palette)
+    draw_title(axes, "score against thinking tokens a step", palette)
     axes.legend(frameon=False, labelcolor=palette.muted, fontsize=9)
 
 
-def _draw_prices(axes: Any, run: RunFolder, palette: Palette) -> None:
-    for name, line in zip(prices_of(run), LINES, strict=False):
+def _draw_lambdas(axes: Any, run: RunFolder, palette: Palette) -> None:
+    for name, line in zip(lambda_metrics(run), LINE_STYLES, strict=False):
         label = name.removesuffix("/lambda")
         axes.plot(*run.series(name), color=palette.cost, linestyle=line, linewidth=1.6, label=label)
-    title(axes, "prices λ", palette)
-    finish_steps(axes, palette, share=False)
+    draw_title(axes, "prices λ", palette)
+    format_step_axis(axes, palette, share=False)
 
 
 def _success_by_tokens(run: RunFolder) -> tuple[list[float], list[float]]:

@@ -16,28 +16,28 @@ from toolwise.demo.rooms.demonstrations import (
     SPLITS,
     demonstrations,
     house_number,
+    instructed_walks,
     lessons,
     main,
     task_rows,
-    told_walks,
     walk,
 )
 from toolwise.demo.rooms.env import RoomsEnv
-from toolwise.demo.rooms.house import Plan, build_house
-from toolwise.thinking.levels import LEVELS, TEMPLATE, load_levels
-from toolwise.thinking.reading import read
+from toolwise.demo.rooms.house import HouseConfig, build_house
+from toolwise.thinking.levels import DEFAULT_LEVELS, LEVELS_FILE, load_levels
+from toolwise.thinking.reading import parse_reply
 
 
 def test_what_is_shown_is_what_the_world_would_say() -> None:
-    plan = Plan()
+    plan = HouseConfig()
     for number in range(20):
         env = RoomsEnv(number)
         said = walk(env.house, [1 + number % 4] * plan.steps, plan)
         seen = [asyncio.run(env.reset())]
         replies = [message["content"] for message in said if message["role"] == "assistant"]
         for reply in replies:
-            sight, reward, done, _ = asyncio.run(env.step(reply))
-            seen.append(sight)
+            observation, reward, done, _ = asyncio.run(env.step(reply))
+            seen.append(observation)
         assert (reward, done) == (1.0, True)
         assert [message["content"] for message in said if message["role"] == "user"] == seen[:-1]
 
@@ -46,7 +46,7 @@ def test_every_reply_keeps_to_the_format() -> None:
     for row in demonstrations(50):
         for message in row["messages"]:
             if message["role"] == "assistant":
-                assert read(message["content"]).valid, message
+                assert parse_reply(message["content"]).valid, message
 
 
 def test_levels_are_drawn_alike_on_easy_and_on_hard_steps() -> None:
@@ -54,7 +54,10 @@ def test_levels_are_drawn_alike_on_easy_and_on_hard_steps() -> None:
     for row in demonstrations(2000):
         sights = [m["content"] for m in row["messages"] if m["role"] == "user"]
         replies = [m["content"] for m in row["messages"] if m["role"] == "assistant"]
-        drawn.update(("hall" in sight, read(reply).level) for sight, reply in zip(sights, replies, strict=True))
+        drawn.update(
+            ("hall" in observation, parse_reply(reply).level)
+            for observation, reply in zip(sights, replies, strict=True)
+        )
     for hard in (True, False):
         total = sum(count for (kind, _), count in drawn.items() if kind is hard)
         assert all(drawn[hard, level] / total == pytest.approx(0.25, abs=0.03) for level in (1, 2, 3, 4))
@@ -76,14 +79,14 @@ def test_lessons_read_a_map_and_say_nothing_of_levels() -> None:
 def test_who_is_told_levels_uses_them_and_what_is_told_is_drawn_evenly() -> None:
     kinds = {"map is here": "map", "door is open": "door", "has a": "key", "You have": "lock", "hall": "hall"}
     drawn: Counter[tuple[str, int]] = Counter()
-    for row in told_walks(800, seed=2):
+    for row in instructed_walks(800, seed=2):
         said = [m["content"] for m in row["messages"]]
-        words = said[0].removeprefix(Plan().task).rstrip(".").split()
+        words = said[0].removeprefix(HouseConfig().task).rstrip(".").split()
         rule = {word[:-1]: int(word[-1]) for word in words}
         assert sorted(rule) == sorted(kinds.values())
-        for sight, reply in zip(said[1::2], said[2::2], strict=True):
-            [kind] = [name for words_of_it, name in kinds.items() if words_of_it in sight]
-            assert read(reply).level == rule[kind]
+        for observation, reply in zip(said[1::2], said[2::2], strict=True):
+            [kind] = [name for words_of_it, name in kinds.items() if words_of_it in observation]
+            assert parse_reply(reply).level == rule[kind]
         drawn.update(rule.items())
     assert all(drawn[kind, level] / 800 == pytest.approx(0.25, abs=0.06) for kind in kinds.values() for level in (1, 4))
 
@@ -99,22 +102,22 @@ def test_no_split_shares_a_house_with_another() -> None:
 
 
 def test_tasks_are_rows_that_a_run_can_read() -> None:
-    for number, row in enumerate(task_rows(range(3), "train", Plan(halls=1))):
+    for number, row in enumerate(task_rows(range(3), "train", HouseConfig(halls=1))):
         task = read_task(Path("rooms"), number, row, {})
         env = RoomsEnv(**task.extra_info["env_kwargs"])
-        assert env.house == build_house(house_number(number, "train"), Plan(halls=1))
+        assert env.house == build_house(house_number(number, "train"), HouseConfig(halls=1))
 
 
 def test_a_model_that_knows_no_levels_is_told_of_them() -> None:
-    [row] = task_rows([0], "train", levels=LEVELS)
-    assert LEVELS.explain() in row["prompt"][0]["content"]
+    [row] = task_rows([0], "train", levels=DEFAULT_LEVELS)
+    assert DEFAULT_LEVELS.explain() in row["prompt"][0]["content"]
     [taught] = demonstrations(1, explain=True)
     assert taught["messages"][0] == row["prompt"][0]
 
 
 def test_a_template_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text(TEMPLATE.read_text().replace("State: {state}", "I see {state}"))
+    path.write_text(LEVELS_FILE.read_text().replace("State: {state}", "I see {state}"))
     [row] = demonstrations(1, levels=load_levels(path))
     thoughts = [m["content"] for m in row["messages"] if "<think>" in m["content"]]
     assert thoughts

@@ -39,17 +39,17 @@ def test_the_right_way_earns_one_at_its_end(house: int) -> None:
 
 def test_the_map_is_seen_once_and_not_again() -> None:
     env = RoomsEnv(3)
-    told = [sight for sight, _, _, _ in walk(env, *env.gold_actions())]
-    assert ["Map:" in sight for sight in told] == [True, *[False] * (len(told) - 1)]
+    told = [observation for observation, _, _, _ in walk(env, *env.gold_actions())]
+    assert ["Map:" in observation for observation in told] == [True, *[False] * (len(told) - 1)]
 
 
 def test_a_wrong_door_in_a_hall_ends_the_walk() -> None:
     env = RoomsEnv(3)
     way = env.gold_actions()
-    hall = next(i for i, place in enumerate(env.house.places) if place.hard)
-    wrong = next(door for door in "12345678" if door != env.house.places[hall].action)
-    sight, reward, done, info = walk(env, *way[:hall], f"<action>{wrong}</action>")[-1]
-    assert (sight, reward, done) == ("The floor gives way.", 0.0, True)
+    hall = next(i for i, room in enumerate(env.house.rooms) if room.hard)
+    wrong = next(door for door in "12345678" if door != env.house.rooms[hall].action)
+    observation, reward, done, info = walk(env, *way[:hall], f"<action>{wrong}</action>")[-1]
+    assert (observation, reward, done) == ("The floor gives way.", 0.0, True)
     assert not info["success"]
     assert not info["truncated"]
     assert "fallen" in env.state_key

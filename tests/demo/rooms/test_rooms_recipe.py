@@ -10,11 +10,11 @@ import torch
 
 from toolwise.api import read_config, read_tasks
 from toolwise.demo.rooms.demonstrations import demonstrations, task_rows, write_rows
-from toolwise.demo.rooms.recipe import rooms_settings
+from toolwise.demo.rooms.recipe import rooms_config
 from toolwise.loop import train_step
 from toolwise.run import assemble
-from toolwise.teaching import teach_model
-from toolwise.thinking.reading import read
+from toolwise.teaching import train_sft
+from toolwise.thinking.reading import parse_reply
 
 torch.set_num_threads(1)
 
@@ -22,13 +22,13 @@ torch.set_num_threads(1)
 def test_the_settings_are_a_configuration(tmp_path: Path) -> None:
     for split in ("train", "heldout"):
         write_rows(tmp_path / f"{split}.jsonl", task_rows(range(3), split))
-    config = read_config(rooms_settings("builtin:small", tmp_path, seed=3))
+    config = read_config(rooms_config("builtin:small", tmp_path, seed=3))
     assert config.seed == 3
     assert config.data.train == tmp_path / "train.jsonl"
 
 
 def test_a_step_of_learning_from_walks_in_the_world(tmp_path: Path) -> None:
-    settings = rooms_settings("builtin:small")
+    settings = rooms_config("builtin:small")
     settings |= {"data": {"batch_size": 1}, "algorithm": {"zero_std_groups": "keep"}}
     settings["rollout"] |= {"n": 2, "max_new_tokens": 16}
     run = assemble(read_config(settings), tasks=read_tasks(list(task_rows([0], "train")), "train"))
@@ -47,18 +47,18 @@ def test_a_step_of_learning_from_walks_in_the_world(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_few_minutes_of_teaching_teach_the_format(tmp_path: Path) -> None:
     """`toolwise sft` from the model that ships, on levelled walks: most of what it then writes keeps to the format."""
-    teach_model(
+    train_sft(
         "builtin:small",
         list(demonstrations(2000)),
         tmp_path / "taught",
         {"steps": 200, "lr": 1e-3, "batch_tokens": 4096, "row_tokens": 512},
     )
-    settings = rooms_settings(tmp_path / "taught")
+    settings = rooms_config(tmp_path / "taught")
     run = assemble(read_config(settings), tasks=read_tasks(list(task_rows(range(8), "train")), "train"))
     try:
         scored = asyncio.run(train_step(run)).scored
     finally:
         run.close()
-    readings = [read(step.raw_policy_output or "") for s in scored for step in s.steps]
+    readings = [parse_reply(step.raw_policy_output or "") for s in scored for step in s.steps]
     assert sum(reading.valid for reading in readings) > 0.8 * len(readings)
     assert {reading.level for reading in readings} >= {1, 2, 3, 4}

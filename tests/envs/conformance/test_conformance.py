@@ -328,7 +328,7 @@ def test_a_planted_bug_is_found(kind: type[BaseEnv], finding: str, expected: str
 
 
 def test_a_world_that_blocks_the_loop_for_ever_is_given_up_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "NOTICED_S", 0.2)
+    monkeypatch.setattr(watching, "MIN_BLOCK_S", 0.2)
 
     class Blocks(Corridor):
         async def step(self, action: str) -> Any:

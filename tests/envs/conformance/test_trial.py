@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from toolwise.envs.base import BaseEnv
-from toolwise.envs.conformance.trial import Misbehaviour, Moment, Trial, as_action, on_trial
+from toolwise.envs.conformance.trial import EnvSnapshot, EnvTrial, EnvViolation, as_action, open_trial
 from toolwise.messages import Message, ToolCall
 
 
@@ -36,7 +36,7 @@ class World(BaseEnv):
 
 def problems(world: World) -> list[str]:
     async def live() -> list[str]:
-        async with on_trial(world, 5) as trial:
+        async with open_trial(world, 5) as trial:
             await trial.reset(0)
             await trial.step("go")
         return trial.problems
@@ -91,7 +91,7 @@ def test_a_state_key_that_is_no_string() -> None:
     ],
 )
 def test_what_cannot_be_read_at_all(step: Any, said: str) -> None:
-    with pytest.raises(Misbehaviour) as raised:
+    with pytest.raises(EnvViolation) as raised:
         problems(World(step))
     assert str(raised.value).startswith(said)
 
@@ -106,26 +106,26 @@ def test_a_step_that_is_late_and_one_that_is_not_async() -> None:
             return "", 0.0, False, {}
 
     async def live(world: World) -> None:
-        trial = Trial(world, 0.05)
+        trial = EnvTrial(world, 0.05)
         await trial.reset(0)
         await trial.step("go")
 
-    with pytest.raises(Misbehaviour, match=r"step 1 took longer than 0\.05 s"):
+    with pytest.raises(EnvViolation, match=r"step 1 took longer than 0\.05 s"):
         asyncio.run(live(Slow()))
-    with pytest.raises(Misbehaviour, match="step 1 is no coroutine"):
+    with pytest.raises(EnvViolation, match="step 1 is no coroutine"):
         asyncio.run(live(Plain()))
 
 
 def test_a_close_that_fails_does_not_hide_what_went_wrong_before() -> None:
     world = World(ValueError("first"))
     world.closed = 1
-    with pytest.raises(Misbehaviour, match="first"):
+    with pytest.raises(EnvViolation, match="first"):
         problems(world)
 
 
 def test_moments_say_in_what_they_differ() -> None:
-    assert Moment("a").difference(Moment("a")) is None
-    assert Moment("a", 1.0).difference(Moment("a", 2.0)) == "reward 1.0 and 2.0"
+    assert EnvSnapshot("a").difference(EnvSnapshot("a")) is None
+    assert EnvSnapshot("a", 1.0).difference(EnvSnapshot("a", 2.0)) == "reward 1.0 and 2.0"
 
 
 def test_actions_as_files_write_them() -> None:

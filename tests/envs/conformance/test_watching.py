@@ -9,30 +9,30 @@ import time
 import pytest
 
 from toolwise.envs.conformance import watching
-from toolwise.envs.conformance.watching import watched
+from toolwise.envs.conformance.watching import run_watched
 
 
 def test_work_that_awaits_is_never_blocked() -> None:
     async def work() -> None:
         await asyncio.sleep(0.2)
 
-    assert watched(work, limit_s=1) == ("ok", "never blocked")
+    assert run_watched(work, limit_s=1) == ("ok", "never blocked")
 
 
 def test_a_short_block_is_told_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "NOTICED_S", 0.2)
+    monkeypatch.setattr(watching, "MIN_BLOCK_S", 0.2)
 
     async def work() -> None:
         time.sleep(0.8)  # noqa: ASYNC251
 
-    verdict, says = watched(work, limit_s=30)
+    verdict, says = run_watched(work, limit_s=30)
     assert verdict == "warning"
     assert says.startswith("test_watching.py:")
     assert "work" in says
 
 
 def test_a_block_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "NOTICED_S", 0.2)
+    monkeypatch.setattr(watching, "MIN_BLOCK_S", 0.2)
     free = threading.Event()
 
     async def work() -> None:
@@ -40,7 +40,7 @@ def test_a_block_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) 
             sum(range(1000))
 
     began = time.monotonic()
-    verdict, says = watched(work, limit_s=0.4)
+    verdict, says = run_watched(work, limit_s=0.4)
     free.set()
     assert verdict == "wrong"
     assert "blocked it for over 0.4 s" in says
@@ -52,4 +52,4 @@ def test_what_the_work_raises_is_raised() -> None:
         raise KeyError("here")
 
     with pytest.raises(KeyError, match="here"):
-        watched(work, limit_s=1)
+        run_watched(work, limit_s=1)

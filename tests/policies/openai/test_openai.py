@@ -22,7 +22,7 @@ from toolwise.policies.openai.faults import ServerError
 from toolwise.protocols import AgentPolicy, Sampling, SessionPolicy
 from toolwise.rollout.scheduler import RolloutScheduler
 from toolwise.rollout.worker import RLRolloutWorker
-from toolwise.serve import Served, Server, build_app
+from toolwise.serve import ServedModel, Server, build_app
 from toolwise.tools import build_tools
 from toolwise.types import RouteDecision, StopReason, Task
 
@@ -56,7 +56,7 @@ def local() -> LocalPolicy:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with Server(build_app(Served.of(local(), "small"))) as started:
+    with Server(build_app(ServedModel.of(local(), "small"))) as started:
         yield started
 
 

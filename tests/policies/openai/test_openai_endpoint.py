@@ -232,7 +232,7 @@ def test_what_the_reader_makes_of_a_reply_may_be_asked_again_too() -> None:
     def picky(value: Any, headers: Mapping[str, str]) -> str:
         tries.append(value)
         if len(tries) < 3:
-            raise ServerError("bad_reply", "no choices", again=True)
+            raise ServerError("bad_reply", "no choices", retryable=True)
         return "at last"
 
     asked = endpoint([])

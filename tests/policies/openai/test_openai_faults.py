@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from toolwise.errors import ContextFullError, PolicyError
-from toolwise.policies.openai.faults import MAX_SAID, ServerError, refusal, said_by
+from toolwise.policies.openai.faults import MAX_ERROR_CHARS, ServerError, error_from_response, parse_error_body
 
 
 def error(**fields: Any) -> bytes:
@@ -16,7 +16,7 @@ def error(**fields: Any) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("status", "kind", "again"),
+    ("status", "kind", "retryable"),
     [
         (429, "rate_limited", True),
         (500, "server_error", True),
@@ -29,22 +29,22 @@ def error(**fields: Any) -> bytes:
         (307, "redirect", False),
     ],
 )
-def test_the_status_says_whether_to_ask_again(status: int, kind: str, again: bool) -> None:
-    fault = refusal(status, {}, error(message="no"))
+def test_the_status_says_whether_to_ask_again(status: int, kind: str, retryable: bool) -> None:
+    fault = error_from_response(status, {}, error(message="no"))
     assert isinstance(fault, ServerError)
     assert isinstance(fault, PolicyError)
-    assert (fault.kind, fault.again) == (kind, again)
+    assert (fault.kind, fault.retryable) == (kind, retryable)
     assert f"HTTP {status}: no" in str(fault)
 
 
 def test_the_wait_that_the_server_asks_for_is_kept() -> None:
-    fault = refusal(429, {"retry-after": "7"}, b"")
+    fault = error_from_response(429, {"retry-after": "7"}, b"")
     assert isinstance(fault, ServerError)
     assert fault.wait_s == 7
 
 
 def test_a_redirect_names_its_place() -> None:
-    assert "http://elsewhere/v1" in str(refusal(301, {"location": "http://elsewhere/v1"}, b""))
+    assert "http://elsewhere/v1" in str(error_from_response(301, {"location": "http://elsewhere/v1"}, b""))
 
 
 @pytest.mark.parametrize(
@@ -62,8 +62,8 @@ def test_a_redirect_names_its_place() -> None:
 )
 def test_a_full_context_is_told_from_other_refusals(body: bytes | str) -> None:
     raw = body.encode() if isinstance(body, str) else body
-    assert isinstance(refusal(400, {}, raw), ContextFullError)
-    assert isinstance(refusal(500, {}, raw), ServerError)
+    assert isinstance(error_from_response(400, {}, raw), ContextFullError)
+    assert isinstance(error_from_response(500, {}, raw), ServerError)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_a_full_context_is_told_from_other_refusals(body: bytes | str) -> None:
     ],
 )
 def test_the_servers_words_on_one_line(raw: bytes, said: str | None) -> None:
-    words = said_by(raw)[0]
-    assert len(words) <= MAX_SAID + 1
+    words = parse_error_body(raw)[0]
+    assert len(words) <= MAX_ERROR_CHARS + 1
     assert words.isprintable()
     if said is not None:
         assert words == said

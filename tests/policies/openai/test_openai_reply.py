@@ -113,9 +113,9 @@ def test_a_call_cut_off_is_cut_off() -> None:
     assert reply.logprobs["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize(("finish", "again"), [("abort", True), ("error", True), ("content_filter", False)])
-def test_a_reply_that_the_server_broke_off_is_no_reply(finish: str, again: bool) -> None:
-    assert fault_of(body({"finish_reason": finish})).again is again
+@pytest.mark.parametrize(("finish", "retryable"), [("abort", True), ("error", True), ("content_filter", False)])
+def test_a_reply_that_the_server_broke_off_is_no_reply(finish: str, retryable: bool) -> None:
+    assert fault_of(body({"finish_reason": finish})).retryable is retryable
 
 
 def test_thoughts_that_the_server_took_out_are_in_the_raw_text() -> None:
@@ -135,7 +135,7 @@ def test_a_model_may_end_its_turn_at_once(more: dict[str, Any]) -> None:
 
 def test_an_empty_reply_without_a_token_is_a_fault() -> None:
     fault = fault_of(body(message={"content": None}))
-    assert (fault.kind, fault.again) == ("bad_reply", True)
+    assert (fault.kind, fault.retryable) == ("bad_reply", True)
 
 
 @pytest.mark.parametrize(

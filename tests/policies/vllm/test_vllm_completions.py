@@ -47,7 +47,7 @@ def test_a_reply_is_read_to_the_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "told", "again"),
+    ("body", "told", "retryable"),
     [
         ({"error": "no"}, "no choices", True),
         ([], "no choices", True),
@@ -63,7 +63,7 @@ def test_a_reply_is_read_to_the_token() -> None:
         (reply(logprobs={"token_logprobs": [float("nan"), -1.0]}), "NaN", False),
     ],
 )
-def test_a_reply_that_is_none_is_a_typed_fault(body: Any, told: str, again: bool) -> None:
+def test_a_reply_that_is_none_is_a_typed_fault(body: Any, told: str, retryable: bool) -> None:
     with pytest.raises(ServerError, match=told) as fault:
         read_completion(body, [1, 5])
-    assert (fault.value.kind, fault.value.again) == ("bad_reply", again)
+    assert (fault.value.kind, fault.value.retryable) == ("bad_reply", retryable)

@@ -10,13 +10,13 @@ import httpx
 import pytest
 
 from toolwise.errors import PolicyError
-from toolwise.policies.vllm.control import Control
+from toolwise.policies.vllm.control import VllmControlClient
 from toolwise.policies.vllm.weights import WeightsFolder
 
 
-def answering(status: int, **content: Any) -> Control:
+def answering(status: int, **content: Any) -> VllmControlClient:
     transport = httpx.MockTransport(lambda _: httpx.Response(status, **content))
-    return Control("http://server/v1", timeout_s=5, client=httpx.Client(transport=transport))
+    return VllmControlClient("http://server/v1", timeout_s=5, client=httpx.Client(transport=transport))
 
 
 def one_line(fault: pytest.ExceptionInfo[PolicyError]) -> str:
@@ -25,16 +25,16 @@ def one_line(fault: pytest.ExceptionInfo[PolicyError]) -> str:
 
 
 def test_it_says_what_it_serves(stand_in: Any) -> None:
-    served = Control(stand_in.url, timeout_s=5).served()
-    assert (served.name, served.max_context) == ("small", 4096)
-    assert (served.dtype, served.logprobs_mode) == ("float32", "processed_logprobs")
-    assert Control(stand_in.url, timeout_s=5).served("adapter").name == "adapter"
+    model_info = VllmControlClient(stand_in.url, timeout_s=5).model_info()
+    assert (model_info.name, model_info.max_context) == ("small", 4096)
+    assert (model_info.dtype, model_info.logprobs_mode) == ("float32", "processed_logprobs")
+    assert VllmControlClient(stand_in.url, timeout_s=5).model_info("adapter").name == "adapter"
 
 
 def test_weights_go_in_while_nobody_is_served_and_nothing_cached_stays(stand_in: Any, loaded: Any) -> None:
     weights = WeightsFolder()
     try:
-        Control(stand_in.url, timeout_s=5).load(weights.write(loaded[0]), 3)
+        VllmControlClient(stand_in.url, timeout_s=5).load(weights.write(loaded[0]), 3)
     finally:
         weights.close()
     assert stand_in.asked == ["pause", "collective_rpc", "reset_prefix_cache", "update_weight_version", "resume"]
@@ -46,21 +46,21 @@ def test_no_server() -> None:
         nobody.bind(("127.0.0.1", 0))
         port = nobody.getsockname()[1]
         with pytest.raises(PolicyError, match=f"there is no vLLM at http://127.0.0.1:{port} ") as fault:
-            Control(f"http://127.0.0.1:{port}/v1", timeout_s=5).served()
+            VllmControlClient(f"http://127.0.0.1:{port}/v1", timeout_s=5).model_info()
     assert "rollout.vllm.base_url" in one_line(fault)
 
 
 def test_another_name(stand_in: Any) -> None:
     with pytest.raises(PolicyError, match=r"serves small, adapter, not 'large': set rollout\.vllm\.model") as fault:
-        Control(stand_in.url, timeout_s=5).served("large")
+        VllmControlClient(stand_in.url, timeout_s=5).model_info("large")
     one_line(fault)
 
 
 def test_no_transfer_api(stand_in: Any) -> None:
     stand_in.development = False
-    control = Control(stand_in.url, timeout_s=5)
+    control = VllmControlClient(stand_in.url, timeout_s=5)
     with pytest.raises(PolicyError, match="takes no new weights: start it with VLLM_SERVER_DEV_MODE=1") as fault:
-        control.served()
+        control.model_info()
     one_line(fault)
     with pytest.raises(PolicyError, match="takes no new weights"):
         control.load(Path("/nowhere"), 1)
@@ -69,7 +69,7 @@ def test_no_transfer_api(stand_in: Any) -> None:
 def test_weights_that_are_refused(stand_in: Any) -> None:
     stand_in.refuses_weights = True
     with pytest.raises(PolicyError, match=r"shapes do not match; does it serve the model at model\.path") as fault:
-        Control(stand_in.url, timeout_s=5).load(Path("/nowhere"), 1)
+        VllmControlClient(stand_in.url, timeout_s=5).load(Path("/nowhere"), 1)
     one_line(fault)
     assert not stand_in.paused
 
@@ -79,7 +79,7 @@ def test_a_cache_that_is_not_forgotten(stand_in: Any, loaded: Any) -> None:
     weights = WeightsFolder()
     try:
         with pytest.raises(PolicyError, match="did not forget its cached prefixes"):
-            Control(stand_in.url, timeout_s=5).load(weights.write(loaded[0]), 1)
+            VllmControlClient(stand_in.url, timeout_s=5).load(weights.write(loaded[0]), 1)
     finally:
         weights.close()
 
@@ -95,7 +95,7 @@ def test_a_cache_that_is_not_forgotten(stand_in: Any, loaded: Any) -> None:
 )
 def test_something_else_answers(status: int, content: dict[str, Any], told: str) -> None:
     with pytest.raises(PolicyError, match=told) as fault:
-        answering(status, **content).served()
+        answering(status, **content).model_info()
     one_line(fault)
 
 
@@ -103,6 +103,8 @@ def test_an_answer_that_does_not_come() -> None:
     def late(_: httpx.Request) -> httpx.Response:
         raise httpx.ReadTimeout("late")
 
-    control = Control("http://server/v1", timeout_s=1, client=httpx.Client(transport=httpx.MockTransport(late)))
+    control = VllmControlClient(
+        "http://server/v1", timeout_s=1, client=httpx.Client(transport=httpx.MockTransport(late))
+    )
     with pytest.raises(PolicyError, match=r"raise rollout\.vllm\.timeout_s"):
-        control.served()
+        control.model_info()

@@ -62,7 +62,7 @@ def test_only_the_last_weights_stay(loaded: Any, tmp_path: Path) -> None:
     weights = WeightsFolder(tmp_path)
     first, second = weights.write(loaded[0]), weights.write(loaded[0])
     assert first != second
-    weights.keep_last()
+    weights.delete_old()
     assert (first.exists(), second.exists()) == (False, True)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import toolwise
-from toolwise.rollout.parsers import PARSERS, parse_auto, sniff
+from toolwise.rollout.parsers import PARSERS, detect_parser, parse_auto
 
 ADD = '"name": "add"'
 
@@ -32,19 +32,19 @@ ADD = '"name": "add"'
     ],
 )
 def test_a_template_tells_the_format(template: str | dict[str, str] | None, name: str) -> None:
-    assert sniff(template) == name
+    assert detect_parser(template) == name
 
 
 def test_a_template_is_believed_before_the_vocabulary() -> None:
-    assert sniff("<tool_call>", ["<|python_tag|>", "[TOOL_CALLS]"]) == "hermes"
-    assert sniff("{{ messages }}", ["<s>", "[TOOL_CALLS]"]) == "mistral"
-    assert sniff(None, {"<|eot_id|>": 1, "<|python_tag|>": 2}) == "llama3"
-    assert sniff(None, ["<s>"]) == "auto"
+    assert detect_parser("<tool_call>", ["<|python_tag|>", "[TOOL_CALLS]"]) == "hermes"
+    assert detect_parser("{{ messages }}", ["<s>", "[TOOL_CALLS]"]) == "mistral"
+    assert detect_parser(None, {"<|eot_id|>": 1, "<|python_tag|>": 2}) == "llama3"
+    assert detect_parser(None, ["<s>"]) == "auto"
 
 
 def test_the_model_that_ships_writes_hermes() -> None:
     template = Path(toolwise.__file__).parent / "models" / "small" / "chat_template.jinja"
-    assert sniff(template.read_text(encoding="utf-8")) == "hermes"
+    assert detect_parser(template.read_text(encoding="utf-8")) == "hermes"
 
 
 @pytest.mark.parametrize(

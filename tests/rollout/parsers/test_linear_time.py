@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from toolwise.envs.gymnasium_text import said
+from toolwise.envs.gymnasium_text import extract_action
 from toolwise.messages import Message
 from toolwise.rewards import rlla_format, transcript
 from toolwise.rewards.gsm8k import find_answer
 from toolwise.rewards.judge import _last_object
 from toolwise.rollout.parsers import PARSERS
-from toolwise.thinking.alternatives import names_action
-from toolwise.thinking.reading import read
+from toolwise.thinking.alternatives import mentions_action
+from toolwise.thinking.reading import parse_reply
 
 CALL = '{"name": "f", "parameters": {}}'
 FAMILIES: dict[str, tuple[str, str, str]] = {
@@ -62,12 +62,12 @@ def message(text: str) -> Message:
 
 READERS: dict[str, Callable[[str], Any]] = {
     **{name: parse for name, parse in PARSERS.items() if name not in ("qwen", "openai", "none")},
-    "thinking": read,
-    "named action": lambda text: names_action(text, text[: len(text) // 2] + "é"),
-    "own action": lambda text: names_action(text + "a", text[len(text) // 2 :]),
-    "gymnasium": said,
+    "thinking": parse_reply,
+    "named action": lambda text: mentions_action(text, text[: len(text) // 2] + "é"),
+    "own action": lambda text: mentions_action(text + "a", text[len(text) // 2 :]),
+    "gymnasium": extract_action,
     "blocks": transcript.top_level_blocks,
-    "calls": lambda text: transcript.calls_of(message(text)),
+    "calls": lambda text: transcript.read_tool_calls(message(text)),
     "strict": find_answer,
     "flexible": lambda text: find_answer(text, "flexible"),
     "judge": _last_object,

@@ -10,9 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolwise.rollout.parsers.reading import Source, clean, decode, is_sound, marks, split_thought
+from toolwise.rollout.parsers.reading import (
+    JsonSource,
+    decode,
+    is_storable,
+    mark_pattern,
+    replace_surrogates,
+    split_reasoning,
+)
 
-MARKS = marks("<call>")
+MARKS = mark_pattern("<call>")
 
 
 @given(
@@ -25,7 +32,7 @@ MARKS = marks("<call>")
 )
 def test_a_value_ends_where_it_ends_whatever_follows(value: Any, after: str) -> None:
     text = f"x {json.dumps(value)}"
-    found = decode(Source(text + after), 1)
+    found = decode(JsonSource(text + after), 1)
     assert found is not None
     assert (found.value, found.end) == (value, len(text))
 
@@ -35,16 +42,16 @@ def test_a_value_ends_where_it_ends_whatever_follows(value: Any, after: str) -> 
     ["", " ", "x", "{", '{"a": 1', '"a', "[1,]", "{'a': 1}", "tru", "```", pytest.param("[" * 100_000, id="deep")],
 )
 def test_half_a_value_is_none(text: str) -> None:
-    assert decode(Source(text), 0) is None
+    assert decode(JsonSource(text), 0) is None
 
 
 def test_a_raw_newline_inside_a_string_is_no_json() -> None:
-    assert decode(Source('{"a": "x\ny"}'), 0) is None
+    assert decode(JsonSource('{"a": "x\ny"}'), 0) is None
 
 
 def test_a_bad_value_costs_no_more_at_the_end_of_a_long_text() -> None:
     """The decoder's own errors look through all that came before for lines, twice: 20 MB a time."""
-    source = Source("x" * 20_000_000 + "{")
+    source = JsonSource("x" * 20_000_000 + "{")
     began = time.process_time()
     assert not any(decode(source, len(source) - 1) for _ in range(3000))
     assert time.process_time() - began < 1.0
@@ -54,17 +61,17 @@ def test_a_bad_value_costs_no_more_at_the_end_of_a_long_text() -> None:
     "value", [float("nan"), float("inf"), {"a": [-float("inf")]}, "\ud800", {"\udfff": 1}, [10**5000], object()]
 )
 def test_what_cannot_be_written_down_is_not_sound(value: Any) -> None:
-    assert not is_sound(value)
+    assert not is_storable(value)
 
 
 @pytest.mark.parametrize("value", [{}, {"a": [1, 2.5, None, True, "é🦉"]}, [10**600]])
 def test_what_json_can_say_is_sound(value: Any) -> None:
-    assert is_sound(value)
+    assert is_storable(value)
 
 
 @given(st.text(st.characters()))
 def test_cleaned_text_can_be_written_and_only_halves_of_characters_change(text: str) -> None:
-    cleaned = clean(text)
+    cleaned = replace_surrogates(text)
     cleaned.encode()
     assert cleaned == "".join("?" if "\ud800" <= c <= "\udfff" else c for c in text)
 
@@ -90,4 +97,4 @@ def test_cleaned_text_can_be_written_and_only_halves_of_characters_change(text: 
     ],
 )
 def test_where_the_leading_thought_ends(text: str, thought: str) -> None:
-    assert split_thought(text, MARKS) == (thought, text.removeprefix(thought))
+    assert split_reasoning(text, MARKS) == (thought, text.removeprefix(thought))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from toolwise.messages import Message, ToolCall
-from toolwise.rewards.rlla_format import as_written, read_calls, required_tags
+from toolwise.rewards.rlla_format import read_calls, required_tags, to_rlla_text
 from toolwise.rollout.parsers import parse_rlla, render_rlla
 
 DATA = Path(__file__).parents[2] / "data" / "rlla_test.parquet"
@@ -50,7 +50,7 @@ def test_gold_answers_are_read_as_the_reward_reads_them() -> None:
         assert [{"name": c.name, "parameters": c.arguments} for c in calls] == wanted
         assert "<tool_call>" not in content.partition("</think>")[2]
         message = Message(role="assistant", content=content, tool_calls=calls or None)
-        assert (read_calls(as_written(message)) if calls else []) == wanted
+        assert (read_calls(to_rlla_text(message)) if calls else []) == wanted
 
 
 def test_a_bad_line_spoils_no_other() -> None:

@@ -13,19 +13,19 @@ from namespaces import needs_namespaces
 
 from toolwise.sandbox.layers import bubblewrap
 from toolwise.sandbox.layers.bubblewrap import (
-    Monitor,
-    View,
+    BwrapProcess,
+    MountView,
     _follow,
     _mounts,
     _read_child,
-    command,
-    outside_of,
-    why_not,
+    bwrap_command,
+    host_namespaces,
+    unavailable_reason,
     worker_view,
 )
 from toolwise.sandbox.processes import launch
 
-SYSTEM = tuple(bubblewrap.readable_places(bubblewrap.readable_folders(), ("subprocess",)))
+SYSTEM = tuple(bubblewrap.readable_paths(bubblewrap.readable_folders(), ("subprocess",)))
 
 
 def test_links_on_the_way_are_kept(tmp_path: Path) -> None:
@@ -70,16 +70,16 @@ def test_devices_are_not_bound() -> None:
 
 def test_no_view_without_the_layer() -> None:
     assert worker_view(("limits",), (), "/tmp", ()) is None
-    assert outside_of(None) == ()
+    assert host_namespaces(None) == ()
 
 
 def test_a_missing_program_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    why_not.cache_clear()
+    unavailable_reason.cache_clear()
     try:
-        assert why_not() in ("bwrap is not installed", f"this is {sys.platform}")
+        assert unavailable_reason() in ("bwrap is not installed", f"this is {sys.platform}")
     finally:
-        why_not.cache_clear()
+        unavailable_reason.cache_clear()
 
 
 @needs_namespaces
@@ -88,18 +88,18 @@ def test_a_program_that_refuses_is_told_in_its_own_words(monkeypatch: pytest.Mon
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions' >&2\nexit 1\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    why_not.cache_clear()
+    unavailable_reason.cache_clear()
     try:
-        assert why_not() == "bwrap: No permissions"
+        assert unavailable_reason() == "bwrap: No permissions"
     finally:
-        why_not.cache_clear()
-        bubblewrap._options.cache_clear()
+        unavailable_reason.cache_clear()
+        bubblewrap._bwrap_help.cache_clear()
 
 
-def _run(tmp_path: Path, text: str) -> Monitor:
-    view = View(SYSTEM, ((str(tmp_path), "/sandbox"),), "/sandbox")
+def _run(tmp_path: Path, text: str) -> BwrapProcess:
+    view = MountView(SYSTEM, ((str(tmp_path), "/sandbox"),), "/sandbox")
     started = launch(["/bin/sh", "-c", text], {"PATH": "/bin:/usr/bin"}, tmp_path, view=view, stdin=subprocess.DEVNULL)
-    assert isinstance(started, Monitor)
+    assert isinstance(started, BwrapProcess)
     return started
 
 
@@ -135,7 +135,7 @@ def test_nothing_but_its_folder_can_be_written(tmp_path: Path) -> None:
 
 @needs_namespaces
 def test_the_host_network_stays_with_the_permission_only() -> None:
-    private, shared = View(SYSTEM, (), "/"), View(SYSTEM, (), "/", network=True)
-    assert "--unshare-net" in command(private)
-    assert "--unshare-net" not in command(shared)
-    assert len(outside_of(private)) == len(outside_of(shared)) + 1
+    private, shared = MountView(SYSTEM, (), "/"), MountView(SYSTEM, (), "/", network=True)
+    assert "--unshare-net" in bwrap_command(private)
+    assert "--unshare-net" not in bwrap_command(shared)
+    assert len(host_namespaces(private)) == len(host_namespaces(shared)) + 1

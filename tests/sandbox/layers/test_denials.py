@@ -73,7 +73,7 @@ def test_a_cycle_of_causes_ends() -> None:
     [PermissionError(1, "x"), PermissionError(13, "x", "/etc/x"), socket.gaierror(-3, "no"), URLError(OSError(1, "x"))],
 )
 def test_where_nothing_is_refused_nothing_is_explained(fault: Exception) -> None:
-    assert denials.explain(fault, denials.EVERYTHING) is None
+    assert denials.explain(fault, denials.ALL_ALLOWED) is None
 
 
 def test_shared_memory_and_metadata_name_what_works_instead() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from toolwise.sandbox.layers.disk import MOST_FILES, is_limited
+from toolwise.sandbox.layers.disk import MAX_FILES, is_limited
 from toolwise.sandbox.report import probe
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="mount namespaces are Linux's")
@@ -51,7 +51,7 @@ def test_no_more_files_are_made_than_may_be(tmp_path: Path) -> None:
     )
     said = _limited(tmp_path, body)
     assert said["fault"] == 28
-    assert said["files"] == MOST_FILES - 1
+    assert said["files"] == MAX_FILES - 1
 
 
 @linux

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from toolwise.sandbox.layers.hardening import HOW_TO_GET, LAYERS, Plan
+from toolwise.sandbox.layers.hardening import LAYER_REQUIREMENTS, LAYERS, Plan
 
 
 def test_a_plan_survives_json() -> None:
@@ -17,7 +17,7 @@ def test_a_plan_survives_json() -> None:
 
 
 def test_every_layer_says_how_to_get_it() -> None:
-    assert {layer for layers in LAYERS.values() for layer in layers} <= set(HOW_TO_GET)
+    assert {layer for layers in LAYERS.values() for layer in layers} <= set(LAYER_REQUIREMENTS)
 
 
 def test_limits_are_above_what_there_is(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's calls are Linux's")
 SOURCE = (
-    "import os, sys, time\nfrom toolwise.sandbox.layers.lifeline import live_with_parent\n"
+    "import os, sys, time\nfrom toolwise.sandbox.layers.lifeline import die_with_trainer\n"
     "live_with_parent(int(sys.argv[1]), int(sys.argv[2]))\nprint('up', flush=True)\nsum(range(10**12))\n"
 )
 

@@ -13,7 +13,7 @@ import pytest
 def test_without_layers_every_probe_goes_through(tmp_path: object) -> None:
     source = (
         "import sys\nfrom toolwise.sandbox.layers.hardening import LAYERS, Plan\n"
-        "from toolwise.sandbox.layers.probes import try_everything\n"
+        "from toolwise.sandbox.layers.probes import probe_layers\n"
         "layers = tuple(layer for layer in LAYERS['standard'] if layer != 'limits')\n"
         "said = try_everything(Plan(layers, sys.argv[1]))\n"
         "print(*sorted(layer for layer, why in said.items() if why))\n"

@@ -43,15 +43,15 @@ REFUSED = seccomp.REFUSE | errno.EPERM
 
 def call(machine: str, name: str, *arguments: int, permissions: tuple[str, ...] = ()) -> int:
     arch, column = syscalls.PROCESSORS[machine]
-    tables = {**syscalls.ALWAYS, **syscalls.NETWORK, **syscalls.PROCESSES, **syscalls.LOOKED_INTO}
+    tables = {**syscalls.ALWAYS_REFUSED, **syscalls.NETWORK, **syscalls.PROCESSES, **syscalls.ARGUMENT_CHECKED}
     number = tables[name][column]
     assert number is not None
     return run(seccomp.assemble(machine, PID, permissions), number, *arguments, arch=arch)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("table", [syscalls.ALWAYS, syscalls.NETWORK, syscalls.PROCESSES])
-def test_every_call_in_the_tables_is_refused(machine: str, table: syscalls.Numbers) -> None:
+@pytest.mark.parametrize("table", [syscalls.ALWAYS_REFUSED, syscalls.NETWORK, syscalls.PROCESSES])
+def test_every_call_in_the_tables_is_refused(machine: str, table: syscalls.SyscallNumbers) -> None:
     column = syscalls.PROCESSORS[machine][1]
     names = [name for name, numbers in table.items() if numbers[column] is not None]
     assert {name for name in names if call(machine, name) != REFUSED} == set()
@@ -170,7 +170,7 @@ def test_a_process_may_be_had_but_no_namespace(machine: str) -> None:
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_metadata_of_files_is_allowed_alone(machine: str) -> None:
-    assert set(syscalls.METADATA) < set(syscalls.ALWAYS)
+    assert set(syscalls.METADATA) < set(syscalls.ALWAYS_REFUSED)
     assert call(machine, "fchmodat", permissions=("metadata",)) == seccomp.ALLOW
     assert call(machine, "fchmodat") == REFUSED
     assert call(machine, "mount", permissions=("metadata",)) == REFUSED
@@ -179,12 +179,12 @@ def test_metadata_of_files_is_allowed_alone(machine: str) -> None:
 @pytest.mark.parametrize("machine", MACHINES)
 def test_new_processes_are_asked_for_and_threads_are_not(machine: str) -> None:
     arch, column = syscalls.PROCESSORS[machine]
-    program = births.assemble(machine)
-    clone = syscalls.LOOKED_INTO["clone"][column]
+    program = births.assemble_fork_filter(machine)
+    clone = syscalls.ARGUMENT_CHECKED["clone"][column]
     forks = [number for name in ("fork", "vfork") if (number := syscalls.PROCESSES[name][column]) is not None]
     assert clone is not None
-    assert {run(program, number, arch=arch) for number in forks} <= {births.ASK}
-    assert run(program, clone, 0x1200011, arch=arch) == births.ASK
+    assert {run(program, number, arch=arch) for number in forks} <= {births.RET_USER_NOTIF}
+    assert run(program, clone, 0x1200011, arch=arch) == births.RET_USER_NOTIF
     assert run(program, clone, 0x3D0F00, arch=arch) == seccomp.ALLOW  # a thread, as glibc makes it
     assert {run(program, number, arch=arch) for number in (0, 1, 3, 61, 202)} == {seccomp.ALLOW}
     assert run(program, clone, 0x1200011, arch=0x40000003) == seccomp.ALLOW  # the other filter ends it

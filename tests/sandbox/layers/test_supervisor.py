@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from toolwise.sandbox.layers.supervisor import SPARE
+from toolwise.sandbox.layers.supervisor import KEEP_SUPERVISORS_SIGNAL
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 SOURCE = """
@@ -152,7 +152,7 @@ def test_other_supervisors_are_spared_where_it_is_told_to(told: bool, end: str, 
     pid = (words - {"up"}).pop()
     try:
         if told:
-            supervisor.popen.send_signal(SPARE)
+            supervisor.popen.send_signal(KEEP_SUPERVISORS_SIGNAL)
         if end == "SIGTERM":
             supervisor.popen.terminate()
         elif end == "trainer gone":

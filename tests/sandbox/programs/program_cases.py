@@ -163,7 +163,7 @@ class Meter(threading.Thread):
         outside = os.stat(self._folder.path).st_dev
         for pid in descendants_of(os.getpid()):
             temporary = [*self._folder.path.glob("tmp-*")]
-            for place in (self._folder.files, *temporary, "/sandbox", "/tmp"):
+            for place in (self._folder.work_path, *temporary, "/sandbox", "/tmp"):
                 with suppress(OSError):
                     inside = f"/proc/{pid}/root{place}"
                     device = os.stat(inside).st_dev
@@ -228,10 +228,10 @@ class Ground:
         result = asyncio.run(sandbox.run(text, folder))
         took = time.monotonic() - began
         disk_mb = meter.stop() if case in FILES else 0.0
-        sizes = {found.st_ino: found.st_blocks for found in (path.lstat() for path in folder.files.rglob("*"))}
+        sizes = {found.st_ino: found.st_blocks for found in (path.lstat() for path in folder.work_path.rglob("*"))}
         kept = sum(sizes.values()) * 512 / 2**20
         left = [f"process {pid}" for pid in processes_of(root)]
-        left += [path.name for path in folder.path.iterdir() if path != folder.files]
+        left += [path.name for path in folder.path.iterdir() if path != folder.work_path]
         asyncio.run(sandbox.close_folder(folder))
         left += [str(root)] if root.exists() else []
         left += ["a visitor"] if select.select([self.server], [], [], 0)[0] else []

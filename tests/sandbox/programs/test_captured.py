@@ -7,12 +7,12 @@ import os
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolwise.sandbox.programs.captured import Captured
+from toolwise.sandbox.programs.captured import OutputCapture
 
 
-def _capture(pieces: list[bytes], most: int) -> Captured:
+def _capture(pieces: list[bytes], most: int) -> OutputCapture:
     read, write = os.pipe()
-    captured = Captured(read, most)
+    captured = OutputCapture(read, most)
     for piece in pieces:
         os.write(write, piece)
         assert captured.read() is not None or not piece
@@ -36,7 +36,7 @@ def test_beginning_and_end_are_kept(pieces: list[str], most: int) -> None:
 
 def test_nothing_is_waited_for() -> None:
     read, write = os.pipe()
-    assert Captured(read, 10).read() == 0
+    assert OutputCapture(read, 10).read() == 0
     os.close(read)
     os.close(write)
 

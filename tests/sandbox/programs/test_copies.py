@@ -10,8 +10,14 @@ from pathlib import Path
 import pytest
 
 from toolwise.sandbox.programs import copies
-from toolwise.sandbox.programs.copies import State, TooMuchError, copy_changes, state_of, wait_for_the_clock
-from toolwise.sandbox.scratch import FOLDER
+from toolwise.sandbox.programs.copies import (
+    CopyLimitError,
+    FolderState,
+    copy_changes,
+    folder_state,
+    wait_for_clock_tick,
+)
+from toolwise.sandbox.scratch import FOLDER_FLAGS
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are copied where there are mount namespaces")
 MB = 1 << 20
@@ -24,14 +30,14 @@ class Pair:
         self.source, self.target = tmp_path / "source", tmp_path / "target"
         self.source.mkdir()
         self.target.mkdir()
-        self.descriptors = [os.open(path, FOLDER) for path in (self.source, self.target)]
+        self.descriptors = [os.open(path, FOLDER_FLAGS) for path in (self.source, self.target)]
 
-    def copy(self, before: State | None = None, most: int = MB) -> bool:
+    def copy(self, before: FolderState | None = None, most: int = MB) -> bool:
         return copy_changes(*self.descriptors, before or {}, most)
 
-    def state(self) -> State:
-        wait_for_the_clock()
-        return state_of(self.descriptors[0])
+    def state(self) -> FolderState:
+        wait_for_clock_tick()
+        return folder_state(self.descriptors[0])
 
 
 @pytest.fixture
@@ -147,14 +153,14 @@ def test_holes_and_hard_links_take_no_more_than_they_did(pair: Pair) -> None:
 
 def test_too_many_bytes_files_or_folders_are_too_much(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     (pair.source / "a").write_bytes(bytes(MB) + b"x")
-    with pytest.raises(TooMuchError, match="bytes"):
+    with pytest.raises(CopyLimitError, match="bytes"):
         pair.copy()
     (pair.source / "a").unlink()
     (pair.source / "b" / "c" / "d").mkdir(parents=True)
     for name in ("MOST_FILES", "MOST_DEPTH"):
         with monkeypatch.context() as patch:
             patch.setattr(copies, name, 2)
-            with pytest.raises(TooMuchError, match="files"):
+            with pytest.raises(CopyLimitError, match="files"):
                 pair.copy()
 
 
@@ -166,10 +172,10 @@ def test_long_names_at_a_great_depth_are_too_much(tmp_path: Path) -> None:
     at.mkdir(parents=True)
     for number in range(1_500):
         (at / str(number)).touch()
-    folder = os.open(tmp_path / "source", FOLDER)
+    folder = os.open(tmp_path / "source", FOLDER_FLAGS)
     try:
-        with pytest.raises(TooMuchError, match="too long"):
-            state_of(folder)
+        with pytest.raises(CopyLimitError, match="too long"):
+            folder_state(folder)
     finally:
         os.close(folder)
 

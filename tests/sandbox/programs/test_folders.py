@@ -21,12 +21,12 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_root_goes_with_the_last_folder(temporary: Path) -> None:
     folders = WorkFolders()
     one, two = folders.open({"a/b": "text"}), folders.open({})
-    assert (one.files / "a" / "b").read_text() == "text"
+    assert (one.work_path / "a" / "b").read_text() == "text"
     folders.remove(one)
-    assert two.files.is_dir()
+    assert two.work_path.is_dir()
     folders.remove(two)
     assert list(temporary.iterdir()) == []
-    assert folders.open({}).files.is_dir()
+    assert folders.open({}).work_path.is_dir()
     folders.close()
     assert list(temporary.iterdir()) == []
 
@@ -52,5 +52,5 @@ def test_a_fork_removes_nothing_of_its_parents() -> None:
         folders.close()
         os._exit(0)
     os.waitpid(child, 0)
-    assert folder.files.is_dir()
+    assert folder.work_path.is_dir()
     folders.close()

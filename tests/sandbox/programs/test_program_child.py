@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from toolwise.sandbox.programs.child import NAME, _execute, _tell
+from toolwise.sandbox.programs.child import PROGRAM_FILENAME, _execute, _report_exception
 
 
 def test_the_value_of_a_last_expression_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,7 +34,7 @@ def _told(text: str, permissions: tuple[str, ...] = ()) -> tuple[dict[str, Any],
     try:
         _execute(text, {})
     except BaseException as fault:
-        _tell(fault, write, permissions)
+        _report_exception(fault, write, permissions)
     os.close(write)
     with os.fdopen(read) as file:
         line = file.read()
@@ -57,7 +57,7 @@ def test_what_an_exit_status_cannot_say_is_told(
     told, _ = _told(text)
     assert told.get("kind") == kind
     shown = capsys.readouterr().err
-    assert f'File "{NAME}", line 1' in shown
+    assert f'File "{PROGRAM_FILENAME}", line 1' in shown
     assert "program_child" not in shown
 
 

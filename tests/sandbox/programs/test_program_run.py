@@ -11,20 +11,20 @@ from pathlib import Path
 import pytest
 
 from toolwise.sandbox import SandboxError
-from toolwise.sandbox.layers.births import allow_birth
+from toolwise.sandbox.layers.births import allow_fork
 from toolwise.sandbox.layers.hardening import Plan
 from toolwise.sandbox.programs import fork_gate
-from toolwise.sandbox.programs.run import Order, Stop, run_program
-from toolwise.sandbox.usage import MOST_PROCESSES
+from toolwise.sandbox.programs.run import ProgramSpec, StopSignal, run_program
+from toolwise.sandbox.usage import MAX_PROCESSES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the layers are Linux's")
 
 
-def _order(folder: Path, text: str, *, timeout_s: float = 20.0, layers: tuple[str, ...] = ("limits",)) -> Order:
+def _order(folder: Path, text: str, *, timeout_s: float = 20.0, layers: tuple[str, ...] = ("limits",)) -> ProgramSpec:
     (folder / "work").mkdir(exist_ok=True)
     (folder / "tmp").mkdir(exist_ok=True)
     plan = Plan(layers, str(folder / "work"), file_mb=4, write=(str(folder / "tmp"),))
-    return Order("python", text, plan, None, (folder / "work", folder / "tmp"), timeout_s, 1000)
+    return ProgramSpec("python", text, plan, None, (folder / "work", folder / "tmp"), timeout_s, 1000)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def _order(folder: Path, text: str, *, timeout_s: float = 20.0, layers: tuple[st
     ],
 )
 def test_an_end_becomes_a_kind(tmp_path: Path, text: str, kind: str, status: int) -> None:
-    result = run_program(_order(tmp_path, text), Stop())
+    result = run_program(_order(tmp_path, text), StopSignal())
     assert result is not None
     assert (result.kind, result.exit_status) == (kind, status)
     assert bool(result.message) == (kind != "ok")
@@ -54,19 +54,19 @@ for descriptor in range(3, 64):
     except OSError: pass
 raise SystemExit(3)
 """
-    result = run_program(_order(tmp_path, text), Stop())
+    result = run_program(_order(tmp_path, text), StopSignal())
     assert result is not None
     assert (result.kind, result.exit_status) == ("exit", 3)
 
 
 def test_stdout_and_stderr_stay_apart(tmp_path: Path) -> None:
-    result = run_program(_order(tmp_path, "import sys; print('a'); print('b', file=sys.stderr)"), Stop())
+    result = run_program(_order(tmp_path, "import sys; print('a'); print('b', file=sys.stderr)"), StopSignal())
     assert result is not None
     assert (result.stdout, result.stderr) == ("a\n", "b\n")
 
 
 def test_what_was_said_before_the_deadline_is_kept(tmp_path: Path) -> None:
-    result = run_program(_order(tmp_path, "print('begun')\nwhile True: pass", timeout_s=0.5), Stop())
+    result = run_program(_order(tmp_path, "print('begun')\nwhile True: pass", timeout_s=0.5), StopSignal())
     assert result is not None
     assert (result.kind, result.stdout, result.exit_status) == ("timeout", "begun\n", None)
     assert 0.5 <= result.seconds < 5
@@ -74,38 +74,38 @@ def test_what_was_said_before_the_deadline_is_kept(tmp_path: Path) -> None:
 
 def test_a_child_that_holds_the_pipes_does_not_hold_us(tmp_path: Path) -> None:
     text = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(300)\nprint('gone')"
-    result = run_program(_order(tmp_path, text), Stop())
+    result = run_program(_order(tmp_path, text), StopSignal())
     assert result is not None
     assert (result.kind, result.stdout) == ("ok", "gone\n")
 
 
 def test_a_run_can_be_stopped(tmp_path: Path) -> None:
-    stop = Stop()
-    timer = threading.Timer(0.5, stop.ask)
+    stop = StopSignal()
+    timer = threading.Timer(0.5, stop.request_stop)
     timer.start()
     assert run_program(_order(tmp_path, "while True: pass", timeout_s=60), stop) is None
     timer.join()
-    stop.ask()  # once more, and too late, harms nobody
+    stop.request_stop()  # once more, and too late, harms nobody
 
 
 def test_a_layer_that_is_not_got_keeps_the_program_from_running(tmp_path: Path) -> None:
     order = _order(tmp_path, "open('ran', 'w')", layers=("namespaces", "limits"))
     with pytest.raises(SandboxError, match="namespaces"):
-        run_program(order, Stop())
+        run_program(order, StopSignal())
     assert not (tmp_path / "work" / "ran").exists()
 
 
 def test_a_folder_that_is_gone_is_an_error_of_ours(tmp_path: Path) -> None:
     order = _order(tmp_path, "print(1)")
     with pytest.raises(SandboxError, match="no process can be started"):
-        run_program(replace(order, folders=(tmp_path / "nowhere",)), Stop())
+        run_program(replace(order, folders=(tmp_path / "nowhere",)), StopSignal())
 
 
 CHILDREN = "for i in $(seq 1000); do sleep 100 & done; wait"
 FILTERED = ("limits", "no_new_privs", "seccomp")
 
 
-def _shell_order(folder: Path, text: str) -> Order:
+def _shell_order(folder: Path, text: str) -> ProgramSpec:
     order = _order(folder, text, layers=FILTERED)
     return replace(order, language="shell", plan=replace(order.plan, permissions=("subprocess",), memory_mb=256))
 
@@ -116,20 +116,20 @@ def test_a_bomb_is_seen(tmp_path: Path, asked: bool, monkeypatch: pytest.MonkeyP
 
     def count(listener: int) -> None:
         births.append(listener)
-        allow_birth(listener)
+        allow_fork(listener)
 
-    monkeypatch.setattr(fork_gate, "allow_birth", count)
+    monkeypatch.setattr(fork_gate, "allow_fork", count)
     if not asked:  # as where the kernel has no listener
-        monkeypatch.setattr(Order, "asks_for_births", False)
-    result = run_program(_shell_order(tmp_path, CHILDREN), Stop())
+        monkeypatch.setattr(ProgramSpec, "needs_fork_approval", False)
+    result = run_program(_shell_order(tmp_path, CHILDREN), StopSignal())
     assert result is not None
     assert result.kind == "too_big"
     assert "processes" in result.message
-    assert (0 < len(births) <= 2 * MOST_PROCESSES) if asked else not births
+    assert (0 < len(births) <= 2 * MAX_PROCESSES) if asked else not births
 
 
 def test_many_short_lived_children_are_no_bomb(tmp_path: Path) -> None:
-    result = run_program(_shell_order(tmp_path, "for i in $(seq 200); do /bin/true; done; echo all"), Stop())
+    result = run_program(_shell_order(tmp_path, "for i in $(seq 200); do /bin/true; done; echo all"), StopSignal())
     assert result is not None
     assert (result.kind, result.stdout) == ("ok", "all\n")
 
@@ -139,11 +139,11 @@ def test_nobody_inherits_the_listener_and_none_is_left(tmp_path: Path, monkeypat
 
     def look(listener: int) -> None:
         inheritable.append(os.get_inheritable(listener))
-        allow_birth(listener)
+        allow_fork(listener)
 
-    monkeypatch.setattr(fork_gate, "allow_birth", look)
+    monkeypatch.setattr(fork_gate, "allow_fork", look)
     before = set(os.listdir("/proc/self/fd"))
-    result = run_program(_shell_order(tmp_path, "/bin/true; echo $(ls /proc/self/fd)"), Stop())
+    result = run_program(_shell_order(tmp_path, "/bin/true; echo $(ls /proc/self/fd)"), StopSignal())
     assert result is not None
     assert result.stdout.split() == ["0", "1", "2", "3"], "the program has what `ls` opened and nothing of ours"
     assert inheritable
@@ -156,13 +156,13 @@ def test_a_listener_that_is_lost_is_our_fault_and_not_the_programs(
 ) -> None:
     monkeypatch.setattr(fork_gate.socket.socket, "recvmsg", lambda *_: (b"x", [], 0, None))
     with pytest.raises(SandboxError, match="too many open files"):
-        run_program(_shell_order(tmp_path, "/bin/true"), Stop())
+        run_program(_shell_order(tmp_path, "/bin/true"), StopSignal())
 
 
 def test_births_that_cannot_be_answered_are_our_fault_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(listener: int) -> None:
         raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr(fork_gate, "allow_birth", fail)
+    monkeypatch.setattr(fork_gate, "allow_fork", fail)
     with pytest.raises(SandboxError, match="Invalid argument"):
-        run_program(_shell_order(tmp_path, "/bin/true; /bin/true"), Stop())
+        run_program(_shell_order(tmp_path, "/bin/true; /bin/true"), StopSignal())

@@ -23,7 +23,7 @@ from namespaces import NAMESPACED
 
 from toolwise.errors import DataError
 from toolwise.sandbox import SandboxError, report
-from toolwise.sandbox.programs.sandbox import MOST_TEXT, ProgramSandbox
+from toolwise.sandbox.programs.sandbox import MAX_PROGRAM_BYTES, ProgramSandbox
 from toolwise.sandbox.report import Report, probe
 from toolwise.tools import isolation
 
@@ -177,7 +177,7 @@ def test_cancelling_twice_leaves_nothing(language: Any) -> None:
         folder = sandbox.open_folder()
         root = folder.path.parent
         task = asyncio.create_task(sandbox.run(text, folder))
-        await _wait_for_file(folder.files, "begun")
+        await _wait_for_file(folder.work_path, "begun")
         assert cases.processes_of(root)
         task.cancel()
         await asyncio.sleep(0)
@@ -185,7 +185,7 @@ def test_cancelling_twice_leaves_nothing(language: Any) -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
         assert cases.processes_of(root) == []
-        assert list(folder.path.iterdir()) == [folder.files]
+        assert list(folder.path.iterdir()) == [folder.work_path]
         await sandbox.close_folder(folder)
         assert not root.exists()
 
@@ -212,7 +212,7 @@ def test_what_waits_for_its_turn_can_be_cancelled() -> None:
     async def go() -> None:
         folder = sandbox.open_folder()
         first = asyncio.create_task(sandbox.run("open('begun', 'w').close()\nwhile True: pass", folder))
-        await _wait_for_file(folder.files, "begun")
+        await _wait_for_file(folder.work_path, "begun")
         second = asyncio.create_task(sandbox.run("open('never', 'w').close()", folder))
         await asyncio.sleep(0.05)
         second.cancel()
@@ -222,7 +222,7 @@ def test_what_waits_for_its_turn_can_be_cancelled() -> None:
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
-        assert not (folder.files / "never").exists()
+        assert not (folder.work_path / "never").exists()
         await sandbox.close_folder(folder)
 
     asyncio.run(go())
@@ -278,7 +278,7 @@ def test_the_same_program_prints_the_same(python: ProgramSandbox) -> None:
 
 
 def test_a_program_that_is_too_long_is_not_run(python: ProgramSandbox) -> None:
-    result = asyncio.run(python.run("#" * (MOST_TEXT + 1), python.open_folder()))
+    result = asyncio.run(python.run("#" * (MAX_PROGRAM_BYTES + 1), python.open_folder()))
     assert (result.kind, result.exit_status) == ("too_big", None)
 
 
@@ -306,7 +306,7 @@ def test_closing_ends_what_runs_and_removes_everything() -> None:
 
     async def go() -> None:
         task = asyncio.create_task(sandbox.run("open('begun', 'w').close()\nwhile True: pass", folder))
-        await _wait_for_file(folder.files, "begun")
+        await _wait_for_file(folder.work_path, "begun")
         await asyncio.to_thread(sandbox.close)
         with pytest.raises(SandboxError, match="closed"):
             await task

@@ -39,14 +39,19 @@ def test_files_are_given_and_taken_back(sandbox: ProgramSandbox) -> None:
         "import os\nprint(open('a/b.txt').read()); open('a/b.txt', 'w').write('4'); os.remove('gone'); os.mkdir('new')"
     )
     assert _run(sandbox, folder, text).stdout == "1\n"
-    assert sorted(str(p.relative_to(folder.files)) for p in folder.files.rglob("*")) == ["a", "a/b.txt", "new", "same"]
-    assert (folder.files / "a" / "b.txt").read_text() == "4"
+    assert sorted(str(p.relative_to(folder.work_path)) for p in folder.work_path.rglob("*")) == [
+        "a",
+        "a/b.txt",
+        "new",
+        "same",
+    ]
+    assert (folder.work_path / "a" / "b.txt").read_text() == "4"
 
 
 def test_files_stay_after_a_program_that_fails(sandbox: ProgramSandbox) -> None:
     folder = sandbox.open_folder()
     assert _run(sandbox, folder, "open('a', 'w').write('1'); raise SystemExit(3)").kind == "exit"
-    assert (folder.files / "a").read_text() == "1"
+    assert (folder.work_path / "a").read_text() == "1"
 
 
 def test_calls_at_the_same_time_keep_each_others_files(sandbox: ProgramSandbox) -> None:
@@ -56,7 +61,7 @@ def test_calls_at_the_same_time_keep_each_others_files(sandbox: ProgramSandbox) 
         await asyncio.gather(*(sandbox.run(f"open('f{n}', 'w').write('{n}')", folder) for n in range(4)))
 
     asyncio.run(go())
-    texts = {path.name: path.read_text() for path in folder.files.iterdir()}
+    texts = {path.name: path.read_text() for path in folder.work_path.iterdir()}
     assert texts == {"first": "1", **{f"f{n}": f"{n}" for n in range(4)}}
 
 
@@ -70,4 +75,4 @@ def test_nothing_of_a_call_outlives_it(sandbox: ProgramSandbox) -> None:
     folder = sandbox.open_folder()
     text = "import os, tempfile\nx = open('x', 'wb'); x.write(bytes(500_000)); os.unlink('x'); tempfile.mkstemp()"
     assert _run(sandbox, folder, text).kind == "ok"
-    assert list(folder.path.rglob("*")) == [folder.files]
+    assert list(folder.path.rglob("*")) == [folder.work_path]

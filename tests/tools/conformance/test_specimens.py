@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from toolwise.tools.base import FunctionSchema, OpenAIFunctionToolSchema
-from toolwise.tools.conformance.specimens import ODD_TEXTS, bad_arguments, odd_arguments, plain_arguments
+from toolwise.tools.conformance.specimens import ODD_TEXTS, bad_arguments, minimal_arguments, odd_arguments
 from toolwise.tools.schema import validate_arguments
 
 SCHEMAS: list[dict[str, Any]] = [
@@ -39,12 +39,12 @@ def problems(parameters: dict[str, Any], arguments: dict[str, Any]) -> list[str]
 
 @pytest.mark.parametrize("parameters", SCHEMAS)
 def test_plain_arguments_fit(parameters: dict[str, Any]) -> None:
-    assert problems(parameters, plain_arguments(parameters)) == []
+    assert problems(parameters, minimal_arguments(parameters)) == []
 
 
 @pytest.mark.parametrize("parameters", SCHEMAS[1:])
 def test_bad_arguments_do_not(parameters: dict[str, Any]) -> None:
-    bad = list(bad_arguments(parameters, plain_arguments(parameters)))
+    bad = list(bad_arguments(parameters, minimal_arguments(parameters)))
     assert len(bad) == 3
     assert all(problems(parameters, arguments) for arguments in bad)
 
@@ -60,4 +60,4 @@ def test_a_schema_that_never_ends_is_given_up() -> None:
     endless: dict[str, Any] = {"type": "array"}
     endless["items"] = endless
     parameters = {"type": "object", "properties": {"a": endless}, "required": ["a"]}
-    assert isinstance(plain_arguments(parameters)["a"], list)
+    assert isinstance(minimal_arguments(parameters)["a"], list)

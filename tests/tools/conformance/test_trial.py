@@ -6,17 +6,24 @@ import asyncio
 import time
 
 from toolwise.tools.calculator import CalculatorTool
-from toolwise.tools.conformance.trial import Trial
+from toolwise.tools.conformance.trial import ToolTrial
 
 
-def trial() -> Trial:
-    return Trial(CalculatorTool(), [{"expression": "1 + 1"}, {"expression": "1 /"}], {}, 5.0)
+def trial() -> ToolTrial:
+    return ToolTrial(CalculatorTool(), [{"expression": "1 + 1"}, {"expression": "1 /"}], {}, 5.0)
 
 
 def test_every_part_says_what_it_saw() -> None:
     async def run() -> list[str]:
         tried = trial()
-        parts = (tried.life_cycle, tried.results, tried.equal_calls, tried.instances, tried.together, tried.cancelling)
+        parts = (
+            tried.life_cycle,
+            tried.results,
+            tried.equal_calls,
+            tried.instances,
+            tried.concurrent_instances,
+            tried.cancellation,
+        )
         return [(await part())[0] for part in parts]
 
     assert asyncio.run(run()) == ["ok"] * 6
@@ -31,7 +38,7 @@ def test_the_slowest_call_is_remembered() -> None:
 def test_a_loop_that_was_kept_waiting_is_noticed() -> None:
     async def run(block_s: float) -> str:
         tried = trial()
-        async with tried.watch_the_loop():
+        async with tried.monitor_event_loop():
             await asyncio.sleep(0.05)
             time.sleep(block_s)  # noqa: ASYNC251
         return tried.loop_verdict()[0]

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from toolwise.tools.isolation import core_time
-from toolwise.tools.isolation.core_time import CoreTime
-from toolwise.tools.isolation.places import Place, Target
+from toolwise.tools.isolation.core_time import CpuUsage
+from toolwise.tools.isolation.places import ModuleRef, ObjectRef
 from toolwise.tools.isolation.pool import Pool
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="calls are looked at on Linux")
@@ -65,11 +65,11 @@ def program(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def looks(pid: int) -> list[bool]:
-    since, of_process = time.monotonic(), CoreTime(pid)
+    since, of_process = time.monotonic(), CpuUsage(pid)
     found = []
     for _ in range(4):
         time.sleep(0.06)
-        found.append(of_process.computes(since))
+        found.append(of_process.is_computing(since))
     return found
 
 
@@ -97,22 +97,22 @@ def test_where_the_kernel_does_not_say_how_long_they_waited(program: int, monkey
 @pytest.mark.parametrize("program", [SLEEP], indirect=True)
 def test_what_came_before_a_call_is_not_spread_over_it(program: int) -> None:
     """A worker that was idle for long and computes now is not taken for one that sleeps."""
-    of_process = CoreTime(program)
+    of_process = CpuUsage(program)
     of_process._at -= 1000
     of_process._last.tasks_ns = {task: ns - 30_000_000 for task, ns in of_process._last.tasks_ns.items()}
-    assert of_process.computes(time.monotonic() - 0.05)
+    assert of_process.is_computing(time.monotonic() - 0.05)
 
 
 def test_a_process_that_is_gone_counts() -> None:
     with subprocess.Popen(["true"]) as process:
         process.wait()
-    assert CoreTime(process.pid).computes(0.0)
+    assert CpuUsage(process.pid).is_computing(0.0)
 
 
 @pytest.mark.parametrize("name", ["child", "naps"])
 def test_such_calls_do_not_crowd_each_other(tmp_path: Path, name: str) -> None:
     (tmp_path / "tools.py").write_text(TOOLS)
-    target, pool = Target(Place(None, str(tmp_path / "tools.py")), name), Pool(limit=2)
+    target, pool = ObjectRef(ModuleRef(None, str(tmp_path / "tools.py")), name), Pool(limit=2)
 
     async def most_at_once() -> int:
         works = [asyncio.create_task(pool.run(target, {"n": 1})) for _ in range(8)]

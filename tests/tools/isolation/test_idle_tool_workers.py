@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from toolwise.tools.isolation.places import Place, Target
+from toolwise.tools.isolation.places import ModuleRef, ObjectRef
 from toolwise.tools.isolation.pool import Pool
-from toolwise.tools.isolation.workers import NeverReached, ToolDied, Worker
+from toolwise.tools.isolation.workers import CallNotDelivered, ToolDied, Worker
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 T = TypeVar("T")
@@ -31,9 +31,9 @@ def where(seconds: float = 0.0) -> int:
 
 
 @pytest.fixture(params=["", "FILE = open(__file__)"], ids=["forked", "loaded by each"])
-def target(tmp_path: Path, request: pytest.FixtureRequest) -> Target:
+def target(tmp_path: Path, request: pytest.FixtureRequest) -> ObjectRef:
     (tmp_path / "t.py").write_text(SOURCE.format(top=request.param))
-    return Target(Place(None, str(tmp_path / "t.py")), "where")
+    return ObjectRef(ModuleRef(None, str(tmp_path / "t.py")), "where")
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(limited())
 
 
-async def where(pool: Pool, target: Target, count: int = 4, seconds: float = 0.02) -> list[int]:
+async def where(pool: Pool, target: ObjectRef, count: int = 4, seconds: float = 0.02) -> list[int]:
     found = await asyncio.gather(*(pool.run(target, {"seconds": seconds}) for _ in range(count)))
     return [int(text) for text, _, _ in found]
 
@@ -70,7 +70,7 @@ def signal_all(pool: Pool, number: int, *, zygotes: bool = False) -> int:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_worker_that_was_killed_or_stopped_while_it_waited_costs_a_moment(
-    pool: Pool, target: Target, number: int
+    pool: Pool, target: ObjectRef, number: int
 ) -> None:
     before = run(where(pool, target))
     assert signal_all(pool, number)
@@ -84,7 +84,7 @@ def test_a_worker_that_was_killed_or_stopped_while_it_waited_costs_a_moment(
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_so_does_a_zygote(pool: Pool, tmp_path: Path, number: int) -> None:
     (tmp_path / "t.py").write_text(SOURCE.format(top=""))
-    target = Target(Place(None, str(tmp_path / "t.py")), "where")
+    target = ObjectRef(ModuleRef(None, str(tmp_path / "t.py")), "where")
     run(where(pool, target, 1))
     for _ in range(2):
         assert signal_all(pool, number, zygotes=True) >= 2
@@ -97,7 +97,7 @@ def test_so_does_a_zygote(pool: Pool, tmp_path: Path, number: int) -> None:
 
 def test_a_zygotes_death_harms_no_call_that_runs(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "t.py").write_text(SOURCE.format(top=""))
-    target = Target(Place(None, str(tmp_path / "t.py")), "where")
+    target = ObjectRef(ModuleRef(None, str(tmp_path / "t.py")), "where")
 
     async def beside() -> list[int]:
         await where(pool, target)
@@ -112,7 +112,7 @@ def test_a_zygotes_death_harms_no_call_that_runs(pool: Pool, tmp_path: Path) -> 
 
 
 def test_a_call_that_never_reached_its_worker_is_made_again(
-    pool: Pool, target: Target, monkeypatch: pytest.MonkeyPatch
+    pool: Pool, target: ObjectRef, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(where(pool, target))
     lost: list[int] = []
@@ -131,24 +131,24 @@ def test_a_call_that_never_reached_its_worker_is_made_again(
     assert pool.killed == 0
 
 
-def test_a_death_in_the_call_is_the_calls(pool: Pool, target: Target) -> None:
+def test_a_death_in_the_call_is_the_calls(pool: Pool, target: ObjectRef) -> None:
     async def kill_at_work() -> None:
         [pid] = await where(pool, target, 1)
         call = asyncio.create_task(where(pool, target, 1, 30.0))
-        while not any(worker.asked_at for worker in pool._roster.busy | pool._roster.slow):  # noqa: ASYNC110
+        while not any(worker.call_started_at for worker in pool._roster.busy | pool._roster.slow):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(ToolDied, match="killed by SIGKILL") as caught:
             await call
-        assert not isinstance(caught.value, NeverReached)
+        assert not isinstance(caught.value, CallNotDelivered)
 
     run(kill_at_work())
     assert pool.killed == 1
 
 
 @pytest.mark.parametrize("seconds", [1.5, pytest.param(20.0, marks=pytest.mark.long)])
-def test_whoever_kills_all_that_wait_blames_nobody(pool: Pool, target: Target, seconds: float) -> None:
+def test_whoever_kills_all_that_wait_blames_nobody(pool: Pool, target: ObjectRef, seconds: float) -> None:
     killed, over = [0], threading.Event()
 
     def kill() -> None:

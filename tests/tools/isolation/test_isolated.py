@@ -14,9 +14,9 @@ from toolwise.references import load_reference
 from toolwise.tools import isolation
 from toolwise.tools.base import BaseTool, FunctionSchema, OpenAIFunctionToolSchema
 from toolwise.tools.calculator import CalculatorTool
-from toolwise.tools.isolation.tool import IsolatedTool, isolated
+from toolwise.tools.isolation.tool import IsolatedTool, isolate_tool
 from toolwise.tools.isolation.workers import ToolDied, ToolFault
-from toolwise.waiting import end_within
+from toolwise.waiting import run_with_deadline
 
 T = TypeVar("T")
 FILE = Path(__file__).with_name("isolated_tools.py")
@@ -38,16 +38,16 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 def ledger(**config: Any) -> BaseTool:
     kind = load_reference(f"{FILE}:Ledger", what="tool")
-    return isolated(kind({"title": "mine", **config}, SCHEMA))
+    return isolate_tool(kind({"title": "mine", **config}, SCHEMA))
 
 
 def test_a_class_that_asks_for_it_is_isolated_once_and_no_other() -> None:
     made = ledger(price=3.0)
     assert isinstance(made, IsolatedTool)
     assert (made.name, made.price, made.family) == ("ledger", 3.0, "OTHER")
-    assert isolated(made) is made
+    assert isolate_tool(made) is made
     calculator = CalculatorTool({})
-    assert isolated(calculator) is calculator
+    assert isolate_tool(calculator) is calculator
 
 
 def test_the_life_of_two_rollouts_in_two_processes(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_deadline_ends_the_process_and_the_rollout_goes_on_without_the_tool(tm
         instance = await made.create()
         pid = (await made.execute(instance, {"entry": "x"}))[2]["pid"]
         with pytest.raises(TimeoutError, match="late"):
-            await end_within(0.3, made.execute(instance, {"entry": "y", "seconds": 1000}), TimeoutError("late"))
+            await run_with_deadline(0.3, made.execute(instance, {"entry": "y", "seconds": 1000}), TimeoutError("late"))
         assert await _gone(pid)
         with pytest.raises(ToolFault, match="ended in the middle of execute"):
             await made.execute(instance, {"entry": "z"})
@@ -129,7 +129,7 @@ def test_a_fault_in_create_leaves_no_process() -> None:
         assert type(caught.value).__name__ == "KeyError"
         with pytest.raises(ToolFault, match="mark"):
             await made.release(instance)
-        assert not made._lives
+        assert not made._rollout_processes
 
     run(live())
 
@@ -137,7 +137,7 @@ def test_a_fault_in_create_leaves_no_process() -> None:
 def test_what_cannot_be_made_again_is_refused() -> None:
     kind = load_reference(f"{FILE}:NeedsMore", what="tool")
     with pytest.raises(ToolwiseError, match=r"\(config, tool_schema\) alone"):
-        isolated(kind({}, SCHEMA, object()))
+        isolate_tool(kind({}, SCHEMA, object()))
     with pytest.raises(ToolwiseError, match="plain JSON"):
         ledger(connection=object())
 
@@ -145,4 +145,4 @@ def test_what_cannot_be_made_again_is_refused() -> None:
         pass
 
     with pytest.raises(ToolwiseError, match=r"tool ledger: isolate = True .* defined inside a function"):
-        isolated(Inner({}, SCHEMA))
+        isolate_tool(Inner({}, SCHEMA))

@@ -24,7 +24,7 @@ from toolwise.tools import isolation
 from toolwise.tools.function import FunctionTool, as_tool, tool
 from toolwise.tools.isolation.workers import ToolDied, ToolFault
 from toolwise.types import Task
-from toolwise.waiting import end_within
+from toolwise.waiting import run_with_deadline
 
 T = TypeVar("T")
 FILE = Path(__file__).with_name("isolated_tools.py")
@@ -40,7 +40,7 @@ DEATHS = {
 @pytest.fixture(autouse=True, scope="module")
 def _none_is_left() -> Iterator[None]:
     yield
-    pids = isolation.shared().pids()
+    pids = isolation.shared_pool().pids()
     isolation.close()
     assert all(map(is_gone, pids))
 
@@ -119,7 +119,7 @@ def test_whatever_hangs_ends_at_its_deadline_with_its_processes(name: str, tmp_p
     async def hang() -> float:
         await load("where").execute("i", {})
         work = load(name).execute("i", {"pids": str(pids)})
-        waiting = asyncio.create_task(end_within(60, work, LATE))
+        waiting = asyncio.create_task(run_with_deadline(60, work, LATE))
         await begun(pids)
         began = time.monotonic()
         waiting.cancel()
@@ -137,7 +137,7 @@ def test_a_deadline_is_kept() -> None:
     call("where")
     began = time.monotonic()
     with pytest.raises(TimeoutError) as caught:
-        run(end_within(0.3, load("nap").execute("i", {"seconds": 1000}), LATE))
+        run(run_with_deadline(0.3, load("nap").execute("i", {"seconds": 1000}), LATE))
     assert caught.value is LATE
     assert time.monotonic() - began < 10
 
@@ -186,7 +186,7 @@ def test_many_calls_share_few_workers() -> None:
     async def many() -> list[Any]:
         return await asyncio.gather(*(load("where").execute("i", {}) for _ in range(200)))
 
-    assert len({text for text, _, _ in run(many())}) <= isolation.shared().limit
+    assert len({text for text, _, _ in run(many())}) <= isolation.shared_pool().limit
 
 
 def test_the_loop_is_not_blocked_while_workers_start_and_end() -> None:
@@ -200,7 +200,7 @@ def test_the_loop_is_not_blocked_while_workers_start_and_end() -> None:
 
     async def killed() -> None:
         with pytest.raises(TimeoutError):
-            await end_within(0.3, load("nap").execute("i", {"seconds": 1000}), LATE)
+            await run_with_deadline(0.3, load("nap").execute("i", {"seconds": 1000}), LATE)
 
     pauses: list[float] = []
     while len(pauses) < 3 and not any(pause < 0.5 for pause in pauses):  # what blocks a loop does so every time
@@ -236,8 +236,8 @@ def test_a_name_that_leads_to_another_function_runs_in_a_thread(caplog: pytest.L
 
 
 def test_the_terms_of_a_tool_keep_its_isolation() -> None:
-    assert load("here").with_terms(price=2.0).isolate is False
-    assert load("async_nap").with_terms(price=2.0).isolate is True
+    assert load("here").with_options(price=2.0).isolate is False
+    assert load("async_nap").with_options(price=2.0).isolate is True
 
 
 def test_a_virtual_clock_gets_no_processes() -> None:
@@ -327,7 +327,7 @@ def test_a_module_that_does_not_load_in_a_worker_runs_in_a_thread(tmp_path: Path
 def test_a_module_that_hangs_in_a_worker_keeps_nobody_waiting_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("toolwise.tools.isolation.workers.LOAD_S", 0.5)
+    monkeypatch.setattr("toolwise.tools.isolation.workers.LOAD_TIMEOUT_S", 0.5)
     hangs = "import os, time\nif os.environ.get('TOOLWISE_WORKER'): time.sleep(1000)\n"
     (tmp_path / "hangs.py").write_text(hangs + "def where() -> int:\n    return os.getpid()\n")
     where = as_tool(load_reference(f"{tmp_path}/hangs.py:where", what="tool"))

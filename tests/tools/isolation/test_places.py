@@ -13,36 +13,39 @@ import pytest
 from toolwise.errors import ToolwiseError
 from toolwise.references import file_version, load_reference
 from toolwise.tools.calculator import CalculatorTool, evaluate
-from toolwise.tools.isolation.places import Place, Target
+from toolwise.tools.isolation.places import ModuleRef, ObjectRef
 
 FILE = Path(__file__).with_name("isolated_tools.py")
 
 
 def test_a_module_is_known_by_its_name_and_its_file() -> None:
-    target = Target.of(evaluate)
-    assert target.place.module == "toolwise.tools.calculator"
-    assert Path(target.place.file).name == "calculator.py"
-    assert target.find(target.place.load()) is evaluate
-    assert str(target.place) == "toolwise.tools.calculator"
+    target = ObjectRef.of(evaluate)
+    assert target.module_ref.module == "toolwise.tools.calculator"
+    assert Path(target.module_ref.file).name == "calculator.py"
+    assert target.find(target.module_ref.load()) is evaluate
+    assert str(target.module_ref) == "toolwise.tools.calculator"
 
 
 def test_a_file_is_known_by_its_path() -> None:
-    target = Target.of(load_reference(f"{FILE}:plain", what="tool"))
-    assert target == Target(Place(None, str(FILE), file_version(FILE)), "plain")
-    assert str(target.place) == str(FILE)
+    target = ObjectRef.of(load_reference(f"{FILE}:plain", what="tool"))
+    assert target == ObjectRef(ModuleRef(None, str(FILE), file_version(FILE)), "plain")
+    assert str(target.module_ref) == str(FILE)
 
 
 def test_a_name_that_belongs_to_another_file_is_not_trusted(tmp_path: Path) -> None:
     path = tmp_path / "json.py"
     path.write_text("HERE = 1")
-    loaded = Place("json", str(path)).load()
+    loaded = ModuleRef("json", str(path)).load()
     assert vars(loaded)["HERE"] == 1
-    assert Place("no.such.module", str(path)).load() is loaded
+    assert ModuleRef("no.such.module", str(path)).load() is loaded
 
 
 def test_a_class_and_a_method_of_a_class_are_found() -> None:
-    assert Target.of(CalculatorTool).name == "CalculatorTool"
-    assert Target(Place(None, str(FILE)), "Ledger.create").find(Place(None, str(FILE)).load()).__name__ == "create"
+    assert ObjectRef.of(CalculatorTool).name == "CalculatorTool"
+    assert (
+        ObjectRef(ModuleRef(None, str(FILE)), "Ledger.create").find(ModuleRef(None, str(FILE)).load()).__name__
+        == "create"
+    )
 
 
 def test_what_cannot_be_found_again_says_why() -> None:
@@ -56,14 +59,14 @@ def test_what_cannot_be_found_again_says_why() -> None:
         (CalculatorTool({}).execute, "belongs to an object"),
     ]:
         with pytest.raises(ToolwiseError, match=reason):
-            Target.of(target)
+            ObjectRef.of(target)
 
 
 def test_what_was_typed_in_has_no_file() -> None:
     module = ModuleType("typed_in")
     exec("def f(): ...", vars(module))
     with pytest.raises(ToolwiseError, match="no file"):
-        Target.of(vars(module)["f"])
+        ObjectRef.of(vars(module)["f"])
 
 
 @pytest.mark.parametrize(
@@ -104,6 +107,6 @@ def test_an_edited_file_is_another_place(tmp_path: Path) -> None:
     places = []
     for number in (1, 2, 1):
         path.write_text(f"def f():\n    return {number}\n")
-        places.append(Target.of(load_reference(f"{path}:f", what="tool")).place)
+        places.append(ObjectRef.of(load_reference(f"{path}:f", what="tool")).module_ref)
     assert places[0] == places[2] != places[1]
-    assert Place(**places[1].to_json()) == places[1]
+    assert ModuleRef(**places[1].to_json()) == places[1]

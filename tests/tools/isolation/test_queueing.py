@@ -23,7 +23,7 @@ from toolwise.tools import isolation
 from toolwise.tools.catalog import build_tools
 from toolwise.tools.isolation import pool as pools
 from toolwise.tools.isolation import roster
-from toolwise.tools.isolation.places import Target
+from toolwise.tools.isolation.places import ObjectRef
 from toolwise.tools.isolation.pool import Pool
 from toolwise.types import RouteDecision, Task
 
@@ -58,8 +58,8 @@ def write(tmp_path: Path, top: str = "") -> Path:
     return path
 
 
-def target(path: Path, name: str = "nap") -> Target:
-    return Target.of(load_reference(f"{path}:{name}", what="tool"))
+def target(path: Path, name: str = "nap") -> ObjectRef:
+    return ObjectRef.of(load_reference(f"{path}:{name}", what="tool"))
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_sixty_four_calls_of_a_tool_that_blocks_for_a_second(tmp_path: Path) -> 
 
 
 def test_a_call_that_waits_for_a_worker_is_not_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolation.running, "_shared", Pool(limit=1, most=1))
+    monkeypatch.setattr(isolation.running, "_shared", Pool(limit=1, max_processes=1))
     env = ToolEnv(Task(task_id="t", prompt=[]), build_tools([f"{write(tmp_path)}:nap"]), tool_timeout_s=0.5)
     calls = [ToolCall(id=str(i), name="nap", arguments={"seconds": s}) for i, s in enumerate((0.3, 0.3, 9.0, 0.3))]
 
@@ -159,7 +159,7 @@ def test_each_worker_carries_a_mark_of_its_own(tmp_path: Path, pool: Pool) -> No
         await asyncio.sleep(0)
         first = await pool.run(target(path, "environ"), {})
         pid = (await hold)[0].split()[1]
-        (process,) = [w._process for w in pool._unburied if str(w.pid) == pid]
+        (process,) = [w._process for w in pool._live_workers if str(w.pid) == pid]
         assert process is not None
         return [first[0], process.mark, Path(f"/proc/{pid}/environ").read_text()]
 
@@ -206,15 +206,15 @@ def test_a_place_whose_zygote_is_gone_goes_on(tmp_path: Path, pool: Pool) -> Non
 def test_idle_workers_are_ended_and_then_what_they_were_forked_from(
     tmp_path: Path, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pools, "REAP_S", 0.05)
+    monkeypatch.setattr(pools, "IDLE_CHECK_S", 0.05)
     monkeypatch.setattr(roster, "IDLE_S", 0.2)
     monkeypatch.setattr(roster, "IDLE_LOADED_S", 0.4)
     asyncio.run(pool.run(target(write(tmp_path)), {"seconds": 0.0}))
     assert pool.pids()
     until = time.monotonic() + 10
-    while (pool._unburied or pool._watching) and time.monotonic() < until:
+    while (pool._live_workers or pool._watching) and time.monotonic() < until:
         time.sleep(0.01)
-    assert not pool._unburied
+    assert not pool._live_workers
     assert not pool._roster.zygotes
     assert not pool._watching  # and no thread looks after nobody
     assert all(thread.name != "toolwise-tool-worker" for thread in threading.enumerate())

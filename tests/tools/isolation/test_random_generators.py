@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from toolwise.tools.isolation import random_generators
-from toolwise.tools.isolation.places import Place, Target
+from toolwise.tools.isolation.places import ModuleRef, ObjectRef
 from toolwise.tools.isolation.pool import Pool
 
 TOOLS = """
@@ -35,7 +35,7 @@ def pool() -> Iterator[Pool]:
 def rolls(pool: Pool, tmp_path: Path, top: str) -> list[list[str]]:
     """What three calls at once give, each in a worker of its own: the worker's parent, and a number per generator."""
     (tmp_path / "dice.py").write_text(TOOLS.format(top=top))
-    target = Target(Place(None, str(tmp_path / "dice.py")), "roll")
+    target = ObjectRef(ModuleRef(None, str(tmp_path / "dice.py")), "roll")
 
     async def three() -> list[list[str]]:
         results = await asyncio.gather(*(pool.run(target, {}) for _ in range(3)))
@@ -67,7 +67,7 @@ def test_a_module_that_keeps_a_generator_of_numpys_is_loaded_by_each_worker(
 def test_numpys_own_generator_is_seeded_anew(pool: Pool, tmp_path: Path) -> None:
     _, own = map(set, zip(*rolls(pool, tmp_path, "import numpy\nGENERATORS = [numpy.random]"), strict=True))
     assert len(own) == 3
-    assert not pool._roster.unshared_places
+    assert not pool._roster.unshared_modules
 
 
 def test_only_generators_without_a_seed_are_seeded_anew() -> None:
@@ -82,7 +82,7 @@ def test_only_generators_without_a_seed_are_seeded_anew() -> None:
             super().seed(None if text == "any" else text)
 
     methods = random.Random.seed, random.Random.setstate
-    with random_generators.recording():
+    with random_generators.track_unseeded():
         fresh, strict = random.Random(), Strict("any")
         seeded = [random.Random(7), Strict("seven"), copy.copy(random.Random(7))]
         later = random.Random()

@@ -12,7 +12,7 @@ from toolwise.errors import ToolwiseError
 from toolwise.references import load_module
 from toolwise.tools.base import FunctionSchema, OpenAIFunctionToolSchema
 from toolwise.tools.calculator import CalculatorTool
-from toolwise.tools.isolation.serving import _Server, _told, make_tool
+from toolwise.tools.isolation.serving import _fault_to_json, _Server, make_tool
 
 FILE = str(Path(__file__).with_name("isolated_tools.py"))
 SCHEMA = OpenAIFunctionToolSchema(function=FunctionSchema(name="ledger")).model_dump()
@@ -65,7 +65,7 @@ def test_a_fault_is_told_in_three_parts() -> None:
     try:
         raise ToolwiseError("what was wrong")
     except ToolwiseError as fault:
-        told = _told(fault)
+        told = _fault_to_json(fault)
     assert (told["type"], told["message"]) == ("ToolwiseError", "what was wrong")
     assert "raise ToolwiseError" in told["traceback"]
 

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import pytest
 
 from toolwise.tools.isolation import pool as pools
-from toolwise.tools.isolation.places import Place, Target
+from toolwise.tools.isolation.places import ModuleRef, ObjectRef
 from toolwise.tools.isolation.pool import Pool, default_limit, read_result
-from toolwise.tools.isolation.workers import LOAD_S, LoadFault, ToolDied
+from toolwise.tools.isolation.workers import LOAD_TIMEOUT_S, LoadFault, ToolDied
 
 T = TypeVar("T")
 linux = pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="workers are forked on Linux")
@@ -39,11 +39,11 @@ def pool() -> Iterator[Pool]:
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> list[Target]:
+def files(tmp_path: Path) -> list[ObjectRef]:
     """The same function in three files."""
     for name in "abc":
         (tmp_path / f"{name}.py").write_text(SOURCE)
-    return [Target(Place(None, str(tmp_path / f"{name}.py")), "where") for name in "abc"]
+    return [ObjectRef(ModuleRef(None, str(tmp_path / f"{name}.py")), "where") for name in "abc"]
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
@@ -53,7 +53,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(limited())
 
 
-async def where(pool: Pool, target: Target, seconds: float = 0.0) -> int:
+async def where(pool: Pool, target: ObjectRef, seconds: float = 0.0) -> int:
     return int((await pool.run(target, {"seconds": seconds}))[0])
 
 
@@ -62,7 +62,7 @@ async def until(condition: Any) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_no_more_workers_than_the_limit(pool: Pool, files: list[Target]) -> None:
+def test_no_more_workers_than_the_limit(pool: Pool, files: list[ObjectRef]) -> None:
     async def many() -> list[int]:
         return await asyncio.gather(*(where(pool, files[0], 0.01) for _ in range(20)))
 
@@ -70,7 +70,7 @@ def test_no_more_workers_than_the_limit(pool: Pool, files: list[Target]) -> None
     assert len(pool.pids()) <= 2
 
 
-def test_calls_that_hang_keep_no_one_else_out(pool: Pool, files: list[Target]) -> None:
+def test_calls_that_hang_keep_no_one_else_out(pool: Pool, files: list[ObjectRef]) -> None:
 
     async def beside_those_that_hang() -> int:
         hanging = [asyncio.create_task(where(pool, files[0], 1000)) for _ in range(4)]
@@ -85,8 +85,8 @@ def test_calls_that_hang_keep_no_one_else_out(pool: Pool, files: list[Target]) -
     assert pool.killed <= 4
 
 
-def test_even_slow_calls_are_no_more_than_the_most(files: list[Target]) -> None:
-    pool = Pool(limit=1, most=2)
+def test_even_slow_calls_are_no_more_than_the_most(files: list[ObjectRef]) -> None:
+    pool = Pool(limit=1, max_processes=2)
 
     async def three() -> int:
         hanging = [asyncio.create_task(where(pool, files[0], 1000)) for _ in range(3)]
@@ -103,7 +103,7 @@ def test_even_slow_calls_are_no_more_than_the_most(files: list[Target]) -> None:
 
 
 @pytest.mark.long
-def test_another_module_gets_a_worker_though_this_one_is_always_wanted(pool: Pool, files: list[Target]) -> None:
+def test_another_module_gets_a_worker_though_this_one_is_always_wanted(pool: Pool, files: list[ObjectRef]) -> None:
     async def crowd() -> None:
         wanted = [asyncio.create_task(where(pool, files[0], 0.02)) for _ in range(10_000)]
         await until(lambda: wanted[5].done())
@@ -117,8 +117,8 @@ def test_another_module_gets_a_worker_though_this_one_is_always_wanted(pool: Poo
     run(crowd())
 
 
-def test_an_idle_module_makes_room_for_another(files: list[Target]) -> None:
-    pool = Pool(limit=2, most=2)
+def test_an_idle_module_makes_room_for_another(files: list[ObjectRef]) -> None:
+    pool = Pool(limit=2, max_processes=2)
 
     async def each() -> list[int]:
         return [await where(pool, target) for target in files]
@@ -129,7 +129,7 @@ def test_an_idle_module_makes_room_for_another(files: list[Target]) -> None:
     pool.close()
 
 
-def test_who_stops_waiting_leaves_the_worker_to_others(pool: Pool, files: list[Target]) -> None:
+def test_who_stops_waiting_leaves_the_worker_to_others(pool: Pool, files: list[ObjectRef]) -> None:
     async def cancelled_while_it_comes_up() -> int:
         task = asyncio.create_task(where(pool, files[0]))
         await asyncio.sleep(0)
@@ -148,7 +148,7 @@ def test_who_stops_waiting_leaves_the_worker_to_others(pool: Pool, files: list[T
     assert pool.killed == 0
 
 
-def test_a_killed_worker_is_replaced_before_anybody_asks(pool: Pool, files: list[Target]) -> None:
+def test_a_killed_worker_is_replaced_before_anybody_asks(pool: Pool, files: list[ObjectRef]) -> None:
     async def kill_at_work() -> tuple[int, int]:
         first = await where(pool, files[0])
         task = asyncio.create_task(where(pool, files[0], 1000))
@@ -156,7 +156,7 @@ def test_a_killed_worker_is_replaced_before_anybody_asks(pool: Pool, files: list
         os.kill(first, signal.SIGKILL)
         with pytest.raises(ToolDied, match="killed by SIGKILL"):
             await task
-        await until(lambda: pool._roster.idle.get(files[0].place))
+        await until(lambda: pool._roster.idle.get(files[0].module_ref))
         return first, await where(pool, files[0])
 
     first, second = run(kill_at_work())
@@ -164,7 +164,7 @@ def test_a_killed_worker_is_replaced_before_anybody_asks(pool: Pool, files: list
     assert pool.killed == 1
 
 
-def test_a_worker_that_dies_at_rest_is_not_handed_out(pool: Pool, files: list[Target]) -> None:
+def test_a_worker_that_dies_at_rest_is_not_handed_out(pool: Pool, files: list[ObjectRef]) -> None:
     first = run(where(pool, files[0]))
     os.kill(first, signal.SIGKILL)
     run(until(lambda: first not in pool.pids()))
@@ -173,7 +173,7 @@ def test_a_worker_that_dies_at_rest_is_not_handed_out(pool: Pool, files: list[Ta
 
 def test_a_module_that_does_not_load_says_why_to_all_who_wait(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import no_such_module_at_all")
-    target = Target(Place(None, str(tmp_path / "broken.py")), "where")
+    target = ObjectRef(ModuleRef(None, str(tmp_path / "broken.py")), "where")
 
     async def several() -> list[Any]:
         return await asyncio.gather(*(where(pool, target) for _ in range(5)), return_exceptions=True)
@@ -185,27 +185,27 @@ def test_a_module_that_does_not_load_says_why_to_all_who_wait(pool: Pool, tmp_pa
 def test_a_process_that_ends_while_it_loads_is_a_death(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "ends.py").write_text("import os; os._exit(9)")
     with pytest.raises(ToolDied, match="ended while it loaded"):
-        run(where(pool, Target(Place(None, str(tmp_path / "ends.py")), "where")))
+        run(where(pool, ObjectRef(ModuleRef(None, str(tmp_path / "ends.py")), "where")))
 
 
 def test_a_module_that_takes_for_ever_to_load_is_given_up(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once for all who wait: each of them would wait as long again."""
-    monkeypatch.setattr("toolwise.tools.isolation.workers.LOAD_S", 1.0)
+    monkeypatch.setattr("toolwise.tools.isolation.workers.LOAD_TIMEOUT_S", 1.0)
     (tmp_path / "slow.py").write_text("import time; time.sleep(1000)")
-    target = Target(Place(None, str(tmp_path / "slow.py")), "where")
+    target = ObjectRef(ModuleRef(None, str(tmp_path / "slow.py")), "where")
 
     async def several() -> list[Any]:
         return await asyncio.gather(*(where(pool, target) for _ in range(5)), return_exceptions=True)
 
     faults = run(several())
     assert all(isinstance(fault, LoadFault) for fault in faults)
-    assert {str(fault) for fault in faults} == {f"{target.place} took longer than 1 s to load in a worker process"}
+    assert {str(fault) for fault in faults} == {f"{target.module_ref} took longer than 1 s to load in a worker process"}
 
 
 def test_a_rollouts_own_tool_is_told_that_its_module_does_not_load_rather_than_that_no_worker_is_free() -> None:
-    assert pools.FREE_S > LOAD_S
+    assert pools.RESERVE_TIMEOUT_S > LOAD_TIMEOUT_S
 
 
 @pytest.fixture
@@ -224,9 +224,9 @@ def open_files() -> Iterator[Callable[[int], None]]:
 
 @linux
 def test_without_descriptors_for_another_worker_calls_wait_for_those_that_are_up(
-    files: list[Target], open_files: Callable[[int], None]
+    files: list[ObjectRef], open_files: Callable[[int], None]
 ) -> None:
-    pool = Pool(limit=2, most=64)
+    pool = Pool(limit=2, max_processes=64)
 
     async def many() -> list[int]:
         await where(pool, files[0])
@@ -240,7 +240,7 @@ def test_without_descriptors_for_another_worker_calls_wait_for_those_that_are_up
 
 
 @linux
-def test_a_worker_that_is_up_needs_no_more_descriptors(files: list[Target], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_is_up_needs_no_more_descriptors(files: list[ObjectRef], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where it did, it was killed in the middle of its call as soon as others had used them up."""
     pool, opened = Pool(limit=2), os.pidfd_open
     calls: list[int] = []
@@ -266,7 +266,7 @@ def test_a_worker_that_is_up_needs_no_more_descriptors(files: list[Target], monk
 
 @linux
 def test_without_descriptors_for_a_single_worker_a_call_says_so(
-    files: list[Target], open_files: Callable[[int], None]
+    files: list[ObjectRef], open_files: Callable[[int], None]
 ) -> None:
     pool = Pool(limit=2)
 
@@ -283,7 +283,7 @@ def test_without_descriptors_for_a_single_worker_a_call_says_so(
 
 
 @linux
-def test_workers_are_buried_where_the_trainer_has_more_than_1024_files_open(files: list[Target]) -> None:
+def test_workers_are_buried_where_the_trainer_has_more_than_1024_files_open(files: list[ObjectRef]) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= limits[1] < 2048:
         pytest.skip("no more files may be open here")
@@ -294,14 +294,14 @@ def test_workers_are_buried_where_the_trainer_has_more_than_1024_files_open(file
             await where(pool, files[0])
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(where(pool, files[0], 1000), 0.05)
-        await until(lambda: len(pool._unburied) <= 2)  # the zygote, and one that rests
+        await until(lambda: len(pool._live_workers) <= 2)  # the zygote, and one that rests
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (2048, limits[1]))
     held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     try:
         run(killed())
         pool.close()
-        assert not pool._unburied
+        assert not pool._live_workers
     finally:
         pool.close()
         for descriptor in held:
@@ -312,18 +312,22 @@ def test_workers_are_buried_where_the_trainer_has_more_than_1024_files_open(file
 @pytest.mark.parametrize(
     ("soft", "most"), [(1024, 153), (300, 8), (64, 8), (65536, 256), (resource.RLIM_INFINITY, 256)]
 )
-def test_the_most_processes_fit_the_limit_of_open_files(soft: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_most_processes_fit_the_limit_of_open_files(
+    soft: int, max_processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft, soft))
-    assert Pool(limit=8).most == most
+    assert Pool(limit=8).max_processes == max_processes
 
 
-def test_no_interpreter_to_start_is_a_death(pool: Pool, files: list[Target], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_interpreter_to_start_is_a_death(
+    pool: Pool, files: list[ObjectRef], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.executable", "/no/such/python")
     with pytest.raises(ToolDied, match="no worker process can be started"):
         run(where(pool, files[0]))
 
 
-def test_closing_ends_calls_that_run_and_those_that_wait(files: list[Target]) -> None:
+def test_closing_ends_calls_that_run_and_those_that_wait(files: list[ObjectRef]) -> None:
     pool = Pool(limit=1)
 
     async def close_in_the_middle() -> list[Any]:
@@ -338,8 +342,8 @@ def test_closing_ends_calls_that_run_and_those_that_wait(files: list[Target]) ->
         run(where(pool, files[0]))
 
 
-def test_two_loops_at_once_share_a_pool(files: list[Target]) -> None:
-    pool = Pool(limit=2, most=2)
+def test_two_loops_at_once_share_a_pool(files: list[ObjectRef]) -> None:
+    pool = Pool(limit=2, max_processes=2)
 
     async def beside() -> list[list[int]]:
         async def many() -> list[int]:
@@ -369,7 +373,7 @@ def test_an_answer_of_another_shape_is_refused(value: Any) -> None:
         read_result(value)
 
 
-def test_no_time_passes_in_a_killed_call(pool: Pool, files: list[Target]) -> None:
+def test_no_time_passes_in_a_killed_call(pool: Pool, files: list[ObjectRef]) -> None:
     async def kill() -> float:
         await where(pool, files[0])
         task = asyncio.create_task(where(pool, files[0], 1000))

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from toolwise.tools.isolation.places import Place
-from toolwise.tools.isolation.processes import Death, Process, how_it_ended, start_process
+from toolwise.tools.isolation.places import ModuleRef
+from toolwise.tools.isolation.processes import ExitWatcher, Process, describe_exit, start_process
 
 
 @pytest.fixture
 def process(tmp_path: Path) -> Iterator[Process]:
     (tmp_path / "sleeps.py").write_text("import time; time.sleep(1000)")
-    made = start_process(Place(None, str(tmp_path / "sleeps.py")))
+    made = start_process(ModuleRef(None, str(tmp_path / "sleeps.py")))
     yield made
     made.kill()
     made.popen.wait(20)
@@ -31,10 +31,10 @@ def test_it_has_a_session_of_its_own(process: Process) -> None:
 
 
 def test_its_death_is_seen_without_waiting_for_it(process: Process) -> None:
-    death = Death(process)
-    assert not death.came()
+    death = ExitWatcher(process)
+    assert not death.has_exited()
     process.kill()
-    assert death.came(20)
+    assert death.has_exited(20)
     if death.descriptor is not None:
         assert process.popen.returncode is None
     death.close()
@@ -43,13 +43,13 @@ def test_its_death_is_seen_without_waiting_for_it(process: Process) -> None:
 
 def test_it_ends_when_the_trainers_end_of_its_life_is_closed(process: Process) -> None:
     assert select.select([process.output], [], [], 2)[0] == []  # it has come as far as the user's code by then
-    os.close(process.life)
-    process.life = os.open(os.devnull, os.O_RDONLY)
+    os.close(process.lifeline)
+    process.lifeline = os.open(os.devnull, os.O_RDONLY)
     assert process.popen.wait(20) == -signal.SIGKILL
 
 
 def test_how_a_process_ends_in_words() -> None:
-    assert how_it_ended(3) == "exited with status 3"
-    assert how_it_ended(-signal.SIGSEGV) == "was killed by SIGSEGV"
-    assert how_it_ended(-63) == "was killed by signal 63"
-    assert how_it_ended(None) == "never started"
+    assert describe_exit(3) == "exited with status 3"
+    assert describe_exit(-signal.SIGSEGV) == "was killed by SIGSEGV"
+    assert describe_exit(-63) == "was killed by signal 63"
+    assert describe_exit(None) == "never started"

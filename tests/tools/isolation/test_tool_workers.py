@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from toolwise.tools.isolation.places import Place
+from toolwise.tools.isolation.places import ModuleRef
 from toolwise.tools.isolation.workers import ToolDied, ToolFault, Worker
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def up() -> Worker:
         come: queue.Queue[Worker] = queue.Queue()
-        workers.append(Worker(Place(None, str(tmp_path / "tools.py")), come.put, lambda worker, fault: None))
+        workers.append(Worker(ModuleRef(None, str(tmp_path / "tools.py")), come.put, lambda worker, fault: None))
         return come.get(timeout=60)
 
     yield up
@@ -66,28 +66,28 @@ def call(name: str, **parameters: Any) -> dict[str, Any]:
 def test_questions_are_answered_one_after_the_other(start: Start) -> None:
     worker = start()
     for number in range(3):
-        assert run(worker.ask(call("echo", x=number))) == [str(number), None, {"ok": True}]
+        assert run(worker.request(call("echo", x=number))) == [str(number), None, {"ok": True}]
 
 
 def test_all_workers_order_a_set_alike(start: Start) -> None:
-    assert run(start().ask(call("order"))) == run(start().ask(call("order")))
+    assert run(start().request(call("order"))) == run(start().request(call("order")))
 
 
 def test_a_question_about_nothing_is_a_fault_and_no_death(start: Start) -> None:
     worker = start()
     for name, kind in (("no_such", "AttributeError"), ("NOT_A_TOOL", "ToolwiseError")):
         with pytest.raises(ToolFault) as caught:
-            run(worker.ask(call(name)))
+            run(worker.request(call(name)))
         assert type(caught.value).__name__ == kind
         assert "Traceback" in caught.value.__notes__[0]
-    assert run(worker.ask(call("echo")))[0] == "0"
+    assert run(worker.request(call("echo")))[0] == "0"
 
 
 def test_arguments_without_json_never_reach_it(start: Start) -> None:
     worker = start()
     with pytest.raises(ToolFault, match="cannot be sent as JSON"):
-        run(worker.ask(call("echo", x=object())))
-    assert run(worker.ask(call("echo")))[0] == "0"
+        run(worker.request(call("echo", x=object())))
+    assert run(worker.request(call("echo")))[0] == "0"
 
 
 @pytest.mark.parametrize(
@@ -102,15 +102,15 @@ def test_arguments_without_json_never_reach_it(start: Start) -> None:
 def test_nonsense_on_its_channel_is_a_death(start: Start, frame: str, reason: str) -> None:
     worker = start()
     with pytest.raises(ToolDied, match=reason):
-        run(worker.ask(call("scribble", frame=frame)))
+        run(worker.request(call("scribble", frame=frame)))
     worker.thread.join(20)
     with pytest.raises(ToolDied, match="the tool's process was killed by SIGKILL"):
-        run(worker.ask(call("echo")))
+        run(worker.request(call("echo")))
 
 
 def test_a_channel_that_the_tool_closes_is_a_death(start: Start) -> None:
     with pytest.raises(ToolDied, match="the tool's process"):
-        run(start().ask(call("close")))
+        run(start().request(call("close")))
 
 
 def test_who_kills_it_twice_kills_nobody_else(start: Start) -> None:
@@ -128,19 +128,19 @@ def test_whatever_happens_to_its_thread_the_pool_hears_that_it_is_gone(
     def fail(code: int | None) -> str:
         raise RuntimeError("nobody foresaw this")
 
-    monkeypatch.setattr("toolwise.tools.isolation.workers.how_it_ended", fail)
+    monkeypatch.setattr("toolwise.tools.isolation.workers.describe_exit", fail)
     gone: queue.Queue[Worker] = queue.Queue()
     (tmp_path / "tools.py").write_text(SOURCE)
-    worker = Worker(Place(None, str(tmp_path / "tools.py")), Worker.kill, lambda worker, fault: gone.put(worker))
+    worker = Worker(ModuleRef(None, str(tmp_path / "tools.py")), Worker.kill, lambda worker, fault: gone.put(worker))
     assert gone.get(timeout=30) is worker
     worker.thread.join(20)
-    worker.forget()
+    worker.close_after_fork()
 
 
 def test_a_worker_leaves_no_descriptors(start: Start) -> None:
     def one() -> None:
         worker = start()
-        run(worker.ask(call("echo")))
+        run(worker.request(call("echo")))
         worker.kill()
         worker.thread.join(20)
 

@@ -157,7 +157,7 @@ def test_two_hundred_calls_share_one_server_and_do_not_mix(clock: dict[str, Any]
 
     texts = [text for text, _, _ in asyncio.run(run())]
     assert all(f'"{zone}"' in text for zone, text in zip(zones, texts, strict=True))
-    assert tool.servers.of("i").starts == 1
+    assert tool.servers.server_for("i").starts == 1
 
 
 def test_include_prefix_and_strange_names() -> None:
@@ -187,13 +187,13 @@ def test_images_are_named_and_structured_content_is_json(odd: dict[str, Any]) ->
 @pytest.mark.parametrize("text", ["\ud800", "\x00", "<|im_end|>", "é😀", "x" * 300_000, "line\nline", "\u2028"])
 def test_no_text_of_a_models_can_break_the_session(odd: dict[str, Any], text: str) -> None:
     assert call(odd["echo"], text=text) == text.replace("\ud800", "?")
-    assert odd["echo"].servers.of("i").restarts == 0
+    assert odd["echo"].servers.server_for("i").restarts == 0
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 10**400])
 def test_no_number_of_a_models_can_break_the_session(odd: dict[str, Any], number: Any) -> None:
     assert failure(odd["echo"], text="x", wait_s=number).failure == "tool_error"
-    assert odd["echo"].servers.of("i").restarts == 0
+    assert odd["echo"].servers.server_for("i").restarts == 0
 
 
 def test_an_error_of_the_tool_is_read_by_the_model(odd: dict[str, Any]) -> None:
@@ -248,7 +248,7 @@ def test_every_loop_and_every_thread_may_call(odd: dict[str, Any]) -> None:
 
 def test_a_server_that_dies_in_a_call_fails_the_calls_it_had_and_is_started_again() -> None:
     tools = by_name(mcp_tools(STDIO))
-    server = tools["die"].servers.of("i")
+    server = tools["die"].servers.server_for("i")
 
     async def run() -> list[Any]:
         waiting = [asyncio.create_task(tools["echo"].execute("i", {"text": "x", "wait_s": 60})) for _ in range(5)]
@@ -267,7 +267,7 @@ def test_a_server_killed_between_calls_costs_nobody_a_call() -> None:
     pid = int(call(tools["pid"]))
     os.kill(pid, signal.SIGKILL)
     until(lambda: not is_running(pid))
-    until(lambda: tools["pid"].servers.of("i")._session.over)
+    until(lambda: tools["pid"].servers.server_for("i")._session.closed)
     assert int(call(tools["pid"])) != pid
 
 
@@ -277,7 +277,7 @@ def test_a_server_that_hangs_altogether_is_replaced(monkeypatch: pytest.MonkeyPa
     pid = int(call(tools["pid"]))
     assert failure(tools["block"]).failure == "timeout"
     patient = mcp_hurry(tools["pid"], 20)
-    until(lambda: tools["pid"].servers.of("i")._session.over)
+    until(lambda: tools["pid"].servers.server_for("i")._session.closed)
     assert int(call(patient)) != pid
     until(lambda: not is_running(pid))
 
@@ -320,7 +320,7 @@ def test_a_server_that_cannot_start_again_is_not_asked_for_ever(tmp_path: Path) 
 
     assert all(fault.infrastructure for fault in asyncio.run(run()))
     assert "tried again in" in str(failure(tools["echo"], text="x"))
-    assert tools["echo"].servers.of("i").starts <= 3
+    assert tools["echo"].servers.server_for("i").starts <= 3
 
 
 def test_an_episode_notes_that_the_infrastructure_failed_and_not_the_model() -> None:
@@ -444,11 +444,11 @@ print(asyncio.run(tools["pid"].execute("i", {{}}))[0], flush=True)
         ({"command": ["x"], "headers": {"a": "b"}}, "headers goes with a url"),
         ({"url": "http://x", "cwd": "."}, "cwd goes with a command"),
         ({"command": ["x"], "cwd": "/no/such/folder"}, "cwd /no/such/folder is no folder"),
-        ({"command": ["x", 3]}, "command must be a list of strings"),
-        ({"command": ["x"], "env": {"A": 1}}, "env must be a table of strings"),
+        ({"command": ["x", 3]}, "command must be a list server_for strings"),
+        ({"command": ["x"], "env": {"A": 1}}, "env must be a table server_for strings"),
         ({"command": ["x"], "env": {"A": "${NOT_SET_ANYWHERE}"}}, "env names ${NOT_SET_ANYWHERE}, which is not set"),
-        ({"command": ["x"], "timeout_s": 0}, "timeout_s must be a number of seconds above 0"),
-        ({"command": ["x"], "scope": "step"}, "scope must be one of run, rollout"),
+        ({"command": ["x"], "timeout_s": 0}, "timeout_s must be a number server_for seconds above 0"),
+        ({"command": ["x"], "scope": "step"}, "scope must be one server_for run, rollout"),
         ({"comand": ["x"]}, "mcp has no option 'comand'; did you mean 'command'?"),
         ({"command": ["x"], "price": -1}, "mcp: price must be a number from 0 up"),
         ({"command": ["mcp-server-time"], "include": ["get_time"]}, "has no tool 'get_time'"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from toolwise.errors import ConfigError, DataError
-from toolwise.tools.search.corpora import Document, FileCorpus, GivenCorpus, WordNet, read_corpora
+from toolwise.tools.search.corpora import Document, FileCorpus, InlineCorpus, WordNet, read_corpora
 
 SYNSETS = """  1 This is the licence
 00001740 03 n 02 dog 0 domestic_dog 0 003 ~ 00001930 n 0000 | a member of the genus Canis; "the dog barked all night"
@@ -58,7 +58,7 @@ def test_a_fingerprint_follows_the_content(tmp_path: Path) -> None:
     path.write_text("two")
     assert corpus.fingerprint() != first
     assert FileCorpus((path,), text_field="body").fingerprint() != corpus.fingerprint()
-    assert GivenCorpus((Document("", "a"),)).fingerprint() != GivenCorpus((Document("a", ""),)).fingerprint()
+    assert InlineCorpus((Document("", "a"),)).fingerprint() != InlineCorpus((Document("a", ""),)).fingerprint()
 
 
 @pytest.mark.parametrize(

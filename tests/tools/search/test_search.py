@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from toolwise.errors import ConfigError, DataError
 from toolwise.tools.faults import ToolCallError
-from toolwise.tools.search.tool import MANY_CHARACTERS, NO_RESULTS, SearchTool
+from toolwise.tools.search.tool import NO_RESULTS, THREADED_SEARCH_CHARS, SearchTool
 
 FACTS = [
     "The Eiffel Tower stands in Paris and is 330 metres high.",
@@ -232,7 +232,7 @@ def corpus(tmp_path: Path) -> SearchTool:
 
 
 def test_a_task_with_many_documents_is_searched_aside_and_in_time() -> None:
-    documents = [f"document {n} " + "filler " * 200 for n in range(1 + MANY_CHARACTERS // 1400)]
+    documents = [f"document {n} " + "filler " * 200 for n in range(1 + THREADED_SEARCH_CHARS // 1400)]
     assert ask("document 7", documents).startswith("document 7 ")
     with pytest.raises(ToolCallError) as caught:
         ask("document", documents, config={"timeout_s": 1e-4})

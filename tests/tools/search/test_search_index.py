@@ -15,10 +15,17 @@ import pytest
 
 from toolwise.errors import ConfigError
 from toolwise.tools.faults import ToolCallError
-from toolwise.tools.search.corpora import Corpus, Document, GivenCorpus
-from toolwise.tools.search.index import CorpusIndex, DocumentIndex, cache_folder, index_of, match_of, terms_of
+from toolwise.tools.search.corpora import Corpus, Document, InlineCorpus
+from toolwise.tools.search.index import (
+    CorpusIndex,
+    DocumentIndex,
+    cache_folder,
+    match_expression,
+    open_index,
+    query_terms,
+)
 
-FACTS = GivenCorpus((Document("Nile", "The river Nile flows."), Document("Alps", "The Alps rise.")))
+FACTS = InlineCorpus((Document("Nile", "The river Nile flows."), Document("Alps", "The Alps rise.")))
 
 
 @dataclass
@@ -43,30 +50,30 @@ def search(index: CorpusIndex, query: str, timeout_s: float = 10.0) -> list[str]
 def large(tmp_path_factory: pytest.TempPathFactory) -> CorpusIndex:
     words = [f"w{n}" for n in range(50)]
     documents = tuple(Document("", " ".join(words[n % 7 :])) for n in range(20_000))
-    return index_of([GivenCorpus(documents)], tmp_path_factory.mktemp("cache"))
+    return open_index([InlineCorpus(documents)], tmp_path_factory.mktemp("cache"))
 
 
 def test_an_index_is_built_once(tmp_path: Path) -> None:
-    first = index_of([FACTS], tmp_path)
+    first = open_index([FACTS], tmp_path)
     made = first.path.stat()
-    assert index_of([FACTS], tmp_path).path.stat().st_mtime_ns == made.st_mtime_ns
+    assert open_index([FACTS], tmp_path).path.stat().st_mtime_ns == made.st_mtime_ns
     assert search(first, "rivers") == ["The river Nile flows."]
     assert first.size == 2
-    assert index_of([GivenCorpus(FACTS.given[:1])], tmp_path).path != first.path
+    assert open_index([InlineCorpus(FACTS.inline_documents[:1])], tmp_path).path != first.path
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 def test_a_failed_build_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="half-way"):
-        index_of([Broken()], tmp_path)
+        open_index([Broken()], tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("damage", [b"", b"no database at all", b"SQLite format 3\x00" + b"\x00" * 5000])
 def test_a_damaged_index_is_built_again(tmp_path: Path, damage: bytes) -> None:
-    path = index_of([FACTS], tmp_path).path
+    path = open_index([FACTS], tmp_path).path
     path.write_bytes(damage)
-    assert search(index_of([FACTS], tmp_path), "alps") == ["The Alps rise."]
+    assert search(open_index([FACTS], tmp_path), "alps") == ["The Alps rise."]
 
 
 def test_two_processes_that_build_at_once_end_with_one_index(tmp_path: Path) -> None:
@@ -85,12 +92,12 @@ print(index_of([corpus], Path({str(tmp_path)!r})).size)
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ConfigError, match=r"no index can be kept in .*file.*: free space there, or set cache"):
-        index_of([FACTS], tmp_path / "file")
+        open_index([FACTS], tmp_path / "file")
 
 
 def test_an_empty_corpus_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the corpus has no documents"):
-        index_of([GivenCorpus(())], tmp_path)
+        open_index([InlineCorpus(())], tmp_path)
 
 
 def test_where_indexes_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,8 +120,8 @@ def test_many_searches_at_once_do_not_mix(large: CorpusIndex) -> None:
 
 
 def test_equals_come_in_the_order_of_the_documents(tmp_path: Path) -> None:
-    corpus = GivenCorpus(tuple(Document(f"{n}", "same words here") for n in range(50)))
-    found = asyncio.run(index_of([corpus], tmp_path).search("words", 50, snippet_words=0, timeout_s=10))
+    corpus = InlineCorpus(tuple(Document(f"{n}", "same words here") for n in range(50)))
+    found = asyncio.run(open_index([corpus], tmp_path).search("words", 50, snippet_words=0, timeout_s=10))
     assert [document.title for document in found.documents] == [f"{n}" for n in range(50)]
 
 
@@ -157,7 +164,7 @@ def test_the_event_loop_goes_on_while_a_search_runs(large: CorpusIndex) -> None:
 
 
 def test_an_index_that_vanishes_is_nobodys_mistake(tmp_path: Path) -> None:
-    index = index_of([FACTS], tmp_path)
+    index = open_index([FACTS], tmp_path)
     os.unlink(index.path)
     with pytest.raises(ToolCallError) as caught:
         search(index, "nile")
@@ -165,16 +172,16 @@ def test_an_index_that_vanishes_is_nobodys_mistake(tmp_path: Path) -> None:
 
 
 def test_terms_are_words_once_each() -> None:
-    assert terms_of('Nile "nile" NILE* -AND_or\x00') == ["nile", "and", "or"]
-    assert match_of(["nile", "and"]) == '"nile" OR "and"'
-    assert len(terms_of(" ".join(f"w{n}" for n in range(1000)))) == 128
+    assert query_terms('Nile "nile" NILE* -AND_or\x00') == ["nile", "and", "or"]
+    assert match_expression(["nile", "and"]) == '"nile" OR "and"'
+    assert len(query_terms(" ".join(f"w{n}" for n in range(1000)))) == 128
 
 
 def test_an_index_in_memory_is_built_when_first_searched() -> None:
-    index = DocumentIndex(FACTS.given)
+    index = DocumentIndex(FACTS.inline_documents)
     assert index.search("nile", 1).total == 1
     index.close()
-    assert index.search("the", 1) == (2, [FACTS.given[1]])
+    assert index.search("the", 1) == (2, [FACTS.inline_documents[1]])
     corpora: list[Corpus] = [FACTS]
     assert corpora[0].fingerprint() == FACTS.fingerprint()
 
@@ -183,6 +190,6 @@ def test_an_index_in_memory_is_built_when_first_searched() -> None:
 def test_wordnet_is_searched(tmp_path: Path) -> None:
     from toolwise.tools.search.corpora import WordNet
 
-    index = index_of([WordNet()], tmp_path)
+    index = open_index([WordNet()], tmp_path)
     assert index.size == 117_659
     assert "genus Canis" in search(index, "domestic dog canis familiaris")[0]

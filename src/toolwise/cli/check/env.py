@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolwise.cli.check.marks import mark_of
-from toolwise.cli.reward_options import Kwargs, read_kwargs
+from toolwise.cli.check.marks import verdict_text
+from toolwise.cli.reward_options import KwargsOption, read_kwargs
 from toolwise.errors import ConfigError, DataError
-from toolwise.terminal import say, say_json
+from toolwise.terminal import print_json, print_line
 
 if TYPE_CHECKING:
     from toolwise.envs.conformance.check import EnvCheck
@@ -21,7 +21,7 @@ def check_env(
     reference: Annotated[
         str, typer.Argument(metavar="REF", help="path.py:Class, module:Class, gymnasium:ID, gsm8k or tools.")
     ],
-    kwargs: Kwargs = None,
+    kwargs: KwargsOption = None,
     data: Annotated[
         Path | None, typer.Option(help="A file of tasks; the environment is made for one of them.", show_default=False)
     ] = None,
@@ -62,7 +62,7 @@ def check_env(
         step_timeout_s=timeout_s,
     )
     if as_json:
-        say_json(found.to_json())
+        print_json(found.to_json())
     else:
         _show(found)
     if not found.ok:
@@ -133,7 +133,7 @@ def _show(check: EnvCheck) -> None:
     for column in ("", "", "what was seen"):
         table.add_column(column)
     for finding in check.findings:
-        table.add_row(finding.name, mark_of(finding.verdict), finding.says)
+        table.add_row(finding.name, verdict_text(finding.verdict), finding.says)
     Console().print(table)
     wrong = [finding.name for finding in check.findings if finding.verdict == "wrong"]
-    say(f"wrong: {', '.join(wrong)}" if wrong else "nothing is wrong with it")
+    print_line(f"wrong: {', '.join(wrong)}" if wrong else "nothing is wrong with it")

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 _STYLES = {"ok": "green", "warning": "yellow", "wrong": "red", "skipped": "dim"}
 
 
-def mark_of(verdict: str) -> Text:
+def verdict_text(verdict: str) -> Text:
     from rich.text import Text
 
     return Text("look" if verdict == "warning" else verdict, style=_STYLES[verdict])

@@ -7,9 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from toolwise.cli.check.marks import mark_of
-from toolwise.cli.reward_options import Allow, Kwargs, Memory, Read, Tier, Timeout, changed_sandbox, read_kwargs
-from toolwise.terminal import say, say_json
+from toolwise.cli.check.marks import verdict_text
+from toolwise.cli.reward_options import (
+    AllowOption,
+    KwargsOption,
+    MemoryOption,
+    ReadOption,
+    TierOption,
+    TimeoutOption,
+    override_sandbox,
+    read_kwargs,
+)
+from toolwise.terminal import print_json, print_line
 
 if TYPE_CHECKING:
     from toolwise.authoring.checking import RewardCheck
@@ -21,7 +30,7 @@ def check_reward(
     rollouts: Annotated[
         Path, typer.Option(help="A run, a file of its rollouts, or rows with `messages`.", show_default=False)
     ],
-    kwargs: Kwargs = None,
+    kwargs: KwargsOption = None,
     step: Annotated[int | None, typer.Option(min=0, help="Only the rollouts of one step.")] = None,
     limit: Annotated[int, typer.Option(min=1, help="Rollouts to look at, at most.")] = 512,
     gold: Annotated[
@@ -30,27 +39,27 @@ def check_reward(
     gold_form: Annotated[
         str | None, typer.Option(help="How to say a bare ground truth, such as 'Answer: {}'.", show_default=False)
     ] = None,
-    tier: Tier = None,
-    timeout_s: Timeout = None,
-    memory_mb: Memory = None,
-    read: Read = None,
-    allow: Allow = None,
+    tier: TierOption = None,
+    timeout_s: TimeoutOption = None,
+    memory_mb: MemoryOption = None,
+    read: ReadOption = None,
+    allow: AllowOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Run a reward in the sandbox over stored rollouts: results, determinism, speed, spread, steps and gold answers."""
 
     from toolwise.authoring.checking import check_reward as check
-    from toolwise.authoring.stored import read_stored
+    from toolwise.authoring.stored import read_rollouts
     from toolwise.config import RewardConfig, SandboxConfig
     from toolwise.errors import ConfigError
 
     if gold_form is not None and "{}" not in gold_form:
         raise ConfigError(f"--gold-form {gold_form!r}: put {{}} where the ground truth goes, as in 'Answer: {{}}'")
-    sandbox = changed_sandbox(SandboxConfig(), tier, timeout_s, memory_mb, read, allow)
+    sandbox = override_sandbox(SandboxConfig(), tier, timeout_s, memory_mb, read, allow)
     config = RewardConfig(function=reference, kwargs=read_kwargs(kwargs), sandbox=sandbox)
-    found = check(config, read_stored(rollouts, step=step, limit=limit), gold=gold, gold_form=gold_form)
+    found = check(config, read_rollouts(rollouts, step=step, limit=limit), gold=gold, gold_form=gold_form)
     if as_json:
-        say_json(found.to_json())
+        print_json(found.to_json())
     else:
         _show(found)
     if not found.ok:
@@ -67,22 +76,22 @@ def _show(check: RewardCheck) -> None:
     for column in ("", "", "what was seen"):
         table.add_column(column)
     for finding in check.findings:
-        table.add_row(finding.name, mark_of(finding.verdict), finding.says)
+        table.add_row(finding.name, verdict_text(finding.verdict), finding.says)
     console.print(table)
     for finding in check.findings:
         _show_details(finding)
     if check.printed:
         more = f"  … and {check.printed_more:,} lines more" if check.printed_more else ""
-        say("\n".join(["\nit printed:", *(f"  {line}" for line in check.printed), more]))
-    say(check.sandbox)
+        print_line("\n".join(["\nit printed:", *(f"  {line}" for line in check.printed), more]))
+    print_line(check.sandbox)
     wrong = [finding.name for finding in check.findings if finding.verdict == "wrong"]
-    say(f"wrong: {', '.join(wrong)}" if wrong else "nothing is wrong with it")
+    print_line(f"wrong: {', '.join(wrong)}" if wrong else "nothing is wrong with it")
 
 
 def _show_details(finding: Finding) -> None:
     """As plain text: a traceback is for reading and copying, not for wrapping."""
     if finding.details:
-        say(f"\n{finding.name}:")
+        print_line(f"\n{finding.name}:")
         for detail in finding.details:
-            say("\n".join(f"  {line}" for line in detail.splitlines()))
-        say("")
+            print_line("\n".join(f"  {line}" for line in detail.splitlines()))
+        print_line("")

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolwise.cli.check.marks import mark_of
+from toolwise.cli.check.marks import verdict_text
 from toolwise.errors import ConfigError
-from toolwise.terminal import say, say_json
+from toolwise.terminal import print_json, print_line
 
 if TYPE_CHECKING:
     from toolwise.tools.conformance.check import ToolCheck
@@ -39,7 +39,7 @@ def check_tool(
     tools = build_tools([{"name": reference, **_object(config, "--config")}])
     found = [check(tool, calls=calls, create_kwargs=create_kwargs, timeout_s=timeout_s) for tool in tools.values()]
     if as_json:
-        say_json([one.to_json() for one in found])
+        print_json([one.to_json() for one in found])
     else:
         for one in found:
             _show(one)
@@ -68,7 +68,7 @@ def _show(check: ToolCheck) -> None:
     for column in ("", "", "what was seen"):
         table.add_column(column)
     for finding in check.findings:
-        table.add_row(finding.name, mark_of(finding.verdict), finding.says)
+        table.add_row(finding.name, verdict_text(finding.verdict), finding.says)
     Console().print(table)
     wrong = [finding.name for finding in check.findings if finding.verdict == "wrong"]
-    say(f"wrong: {', '.join(wrong)}" if wrong else "nothing is wrong with it")
+    print_line(f"wrong: {', '.join(wrong)}" if wrong else "nothing is wrong with it")

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from toolwise.terminal import say
+from toolwise.terminal import print_line
 
 
-class Mode(StrEnum):
+class RewardMode(StrEnum):
     POINTWISE = "pointwise"
     BATCH = "batch"
     GROUP = "group"
@@ -19,12 +19,14 @@ class Mode(StrEnum):
 
 def init_reward(
     name: Annotated[str, typer.Argument(help="The function's name, and the file's.")] = "my_reward",
-    mode: Annotated[Mode, typer.Option(help="One rollout a call, all of a step, or all of a task.")] = Mode.POINTWISE,
+    mode: Annotated[
+        RewardMode, typer.Option(help="One rollout a call, all of a step, or all of a task.")
+    ] = RewardMode.POINTWISE,
     folder: Annotated[Path, typer.Option(help="Where to write.", show_default=False)] = Path(),
 ) -> None:
     """Write a reward that works, with comments, beside a small sample of rollouts that it passes its check on."""
-    from toolwise.authoring.starting import start_reward
+    from toolwise.authoring.starting import create_reward_files
 
-    code, rollouts = start_reward(folder, name, mode.value)
-    say(f"wrote {code} and {rollouts}; look at it with:")
-    say(f"  toolwise check reward {code} --rollouts {rollouts}")
+    code, rollouts = create_reward_files(folder, name, mode.value)
+    print_line(f"wrote {code} and {rollouts}; look at it with:")
+    print_line(f"  toolwise check reward {code} --rollouts {rollouts}")

@@ -16,10 +16,10 @@ from pathlib import Path
 from random import Random
 from typing import Any, get_args
 
-from toolwise.demo.rooms.house import House, Kind, Plan, along, build_house, draw_map
+from toolwise.demo.rooms.house import House, HouseConfig, RoomKind, build_house, draw_map, follow_map
 from toolwise.json_text import json_text
-from toolwise.terminal import say
-from toolwise.thinking.levels import LEVELS, Levels, load_levels
+from toolwise.terminal import print_line
+from toolwise.thinking.levels import DEFAULT_LEVELS, Levels, load_levels
 
 SPLITS = {"train": 0, "heldout": 1, "teach": 2}
 """Each split has houses of its own: house = 3 · index + split."""
@@ -29,18 +29,18 @@ def house_number(index: int, split: str) -> int:
     return len(SPLITS) * index + SPLITS[split]
 
 
-def prompt(plan: Plan, levels: Levels | None = None) -> list[dict[str, str]]:
+def prompt(plan: HouseConfig, levels: Levels | None = None) -> list[dict[str, str]]:
     """How an episode begins. A model that knows no levels is told of them; one that was taught them need not be."""
     told = f"{plan.task}\n{levels.explain()}" if levels else plan.task
     return [{"role": "system", "content": told}]
 
 
 def task_rows(
-    indices: Iterable[int], split: str, plan: Plan | None = None, *, levels: Levels | None = None
+    indices: Iterable[int], split: str, plan: HouseConfig | None = None, *, levels: Levels | None = None
 ) -> Iterator[dict[str, Any]]:
     """Tasks as dataset rows, one a house."""
-    plan = plan or Plan()
-    changed = {name: value for name, value in _fields(plan).items() if value != _fields(Plan())[name]}
+    plan = plan or HouseConfig()
+    changed = {name: value for name, value in _fields(plan).items() if value != _fields(HouseConfig())[name]}
     for index in indices:
         number = house_number(index, split)
         kwargs: dict[str, Any] = {"house": number} | ({"plan": changed} if changed else {})
@@ -53,16 +53,21 @@ def task_rows(
 
 
 def walk(
-    house: House, chosen: Sequence[int], plan: Plan, levels: Levels = LEVELS, *, explain: bool = False
+    house: House,
+    step_levels: Sequence[int],
+    plan: HouseConfig,
+    levels: Levels = DEFAULT_LEVELS,
+    *,
+    explain: bool = False,
 ) -> list[dict[str, str]]:
-    """The right way through a house, `chosen` the level of each of its steps."""
+    """The right way through a house, `step_levels` the level of each of its steps."""
     messages = prompt(plan, levels if explain else None)
     shown = ""
-    for place, number in zip(house.places, chosen, strict=True):
-        messages.append({"role": "user", "content": f"{shown}{place.sight}"})
-        reply = levels.numbered(number).write(place.action, place.parts)
+    for room, number in zip(house.rooms, step_levels, strict=True):
+        messages.append({"role": "user", "content": f"{shown}{room.observation}"})
+        reply = levels.by_number(number).write(room.action, room.parts)
         messages.append({"role": "assistant", "content": reply})
-        shown = f"{house.map_text} " if place.kind == "map" else ""
+        shown = f"{house.map_text} " if room.kind == "map" else ""
     return messages
 
 
@@ -70,49 +75,51 @@ def demonstrations(
     count: int,
     *,
     seed: int = 0,
-    plan: Plan | None = None,
-    levels: Levels = LEVELS,
+    plan: HouseConfig | None = None,
+    levels: Levels = DEFAULT_LEVELS,
     explain: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """`count` conversations to teach on, each in a house of its own."""
-    plan = plan or Plan()
+    plan = plan or HouseConfig()
     random = Random(f"levels/{seed}")
     for index in range(count):
         house = build_house(house_number(seed * 1_000_003 + index, "teach"), plan)
-        chosen = [random.choice(levels.numbers) for _ in house.places]
-        yield {"messages": walk(house, chosen, plan, levels, explain=explain)}
+        step_levels = [random.choice(levels.numbers) for _ in house.rooms]
+        yield {"messages": walk(house, step_levels, plan, levels, explain=explain)}
 
 
-def told_walks(
-    count: int, *, seed: int = 0, plan: Plan | None = None, levels: Levels = LEVELS
+def instructed_walks(
+    count: int, *, seed: int = 0, plan: HouseConfig | None = None, levels: Levels = DEFAULT_LEVELS
 ) -> Iterator[dict[str, Any]]:
     """Walks of an agent that is told which level to use at which kind of place, and does; the levels are drawn at
     random for each walk. Any grown model does as it is told. One that never had to look at the place when it chose a
     level takes very long to find out that it may; which level is worth its tokens, nobody tells it.
     """
-    plan = plan or Plan()
+    plan = plan or HouseConfig()
     random = Random(f"told/{seed}")
     for index in range(count):
         house = build_house(house_number(seed * 1_000_003 + index, "teach"), plan)
-        at = {kind: random.choice(levels.numbers) for kind in get_args(Kind)}
-        messages = walk(house, [at[place.kind] for place in house.places], plan, levels)
+        at = {kind: random.choice(levels.numbers) for kind in get_args(RoomKind)}
+        messages = walk(house, [at[room.kind] for room in house.rooms], plan, levels)
         rule = " ".join(f"{kind}{number}" for kind, number in at.items())
         messages[0] = {"role": "system", "content": f"{plan.task} {rule}."}
         yield {"messages": messages}
 
 
-def lessons(count: int, *, seed: int = 0, plan: Plan | None = None, questions: int = 3) -> Iterator[dict[str, Any]]:
+def lessons(
+    count: int, *, seed: int = 0, plan: HouseConfig | None = None, questions: int = 3
+) -> Iterator[dict[str, Any]]:
     """Conversations that teach a fresh model to read a map, as any grown model can: no levels, no houses, no actions.
 
     Without them the look-ups of a hall, a few in a long walk, take a small model very long to discover.
     """
-    plan = plan or Plan()
+    plan = plan or HouseConfig()
     random = Random(f"lessons/{seed}")
     for _ in range(count):
-        following, text = draw_map(plan.marks, random)
+        next_mark, text = draw_map(plan.marks, random)
         messages: list[dict[str, str]] = []
-        for mark in random.sample(sorted(following), questions):
-            marks = along(following, mark, plan.marks)
+        for mark in random.sample(sorted(next_mark), questions):
+            marks = follow_map(next_mark, mark, plan.marks)
             told = f"{text} " if not messages else ""
             messages.append({"role": "user", "content": f"{told}You are at {mark}."})
             messages.append({"role": "assistant", "content": " ".join(f"{a}{b}" for a, b in pairwise(marks))})
@@ -126,7 +133,7 @@ def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
     return path
 
 
-def _fields(plan: Plan) -> dict[str, int]:
+def _fields(plan: HouseConfig) -> dict[str, int]:
     return {name: getattr(plan, name) for name in ("halls", "doors", "locks", "marks", "hops")}
 
 
@@ -143,16 +150,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--levels", type=Path, help="a template file of your own in place of thinking/levels.toml")
     parser.add_argument("--explain", action="store_true", help="explain the levels in the system prompt")
     args = parser.parse_args(arguments)
-    levels = load_levels(args.levels) if args.levels else LEVELS
+    levels = load_levels(args.levels) if args.levels else DEFAULT_LEVELS
     told = levels if args.explain else None
     teach = demonstrations(args.count, seed=args.seed, levels=levels, explain=args.explain)
-    told_too = told_walks(args.told, seed=args.seed, levels=levels)
+    told_too = instructed_walks(args.told, seed=args.seed, levels=levels)
     for name, rows in (
         ("teach", chain(teach, lessons(args.lessons, seed=args.seed), told_too)),
         ("train", task_rows(range(args.tasks), "train", levels=told)),
         ("heldout", task_rows(range(args.tasks // 2), "heldout", levels=told)),
     ):
-        say(write_rows(args.out / f"{name}.jsonl", rows))
+        print_line(write_rows(args.out / f"{name}.jsonl", rows))
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from toolwise.demo.rooms.house import COLOURS, SIDES, Place, Plan, build_house
+from toolwise.demo.rooms.house import COLOURS, SIDES, HouseConfig, Room, build_house
 from toolwise.envs.base import BaseEnv
 from toolwise.rollout.parsers.action import parse_action
 
-_WORDS = re.compile(
+_VALID_ACTION = re.compile(
     rf"take map|go ({'|'.join(SIDES)})|(take|use) ({'|'.join(COLOURS)}) key|[1-9]", re.IGNORECASE | re.ASCII
 )
 
@@ -29,7 +29,7 @@ class RoomsEnv(BaseEnv):
     """
 
     def __init__(self, house: int | None = None, plan: dict[str, int] | None = None, spare_turns: int = 2) -> None:
-        self._plan = Plan(**(plan or {}))
+        self._plan = HouseConfig(**(plan or {}))
         self._spare_turns = spare_turns
         self._fixed = house is not None
         self._enter(0 if house is None else house)
@@ -40,38 +40,38 @@ class RoomsEnv(BaseEnv):
 
     @property
     def state_key(self) -> str:
-        return f"house {self.number}, {self._over or f'place {self.at}'}"
+        return f"house {self.number}, {self._outcome or f'place {self.position}'}"
 
     @property
-    def place(self) -> Place | None:
+    def room(self) -> Room | None:
         """Where one is; None outside."""
-        return self.house.places[self.at] if self.at < len(self.house.places) else None
+        return self.house.rooms[self.position] if self.position < len(self.house.rooms) else None
 
     async def reset(self) -> str:
-        self.at, self.turns, self._over = 0, 0, ""
-        return self.house.places[0].sight
+        self.position, self.turns, self._outcome = 0, 0, ""
+        return self.house.rooms[0].observation
 
     async def step(self, action: str) -> tuple[str, float | None, bool, dict[str, Any]]:
         """`step_kind` says whether the step was easy or hard, and `optimal` whether it was the right one: for
         metrics, not for the agent."""
-        place = self.place
-        if self._over or place is None:
-            return "The walk is over.", 0.0, True, {"is_action_valid": False, "truncated": self._over == "late"}
+        room = self.room
+        if self._outcome or room is None:
+            return "The walk is over.", 0.0, True, {"is_action_valid": False, "truncated": self._outcome == "late"}
         self.turns += 1
         words = " ".join(parse_action(action)[0].lower().split())
-        right = words == place.action
-        valid = _WORDS.fullmatch(words) is not None
-        told = self._go_on() if right else self._stay(place, words, valid)
-        if not self._over and self.turns >= len(self.house.places) + self._spare_turns:
-            self._over = "late"
+        right = words == room.action
+        valid = _VALID_ACTION.fullmatch(words) is not None
+        told = self._advance() if right else self._stay(room, words, valid)
+        if not self._outcome and self.turns >= len(self.house.rooms) + self._spare_turns:
+            self._outcome = "late"
         info = {
             "is_action_valid": valid,
-            "success": self._over == "out",
-            "truncated": self._over == "late",
-            "step_kind": "hard" if place.hard else "easy",
+            "success": self._outcome == "out",
+            "truncated": self._outcome == "late",
+            "step_kind": "hard" if room.hard else "easy",
             "optimal": right,
         }
-        return told, float(self._over == "out"), bool(self._over), info
+        return told, float(self._outcome == "out"), bool(self._outcome), info
 
     def gold_actions(self) -> list[str]:
         return [f"<action>{action}</action>" for action in self.house.gold_actions]
@@ -82,18 +82,18 @@ class RoomsEnv(BaseEnv):
     def _enter(self, number: int) -> None:
         self.number = number
         self.house = build_house(number, self._plan)
-        self.at, self.turns, self._over = 0, 0, ""
+        self.position, self.turns, self._outcome = 0, 0, ""
 
-    def _go_on(self) -> str:
-        shown = f"{self.house.map_text} " if self.house.places[self.at].kind == "map" else ""
-        self.at += 1
-        if self.place is None:
-            self._over = "out"
+    def _advance(self) -> str:
+        shown = f"{self.house.map_text} " if self.house.rooms[self.position].kind == "map" else ""
+        self.position += 1
+        if self.room is None:
+            self._outcome = "out"
             return f"{shown}You are out."
-        return shown + self.place.sight
+        return shown + self.room.observation
 
-    def _stay(self, place: Place, words: str, valid: bool) -> str:
-        if place.hard and words.isdigit() and valid:
-            self._over = "fallen"
+    def _stay(self, room: Room, words: str, valid: bool) -> str:
+        if room.hard and words.isdigit() and valid:
+            self._outcome = "fallen"
             return "The floor gives way."
-        return f"{'Nothing happens.' if valid else 'You cannot do that.'} {place.sight}"
+        return f"{'Nothing happens.' if valid else 'You cannot do that.'} {room.observation}"

@@ -13,19 +13,19 @@ from itertools import pairwise
 from random import Random
 from typing import Literal
 
-Kind = Literal["map", "door", "key", "lock", "hall"]
+RoomKind = Literal["map", "door", "key", "lock", "hall"]
 
 SIDES = ("left", "right", "up", "down")
 COLOURS = ("red", "blue", "green", "white")
-WORDS = {3: "three", 4: "four", 5: "five", 6: "six"}
+NUMBER_WORDS = {3: "three", 4: "four", 5: "five", 6: "six"}
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Room:
     """Where one may be, what is to be seen there, and the one action that leads on."""
 
-    kind: Kind
-    sight: str
+    kind: RoomKind
+    observation: str
     action: str
     parts: Mapping[str, str]
     """What there is to think there: state, goal, reflection and candidates, for `Level.write`."""
@@ -39,16 +39,16 @@ class Place:
 class House:
     """The places, the map as it is written, and how the whole is begun."""
 
-    places: tuple[Place, ...]
+    rooms: tuple[Room, ...]
     map_text: str
 
     @property
     def gold_actions(self) -> list[str]:
-        return [place.action for place in self.places]
+        return [room.action for room in self.rooms]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class HouseConfig:
     """What houses are like."""
 
     halls: int = 2
@@ -60,7 +60,7 @@ class Plan:
     """How far along the map that door is."""
 
     def __post_init__(self) -> None:
-        if not 2 <= self.hops < self.marks <= 9 or self.hops not in WORDS:
+        if not 2 <= self.hops < self.marks <= 9 or self.hops not in NUMBER_WORDS:
             raise ValueError(f"hops must be 3 to 6 and less than marks, marks at most 9; got {self.hops}, {self.marks}")
         if min(self.halls, self.doors, self.locks) < 0:
             raise ValueError("halls, doors and locks must not be negative")
@@ -68,7 +68,7 @@ class Plan:
     @property
     def task(self) -> str:
         """What the agent is told at the start."""
-        return f"Get out. In a hall take the door {WORDS[self.hops]} on."
+        return f"Get out. In a hall take the door {NUMBER_WORDS[self.hops]} on."
 
     @property
     def steps(self) -> int:
@@ -76,40 +76,40 @@ class Plan:
         return 1 + self.halls + self.doors + 2 * self.locks
 
 
-def build_house(seed: int, plan: Plan | None = None) -> House:
+def build_house(seed: int, plan: HouseConfig | None = None) -> House:
     """The house of that number: the same every time."""
-    plan = plan or Plan()
+    plan = plan or HouseConfig()
     random = Random(f"house/{seed}")
-    following, map_text = draw_map(plan.marks, random)
+    next_mark, map_text = draw_map(plan.marks, random)
     starts = random.sample(range(1, plan.marks + 1), min(plan.halls, plan.marks))
-    parts: list[list[Place]] = [[_hall(start, following, plan.hops)] for start in starts]
+    parts: list[list[Room]] = [[_hall(start, next_mark, plan.hops)] for start in starts]
     parts += [[_door(random.choice(SIDES))] for _ in range(plan.doors)]
     parts += [_locked(random.choice(COLOURS), random) for _ in range(plan.locks)]
     random.shuffle(parts)
-    places = [_map(), *(place for part in parts for place in part)]
-    return House(tuple(places), map_text)
+    rooms = [_map(), *(room for part in parts for room in part)]
+    return House(tuple(rooms), map_text)
 
 
 def draw_map(marks: int, random: Random) -> tuple[dict[int, int], str]:
     """Where each mark leads, one ring through all of them; and the same as text."""
     order = random.sample(range(1, marks + 1), marks)
-    following = {mark: order[(i + 1) % marks] for i, mark in enumerate(order)}
-    arrows = random.sample(sorted(following), marks)
-    return following, "Map: " + " ".join(f"{mark}{following[mark]}" for mark in arrows) + "."
+    next_mark = {mark: order[(i + 1) % marks] for i, mark in enumerate(order)}
+    arrows = random.sample(sorted(next_mark), marks)
+    return next_mark, "Map: " + " ".join(f"{mark}{next_mark[mark]}" for mark in arrows) + "."
 
 
-def along(following: Mapping[int, int], start: int, hops: int) -> list[int]:
+def follow_map(next_mark: Mapping[int, int], start: int, hops: int) -> list[int]:
     """The marks one passes, the first and the last with them."""
     marks = [start]
     for _ in range(hops):
-        marks.append(following[marks[-1]])
+        marks.append(next_mark[marks[-1]])
     return marks
 
 
-def _map() -> Place:
-    return Place(
+def _map() -> Room:
+    return Room(
         kind="map",
-        sight="A map is here.",
+        observation="A map is here.",
         action="take map",
         parts={
             "state": "map here.",
@@ -120,10 +120,10 @@ def _map() -> Place:
     )
 
 
-def _door(side: str) -> Place:
-    return Place(
+def _door(side: str) -> Room:
+    return Room(
         kind="door",
-        sight=f"The {side} door is open.",
+        observation=f"The {side} door is open.",
         action=f"go {side}",
         parts={
             "state": f"{side} open.",
@@ -134,14 +134,14 @@ def _door(side: str) -> Place:
     )
 
 
-def _locked(colour: str, random: Random) -> list[Place]:
+def _locked(colour: str, random: Random) -> list[Room]:
     """A room with a key, and the lock that it fits, beside another that hangs there too."""
     other = random.choice([c for c in COLOURS if c != colour])
     keys = random.sample([colour, other], 2)
     return [
-        Place(
+        Room(
             kind="key",
-            sight=f"The door has a {colour} lock. Here are a {keys[0]} key and a {keys[1]} key.",
+            observation=f"The door has a {colour} lock. Here are a {keys[0]} key and a {keys[1]} key.",
             action=f"take {colour} key",
             parts={
                 "state": f"{colour} lock.",
@@ -150,9 +150,9 @@ def _locked(colour: str, random: Random) -> list[Place]:
                 "candidates": f"take {other} key is wrong. take {colour} key is right.",
             },
         ),
-        Place(
+        Room(
             kind="lock",
-            sight=f"You have the {colour} key. The door is shut.",
+            observation=f"You have the {colour} key. The door is shut.",
             action=f"use {colour} key",
             parts={
                 "state": f"have {colour} key.",
@@ -164,15 +164,15 @@ def _locked(colour: str, random: Random) -> list[Place]:
     ]
 
 
-def _hall(start: int, following: Mapping[int, int], hops: int) -> Place:
+def _hall(start: int, next_mark: Mapping[int, int], hops: int) -> Room:
     """The thought goes along the map: not at all when one only looks, half-way when one reflects, to the end when one
     weighs the doors."""
-    marks = along(following, start, hops)
+    marks = follow_map(next_mark, start, hops)
     arrows = [f"{a}{b}" for a, b in pairwise(marks)]
     half = hops // 2
-    return Place(
+    return Room(
         kind="hall",
-        sight=f"A hall. You are at {start}.",
+        observation=f"A hall. You are at {start}.",
         action=str(marks[-1]),
         parts={
             "state": f"at {start}.",

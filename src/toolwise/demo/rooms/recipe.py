@@ -9,7 +9,7 @@ MAX_NEW_TOKENS = 64
 """Twice the longest taught thought, so that one that goes astray is cut."""
 
 
-def rooms_settings(model: str | Path, tasks: Path | None = None, *, seed: int = 0) -> dict[str, Any]:
+def rooms_config(model: str | Path, tasks: Path | None = None, *, seed: int = 0) -> dict[str, Any]:
     """A configuration: what is in it is the world's, and an estimator's own settings come over it.
 
     `tasks` is a folder with train.jsonl and heldout.jsonl (`toolwise.demo.rooms.demonstrations`); without it the caller

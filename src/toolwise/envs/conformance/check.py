@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from toolwise.envs.base import BaseEnv
-from toolwise.envs.conformance.exam import Exam, Verdict
-from toolwise.envs.conformance.watching import watched
+from toolwise.envs.conformance.exam import EnvChecks, Verdict
+from toolwise.envs.conformance.watching import run_watched
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckFinding:
     """One thing that was looked at."""
 
     name: str
@@ -25,7 +25,7 @@ class EnvCheck:
     """All that was found about one environment."""
 
     env: str
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckFinding, ...]
 
     @property
     def ok(self) -> bool:
@@ -52,14 +52,14 @@ def check_env(
     default what the environment's `gold_actions` gives. The goal is reached where the last of them ends the episode
     untruncated with `info["success"]`, or with rewards above 0 in all, or of at least `gold_reward`.
     """
-    exam = Exam(make, list(actions), gold, gold_reward, seed, max_steps, step_timeout_s)
-    findings: list[Finding] = []
+    exam = EnvChecks(make, list(actions), gold, gold_reward, seed, max_steps, step_timeout_s)
+    findings: list[CheckFinding] = []
 
     def tell(name: str, verdict: Verdict, says: str) -> None:
-        findings.append(Finding(name, verdict, says))
+        findings.append(CheckFinding(name, verdict, says))
 
-    blocked = watched(lambda: exam.run(tell), limit_s=step_timeout_s)
-    findings.append(Finding("event loop", *blocked))
+    blocked = run_watched(lambda: exam.run(tell), limit_s=step_timeout_s)
+    findings.append(CheckFinding("event loop", *blocked))
     tried = {finding.name for finding in findings}
-    findings += [Finding(name, "skipped", "not tried") for name in exam.names() if name not in tried]
+    findings += [CheckFinding(name, "skipped", "not tried") for name in exam.names() if name not in tried]
     return EnvCheck(name, tuple(findings))

@@ -10,18 +10,18 @@ from typing import Any, Literal
 
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.conformance.examples import NONSENSE, TEXTS, example_calls, nonsense_calls
-from toolwise.envs.conformance.trial import Misbehaviour, Moment, Trial, on_trial, one_line, shown
+from toolwise.envs.conformance.trial import EnvSnapshot, EnvTrial, EnvViolation, one_line, open_trial, short_repr
 from toolwise.errors import ToolwiseError
 from toolwise.parameters import compile_parameters
 from toolwise.tools.base import OpenAIFunctionToolSchema
 
 Verdict = Literal["ok", "warning", "wrong", "skipped"]
-Said = tuple[Verdict, str]
-MOSTLY = 0.75
+CheckOutcome = tuple[Verdict, str]
+SUSPECT_SHARE = 0.75
 """A share of states met only once that makes a name for states suspect: it may hold the history, or a clock."""
 
 
-class Exam:
+class EnvChecks:
     """The checks, in their order; later ones build on what earlier ones saw."""
 
     def __init__(
@@ -44,13 +44,13 @@ class Exam:
         self.structured = False
         self.specs: list[dict[str, Any]] = []
         self.script: list[Any] = []
-        self.trial: Trial | None = None
-        self.repeats = False
+        self.trial: EnvTrial | None = None
+        self.is_deterministic = False
 
     def names(self) -> list[str]:
         return [name for name, _ in self._checks()]
 
-    def _checks(self) -> list[tuple[str, Callable[[], Awaitable[Said]]]]:
+    def _checks(self) -> list[tuple[str, Callable[[], Awaitable[CheckOutcome]]]]:
         return [
             ("life cycle", self._life_cycle),
             ("types", self._types),
@@ -69,42 +69,42 @@ class Exam:
         for name, check in self._checks():
             try:
                 said = await check()
-            except Misbehaviour as fault:
+            except EnvViolation as fault:
                 said = "wrong", str(fault)
             tell(name, *said)
             if self.trial is None:  # nothing else can be tried in a world that does not begin
                 return
 
-    async def _life_cycle(self) -> Said:
-        async with on_trial(self._new(), self.limit_s) as trial:
+    async def _life_cycle(self) -> CheckOutcome:
+        async with open_trial(self._new(), self.limit_s) as trial:
             self.structured = trial.env.structured_actions
             first = await trial.reset(self.seed)
             self.specs = first.tools if isinstance(first.tools, list) else []
             self._choose_actions(trial.env)
             self.script = self._random_script(0)
-            await _follow(trial, self.script)
+            await _play_script(trial, self.script)
             await trial.final_rewards()
         self.trial = trial
-        return "ok", f"reset, {len(trial.moments) - 1} steps, final_rewards and close, each within {self.limit_s:g} s"
+        return "ok", f"reset, {len(trial.snapshots) - 1} steps, final_rewards and close, each within {self.limit_s:g} s"
 
-    async def _types(self) -> Said:
+    async def _types(self) -> CheckOutcome:
         problems = self.trial.problems if self.trial else []
         return ("wrong", "; ".join(problems[:3])) if problems else ("ok", "observations, rewards, done and info fit")
 
-    async def _endings(self) -> Said:
+    async def _endings(self) -> CheckOutcome:
         endings = []
         for script in [*([self.gold] if self.gold else []), *self._scripts(4)]:
-            moments = (await self._play(script)).moments
-            for at, moment in enumerate(moments):
+            snapshots = (await self._play(script)).snapshots
+            for at, moment in enumerate(snapshots):
                 if moment.truncated and not moment.done:
                     return (
                         "wrong",
                         f'step {at}: info["truncated"] is True and done is not; an episode cut short is over',
                     )
-            endings.append(_ending(moments[-1]))
+            endings.append(_ending(snapshots[-1]))
         return "ok", f"episodes tried: {', '.join(dict.fromkeys(endings))}"
 
-    async def _tool_specs(self) -> Said:
+    async def _tool_specs(self) -> CheckOutcome:
         if not self.specs:
             return "ok", "none: it is acted in by text" if not self.structured else "no tools on offer"
         names = []
@@ -123,20 +123,20 @@ class Exam:
             return "warning", f"no description, which is all a model knows them by: {', '.join(silent[:5])}"
         return "ok", f"{len(names)} tools"
 
-    async def _determinism(self) -> Said:
+    async def _determinism(self) -> CheckOutcome:
         one, other = await self._play(self.script), await self._play(self.script)
-        difference = _first_difference(one.moments, other.moments)
+        difference = _first_difference(one.snapshots, other.snapshots)
         if difference is not None:
             return "wrong", f"the same seed and actions, and yet at {difference}; draw chance from set_seed"
-        self.repeats = True
-        elsewhere = (await self._play(self.script, seed=self.seed + 1)).moments
-        moved = _first_difference(one.moments, elsewhere) is not None
+        self.is_deterministic = True
+        elsewhere = (await self._play(self.script, seed=self.seed + 1)).snapshots
+        moved = _first_difference(one.snapshots, elsewhere) is not None
         return "ok", f"two runs are alike; another seed {'gives another episode' if moved else 'changes nothing'}"
 
-    async def _state_key(self) -> Said:
+    async def _state_key(self) -> CheckOutcome:
         trials = [await self._play(script) for script in self._scripts(4)]
-        keys = [moment.state_key for trial in trials for moment in trial.moments]
-        seen = {_as_json(moment.observation) for trial in trials for moment in trial.moments}
+        keys = [moment.state_key for trial in trials for moment in trial.snapshots]
+        seen = {_as_json(moment.observation) for trial in trials for moment in trial.snapshots}
         if all(key is None for key in keys):
             return "ok", "none: step-level credit will go by what the agent last read"
         if None in keys:
@@ -144,21 +144,21 @@ class Exam:
         if len(set(keys)) == 1 and len(seen) > 3:
             return "warning", f"always the same, though {len(seen)} different observations were seen: it names no state"
         once = sum(count == 1 for count in Counter(keys).values())
-        if len(keys) >= 12 and once > MOSTLY * len(keys):
+        if len(keys) >= 12 and once > SUSPECT_SHARE * len(keys):
             return "warning", f"{once} of {len(keys)} states were met only once: step-level credit would compare little"
         return "ok", f"{len(set(keys))} states among {len(keys)} moments"
 
-    async def _independence(self) -> Said:
-        if not self.repeats:
+    async def _independence(self) -> CheckOutcome:
+        if not self.is_deterministic:
             return "skipped", "it is not deterministic, so nothing can be told"
-        alone = (await self._play(self.script)).moments
-        async with on_trial(self._new(), self.limit_s) as mine, on_trial(self._new(), self.limit_s) as other:
+        alone = (await self._play(self.script)).snapshots
+        async with open_trial(self._new(), self.limit_s) as mine, open_trial(self._new(), self.limit_s) as other:
             await mine.reset(self.seed)
             await other.reset(self.seed + 1)
             for action, elsewhere in zip(self.script, self._random_script(2), strict=True):
-                await _follow(other, [elsewhere])
-                await _follow(mine, [action])
-        difference = _first_difference(alone, mine.moments)
+                await _play_script(other, [elsewhere])
+                await _play_script(mine, [action])
+        difference = _first_difference(alone, mine.snapshots)
         if difference is not None:
             return (
                 "wrong",
@@ -166,7 +166,7 @@ class Exam:
             )
         return "ok", "an episode is the same beside another one"
 
-    async def _invalid_actions(self) -> Said:
+    async def _invalid_actions(self) -> CheckOutcome:
         probes: list[Any] = list(NONSENSE)
         if self.structured:
             probes = [*nonsense_calls(self.specs), ""]
@@ -174,27 +174,27 @@ class Exam:
         for probe in probes:
             trial = await self._play([probe])
             if trial.problems:
-                return "wrong", f"after the action {shown(probe)}: {trial.problems[0]}"
+                return "wrong", f"after the action {short_repr(probe)}: {trial.problems[0]}"
             hopeless = probe in (NONSENSE[1], *nonsense_calls(self.specs)[:4])
-            if hopeless and trial.moments[-1].info.get("is_action_valid", True):
-                unmarked.append(shown(probe))
+            if hopeless and trial.snapshots[-1].info.get("is_action_valid", True):
+                unmarked.append(short_repr(probe))
         if unmarked:
             return "warning", f'{unmarked[0]} was not marked by info["is_action_valid"] = False'
         return "ok", f"{len(probes)} of them, and an answer to each"
 
-    async def _after_the_end(self) -> Said:
+    async def _after_the_end(self) -> CheckOutcome:
         for script in ([*self.gold] if self.gold else [], ["done"] if self.structured else [], *self._scripts(8)):
-            async with on_trial(self._new(), self.limit_s) as trial:
+            async with open_trial(self._new(), self.limit_s) as trial:
                 await trial.reset(self.seed)
-                await _follow(trial, script)
+                await _play_script(trial, script)
                 if trial.done:
-                    return await self._once_more(trial, script[-1])
+                    return await self._step_after_end(trial, script[-1])
         return "skipped", f"no episode ended within {self.max_steps} steps; give actions that do (--gold)"
 
-    async def _once_more(self, trial: Trial, action: Any) -> Said:
+    async def _step_after_end(self, trial: EnvTrial, action: Any) -> CheckOutcome:
         try:
             moment = await trial.step(action)
-        except Misbehaviour as refused:
+        except EnvViolation as refused:
             if "took longer" in str(refused):
                 raise
             return "ok", f"a step after the end is refused ({refused})"
@@ -202,44 +202,44 @@ class Exam:
             return "wrong", "a step after the end goes on with the episode; raise, or say done again"
         return "ok", "a step after the end says done again"
 
-    async def _close(self) -> Said:
+    async def _close(self) -> CheckOutcome:
         try:
-            await Trial(self._new(), self.limit_s).close()
-        except Misbehaviour as fault:
+            await EnvTrial(self._new(), self.limit_s).close()
+        except EnvViolation as fault:
             return "wrong", f"without a reset before, {fault}"
-        trial = Trial(self._new(), self.limit_s)
+        trial = EnvTrial(self._new(), self.limit_s)
         await trial.reset(self.seed)
         await trial.close()
         try:
             await trial.close()
-        except Misbehaviour as fault:
+        except EnvViolation as fault:
             return "wrong", f"the second time, {fault}"
         return "ok", "without a reset, and twice"
 
-    async def _gold_actions(self) -> Said:
+    async def _gold_actions(self) -> CheckOutcome:
         if self.gold is None:
             return "skipped", "none given (--gold, or gold_actions())"
-        async with on_trial(self._new(), self.limit_s) as trial:
+        async with open_trial(self._new(), self.limit_s) as trial:
             await trial.reset(self.seed)
-            await _follow(trial, self.gold)
-            played = len(trial.moments) - 1
+            await _play_script(trial, self.gold)
+            played = len(trial.snapshots) - 1
             if played < len(self.gold):
                 return "wrong", f"the episode ends after {played} of {len(self.gold)} gold actions"
-            total = sum(m.reward or 0.0 for m in trial.moments) + sum((await trial.final_rewards()).values())
-        return self._judge_gold(trial.moments, total)
+            total = sum(m.reward or 0.0 for m in trial.snapshots) + sum((await trial.final_rewards()).values())
+        return self._judge_gold(trial.snapshots, total)
 
-    def _judge_gold(self, moments: list[Moment], total: float) -> Said:
-        last = moments[-1]
+    def _judge_gold(self, snapshots: list[EnvSnapshot], total: float) -> CheckOutcome:
+        last = snapshots[-1]
         if not last.done or last.truncated:
-            return "wrong", f"{len(moments) - 1} gold actions, and the episode {_ending(last)}"
+            return "wrong", f"{len(snapshots) - 1} gold actions, and the episode {_ending(last)}"
         if self.gold_reward is not None and total < self.gold_reward:
             return "wrong", f"gold actions earn {total:g}, less than {self.gold_reward:g}"
         success = last.info.get("success")
-        rewarded = any(m.reward is not None for m in moments) or total != 0
+        rewarded = any(m.reward is not None for m in snapshots) or total != 0
         if success is False or (success is None and self.gold_reward is None and rewarded and total <= 0):
             told = 'info["success"] is False' if success is False else f"they earn {total:g}"
             return "wrong", f"gold actions end the episode without reaching the goal: {told}"
-        return "ok", f"{len(moments) - 1} actions reach the goal, earning {total:g}"
+        return "ok", f"{len(snapshots) - 1} actions reach the goal, earning {total:g}"
 
     def _new(self) -> BaseEnv:
         try:
@@ -247,12 +247,12 @@ class Exam:
         except ToolwiseError:
             raise
         except Exception as fault:
-            raise Misbehaviour(f"it cannot be made: {type(fault).__name__}: {fault}") from fault
+            raise EnvViolation(f"it cannot be made: {type(fault).__name__}: {fault}") from fault
 
-    async def _play(self, script: Sequence[Any], seed: int | None = None) -> Trial:
-        async with on_trial(self._new(), self.limit_s) as trial:
+    async def _play(self, script: Sequence[Any], seed: int | None = None) -> EnvTrial:
+        async with open_trial(self._new(), self.limit_s) as trial:
             await trial.reset(self.seed if seed is None else seed)
-            await _follow(trial, script)
+            await _play_script(trial, script)
         return trial
 
     def _choose_actions(self, env: BaseEnv) -> None:
@@ -269,14 +269,14 @@ class Exam:
         return [self._random_script(number) for number in range(count)]
 
 
-async def _follow(trial: Trial, script: Sequence[Any]) -> None:
+async def _play_script(trial: EnvTrial, script: Sequence[Any]) -> None:
     for action in script:
         if trial.done:
             return
         await trial.step(action)
 
 
-def _first_difference(one: Sequence[Moment], other: Sequence[Moment]) -> str | None:
+def _first_difference(one: Sequence[EnvSnapshot], other: Sequence[EnvSnapshot]) -> str | None:
     for at, (mine, theirs) in enumerate(zip(one, other, strict=False)):
         difference = mine.difference(theirs)
         if difference is not None:
@@ -284,7 +284,7 @@ def _first_difference(one: Sequence[Moment], other: Sequence[Moment]) -> str | N
     return None if len(one) == len(other) else f"step {min(len(one), len(other))}: one episode is longer"
 
 
-def _ending(moment: Moment) -> str:
+def _ending(moment: EnvSnapshot) -> str:
     return "was truncated" if moment.truncated else "ended" if moment.done else "went on"
 
 

@@ -13,35 +13,36 @@ from typing import Any, Literal
 
 from toolwise import waiting
 
-BEAT_S = 0.05
-NOTICED_S = 1.0
+HEARTBEAT_S = 0.05
+MIN_BLOCK_S = 1.0
 """A pause of the loop shorter than this is the machine's, and nobody's fault."""
 _IDLE = ("selectors.py", "threading.py")
-_MACHINERY = ("asyncio", "concurrent")
+_ASYNC_PACKAGES = ("asyncio", "concurrent")
 _CURE = "await, or work in a thread"
 
 
-def watched(
+def run_watched(
     work: Callable[[], Coroutine[Any, Any, None]], *, limit_s: float
 ) -> tuple[Literal["ok", "warning", "wrong"], str]:
     """Runs `work` to its end, or gives it up once it has kept its loop from turning for `limit_s`; says which.
 
     What `work` raises is raised here.
     """
-    watch = _Watch(work)
+    watch = _WatchedLoop(work)
     longest, where = 0.0, ""
     while watch.thread.is_alive():
-        watch.thread.join(BEAT_S)
+        watch.thread.join(HEARTBEAT_S)
         still_s = time.monotonic() - watch.last_beat
-        place = watch.place() if still_s > NOTICED_S else None
-        if place is None:
+        blocking_site = watch.blocking_site() if still_s > MIN_BLOCK_S else None
+        if blocking_site is None:
             continue
-        if still_s > max(limit_s, NOTICED_S):
+        if still_s > max(limit_s, MIN_BLOCK_S):
             return (
                 "wrong",
-                f"{place} blocked it for over {limit_s:g} s, so all rollouts stood still; await, or use a thread",
+                f"{blocking_site} blocked it for over {limit_s:g} s, so all rollouts stood still; await, or use a "
+                f"thread",
             )
-        longest, where = max((longest, where), (still_s, place))
+        longest, where = max((longest, where), (still_s, blocking_site))
     if watch.fault is not None:
         raise watch.fault
     if longest:
@@ -52,7 +53,7 @@ def watched(
     return "ok", "never blocked"
 
 
-class _Watch:
+class _WatchedLoop:
     def __init__(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self.last_beat = time.monotonic()
         self.fault: BaseException | None = None
@@ -62,11 +63,11 @@ class _Watch:
 
     def _run(self) -> None:
         try:
-            waiting.run(self._both())
+            waiting.run(self._run_with_heartbeat())
         except BaseException as fault:
             self.fault = fault
 
-    async def _both(self) -> None:
+    async def _run_with_heartbeat(self) -> None:
         beating = asyncio.create_task(self._beat())
         try:
             await self._work()
@@ -76,18 +77,18 @@ class _Watch:
     async def _beat(self) -> None:
         while True:
             self.last_beat = time.monotonic()
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(HEARTBEAT_S)
 
-    def place(self) -> str | None:
+    def blocking_site(self) -> str | None:
         """Where the loop's thread is now; None where it only waits for something to happen."""
         frame = sys._current_frames().get(self.thread.ident or 0)
         if frame is None or Path(frame.f_code.co_filename).name in _IDLE:
             return None
-        while frame is not None and _is_machinery(frame):
+        while frame is not None and _is_async_frame(frame):
             frame = frame.f_back
         return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_qualname})" if frame else None
 
 
-def _is_machinery(frame: FrameType) -> bool:
+def _is_async_frame(frame: FrameType) -> bool:
     parts = Path(frame.f_code.co_filename).parts
-    return any(part in _MACHINERY for part in parts[-3:])
+    return any(part in _ASYNC_PACKAGES for part in parts[-3:])

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolwise.errors import ContextFullError, PolicyError
-from toolwise.policies.openai.faults import ServerError, refusal
+from toolwise.policies.openai.faults import ServerError, error_from_response
 from toolwise.protocols import Metrics
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_MAX_REFUSAL_BYTES = 16_384
+_MAX_ERROR_BYTES = 16_384
 _JSON = {"Content-Type": "application/json", "Accept": "application/json"}
 
 
@@ -51,7 +51,7 @@ class Endpoint:
         clock: Callable[[], float] = loop_time,
         client: httpx.AsyncClient | None = None,
     ) -> None:
-        self.url = _checked_url(url)
+        self.url = _validate_url(url)
         self.timeout_s = timeout_s
         self.deadline_s = deadline_s
         self.max_retries = max_retries
@@ -61,10 +61,10 @@ class Endpoint:
         self.max_reply_bytes = max_reply_bytes
         self._headers = _JSON | _authorization(api_key)
         self._api_key = api_key
-        self._chance = random.Random(seed)
+        self._rng = random.Random(seed)
         self._sleep = sleep
         self._clock = clock
-        self._given_client = client
+        self._external_client = client
         self._open: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient, asyncio.Semaphore] | None = None
         self._counts: Counter[str] = Counter()
 
@@ -78,20 +78,20 @@ class Endpoint:
             tried += 1
             self._counts["requests"] += 1
             try:
-                raw, headers = await self._ask_once(content, ends)
-                return read(_parsed(raw, headers), headers)
+                raw, headers = await self._send_once(content, ends)
+                return read(_parse_json(raw, headers), headers)
             except ContextFullError as full:
                 self._counts["context_full"] += 1
-                raise ContextFullError(self._told(str(full), tried)) from None
+                raise ContextFullError(self._error_message(str(full), tried)) from None
             except ServerError as fault:
-                pause_s = self._pause_s(tried, fault.wait_s)
-                if not fault.again or tried > self.max_retries or self._clock() + pause_s >= ends:
+                pause_s = self._retry_delay_s(tried, fault.wait_s)
+                if not fault.retryable or tried > self.max_retries or self._clock() + pause_s >= ends:
                     self._counts[f"failures/{fault.kind}"] += 1
-                    raise ServerError(fault.kind, self._told(str(fault), tried)) from fault
+                    raise ServerError(fault.kind, self._error_message(str(fault), tried)) from fault
                 self._counts[f"retries/{fault.kind}"] += 1
             await self._sleep(pause_s)
 
-    async def _ask_once(self, content: bytes, ends: float) -> tuple[bytes, Mapping[str, str]]:
+    async def _send_once(self, content: bytes, ends: float) -> tuple[bytes, Mapping[str, str]]:
         import httpx
 
         client, places = self._connections()
@@ -107,23 +107,25 @@ class Endpoint:
                 raw = await self._read(response)
         except (TimeoutError, httpx.TimeoutException):
             raise ServerError(
-                "timeout", f"no whole reply within {min(left_s, self.timeout_s):g} s", again=True
+                "timeout", f"no whole reply within {min(left_s, self.timeout_s):g} s", retryable=True
             ) from None
         except httpx.ConnectError as fault:
-            raise ServerError("connect", f"no connection: {_line(fault)}", again=True) from fault
+            raise ServerError("connect", f"no connection: {_describe_error(fault)}", retryable=True) from fault
         except httpx.DecodingError as fault:
-            raise ServerError("bad_reply", f"the reply cannot be unpacked: {_line(fault)}", again=True) from fault
+            raise ServerError(
+                "bad_reply", f"the reply cannot be unpacked: {_describe_error(fault)}", retryable=True
+            ) from fault
         except httpx.HTTPError as fault:  # reset, or closed in the middle of a body
-            raise ServerError("dropped", f"the connection broke: {_line(fault)}", again=True) from fault
+            raise ServerError("dropped", f"the connection broke: {_describe_error(fault)}", retryable=True) from fault
         if not response.is_success:
-            raise refusal(response.status_code, response.headers, raw)
+            raise error_from_response(response.status_code, response.headers, raw)
         return raw, response.headers
 
     async def _read(self, response: httpx.Response) -> bytes:
         raw = bytearray()
         async for chunk in response.aiter_bytes():
             raw += chunk
-            if not response.is_success and len(raw) >= _MAX_REFUSAL_BYTES:
+            if not response.is_success and len(raw) >= _MAX_ERROR_BYTES:
                 break
             if len(raw) > self.max_reply_bytes:
                 raise ServerError("too_big", f"the reply is larger than {self.max_reply_bytes} bytes")
@@ -138,17 +140,17 @@ class Endpoint:
             limits = httpx.Limits(
                 max_connections=self.max_concurrent, max_keepalive_connections=self.max_concurrent, keepalive_expiry=4.0
             )
-            client = self._given_client or httpx.AsyncClient(timeout=None, limits=limits)
+            client = self._external_client or httpx.AsyncClient(timeout=None, limits=limits)
             self._open = loop, client, asyncio.Semaphore(self.max_concurrent)
         return self._open[1], self._open[2]
 
-    def _pause_s(self, tried: int, asked_s: float | None) -> float:
+    def _retry_delay_s(self, tried: int, server_delay_s: float | None) -> float:
         """Twice as long each time, up to a limit, with chance in it, so that requests that failed together do not come
         back together. Never shorter than what the server asked for."""
-        backoff_s = min(self.backoff_s * 2.0 ** (tried - 1), self.max_backoff_s) * self._chance.uniform(0.5, 1.0)
-        return backoff_s if asked_s is None else asked_s + min(backoff_s, self.backoff_s)
+        backoff_s = min(self.backoff_s * 2.0 ** (tried - 1), self.max_backoff_s) * self._rng.uniform(0.5, 1.0)
+        return backoff_s if server_delay_s is None else server_delay_s + min(backoff_s, self.backoff_s)
 
-    def _told(self, problem: str, tried: int) -> str:
+    def _error_message(self, problem: str, tried: int) -> str:
         if self._api_key:
             problem = problem.replace(self._api_key, "…")  # some servers repeat the key they refuse
         return f"server at {self.url}: {problem}" + (f" ({tried} attempts)" if tried > 1 else "")
@@ -164,23 +166,23 @@ class Endpoint:
     async def aclose(self) -> None:
         """Close the connections that are ours to close."""
         opened, self._open = self._open, None
-        if opened is not None and self._given_client is None and opened[0] is asyncio.get_running_loop():
+        if opened is not None and self._external_client is None and opened[0] is asyncio.get_running_loop():
             await opened[1].aclose()
 
 
-def _parsed(raw: bytes, headers: Mapping[str, str]) -> Any:
+def _parse_json(raw: bytes, headers: Mapping[str, str]) -> Any:
     try:
         return json.loads(raw)
     except (ValueError, RecursionError):  # what was cut off or mixed up may well be whole the next time
         kind = headers.get("content-type", "no content type")
-        raise ServerError("bad_reply", f"the reply ({kind}) is not JSON: {raw[:80]!r}", again=True) from None
+        raise ServerError("bad_reply", f"the reply ({kind}) is not JSON: {raw[:80]!r}", retryable=True) from None
 
 
-def _line(fault: BaseException) -> str:
+def _describe_error(fault: BaseException) -> str:
     return f"{type(fault).__name__}: {' '.join(str(fault).split())}".rstrip(": ")
 
 
-def _checked_url(url: str) -> str:
+def _validate_url(url: str) -> str:
     import httpx
 
     try:

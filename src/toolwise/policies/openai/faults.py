@@ -10,7 +10,7 @@ from typing import Any
 from toolwise.errors import ContextFullError, PolicyError
 from toolwise.rewards.judge_endpoint import retry_after_s
 
-MAX_SAID = 300
+MAX_ERROR_CHARS = 300
 """Characters of a server's own words that go into an error."""
 
 # vLLM, SGLang and llama.cpp word it each in their own way, and change the wording; OpenAI has a code for it.
@@ -23,35 +23,35 @@ class ServerError(PolicyError):
     """A server that gave no answer to use. `kind` is what is counted: rate_limited, server_error, connect, dropped,
     timeout, bad_reply, too_big, redirect or refused."""
 
-    def __init__(self, kind: str, message: str, *, again: bool = False, wait_s: float | None = None) -> None:
+    def __init__(self, kind: str, message: str, *, retryable: bool = False, wait_s: float | None = None) -> None:
         super().__init__(message)
         self.kind = kind
-        self.again = again
+        self.retryable = retryable
         """Whether asking once more may help."""
         self.wait_s = wait_s
         """How long the server asked us to wait."""
 
 
-def refusal(status: int, headers: Mapping[str, str], raw: bytes) -> PolicyError:
+def error_from_response(status: int, headers: Mapping[str, str], raw: bytes) -> PolicyError:
     """What an answer other than 2xx is to us."""
-    said, code = said_by(raw)
+    said, code = parse_error_body(raw)
     message = f"HTTP {status}" + (f": {said}" if said else "")
     if 300 <= status < 400:
-        place = headers.get("location", "elsewhere")[:MAX_SAID]
+        place = headers.get("location", "elsewhere")[:MAX_ERROR_CHARS]
         return ServerError("redirect", f"{message}; it redirects to {place}: give that as base_url if you trust it")
     if status in (400, 413, 422) and _CONTEXT_FULL.search(f"{code} {said}"):
         return ContextFullError(message)
     wait_s = retry_after_s(headers.get("retry-after"))
     if status == 429:
-        return ServerError("rate_limited", message, again=True, wait_s=wait_s)
+        return ServerError("rate_limited", message, retryable=True, wait_s=wait_s)
     if status == 408:
-        return ServerError("timeout", message, again=True, wait_s=wait_s)
+        return ServerError("timeout", message, retryable=True, wait_s=wait_s)
     if status >= 500:
-        return ServerError("server_error", message, again=True, wait_s=wait_s)
+        return ServerError("server_error", message, retryable=True, wait_s=wait_s)
     return ServerError("refused", message)
 
 
-def said_by(raw: bytes) -> tuple[str, str]:
+def parse_error_body(raw: bytes) -> tuple[str, str]:
     """The server's own message, on one line, and its code. Servers nest it differently; some send a page."""
     text = raw.decode(errors="replace")
     code = ""
@@ -67,4 +67,4 @@ def said_by(raw: bytes) -> tuple[str, str]:
         text = error if isinstance(error, str) else json.dumps(error)
     line = "".join(c if c.isprintable() else " " for c in text)
     line = " ".join(line.split())
-    return (line if len(line) <= MAX_SAID else f"{line[:MAX_SAID]}…"), code
+    return (line if len(line) <= MAX_ERROR_CHARS else f"{line[:MAX_ERROR_CHARS]}…"), code

@@ -20,10 +20,10 @@ from toolwise.rollout.parsers import PARSERS, to_action
 if TYPE_CHECKING:
     import httpx
 
-_NATIVE = "openai"
+_SERVER_PARSER = "openai"
 # Servers take top-k, min-p and penalties from the model's folder or have defaults of their own; log-probs to learn
 # from are those of the whole distribution.
-_UNSHAPED = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+_NEUTRAL_SAMPLING = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 class OpenAIAgentPolicy:
@@ -46,7 +46,7 @@ class OpenAIAgentPolicy:
         *,
         api_key: str | None = None,
         sampling: Sampling | None = None,
-        parser: str = _NATIVE,
+        parser: str = _SERVER_PARSER,
         timeout_s: float = 120.0,
         deadline_s: float = 600.0,
         max_retries: int = 5,
@@ -60,13 +60,13 @@ class OpenAIAgentPolicy:
         clock: Callable[[], float] = loop_time,
         client: httpx.AsyncClient | None = None,
     ) -> None:
-        if parser != _NATIVE and parser not in PARSERS:
+        if parser != _SERVER_PARSER and parser not in PARSERS:
             raise PolicyError(
-                f"there is no parser {parser!r}; there is: {', '.join(dict.fromkeys([_NATIVE, *PARSERS]))}"
+                f"there is no parser {parser!r}; there is: {', '.join(dict.fromkeys([_SERVER_PARSER, *PARSERS]))}"
             )
         self.model = model
         self.sampling = sampling or Sampling()
-        self.parse = None if parser == _NATIVE else PARSERS[parser]
+        self.parse = None if parser == _SERVER_PARSER else PARSERS[parser]
         self.logprobs = logprobs
         self.return_token_ids = return_token_ids
         self.extra_body = dict(extra_body or {})
@@ -110,11 +110,11 @@ class OpenAIAgentPolicy:
         messages: Sequence[Message],
         tools: Sequence[dict[str, Any]] | None,
         sampling: Sampling,
-        said: Mapping[int, str] | None = None,
+        raw_replies: Mapping[int, str] | None = None,
     ) -> Reply:
-        """`said`: places of messages that go as these texts instead."""
+        """`raw_replies`: places of messages that go as these texts instead."""
         body = self._body(messages, tools, sampling)
-        for place, text in (said or {}).items():
+        for place, text in (raw_replies or {}).items():
             body["messages"][place] = {"role": "assistant", "content": text}
         reply = await self.endpoint.ask(body, lambda value, headers: read_reply(value, headers, self.parse))
         self._without_ids += "token_ids" not in reply.logprobs
@@ -125,7 +125,7 @@ class OpenAIAgentPolicy:
     ) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": [_outgoing(m) for m in messages],
+            "messages": [_request_message(m) for m in messages],
             "temperature": sampling.temperature if sampling.do_sample else 0.0,
             "top_p": 1.0,
             "max_tokens": sampling.max_new_tokens,
@@ -140,7 +140,7 @@ class OpenAIAgentPolicy:
         if self.logprobs:
             body["logprobs"] = True
         if self.return_token_ids:
-            body |= {"return_token_ids": True} | _UNSHAPED
+            body |= {"return_token_ids": True} | _NEUTRAL_SAMPLING
         return body | self.extra_body
 
     def metrics(self) -> Metrics:
@@ -159,25 +159,25 @@ class OpenAISession:
         self.sampling = sampling
         self._turn = 0
         self._tokens = array("i")
-        self._said: dict[int, str] = {}
+        self._raw_replies: dict[int, str] = {}
 
     async def get_action(
         self, observation: Sequence[Message], available_tools_specs: Sequence[dict[str, Any]] | None = None
     ) -> tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]:
         seed = (self.sampling.seed * 1_000_003 + self._turn) & 0x7FFF_FFFF_FFFF_FFFF
         sampling = replace(self.sampling, seed=seed)
-        reply = await self.policy.ask(observation, available_tools_specs, sampling, self._said)
+        reply = await self.policy.ask(observation, available_tools_specs, sampling, self._raw_replies)
         self._turn += 1
         if self.policy.parse is not None and any(isinstance(call.arguments, str) for call in reply.calls):
             # A server can make nothing of such a call, or drops it: the model is to see what it wrote.
-            self._said[len(observation)] = reply.raw
+            self._raw_replies[len(observation)] = reply.raw
         logprobs = cast("dict[str, Any]", reply.logprobs)
         if "token_ids" in logprobs:
-            logprobs = {**logprobs, "prompt_ids": self._shared(logprobs["prompt_ids"])}
+            logprobs = {**logprobs, "prompt_ids": self._share_prefix(logprobs["prompt_ids"])}
             self._tokens.extend(logprobs["token_ids"])
         return to_action(reply.content, reply.calls, reply.reasoning), reply.raw, logprobs, None
 
-    def _shared(self, prompt_ids: array[int]) -> Prefix[int]:
+    def _share_prefix(self, prompt_ids: array[int]) -> Prefix[int]:
         """The prompt as a prefix of the episode's buffer: memory grows with the turns, not with their square."""
         held = len(self._tokens)
         if prompt_ids[:held] == self._tokens:
@@ -187,7 +187,7 @@ class OpenAISession:
         return Prefix(self._tokens)
 
 
-def _outgoing(message: Message) -> dict[str, Any]:
+def _request_message(message: Message) -> dict[str, Any]:
     """The OpenAI form. Arguments that the model wrote as no JSON object go as a JSON string: servers read arguments as
     JSON, and refuse the whole conversation where they cannot."""
     plain = message.to_openai()

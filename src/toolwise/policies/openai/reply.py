@@ -49,13 +49,13 @@ def read_reply(body: Any, headers: Mapping[str, str], parse: Parse | None) -> Re
     message, reasoning = _message(choice)
     text = message.content or ""
     content, calls = parse(text) if parse is not None else (text, [])
-    calls = calls or _numbered(message.tool_calls or [])
+    calls = calls or _with_call_ids(message.tool_calls or [])
     finish = _finish_reason(choice, bool(calls))
     tokens, logprobs = _logprobs(choice)
     prompt_ids = _ids(body.get("prompt_token_ids") or choice.get("prompt_token_ids"), "prompt_token_ids")
     token_ids = _token_ids(choice, tokens)
     if not (text or calls or reasoning or token_ids or tokens or _completion_tokens(body)):
-        raise ServerError("bad_reply", "the reply is empty: no text, no tool call, no token", again=True)
+        raise ServerError("bad_reply", "the reply is empty: no text, no tool call, no token", retryable=True)
     version = _policy_version(body, headers)
     raw = f"<think>{reasoning}</think>{text}" if reasoning else text
     if prompt_ids is None or token_ids is None or logprobs is None:
@@ -83,7 +83,7 @@ def read_reply(body: Any, headers: Mapping[str, str], parse: Parse | None) -> Re
 def _choice(body: Any) -> dict[str, Any]:
     choices = body.get("choices") if isinstance(body, dict) else None
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        raise ServerError("bad_reply", f"the reply has no choices: {str(body)[:80]!r}", again=True)
+        raise ServerError("bad_reply", f"the reply has no choices: {str(body)[:80]!r}", retryable=True)
     return choices[0]
 
 
@@ -91,17 +91,17 @@ def _message(choice: dict[str, Any]) -> tuple[Message, str]:
     """The message, and the thoughts that a server with a reasoning parser puts beside it."""
     value = choice.get("message")
     if not isinstance(value, dict):
-        raise ServerError("bad_reply", "the reply has no choices[0].message", again=True)
+        raise ServerError("bad_reply", "the reply has no choices[0].message", retryable=True)
     try:
         message = Message.model_validate({**value, "role": "assistant", "reasoning_content": None})
     except (ValidationError, RecursionError) as fault:
         reason = fault.errors()[0]["msg"] if isinstance(fault, ValidationError) else "nested too deeply"
-        raise ServerError("bad_reply", f"choices[0].message cannot be read: {reason}", again=True) from None
+        raise ServerError("bad_reply", f"choices[0].message cannot be read: {reason}", retryable=True) from None
     reasoning = value.get("reasoning_content") or value.get("reasoning")
     return message, reasoning if isinstance(reasoning, str) else ""
 
 
-def _numbered(calls: Sequence[ToolCall]) -> list[ToolCall]:
+def _with_call_ids(calls: Sequence[ToolCall]) -> list[ToolCall]:
     return [c if c.id else ToolCall(id=f"call_{i}", name=c.name, arguments=c.arguments) for i, c in enumerate(calls)]
 
 
@@ -110,7 +110,7 @@ def _finish_reason(choice: dict[str, Any], has_calls: bool) -> FinishReason:
     if given == "length":
         return "length"
     if given in ("abort", "error"):  # the server gave up in the middle: not the model's word
-        raise ServerError("bad_reply", f"the server ended the reply with finish_reason {given!r}", again=True)
+        raise ServerError("bad_reply", f"the server ended the reply with finish_reason {given!r}", retryable=True)
     if given == "content_filter":
         raise ServerError("refused", "the server's content filter held the reply back")
     return "tool_calls" if has_calls else "stop"

@@ -9,8 +9,8 @@ from typing import Any
 from toolwise.config import RunConfig
 from toolwise.errors import ConfigError
 from toolwise.policies.openai.endpoint import Endpoint
-from toolwise.policies.vllm.checking import check_head, check_logprobs, check_settings, check_vocabulary
-from toolwise.policies.vllm.control import Control
+from toolwise.policies.vllm.checking import check_logprobs, check_settings, check_tied_head, check_vocabulary
+from toolwise.policies.vllm.control import VllmControlClient
 from toolwise.policies.vllm.engine import VllmEngine
 from toolwise.policies.vllm.server import VllmServer
 from toolwise.policies.vllm.weights import WeightsFolder
@@ -44,14 +44,14 @@ def build_vllm(config: RunConfig, model: Any, folder: str) -> VllmEngine:
             max_concurrent=rollout.max_batch,
             seed=config.seed,
         )
-        control = Control(url, api_key=key, timeout_s=settings.timeout_s)
+        control = VllmControlClient(url, api_key=key, timeout_s=settings.timeout_s)
         undo.callback(control.close)
-        served = control.served(settings.model)
-        check_settings(served, model, control.root)
-        check_vocabulary(control, served, model)
-        check_head(control, served, model, weights)
-        engine = VllmEngine(model, served, control=control, endpoint=endpoint, weights=weights, server=server)
+        model_info = control.model_info(settings.model)
+        check_settings(model_info, model, control.root)
+        check_vocabulary(control, model_info, model)
+        check_tied_head(control, model_info, model, weights)
+        engine = VllmEngine(model, model_info, control=control, endpoint=endpoint, weights=weights, server=server)
         engine.weights_changed(0)
-        check_logprobs(control, served, model)
+        check_logprobs(control, model_info, model)
         undo.pop_all()
     return engine

@@ -11,7 +11,7 @@ import torch
 from toolwise.errors import PolicyError
 from toolwise.policies.openai.faults import ServerError
 from toolwise.policies.vllm.completions import Completion, completion_body, read_completion
-from toolwise.policies.vllm.control import Control, RefusedError, Served
+from toolwise.policies.vllm.control import ModelInfo, VllmControlClient, VllmStatusError
 from toolwise.policies.vllm.weights import WeightsFolder, checkpoint_state, tied_names
 from toolwise.protocols import Sampling
 
@@ -20,44 +20,45 @@ MEAN_GAP_HALF = 0.05
 _PROBE_TOKENS = 16
 
 
-def check_settings(served: Served, model: Any, url: str) -> None:
+def check_settings(model_info: ModelInfo, model: Any, url: str) -> None:
     """What the server was started with."""
     own = str(model.dtype).removeprefix("torch.")
-    if served.dtype and served.dtype != own:
+    if model_info.dtype and model_info.dtype != own:
         raise PolicyError(
-            f"vLLM at {url} computes in {served.dtype} and the learner in {own}: start it with --dtype {own}"
+            f"vLLM at {url} computes in {model_info.dtype} and the learner in {own}: start it with --dtype {own}"
         )
-    if served.logprobs_mode and served.logprobs_mode != "processed_logprobs":
+    if model_info.logprobs_mode and model_info.logprobs_mode != "processed_logprobs":
         raise PolicyError(
-            f"vLLM at {url} gives log-probs before temperature ({served.logprobs_mode}): start it with "
+            f"vLLM at {url} gives log-probs before temperature ({model_info.logprobs_mode}): start it with "
             "--logprobs-mode processed_logprobs"
         )
 
 
-def check_vocabulary(control: Control, served: Served, model: Any) -> None:
+def check_vocabulary(control: VllmControlClient, model_info: ModelInfo, model: Any) -> None:
     """Its last token is known there, and the one after it is not. Asked before any weight is sent: vLLM's engine ends
     where weights do not fit it."""
     size = int(model.config.vocab_size)
-    known = _knows(control, served, size - 1), _knows(control, served, size)
+    known = _accepts_token(control, model_info, size - 1), _accepts_token(control, model_info, size)
     if known != (True, False):
         more = "more" if known[1] else "fewer"
         raise PolicyError(
-            f"vLLM at {control.root} serves another model ({served.name}): it knows {more} tokens than the learner's "
+            f"vLLM at {control.root} serves another model ({model_info.name}): it knows {more} tokens than the "
+            f"learner's "
             f"{size}; serve the model at model.path"
         )
 
 
-def _knows(control: Control, served: Served, token: int) -> bool:
+def _accepts_token(control: VllmControlClient, model_info: ModelInfo, token: int) -> bool:
     try:
-        control.complete(completion_body(served.name, [token], Sampling(max_new_tokens=1)))
-    except RefusedError as refused:
+        control.complete(completion_body(model_info.name, [token], Sampling(max_new_tokens=1)))
+    except VllmStatusError as refused:
         if refused.status == 400:
             return False
         raise
     return True
 
 
-def check_head(control: Control, served: Served, model: Any, weights: WeightsFolder) -> None:
+def check_tied_head(control: VllmControlClient, model_info: ModelInfo, model: Any, weights: WeightsFolder) -> None:
     """Whether a head that shares the embeddings is renewed with them; that of a tied model in vLLM's CPU build is not,
     and nothing says so. Weights are sent under which all tokens look alike: every draw must be a fair one."""
     if (tied := tied_names(model)) is None:
@@ -65,7 +66,7 @@ def check_head(control: Control, served: Served, model: Any, weights: WeightsFol
     state = checkpoint_state(model)
     alike = state[tied[0]][:1].expand_as(state[tied[0]])
     control.load(weights.write(model, state | {tied[0]: alike.clone(), tied[1]: alike.clone()}), 0)
-    drawn = _drawn(control, served, [1], Sampling(max_new_tokens=4))
+    drawn = _sample_completion(control, model_info, [1], Sampling(max_new_tokens=4))
     if any(abs(logprob + math.log(alike.shape[0])) > 0.01 for logprob in drawn.logprobs):
         raise PolicyError(
             f"vLLM at {control.root} keeps the output head of a model with tied embeddings when new weights come: let "
@@ -73,16 +74,16 @@ def check_head(control: Control, served: Served, model: Any, weights: WeightsFol
         )
 
 
-def check_logprobs(control: Control, served: Served, model: Any) -> None:
+def check_logprobs(control: VllmControlClient, model_info: ModelInfo, model: Any) -> None:
     """A few tokens drawn from the weights that were sent, at a temperature other than 1: do both give them the same?"""
     size = int(model.config.vocab_size)
     prompt = [(7 * i + 1) % size for i in range(_PROBE_TOKENS)]
     sampling = Sampling(temperature=2.0, max_new_tokens=_PROBE_TOKENS)
-    drawn = _drawn(control, served, prompt, sampling)
-    gap = _gap(model, prompt, drawn, sampling.temperature)
+    drawn = _sample_completion(control, model_info, prompt, sampling)
+    gap = _logprob_gap(model, prompt, drawn, sampling.temperature)
     bound = MAX_GAP_FP32 if torch.finfo(model.dtype).bits >= 32 else MEAN_GAP_HALF
     if not gap <= bound:
-        raw = _gap(model, prompt, drawn, 1.0) <= bound
+        raw = _logprob_gap(model, prompt, drawn, 1.0) <= bound
         why = (
             "they are those before temperature, start it with --logprobs-mode processed_logprobs"
             if raw
@@ -93,15 +94,17 @@ def check_logprobs(control: Control, served: Served, model: Any) -> None:
         )
 
 
-def _drawn(control: Control, served: Served, prompt: list[int], sampling: Sampling) -> Completion:
+def _sample_completion(
+    control: VllmControlClient, model_info: ModelInfo, prompt: list[int], sampling: Sampling
+) -> Completion:
     try:
-        return read_completion(control.complete(completion_body(served.name, prompt, sampling)), prompt)
+        return read_completion(control.complete(completion_body(model_info.name, prompt, sampling)), prompt)
     except ServerError as fault:
         raise PolicyError(f"vLLM at {control.root}: {fault}") from fault
 
 
 @torch.inference_mode()
-def _gap(model: Any, prompt: list[int], drawn: Completion, temperature: float) -> float:
+def _logprob_gap(model: Any, prompt: list[int], drawn: Completion, temperature: float) -> float:
     tokens = list(drawn.token_ids)
     ids = torch.tensor([prompt + tokens], device=model.device)
     logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()

@@ -13,7 +13,7 @@ from toolwise.protocols import Sampling
 
 # Servers have defaults of their own for these, and take some from the model's folder; log-probs to learn from are those
 # of the whole distribution.
-_UNSHAPED = {
+_NEUTRAL_SAMPLING = {
     "top_p": 1.0,
     "top_k": -1,
     "min_p": 0.0,
@@ -34,7 +34,7 @@ class Completion:
 
 def completion_body(model: str, token_ids: Sequence[int], sampling: Sampling) -> dict[str, Any]:
     """A server has no log-probs at another temperature for greedy draws: theirs are those of temperature 1."""
-    return _UNSHAPED | {
+    return _NEUTRAL_SAMPLING | {
         "model": model,
         "prompt": list(token_ids),
         "max_tokens": sampling.max_new_tokens,
@@ -52,11 +52,11 @@ def read_completion(body: Any, prompt: Sequence[int]) -> Completion:
     """The reply to a `completion_body` of `prompt`; a `ServerError` where it is not that."""
     choices = body.get("choices") if isinstance(body, dict) else None
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        raise ServerError("bad_reply", f"the reply has no choices: {str(body)[:80]!r}", again=True)
+        raise ServerError("bad_reply", f"the reply has no choices: {str(body)[:80]!r}", retryable=True)
     choice = choices[0]
     finish = choice.get("finish_reason")
     if finish not in ("stop", "length"):  # "abort": the server gave up in the middle, which is not the model's word
-        raise ServerError("bad_reply", f"the server ended the reply with finish_reason {finish!r}", again=True)
+        raise ServerError("bad_reply", f"the server ended the reply with finish_reason {finish!r}", retryable=True)
     ids = _ids(choice, "token_ids")
     if _ids(choice, "prompt_token_ids") != array("i", prompt):
         raise ServerError("bad_reply", "the server read another prompt than the one it was given: does it cut prompts?")

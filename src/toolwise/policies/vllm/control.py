@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolwise.errors import PolicyError
-from toolwise.policies.openai.faults import said_by
+from toolwise.policies.openai.faults import parse_error_body
 
 if TYPE_CHECKING:
     import httpx
 
-_DEVELOPMENT = "VLLM_SERVER_DEV_MODE=1 in its environment"
+_DEV_MODE_HINT = "VLLM_SERVER_DEV_MODE=1 in its environment"
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ModelInfo:
     """What a server says of its model; empty where it does not."""
 
     name: str
@@ -28,7 +28,7 @@ class Served:
     logprobs_mode: str
 
 
-class RefusedError(PolicyError):
+class VllmStatusError(PolicyError):
     """An answer other than 2xx."""
 
     def __init__(self, message: str, status: int) -> None:
@@ -36,7 +36,7 @@ class RefusedError(PolicyError):
         self.status = status
 
 
-class Control:
+class VllmControlClient:
     """`base_url` is that of the OpenAI-compatible endpoints (…/v1); the others lie beside it."""
 
     def __init__(
@@ -49,7 +49,7 @@ class Control:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._client = client or httpx.Client(timeout=timeout_s, headers=headers)
 
-    def served(self, name: str = "") -> Served:
+    def model_info(self, name: str = "") -> ModelInfo:
         """The model called `name`, or the one there is; an error where it cannot be trained with."""
         models = self._list(self._ask("GET", f"{self.base_url}/models"))
         names = [str(model.get("id")) for model in models]
@@ -61,10 +61,10 @@ class Control:
             )
         try:
             told = self._ask("GET", f"{self.root}/server_info?config_format=json")
-        except RefusedError as refused:
-            raise self._without_transfer() if refused.status == 404 else refused from None
+        except VllmStatusError as refused:
+            raise self._no_weight_transfer() if refused.status == 404 else refused from None
         model = (told.get("vllm_config") or {}).get("model_config") or {} if isinstance(told, dict) else {}
-        return Served(
+        return ModelInfo(
             name=name,
             max_context=int(found.get("max_model_len") or 0),
             dtype=str(model.get("dtype") or "").removeprefix("torch."),
@@ -92,7 +92,7 @@ class Control:
             self._transfer("collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
             forgotten = self._transfer("reset_prefix_cache").get("success")
             self._transfer("update_weight_version", {"new_version": str(version)})
-        except RefusedError as refused:
+        except VllmStatusError as refused:
             raise PolicyError(
                 f"{refused}; does it serve the model at model.path, and can it read {folder}? A refused load ends "
                 "vLLM's engine: start the server again"
@@ -108,12 +108,12 @@ class Control:
     def _transfer(self, what: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         try:
             reply = self._ask("POST", f"{self.root}/{what}", body)
-        except RefusedError as refused:
-            raise self._without_transfer() if refused.status == 404 else refused from None
+        except VllmStatusError as refused:
+            raise self._no_weight_transfer() if refused.status == 404 else refused from None
         return reply if isinstance(reply, dict) else {}
 
-    def _without_transfer(self) -> PolicyError:
-        return PolicyError(f"vLLM at {self.root} takes no new weights: start it with {_DEVELOPMENT}")
+    def _no_weight_transfer(self) -> PolicyError:
+        return PolicyError(f"vLLM at {self.root} takes no new weights: start it with {_DEV_MODE_HINT}")
 
     def _ask(self, method: str, url: str, body: dict[str, Any] | None = None) -> Any:
         import httpx
@@ -121,8 +121,8 @@ class Control:
         try:
             response = self._client.request(method, url, json=body)
             if not response.is_success:
-                said, _ = said_by(response.content)
-                raise RefusedError(f"vLLM at {url}: HTTP {response.status_code}: {said}", response.status_code)
+                said, _ = parse_error_body(response.content)
+                raise VllmStatusError(f"vLLM at {url}: HTTP {response.status_code}: {said}", response.status_code)
             return response.json()
         except httpx.InvalidURL as fault:
             raise PolicyError(f"rollout.vllm.base_url: {url!r} is no URL ({fault})") from None

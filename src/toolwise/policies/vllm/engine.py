@@ -8,7 +8,7 @@ from typing import Any
 
 from toolwise.policies.openai.endpoint import Endpoint
 from toolwise.policies.vllm.completions import completion_body, read_completion
-from toolwise.policies.vllm.control import Control, Served
+from toolwise.policies.vllm.control import ModelInfo, VllmControlClient
 from toolwise.policies.vllm.server import VllmServer
 from toolwise.policies.vllm.weights import WeightsFolder
 from toolwise.protocols import Generation, Metrics, Sampling
@@ -20,29 +20,29 @@ class VllmEngine:
     def __init__(
         self,
         model: Any,
-        served: Served,
+        model_info: ModelInfo,
         *,
-        control: Control,
+        control: VllmControlClient,
         endpoint: Endpoint,
         weights: WeightsFolder,
         server: VllmServer | None = None,
     ) -> None:
         """`endpoint` is that of /v1/completions. All of them, and `server`, are closed with this engine."""
         self.model = model
-        self.served = served
+        self.model_info = model_info
         self.control = control
         self.endpoint = endpoint
         self.weights = weights
         self.server = server
         self.version = 0
-        self.max_context = served.max_context
+        self.max_context = model_info.max_context
         self._transfers = 0
         self._transfer_s = 0.0
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
         # Of before the request: should weights change on the way, the oldest is what counts.
         version = self.version
-        body = completion_body(self.served.name, token_ids, sampling)
+        body = completion_body(self.model_info.name, token_ids, sampling)
         found = await self.endpoint.ask(body, lambda value, _: read_completion(value, token_ids))
         return Generation(found.token_ids, found.logprobs, found.finish_reason, version)
 
@@ -50,7 +50,7 @@ class VllmEngine:
         """Blocks until the server has them: a token drawn after this is drawn from the new weights."""
         began = time.perf_counter()
         self.control.load(self.weights.write(self.model), version)
-        self.weights.keep_last()
+        self.weights.delete_old()
         self.version = version
         self._transfers += 1
         self._transfer_s += time.perf_counter() - began

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from toolwise.errors import ConfigError, PolicyError
 
-NAME = "policy"
+SERVED_MODEL_NAME = "policy"
 """What the model is called there."""
-_END_S = 20.0
+_SHUTDOWN_TIMEOUT_S = 20.0
 # vLLM is several processes. This one ends them all when its input closes, which it does however we end.
-_WATCH = 'read -r _; kill -s TERM -- "-$0"; sleep 5; kill -s KILL -- "-$0"'
+_WATCHDOG_SCRIPT = 'read -r _; kill -s TERM -- "-$0"; sleep 5; kill -s KILL -- "-$0"'
 
 
 class VllmServer:
@@ -33,7 +33,7 @@ class VllmServer:
         self.base_url = f"http://127.0.0.1:{port}/v1"
         options = {
             "--tokenizer": tokenizer,
-            "--served-model-name": NAME,
+            "--served-model-name": SERVED_MODEL_NAME,
             "--dtype": dtype,
             "--logprobs-mode": "processed_logprobs",
             "--generation-config": "vllm",
@@ -42,7 +42,7 @@ class VllmServer:
         }
         own = {"VLLM_SERVER_DEV_MODE": "1"}
         usual = {"VLLM_NO_USAGE_STATS": "1"}
-        words = [*_serving(command, str(model)), *(part for pair in options.items() for part in pair)]
+        words = [*_serve_command(command, str(model)), *(part for pair in options.items() for part in pair)]
         try:
             with self._log.open("wb") as log:
                 self._process = subprocess.Popen(
@@ -60,7 +60,7 @@ class VllmServer:
                 "environment of its own and name its program, or give rollout.vllm.base_url"
             ) from None
         watch = subprocess.Popen(
-            ["sh", "-c", _WATCH, str(self._process.pid)],
+            ["sh", "-c", _WATCHDOG_SCRIPT, str(self._process.pid)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -68,7 +68,7 @@ class VllmServer:
         )
         self._end = weakref.finalize(self, _end, self._process, watch, self._log.parent)
         try:
-            self._wait(start_s)
+            self._wait_until_healthy(start_s)
         except BaseException:
             self.close()
             raise
@@ -76,13 +76,13 @@ class VllmServer:
     def close(self) -> None:
         self._end()
 
-    def _wait(self, start_s: float) -> None:
+    def _wait_until_healthy(self, start_s: float) -> None:
         import httpx
 
         ends = time.monotonic() + start_s
         while time.monotonic() < ends:
             if (status := self._process.poll()) is not None:
-                raise PolicyError(f"vLLM ended with status {status} before it served: {self._last_words()}")
+                raise PolicyError(f"vLLM ended with status {status} before it served: {self._last_log_line()}")
             try:
                 if httpx.get(f"{self.base_url.removesuffix('/v1')}/health", timeout=5.0).is_success:
                     return
@@ -90,10 +90,10 @@ class VllmServer:
                 pass
             time.sleep(0.5)
         raise PolicyError(
-            f"vLLM did not answer within {start_s:g} s: raise rollout.vllm.start_s ({self._last_words()})"
+            f"vLLM did not answer within {start_s:g} s: raise rollout.vllm.start_s ({self._last_log_line()})"
         )
 
-    def _last_words(self) -> str:
+    def _last_log_line(self) -> str:
         """The last line of its log that tells of an error, else the last line."""
         lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
         errors = [line for line in lines if "Error" in line or "error:" in line]
@@ -104,7 +104,7 @@ def _end(process: subprocess.Popen[bytes], watch: subprocess.Popen[bytes], place
     """Politely, then not: the whole group, since vLLM's engine is a process beside its server."""
     with suppress(subprocess.TimeoutExpired):
         process.terminate()
-        process.wait(_END_S)
+        process.wait(_SHUTDOWN_TIMEOUT_S)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -113,7 +113,7 @@ def _end(process: subprocess.Popen[bytes], watch: subprocess.Popen[bytes], place
     shutil.rmtree(place, ignore_errors=True)
 
 
-def _serving(command: Sequence[str], model: str) -> list[str]:
+def _serve_command(command: Sequence[str], model: str) -> list[str]:
     """`vllm serve` takes the model as its first word, `python -m vllm.entrypoints.openai.api_server` as an option."""
     if "serve" not in command:
         return [*command, "--model", model]

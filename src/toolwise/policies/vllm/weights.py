@@ -47,7 +47,7 @@ class WeightsFolder:
             ) from fault
         return folder
 
-    def keep_last(self) -> None:
+    def delete_old(self) -> None:
         """Those that the server has read stay: a worker of its that starts anew looks for them."""
         for folder in self._written[:-1]:
             shutil.rmtree(folder, ignore_errors=True)

@@ -12,18 +12,19 @@ from typing import Any
 
 from toolwise.messages import ToolCall
 from toolwise.rollout.parsers.action import parse_action, render_action
-from toolwise.rollout.parsers.auto import parse_auto, sniff
+from toolwise.rollout.parsers.auto import detect_parser, parse_auto
 from toolwise.rollout.parsers.hermes import parse_hermes, render_hermes
 from toolwise.rollout.parsers.llama3 import parse_llama3, render_llama3
 from toolwise.rollout.parsers.mistral import parse_mistral, render_mistral
-from toolwise.rollout.parsers.reading import Parsed
+from toolwise.rollout.parsers.reading import ParsedReply
 from toolwise.rollout.parsers.rlla import parse_rlla, render_rlla
 from toolwise.rollout.parsers.untouched import parse_none, parse_openai
 
 __all__ = [
     "PARSERS",
     "RENDERERS",
-    "Parsed",
+    "ParsedReply",
+    "detect_parser",
     "parse_action",
     "parse_auto",
     "parse_hermes",
@@ -37,11 +38,10 @@ __all__ = [
     "render_llama3",
     "render_mistral",
     "render_rlla",
-    "sniff",
     "to_action",
 ]
 
-PARSERS: dict[str, Callable[[str], Parsed]] = {
+PARSERS: dict[str, Callable[[str], ParsedReply]] = {
     "auto": parse_auto,
     "hermes": parse_hermes,
     "qwen": parse_hermes,

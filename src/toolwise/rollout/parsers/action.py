@@ -6,16 +6,16 @@ import re
 from collections.abc import Sequence
 
 from toolwise.messages import ToolCall
-from toolwise.rollout.parsers.reading import Parsed, marks, split_thought
+from toolwise.rollout.parsers.reading import ParsedReply, mark_pattern, split_reasoning
 
 MARK = "<action>"
 
 _OPENING = re.compile(MARK, re.IGNORECASE | re.ASCII)
 _CLOSING = re.compile("</action>", re.IGNORECASE | re.ASCII)
-_MARKS = marks(MARK)
+_MARKS = mark_pattern(MARK)
 
 
-def parse_action(text: str) -> Parsed:
+def parse_action(text: str) -> ParsedReply:
     """The words in the last block after the thought, and never a call.
 
     The action is `{"type": "text", "content": "go north"}`: the world reads the words and nothing around them. What
@@ -23,7 +23,7 @@ def parse_action(text: str) -> Parsed:
     stop string may have taken its end) goes to the end of the text; without a block all that follows the thought is
     the action, and the world's to judge.
     """
-    _, body = split_thought(text, _MARKS)
+    _, body = split_reasoning(text, _MARKS)
     words = _OPENING.split(body)[-1]
     closing = _CLOSING.search(words) if len(words) < len(body) else None
     return (words[: closing.start()] if closing else words).strip(), []

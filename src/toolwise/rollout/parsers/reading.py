@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from toolwise.messages import ToolCall
 
-Parsed = tuple[str, list[ToolCall]]
+ParsedReply = tuple[str, list[ToolCall]]
 """The text beside the calls, and the calls. A call that cannot be read keeps its text as its arguments."""
-Call = tuple[str, dict[str, Any] | str]
+RawCall = tuple[str, dict[str, Any] | str]
 """A name and arguments; no name and some text where nothing could be read."""
 
 MAX_DEPTH = 100
@@ -33,7 +33,7 @@ _NEXT_VALUE = re.compile(r"\s*+(?:;\s*+)?+(?=\{)")
 _TOO_LONG = object()
 
 
-class Source(str):
+class JsonSource(str):
     """Text to find JSON in. The decoder's errors count the lines before them, at every bad call anew, for nobody."""
 
     __slots__ = ()
@@ -45,7 +45,7 @@ class Source(str):
         return -1
 
 
-class Found(NamedTuple):
+class JsonMatch(NamedTuple):
     value: Any
     end: int
 
@@ -57,7 +57,7 @@ def _integer(digits: str) -> Any:
 _DECODER = json.JSONDecoder(parse_int=_integer)
 
 
-def decode(source: Source, at: int) -> Found | None:
+def decode(source: JsonSource, at: int) -> JsonMatch | None:
     """The JSON value at `at`, in a code fence or not, and where it ends; None where there is none, or half of one."""
     at = skip_space(source, at)
     fence = _FENCE.match(source, at)
@@ -66,7 +66,7 @@ def decode(source: Source, at: int) -> Found | None:
     except (ValueError, RecursionError):
         return None
     fence_end = _FENCE_END.match(source, end) if fence else None
-    return Found(value, fence_end.end() if fence_end else end)
+    return JsonMatch(value, fence_end.end() if fence_end else end)
 
 
 def skip_space(text: str, at: int) -> int:
@@ -74,7 +74,7 @@ def skip_space(text: str, at: int) -> int:
     return space.end() if space else at
 
 
-def is_sound(value: Any) -> bool:
+def is_storable(value: Any) -> bool:
     """Whether others can keep a value: finite, whole characters, numbers and nesting within bounds."""
     level = [value]
     for _ in range(MAX_DEPTH):
@@ -95,9 +95,9 @@ def is_sound(value: Any) -> bool:
     return True
 
 
-def to_call(value: Any, text: str) -> Call:
+def to_call(value: Any, text: str) -> RawCall:
     """The call that a JSON value stands for; else its `text`, unread."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not is_sound(value):
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not is_storable(value):
         return "", text
     return value["name"], to_arguments(value.get("arguments", value.get("parameters", {})))
 
@@ -108,16 +108,16 @@ def to_arguments(given: Any) -> dict[str, Any] | str:
         return given
     if not isinstance(given, str):
         return json.dumps(given, ensure_ascii=False)
-    found = decode(Source(given), 0)
+    found = decode(JsonSource(given), 0)
     whole = found is not None and not given[found.end :].strip()
-    return found.value if found and whole and isinstance(found.value, dict) and is_sound(found.value) else given
+    return found.value if found and whole and isinstance(found.value, dict) and is_storable(found.value) else given
 
 
-def number(calls: Iterable[Call]) -> list[ToolCall]:
+def number_calls(calls: Iterable[RawCall]) -> list[ToolCall]:
     return [ToolCall(id=f"call_{i}", name=name, arguments=arguments) for i, (name, arguments) in enumerate(calls)]
 
 
-def dump(name: str, arguments: dict[str, Any] | str, key: str = "arguments") -> str:
+def dump_call(name: str, arguments: dict[str, Any] | str, key: str = "arguments") -> str:
     """A call as JSON; one that could not be read as it was written."""
     if not name and isinstance(arguments, str):
         return arguments
@@ -128,28 +128,28 @@ def join(*parts: str) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def clean(text: str) -> str:
+def replace_surrogates(text: str) -> str:
     """`text` with "?" for halves of characters, which nobody could write down."""
     return text.encode("utf-8", "replace").decode()
 
 
-def marks(call: str) -> re.Pattern[str]:
-    """Finds where thoughts begin and end, and where calls begin: what `split_thought` goes by."""
+def mark_pattern(call: str) -> re.Pattern[str]:
+    """Finds where thoughts begin and end, and where calls begin: what `split_reasoning` goes by."""
     return re.compile(f"{_THINK}|(?P<call>{call})", re.IGNORECASE | re.ASCII)
 
 
-def split_thought(text: str, marked: re.Pattern[str]) -> tuple[str, Source]:
+def split_reasoning(text: str, marked: re.Pattern[str]) -> tuple[str, JsonSource]:
     """The leading thought, with what stands before it, and the rest, in which calls are looked for.
 
     A thought may have been opened in the prompt: then only its end is here. One that never ends is all there is. An
     end inside a call's own JSON is a string and no end, and a thought that begins after a call is not the leading one.
     """
-    source = Source(clean(text))
+    source = JsonSource(replace_surrogates(text))
     at, opened, called = 0, -1, False
     while mark := marked.search(source, at):
         at = mark.end()
         if mark.lastgroup == "closing":
-            return source[:at], Source(source[at:])
+            return source[:at], JsonSource(source[at:])
         if mark.lastgroup == "opening":
             if called:
                 break
@@ -159,11 +159,11 @@ def split_thought(text: str, marked: re.Pattern[str]) -> tuple[str, Source]:
             called = called or after > at
             at = max(after, at + (mark.end() == mark.start()))  # a mark may be a place and not a word
     if opened >= 0 and not source[:opened].strip():
-        return source[:], Source("")
+        return source[:], JsonSource("")
     return "", source
 
 
-def _skip_values(source: Source, at: int) -> int:
+def _skip_values(source: JsonSource, at: int) -> int:
     """Where the JSON values that begin at `at` end: one a line, or with `;` between them."""
     while found := decode(source, at):
         at = found.end
@@ -174,16 +174,19 @@ def _skip_values(source: Source, at: int) -> int:
     return at
 
 
-def gather(
-    head: str, body: Source, opening: re.Pattern[str], read: Callable[[Source, int], tuple[Sequence[Call], int]]
-) -> Parsed:
+def collect_calls(
+    head: str,
+    body: JsonSource,
+    opening: re.Pattern[str],
+    read: Callable[[JsonSource, int], tuple[Sequence[RawCall], int]],
+) -> ParsedReply:
     """Everything in `body` that `read` finds behind an `opening`, as calls; what is left of it, behind `head`."""
     outside: list[str] = []
-    calls: list[Call] = []
+    calls: list[RawCall] = []
     at = 0
     while mark := opening.search(body, at):
         outside.append(body[at : mark.start()])
         found, at = read(body, mark.end())
         calls.extend(found)
     outside.append(body[at:])
-    return head + "".join(outside).strip(), number(calls)
+    return head + "".join(outside).strip(), number_calls(calls)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from toolwise.rollout.parsers.reading import Parsed, clean
+from toolwise.rollout.parsers.reading import ParsedReply, replace_surrogates
 
 
-def parse_none(text: str) -> Parsed:
+def parse_none(text: str) -> ParsedReply:
     """Text is text: for tasks whose calls are only ever read by the reward, such as RLLA's."""
-    return clean(text), []
+    return replace_surrogates(text), []
 
 
-def parse_openai(text: str) -> Parsed:
+def parse_openai(text: str) -> ParsedReply:
     """The server has read the calls: text is text, and a tag in it only talk."""
-    return clean(text), []
+    return replace_surrogates(text), []

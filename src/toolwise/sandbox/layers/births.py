@@ -18,22 +18,22 @@ import struct
 from typing import Any
 
 from toolwise.sandbox.layers import seccomp, syscalls
-from toolwise.sandbox.layers.kernel import gain_no_privileges, libc, raise_errno
+from toolwise.sandbox.layers.kernel import libc, raise_errno, set_no_new_privs
 
-ASK = 0x7FC00000
+RET_USER_NOTIF = 0x7FC00000
 """SECCOMP_RET_USER_NOTIF: refusals of another filter come first."""
-SET_FILTER, NEW_LISTENER, UNDISTURBED = 1, 8, 32
+SET_FILTER, NEW_LISTENER, WAIT_KILLABLE = 1, 8, 32
 """The last, since Linux 5.19: once a birth is heard of, a signal does not make it fail. Until then one can, where its
 handler does not have calls started again."""
 RECEIVE, SEND = 0xC0502100, 0xC0182101
-NOTICE, ANSWER = 80, "=QqiI"
-CONTINUE = 1
+NOTIF_SIZE, NOTIF_RESPONSE_FORMAT = 80, "=QqiI"
+NOTIF_FLAG_CONTINUE = 1
 
 
-def assemble(machine: str) -> list[seccomp.Instruction]:
+def assemble_fork_filter(machine: str) -> list[seccomp.Instruction]:
     """Asks for new processes; lets threads and all else through. Of another processor's calls the other filter says."""
     arch, column = syscalls.PROCESSORS[machine]
-    ask, fine = (seccomp.RETURN, 0, 0, ASK), seccomp.FINE
+    ask, fine = (seccomp.RETURN, 0, 0, RET_USER_NOTIF), seccomp.RETURN_ALLOW
     program: list[seccomp.Instruction] = [
         (seccomp.LOAD, 0, 0, seccomp.ARCH),
         (seccomp.JUMP_EQUAL, 1, 0, arch),
@@ -44,20 +44,20 @@ def assemble(machine: str) -> list[seccomp.Instruction]:
         number = syscalls.PROCESSES[name][column]
         if number is not None:
             program += [(seccomp.JUMP_EQUAL, 0, 1, number), ask]
-    clone = syscalls.LOOKED_INTO["clone"][column]
+    clone = syscalls.ARGUMENT_CHECKED["clone"][column]
     assert clone is not None
     flags = (seccomp.LOAD, 0, 0, seccomp.ARGUMENTS)
     program += [(seccomp.JUMP_EQUAL, 0, 3, clone), flags, (seccomp.JUMP_SET, 1, 0, seccomp.CLONE_THREAD), ask]
     # Its flags lie where a filter cannot see them: as if there were none, and clone is used instead.
-    clone3 = syscalls.LOOKED_INTO["clone3"][column]
+    clone3 = syscalls.ARGUMENT_CHECKED["clone3"][column]
     assert clone3 is not None
     return [*program, (seccomp.LOAD, 0, 0, seccomp.NR), (seccomp.JUMP_EQUAL, 0, 1, clone3), seccomp.ENOSYS, fine]
 
 
-def ask_for_births(channel: int) -> None:
+def require_fork_approval(channel: int) -> None:
     """In the process itself, before its other filter: from here on `channel`'s other end answers for it."""
     try:
-        gain_no_privileges()
+        set_no_new_privs()
         listener = _install()
     except OSError:
         os.close(channel)  # the other end reads that nobody will ask
@@ -74,19 +74,19 @@ def _install() -> int:
     if not seccomp.supported():
         raise OSError(errno.ENOSYS, "no filter is written for this processor")
     number = syscalls.SECCOMP[syscalls.PROCESSORS[platform.machine()][1]]
-    _code, program = seccomp.compiled(assemble(platform.machine()))
-    listener = int(libc().syscall(number, SET_FILTER, NEW_LISTENER | UNDISTURBED, ctypes.byref(program)))
+    _code, program = seccomp.compile_filter(assemble_fork_filter(platform.machine()))
+    listener = int(libc().syscall(number, SET_FILTER, NEW_LISTENER | WAIT_KILLABLE, ctypes.byref(program)))
     if listener < 0:
         raise_errno("seccomp")
     return listener
 
 
-def allow_birth(listener: int) -> None:
+def allow_fork(listener: int) -> None:
     """Answers the one who waits, where there still is one. Only when the listener is ready, and so without letting go
     of the interpreter: to get it back beside a busy thread takes longer than a fork."""
-    notice = ctypes.create_string_buffer(NOTICE)
+    notice = ctypes.create_string_buffer(NOTIF_SIZE)
     if _ioctl(listener, RECEIVE, notice):
-        answer = struct.pack(ANSWER, *struct.unpack_from("=Q", notice.raw), 0, 0, CONTINUE)
+        answer = struct.pack(NOTIF_RESPONSE_FORMAT, *struct.unpack_from("=Q", notice.raw), 0, 0, NOTIF_FLAG_CONTINUE)
         while not _ioctl(listener, SEND, ctypes.create_string_buffer(answer, len(answer))):
             if ctypes.get_errno() != errno.EINTR:
                 return
@@ -94,12 +94,12 @@ def allow_birth(listener: int) -> None:
 
 def _ioctl(listener: int, request: int, data: Any) -> bool:
     """False where who waited was killed, or where we were called away and may ask again."""
-    done = int(_libc_with_the_interpreter().ioctl(listener, ctypes.c_ulong(request), data)) == 0
+    done = int(_libc_holding_gil().ioctl(listener, ctypes.c_ulong(request), data)) == 0
     if not done and ctypes.get_errno() not in (errno.ENOENT, errno.EINTR):
         raise_errno("seccomp's listener")
     return done
 
 
 @functools.cache
-def _libc_with_the_interpreter() -> ctypes.PyDLL:
+def _libc_holding_gil() -> ctypes.PyDLL:
     return ctypes.PyDLL(None, use_errno=True)

@@ -17,19 +17,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from toolwise.sandbox.layers.hardening import readable_places
+from toolwise.sandbox.layers.hardening import readable_paths
 from toolwise.sandbox.targets import readable_folders
 
 NAMESPACES = ("user", "pid", "mnt", "ipc", "net")
 INIT = 1
 """The process id, inside, of whoever started the first program there."""
-ANSWER_S, GONE_S = 10.0, 5.0
-MOST_LINKS = 40
+BWRAP_TIMEOUT_S, INIT_EXIT_WAIT_S = 10.0, 5.0
+MAX_SYMLINKS = 40
 _PRIVATE = ("--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try")
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class MountView:
     """The files that there are inside."""
 
     read: tuple[str, ...]
@@ -44,30 +44,30 @@ class View:
 
 def worker_view(
     layers: Collection[str], read: Iterable[str], scratch: str, permissions: Collection[str], file_mb: int | None = None
-) -> View | None:
+) -> MountView | None:
     """What a worker with these settings sees; None where it is to be started without namespaces, or must be."""
     network = "network" in permissions
-    if "namespaces" not in layers or why_not(network):
+    if "namespaces" not in layers or unavailable_reason(network):
         return None
-    return View(tuple(readable_places(read, permissions)), ((scratch, scratch),), scratch, network, file_mb)
+    return MountView(tuple(readable_paths(read, permissions)), ((scratch, scratch),), scratch, network, file_mb)
 
 
 @functools.cache
-def why_not(network: bool = False) -> str:
+def unavailable_reason(network: bool = False) -> str:
     """Why bubblewrap cannot be used here, found by using it; "" where it can. It may be installed and not work."""
     if sys.platform != "linux":
         return f"this is {sys.platform}"
     if shutil.which("bwrap") is None:
         return "bwrap is not installed"
-    view = View(tuple(readable_places(readable_folders(), ())), (), "/", network)
+    view = MountView(tuple(readable_paths(readable_folders(), ())), (), "/", network)
     try:
         ran = subprocess.run(
-            [*command(view), sys.executable, "-I", "-S", "-c", ""],
+            [*bwrap_command(view), sys.executable, "-I", "-S", "-c", ""],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             env={},
             check=False,
-            timeout=ANSWER_S,
+            timeout=BWRAP_TIMEOUT_S,
         )
     except (OSError, subprocess.TimeoutExpired) as fault:
         return f"bwrap does not answer: {fault}"
@@ -75,48 +75,50 @@ def why_not(network: bool = False) -> str:
     return "" if ran.returncode == 0 else said or f"bwrap ended with status {ran.returncode}"
 
 
-def command(view: View, info: int | None = None) -> list[str]:
+def bwrap_command(view: MountView, info: int | None = None) -> list[str]:
     """How to start a program that sees `view`. `info`: a descriptor on which bwrap says whom it started."""
     network = () if view.network else ("--unshare-net",)
     told = () if info is None else ("--info-fd", str(info))
     return [
-        *(_program(), *_PRIVATE, *network, *_no_more_namespaces(), *told),
+        *(_bwrap_path(), *_PRIVATE, *network, *_no_more_namespaces(), *told),
         *("--die-with-parent", "--cap-drop", "ALL", "--hostname", "sandbox"),
         # The last word on each is read-only: root outside is the owner of /proc/sys inside, powers or not.
         *("--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--tmpfs", "/tmp"),
-        *_mounts((*view.read, sys.executable, os.path.join(sys.prefix, "pyvenv.cfg")), _written(view)),
+        *_mounts((*view.read, sys.executable, os.path.join(sys.prefix, "pyvenv.cfg")), _writable_mounts(view)),
         *(() if any(inside == "/tmp" for _, inside in view.write) else ("--remount-ro", "/tmp")),
         *("--remount-ro", "/", "--chdir", view.folder, "--"),
     ]
 
 
-def outside_of(view: View | None) -> tuple[str, ...]:
+def host_namespaces(view: MountView | None) -> tuple[str, ...]:
     """The namespaces of this process that whoever sees `view` must not be in."""
     if view is None:
         return ()
     return tuple(os.readlink(f"/proc/self/ns/{kind}") for kind in NAMESPACES if kind != "net" or not view.network)
 
 
-def _program() -> str:
+def _bwrap_path() -> str:
     """By its whole path: a worker's environment has another PATH."""
     return shutil.which("bwrap") or "bwrap"
 
 
 @functools.cache
-def _options() -> str:
+def _bwrap_help() -> str:
     """What this bubblewrap says that it can do."""
-    said = subprocess.run([_program(), "--help"], capture_output=True, text=True, check=False, timeout=ANSWER_S)
+    said = subprocess.run(
+        [_bwrap_path(), "--help"], capture_output=True, text=True, check=False, timeout=BWRAP_TIMEOUT_S
+    )
     return said.stdout + said.stderr
 
 
 def _no_more_namespaces() -> tuple[str, ...]:
     """Namespaces inside namespaces are nobody's need there; an older bubblewrap cannot forbid them."""
-    return ("--disable-userns",) if "--disable-userns" in _options() else ()
+    return ("--disable-userns",) if "--disable-userns" in _bwrap_help() else ()
 
 
-def _written(view: View) -> list[tuple[str, tuple[str, ...]]]:
+def _writable_mounts(view: MountView) -> list[tuple[str, tuple[str, ...]]]:
     """Where each folder to write to is mounted, and how. An older bubblewrap cannot limit the size of one in memory."""
-    if view.file_mb is None or "--size" not in _options():
+    if view.file_mb is None or "--size" not in _bwrap_help():
         return [(inside, ("--bind", outside)) for outside, inside in view.write]
     return [(inside, ("--size", str(view.file_mb << 20), "--perms", "0700", "--tmpfs")) for _, inside in view.write]
 
@@ -153,7 +155,7 @@ def _follow(path: str, links: dict[str, str]) -> str | None:
             current = step
             continue
         hops += 1
-        if hops > MOST_LINKS:
+        if hops > MAX_SYMLINKS:
             return None
         links[step] = target = os.readlink(step)
         current = "/" if target.startswith("/") else current
@@ -161,7 +163,7 @@ def _follow(path: str, links: dict[str, str]) -> str | None:
     return current if os.path.exists(current) else None
 
 
-class Monitor:
+class BwrapProcess:
     """A bwrap process, spoken to like the `Popen` of the program that it started."""
 
     def __init__(self, popen: subprocess.Popen[bytes], info: int) -> None:
@@ -224,20 +226,20 @@ class Monitor:
         if self._handle is not None:
             waiting = select.poll()
             waiting.register(self._handle, select.POLLIN)
-            waiting.poll(GONE_S * 1000)
-            self.forget()
+            waiting.poll(INIT_EXIT_WAIT_S * 1000)
+            self.close_fds()
         code = self.returncode
         assert code is not None
         return code
 
-    def forget(self) -> None:
+    def close_fds(self) -> None:
         handle, self._handle = self._handle, None
         if handle is not None:
             os.close(handle)
 
 
 def _read_child(info: int) -> int | None:
-    said, deadline = b"", time.monotonic() + ANSWER_S
+    said, deadline = b"", time.monotonic() + BWRAP_TIMEOUT_S
     waiting = select.poll()
     waiting.register(info, select.POLLIN)
     while b"}" not in said and time.monotonic() < deadline:

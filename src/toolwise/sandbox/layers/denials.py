@@ -7,9 +7,9 @@ import os
 import traceback
 from collections.abc import Iterator
 
-EVERYTHING = ("calls", "files", "network", "subprocess")
+ALL_ALLOWED = ("calls", "files", "network", "subprocess")
 """What is allowed where a sandbox has neither Landlock nor a filter: whatever is refused there, it is not by us."""
-REFUSED = (errno.EPERM, errno.EACCES, errno.EROFS)
+REFUSED_ERRNOS = (errno.EPERM, errno.EACCES, errno.EROFS)
 """EROFS: what is to be read in a mount namespace is mounted read-only."""
 NETWORK = "the sandbox has no network: permissions=('network',) allows it"
 SUBPROCESS = "the sandbox starts no processes: permissions=('subprocess',) allows it"
@@ -30,8 +30,8 @@ def explain(fault: BaseException, allowed: tuple[str, ...] = ()) -> str | None:
     for cause in _chain(fault):
         if isinstance(cause, OSError) and type(cause).__name__ == "gaierror" and "network" not in allowed:
             return NETWORK
-        if isinstance(cause, OSError) and cause.errno in REFUSED:
-            return _about(cause, allowed)
+        if isinstance(cause, OSError) and cause.errno in REFUSED_ERRNOS:
+            return _explain_refusal(cause, allowed)
     return None
 
 
@@ -48,7 +48,7 @@ def _chain(fault: BaseException) -> Iterator[BaseException]:
         waiting += [reason if isinstance(reason, BaseException) else None, current.__cause__, current.__context__]
 
 
-def _about(fault: OSError, allowed: tuple[str, ...]) -> str | None:
+def _explain_refusal(fault: OSError, allowed: tuple[str, ...]) -> str | None:
     frames = traceback.extract_tb(fault.__traceback__)
     if any(frame.filename.endswith(_NETWORK_FILES) for frame in frames) and "network" not in allowed:
         return NETWORK

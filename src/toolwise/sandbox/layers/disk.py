@@ -15,20 +15,20 @@ from collections.abc import Iterable
 
 from toolwise.sandbox.layers.kernel import drop_capabilities, libc, raise_errno
 
-MOST_FILES = 10_000
+MAX_FILES = 10_000
 """In the folders of one worker or program."""
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 2, 4, 16384, 1 << 18
 
 
-def limit_folders(folders: Iterable[str], most_mb: int) -> str:
+def limit_folders(folders: Iterable[str], max_mb: int) -> str:
     """Mounts a tmpfs over each of this process's folders, for it and what it starts. "" or why it cannot be done."""
     if sys.platform != "linux":
         return f"this is {sys.platform}"
     here = os.getcwd()
     try:
-        apart = _leave_mounts()
-        options = f"size={most_mb}m,nr_inodes={MOST_FILES},mode=700".encode()
+        apart = _unshare_mounts()
+        options = f"size={max_mb}m,nr_inodes={MAX_FILES},mode=700".encode()
         for folder in folders:
             _mount(b"tmpfs", os.fsencode(folder), b"tmpfs", MS_NOSUID | MS_NODEV, options)
         if apart:
@@ -40,10 +40,10 @@ def limit_folders(folders: Iterable[str], most_mb: int) -> str:
     return ""
 
 
-def is_limited(folder: str, most_mb: int) -> bool:
+def is_limited(folder: str, max_mb: int) -> bool:
     """Whether a folder is a file system of at most this size."""
     found = os.statvfs(folder)
-    return found.f_blocks * found.f_frsize <= most_mb << 20
+    return found.f_blocks * found.f_frsize <= max_mb << 20
 
 
 def send_folders(channel: int, folders: Iterable[str], payload: bytes) -> None:
@@ -61,7 +61,7 @@ def send_folders(channel: int, folders: Iterable[str], payload: bytes) -> None:
             os.close(descriptor)
 
 
-def _leave_mounts() -> bool:
+def _unshare_mounts() -> bool:
     """A mount namespace of its own. Whether that took a user namespace too."""
     apart = False
     if libc().unshare(CLONE_NEWNS) != 0:

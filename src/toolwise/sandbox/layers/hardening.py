@@ -18,7 +18,7 @@ LAYERS: dict[Tier, tuple[str, ...]] = {
     "standard": ("limits", "capabilities", "no_new_privs", "landlock", "seccomp"),
     "namespaced": ("namespaces", "limits", "capabilities", "no_new_privs", "landlock", "seccomp"),
 }
-HOW_TO_GET = {
+LAYER_REQUIREMENTS = {
     "namespaces": "bubblewrap 0.6 or newer (apt install bubblewrap) and leave to use user namespaces (sysctl "
     "kernel.unprivileged_userns_clone=1, on Ubuntu kernel.apparmor_restrict_unprivileged_userns=0, in docker "
     "--security-opt seccomp=unconfined --security-opt systempaths=unconfined)",
@@ -35,7 +35,7 @@ PROGRAM_FOLDERS = ("/bin", "/usr/bin", "/usr/local/bin", "/etc/alternatives")
 MEBIBYTE = 1 << 20
 ROOM_FOR_LIBRARIES_MB = 64
 """Address space for the code of libraries, which is no memory of the user's."""
-MOST_DESCRIPTORS = 64
+MAX_DESCRIPTORS = 64
 OWN_DISK = "disk"
 """What the limits say where the kernel keeps what is written within `file_mb`, and nobody has to measure it."""
 
@@ -78,27 +78,27 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Got:
+class HardeningResult:
     """Layer -> how it was got, or why not."""
 
     layers: dict[str, str] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
 
 
-def harden(plan: Plan, limited: Callable[[], None] = lambda: None) -> Got:
+def harden(plan: Plan, after_limits: Callable[[], None] = lambda: None) -> HardeningResult:
     """Each layer in its order: limits first, the filter last, since it forbids what the others need.
 
-    `limited` is called once the folders are what they will be, before anything is forbidden.
+    `after_limits` is called once the folders are what they will be, before anything is forbidden.
     """
     steps: dict[str, Callable[[Plan], str]] = {
-        "namespaces": _be_apart,
-        "limits": _limit,
+        "namespaces": _check_namespaces,
+        "limits": _set_limits,
         "capabilities": _drop_capabilities,
-        "no_new_privs": _gain_no_privileges,
+        "no_new_privs": _set_no_new_privs,
         "landlock": _restrict_files,
         "seccomp": _filter_calls,
     }
-    got = Got()
+    got = HardeningResult()
     for layer in plan.layers:
         try:
             got.layers[layer] = steps[layer](plan)
@@ -106,11 +106,11 @@ def harden(plan: Plan, limited: Callable[[], None] = lambda: None) -> Got:
             got.missing[layer] = f"{type(fault).__name__}: {fault}"
             plan = replace(plan, outside=()) if layer == "namespaces" else plan  # the next layers must not build on it
         if layer == "limits":
-            limited()
+            after_limits()
     return got
 
 
-def _be_apart(plan: Plan) -> str:
+def _check_namespaces(plan: Plan) -> str:
     """The one layer that is put on from without: looked at here, since only what is there counts."""
     if not plan.outside:
         raise OSError("it was started in the trainer's namespaces")
@@ -124,11 +124,11 @@ def _be_apart(plan: Plan) -> str:
     return f"bubblewrap: {', '.join(kinds)}{network}"
 
 
-def _limit(plan: Plan) -> str:
+def _set_limits(plan: Plan) -> str:
     wanted = plan.memory_mb * MEBIBYTE
     _lower(resource.RLIMIT_CORE, 0)
     _lower(resource.RLIMIT_FSIZE, plan.file_mb * MEBIBYTE)
-    _lower(resource.RLIMIT_NOFILE, MOST_DESCRIPTORS)
+    _lower(resource.RLIMIT_NOFILE, MAX_DESCRIPTORS)
     _lower(resource.RLIMIT_CPU, plan.cpu_s)
     if sys.platform == "linux":
         address_space, data = _footprint()
@@ -167,19 +167,19 @@ def _drop_capabilities(plan: Plan) -> str:
     return "none left"
 
 
-def _gain_no_privileges(plan: Plan) -> str:
-    kernel.gain_no_privileges()
+def _set_no_new_privs(plan: Plan) -> str:
+    kernel.set_no_new_privs()
     return "set"
 
 
 def _restrict_files(plan: Plan) -> str:
     subprocess, network = "subprocess" in plan.permissions, "network" in plan.permissions
-    read, write = readable_places(plan.read, plan.permissions), plan.folders
+    read, write = readable_paths(plan.read, plan.permissions), plan.folders
     version = landlock.restrict(read, write, devices=["/dev/null"], network=network, run=subprocess)
     return f"ABI {version}"
 
 
-def readable_places(read: Iterable[str], permissions: Collection[str]) -> list[str]:
+def readable_paths(read: Iterable[str], permissions: Collection[str]) -> list[str]:
     """All that a worker may read: what it was given, and what every program needs."""
     programs = PROGRAM_FOLDERS if "subprocess" in permissions else ()
     network = NETWORK_FILES if "network" in permissions else ()

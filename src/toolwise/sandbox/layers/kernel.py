@@ -34,7 +34,7 @@ def die_with_parent(parent_pid: int) -> None:
         os._exit(1)
 
 
-def gain_no_privileges() -> None:
+def set_no_new_privs() -> None:
     call_prctl(PR_SET_NO_NEW_PRIVS, 1)
 
 
@@ -55,5 +55,5 @@ def capabilities() -> int:
     return int(sets[0]) | int(sets[3]) << 32
 
 
-def gains_no_privileges() -> bool:
+def has_no_new_privs() -> bool:
     return int(libc().prctl(PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0)) == 1

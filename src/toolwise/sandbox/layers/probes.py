@@ -15,26 +15,26 @@ from toolwise.sandbox.layers.bubblewrap import INIT
 from toolwise.sandbox.layers.hardening import MEBIBYTE, Plan
 
 
-def try_everything(plan: Plan) -> dict[str, str]:
+def probe_layers(plan: Plan) -> dict[str, str]:
     """Layer -> "" where it holds, else what went through."""
     probes: dict[str, Callable[[Plan], str]] = {
-        "namespaces": _others_are_not_there,
-        "limits": _memory_is_limited,
-        "capabilities": _no_capabilities,
-        "no_new_privs": _no_new_privileges,
-        "landlock": _files_are_closed,
-        "seccomp": _calls_are_filtered,
+        "namespaces": _probe_namespaces,
+        "limits": _probe_limits,
+        "capabilities": _probe_capabilities,
+        "no_new_privs": _probe_no_new_privs,
+        "landlock": _probe_landlock,
+        "seccomp": _probe_seccomp,
     }
     return {layer: probes[layer](plan) for layer in plan.layers}
 
 
-def _others_are_not_there(plan: Plan) -> str:
+def _probe_namespaces(plan: Plan) -> str:
     if os.path.lexists(os.path.join(os.path.dirname(plan.scratch), ".lock")):
         return "the folder around the scratch folder could be seen"
     return "" if os.getppid() == INIT else "processes outside could be seen"
 
 
-def _memory_is_limited(plan: Plan) -> str:
+def _probe_limits(plan: Plan) -> str:
     try:
         bytearray((plan.memory_mb + 256) * MEBIBYTE)
     except (MemoryError, OSError):
@@ -44,15 +44,15 @@ def _memory_is_limited(plan: Plan) -> str:
     return "more memory than memory_mb could be had"
 
 
-def _no_capabilities(plan: Plan) -> str:
+def _probe_capabilities(plan: Plan) -> str:
     return "root's powers are still there" if kernel.capabilities() else ""
 
 
-def _no_new_privileges(plan: Plan) -> str:
-    return "" if kernel.gains_no_privileges() else "a set-uid program could still raise privileges"
+def _probe_no_new_privs(plan: Plan) -> str:
+    return "" if kernel.has_no_new_privs() else "a set-uid program could still raise privileges"
 
 
-def _files_are_closed(plan: Plan) -> str:
+def _probe_landlock(plan: Plan) -> str:
     for path in ("/etc/passwd", "/proc/self/environ"):
         if not _refused(plan, lambda path=path: open(path, "rb").close()):  # type: ignore[misc]
             return f"{path} could be read"
@@ -67,7 +67,7 @@ def _files_are_closed(plan: Plan) -> str:
     return ""
 
 
-def _calls_are_filtered(plan: Plan) -> str:
+def _probe_seccomp(plan: Plan) -> str:
     if "network" not in plan.permissions and not _refused(plan, lambda: socket.socket(socket.AF_INET).close()):
         return "a socket could be had"
     if "subprocess" not in plan.permissions:

@@ -45,52 +45,56 @@ def _argument(index: int, high: bool = False) -> Instruction:
     return (LOAD, 0, 0, ARGUMENTS + 8 * index + (4 if high else 0))
 
 
-def _give(action: int) -> Instruction:
+def _return_action(action: int) -> Instruction:
     return (RETURN, 0, 0, action)
 
 
-EPERM, ENOSYS, FINE = _give(REFUSE | errno.EPERM), _give(REFUSE | errno.ENOSYS), _give(ALLOW)
-UNSUPPORTED = _give(REFUSE | errno.EOPNOTSUPP)
+EPERM, ENOSYS, RETURN_ALLOW = (
+    _return_action(REFUSE | errno.EPERM),
+    _return_action(REFUSE | errno.ENOSYS),
+    _return_action(ALLOW),
+)
+UNSUPPORTED = _return_action(REFUSE | errno.EOPNOTSUPP)
 
 
-def _none_of(index: int, values: Collection[int]) -> list[Instruction]:
+def _refuse_values(index: int, values: Collection[int]) -> list[Instruction]:
     """Refuses where the argument is one of `values`."""
     tests = [step for value in values for step in ((JUMP_EQUAL, 0, 1, value & 0xFFFFFFFF), EPERM)]
-    return [_argument(index), *tests, FINE]
+    return [_argument(index), *tests, RETURN_ALLOW]
 
 
 def _only(index: int, value: int) -> list[Instruction]:
-    return [_argument(index), (JUMP_EQUAL, 1, 0, value), EPERM, FINE]
+    return [_argument(index), (JUMP_EQUAL, 1, 0, value), EPERM, RETURN_ALLOW]
 
 
-def _stays(identity: int) -> list[Instruction]:
+def _allow_same_identity(identity: int) -> list[Instruction]:
     """Lets a process become who it is: `posix_spawn` of make and others asks for that, and gives up without it."""
     same = [step for index in range(3) for step in (_argument(index), (JUMP_EQUAL, 1, 0, UNCHANGED), EPERM)]
     same[4] = (JUMP_EQUAL, 1, 0, identity)
-    return [*same, FINE]
+    return [*same, RETURN_ALLOW]
 
 
-def _looked_into(pid: int, permissions: Collection[str], scoped: bool) -> dict[str, list[Instruction]]:
+def _argument_filters(pid: int, permissions: Collection[str], scoped: bool) -> dict[str, list[Instruction]]:
     """What decides about each call whose arguments matter."""
     unix, stream = 1, 1
     blocks = {
         "kill": _only(0, pid),
         "tgkill": _only(0, pid),
         # Of nobody else: whoever has the same user could have the trainer killed by its own limits.
-        "prlimit64": [_argument(0), (JUMP_EQUAL, 2, 0, 0), (JUMP_EQUAL, 1, 0, pid), EPERM, FINE],
+        "prlimit64": [_argument(0), (JUMP_EQUAL, 2, 0, 0), (JUMP_EQUAL, 1, 0, pid), EPERM, RETURN_ALLOW],
         # Such memory is kept by any page of it that stays mapped: the rest is nobody's, and counted nowhere.
         "mmap": [
             _argument(3),
             (AND, 0, 0, MAP_SHARED_ANONYMOUS),
             (JUMP_EQUAL, 0, 1, MAP_SHARED_ANONYMOUS),
             EPERM,
-            FINE,
+            RETURN_ALLOW,
         ],
         # As below: no thread has descriptors of its own, which /proc does not list with the process's.
-        "close_range": [_argument(2), (JUMP_SET, 0, 1, CLOSE_RANGE_UNSHARE), EPERM, FINE],
-        "prctl": _none_of(0, PR_REFUSED),
-        "fcntl": _none_of(1, FCNTL_REFUSED),
-        "ioctl": _none_of(1, IOCTL_REFUSED),
+        "close_range": [_argument(2), (JUMP_SET, 0, 1, CLOSE_RANGE_UNSHARE), EPERM, RETURN_ALLOW],
+        "prctl": _refuse_values(0, PR_REFUSED),
+        "fcntl": _refuse_values(1, FCNTL_REFUSED),
+        "ioctl": _refuse_values(1, IOCTL_REFUSED),
         "setresuid": [EPERM],
         "setresgid": [EPERM],
         "fallocate": [UNSUPPORTED],  # gigabytes in no time; whoever asks for it writes instead
@@ -98,11 +102,11 @@ def _looked_into(pid: int, permissions: Collection[str], scoped: bool) -> dict[s
     if "subprocess" in permissions:
         if scoped:  # Landlock, or a process namespace, lets signals reach only what the worker has started
             del blocks["kill"], blocks["tgkill"]
-        blocks["setresuid"], blocks["setresgid"] = _stays(os.getuid()), _stays(os.getgid())
-        process = [(JUMP_SET, 0, 1, CLONE_NAMESPACES), EPERM, FINE]
+        blocks["setresuid"], blocks["setresgid"] = _allow_same_identity(os.getuid()), _allow_same_identity(os.getgid())
+        process = [(JUMP_SET, 0, 1, CLONE_NAMESPACES), EPERM, RETURN_ALLOW]
     else:
         process = [EPERM]
-    thread = [(JUMP_SET, 1, 0, CLONE_FILES), EPERM, FINE]
+    thread = [(JUMP_SET, 1, 0, CLONE_FILES), EPERM, RETURN_ALLOW]
     blocks["clone"] = [_argument(0), (JUMP_SET, 0, len(thread), CLONE_THREAD), *thread, *process]
     blocks["clone3"] = [ENOSYS]  # glibc falls back from it, whose flags a filter cannot see, to clone
     if "network" not in permissions:
@@ -116,7 +120,7 @@ def _looked_into(pid: int, permissions: Collection[str], scoped: bool) -> dict[s
             (AND, 0, 0, SOCK_KIND),
             (JUMP_EQUAL, 1, 0, stream),
             EPERM,
-            FINE,
+            RETURN_ALLOW,
         ]
         blocks["sendto"] = [
             _argument(4),
@@ -125,7 +129,7 @@ def _looked_into(pid: int, permissions: Collection[str], scoped: bool) -> dict[s
             _argument(4, high=True),
             (JUMP_EQUAL, 1, 0, 0),
             EPERM,
-            FINE,
+            RETURN_ALLOW,
         ]
     return blocks
 
@@ -136,16 +140,16 @@ def assemble(machine: str, pid: int, permissions: Collection[str] = (), *, scope
     `permissions`: network, subprocess, and metadata (of files), which is nobody's to ask for.
     """
     arch, column = syscalls.PROCESSORS[machine]
-    program: list[Instruction] = [(LOAD, 0, 0, ARCH), (JUMP_EQUAL, 1, 0, arch), _give(KILL), (LOAD, 0, 0, NR)]
+    program: list[Instruction] = [(LOAD, 0, 0, ARCH), (JUMP_EQUAL, 1, 0, arch), _return_action(KILL), (LOAD, 0, 0, NR)]
     if arch == syscalls.X86_64:
-        program += [(JUMP_SET, 0, 1, X32), _give(KILL)]
+        program += [(JUMP_SET, 0, 1, X32), _return_action(KILL)]
     program += [(JUMP_GREATER, 0, 1, syscalls.LAST_KNOWN), ENOSYS]
-    for name, block in _looked_into(pid, permissions, scoped).items():
-        number = syscalls.LOOKED_INTO[name][column]
+    for name, block in _argument_filters(pid, permissions, scoped).items():
+        number = syscalls.ARGUMENT_CHECKED[name][column]
         if number is not None:
             program += [(JUMP_EQUAL, 0, len(block), number), *block]
     allowed = syscalls.METADATA if "metadata" in permissions else frozenset()
-    refused = {name: numbers for name, numbers in syscalls.ALWAYS.items() if name not in allowed}
+    refused = {name: numbers for name, numbers in syscalls.ALWAYS_REFUSED.items() if name not in allowed}
     if "network" not in permissions:
         refused |= syscalls.NETWORK
     if "subprocess" not in permissions:
@@ -154,14 +158,14 @@ def assemble(machine: str, pid: int, permissions: Collection[str] = (), *, scope
         number = numbers[column]
         if number is not None:
             program += [(JUMP_EQUAL, 0, 1, number), EPERM]
-    return [*program, FINE]
+    return [*program, RETURN_ALLOW]
 
 
 class _Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
 
 
-def compiled(steps: Sequence[Instruction]) -> tuple[ctypes.Array[ctypes.c_char], _Program]:
+def compile_filter(steps: Sequence[Instruction]) -> tuple[ctypes.Array[ctypes.c_char], _Program]:
     """What the kernel takes; the first is the memory that the second points to, to be kept until it has."""
     code = b"".join(struct.pack("=HBBI", *step) for step in steps)
     buffer = ctypes.create_string_buffer(code, len(code))
@@ -170,6 +174,6 @@ def compiled(steps: Sequence[Instruction]) -> tuple[ctypes.Array[ctypes.c_char],
 
 def install(pid: int, permissions: Collection[str] = (), *, scoped: bool = False) -> None:
     """Puts the filter on this process for good; no_new_privs must have been set."""
-    _buffer, program = compiled(assemble(platform.machine(), pid, permissions, scoped=scoped))
+    _buffer, program = compile_filter(assemble(platform.machine(), pid, permissions, scoped=scoped))
     if libc().prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0) != 0:
         raise_errno("seccomp")

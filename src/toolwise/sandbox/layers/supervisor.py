@@ -17,35 +17,37 @@ from typing import Any, NoReturn
 
 from toolwise.sandbox.layers.kernel import call_prctl, die_with_parent
 
-NAME = b"toolwise-watch"
+PROCESS_NAME = b"toolwise-watch"
 """What `ps` calls a supervisor."""
 SWEEP_S = 10.0
 """After so long without an end the trainer takes over."""
 PR_SET_DUMPABLE, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 4, 15, 36
 IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2, signal.SIGALRM)
-SPARE = signal.SIGUSR1
+KEEP_SUPERVISORS_SIGNAL = signal.SIGUSR1
 """Tells a supervisor that its child forks workers with supervisors of their own, which may outlive that child."""
 ANY_CHILD = 0x40000000
 """__WALL: children of every kind, also those that signal nothing when they end."""
 DYING_S = 0.02
 CROWD = 32
 """Of a crowd that may fork faster than it is killed, the supervisor goes first where it is allowed to."""
-NEXT = 4
+PIDS_AHEAD = 4
 """Process numbers looked at after one that ended: a process that forks and exits for ever is always a number ahead."""
 
 
-def begin(start: dict[str, Any]) -> None:
+def start_supervisor(start: dict[str, Any]) -> None:
     """First thing in a process of the sandbox's: puts a supervisor above it where there is a `report` for it."""
     if start["report"] is not None:
         supervise(start["life"], start["report"])
         start["parent"] = os.getppid()
 
 
-def supervise(life: int, report: int | None = None) -> None:
+def supervise(lifeline_fd: int, report: int | None = None) -> None:
     """Returns in a new child, in a session of its own. This process stays behind as its supervisor.
 
-    `life` is the reading end of a pipe whose other end the trainer holds: once that is closed, all ends. On `report` it
-    says that the child has ended, and then how many processes it found running beside it. After `SPARE`, supervisors
+    `lifeline_fd` is the reading end of a pipe whose other end the trainer holds: once that is closed, all ends. On
+    `report` it
+    says that the child has ended, and then how many processes it found running beside it. After
+    `KEEP_SUPERVISORS_SIGNAL`, supervisors
     beneath this one are left alone where the child ends or SIGTERM asks for the end, and not where the trainer is gone.
     """
     try:
@@ -56,7 +58,7 @@ def supervise(life: int, report: int | None = None) -> None:
         return
     own = os.getpid()
     # Until it is ready for them, signals wait: the child's code may run before.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD, SPARE, *IGNORED})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD, KEEP_SUPERVISORS_SIGNAL, *IGNORED})
     child = os.fork()
     if child == 0:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -66,54 +68,54 @@ def supervise(life: int, report: int | None = None) -> None:
             os.close(report)
         return
     try:
-        _Supervisor(child, life, report).watch()
+        _Supervisor(child, lifeline_fd, report).watch()
     finally:  # nothing of the child's code may ever run here
         os.kill(own, signal.SIGKILL)
 
 
 class _Supervisor:
-    def __init__(self, child: int, life: int, report: int | None) -> None:
-        self._child, self._report, self._spares = child, report, False
+    def __init__(self, child: int, lifeline_fd: int, report: int | None) -> None:
+        self._child, self._report, self._keeps_supervisors = child, report, False
         self._status: int | None = None
-        self._met: set[int] = set()
+        self._seen_pids: set[int] = set()
         self._last_reaped = child
-        _let_go_of_all_but({life} if report is None else {life, report})
+        _close_fds_except({lifeline_fd} if report is None else {lifeline_fd, report})
         call_prctl(PR_SET_DUMPABLE, 0)  # whoever has the same user must not read or change it
-        _rename()
+        _set_process_name()
         self._woken, wake = os.pipe()
         for descriptor in (self._woken, wake):
             os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        for number in (signal.SIGCHLD, signal.SIGTERM, SPARE):
-            signal.signal(number, _wake_up)
+        for number in (signal.SIGCHLD, signal.SIGTERM, KEEP_SUPERVISORS_SIGNAL):
+            signal.signal(number, _ignore_signal)
         for number in IGNORED:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self._poll = select.poll()
         self._poll.register(self._woken, select.POLLIN)
-        self._life = life
+        self._lifeline_fd = lifeline_fd
 
     def watch(self) -> NoReturn:
         """Until the child has ended, the trainer is gone, or SIGTERM asks for the end."""
-        self._poll.register(self._life, 0)
+        self._poll.register(self._lifeline_fd, 0)
         self._reap()
         while self._status is None:
             ready = [descriptor for descriptor, _ in self._poll.poll()]
             signals = self._signals()
-            self._spares |= SPARE in signals
+            self._keeps_supervisors |= KEEP_SUPERVISORS_SIGNAL in signals
             if signal.SIGTERM in signals:
                 break
-            if self._life in ready:
-                self._spares = False
+            if self._lifeline_fd in ready:
+                self._keeps_supervisors = False
                 break
             self._reap()
-        self._poll.unregister(self._life)
-        self._say(b"ended ")
+        self._poll.unregister(self._lifeline_fd)
+        self._write_report(b"ended ")
         self._sweep()
-        self._say(b"%d" % len(self._met - {self._child}))
-        _end_as(self._status)
+        self._write_report(b"%d" % len(self._seen_pids - {self._child}))
+        _exit_like(self._status)
 
-    def _say(self, words: bytes) -> None:
+    def _write_report(self, words: bytes) -> None:
         if self._report is not None:
             with suppress(OSError):
                 os.write(self._report, words)
@@ -143,13 +145,13 @@ class _Supervisor:
             _kill_with_group(self._child, self._child)
             self._wait(DYING_S)  # most have started nothing, and nobody need be looked for
         elif self._reap():
-            self._go_through(kill=False)  # to count them: whole groups are killed at once
+            self._visit_descendants(kill=False)  # to count them: whole groups are killed at once
         while self._reap() and time.monotonic() < until:
-            found = self._kill_next() or self._go_through(kill=True)
-            if not found and self._spares:
+            found = self._kill_next() or self._visit_descendants(kill=True)
+            if not found and self._keeps_supervisors:
                 return
-            if len(self._met) > CROWD:
-                _go_first()
+            if len(self._seen_pids) > CROWD:
+                _raise_priority()
             self._wait(0.001)
 
     def _wait(self, seconds: float) -> None:
@@ -159,25 +161,25 @@ class _Supervisor:
 
     def _kill_next(self) -> bool:
         last = self._last_reaped
-        return any(self._meet(pid, {os.getpid()}, kill=True) for pid in range(last + 1, last + 1 + NEXT))
+        return any(self._visit_process(pid, {os.getpid()}, kill=True) for pid in range(last + 1, last + 1 + PIDS_AHEAD))
 
-    def _go_through(self, *, kill: bool) -> bool:
+    def _visit_descendants(self, *, kill: bool) -> bool:
         """All beneath this process. Small numbers first: of most processes the parent comes before them."""
         beneath = {os.getpid()}
         for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
-            if self._meet(pid, beneath, kill=kill):
+            if self._visit_process(pid, beneath, kill=kill):
                 beneath.add(pid)
         return len(beneath) > 1
 
-    def _meet(self, pid: int, parents: set[int], *, kill: bool) -> bool:
+    def _visit_process(self, pid: int, parents: set[int], *, kill: bool) -> bool:
         try:
             state, parent, group = _stat(pid)
         except (OSError, ValueError, IndexError):
             return False
-        if parent not in parents or (self._spares and pid != self._child and _is_supervisor(pid)):
+        if parent not in parents or (self._keeps_supervisors and pid != self._child and _is_supervisor(pid)):
             return False
         if state not in (b"Z", b"X"):
-            self._met.add(pid)
+            self._seen_pids.add(pid)
             if kill:
                 _kill_with_group(pid, group)
         return True
@@ -192,7 +194,7 @@ def _kill_with_group(pid: int, group: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _go_first() -> None:
+def _raise_priority() -> None:
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
 
@@ -209,11 +211,11 @@ def _stat(pid: int) -> tuple[bytes, int, int]:
 
 def _is_supervisor(pid: int) -> bool:
     with suppress(OSError), open(f"/proc/{pid}/comm", "rb") as file:
-        return file.read().rstrip() == NAME
+        return file.read().rstrip() == PROCESS_NAME
     return False
 
 
-def _let_go_of_all_but(kept: set[int]) -> None:
+def _close_fds_except(kept: set[int]) -> None:
     """Of what it shares with its child: a channel is closed only when the last who has it is gone."""
     try:
         opened = {int(name) for name in os.listdir("/proc/self/fd")}
@@ -229,19 +231,19 @@ def _let_go_of_all_but(kept: set[int]) -> None:
         os.close(nothing)
 
 
-def _rename() -> None:
+def _set_process_name() -> None:
     import ctypes
 
-    name = ctypes.create_string_buffer(NAME)
+    name = ctypes.create_string_buffer(PROCESS_NAME)
     with suppress(OSError):
         call_prctl(PR_SET_NAME, ctypes.addressof(name))
 
 
-def _wake_up(*_: object) -> None:
+def _ignore_signal(*_: object) -> None:
     """The number of the signal is in the pipe."""
 
 
-def _end_as(status: int | None) -> NoReturn:
+def _exit_like(status: int | None) -> NoReturn:
     """Ends as the child did; as if killed where it did not end."""
     code = -signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status)
     if code < 0:

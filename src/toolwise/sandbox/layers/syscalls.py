@@ -11,9 +11,9 @@ PROCESSORS = {"x86_64": (X86_64, 0), "aarch64": (AARCH64, 1), "arm64": (AARCH64,
 LAST_KNOWN = 462
 """Numbers above it came after these tables were written: they are answered as if the kernel had none."""
 
-Numbers = dict[str, tuple[int | None, int | None]]
+SyscallNumbers = dict[str, tuple[int | None, int | None]]
 
-NETWORK: Numbers = {
+NETWORK: SyscallNumbers = {
     "socket": (41, 198),
     "connect": (42, 203),
     "bind": (49, 200),
@@ -26,7 +26,7 @@ NETWORK: Numbers = {
 }
 """Allowed with the permission `network`."""
 
-PROCESSES: Numbers = {
+PROCESSES: SyscallNumbers = {
     "fork": (57, None),
     "vfork": (58, None),
     "execve": (59, 221),
@@ -36,7 +36,7 @@ PROCESSES: Numbers = {
 }
 """Allowed with the permission `subprocess`."""
 
-ALWAYS: Numbers = {
+ALWAYS_REFUSED: SyscallNumbers = {
     # other processes
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
@@ -182,7 +182,7 @@ METADATA = frozenset(
 )
 """Of those: what Landlock does not see. Harmless where all that is mounted for writing is the program's own."""
 
-LOOKED_INTO: Numbers = {
+ARGUMENT_CHECKED: SyscallNumbers = {
     "clone": (56, 220),
     "clone3": (435, 435),
     "kill": (62, 129),

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import os
 
-from toolwise.sandbox.faults import printable
+from toolwise.sandbox.faults import sanitize_text
 
-AT_ONCE = 1 << 16
+READ_CHUNK_BYTES = 1 << 16
 
 
-class Captured:
-    """Reads one descriptor without ever waiting and keeps at most `most` bytes: the first half and the last half."""
+class OutputCapture:
+    """Reads one descriptor without ever waiting and keeps at most `max_bytes` bytes: the first half and the last
+    half."""
 
-    def __init__(self, descriptor: int, most: int) -> None:
+    def __init__(self, descriptor: int, max_bytes: int) -> None:
         self.descriptor = descriptor
         self.total = 0
-        self._head_room = most - most // 2
-        self._tail_room = most // 2
+        self._head_room = max_bytes - max_bytes // 2
+        self._tail_room = max_bytes // 2
         self._head, self._tail = bytearray(), bytearray()
         os.set_blocking(descriptor, False)
 
     def read(self) -> int | None:
         """Takes what is there now; how many bytes, or None once nobody can write any more."""
         try:
-            data = os.read(self.descriptor, AT_ONCE)
+            data = os.read(self.descriptor, READ_CHUNK_BYTES)
         except BlockingIOError:
             return 0
         except OSError:
@@ -45,10 +46,10 @@ class Captured:
         """As UTF-8; what is none is shown as �."""
         left_out = self.total - len(self._head) - len(self._tail)
         if not left_out:
-            return _shown(self._head + self._tail)
-        return f"{_shown(self._head)}\n[… {left_out:,} bytes left out …]\n{_shown(self._tail)}"
+            return _to_text(self._head + self._tail)
+        return f"{_to_text(self._head)}\n[… {left_out:,} bytes left out …]\n{_to_text(self._tail)}"
 
 
-def _shown(data: bytearray) -> str:
+def _to_text(data: bytearray) -> str:
     text = data.decode("utf-8", "replace")
-    return printable(text, len(text))
+    return sanitize_text(text, len(text))

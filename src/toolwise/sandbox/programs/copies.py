@@ -14,29 +14,29 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from toolwise.sandbox.disk_usage import MOST_DEPTH
-from toolwise.sandbox.layers.disk import MOST_FILES
-from toolwise.sandbox.scratch import empty_folder, open_inside
+from toolwise.sandbox.disk_usage import MAX_FOLDER_DEPTH
+from toolwise.sandbox.layers.disk import MAX_FILES
+from toolwise.sandbox.scratch import empty_folder, open_subfolder
 
 CLOCK_REALTIME_COARSE = 5
 """The clock that changes are stamped with."""
-MOST_NAMES = 4 << 20
+MAX_PATH_CHARS = 4 << 20
 """Characters in all paths together: long names at a great depth would keep the trainer busy for seconds."""
-LONGEST_LINKED = 1000
+MAX_LINKED_PATH_CHARS = 1000
 """Of paths that are linked; the files behind longer ones are copied again."""
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-State = dict[str, tuple[int, int]]
+FolderState = dict[str, tuple[int, int]]
 """Path -> inode and time of change, of all that is in a folder; whatever holds others comes before them."""
 
 
-class TooMuchError(Exception):
+class CopyLimitError(Exception):
     """There is more than may be copied."""
 
 
-def state_of(folder: int) -> State:
+def folder_state(folder: int) -> FolderState:
     """What there is in a folder, so that a change can be told later."""
-    state: State = {}
+    state: FolderState = {}
     length = 0
     device = os.fstat(folder).st_dev
     levels: list[tuple[int, str, list[str]]] = [(os.dup(folder), "", os.listdir(folder))]
@@ -50,32 +50,32 @@ def state_of(folder: int) -> State:
             found = os.stat(name, dir_fd=at, follow_symlinks=False)
             state[path + name] = (found.st_ino, found.st_ctime_ns)
             length += len(path) + len(name)
-            below = open_inside(at, name, device) if stat.S_ISDIR(found.st_mode) else None
+            below = open_subfolder(at, name, device) if stat.S_ISDIR(found.st_mode) else None
             if below is not None:
                 levels.append((below, f"{path}{name}/", os.listdir(below)))
-            if len(state) > MOST_FILES or len(levels) > MOST_DEPTH:
-                raise TooMuchError(f"more than {MOST_FILES:,} files, or than {MOST_DEPTH} folders in each other")
-            if length > MOST_NAMES:
-                raise TooMuchError("names that are too long, too deep in folders")
+            if len(state) > MAX_FILES or len(levels) > MAX_FOLDER_DEPTH:
+                raise CopyLimitError(f"more than {MAX_FILES:,} files, or than {MAX_FOLDER_DEPTH} folders in each other")
+            if length > MAX_PATH_CHARS:
+                raise CopyLimitError("names that are too long, too deep in folders")
         return state
     finally:
         for at, _, _ in levels:
             os.close(at)
 
 
-def wait_for_the_clock() -> None:
+def wait_for_clock_tick() -> None:
     """Until the kernel gives another time to what changes: a few milliseconds."""
     now = time.clock_gettime_ns(CLOCK_REALTIME_COARSE)
     while time.clock_gettime_ns(CLOCK_REALTIME_COARSE) == now:
         time.sleep(0.0005)
 
 
-def copy_changes(source: int, target: int, before: State, most_bytes: int) -> bool:
+def copy_changes(source: int, target: int, before: FolderState, max_bytes: int) -> bool:
     """Does in `target` what was done in `source` since it was like `before`. Whether there was anything to do."""
-    after = state_of(source)
+    after = folder_state(source)
     if after == before:
         return False
-    with _Copy(source, target, most_bytes) as copy:
+    with _Copy(source, target, max_bytes) as copy:
         copy.remove(path for path in before if path not in after)
         for path, found in after.items():
             if before.get(path) != found:
@@ -144,7 +144,7 @@ class _Copy:
             self._copy_file(path, name, found)
 
     def _make_folder(self, path: str, name: str, target: int, mode: int) -> None:
-        there = open_inside(target, name, os.fstat(target).st_dev)
+        there = open_subfolder(target, name, os.fstat(target).st_dev)
         if there is None:
             _remove(target, name)
             os.mkdir(name, 0o700, dir_fd=target)
@@ -158,7 +158,7 @@ class _Copy:
         if found.st_ino in self._links:
             os.link(self._links[found.st_ino], name, src_dir_fd=self.target, dst_dir_fd=target)
             return
-        if found.st_nlink > 1 and len(path) < LONGEST_LINKED:
+        if found.st_nlink > 1 and len(path) < MAX_LINKED_PATH_CHARS:
             self._links[found.st_ino] = path
         reading = _open_file(source, name)
         try:
@@ -185,7 +185,7 @@ class _Copy:
             end = min(os.lseek(source, at, os.SEEK_HOLE), size)
             self.bytes_left -= end - at
             if self.bytes_left < 0:
-                raise TooMuchError("more bytes than file_mb allows")
+                raise CopyLimitError("more bytes than file_mb allows")
             os.lseek(target, at, os.SEEK_SET)
             while at < end and (sent := os.sendfile(target, source, at, end - at)):
                 at += sent
@@ -197,7 +197,7 @@ def _walk(top: int, names: Iterable[str]) -> int | None:
     """The descriptor of a folder below another, reached name by name; None where it is not there."""
     folder, device = os.dup(top), os.fstat(top).st_dev
     for name in names:
-        below = open_inside(folder, name, device)
+        below = open_subfolder(folder, name, device)
         os.close(folder)
         if below is None:
             return None
@@ -210,7 +210,7 @@ def _remove(folder: int, name: str) -> None:
         try:
             os.unlink(name, dir_fd=folder)
         except (IsADirectoryError, PermissionError):
-            below = open_inside(folder, name, os.fstat(folder).st_dev)
+            below = open_subfolder(folder, name, os.fstat(folder).st_dev)
             if below is not None:
                 empty_folder(below)
                 os.close(below)

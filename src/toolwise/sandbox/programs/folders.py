@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from toolwise.errors import DataError
 from toolwise.sandbox.pool import make_root
-from toolwise.sandbox.scratch import remove_beside, remove_root
+from toolwise.sandbox.scratch import remove_in_background, remove_root
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class WorkFolder:
     """Held while its files are copied."""
 
     @property
-    def files(self) -> Path:
+    def work_path(self) -> Path:
         return self.path / "work"
 
 
@@ -44,9 +44,9 @@ class WorkFolders:
             folder = WorkFolder(self._root[0] / str(next(self._numbers)))
             self._open.add(folder)
         try:
-            folder.files.mkdir(parents=True, mode=0o700)
+            folder.work_path.mkdir(parents=True, mode=0o700)
             for name, text in files.items():
-                _put(folder.files, name, text)
+                _put(folder.work_path, name, text)
         except BaseException:
             self.remove(folder)
             raise
@@ -59,7 +59,7 @@ class WorkFolders:
         return path
 
     def remove(self, folder: WorkFolder) -> None:
-        remove_beside(folder.path)
+        remove_in_background(folder.path)
         with self._lock:
             self._open.discard(folder)
             if self._open:

@@ -9,8 +9,8 @@ import struct
 from contextlib import ExitStack, suppress
 
 from toolwise.sandbox.faults import SandboxError
-from toolwise.sandbox.layers.births import allow_birth
-from toolwise.sandbox.usage import MOST_PROCESSES
+from toolwise.sandbox.layers.births import allow_fork
+from toolwise.sandbox.usage import MAX_PROCESSES
 
 _LISTENER = struct.Struct("i")
 
@@ -19,7 +19,7 @@ class ForkGate:
     """Lets each fork through, and counts them."""
 
     def __init__(self, closing: ExitStack) -> None:
-        self.seen = 0
+        self.forks_seen = 0
         """Since the program was last looked at."""
         self._closing = closing
         self._channel: socket.socket | None = None
@@ -27,8 +27,8 @@ class ForkGate:
         self._poll: select.poll
 
     @property
-    def many(self) -> bool:
-        return self.seen >= MOST_PROCESSES
+    def reached_limit(self) -> bool:
+        return self.forks_seen >= MAX_PROCESSES
 
     def open(self, theirs: ExitStack) -> int:
         """The end that the program is given, to be closed with `theirs`."""
@@ -75,11 +75,11 @@ class ForkGate:
         """Those who wait already, without another round of everything else."""
         ready = select.poll()
         ready.register(listener, select.POLLIN)
-        while not self.many:
+        while not self.reached_limit:
             try:
-                allow_birth(listener)
+                allow_fork(listener)
             except OSError as fault:
                 raise SandboxError(f"a program's births cannot be answered: {fault}") from None
-            self.seen += 1
+            self.forks_seen += 1
             if not any(event & select.POLLIN for _, event in ready.poll(0)):
                 return

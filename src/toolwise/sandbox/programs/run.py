@@ -19,29 +19,35 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from toolwise.sandbox.faults import LONGEST_MESSAGE, SandboxError, printable
+from toolwise.sandbox.faults import MAX_MESSAGE_CHARS, SandboxError, sanitize_text
 from toolwise.sandbox.layers import seccomp
-from toolwise.sandbox.layers.bubblewrap import INIT, View
+from toolwise.sandbox.layers.bubblewrap import INIT, MountView
 from toolwise.sandbox.layers.hardening import MEBIBYTE, Plan
-from toolwise.sandbox.process_limits import TOO_MANY_THREADS, too_many_threads
+from toolwise.sandbox.process_limits import TOO_MANY_THREADS, has_too_many_threads
 from toolwise.sandbox.processes import end_tree, launch, program_environment, require_interpreter
-from toolwise.sandbox.programs.captured import Captured
+from toolwise.sandbox.programs.captured import OutputCapture
 from toolwise.sandbox.programs.fork_gate import ForkGate
 from toolwise.sandbox.programs.work_disk import WorkDisk
-from toolwise.sandbox.supervision import AVAILABLE, END_S, Report, Running, Supervised
-from toolwise.sandbox.targets import library_folders, own_folder
-from toolwise.sandbox.usage import TOO_MANY, overgrown, places_of, too_many
+from toolwise.sandbox.supervision import (
+    SUPERVISION_AVAILABLE,
+    SUPERVISOR_END_S,
+    ProcessHandle,
+    ReportPipe,
+    SupervisedProcess,
+)
+from toolwise.sandbox.targets import library_folders, package_folder
+from toolwise.sandbox.usage import TOO_MANY_PROCESSES, find_usage_violation, has_too_many_processes, proc_folders_of
 
 Language = Literal["python", "shell"]
 Kind = Literal["ok", "exit", "timeout", "memory", "denied", "died", "too_big"]
 START_S = 60.0
 """How long an interpreter may take to come up on a busy machine; the program has not begun by then."""
-LOOK_S = 0.1
-MEASURE_S = 0.01
+CHECK_INTERVAL_S = 0.1
+MEASURE_INTERVAL_S = 0.01
 """How often a program's processes are looked at; and its folder, where it has to be measured."""
-MOST_OUTPUT = 16 * MEBIBYTE
-LONGEST_TOLD = 1 << 16
-_TOLD_KINDS: dict[str, Kind] = {"memory": "memory", "denied": "denied", "too_big": "too_big"}
+MAX_OUTPUT_BYTES = 16 * MEBIBYTE
+MAX_STATUS_BYTES = 1 << 16
+_REPORTED_KINDS: dict[str, Kind] = {"memory": "memory", "denied": "denied", "too_big": "too_big"}
 _BOOT = (
     "import json, sys; start = json.loads(sys.argv[1]); sys.path[:] = start['path']; "
     "from toolwise.sandbox.layers.supervisor import begin; begin(start); "
@@ -51,7 +57,7 @@ _BOOT = (
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """What came of a program. `stdout` and `stderr` keep their beginning and end; see `Captured`."""
+    """What came of a program. `stdout` and `stderr` keep their beginning and end; see `OutputCapture`."""
 
     kind: Kind
     message: str
@@ -66,13 +72,13 @@ class ProgramResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ProgramSpec:
     """A program and the room that it runs in."""
 
     language: Language
     text: str
     plan: Plan
-    view: View | None
+    view: MountView | None
     folders: tuple[Path, ...]
     """The working folder, and that for temporary files."""
     timeout_s: float
@@ -85,26 +91,26 @@ class Order:
         return self.plan.may_have_children
 
     @property
-    def asks_for_births(self) -> bool:
+    def needs_fork_approval(self) -> bool:
         return self.may_have_children and seccomp.supported()
 
 
-class Stop:
+class StopSignal:
     """Ends a run from another thread."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.stop_requested = False
         self._lock = threading.Lock()
         self._write: int | None = None
 
-    def ask(self) -> None:
+    def request_stop(self) -> None:
         with self._lock:
-            self.asked = True
+            self.stop_requested = True
             if self._write is not None:
                 os.write(self._write, b"x")
 
     @contextmanager
-    def heard(self) -> Iterator[int]:
+    def wakeup_fd(self) -> Iterator[int]:
         """A descriptor that is ready once it is asked. Only a run has one: those that wait may be thousands."""
         read, write = os.pipe()
         with self._lock:
@@ -118,62 +124,62 @@ class Stop:
             os.close(write)
 
 
-def run_program(order: Order, stop: Stop) -> ProgramResult | None:
+def run_program(spec: ProgramSpec, stop: StopSignal) -> ProgramResult | None:
     """None where it was stopped. Whatever happens, no process is left when this returns."""
     with ExitStack() as closing:
-        run = _Run(order, stop, closing.enter_context(stop.heard()), closing)
+        run = _Run(spec, stop, closing.enter_context(stop.wakeup_fd()), closing)
         try:
-            cut = run.watch()
+            violation = run.watch()
         finally:
-            code = end_tree(run.popen, run.mark, sweep=order.may_have_children)
-        if stop.asked:
+            code = end_tree(run.popen, run.mark, sweep=spec.may_have_children)
+        if stop.stop_requested:
             return None
-        return run.result(cut, code)
+        return run.result(violation, code)
 
 
 class _Run:
-    def __init__(self, order: Order, stop: Stop, stopped: int, closing: ExitStack) -> None:
+    def __init__(self, spec: ProgramSpec, stop: StopSignal, stop_fd: int, closing: ExitStack) -> None:
         require_interpreter()
-        self._order, self._stop, self._stopped = order, stop, stopped
+        self._spec, self._stop, self._stop_fd = spec, stop, stop_fd
         self.mark = secrets.token_hex(16)
-        self._began: float | None = None
+        self._started_at: float | None = None
         self._next_count = 0.0
         self._seconds = 0.0
-        self._over = False
+        self._program_ended = False
         """Whether it has ended by itself, and its supervisor ends what it left."""
         with ExitStack() as theirs:
             out, out_write = _pipe(closing, theirs)
             err, err_write = _pipe(closing, theirs)
             told, told_write = _pipe(closing, theirs)
             life_read, _ = _pipe(theirs, closing)
-            self._births = ForkGate(closing)
-            self._disk = WorkDisk(order.folders, order.plan.file_mb, order.lock, closing)
-            asking = self._births.open(theirs) if order.asks_for_births else None
-            self._out, self._err = Captured(out, order.output_bytes), Captured(err, order.output_bytes)
-            self._told = Captured(told, LONGEST_TOLD)
-            self._report = Report() if order.may_have_children and AVAILABLE else None
+            self._fork_gate = ForkGate(closing)
+            self._disk = WorkDisk(spec.folders, spec.plan.file_mb, spec.lock, closing)
+            asking = self._fork_gate.open(theirs) if spec.needs_fork_approval else None
+            self._out, self._err = OutputCapture(out, spec.output_bytes), OutputCapture(err, spec.output_bytes)
+            self._status_output = OutputCapture(told, MAX_STATUS_BYTES)
+            self._report = ReportPipe() if spec.may_have_children and SUPERVISION_AVAILABLE else None
             if self._report is not None:
                 closing.callback(self._report.close)
-                theirs.callback(self._report.passed_on)
-            given = {
+                theirs.callback(self._report.close_child_end)
+            child_fds = {
                 "told": told_write,
                 "life": life_read,
                 "births": asking,
                 "report": None if self._report is None else self._report.theirs,
                 "folders": self._disk.open(theirs),
             }
-            self.popen = self._launch(out_write, err_write, given)
+            self.popen = self._launch(out_write, err_write, child_fds)
 
-    def _launch(self, out: int, err: int, given: dict[str, int | None]) -> Running:
-        order, keep = self._order, library_folders()
-        home, *more = order.plan.scratch, *order.plan.write
+    def _launch(self, out: int, err: int, child_fds: dict[str, int | None]) -> ProcessHandle:
+        spec, keep = self._spec, library_folders()
+        home, *more = spec.plan.scratch, *spec.plan.write
         start: dict[str, Any] = {
-            **given,
-            "parent": os.getpid() if order.view is None else INIT,
-            "path": [*keep, str(own_folder().parent)],
+            **child_fds,
+            "parent": os.getpid() if spec.view is None else INIT,
+            "path": [*keep, str(package_folder().parent)],
             "keep": keep,
         }
-        asked = {"plan": order.plan.to_json(), "language": order.language, "text": order.text}
+        asked = {"plan": spec.plan.to_json(), "language": spec.language, "text": spec.text}
         with tempfile.TemporaryFile() as file:  # not a pipe: a program of any length is there at once
             file.write(json.dumps(asked).encode())
             file.seek(0)
@@ -183,13 +189,13 @@ class _Run:
                     # Not -I, which would ignore the hash seed; the rest of the environment is ours.
                     [sys.executable, "-s", "-P", "-S", "-B", "-c", _BOOT, json.dumps(start)],
                     program_environment(home, more[0] if more else home, self.mark),
-                    order.folders[0],
-                    view=order.view,
+                    spec.folders[0],
+                    view=spec.view,
                     report=self._report,
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=err,
-                    pass_fds=(file.fileno(), *(number for number in given.values() if number is not None)),
+                    pass_fds=(file.fileno(), *(number for number in child_fds.values() if number is not None)),
                 )
             except OSError as fault:
                 raise SandboxError(f"no process can be started for a program: {fault}") from None
@@ -197,129 +203,133 @@ class _Run:
     def watch(self) -> tuple[Kind, str] | None:
         """Until it ends by itself, or must be ended: then the kind and the words for it."""
         poll = select.poll()
-        ended = _ending(self.popen.pid)
-        pipes = [captured.descriptor for captured in (self._out, self._err, self._told)]
+        ended = _open_pidfd(self.popen.pid)
+        pipes = [captured.descriptor for captured in (self._out, self._err, self._status_output)]
         reported = None if self._report is None else self._report.ours
-        for descriptor in (*pipes, self._stopped, ended, reported):
+        for descriptor in (*pipes, self._stop_fd, ended, reported):
             if descriptor is not None:
                 poll.register(descriptor, select.POLLIN)
-        self._births.listen(poll)
+        self._fork_gate.listen(poll)
         self._disk.listen(poll)
         try:
             return self._watch(poll, ended)
         finally:
-            self._seconds = self._seconds or self._passed()
+            self._seconds = self._seconds or self._elapsed_s()
             if ended is not None:
                 os.close(ended)
 
     def _watch(self, poll: select.poll, ended: int | None) -> tuple[Kind, str] | None:
-        deadline, look = time.monotonic() + START_S, time.monotonic() + LOOK_S
+        deadline, look = time.monotonic() + START_S, time.monotonic() + CHECK_INTERVAL_S
         while True:
             now = time.monotonic()
-            if now >= deadline and self._over:
+            if now >= deadline and self._program_ended:
                 return None
             if now >= deadline:
-                return "timeout", f"it ran longer than {self._order.timeout_s:g} s and was ended"
-            if self._births.many:
-                if too_many(self.popen, self.mark):
-                    return "too_big", TOO_MANY
-                self._births.seen = 0
+                return "timeout", f"it ran longer than {self._spec.timeout_s:g} s and was ended"
+            if self._fork_gate.reached_limit:
+                if has_too_many_processes(self.popen, self.mark):
+                    return "too_big", TOO_MANY_PROCESSES
+                self._fork_gate.forks_seen = 0
             if now >= look:
                 began = time.thread_time()
-                cut = self._look(now)
-                if cut is not None:
-                    return cut
+                violation = self._check_usage(now)
+                if violation is not None:
+                    return violation
                 # A tenth of a core at most. Not of the time that passed: a bomb would be looked at less the more it is.
-                every = LOOK_S if self._disk.limited else MEASURE_S
+                every = CHECK_INTERVAL_S if self._disk.limited else MEASURE_INTERVAL_S
                 look = time.monotonic() + max(every, 10 * (time.thread_time() - began))
             events = poll.poll(max(min(deadline, look) - time.monotonic(), 0) * 1000)
             ready = [found for found, _ in events]
-            if self._stop.asked:
+            if self._stop.stop_requested:
                 return None
-            self._births.answer(events)
-            if self._report is not None and not self._over and self._report.ours in ready:
-                self._over, self._seconds, deadline = True, self._passed(), time.monotonic() + END_S
+            self._fork_gate.answer(events)
+            if self._report is not None and not self._program_ended and self._report.ours in ready:
+                self._program_ended, self._seconds, deadline = (
+                    True,
+                    self._elapsed_s(),
+                    time.monotonic() + SUPERVISOR_END_S,
+                )
                 poll.unregister(self._report.ours)
-                self._births.stop()
+                self._fork_gate.stop()
             self._disk.answer(ready, poll)
             if self._disk.full:
                 return "too_big", self._disk.full
-            for captured in (self._out, self._err, self._told):
+            for captured in (self._out, self._err, self._status_output):
                 if captured.descriptor in ready and captured.read() is None:
                     poll.unregister(captured.descriptor)
-            if self._out.total + self._err.total > MOST_OUTPUT:
-                return "too_big", f"it printed more than {MOST_OUTPUT // MEBIBYTE} MB and was ended"
-            if self._began is None and self._told.total:  # it is hardened: the program's own time begins
-                self._began = time.monotonic()
-                deadline = self._began + self._order.timeout_s
+            if self._out.total + self._err.total > MAX_OUTPUT_BYTES:
+                return "too_big", f"it printed more than {MAX_OUTPUT_BYTES // MEBIBYTE} MB and was ended"
+            if self._started_at is None and self._status_output.total:  # it is hardened: the program's own time begins
+                self._started_at = time.monotonic()
+                deadline = self._started_at + self._spec.timeout_s
             if ended in ready or (ended is None and self.popen.poll() is not None):
                 return None
 
-    def _look(self, now: float) -> tuple[Kind, str] | None:
-        if self._began is None:  # what looks like its /proc may still be the whole machine's
+    def _check_usage(self, now: float) -> tuple[Kind, str] | None:
+        if self._started_at is None:  # what looks like its /proc may still be the whole machine's
             return None
-        full = self._disk.is_full(self._places)
+        full = self._disk.overflow_reason(self._proc_folders)
         if full:
             return "too_big", full
-        if self._over:
+        if self._program_ended:
             return None
         if now < self._next_count:
             return None
-        self._next_count = now + LOOK_S
-        if too_many_threads(self.popen):
+        self._next_count = now + CHECK_INTERVAL_S
+        if has_too_many_threads(self.popen):
             return "too_big", TOO_MANY_THREADS
-        if not self._order.may_have_children:
+        if not self._spec.may_have_children:
             return None
-        grown = overgrown(self.popen, self.mark, self._order.plan.memory_mb)
-        return None if grown is None else (_TOLD_KINDS[grown[0]], grown[1])
+        grown = find_usage_violation(self.popen, self.mark, self._spec.plan.memory_mb)
+        return None if grown is None else (_REPORTED_KINDS[grown[0]], grown[1])
 
-    def _passed(self) -> float:
-        return time.monotonic() - self._began if self._began is not None else 0.0
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._started_at if self._started_at is not None else 0.0
 
-    def _places(self) -> Iterable[str]:
-        if self._order.may_have_children or self._order.view is not None:
-            return places_of(self.popen, self.mark)
+    def _proc_folders(self) -> Iterable[str]:
+        if self._spec.may_have_children or self._spec.view is not None:
+            return proc_folders_of(self.popen, self.mark)
         return [f"/proc/{self.popen.pid}"]
 
-    def result(self, cut: tuple[Kind, str] | None, code: int) -> ProgramResult:
+    def result(self, violation: tuple[Kind, str] | None, code: int) -> ProgramResult:
         """After its end: what is still in the pipes, and what it came to."""
-        for captured in (self._out, self._err, self._told):
+        for captured in (self._out, self._err, self._status_output):
             captured.drain()
         out, err = self._out.text(), self._err.text()
-        full = self._disk.take_back()
+        full = self._disk.save_files()
         if self._disk.full:  # it was not begun
             return ProgramResult("too_big", full)
         # The first line was written before the program began; what follows may be anybody's word.
-        first, *later = [_read_line(line) for line in self._told.text().splitlines()] or [{}]
+        first, *later = [_read_line(line) for line in self._status_output.text().splitlines()] or [{}]
         if first.get("missing") != {}:
-            why = first.get("missing") or " ".join(err.split())[:300] or (cut and cut[1])
+            why = first.get("missing") or " ".join(err.split())[:300] or (violation and violation[1])
             why = why or f"its process ended with status {code}"
             raise SandboxError(f"a program could not be started in its sandbox: {why}")
-        if cut is None and full:
-            cut = "too_big", full
-        if cut is not None:
-            return ProgramResult(*cut, out, err, None, self._seconds, self._left_running())
+        if violation is None and full:
+            violation = "too_big", full
+        if violation is not None:
+            return ProgramResult(*violation, out, err, None, self._seconds, self._left_running())
         status = 128 - code if code < 0 else code
-        kind, message = self._judge(status, later[0] if later else {})
+        kind, message = self._classify_exit(status, later[0] if later else {})
         return ProgramResult(kind, message, out, err, status, self._seconds, self._left_running())
 
     def _left_running(self) -> int:
-        if isinstance(self.popen, Supervised):
-            return self.popen.left or 0
-        return (self._report.take() or 0) if self._report is not None else 0
+        if isinstance(self.popen, SupervisedProcess):
+            return self.popen.leftover_count or 0
+        return (self._report.read_count() or 0) if self._report is not None else 0
 
-    def _judge(self, status: int, told: dict[str, Any]) -> tuple[Kind, str]:
+    def _classify_exit(self, status: int, told: dict[str, Any]) -> tuple[Kind, str]:
         if status == 0:
             return "ok", ""
         kind = told.get("kind")
-        if isinstance(kind, str) and kind in _TOLD_KINDS:
-            return _TOLD_KINDS[kind], printable(told.get("message"), LONGEST_MESSAGE) or kind
+        if isinstance(kind, str) and kind in _REPORTED_KINDS:
+            return _REPORTED_KINDS[kind], sanitize_text(told.get("message"), MAX_MESSAGE_CHARS) or kind
         if status - 128 not in set(signal.Signals):
             return "exit", f"it exited with status {status}"
         name = signal.Signals(status - 128).name
         by_signal: dict[str, tuple[Kind, str]] = {
             "SIGXCPU": ("timeout", "it used more CPU time than it has"),
-            "SIGXFSZ": ("too_big", f"it wrote a file of more than {self._order.plan.file_mb} MB"),
+            "SIGXFSZ": ("too_big", f"it wrote a file of more than {self._spec.plan.file_mb} MB"),
             "SIGSYS": ("denied", "it made a system call of another processor's"),
         }
         return by_signal.get(name, ("died", f"it was killed by {name}"))
@@ -341,7 +351,7 @@ def _read_line(line: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _ending(pid: int) -> int | None:
+def _open_pidfd(pid: int) -> int | None:
     """A descriptor that is ready once the process has ended, but is not yet forgotten; None where there are none."""
     try:
         return os.pidfd_open(pid)

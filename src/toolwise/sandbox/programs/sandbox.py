@@ -18,20 +18,20 @@ from pathlib import Path
 from typing import TypeVar, get_args
 
 from toolwise.sandbox.faults import SandboxError
-from toolwise.sandbox.layers.bubblewrap import View, outside_of
-from toolwise.sandbox.layers.hardening import HOW_TO_GET, LAYERS, Plan, Tier, readable_places
+from toolwise.sandbox.layers.bubblewrap import MountView, host_namespaces
+from toolwise.sandbox.layers.hardening import LAYER_REQUIREMENTS, LAYERS, Plan, Tier, readable_paths
 from toolwise.sandbox.programs.folders import WorkFolder, WorkFolders
-from toolwise.sandbox.programs.run import Language, Order, ProgramResult, Stop, run_program
+from toolwise.sandbox.programs.run import Language, ProgramResult, ProgramSpec, StopSignal, run_program
 from toolwise.sandbox.report import Report, probe
 from toolwise.sandbox.sandbox import PERMISSIONS
-from toolwise.sandbox.scratch import remove_beside
-from toolwise.sandbox.targets import own_folder, readable_folders
-from toolwise.waiting import queued
+from toolwise.sandbox.scratch import remove_in_background
+from toolwise.sandbox.targets import package_folder, readable_folders
+from toolwise.waiting import exclude_pool_queue_time
 
 log = logging.getLogger("toolwise.sandbox")
-INSIDE, INSIDE_TEMPORARY = "/sandbox", "/tmp"
+WORK_MOUNT, TEMPORARY_MOUNT = "/sandbox", "/tmp"
 """What a program's folders are called in a mount namespace: the same in every rollout."""
-MOST_TEXT = 100_000
+MAX_PROGRAM_BYTES = 100_000
 T = TypeVar("T")
 _alive: weakref.WeakSet[ProgramSandbox] = weakref.WeakSet()
 
@@ -71,14 +71,14 @@ class ProgramSandbox:
         own_disk = self._report.own_disk
         self._plan = Plan(layers, "", readable, memory_mb, file_mb, cpu_s, self.permissions, own_disk=own_disk)
         self._at_once = at_once or max(4, 2 * (os.cpu_count() or 1))
-        self._start_over()
+        self._reset()
         _alive.add(self)
 
-    def _start_over(self) -> None:
+    def _reset(self) -> None:
         self._lock, self._pid, self._closed = threading.Lock(), os.getpid(), False
         self._threads: ThreadPoolExecutor | None = None
         self._folders = WorkFolders()
-        self._running: set[Stop] = set()
+        self._running: set[StopSignal] = set()
 
     def report(self) -> Report:
         """What was asked and what was got, layer by layer."""
@@ -93,17 +93,17 @@ class ProgramSandbox:
     async def close_folder(self, folder: WorkFolder) -> None:
         """Removes a folder with all that is in it."""
         if not self._closed:  # which removed them all
-            await _to_its_end(self._executor().submit(self._folders.remove, folder))
+            await _await_completion(self._executor().submit(self._folders.remove, folder))
 
     async def run(self, text: str, folder: WorkFolder) -> ProgramResult:
         """Runs a program. Whoever cancels this ends the program, and comes back when nothing of it is left."""
-        stop = Stop()
+        stop = StopSignal()
         with self._lock:
             self._running.add(stop)
         try:
             # Waiting while `at_once` others run is not the program's time.
-            work = queued(lambda: self._run(text, folder, stop))
-            result = await _to_its_end(self._executor().submit(work), stop.ask)
+            work = exclude_pool_queue_time(lambda: self._run(text, folder, stop))
+            result = await _await_completion(self._executor().submit(work), stop.request_stop)
         finally:
             with self._lock:
                 self._running.discard(stop)
@@ -111,37 +111,39 @@ class ProgramSandbox:
             raise SandboxError("this sandbox of programs was closed while a program ran")
         return result
 
-    def _run(self, text: str, folder: WorkFolder, stop: Stop) -> ProgramResult | None:
-        if stop.asked:
+    def _run(self, text: str, folder: WorkFolder, stop: StopSignal) -> ProgramResult | None:
+        if stop.stop_requested:
             return None
         text = text.encode("utf-8", "replace").decode()
-        if len(text.encode()) > MOST_TEXT:
-            return ProgramResult("too_big", f"a program may have {MOST_TEXT:,} bytes; this one has {len(text):,}")
+        if len(text.encode()) > MAX_PROGRAM_BYTES:
+            return ProgramResult(
+                "too_big", f"a program may have {MAX_PROGRAM_BYTES:,} bytes; this one has {len(text):,}"
+            )
         if self.language == "shell" and "\0" in text:
             return ProgramResult("exit", "a command cannot hold a NUL character", exit_status=2)
         temporary = self._folders.temporary(folder)
         try:
-            return run_program(self._order(text, folder, temporary), stop)
+            return run_program(self._make_spec(text, folder, temporary), stop)
         finally:
-            remove_beside(temporary)
+            remove_in_background(temporary)
 
-    def _order(self, text: str, folder: WorkFolder, temporary: Path) -> Order:
+    def _make_spec(self, text: str, folder: WorkFolder, temporary: Path) -> ProgramSpec:
         """The two folders have names of their own where there are namespaces, and their real ones elsewhere."""
-        layers, permissions, work = self._plan.layers, self.permissions, folder.files
+        layers, permissions, work = self._plan.layers, self.permissions, folder.work_path
         scratch, write, view = str(work), str(temporary), None
-        packages = tuple(place for place in readable_folders() if place != str(own_folder()))
+        packages = tuple(place for place in readable_folders() if place != str(package_folder()))
         read = (*packages, *self._plan.read)
         if "namespaces" in layers:
-            scratch, write = INSIDE, INSIDE_TEMPORARY
+            scratch, write = WORK_MOUNT, TEMPORARY_MOUNT
             read += ("/proc",) if "subprocess" in permissions else ()  # of its own processes
-            seen = readable_places((*read, str(own_folder())), permissions)
+            seen = readable_paths((*read, str(package_folder())), permissions)
             mounts = ((str(work), scratch), (str(temporary), write))
             file_mb = self._plan.file_mb if self._plan.own_disk else None
-            view = View(tuple(seen), mounts, scratch, "network" in permissions, file_mb)
+            view = MountView(tuple(seen), mounts, scratch, "network" in permissions, file_mb)
         limits = (self._plan.memory_mb, self._plan.file_mb, self._plan.cpu_s)
-        plan = Plan(layers, scratch, read, *limits, permissions, (write,), outside_of(view), self._plan.own_disk)
+        plan = Plan(layers, scratch, read, *limits, permissions, (write,), host_namespaces(view), self._plan.own_disk)
         folders = (work, temporary)
-        return Order(self.language, text, plan, view, folders, self.timeout_s, self.output_bytes, folder.lock)
+        return ProgramSpec(self.language, text, plan, view, folders, self.timeout_s, self.output_bytes, folder.lock)
 
     def _executor(self) -> ThreadPoolExecutor:
         with self._lock:
@@ -159,14 +161,14 @@ class ProgramSandbox:
             self._closed = True
             threads, self._threads = self._threads, None
             for stop in self._running:
-                stop.ask()
+                stop.request_stop()
         if threads is not None:
             threads.shutdown(wait=True, cancel_futures=True)
         self._folders.close()
 
     def _after_fork(self) -> None:
         folders, closed = self._folders, self._closed
-        self._start_over()
+        self._reset()
         self._closed = closed
         folders.close()
 
@@ -175,7 +177,7 @@ class ProgramSandbox:
             self.close()
 
 
-async def _to_its_end(future: Future[T], stop: Callable[[], None] = lambda: None) -> T:
+async def _await_completion(future: Future[T], stop: Callable[[], None] = lambda: None) -> T:
     """What a thread's work gives. A cancellation stops the work, and is raised once the work has put itself away:
     however often it comes."""
     waiter = asyncio.wrap_future(future)
@@ -217,16 +219,16 @@ def _checked_report(language: Language, tier: Tier, permissions: tuple[str, ...]
     walls = {"namespaces"} if language == "shell" and tier == "namespaced" else {"namespaces", "landlock"}
     held = {"limits", "no_new_privs", "seccomp"} <= set(report.layers) and walls & set(report.layers)
     if tier != "basic" and not held:
-        raise SandboxError(_what_to_do(language, report, walls))
+        raise SandboxError(_missing_layers_message(language, report, walls))
     if tier == "basic" or not report.complete:
         log.warning("programs in %s: %s", language, report)
     return report
 
 
-def _what_to_do(language: Language, report: Report, walls: set[str]) -> str:
+def _missing_layers_message(language: Language, report: Report, walls: set[str]) -> str:
     """One line for a machine that isolates too little for a model's programs in this language."""
     wanted = [layer for layer in report.missing if layer in {"limits", "no_new_privs", "seccomp"} | walls]
-    gaps = "; ".join(f"{report.missing[layer]} (needed: {HOW_TO_GET[layer]})" for layer in wanted)
+    gaps = "; ".join(f"{report.missing[layer]} (needed: {LAYER_REQUIREMENTS[layer]})" for layer in wanted)
     less = "tier='standard' with permissions=['subprocess']" if language == "shell" else "tier='basic'"
     return (
         f"{language} programs of a model cannot run in tier {report.asked!r} here: {gaps}; "
@@ -239,10 +241,10 @@ def _close_all() -> None:
         sandbox.close()
 
 
-def _forget_all() -> None:
+def _reset_all_after_fork() -> None:
     for sandbox in list(_alive):
         sandbox._after_fork()
 
 
 atexit.register(_close_all)
-os.register_at_fork(after_in_child=_forget_all)
+os.register_at_fork(after_in_child=_reset_all_after_fork)

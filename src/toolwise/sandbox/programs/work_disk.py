@@ -11,11 +11,17 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 
-from toolwise.sandbox.disk_usage import Disk, Places
+from toolwise.sandbox.disk_usage import Disk, ProcFolders
 from toolwise.sandbox.faults import SandboxError
 from toolwise.sandbox.layers.hardening import MEBIBYTE
-from toolwise.sandbox.programs.copies import State, TooMuchError, copy_changes, state_of, wait_for_the_clock
-from toolwise.sandbox.scratch import FOLDER, empty_folder
+from toolwise.sandbox.programs.copies import (
+    CopyLimitError,
+    FolderState,
+    copy_changes,
+    folder_state,
+    wait_for_clock_tick,
+)
+from toolwise.sandbox.scratch import FOLDER_FLAGS, empty_folder
 
 _ONE = struct.Struct("i")
 
@@ -27,7 +33,7 @@ class WorkDisk:
         self._folders, self._file_mb, self._lock, self._closing = folders, file_mb, lock, closing
         self._disk: Disk | None = None
         self._channel: socket.socket
-        self._before: State = {}
+        self._before: FolderState = {}
         self.full = ""
         """Why the program cannot begin: its rollout's files do not fit."""
 
@@ -60,7 +66,7 @@ class WorkDisk:
         try:
             if self._disk.limited:
                 self._fill(self._disk.folders[0])
-        except TooMuchError as fault:
+        except CopyLimitError as fault:
             self.full = f"the files of its folder do not fit: {fault}"
             return
         except OSError as fault:
@@ -69,22 +75,22 @@ class WorkDisk:
             self._channel.send(b"x")
 
     def _fill(self, inside: int) -> None:
-        with self._lock, _opened(self._folders[0]) as outside:
+        with self._lock, _open_folder(self._folders[0]) as outside:
             if copy_changes(outside, inside, {}, self._file_mb * MEBIBYTE):
-                wait_for_the_clock()
-                self._before = state_of(inside)
+                wait_for_clock_tick()
+                self._before = folder_state(inside)
 
-    def is_full(self, places: Places) -> str:
-        return self._disk.is_full(places) if self._disk is not None else ""
+    def overflow_reason(self, proc_folders: ProcFolders) -> str:
+        return self._disk.overflow_reason(proc_folders) if self._disk is not None else ""
 
-    def take_back(self) -> str:
+    def save_files(self) -> str:
         """After its end: has the rollout's folder follow what the program did. "" or why it is emptied instead."""
         if self._disk is None:
             return ""
-        with self._lock, _opened(self._folders[0]) as outside:
+        with self._lock, _open_folder(self._folders[0]) as outside:
             try:
-                full = self.full or self._disk.is_full(lambda: ()) or self._copy_back(self._disk, outside)
-            except TooMuchError as fault:
+                full = self.full or self._disk.overflow_reason(lambda: ()) or self._copy_back(self._disk, outside)
+            except CopyLimitError as fault:
                 full = f"it filled its folder: {fault}"
             except OSError as fault:
                 raise SandboxError(f"the files of a program cannot be kept: {fault}") from None
@@ -97,14 +103,14 @@ class WorkDisk:
             return ""
         together = Disk([self._folders[0]], self._file_mb)  # with what other calls have left there meanwhile
         try:
-            return together.is_full(lambda: ())
+            return together.overflow_reason(lambda: ())
         finally:
             together.close()
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    folder = os.open(path, FOLDER)
+def _open_folder(path: Path) -> Iterator[int]:
+    folder = os.open(path, FOLDER_FLAGS)
     try:
         yield folder
     finally:

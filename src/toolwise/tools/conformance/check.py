@@ -12,13 +12,13 @@ from typing import Any, Literal
 from toolwise.errors import ToolwiseError
 from toolwise.parameters import compile_parameters
 from toolwise.tools.base import BaseTool
-from toolwise.tools.conformance.specimens import plain_arguments
-from toolwise.tools.conformance.trial import Trial
-from toolwise.tools.function import check_terms
+from toolwise.tools.conformance.specimens import minimal_arguments
+from toolwise.tools.conformance.trial import ToolTrial
+from toolwise.tools.function import check_tool_options
 from toolwise.tools.schema import validate_arguments
 
 Verdict = Literal["ok", "warning", "wrong", "skipped"]
-Tell = Callable[[str, Verdict, str], None]
+ReportFinding = Callable[[str, Verdict, str], None]
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -48,10 +48,10 @@ class ToolCheck:
 
 
 @dataclass(frozen=True, slots=True)
-class _Notes:
+class _FindingLog:
     findings: list[Finding] = field(default_factory=list)
 
-    def tell(self, name: str, verdict: Verdict, says: str) -> None:
+    def report(self, name: str, verdict: Verdict, says: str) -> None:
         self.findings.append(Finding(name, verdict, " ".join(says.split())[:400]))
 
 
@@ -67,47 +67,47 @@ def check_tool(
     `calls` are arguments to call it with; without any, the plainest that fit the schema are made up. `create_kwargs`
     are what a task would give to `create`.
     """
-    notes = _Notes()
-    if not _check_schema(tool, notes.tell):
+    notes = _FindingLog()
+    if not _check_schema(tool, notes.report):
         return ToolCheck(tool.name, tuple(notes.findings))
-    given = list(calls) or [plain_arguments(tool.tool_schema.function.parameters)]
+    given = list(calls) or [minimal_arguments(tool.tool_schema.function.parameters)]
     misfits = {json.dumps(call): problems for call in given if (problems := validate_arguments(tool.tool_schema, call))}
     if misfits:
         call, problems = next(iter(misfits.items()))
         hint = "correct --call" if calls else "give an example with --call"
-        notes.tell("calls", "wrong", f"{call} does not fit the schema: {'; '.join(problems)}; {hint}")
+        notes.report("calls", "wrong", f"{call} does not fit the schema: {'; '.join(problems)}; {hint}")
         return ToolCheck(tool.name, tuple(notes.findings))
-    trial = Trial(tool, given, dict(create_kwargs or {}), timeout_s)
+    trial = ToolTrial(tool, given, dict(create_kwargs or {}), timeout_s)
     hint = "" if calls else "; the arguments were made up: give an example that works with --call"
-    asyncio.run(_try_out(trial, notes.tell, hint))
+    asyncio.run(_run_trial(trial, notes.report, hint))
     return ToolCheck(tool.name, tuple(notes.findings))
 
 
-def _check_schema(tool: BaseTool, tell: Tell) -> bool:
+def _check_schema(tool: BaseTool, report: ReportFinding) -> bool:
     """What can be seen without calling it; False where calling makes no sense."""
     function = tool.tool_schema.function
     if _NAME.fullmatch(function.name):
-        tell("name", "ok", function.name)
+        report("name", "ok", function.name)
     else:
-        tell("name", "wrong", f"{function.name!r}: use 1 to 64 letters, digits, _ or -")
+        report("name", "wrong", f"{function.name!r}: use 1 to 64 letters, digits, _ or -")
     says = function.description or "there is none, and models choose by it"
-    tell("description", "ok" if function.description else "warning", says)
+    report("description", "ok" if function.description else "warning", says)
     try:
-        check_terms({"family": tool.family, "price": tool.price}, "it")
-        tell("terms", "ok", f"family {tool.family}, price {tool.price:g}")
+        check_tool_options({"family": tool.family, "price": tool.price}, "it")
+        report("terms", "ok", f"family {tool.family}, price {tool.price:g}")
     except ToolwiseError as error:
-        tell("terms", "wrong", str(error))
+        report("terms", "wrong", str(error))
     try:
         parameters = json.dumps(function.parameters, sort_keys=True)
         compile_parameters(function.name, parameters)
     except (ToolwiseError, TypeError, ValueError) as error:
-        tell("schema", "wrong", str(error))
+        report("schema", "wrong", str(error))
         return False
-    tell("schema", *_judge_parameters(function.parameters))
+    report("schema", *_check_parameters(function.parameters))
     return function.parameters.get("type") == "object"
 
 
-def _judge_parameters(parameters: dict[str, Any]) -> tuple[Verdict, str]:
+def _check_parameters(parameters: dict[str, Any]) -> tuple[Verdict, str]:
     properties = parameters.get("properties") or {}
     if parameters.get("type") != "object":
         return "wrong", f"the parameters are of type {parameters.get('type')!r}; arguments are always an object"
@@ -120,29 +120,29 @@ def _judge_parameters(parameters: dict[str, Any]) -> tuple[Verdict, str]:
     return "ok", f"{len(properties)} arguments, {len(parameters.get('required') or ())} required"
 
 
-async def _try_out(trial: Trial, tell: Tell, hint: str) -> None:
+async def _run_trial(trial: ToolTrial, report: ReportFinding, hint: str) -> None:
     """The parts of the trial, in order; where there is no life cycle there is nothing more to try."""
     parts: tuple[tuple[str, Callable[[], Awaitable[tuple[Verdict, str]]]], ...] = (
         ("life cycle", trial.life_cycle),
         ("results", trial.results),
         ("equal calls", trial.equal_calls),
         ("instances", trial.instances),
-        ("together", trial.together),
+        ("together", trial.concurrent_instances),
         ("odd arguments", trial.odd_arguments),
         ("bad arguments", trial.bad_arguments),
-        ("cancelling", trial.cancelling),
+        ("cancelling", trial.cancellation),
     )
     broken = False
-    async with trial.watch_the_loop():
+    async with trial.monitor_event_loop():
         for name, part in parts:
             if broken:
-                tell(name, "skipped", "not tried")
+                report(name, "skipped", "not tried")
                 continue
             try:
                 verdict, says = await part()
             except Exception as fault:  # whatever other people's code raises is a finding
                 verdict, says = "wrong", f"{type(fault).__name__}: {str(fault)[:200]}{hint}"
-            tell(name, verdict, says)
+            report(name, verdict, says)
             broken = name in ("life cycle", "results") and verdict == "wrong"
-    tell("event loop", *trial.loop_verdict())
-    tell("time", "ok", f"the slowest call took {trial.slowest_s:.3f} s of {trial.timeout_s:g} s")
+    report("event loop", *trial.loop_verdict())
+    report("time", "ok", f"the slowest call took {trial.slowest_s:.3f} s of {trial.timeout_s:g} s")

@@ -7,13 +7,13 @@ from typing import Any
 
 ODD_TEXTS = ("", "\x00", "\ud800", "<|im_end|>\n<|im_start|>system", "'; --", "é😀" * 10, "x" * 20_000)
 ODD_NUMBERS = (0, -1, 10**30)
-_DEEPEST = 8
+_MAX_DEPTH = 8
 
 
-def plain_arguments(parameters: dict[str, Any]) -> dict[str, Any]:
+def minimal_arguments(parameters: dict[str, Any]) -> dict[str, Any]:
     """The least that fits: required arguments alone, each as its schema suggests."""
     properties = parameters.get("properties") or {}
-    return {name: specimen(properties.get(name) or {}) for name in parameters.get("required") or ()}
+    return {name: example_value(properties.get(name) or {}) for name in parameters.get("required") or ()}
 
 
 def odd_arguments(parameters: dict[str, Any], plain: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -36,9 +36,9 @@ def bad_arguments(parameters: dict[str, Any], plain: dict[str, Any]) -> Iterator
     yield {**plain, "an_argument_that_is_not_there": 1}
 
 
-def specimen(schema: Any, depth: int = 0) -> Any:
+def example_value(schema: Any, depth: int = 0) -> Any:
     """A value that fits most schemas: what they give as an example, or else the plainest of their type."""
-    if not isinstance(schema, dict) or depth > _DEEPEST:
+    if not isinstance(schema, dict) or depth > _MAX_DEPTH:
         return None
     for key in ("const", "default"):
         if key in schema:
@@ -48,14 +48,14 @@ def specimen(schema: Any, depth: int = 0) -> Any:
             return schema[key][0]
     for key in ("anyOf", "oneOf", "allOf"):
         if schema.get(key):
-            return specimen(schema[key][0], depth + 1)
+            return example_value(schema[key][0], depth + 1)
     kind = schema.get("type")
     kind = kind[0] if isinstance(kind, list) and kind else kind
     if kind == "object":
         properties = schema.get("properties") or {}
-        return {name: specimen(properties.get(name) or {}, depth + 1) for name in schema.get("required") or ()}
+        return {name: example_value(properties.get(name) or {}, depth + 1) for name in schema.get("required") or ()}
     if kind == "array":
-        return [specimen(schema.get("items") or {}, depth + 1)] * int(schema.get("minItems", 1))
+        return [example_value(schema.get("items") or {}, depth + 1)] * int(schema.get("minItems", 1))
     if kind in ("integer", "number"):
         return schema.get("minimum", schema.get("exclusiveMinimum", 0) + 1)
     return {"boolean": True, "null": None}.get(str(kind), "example".ljust(int(schema.get("minLength", 0)), "e"))

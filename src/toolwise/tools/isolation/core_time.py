@@ -8,9 +8,9 @@ import os
 import time
 from dataclasses import dataclass, field
 
-SHARE = 0.2
+MIN_CPU_SHARE = 0.2
 """A call that asks for less of one core than this sleeps."""
-MOST_TASKS = 64
+MAX_TASKS = 64
 """Of the processes and threads of a call, these many are looked at."""
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
@@ -25,43 +25,44 @@ class _Reading:
     """Whether one runs now or waits for a core, of which the kernel says only afterwards how long it was."""
 
 
-class CoreTime:
+class CpuUsage:
     """Of one process and its descendants."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._at, self._last = time.monotonic(), _read(pid)
 
-    def computes(self, since: float) -> bool:
-        """Whether they asked for more than `SHARE` of a core since the last look, or since `since` where that is later
+    def is_computing(self, since: float) -> bool:
+        """Whether they asked for more than `MIN_CPU_SHARE` of a core since the last look, or since `since` where that
+        is later
         (until then they had nothing to do)."""
         now, reading, last = time.monotonic(), _read(self._pid), self._last
         interval_ns = (now - max(self._at, since)) * 1e9
         self._at, self._last = now, reading
         used_ns = sum(max(0, ns - last.tasks_ns.get(task, 0)) for task, ns in reading.tasks_ns.items())
         used_ns += max(0, reading.ended_ns - last.ended_ns)
-        return not reading.tasks_ns or reading.running or used_ns > SHARE * interval_ns
+        return not reading.tasks_ns or reading.running or used_ns > MIN_CPU_SHARE * interval_ns
 
 
 def _read(pid: int) -> _Reading:
     reading, processes = _Reading(), [b"%d" % pid]
-    while processes and len(reading.tasks_ns) < MOST_TASKS:
+    while processes and len(reading.tasks_ns) < MAX_TASKS:
         process = processes.pop()
         folder = b"/proc/%s/task/" % process
         try:
             words = _stat(b"/proc/%s/stat" % process)
             reading.ended_ns += sum(map(int, words[13:15])) * _TICK_NS
-            for task in os.listdir(folder)[:MOST_TASKS]:
+            for task in os.listdir(folder)[:MAX_TASKS]:
                 of_task = words if task == process else _stat(folder + task + b"/stat")
                 reading.running |= of_task[0] == b"R"
-                reading.tasks_ns[task] = _asked_for_ns(folder + task, of_task)
+                reading.tasks_ns[task] = _cpu_demand_ns(folder + task, of_task)
                 processes += _content(folder + task + b"/children").split()
         except (OSError, ValueError, IndexError):  # it ended meanwhile, or the kernel does not list children
             continue
     return reading
 
 
-def _asked_for_ns(folder: bytes, words: list[bytes]) -> int:
+def _cpu_demand_ns(folder: bytes, words: list[bytes]) -> int:
     try:
         ran, waited, _ = _content(folder + b"/schedstat").split()
         return int(ran) + int(waited)

@@ -13,7 +13,7 @@ from typing import Any
 
 from toolwise.sandbox import frames
 from toolwise.sandbox.layers.supervisor import supervise
-from toolwise.tools.isolation.processes import MARK
+from toolwise.tools.isolation.processes import MARK_VARIABLE
 from toolwise.tools.isolation.random_generators import can_be_reseeded, reseed
 
 
@@ -58,26 +58,26 @@ def fork_workers(channel: int) -> tuple[int, int, int]:
             pid = -1
         if pid == 0:
             trainer.detach()
-            worker, life, output = descriptors
+            worker, lifeline, output = descriptors
             os.setsid()
             if mark_at is not None:  # where the kernel reads a process's environment, which still has the zygote's mark
                 ctypes.memmove(mark_at, request["fork"].encode(), len(request["fork"]))
-            supervise(life)
-            _leave_zygote(descriptors, request["fork"])
-            return worker, life, output
+            supervise(lifeline)
+            _detach_from_zygote(descriptors, request["fork"])
+            return worker, lifeline, output
         for descriptor in descriptors:
             os.close(descriptor)
         if pid > 0:
             _reply(channel, {"pid": pid})
 
 
-def _leave_zygote(own: list[int], mark: str) -> None:
+def _detach_from_zygote(own: list[int], mark: str) -> None:
     """In a worker: nothing of the zygote's."""
     for descriptor in {int(name) for name in open_descriptors()} - {0, 1, 2, *own}:
         os.close(descriptor)
     for descriptor in own:
         os.set_inheritable(descriptor, False)
-    os.environ[MARK] = mark
+    os.environ[MARK_VARIABLE] = mark
     reseed()
 
 
@@ -89,11 +89,11 @@ def _reap(pid: int) -> int | None:
 
 
 def _reply(channel: int, message: dict[str, Any]) -> None:
-    frames.write_all(channel, frames.framed(frames.encode(message)))
+    frames.write_all(channel, frames.to_frame(frames.encode(message)))
 
 
 def _address_of_mark() -> int | None:
     getenv = ctypes.CDLL(None).getenv
     getenv.restype, getenv.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
-    found: int | None = getenv(MARK.encode())
+    found: int | None = getenv(MARK_VARIABLE.encode())
     return found

@@ -18,7 +18,7 @@ from toolwise.references import file_version, load_module, registration_of
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ModuleRef:
     """A module, by the name that its own imports may need and by the file that decides which one is meant."""
 
     module: str | None
@@ -48,19 +48,19 @@ def _file_of(module: str) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ObjectRef:
     """A function or a class by its place and its name there."""
 
-    place: Place
+    module_ref: ModuleRef
     name: str
 
     @classmethod
-    def of(cls, target: Callable[..., Any]) -> Target:
+    def of(cls, target: Callable[..., Any]) -> ObjectRef:
         """How another process finds `target` again; raises a `ToolwiseError` that says why it cannot."""
         registered = registration_of(target)
         if registered is not None:
             file, _, name = registered.reference.rpartition(":")
-            return cls(Place(None, file, registered.version), name)
+            return cls(ModuleRef(None, file, registered.version), name)
         name = str(getattr(target, "__qualname__", ""))
         if inspect.ismethod(target):
             raise ToolwiseError("it belongs to an object that lives here; write it as a def at the top of a file")
@@ -77,13 +77,13 @@ class Target:
             raise ToolwiseError("it has no file that another process could load; write it as a def at the top of one")
         found = Path(source).resolve()
         if module == "__main__":
-            if not is_guarded(found):
+            if not has_main_guard(found):
                 raise ToolwiseError(
                     f'loading {found.name} again would run it; put what it runs under `if __name__ == "__main__":`'
                 )
             module = getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", None) or ""
         by_name = module and not module.startswith("toolwise_file_")
-        return cls(Place(module if by_name else None, str(found), file_version(found)), name)
+        return cls(ModuleRef(module if by_name else None, str(found), file_version(found)), name)
 
     def find(self, module: ModuleType) -> Any:
         found: Any = module
@@ -95,14 +95,14 @@ class Target:
         return asdict(self)
 
 
-def is_guarded(file: Path) -> bool:
+def has_main_guard(file: Path) -> bool:
     """Whether a script says what of it is not to run on import."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return False
-    return any(isinstance(node, ast.If) and _asks_for_main(node.test) for node in tree.body)
+    return any(isinstance(node, ast.If) and _is_main_test(node.test) for node in tree.body)
 
 
-def _asks_for_main(test: ast.expr) -> bool:
+def _is_main_test(test: ast.expr) -> bool:
     return any(isinstance(node, ast.Name) and node.id == "__name__" for node in ast.walk(test))

@@ -15,13 +15,13 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from toolwise.references import WORKER
-from toolwise.sandbox.layers.supervisor import SPARE
+from toolwise.references import WORKER_ENV_VAR
+from toolwise.sandbox.layers.supervisor import KEEP_SUPERVISORS_SIGNAL
 from toolwise.sandbox.processes import sweep_leftovers
-from toolwise.sandbox.supervision import AVAILABLE
-from toolwise.tools.isolation.places import Place
+from toolwise.sandbox.supervision import SUPERVISION_AVAILABLE
+from toolwise.tools.isolation.places import ModuleRef
 
-LARGEST_RESULT = 8 << 20
+MAX_RESULT_BYTES = 8 << 20
 
 # A fresh interpreter, never a fork: the trainer has threads, and a fork would take their locks along.
 _BOOT = (
@@ -30,7 +30,7 @@ _BOOT = (
     "sys.platform == 'linux' and supervise(start['life']); "
     "from toolwise.tools.isolation.serving import main; main(start)"
 )
-MARK = "TOOLWISE_SANDBOX"
+MARK_VARIABLE = "TOOLWISE_SANDBOX"
 """What sweep_leftovers looks for: a daemon inherits its environment."""
 _DEFAULTS = {
     "PYTHONHASHSEED": "0",  # all workers order a set alike
@@ -59,7 +59,7 @@ class Process:
     popen: Child
     channel: socket.socket
     output: int
-    life: int
+    lifeline: int
     """The end of a pipe that nobody writes to: when it closes, the process and its group end."""
     mark: str
 
@@ -69,20 +69,20 @@ class Process:
 
     def kill(self) -> None:
         """With all that it started. Twice is as good as once, until it is waited for."""
-        if AVAILABLE:
+        if SUPERVISION_AVAILABLE:
             for number in (signal.SIGCONT, signal.SIGTERM):  # before its life ends, which would mean that we are gone
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(self.pid, number)
-        self._close_life()
-        if not AVAILABLE:
+        self._close_lifeline()
+        if not SUPERVISION_AVAILABLE:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
 
-    def spare_forked(self) -> None:
+    def detach_children(self) -> None:
         """Workers that it forks may outlive it."""
-        if AVAILABLE:
+        if SUPERVISION_AVAILABLE:
             with suppress(ProcessLookupError, PermissionError):
-                os.kill(self.pid, SPARE)
+                os.kill(self.pid, KEEP_SUPERVISORS_SIGNAL)
 
     def sweep(self) -> None:
         """Ends what carries its mark, where its supervisor was killed. Before it is waited for: after that its number
@@ -90,82 +90,83 @@ class Process:
         sweep_leftovers(self.pid, self.mark)
 
     def close_pipes(self) -> None:
-        self._close_life()
+        self._close_lifeline()
         with suppress(OSError):
             os.close(self.output)
 
-    def _close_life(self) -> None:
+    def _close_lifeline(self) -> None:
         with _closing:
-            life, self.life = self.life, -1
-        if life >= 0:
-            os.close(life)
+            lifeline, self.lifeline = self.lifeline, -1
+        if lifeline >= 0:
+            os.close(lifeline)
 
 
 class Pipes:
-    """What a worker and the trainer talk over: a channel, the pipe of its life and its output. As a context, `theirs`
+    """What a worker and the trainer talk over: a channel, the pipe of its life and its output. As a context,
+    `child_ends`
     are closed at its end, and ours too unless `process` took them."""
 
     def __enter__(self) -> Pipes:
-        self._kept = False
+        self._handed_over = False
         with ExitStack() as undo:  # where descriptors run out halfway
-            self._ours, self._theirs = socket.socketpair()
-            undo.callback(self._theirs.close)
-            undo.callback(self._ours.close)
-            self._life_read, self._life_write = os.pipe()
-            undo.callback(os.close, self._life_read)
-            undo.callback(os.close, self._life_write)
+            self._parent_socket, self._child_socket = socket.socketpair()
+            undo.callback(self._child_socket.close)
+            undo.callback(self._parent_socket.close)
+            self._lifeline_read, self._lifeline_write = os.pipe()
+            undo.callback(os.close, self._lifeline_read)
+            undo.callback(os.close, self._lifeline_write)
             self._output_read, self._output_write = os.pipe()
             undo.pop_all()
         return self
 
     @property
-    def theirs(self) -> tuple[int, int, int]:
+    def child_ends(self) -> tuple[int, int, int]:
         """The channel, the life and the output."""
-        return self._theirs.fileno(), self._life_read, self._output_write
+        return self._child_socket.fileno(), self._lifeline_read, self._output_write
 
     def process(self, child: Child, mark: str) -> Process:
-        self._ours.setblocking(False)
+        self._parent_socket.setblocking(False)
         os.set_blocking(self._output_read, False)
-        self._kept = True
-        return Process(child, self._ours, self._output_read, self._life_write, mark)
+        self._handed_over = True
+        return Process(child, self._parent_socket, self._output_read, self._lifeline_write, mark)
 
     def __exit__(self, *exc: object) -> None:
-        self._theirs.close()
-        os.close(self._life_read)
+        self._child_socket.close()
+        os.close(self._lifeline_read)
         os.close(self._output_write)
-        if not self._kept:
-            self._ours.close()
-            os.close(self._life_write)
+        if not self._handed_over:
+            self._parent_socket.close()
+            os.close(self._lifeline_write)
             os.close(self._output_read)
 
 
-def start_process(place: Place) -> Process:
-    """An interpreter that loads `place`; raises an `OSError` where none can be had."""
+def start_process(module_ref: ModuleRef) -> Process:
+    """An interpreter that loads `module_ref`; raises an `OSError` where none can be had."""
     if not sys.executable:
         raise OSError("this Python does not know its own program (sys.executable is empty)")
     mark = secrets.token_hex(16)
     with Pipes() as pipes:
-        channel, life, output = pipes.theirs
+        channel, lifeline, output = pipes.child_ends
         start = {
             "channel": channel,
-            "life": life,
+            "life": lifeline,
             "path": sys.path,
-            "place": place.to_json(),
-            "largest": LARGEST_RESULT,
+            "place": module_ref.to_json(),
+            "largest": MAX_RESULT_BYTES,
         }
         popen = subprocess.Popen(
             [sys.executable, "-c", _BOOT, json.dumps(start)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env={**_DEFAULTS, **os.environ, WORKER: "1", MARK: mark},
+            env={**_DEFAULTS, **os.environ, WORKER_ENV_VAR: "1", MARK_VARIABLE: mark},
             start_new_session=True,
-            pass_fds=(channel, life),
+            pass_fds=(channel, lifeline),
         )
         return pipes.process(popen, mark)
 
 
-class Death:
+class ExitWatcher:
     """When a process ends, without waiting for it: until it is waited for, its number is its own."""
 
     def __init__(self, process: Process) -> None:
@@ -176,7 +177,7 @@ class Death:
         if self.descriptor is not None:
             self._poll.register(self.descriptor, select.POLLIN)
 
-    def came(self, within_s: float = 0.0) -> bool:
+    def has_exited(self, within_s: float = 0.0) -> bool:
         if self.descriptor is not None:
             return bool(self._poll.poll(within_s * 1000))
         with suppress(subprocess.TimeoutExpired):
@@ -188,7 +189,7 @@ class Death:
             os.close(self.descriptor)
 
 
-def how_it_ended(code: int | None) -> str:
+def describe_exit(code: int | None) -> str:
     if code is None:
         return "never started"
     if code >= 0:

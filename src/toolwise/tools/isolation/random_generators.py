@@ -11,11 +11,11 @@ from typing import Any
 from weakref import WeakSet
 
 _unseeded: WeakSet[random.Random] = WeakSet()
-"""Made during `recording` and never given a seed, as far as this process knows."""
+"""Made during `track_unseeded` and never given a seed, as far as this process knows."""
 
 
 @contextmanager
-def recording() -> Iterator[None]:
+def track_unseeded() -> Iterator[None]:
     """Around the loading of a module: takes note of generators of Python's that get no seed, those of libraries too."""
     seed, setstate = random.Random.seed, random.Random.setstate
 

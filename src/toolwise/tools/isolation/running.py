@@ -11,27 +11,27 @@ import os
 import threading
 from typing import Any
 
-from toolwise.tools.isolation.places import Target
+from toolwise.tools.isolation.places import ObjectRef
 from toolwise.tools.isolation.pool import Pool
 
 _shared: Pool | None = None
-_sharing = threading.Lock()
+_shared_lock = threading.Lock()
 
 
-def shared() -> Pool:
+def shared_pool() -> Pool:
     """The pool of this process; made on first use."""
     global _shared
-    with _sharing:
+    with _shared_lock:
         if _shared is None or _shared.closed:
             _shared = Pool()
         return _shared
 
 
 async def run(
-    target: Target, parameters: dict[str, Any], kwargs: dict[str, Any] | None = None
+    target: ObjectRef, parameters: dict[str, Any], kwargs: dict[str, Any] | None = None
 ) -> tuple[str, float | None, dict[str, Any]]:
     """What `target`, a function tool, gives for the model's arguments and the task's, from a shared worker."""
-    return await shared().run(target, parameters, kwargs)
+    return await shared_pool().run(target, parameters, kwargs)
 
 
 def close() -> None:
@@ -41,8 +41,8 @@ def close() -> None:
 
 
 def _after_fork() -> None:
-    global _sharing
-    _sharing = threading.Lock()
+    global _shared_lock
+    _shared_lock = threading.Lock()
     if _shared is not None:
         _shared.abandon()
 

@@ -23,83 +23,83 @@ from toolwise.sandbox import frames
 from toolwise.tools.base import BaseTool, OpenAIFunctionToolSchema
 from toolwise.tools.function import FunctionTool
 from toolwise.tools.isolation.forking import can_be_forked, fork_workers, open_descriptors
-from toolwise.tools.isolation.places import Place, Target
-from toolwise.tools.isolation.random_generators import recording
+from toolwise.tools.isolation.places import ModuleRef, ObjectRef
+from toolwise.tools.isolation.random_generators import track_unseeded
 
 # Kept here, so that what a tool patches does not reach them.
 _getpid, _exit = os.getpid, os._exit
-VERBS = ("create", "execute", "calc_reward", "release")
+LIFECYCLE_METHODS = ("create", "execute", "calc_reward", "release")
 
 
 def main(start: dict[str, Any]) -> NoReturn:
     """`start`: the channel, the pipe whose other end the trainer holds, the place to load, the largest answer."""
     os.set_inheritable(start["channel"], False)
     os.set_inheritable(start["life"], False)
-    _live_with_parent(start["life"])
+    _die_with_parent(start["life"])
     sys.argv = [""]
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
     try:
-        _serve(start["channel"], Place(**start["place"]), start["largest"])
+        _serve(start["channel"], ModuleRef(**start["place"]), start["largest"])
     except BaseException:  # the channel is gone or this process is beyond repair: the trainer sees it end
         traceback.print_exc()
         _exit(1)
     _exit(0)
 
 
-def _live_with_parent(life: int) -> None:
+def _die_with_parent(lifeline: int) -> None:
     """All of this session's group ends with the trainer, even while a loop in C holds the interpreter.
 
     A pipe that nobody writes to signals its reader once: when the last writer is gone. The signal goes to the group,
     unlike that of PR_SET_PDEATHSIG, and so reaches what a tool has started too.
     """
     if sys.platform == "linux":
-        fcntl.fcntl(life, fcntl.F_SETOWN, -os.getpid())
-        fcntl.fcntl(life, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
-        os.set_blocking(life, False)
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpid())
+        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+        os.set_blocking(lifeline, False)
         with contextlib.suppress(BlockingIOError):
-            os.read(life, 1)  # gone before it could be told
+            os.read(lifeline, 1)  # gone before it could be told
             _exit(0)
     else:
-        threading.Thread(target=_wait_for_end, args=(life,), daemon=True).start()
+        threading.Thread(target=_wait_for_end, args=(lifeline,), daemon=True).start()
 
 
-def _wait_for_end(life: int) -> None:
-    os.read(life, 1)
+def _wait_for_end(lifeline: int) -> None:
+    os.read(lifeline, 1)
     os.killpg(0, signal.SIGKILL)
 
 
-def _serve(channel: int, place: Place, largest: int) -> None:
-    send, open_before = _sender(channel, largest), open_descriptors()
+def _serve(channel: int, module_ref: ModuleRef, max_bytes: int) -> None:
+    send, open_before = _sender(channel, max_bytes), open_descriptors()
     try:
-        with recording():
-            module = place.load()
+        with track_unseeded():
+            module = module_ref.load()
     except BaseException as fault:  # other people's code: anything may come
         traceback.print_exc()
         send({"failed": f"{type(fault).__name__}: {_text(fault)}"[:2000]})
         return
     send({"loaded": True, "forks": can_be_forked(open_before), "pid": _getpid()})
-    _answer(channel, module, largest)
+    _serve_requests(channel, module, max_bytes)
 
 
-def _sender(channel: int, largest: int) -> Callable[[dict[str, Any]], None]:
+def _sender(channel: int, max_bytes: int) -> Callable[[dict[str, Any]], None]:
     me = _getpid()
 
     def send(message: dict[str, Any]) -> None:
         payload = frames.encode(message)
-        if len(payload) > largest:
-            raise ValueError(f"the result has {len(payload):,} bytes; the limit is {largest:,}")
+        if len(payload) > max_bytes:
+            raise ValueError(f"the result has {len(payload):,} bytes; the limit is {max_bytes:,}")
         if _getpid() != me:  # a child of the tool's, back from a fork where it has no business
             _exit(0)
-        frames.write_all(channel, frames.framed(payload))
+        frames.write_all(channel, frames.to_frame(payload))
 
     return send
 
 
-def _answer(channel: int, module: ModuleType, largest: int) -> None:
+def _serve_requests(channel: int, module: ModuleType, max_bytes: int) -> None:
     """One question after the other, until nobody asks any more; or, where it is told to, as a zygote."""
-    send, server = _sender(channel, largest), _Server(module)
+    send, server = _sender(channel, max_bytes), _Server(module)
     while True:
         head = frames.read_exactly(channel, frames.HEADER.size)
         if len(head) < frames.HEADER.size:
@@ -107,23 +107,23 @@ def _answer(channel: int, module: ModuleType, largest: int) -> None:
         question = json.loads(frames.read_exactly(channel, frames.HEADER.unpack(head)[0]))
         if "fork_workers" in question:
             server.close()
-            channel, life, output = fork_workers(channel)
+            channel, lifeline, output = fork_workers(channel)
             # What follows runs in a child: the zygote itself never comes back from there.
-            _become_worker(life, output)
-            send, server = _sender(channel, largest), _Server(module)
+            _become_worker(lifeline, output)
+            send, server = _sender(channel, max_bytes), _Server(module)
             send({"loaded": True, "forks": False, "pid": _getpid()})
             continue
         try:
             send({"id": question["id"], "value": server.answer(question)})
         except BaseException as fault:
-            send({"id": question["id"], "fault": _told(fault)})
+            send({"id": question["id"], "fault": _fault_to_json(fault)})
 
 
-def _become_worker(life: int, output: int) -> None:
+def _become_worker(lifeline: int, output: int) -> None:
     for stream in (1, 2):
         os.dup2(output, stream)
     os.close(output)
-    _live_with_parent(life)
+    _die_with_parent(lifeline)
 
 
 class _Server:
@@ -144,9 +144,9 @@ class _Server:
         if "make" in question:
             self._tool = make_tool(self._find(question["make"]), question["config"], question["schema"])
             return True
-        verb = question["verb"]
-        assert verb in VERBS
-        return self._wait(getattr(self._tool, verb)(*question["args"], **question["kwargs"]))
+        method = question["verb"]
+        assert method in LIFECYCLE_METHODS
+        return self._wait(getattr(self._tool, method)(*question["args"], **question["kwargs"]))
 
     def _call(self, name: str, parameters: dict[str, Any], kwargs: dict[str, Any]) -> Any:
         function = self._functions.get(name)
@@ -154,10 +154,10 @@ class _Server:
             found = self._find(name)
             function = found if isinstance(found, FunctionTool) else FunctionTool(found, isolate=False)
             self._functions[name] = function
-        return function.call_here(parameters, self._wait, kwargs)
+        return function.call_sync(parameters, self._wait, kwargs)
 
     def _find(self, name: str) -> Any:
-        return Target(Place(None, ""), name).find(self._module)
+        return ObjectRef(ModuleRef(None, ""), name).find(self._module)
 
     def _wait(self, awaitable: Awaitable[Any]) -> Any:
         async def result() -> Any:
@@ -173,7 +173,7 @@ def make_tool(kind: Callable[..., BaseTool], config: dict[str, Any], schema: dic
     return kind(config)
 
 
-def _told(fault: BaseException) -> dict[str, str]:
+def _fault_to_json(fault: BaseException) -> dict[str, str]:
     lines = traceback.format_exception(fault)
     return {"type": type(fault).__name__, "message": _text(fault)[:20_000], "traceback": "".join(lines)[-20_000:]}
 

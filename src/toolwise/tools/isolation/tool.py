@@ -14,13 +14,13 @@ from toolwise.references import in_worker
 from toolwise.tools import isolation
 from toolwise.tools.base import BaseTool
 from toolwise.tools.function import FunctionTool
-from toolwise.tools.isolation.places import Target
+from toolwise.tools.isolation.places import ObjectRef
 from toolwise.tools.isolation.pool import ATTEMPTS, Pool, read_result
-from toolwise.tools.isolation.workers import NeverReached, ToolDied, ToolFault, Worker
-from toolwise.waiting import queueing
+from toolwise.tools.isolation.workers import CallNotDelivered, ToolDied, ToolFault, Worker
+from toolwise.waiting import exclude_queue_time
 
 
-def isolated(tool: BaseTool) -> BaseTool:
+def isolate_tool(tool: BaseTool) -> BaseTool:
     """`tool` as it is to be used: itself, or where its class says `isolate = True` one that lives in processes."""
     if tool.isolate is not True or isinstance(tool, FunctionTool | IsolatedTool) or in_worker():
         return tool
@@ -28,15 +28,15 @@ def isolated(tool: BaseTool) -> BaseTool:
 
 
 @dataclass(slots=True)
-class _Life:
+class _RolloutProcess:
     """One rollout's process, and what the tool in it calls its instance."""
 
     pool: Pool
     worker: Worker
-    inner: str = ""
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    inner_id: str = ""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """One question at a time, as the process answers them."""
-    ended: str | None = None
+    end_reason: str | None = None
 
 
 class IsolatedTool(BaseTool):
@@ -48,31 +48,31 @@ class IsolatedTool(BaseTool):
         super().__init__(tool.config, tool.tool_schema)
         self.family, self.price = tool.family, tool.price
         self.target = _target(tool)
-        self._lives: dict[str, _Life] = {}
+        self._rollout_processes: dict[str, _RolloutProcess] = {}
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        pool = isolation.shared()
-        life = _Life(pool, await self._made(pool))
+        pool = isolation.shared_pool()
+        life = _RolloutProcess(pool, await self._start_tool(pool))
         try:
-            life.inner = str(await self._ask(life, "create", instance_id, **kwargs))
+            life.inner_id = str(await self._call_method(life, "create", instance_id, **kwargs))
         except BaseException:
             pool.end(life.worker)
             raise
         # Objects in different processes may well call their instances the same.
         outer = instance_id or str(uuid4())
-        self._lives[outer] = life
+        self._rollout_processes[outer] = life
         return outer
 
-    async def _made(self, pool: Pool) -> Worker:
+    async def _start_tool(self, pool: Pool) -> Worker:
         """A process with a tool object in it."""
         question = {"make": self.target.name, "config": self.config, "schema": self.tool_schema.model_dump()}
         for attempt in range(ATTEMPTS):
-            worker = await pool.take(self.target.place)
+            worker = await pool.reserve(self.target.module_ref)
             try:
-                await worker.ask(question)
+                await worker.request(question)
             except BaseException as fault:
                 pool.end(worker)
-                if not isinstance(fault, NeverReached) or attempt + 1 == ATTEMPTS:
+                if not isinstance(fault, CallNotDelivered) or attempt + 1 == ATTEMPTS:
                     raise
             else:
                 return worker
@@ -81,50 +81,50 @@ class IsolatedTool(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[str, float | None, dict[str, Any]]:
-        life = self._lives[instance_id]
-        if life.ended is not None:
-            raise ToolFault(f"it is gone since {life.ended}")
-        return read_result(await self._ask(life, "execute", life.inner, parameters, **kwargs))
+        life = self._rollout_processes[instance_id]
+        if life.end_reason is not None:
+            raise ToolFault(f"it is gone since {life.end_reason}")
+        return read_result(await self._call_method(life, "execute", life.inner_id, parameters, **kwargs))
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
         """None where the process was ended at a deadline: it has no word on the rollout any more."""
-        life = self._lives[instance_id]
-        if life.ended is not None:
+        life = self._rollout_processes[instance_id]
+        if life.end_reason is not None:
             return None
-        reward = await self._ask(life, "calc_reward", life.inner, **kwargs)
+        reward = await self._call_method(life, "calc_reward", life.inner_id, **kwargs)
         return None if reward is None else float(reward)
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        life = self._lives.pop(instance_id, None)
+        life = self._rollout_processes.pop(instance_id, None)
         if life is None:
             return
         try:
-            if life.ended is None:
-                await self._ask(life, "release", life.inner, **kwargs)
+            if life.end_reason is None:
+                await self._call_method(life, "release", life.inner_id, **kwargs)
         finally:
             life.pool.end(life.worker)
 
-    async def _ask(self, life: _Life, verb: str, *args: Any, **kwargs: Any) -> Any:
-        with queueing():
-            await life.turn.acquire()
+    async def _call_method(self, life: _RolloutProcess, method: str, *args: Any, **kwargs: Any) -> Any:
+        with exclude_queue_time():
+            await life.lock.acquire()
         try:
             try:
-                return await life.worker.ask({"verb": verb, "args": args, "kwargs": kwargs})
+                return await life.worker.request({"verb": method, "args": args, "kwargs": kwargs})
             except asyncio.CancelledError:
-                life.ended = f"its process was ended in the middle of {verb}"
+                life.end_reason = f"its process was ended in the middle of {method}"
                 raise
             except ToolDied as died:
-                life.ended = life.ended or f"{verb}, when {died}"
+                life.end_reason = life.end_reason or f"{method}, when {died}"
                 raise
         finally:
-            life.turn.release()
+            life.lock.release()
 
 
-def _target(tool: BaseTool) -> Target:
+def _target(tool: BaseTool) -> ObjectRef:
     kind = type(tool)
     where = f"tool {tool.name}: isolate = True"
     try:
-        target = Target.of(kind)
+        target = ObjectRef.of(kind)
     except ToolwiseError as fault:
         raise ToolwiseError(f"{where} needs a class that a worker process can load: {fault}") from None
     needed = {

@@ -24,9 +24,9 @@ from toolwise.tools.isolation.processes import Pipes, Process
 
 AVAILABLE = sys.platform == "linux"
 """Elsewhere system libraries do not survive a fork, and the death of a child of a child cannot be watched."""
-ANSWER_S = 20.0
+REPLY_TIMEOUT_S = 20.0
 """How long a zygote may take to fork on a busy machine."""
-LOOK_S = 0.2
+POLL_S = 0.2
 
 
 class Zygote:
@@ -34,16 +34,16 @@ class Zygote:
 
     def __init__(self, process: Process, pid: int) -> None:
         self._process, self._pid = process, pid
-        process.spare_forked()
+        process.detach_children()
         self._lock = threading.Lock()
-        self._incoming = frames.Incoming(1 << 16)
+        self._frame_reader = frames.FrameReader(1 << 16)
         self.gone = False
 
     def fork(self) -> Process:
         """Another worker; an `OSError` where none can be had."""
         mark = secrets.token_hex(16)
         with Pipes() as pipes:
-            said = self._ask({"fork": mark}, pipes.theirs)
+            said = self._request({"fork": mark}, pipes.child_ends)
             pid = said.get("pid")
             if not isinstance(pid, int):
                 if "refused" in said:
@@ -54,11 +54,11 @@ class Zygote:
     def reap(self, pid: int) -> int | None:
         """How a child that is dead ended, after which its number is free; None where the zygote cannot tell."""
         with suppress(OSError):
-            code = self._ask({"reap": pid}).get("code")
+            code = self._request({"reap": pid}).get("code")
             return code if isinstance(code, int) else None
         return None
 
-    def _ask(self, request: dict[str, object], descriptors: tuple[int, ...] = ()) -> dict[str, object]:
+    def _request(self, request: dict[str, object], descriptors: tuple[int, ...] = ()) -> dict[str, object]:
         with self._lock:
             if self.gone:
                 raise OSError("the process that workers are forked from is gone")
@@ -72,17 +72,17 @@ class Zygote:
     def _exchange(self, payload: bytes, descriptors: tuple[int, ...]) -> dict[str, object]:
         channel = self._process.channel
         socket.send_fds(channel, [payload], list(descriptors))
-        poll, until = select.poll(), time.monotonic() + ANSWER_S
+        poll, until = select.poll(), time.monotonic() + REPLY_TIMEOUT_S
         poll.register(channel, select.POLLIN)
-        while (said := self._incoming.next()) is None:
-            if not poll.poll(LOOK_S * 1000):
+        while (said := self._frame_reader.next()) is None:
+            if not poll.poll(POLL_S * 1000):
                 if is_stopped(self._pid) or time.monotonic() > until:
                     raise TimeoutError("it was stopped, or does not answer")
                 continue
             data = channel.recv(1 << 16)
             if not data:
                 raise ConnectionError("it closed its channel")
-            self._incoming.feed(data)
+            self._frame_reader.feed(data)
         return dict(said)
 
 
@@ -106,7 +106,7 @@ class ForkedChild:
         except ProcessLookupError:
             pass
         except OSError:  # no descriptor is left
-            return self._ask_until_reaped(timeout if timeout is not None else ANSWER_S)
+            return self._poll_until_reaped(timeout if timeout is not None else REPLY_TIMEOUT_S)
         else:
             ended = select.poll()
             ended.register(handle, select.POLLIN)
@@ -117,7 +117,7 @@ class ForkedChild:
         self.returncode = self.zygote.reap(self.pid)
         return self.returncode
 
-    def _ask_until_reaped(self, timeout: float) -> int | None:
+    def _poll_until_reaped(self, timeout: float) -> int | None:
         until = time.monotonic() + timeout
         while not self.zygote.gone and time.monotonic() < until:
             self.returncode = self.zygote.reap(self.pid)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolwise.tools.faults import SERVER_DOWN, ToolCallError
 from toolwise.tools.mcp.session import EXIT_S, Address, LoopThread, Session, loop_thread
-from toolwise.waiting import queueing
+from toolwise.waiting import exclude_queue_time
 
 if TYPE_CHECKING:
     from mcp.types import CallToolResult, Tool
@@ -23,7 +23,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 """Between attempts to start a server that does not come up; each pause is twice the one before."""
 
 # What the SDK's HTTP transport makes of an answer without JSON-RPC in it: a session the server no longer knows, a 5xx.
-_LOST = ("Session terminated", "Server returned an error response")
+_LOST_SESSION_ERRORS = ("Session terminated", "Server returned an error response")
 
 
 class McpServer:
@@ -38,7 +38,7 @@ class McpServer:
         self._failed_starts = 0
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         # Whoever forgets the tools has forgotten the server too. Not a method: that would keep `self` alive.
-        weakref.finalize(self, _forget, self._thread, self._sessions).atexit = False
+        weakref.finalize(self, _end_sessions, self._thread, self._sessions).atexit = False
 
     @property
     def restarts(self) -> int:
@@ -54,7 +54,7 @@ class McpServer:
 
     async def start(self) -> None:
         """Not charged to the tool: few servers start at once, each within its own `start_timeout_s`."""
-        with queueing():
+        with exclude_queue_time():
             await asyncio.wrap_future(self._thread.submit(self._open()))
 
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> CallToolResult:
@@ -82,7 +82,7 @@ class McpServer:
 
     async def _open(self) -> Session:
         """The session at work, or a new one where there is none; all who ask meanwhile wait for the same."""
-        if self._session is None or self._session.over:
+        if self._session is None or self._session.closed:
             self._check_may_start()
             self._session = Session(self.address, self._thread)
             self._sessions.add(self._session)
@@ -99,14 +99,14 @@ class McpServer:
     def _check_may_start(self) -> None:
         last = self._session
         if last is not None and not self._restart:
-            raise self._down("it is gone, and what it knew of this rollout with it")
+            raise self._down_error("it is gone, and what it knew of this rollout with it")
         if last is None or last.failed_at is None:
             self._failed_starts = 0
             return
         pause_s = min(FIRST_PAUSE_S * 2**self._failed_starts, LONGEST_PAUSE_S)
         left_s = last.failed_at + pause_s - self._thread.loop.time()
         if left_s > 0:
-            raise self._down(f"it did not come up and is tried again in {left_s:.1f} s")
+            raise self._down_error(f"it did not come up and is tried again in {left_s:.1f} s")
         self._failed_starts = min(self._failed_starts + 1, 16)
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> CallToolResult:
@@ -118,68 +118,68 @@ class McpServer:
         try:
             return await session.client.call_tool(name, arguments)
         except asyncio.CancelledError:
-            session.suspect()
+            session.check_alive()
             raise
         except Exception as fault:  # whatever the SDK raises is about this one answer, unless the session is over
             code = fault.code if isinstance(fault, MCPError) else None
-            if session.over or code == CONNECTION_CLOSED or str(fault) in _LOST:
-                session.end() if str(fault) == _LOST[0] else session.suspect()
-                raise self._down(f"it went away during the call ({fault})") from None
+            if session.closed or code == CONNECTION_CLOSED or str(fault) in _LOST_SESSION_ERRORS:
+                session.end() if str(fault) == _LOST_SESSION_ERRORS[0] else session.check_alive()
+                raise self._down_error(f"it went away during the call ({fault})") from None
             raise ToolCallError(str(fault) or type(fault).__name__) from None
 
-    def _down(self, why: str) -> ToolCallError:
+    def _down_error(self, why: str) -> ToolCallError:
         return ToolCallError(f"MCP server {self.address.name}: {why}", SERVER_DOWN)
 
 
-class RunServer:
+class SharedServer:
     """All rollouts talk to the same server."""
 
     def __init__(self, server: McpServer) -> None:
         self._server = server
 
-    async def enter(self, instance_id: str) -> None:
+    async def attach(self, instance_id: str) -> None:
         return None
 
-    async def leave(self, instance_id: str) -> None:
+    async def detach(self, instance_id: str) -> None:
         return None
 
-    def of(self, instance_id: str) -> McpServer:
+    def server_for(self, instance_id: str) -> McpServer:
         return self._server
 
 
-class RolloutServers:
+class PerRolloutServers:
     """A server for each rollout, for those that keep a state. Tools created under one id share one server."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
         self._servers: dict[str, tuple[McpServer, int]] = {}
 
-    async def enter(self, instance_id: str) -> None:
+    async def attach(self, instance_id: str) -> None:
         server, users = self._servers.get(instance_id) or (McpServer(self._address, restart=False), 0)
         self._servers[instance_id] = (server, users + 1)
         try:
             await server.start()
         except BaseException:  # nobody will release what was never created
-            await self.leave(instance_id)
+            await self.detach(instance_id)
             raise
 
-    async def leave(self, instance_id: str) -> None:
+    async def detach(self, instance_id: str) -> None:
         server, users = self._servers.pop(instance_id, (None, 0))
         if server is not None and users > 1:
             self._servers[instance_id] = (server, users - 1)
         elif server is not None:
             await server.close()
 
-    def of(self, instance_id: str) -> McpServer:
+    def server_for(self, instance_id: str) -> McpServer:
         return self._servers[instance_id][0]
 
 
-def _forget(thread: LoopThread, sessions: weakref.WeakSet[Session]) -> None:
+def _end_sessions(thread: LoopThread, sessions: weakref.WeakSet[Session]) -> None:
     """May run in any thread, wherever the garbage collector happens to."""
 
     def end() -> None:
         for session in list(sessions):
             session.end()
 
-    if thread.ours and not thread.loop.is_closed():
+    if thread.in_creator_process and not thread.loop.is_closed():
         thread.loop.call_soon_threadsafe(end)

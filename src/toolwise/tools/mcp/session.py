@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 log = logging.getLogger("toolwise.mcp")
 T = TypeVar("T")
 
-STARTS_AT_ONCE = 8
+MAX_CONCURRENT_STARTS = 8
 """Servers that start together at most: a process for each of a thousand rollouts must not come all at once."""
 EXIT_S = 8.0
 """The SDK gives a server 2 s to leave on its own, 2 s after SIGTERM, and then kills it."""
 PROBE_S = 10.0
 """How long a server that left a call unanswered may take to answer the simplest question."""
-MOST_PAGES = 100
+MAX_PAGES = 100
 _TAIL_BYTES = 2000
 
 
@@ -61,13 +61,13 @@ class LoopThread:
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.sessions: set[Session] = set()
-        self.starting = asyncio.Semaphore(STARTS_AT_ONCE)
+        self.starting = asyncio.Semaphore(MAX_CONCURRENT_STARTS)
         self._pid = os.getpid()
         threading.Thread(target=self.loop.run_forever, name="toolwise-mcp", daemon=True).start()
         atexit.register(self.close)
 
     @property
-    def ours(self) -> bool:
+    def in_creator_process(self) -> bool:
         """False in a fork, which has the object and not the thread."""
         return os.getpid() == self._pid
 
@@ -75,7 +75,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def close(self) -> None:
-        if self.ours:
+        if self.in_creator_process:
             with suppress(TimeoutError):
                 self.submit(self._end_all()).result(EXIT_S)
 
@@ -92,7 +92,7 @@ _lock = threading.Lock()
 def loop_thread() -> LoopThread:
     global _thread
     with _lock:
-        if _thread is None or not _thread.ours:
+        if _thread is None or not _thread.in_creator_process:
             _thread = LoopThread()
         return _thread
 
@@ -109,42 +109,42 @@ class Session:
         self.ready: asyncio.Future[None] = thread.loop.create_future()
         self.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
         self._stop = asyncio.Event()
-        self._told_to_end = False
+        self._end_requested = False
         self._stderr = b""
-        self._nonsense = ""
+        self._invalid_output = ""
         self._probe: asyncio.Task[None] | None = None
         self._thread = thread
         thread.sessions.add(self)
-        self._life = asyncio.create_task(self._live())
+        self._task = asyncio.create_task(self._run())
 
     @property
-    def over(self) -> bool:
+    def closed(self) -> bool:
         """No call should be made any more: it was told to end, or the server has left."""
         return self._stop.is_set()
 
     def end(self) -> asyncio.Task[None]:
         """Begin to end it; the task is done when nothing of it is left."""
-        self._told_to_end = True
+        self._end_requested = True
         self._stop.set()
-        return self._life
+        return self._task
 
-    def suspect(self) -> None:
+    def check_alive(self) -> None:
         """A call went unanswered: end the session unless the server answers at least the simplest question."""
-        if self._probe is None and not self.over:
-            self._probe = asyncio.create_task(self._ask())
+        if self._probe is None and not self.closed:
+            self._probe = asyncio.create_task(self._probe_server())
 
-    async def _ask(self) -> None:
+    async def _probe_server(self) -> None:
         try:
             async with asyncio.timeout(PROBE_S):
                 await self._list()
         except Exception as fault:
-            if not self.over:
+            if not self.closed:
                 log.warning("MCP server %s does not answer (%s): ending it", self.address.name, type(fault).__name__)
                 self.end()
         finally:
             self._probe = None
 
-    async def _live(self) -> None:
+    async def _run(self) -> None:
         try:
             async with AsyncExitStack() as stack:
                 async with self._thread.starting, asyncio.timeout(self.address.start_timeout_s):
@@ -152,14 +152,14 @@ class Session:
                     self.tools = await self._list()
                 self.ready.set_result(None)
                 await self._stop.wait()
-                if not self._told_to_end:
-                    log.warning("MCP server %s has left%s", self.address.name, self._last_words())
+                if not self._end_requested:
+                    log.warning("MCP server %s has left%s", self.address.name, self._last_stderr_line())
         except BaseException as fault:
             if not self.ready.done():
                 self.failed_at = self._thread.loop.time()
-                self.ready.set_exception(ToolCallError(self._why(fault), SERVER_DOWN))
-            elif not self._told_to_end:
-                log.warning("MCP server %s is gone: %s", self.address.name, self._why(fault))
+                self.ready.set_exception(ToolCallError(self._failure_text(fault), SERVER_DOWN))
+            elif not self._end_requested:
+                log.warning("MCP server %s is gone: %s", self.address.name, self._failure_text(fault))
         finally:
             self._stop.set()
             self._thread.sessions.discard(self)
@@ -169,7 +169,7 @@ class Session:
             raise RuntimeError("not open yet")
         found: list[Tool] = []
         cursor: str | None = None
-        for _ in range(MOST_PAGES):
+        for _ in range(MAX_PAGES):
             page = await self.client.list_tools(cursor=cursor, cache_mode="bypass")
             found += page.tools
             cursor = page.next_cursor
@@ -184,13 +184,13 @@ class Session:
         if not log.isEnabledFor(logging.DEBUG):
             logging.getLogger("mcp").setLevel(logging.CRITICAL)
         transport = self._stdio() if self.address.command else self._http()
-        return Client(transport, message_handler=self._hear, cache=None)
+        return Client(transport, message_handler=self._on_message, cache=None)
 
-    async def _hear(self, message: Any) -> None:
+    async def _on_message(self, message: Any) -> None:
         """Lines that are no messages come here as exceptions."""
-        if isinstance(message, Exception) and not self._nonsense:
+        if isinstance(message, Exception) and not self._invalid_output:
             errors: list[dict[str, Any]] = getattr(message, "errors", list)()
-            self._nonsense = str(errors[0].get("input", message) if errors else message)
+            self._invalid_output = str(errors[0].get("input", message) if errors else message)
 
     @asynccontextmanager
     async def _stdio(self) -> AsyncIterator[Any]:
@@ -210,7 +210,7 @@ class Session:
             with os.fdopen(writing, "w") as errors:
                 async with stdio_client(parameters, errlog=errors) as (incoming, outgoing):
                     errors.close()  # the server has its own end now; with ours open, its end would never show
-                    yield _Watched(incoming, self._stop), outgoing
+                    yield _EndNotifyingStream(incoming, self._stop), outgoing
         finally:
             self._thread.loop.remove_reader(reading)
             os.close(reading)
@@ -227,7 +227,7 @@ class Session:
             limits=httpx2.Limits(max_connections=None),
         )
         async with client, streamable_http_client(self.address.url, http_client=client) as (incoming, outgoing):
-            yield _Watched(incoming, self._stop), outgoing
+            yield _EndNotifyingStream(incoming, self._stop), outgoing
 
     def _keep_stderr(self, reading: int) -> None:
         chunk = os.read(reading, 65536)
@@ -235,7 +235,7 @@ class Session:
             self._thread.loop.remove_reader(reading)
         self._stderr = (self._stderr + chunk)[-_TAIL_BYTES:]
 
-    def _why(self, fault: BaseException) -> str:
+    def _failure_text(self, fault: BaseException) -> str:
         """One line: what went wrong, with the last thing the server said of it."""
         while isinstance(fault, BaseExceptionGroup):
             fault = fault.exceptions[0]
@@ -247,16 +247,16 @@ class Session:
             problem = "it ended before it had answered"
         else:
             problem = f"{type(fault).__name__}: {fault}"
-        if self._nonsense:
-            problem += f"; it wrote what is no JSON-RPC: {self._nonsense[:80]!r}"
-        return " ".join(f"{problem}{self._last_words()}".split())
+        if self._invalid_output:
+            problem += f"; it wrote what is no JSON-RPC: {self._invalid_output[:80]!r}"
+        return " ".join(f"{problem}{self._last_stderr_line()}".split())
 
-    def _last_words(self) -> str:
+    def _last_stderr_line(self) -> str:
         last = self._stderr.decode(errors="replace").strip().rpartition("\n")[2]
         return f"; its last words: {last[:200]}" if last else ""
 
 
-class _Watched:
+class _EndNotifyingStream:
     """A stream that tells when it has come to its end, so that a server that died idle is not asked again."""
 
     def __init__(self, stream: Any, ended: asyncio.Event) -> None:
@@ -265,7 +265,7 @@ class _Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def __aiter__(self) -> _Watched:
+    def __aiter__(self) -> _EndNotifyingStream:
         return self
 
     async def __anext__(self) -> Any:
@@ -275,7 +275,7 @@ class _Watched:
             self._ended.set()
             raise
 
-    async def __aenter__(self) -> _Watched:
+    async def __aenter__(self) -> _EndNotifyingStream:
         await self._stream.__aenter__()
         return self
 

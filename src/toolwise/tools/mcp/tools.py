@@ -15,7 +15,7 @@ from toolwise.parameters import compile_parameters
 from toolwise.references import did_you_mean
 from toolwise.tools.base import BaseTool, FunctionSchema, OpenAIFunctionToolSchema
 from toolwise.tools.faults import ToolCallError
-from toolwise.tools.mcp.server import McpServer, RolloutServers, RunServer
+from toolwise.tools.mcp.server import McpServer, PerRolloutServers, SharedServer
 from toolwise.tools.mcp.session import Address
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ CONFIG_KEYS = frozenset(
 )
 SCOPES = ("run", "rollout")
 
-_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_-]")
+_INVALID_NAME_CHARS = re.compile(r"[^A-Za-z0-9_-]")
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
@@ -42,7 +42,7 @@ class McpTool(BaseTool):
         config: dict[str, Any],
         tool_schema: OpenAIFunctionToolSchema,
         *,
-        servers: RunServer | RolloutServers,
+        servers: SharedServer | PerRolloutServers,
         remote_name: str,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
@@ -53,20 +53,22 @@ class McpTool(BaseTool):
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> str:
         instance_id = await super().create(instance_id, **kwargs)
-        await self.servers.enter(instance_id)
+        await self.servers.attach(instance_id)
         return instance_id
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[str, float | None, dict[str, Any]]:
-        result = await self.servers.of(instance_id).call(self.remote_name, _sendable(parameters), self.timeout_s)
+        result = await self.servers.server_for(instance_id).call(
+            self.remote_name, _sendable(parameters), self.timeout_s
+        )
         text = result_text(result)
         if result.is_error:
             raise ToolCallError(text or "the tool failed and did not say why")
         return text, None, {"ok": True}
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        await self.servers.leave(instance_id)
+        await self.servers.detach(instance_id)
 
 
 def mcp_tools(config: Mapping[str, Any]) -> list[BaseTool]:
@@ -86,16 +88,16 @@ def mcp_tools(config: Mapping[str, Any]) -> list[BaseTool]:
     if scope not in SCOPES:
         raise ConfigError(f"tools: mcp: scope must be one of {', '.join(SCOPES)}, got {scope!r}")
     timeout_s = _seconds(config, "timeout_s", DEFAULT_TIMEOUT_S)
-    prefix = _text(config, "prefix")
+    prefix = _string(config, "prefix")
     server = McpServer(address)
     try:
         offered = server.tools()
     except ToolCallError as fault:
         raise ConfigError(f"tools: {fault}") from None
-    found = _choose(offered, config.get("include"), address)
+    found = _select_tools(offered, config.get("include"), address)
     if scope == "rollout":
         server.close_and_wait()
-    servers = RunServer(server) if scope == "run" else RolloutServers(address)
+    servers = SharedServer(server) if scope == "run" else PerRolloutServers(address)
     terms = {key: config[key] for key in ("family", "price", "max_concurrent") if key in config}
     return [
         McpTool(terms, _schema(tool, prefix, address), servers=servers, remote_name=tool.name, timeout_s=timeout_s)
@@ -109,14 +111,14 @@ def read_address(config: Mapping[str, Any]) -> Address:
         if key not in CONFIG_KEYS:
             hint = did_you_mean(str(key), CONFIG_KEYS) or f"; it has {', '.join(sorted(CONFIG_KEYS))}"
             raise ConfigError(f"tools: mcp has no option {key!r}{hint}")
-    command, url = config.get("command"), _text(config, "url")
+    command, url = config.get("command"), _string(config, "url")
     if bool(command) == bool(url):
         raise ConfigError("tools: mcp needs either a command or a url, and not both")
     if url and not url.startswith(("http://", "https://")):
         raise ConfigError(f"tools: mcp: url must begin with http:// or https://, got {url!r}")
     parts = [command] if isinstance(command, str) else command or []
-    words = [*_texts(parts, "command"), *_texts(config.get("args") or [], "args")]
-    cwd = _text(config, "cwd") or None
+    words = [*_strings(parts, "command"), *_strings(config.get("args") or [], "args")]
+    cwd = _string(config, "cwd") or None
     if cwd is not None and not Path(cwd).is_dir():
         raise ConfigError(f"tools: mcp: cwd {cwd} is no folder; name one that is there")
     for key in ("env", "cwd", "args") if url else ("headers",):
@@ -125,9 +127,9 @@ def read_address(config: Mapping[str, Any]) -> Address:
     return Address(
         command=tuple(words),
         url=url,
-        env=_expanded(config, "env"),
+        env=_expand_variables(config, "env"),
         cwd=cwd,
-        headers=_expanded(config, "headers"),
+        headers=_expand_variables(config, "headers"),
         start_timeout_s=_seconds(config, "start_timeout_s", 30.0),
     )
 
@@ -158,13 +160,13 @@ def _part_text(part: Any) -> str:
     return f"[link {part.uri}]" if part.type == "resource_link" else f"[{part.type}]"
 
 
-def _choose(offered: list[Tool], include: Any, address: Address) -> list[Tool]:
+def _select_tools(offered: list[Tool], include: Any, address: Address) -> list[Tool]:
     if include is None:
         if not offered:
             raise ConfigError(f"tools: MCP server {address.name} offers no tools; use another one")
         return offered
     by_name = {tool.name: tool for tool in offered}
-    for name in _texts(include, "include"):
+    for name in _strings(include, "include"):
         if name not in by_name:
             hint = did_you_mean(name, by_name) or f"; it has {', '.join(by_name) or 'none'}"
             raise ConfigError(f"tools: MCP server {address.name} has no tool {name!r}{hint}")
@@ -173,7 +175,7 @@ def _choose(offered: list[Tool], include: Any, address: Address) -> list[Tool]:
 
 def _schema(tool: Tool, prefix: str, address: Address) -> OpenAIFunctionToolSchema:
     # Chat APIs know fewer letters in names than MCP does.
-    name = _NOT_IN_A_NAME.sub("_", f"{prefix}{tool.name}")[:64]
+    name = _INVALID_NAME_CHARS.sub("_", f"{prefix}{tool.name}")[:64]
     parameters = {key: value for key, value in tool.input_schema.items() if key not in ("$schema", "title")}
     try:
         compile_parameters(name, json.dumps(parameters, sort_keys=True))
@@ -184,14 +186,14 @@ def _schema(tool: Tool, prefix: str, address: Address) -> OpenAIFunctionToolSche
     )
 
 
-def _text(config: Mapping[str, Any], key: str) -> str:
+def _string(config: Mapping[str, Any], key: str) -> str:
     value = config.get(key) or ""
     if not isinstance(value, str):
         raise ConfigError(f"tools: mcp: {key} must be a string, got {value!r:.80}")
     return value
 
 
-def _texts(value: Any, key: str) -> list[str]:
+def _strings(value: Any, key: str) -> list[str]:
     if not isinstance(value, list | tuple) or not all(isinstance(item, str) and "\0" not in item for item in value):
         raise ConfigError(f"tools: mcp: {key} must be a list of strings, got {value!r:.80}")
     return list(value)
@@ -204,7 +206,7 @@ def _seconds(config: Mapping[str, Any], key: str, default: float) -> float:
     return float(value)
 
 
-def _expanded(config: Mapping[str, Any], key: str) -> dict[str, str]:
+def _expand_variables(config: Mapping[str, Any], key: str) -> dict[str, str]:
     """Secrets stay in the environment: a run's configuration is written into its folder."""
     given = config.get(key) or {}
     if not isinstance(given, Mapping) or not all(isinstance(text, str) for text in (*given, *given.values())):

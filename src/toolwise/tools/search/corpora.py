@@ -34,16 +34,16 @@ class Corpus(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class GivenCorpus:
+class InlineCorpus:
     """Documents that a configuration brings along."""
 
-    given: tuple[Document, ...]
+    inline_documents: tuple[Document, ...]
 
     def fingerprint(self) -> str:
-        return hashlib.sha256(json.dumps(self.given).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(self.inline_documents).encode()).hexdigest()
 
     def documents(self) -> Iterator[Document]:
-        return iter(self.given)
+        return iter(self.inline_documents)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class FileCorpus:
     def fingerprint(self) -> str:
         whole = hashlib.sha256(json.dumps([self.text_field, self.title_field]).encode())
         for path in self.files:
-            whole.update(json.dumps([path.stem, path.suffix]).encode() + digest_of(path))
+            whole.update(json.dumps([path.stem, path.suffix]).encode() + file_sha256(path))
         return whole.hexdigest()
 
     def documents(self) -> Iterator[Document]:
@@ -86,7 +86,7 @@ class WordNet:
     folder: Path = WORDNET_FOLDER
 
     def fingerprint(self) -> str:
-        return hashlib.sha256(b"".join(digest_of(path) for path in self._files().values())).hexdigest()
+        return hashlib.sha256(b"".join(file_sha256(path) for path in self._files().values())).hexdigest()
 
     def documents(self) -> Iterator[Document]:
         for part, path in self._files().items():
@@ -141,7 +141,7 @@ def read_documents(value: Any, where: str) -> list[Document]:
     return [_read_document(item, f"{where}: documents[{i}]") for i, item in enumerate(value)]
 
 
-def digest_of(path: Path) -> bytes:
+def file_sha256(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").digest()

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from toolwise.errors import ConfigError, ToolwiseError
 from toolwise.tools.faults import SERVER_DOWN, ToolCallError
 from toolwise.tools.search.corpora import Corpus, Document
-from toolwise.waiting import queued
+from toolwise.waiting import exclude_pool_queue_time
 
 log = logging.getLogger("toolwise.search")
 
@@ -33,8 +33,8 @@ MAX_TERMS = 128
 """Terms of one query that count; a model may paste a whole page."""
 FORMAT = 1
 """Of the files in the cache; another number makes new ones."""
-SEARCHES_AT_ONCE = min(4, os.cpu_count() or 1)
-_INSTRUCTIONS_A_LOOK = 10_000
+MAX_CONCURRENT_SEARCHES = min(4, os.cpu_count() or 1)
+_INSTRUCTIONS_PER_CHECK = 10_000
 
 # What FTS5's unicode61 takes for a word; all else, operators and quotes included, only separates words.
 _TERM = re.compile(r"[^\W_]+")
@@ -48,19 +48,19 @@ _STOP_WORDS = frozenset(
 _TABLE = "CREATE VIRTUAL TABLE documents USING fts5(title, text, {}tokenize='porter unicode61')"
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """The best documents, and how many there were in all."""
 
     total: int
     documents: list[Document]
 
 
-def terms_of(query: str) -> list[str]:
+def query_terms(query: str) -> list[str]:
     """The words of a query, once each; what a model writes is never taken for FTS5's own syntax."""
     return list(dict.fromkeys(term.casefold() for term in _TERM.findall(query)))[:MAX_TERMS]
 
 
-def match_of(terms: Iterable[str]) -> str:
+def match_expression(terms: Iterable[str]) -> str:
     return " OR ".join(f'"{term}"' for term in terms)
 
 
@@ -72,23 +72,23 @@ class DocumentIndex:
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None
 
-    async def search_aside(self, query: str, k: int, *, timeout_s: float) -> Found:
+    async def search_in_thread(self, query: str, k: int, *, timeout_s: float) -> SearchResult:
         """The same without blocking the event loop: for documents enough to take a while."""
-        return await _in_pool(lambda limit: self.search(query, k, limit), timeout_s)
+        return await _run_in_pool(lambda limit: self.search(query, k, limit), timeout_s)
 
-    def search(self, query: str, k: int, limit: Limit | None = None) -> Found:
+    def search(self, query: str, k: int, limit: QueryDeadline | None = None) -> SearchResult:
         """The best `k` documents that hold any of the query's terms; equals in the order of the documents."""
-        match = match_of(terms_of(query))
+        match = match_expression(query_terms(query))
         if not match or not self.documents:
-            return Found(0, [])
+            return SearchResult(0, [])
         with self._lock:  # parallel calls of one turn share the connection
             if self._connection is None:
                 self._connection = self._build(limit)
-            _obey(self._connection, limit)
+            _install_interrupt(self._connection, limit)
             rows = self._connection.execute(
                 "SELECT rowid FROM documents WHERE documents MATCH ? ORDER BY rank, rowid", (match,)
             ).fetchall()
-        return Found(len(rows), [self.documents[row] for (row,) in rows[:k]])
+        return SearchResult(len(rows), [self.documents[row] for (row,) in rows[:k]])
 
     def close(self) -> None:
         with self._lock:
@@ -96,7 +96,7 @@ class DocumentIndex:
                 self._connection.close()
                 self._connection = None
 
-    def _build(self, limit: Limit | None) -> sqlite3.Connection:
+    def _build(self, limit: QueryDeadline | None) -> sqlite3.Connection:
         connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         try:
             # content='': the texts stay in Python, where they are already; SQLite holds the index alone.
@@ -116,20 +116,22 @@ class CorpusIndex:
         with closing(self._connect()) as connection:
             (self.size,) = connection.execute("SELECT size FROM about").fetchone()
 
-    async def search(self, query: str, k: int, *, snippet_words: int, timeout_s: float) -> Found:
+    async def search(self, query: str, k: int, *, snippet_words: int, timeout_s: float) -> SearchResult:
         """As `DocumentIndex.search`; texts are cut to `snippet_words` around the terms (0: whole). Past the deadline,
         or when nobody waits any more, the search itself is ended."""
-        terms = terms_of(query)
+        terms = query_terms(query)
         terms = [term for term in terms if term not in _STOP_WORDS] or terms
         if not terms:
-            return Found(0, [])
-        return await _in_pool(lambda limit: self._search(limit, match_of(terms), k, snippet_words), timeout_s)
+            return SearchResult(0, [])
+        return await _run_in_pool(
+            lambda limit: self._search(limit, match_expression(terms), k, snippet_words), timeout_s
+        )
 
-    def _search(self, limit: Limit, match: str, k: int, snippet_words: int) -> Found:
+    def _search(self, limit: QueryDeadline, match: str, k: int, snippet_words: int) -> SearchResult:
         connection = self._idle.pop() if self._idle else self._connect()
         shown = f"snippet(documents, 1, '', '', '…', {snippet_words:d})" if snippet_words else "text"
         try:
-            _obey(connection, limit)
+            _install_interrupt(connection, limit)
             (total,) = connection.execute("SELECT count(*) FROM documents WHERE documents MATCH ?", (match,)).fetchone()
             rows = connection.execute(
                 f"SELECT title, {shown} FROM documents WHERE documents MATCH ? ORDER BY rank, rowid LIMIT ?", (match, k)
@@ -138,7 +140,7 @@ class CorpusIndex:
             connection.close()
             raise
         self._idle.append(connection)
-        return Found(total, [Document(*row) for row in rows])
+        return SearchResult(total, [Document(*row) for row in rows])
 
     def _connect(self) -> sqlite3.Connection:
         # immutable: nobody writes to a finished index, so readers need no locks, which some file systems lack.
@@ -146,13 +148,13 @@ class CorpusIndex:
         return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
 
 
-class Limit:
+class QueryDeadline:
     """Says when the work on one query should stop."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self.end = math.inf
-        self.called_off = False
+        self.cancelled = False
 
     def begin(self) -> None:
         """Not before: waiting for a thread is not the search's time."""
@@ -160,11 +162,11 @@ class Limit:
         self.check()
 
     @property
-    def over(self) -> bool:
-        return self.called_off or time.monotonic() > self.end
+    def expired(self) -> bool:
+        return self.cancelled or time.monotonic() > self.end
 
     def check(self) -> None:
-        if self.over:
+        if self.expired:
             raise sqlite3.OperationalError("interrupted")  # as SQLite itself says it
 
     def watch(self, documents: Iterable[Document]) -> Iterator[Document]:
@@ -173,38 +175,38 @@ class Limit:
             yield document
 
 
-def _obey(connection: sqlite3.Connection, limit: Limit | None) -> None:
+def _install_interrupt(connection: sqlite3.Connection, limit: QueryDeadline | None) -> None:
     """SQLite looks up from its work every so often, and drops it where the limit says so."""
-    connection.set_progress_handler(None if limit is None else lambda: limit.over, _INSTRUCTIONS_A_LOOK)
+    connection.set_progress_handler(None if limit is None else lambda: limit.expired, _INSTRUCTIONS_PER_CHECK)
 
 
-async def _in_pool(work: Callable[[Limit], Found], timeout_s: float) -> Found:
+async def _run_in_pool(work: Callable[[QueryDeadline], SearchResult], timeout_s: float) -> SearchResult:
     """What `work` finds. It ends when its time is up, or when nobody waits for it any more."""
-    limit = Limit(timeout_s)
+    limit = QueryDeadline(timeout_s)
 
-    def run() -> Found:
+    def run() -> SearchResult:
         limit.begin()
         return work(limit)
 
     try:
-        return await asyncio.wrap_future(_threads().submit(queued(run)))
+        return await asyncio.wrap_future(_threads().submit(exclude_pool_queue_time(run)))
     except sqlite3.OperationalError as error:
-        if limit.over:
+        if limit.expired:
             raise ToolCallError(f"took longer than {timeout_s:g} s", "timeout") from None
         raise ToolCallError(f"the index cannot be read: {error}", SERVER_DOWN) from None
     except sqlite3.DatabaseError as error:
         raise ToolCallError(f"the index is damaged: {error}", SERVER_DOWN) from None
     finally:
-        limit.called_off = True
+        limit.cancelled = True
 
 
 @lru_cache(maxsize=1)
 def _threads() -> ThreadPoolExecutor:
     """Few: SQLite computes here, and more threads than cores only wait for each other. None of them can hang."""
-    return ThreadPoolExecutor(SEARCHES_AT_ONCE, thread_name_prefix="toolwise-search")
+    return ThreadPoolExecutor(MAX_CONCURRENT_SEARCHES, thread_name_prefix="toolwise-search")
 
 
-def index_of(corpora: Sequence[Corpus], cache: Path | None = None) -> CorpusIndex:
+def open_index(corpora: Sequence[Corpus], cache: Path | None = None) -> CorpusIndex:
     """The index of these corpora: from the cache, or built now and kept there."""
     key = hashlib.sha256(repr((FORMAT, [corpus.fingerprint() for corpus in corpora])).encode()).hexdigest()
     folder = cache if cache is not None else cache_folder()

@@ -9,15 +9,15 @@ from typing import Any, ClassVar
 
 from toolwise.errors import ConfigError
 from toolwise.tools.base import BaseTool, FunctionSchema, OpenAIFunctionToolSchema
-from toolwise.tools.search.corpora import Document, GivenCorpus, read_corpora, read_documents
-from toolwise.tools.search.index import MAX_TERMS, CorpusIndex, DocumentIndex, Found, index_of
+from toolwise.tools.search.corpora import Document, InlineCorpus, read_corpora, read_documents
+from toolwise.tools.search.index import MAX_TERMS, CorpusIndex, DocumentIndex, SearchResult, open_index
 
 __all__ = ["MAX_TERMS", "NO_RESULTS", "SearchTool"]
 
 NO_RESULTS = "No results."
-MANY_CHARACTERS = 200_000
+THREADED_SEARCH_CHARS = 200_000
 """A task's documents beyond this are searched in a thread: below it, the search takes less time than the way there."""
-MOST_SNIPPET_WORDS = 64
+MAX_SNIPPET_WORDS = 64
 """FTS5's own limit."""
 
 
@@ -58,8 +58,8 @@ class SearchTool(BaseTool):
         self._shared: DocumentIndex | CorpusIndex = DocumentIndex(given)
         if corpora:
             cache = self.config.get("cache")
-            whole = [GivenCorpus(tuple(given)), *corpora] if given else corpora
-            self._shared = index_of(whole, Path(cache).expanduser() if cache else None)
+            whole = [InlineCorpus(tuple(given)), *corpora] if given else corpora
+            self._shared = open_index(whole, Path(cache).expanduser() if cache else None)
         self._instances: dict[str, _Instance] = {}
 
     async def create(
@@ -72,7 +72,7 @@ class SearchTool(BaseTool):
         self._instances[instance_id] = _Instance(
             index=index,
             k=self._k if k is None else _checked_k(k, "search create_kwargs"),
-            large=sum(len(document.text) for document in held) > MANY_CHARACTERS,
+            large=sum(len(document.text) for document in held) > THREADED_SEARCH_CHARS,
         )
         return instance_id
 
@@ -83,7 +83,7 @@ class SearchTool(BaseTool):
         if not isinstance(query, str):
             return "error: query must be a string", None, {"ok": False}
         found = await self._search(self._instances[instance_id], query)
-        text = show(found, self._snippet_words)
+        text = format_results(found, self._snippet_words)
         return text, None, {"ok": True, "hits": len(found.documents), "total": found.total}
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
@@ -91,16 +91,16 @@ class SearchTool(BaseTool):
         if instance is not None and instance.index is not self._shared and isinstance(instance.index, DocumentIndex):
             instance.index.close()
 
-    async def _search(self, instance: _Instance, query: str) -> Found:
+    async def _search(self, instance: _Instance, query: str) -> SearchResult:
         index = instance.index
         if isinstance(index, CorpusIndex):
             return await index.search(query, instance.k, snippet_words=self._snippet_words, timeout_s=self._timeout_s)
         if instance.large:
-            return await index.search_aside(query, instance.k, timeout_s=self._timeout_s)
+            return await index.search_in_thread(query, instance.k, timeout_s=self._timeout_s)
         return index.search(query, instance.k)
 
 
-def show(found: Found, snippet_words: int) -> str:
+def format_results(found: SearchResult, snippet_words: int) -> str:
     """What the model reads: whole texts, or how many there are and a line for each of the best."""
     if not found.documents:
         return NO_RESULTS
@@ -124,10 +124,8 @@ def _checked_k(value: Any, where: str) -> int:
 
 
 def _checked_words(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MOST_SNIPPET_WORDS:
-        raise ConfigError(
-            f"tool search: snippet_words must be a whole number up to {MOST_SNIPPET_WORDS}, got {value!r}"
-        )
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_SNIPPET_WORDS:
+        raise ConfigError(f"tool search: snippet_words must be a whole number up to {MAX_SNIPPET_WORDS}, got {value!r}")
     return value
 
 

@@ -96,8 +96,7 @@ def test_the_whole_way(folder: Path) -> None:
     steps = [line for line in lines(folder / "run/metrics.jsonl") if "router/prompts" in line]
     check_labels(run.batches.tasks, steps)
     check_costs(folder / "run", steps)
-    assert run.learner.router is not None
-    assert run.learner.router.head.out.weight.abs().max() > 0
+    assert run.router.model.head.out.weight.abs().max() > 0
     assert any(not torch.equal(a, b) for a, b in zip(run.learner.model.parameters(), before, strict=True))
     assert all(line["actor/updates"] == 1 and line["router/updates"] == 1 for line in steps)
     check_evaluation(folder, result)

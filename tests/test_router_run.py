@@ -171,9 +171,8 @@ def test_an_actors_advantage_does_not_depend_on_what_other_routes_earned(tmp_pat
 
         run = assemble(config(tmp_path, wording="", sections={"reward": {"sandbox": {"tier": "off"}}}), reward=by_route)
         made = turn(run)
-        assert run.learner.router is not None
         means = {c.rollout.rollout_id: float(sum(map(sum, c.advantages))) for c in made.credited}
-        return means, made, run.learner.router.head.out.weight.detach().clone()
+        return means, made, run.router.model.head.out.weight.detach().clone()
 
     (plain, made, head), (paid, _, other) = credited(0.0), credited(5.0)
     routes = {s.rollout.rollout_id: s.rollout.route for s in made.scored}
@@ -188,8 +187,7 @@ def test_an_actors_advantage_does_not_depend_on_what_other_routes_earned(tmp_pat
 def test_a_prompt_passes_the_trunk_once_for_its_route(tmp_path: Path) -> None:
     run = assemble(config(tmp_path))
     turn(run, 2)
-    assert run.learner.router is not None
-    assert run.learner.router.prefills == 2 * 3  # prompts, and not 2 × 18 rollouts
+    assert run.router.model.prefills == 2 * 3  # prompts, and not 2 × 18 rollouts
 
 
 def test_words_that_only_follow_leave_the_prompts_prefill_to_the_rollouts(
@@ -230,8 +228,7 @@ def test_a_frozen_actor_is_bit_identical_afterwards(tmp_path: Path, routes: str)
     assert not [name for name in made.metrics if name.startswith("actor/")]
     assert made.credited == []
     assert run.learner.version == run.policy.version == 0
-    assert run.learner.router is not None
-    assert run.learner.router.head.out.weight.abs().max() > 0
+    assert run.router.model.head.out.weight.abs().max() > 0
 
 
 def test_refills_count_prompts_and_not_groups(tmp_path: Path) -> None:
@@ -276,8 +273,7 @@ def test_the_head_lies_beside_the_weights_and_is_exported_with_them(tmp_path: Pa
     asyncio.run(Training(run, out, resume=False).run_training())
     export = export_model(out, tmp_path / "exported", dtype="bfloat16")
     head, told = load_head(export.out)
-    assert run.learner.router is not None
-    for a, b in zip(head.parameters(), run.learner.router.head.parameters(), strict=True):
+    for a, b in zip(head.parameters(), run.router.model.head.parameters(), strict=True):
         assert torch.equal(a, b)  # in fp32, whatever the model is exported in
     assert told["multipliers"].keys() == {"cost"}
     assert told["router"]["wording"] == "silent"

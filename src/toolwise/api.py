@@ -65,6 +65,7 @@ def train(
     from toolwise.run_files import check_folder
     from toolwise.run_inputs import gather_inputs
     from toolwise.training import Training, finished_result
+    from toolwise.view.report import write_report
 
     found = read_config(config, overrides, model)
     folder = Path(out) if out is not None else new_run_folder(found.name)
@@ -83,7 +84,7 @@ def train(
         inputs.write()
         with show_startup(enabled=found.trainer.console):
             run = assemble(inputs.config, tasks=rows, validation_tasks=held_out, tools=tools, reward=reward)
-        training = Training(replace(run, config=inputs.recorded), folder, resume=resume)
+        training = Training(replace(run, config=inputs.recorded), folder, resume=resume, write_report=write_report)
     except BaseException:
         inputs.discard()
         raise

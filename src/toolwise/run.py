@@ -35,6 +35,7 @@ from toolwise.types import Rollout, RouteDecision, Task
 
 if TYPE_CHECKING:
     from toolwise.learner.actor import Actor
+    from toolwise.learner.router_head import RouterHead
     from toolwise.policies.local import LocalPolicy
     from toolwise.rollout.chat import ChatTokenizer
     from toolwise.routing.learned import LearnedRouter
@@ -175,20 +176,23 @@ def _assemble_with_model(
     elif config.env.name != "tools" and (prompt.where == "nowhere" or not prompt.usable):
         log.warning("%s", prompt.describe())
     from toolwise.learner.building import build_learner
+    from toolwise.learner.router_building import build_head
 
     announce("building the learner")
+    head = build_head(config, policy.model) if config.router.enable else None
     learner, estimator = build_learner(
         config,
         policy.model,
         estimator_from_config(config),
         load_critic=partial(_critic_model, config),
         policy_fingerprint=getattr(policy, "fingerprint", None),
+        extra_parameters=[*head.parameters()] if head is not None and config.router.optimizer == "actor" else [],
     )
     return Run(
         config=config,
         batches=batches,
         validation_tasks=held_out,
-        router=_router(config, learner, policy, tools, batches.tasks),
+        router=_router(config, head, learner, policy, tools, batches.tasks),
         scheduler=build_scheduler(config, policy, tools),
         policy=policy,
         scoring=scoring,
@@ -223,14 +227,20 @@ def check_tool_prompt(config: RunConfig, chat: ChatTokenizer) -> None:
 
 
 def _router(
-    config: RunConfig, learner: Actor, policy: Any, tools: dict[str, BaseTool], tasks: Sequence[Task]
+    config: RunConfig,
+    head: RouterHead | None,
+    learner: Actor,
+    policy: Any,
+    tools: dict[str, BaseTool],
+    tasks: Sequence[Task],
 ) -> DirectRouter | LearnedRouter:
-    if learner.router is None:
+    if head is None:
         return DirectRouter(config.seed)
-    from toolwise.learner.router_building import build_router
+    from toolwise.learner.router_building import build_router, build_router_learner
 
+    trainable = build_router_learner(config, learner.model, head, learner.optimizer)
     offered = tools if config.multi_turn.enable else {}
-    return build_router(config, learner.router, policy.chat, offered, tasks, getattr(policy, "engine", None))
+    return build_router(config, trainable, policy.chat, offered, tasks, getattr(policy, "engine", None))
 
 
 def _critic_model(config: RunConfig, path: str) -> Any:

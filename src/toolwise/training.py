@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +45,7 @@ from toolwise.tools.record import write_tools
 from toolwise.trackers.console import ConsoleTracker
 from toolwise.trackers.jsonl import JsonlTracker, read_metrics, truncate_after
 from toolwise.user_code import Interrupt
+from toolwise.view.run_folder import open_run
 
 log = logging.getLogger("toolwise.training")
 
@@ -62,8 +63,11 @@ class RunResult:
 class Training:
     """One run in one folder. `go` trains until done or told to stop; everything is on disk either way."""
 
-    def __init__(self, run: Run, out: Path, *, resume: bool) -> None:
+    def __init__(
+        self, run: Run, out: Path, *, resume: bool, write_report: Callable[[Path], object] | None = None
+    ) -> None:
         self.run = run
+        self._write_report = write_report
         self.out = out
         self.interrupted = False
         self._figures: dict[str, float] = {}
@@ -266,9 +270,8 @@ class Training:
             "tool_prompt": run.chat.tool_prompt.describe() if run.scheduler.tools else None,
         }
         write_atomic(self.out / "summary.json", json_text(summary, indent=2).encode())
-        from toolwise.view.report import write_report
-
-        write_report(self.out)
+        if self._write_report is not None:
+            self._write_report(self.out)
         return summary
 
     def _open_folder(self, resume: bool) -> int:
@@ -354,8 +357,6 @@ class Training:
 
 def finished_result(out: Path, config: RunConfig) -> RunResult | None:
     """What the run in `out` came to, where no step up to `trainer.total_steps` is left and it has been summed up."""
-    from toolwise.view.run_folder import open_run
-
     total = config.trainer.total_steps
     names = [re.match(r"step-(\d+)", path.name) for path in (out / "checkpoints").glob("step-*")]
     if max((int(name[1]) for name in names if name), default=-1) < total:

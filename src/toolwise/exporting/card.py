@@ -182,7 +182,8 @@ def _metrics_table(run: Path, step: int) -> Iterator[str]:
     yield f"| | before | {after_step} |"
     yield "|---|---:|---:|"
     for name in names:
-        yield f"| {_one_line(name.removeprefix('eval/'))} | {_format_metric(before.get(name))} | {_format_metric(after.get(name))} |"
+        values = f"{_format_metric(before.get(name))} | {_format_metric(after.get(name))}"
+        yield f"| {_one_line(name.removeprefix('eval/'))} | {values} |"
 
 
 def _headline_metrics(names: Sequence[str]) -> list[str]:

@@ -23,7 +23,8 @@ CALCULATE: computes something from its arguments alone (arithmetic, conversion, 
 OTHER: anything else (it changes something, sends something, neither or both of the above).
 Reply with one JSON object and nothing else: {"family": "SEARCH" or "CALCULATE" or "OTHER"}"""
 
-_ROW_PROMPT = """You say how an assistant should go about a task, knowing its tools, their families, and the right answer.
+_ROW_PROMPT = """\
+You say how an assistant should go about a task, knowing its tools, their families, and the right answer.
 ANSWER: directly, without any tool.
 SEARCH-FAMILY: with tools of the family SEARCH, and perhaps OTHER ones.
 CALCULATE-FAMILY: with tools of the family CALCULATE, and perhaps OTHER ones.

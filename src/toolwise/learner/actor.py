@@ -25,7 +25,6 @@ from toolwise.learner.mini_batches import mini_batches
 from toolwise.learner.optimizer import Optimizer
 from toolwise.learner.packing import Packed
 from toolwise.learner.reference import build_reference
-from toolwise.learner.router_learner import RouteOutput, RouterLearner
 from toolwise.learner.rows import require_tokens
 from toolwise.learner.settings import ActorSettings
 from toolwise.learner.terms import MetricSums, policy_loss_terms
@@ -70,7 +69,6 @@ class Actor:
         self.version = 0
         self.adapters = None if settings.lora is None else Adapters(model, settings.lora)
         self.optimizer = Optimizer([*model.parameters(), *extra_parameters], settings)
-        self.router: RouterLearner | None = None
         self.kl = KlCoefficient(settings.kl_coef, settings.kl_target, settings.kl_horizon)
         self.canary = Canary(settings.canary, policy_fingerprint=policy_fingerprint)
         self.required_annotations = needs | _required_by_settings(settings, critic)
@@ -92,19 +90,6 @@ class Actor:
     def device(self) -> torch.device:
         found: torch.device = next(self.model.parameters()).device
         return found
-
-    def route(
-        self,
-        prompts: Sequence[Sequence[int]],
-        *,
-        do_sample: bool = True,
-        seed: int = 0,
-        multipliers: Sequence[float] = (),
-    ) -> RouteOutput:
-        """`router_logits` [batch, 3], `router_action` and `router_log_prob` of original prompts, as tokens."""
-        if self.router is None:
-            raise ConfigError("this actor has no router: set router.enable=true")
-        return self.router.route(prompts, do_sample=do_sample, seed=seed, multipliers=multipliers)
 
     def annotate(self, scored: Sequence[ScoredRollout]) -> list[AnnotatedRollout]:
         """Steps J, K and L of document 4: only what the estimator or the settings ask for is computed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,6 @@ from toolwise.learner.critic import Critic, CriticSettings
 from toolwise.learner.forward import can_share_prefixes
 from toolwise.learner.lora import LoraSettings
 from toolwise.learner.pricing import KlRewardEstimator
-from toolwise.learner.router_building import build_head, build_router_learner
 from toolwise.learner.settings import ActorSettings
 from toolwise.protocols import AdvantageEstimator
 
@@ -26,9 +25,11 @@ def build_learner(
     *,
     load_critic: Callable[[str], Any],
     policy_fingerprint: Callable[[], str | None] | None = None,
+    extra_parameters: Sequence[Any] = (),
 ) -> tuple[Actor, AdvantageEstimator]:
     """The actor, with a critic and a reference where they are asked for; and the estimator, with a price on leaving
-    the reference where KL is in the reward. `load_critic` loads the model at `critic.path`."""
+    the reference where KL is in the reward. `load_critic` loads the model at `critic.path`;
+    `extra_parameters` are weights of others that the actor's optimiser moves too."""
     critic = None
     if "values" in estimator.needs:
         path = config.critic.path
@@ -38,17 +39,14 @@ def build_learner(
     settings = actor_settings(config)
     # A model that our attention cannot serve is computed padded: there a shared prefix would not fit the budget.
     settings = replace(settings, share_prefixes=settings.share_prefixes and can_share_prefixes(model))
-    head = build_head(config, model) if config.router.enable else None
     actor = Actor(
         model,
         settings,
         needs=estimator.needs,
         critic=critic,
         policy_fingerprint=policy_fingerprint,
-        extra_parameters=[*head.parameters()] if head is not None and config.router.optimizer == "actor" else [],
+        extra_parameters=extra_parameters,
     )
-    if head is not None:
-        actor.router = build_router_learner(config, actor.model, head, actor.optimizer)
     priced = KlRewardEstimator(estimator, actor.kl) if config.algorithm.kl == "reward" else estimator
     return actor, priced
 

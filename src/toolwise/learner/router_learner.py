@@ -59,7 +59,7 @@ class RouterSettings(OptimizerSettings):
 
 @dataclass(frozen=True, slots=True)
 class RouteOutput:
-    """What `actor.route` gives: one row a prompt."""
+    """One row for each prompt."""
 
     router_logits: Tensor
     """[batch, routes], in fp32"""

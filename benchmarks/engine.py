@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from toolwise.engine import Engine, graphs
-from toolwise.engine.fused import CudaRunner
+from toolwise.engine import Engine, cuda_graphs
+from toolwise.engine.cuda_runner import CudaRunner
 from toolwise.protocols import Sampling
 from toolwise.rollout.scheduler import relaxed_gc
 
@@ -167,9 +167,9 @@ def groups(shape: str, tail: int) -> None:
     shared = prompts(GROUPS, SHARED, 3)
     asked = [[*p, *([member] * tail)] for p in shared for member in range(SIZE)]
     found: dict[str, tuple[float, float]] = {}
-    worth = graphs.MIN_SHARED_FRACTION
+    worth = cuda_graphs.MIN_SHARED_FRACTION
     for name, cache, worth_it in (("nothing", False, 9.0), ("prefill", True, 9.0), ("decoding too", True, worth)):
-        graphs.MIN_SHARED_FRACTION = worth_it
+        cuda_graphs.MIN_SHARED_FRACTION = worth_it
         engine = Engine(model, memory_mb=40_000, prefix_cache=cache)
         ask(engine, asked, NEW)
         times = []
@@ -190,7 +190,7 @@ def groups(shape: str, tail: int) -> None:
             flush=True,
         )
         del engine
-    graphs.MIN_SHARED_FRACTION = worth
+    cuda_graphs.MIN_SHARED_FRACTION = worth
     del model
     gc.collect()
     torch.cuda.empty_cache()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from toolwise.kernels import kernel, reference
+from toolwise.kernels import kernel, torch_reference
 from toolwise.kernels.llama import FusedDecoder, PagedCache, PrefixGroups
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -135,7 +135,7 @@ def check(name: str, got: torch.Tensor, want: torch.Tensor, bound: float) -> Non
 
 
 def check_attention(dtype: torch.dtype, bound: float) -> None:
-    from toolwise.kernels.arriving import NewTokens
+    from toolwise.kernels.new_tokens import NewTokens
 
     label = str(dtype).removeprefix("torch.")
     shapes = ((9, 3, 64, 37), (32, 8, 64, 5), (32, 32, 64, 300), (8, 2, 128, 9), (6, 3, 32, 4))
@@ -144,7 +144,7 @@ def check_attention(dtype: torch.dtype, bound: float) -> None:
         b = Batch(shape, batch, 1, 700)
         k, v, q = b.cache(dtype), b.cache(dtype), randn(batch, heads, dim, dtype=dtype)
         wide = (q.float(), k.float(), v.float())
-        want = reference.paged_attention_decode(*wide, b.tables, b.lengths, b.scale)
+        want = torch_reference.paged_attention_decode(*wide, b.tables, b.lengths, b.scale)
         decode = kernel("paged_attention_decode", DEVICE)
         name = f"{label} {heads}/{kv_heads}x{dim} B={batch}"
         check(f"decode {name}", decode(q, k, v, b.tables, b.lengths, b.scale), want, bound)
@@ -156,7 +156,7 @@ def check_attention(dtype: torch.dtype, bound: float) -> None:
             ours, theirs = qkv.clone(), qkv.clone()
             parts = [x.split([heads, kv_heads, kv_heads], 1) for x in (ours, theirs)]
             (k1, v1), (k2, v2), (k3, v3) = ((k.clone(), v.clone()) for _ in range(3))
-            reference.rope_and_store(*parts[1], cos, sin, k1, v1, b.slots, **norm)
+            torch_reference.rope_and_store(*parts[1], cos, sin, k1, v1, b.slots, **norm)
             got = decode(
                 parts[0][0],
                 k2,
@@ -170,7 +170,7 @@ def check_attention(dtype: torch.dtype, bound: float) -> None:
             check(
                 f"rope+store+decode {name}",
                 got,
-                reference.paged_attention_decode(*wide, b.tables, b.lengths, b.scale),
+                torch_reference.paged_attention_decode(*wide, b.tables, b.lengths, b.scale),
                 bound,
             )
             kernel("rope_and_store", DEVICE)(*parts[0], cos, sin, k3, v3, b.slots, **norm)
@@ -180,7 +180,7 @@ def check_attention(dtype: torch.dtype, bound: float) -> None:
         contexts = ints([5, 300, 400, 257])
         q = randn(134, heads, dim, dtype=dtype)
         args = (b.tables[:4], starts, contexts, b.scale, 128)
-        want = reference.paged_attention_prefill(q.float(), k.float(), v.float(), *args)
+        want = torch_reference.paged_attention_prefill(q.float(), k.float(), v.float(), *args)
         check(f"prefill {name}", kernel("paged_attention_prefill", DEVICE)(q, k, v, *args), want, bound)
 
 
@@ -190,7 +190,7 @@ def check_shared(dtype: torch.dtype, bound: float) -> None:
     tables = torch.randint(0, b.blocks, (6, 20), device=DEVICE).int()
     args = (tables, ints([320, 33, 0, 160, 0, 0]), ints([0, 30, 32, 34, 40, 40, 40]),
             torch.randperm(40, device=DEVICE).int(), 30, b.tables, b.lengths, b.scale)  # fmt: skip
-    want = reference.shared_prefix_decode(q.float(), k.float(), v.float(), *args)
+    want = torch_reference.shared_prefix_decode(q.float(), k.float(), v.float(), *args)
     check(f"shared prefix {dtype}", kernel("shared_prefix_decode", DEVICE)(q, k, v, *args), want, bound)
 
 
@@ -199,11 +199,11 @@ def check_rest(dtype: torch.dtype, bound: float) -> None:
     rms_norm, add_rms_norm, silu_mul, sample = (kernel(name, DEVICE) for name in names)
     for width in (576, 2048, 64):
         x, r, w = randn(77, width, dtype=dtype), randn(77, width, dtype=dtype), randn(width, dtype=dtype)
-        check(f"rms_norm {width} {dtype}", rms_norm(x, w, 1e-5), reference.rms_norm(x, w, 1e-5), bound)
-        for got, want in zip(add_rms_norm(x, r, w, 1e-5), reference.add_rms_norm(x, r, w, 1e-5), strict=True):
+        check(f"rms_norm {width} {dtype}", rms_norm(x, w, 1e-5), torch_reference.rms_norm(x, w, 1e-5), bound)
+        for got, want in zip(add_rms_norm(x, r, w, 1e-5), torch_reference.add_rms_norm(x, r, w, 1e-5), strict=True):
             check(f"add_rms_norm {width} {dtype}", got, want, bound)
     x = randn(77, 3072, dtype=dtype)
-    check(f"silu_mul {dtype}", silu_mul(x), reference.silu_mul(x), bound)
+    check(f"silu_mul {dtype}", silu_mul(x), torch_reference.silu_mul(x), bound)
     for batch, vocab in ((256, 49152), (8, 151936), (3, 2048)):
         logits = randn(batch, vocab, dtype=dtype) * 3
         temperatures = torch.rand(batch, device=DEVICE) + 0.5
@@ -211,7 +211,7 @@ def check_rest(dtype: torch.dtype, bound: float) -> None:
         positions = torch.randint(0, 4096, (batch,), device=DEVICE)
         greedy = torch.arange(batch, device=DEVICE) % 4 == 0
         args = (logits, temperatures, seeds, positions, greedy)
-        (tokens, logprobs), (want, _) = sample(*args), reference.sample(*args)
+        (tokens, logprobs), (want, _) = sample(*args), torch_reference.sample(*args)
         exact = torch.log_softmax(logits.double() / temperatures[:, None].double(), -1).gather(1, tokens[:, None])[:, 0]
         say(f"  sample {batch} x {vocab} {dtype}: {int((tokens == want).sum())} of {batch} tokens as the reference's")
         check("  its log-probs", logprobs, exact, 1e-5)
@@ -220,7 +220,7 @@ def check_rest(dtype: torch.dtype, bound: float) -> None:
 
 
 def tune(b: Batch, caches: list[tuple[torch.Tensor, torch.Tensor]], q: torch.Tensor, layers: int) -> None:
-    from toolwise.kernels.attention import Tiles
+    from toolwise.kernels.decode_attention import Tiles
 
     decode = kernel("paged_attention_decode", DEVICE)
     for keys, warps, stages in (
@@ -244,7 +244,7 @@ def tune(b: Batch, caches: list[tuple[torch.Tensor, torch.Tensor]], q: torch.Ten
 
 
 def time_attention(shape: dict[str, Any], batch: int, tuned: bool) -> None:
-    from toolwise.kernels.arriving import NewTokens
+    from toolwise.kernels.new_tokens import NewTokens
 
     layers = min(shape["num_hidden_layers"], 12)
     b = Batch(shape, batch, 512, 640)
@@ -296,7 +296,7 @@ def time_shared(
 
 
 def time_prefill(b: Batch, caches: list[tuple[torch.Tensor, torch.Tensor]], layers: int, real: int) -> None:
-    from toolwise.kernels.attention import Tiles
+    from toolwise.kernels.decode_attention import Tiles
 
     count, length = 32, 512
     q = randn(count * length, b.heads, b.dim)

@@ -8,7 +8,8 @@
 
 8 prompts of about 140 tokens, 4 rollouts each of 64 tokens; the end of turn is never drawn, so both do the same work.
 The same model folder, prompts, reward, clip, learning rate and loss (a mean over tokens, no KL, one epoch); no step
-leaves a group out. Ours is `toolwise.loop.train_step` on an assembled run, reward sandbox and canary on; theirs is
+leaves a group out. Ours is `toolwise.training.loop.train_step` on an assembled run, reward sandbox and canary on;
+theirs is
 `GRPOTrainer.train` (grpo_step_trl.py). Each in a process of its own, one after the other, in turn for `--rounds`, of
 which the first `--warm-up` steps do not count. Memory is the peak of the process over what it had after its imports;
 ours with what the sandbox's processes hold beside it.
@@ -125,11 +126,12 @@ def settings(job: dict[str, Any]) -> dict[str, Any]:
 
 def ours(job: dict[str, Any]) -> dict[str, Any]:
 
-    for name in ("transformers.models.llama.modeling_llama", "toolwise.learner.building", "toolwise.policies.local"):
+    for name in ("transformers.models.llama.modeling_llama", "toolwise.learner.builder", "toolwise.policies.local"):
         import_module(name)  # what assembling a run would import: none of it is the step's memory
-    from toolwise.loop import train_step
-    from toolwise.run import RunConfig, assemble
-    from toolwise.types import Message, Task
+    from toolwise.messages import Message
+    from toolwise.training.loop import train_step
+    from toolwise.training.run import RunConfig, assemble
+    from toolwise.types import Task
 
     imports = memory_mb("VmRSS")
     tasks = [Task(task_id=str(i), prompt=[Message(role="user", content=text)]) for i, text in enumerate(job["prompts"])]

@@ -10,11 +10,11 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from toolwise.references import load_reference
+from toolwise.concurrency.deadlines import run
+from toolwise.config.imports import load_reference
 from toolwise.tools.function import FunctionTool
-from toolwise.tools.isolation.places import ObjectRef
+from toolwise.tools.isolation.code_location import ObjectRef
 from toolwise.tools.isolation.pool import Pool
-from toolwise.waiting import run
 
 TOOLS = """
 import time

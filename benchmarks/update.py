@@ -26,7 +26,7 @@ import torch
 import toolwise
 from toolwise.learner import forward
 from toolwise.learner.forward import hidden_states, prefers_node_layout, token_logprobs
-from toolwise.learner.fused import fuse
+from toolwise.learner.fused_modules import fuse
 from toolwise.learner.packing import Packed, micro_batches, pack
 
 SHAPES: dict[str, dict[str, Any]] = {

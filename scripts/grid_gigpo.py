@@ -132,8 +132,8 @@ def settings_of(job: Job, out: Path) -> dict[str, Any]:
 async def learn(job: Job, out: Path, write: Callable[..., None]) -> None:
     """The loop of `toolwise train`, without its checkpoints: a run of a minute is sooner made again than resumed."""
     from toolwise.api import read_config, read_tasks
-    from toolwise.loop import train_step
-    from toolwise.run import assemble
+    from toolwise.training.loop import train_step
+    from toolwise.training.run import assemble
 
     train, held_out = episodes()
     run = assemble(read_config(settings_of(job, out)), tasks=read_tasks(make_rows(train, **WORLD), "train"))

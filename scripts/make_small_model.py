@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from toolwise.demo.teacher import conversations
 from toolwise.learner.supervised import Example, SftSettings, sft_steps, tokenize_conversation
 from toolwise.messages import Message
-from toolwise.rollout.chat import ChatTokenizer
+from toolwise.rollout.chat_tokenizer import ChatTokenizer
 
 CONTROL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 TAGS = [f"<{slash}{tag}>" for tag in ("tool_call", "think", "level", "action", "response") for slash in ("", "/")]
@@ -43,7 +43,9 @@ def make_tokenizer(rows: list[dict], vocabulary: int) -> PreTrainedTokenizerFast
         show_progress=False,
     )
     ours = [json.dumps(m) for row in rows[:5000] for m in row["messages"]]
-    english = [line for path in sorted((ROOT / "tests/data").glob("*.json*")) for line in path.read_text().splitlines()]
+    english = [
+        line for path in sorted((ROOT / "tests/fixtures").glob("*.json*")) for line in path.read_text().splitlines()
+    ]
     tokenizer.train_from_iterator(ours + english, trainer)
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CONTROL])
     tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in TAGS])

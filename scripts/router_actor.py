@@ -20,8 +20,8 @@ from typing import Any
 import toolwise
 from toolwise.demo import teacher
 from toolwise.demo.tasks import KINDS, make_row
-from toolwise.tools.calculator import CalculatorTool
-from toolwise.tools.search.tool import SearchTool
+from toolwise.tools.builtin.calculator import CalculatorTool
+from toolwise.tools.builtin.search.tool import SearchTool
 
 TOOL_OFFERS: list[tuple[list[str], float]] = [
     (["calculator", "search"], 0.4),

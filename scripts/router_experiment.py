@@ -119,8 +119,8 @@ def settings_of(job: Job, out: Path, scale: Scale, steps: int) -> dict[str, Any]
 
 
 def config_of(job: Job, out: Path, scale: Scale, steps: int = 1) -> Any:
-    from toolwise.config import RunConfig
-    from toolwise.settings import build_config
+    from toolwise.config.loader import build_config
+    from toolwise.config.schema import RunConfig
 
     return build_config(RunConfig, settings_of(job, out, scale, steps), source=job.name)
 
@@ -141,12 +141,12 @@ def fill(out: Path, scale: Scale, split: str, shard: int, shards: int) -> None:
     """One process's part of a pool."""
     _one_thread()
     from toolwise.data import load_tasks
-    from toolwise.frontier.pool import PoolPlan, fill_pool
-    from toolwise.learner.router_building import conditioning_from_config
+    from toolwise.frontier.rollout_pool import PoolPlan, fill_pool
     from toolwise.routing.actions import ROUTES, RouteAction
-    from toolwise.run import build_scheduler, local_policy
-    from toolwise.scoring import build_scoring
+    from toolwise.routing.head.builder import conditioning_from_config
     from toolwise.tools.catalog import build_tools
+    from toolwise.training.run import build_scheduler, local_policy
+    from toolwise.training.scoring import build_scoring
     from toolwise.types import RouteDecision, Task
 
     config = config_of(Job("pool", 1.0, 0, exactly=False), out, scale)
@@ -217,8 +217,8 @@ def train(job: Job, out: Path, scale: Scale, steps: int) -> None:
 def _assembled(job: Job, out: Path, scale: Scale, steps: int) -> tuple[Any, list[Any]]:
     """The run; each prompt of a task is rendered and passes the frozen trunk once in the whole of it."""
     from toolwise.data import load_tasks
-    from toolwise.learner.router_features import prompt_features
-    from toolwise.run import assemble
+    from toolwise.routing.head.features import prompt_features
+    from toolwise.training.run import assemble
 
     run = assemble(config_of(job, out, scale, steps))
     held_out = load_tasks(out / "tasks" / "heldout.jsonl")
@@ -239,7 +239,7 @@ def _assembled(job: Job, out: Path, scale: Scale, steps: int) -> tuple[Any, list
 
 
 def _real(run: Any) -> Iterator[dict[str, float]]:
-    from toolwise.loop import train_step
+    from toolwise.training.loop import train_step
 
     while True:
         yield asyncio.run(train_step(run)).metrics

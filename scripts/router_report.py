@@ -47,7 +47,7 @@ def in_order(out: Path, outcomes: Any) -> list[int]:
 def judged(job: Any, lines: list[dict[str, Any]], out: Path, weights: Any) -> dict[str, Any]:
     """One run: the policy as it was trained, drawing its routes."""
     from toolwise.frontier.bootstrap import estimate
-    from toolwise.frontier.spending import oracle_curve, random_curve
+    from toolwise.frontier.curves import oracle_curve, random_curve
 
     outcomes = outcomes_of(out, job.prices)
     probs = np.empty((len(outcomes.row_ids), len(ALLOWED)))
@@ -88,12 +88,12 @@ def classified(out: Path, config: Any, outcomes: Any) -> dict[str, Any]:
     import torch
 
     from toolwise.data import load_tasks
+    from toolwise.frontier.baselines import classifier_log_probs, targets_by_kinds, targets_by_labels
     from toolwise.frontier.outcomes import CLASSIFIER, ORACLE_LABELS
-    from toolwise.frontier.rivals import classifier_log_probs, targets_by_kinds, targets_by_labels
-    from toolwise.learner.router_building import original_prompt
-    from toolwise.learner.router_features import prompt_features
     from toolwise.models import load_model
     from toolwise.routing.actions import MIXED, RouteAction
+    from toolwise.routing.head.builder import original_prompt
+    from toolwise.routing.head.features import prompt_features
     from toolwise.tools.catalog import build_tools
 
     model, chat = load_model(config.model.path, device="cpu")

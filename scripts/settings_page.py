@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
-from toolwise.config import RunConfig
+from toolwise.config.schema import RunConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 INTRODUCTION = """# Settings

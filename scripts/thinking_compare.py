@@ -70,8 +70,8 @@ async def learn(job: Job, model: Path, device: str, write: Callable[..., None]) 
 
     from toolwise.api import read_config, read_tasks
     from toolwise.demo.rooms.demonstrations import task_rows
-    from toolwise.loop import train_step
-    from toolwise.run import assemble
+    from toolwise.training.loop import train_step
+    from toolwise.training.run import assemble
 
     torch.set_num_threads(1)
     tasks = read_tasks(list(task_rows(range(TRAINED_ON), "train")), "train")
@@ -110,8 +110,8 @@ async def evaluate(run: Any, job: Job) -> dict[str, Any]:
     """One episode a house, drawn at temperature 1. Tuning has houses of its own, behind those of the paired runs."""
     from toolwise.api import read_tasks
     from toolwise.demo.rooms.demonstrations import task_rows
-    from toolwise.loop import score
-    from toolwise.thinking.steps import parse_steps
+    from toolwise.thinking.step_selection import parse_steps
+    from toolwise.training.loop import score
 
     first = HOUSES if job.kind == "sweep" else 0
     tasks = read_tasks(list(task_rows(range(first, first + job.houses), "heldout")), "heldout")

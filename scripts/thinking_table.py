@@ -67,11 +67,11 @@ def forced_table(
     from toolwise.demo.rooms.house import HouseConfig
     from toolwise.messages import Message
     from toolwise.models import load_model
-    from toolwise.policies.decoding import generate_batch
+    from toolwise.policies.transformers_generation import generate_batch
     from toolwise.protocols import Sampling
     from toolwise.thinking.levels import DEFAULT_LEVELS
-    from toolwise.thinking.reading import parse_reply
-    from toolwise.thinking.tokens import token_spans
+    from toolwise.thinking.reply import parse_reply
+    from toolwise.thinking.token_spans import token_spans
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     model, chat = load_model(model_path)

@@ -44,7 +44,7 @@ from toolwise.learner.supervised import (  # noqa: E402
 )
 from toolwise.messages import Message  # noqa: E402
 from toolwise.models import load_model, locate  # noqa: E402
-from toolwise.rollout.chat import ChatTokenizer  # noqa: E402
+from toolwise.rollout.chat_tokenizer import ChatTokenizer  # noqa: E402
 
 CONTROL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 TAGS = [f"<{slash}{tag}>" for tag in ("level", "think", "action") for slash in ("", "/")]

@@ -7,13 +7,14 @@ import subprocess
 import sys
 import tomllib
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 import toolwise
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src" / "toolwise").rglob("*.py"))
 LONGEST_FILE, LONGEST_FUNCTION = 400, 70
 
@@ -119,6 +120,38 @@ def test_the_layers_hold() -> None:
     assert done.returncode == 0, done.stdout
 
 
+def _imports(path: str, tree: ast.Module) -> set[str]:
+    """The rooms (or top-level modules) of the package that a module imports, those for type checkers included."""
+    dotted = [
+        name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [f"{node.module}.{alias.name}" for alias in node.names]
+        )
+    ]
+    rooms = {name.split(".")[1] for name in dotted if name.startswith("toolwise.")}
+    return {room for room in rooms if (ROOT / "src" / "toolwise" / room).is_dir() or room in MODULES} - {_room(path)}
+
+
+MODULES = {path.stem for path in SOURCES if path.parent.name == "toolwise"}
+
+
+def _room(path: str) -> str:
+    return path.split("/")[0].removesuffix(".py")
+
+
+def test_rooms_import_each_other_in_one_direction_only() -> None:
+    """The layers allow rooms of one layer to use each other; a circle would make them one room."""
+    graph: dict[str, set[str]] = {}
+    for path, tree in _parsed().items():
+        graph.setdefault(_room(path), set()).update(_imports(path, tree))
+    order = TopologicalSorter(graph)
+    order.prepare()  # raises CycleError, which names the circle
+
+
 def test_versions_agree() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert toolwise.__version__ == project["version"]
@@ -127,7 +160,7 @@ def test_versions_agree() -> None:
 TERMINAL = ROOT / "src" / "toolwise" / "terminal"
 PIPES = {
     "cli/doctor.py": "a child process of its own answers on a pipe",
-    "tools/isolation/serving.py": "a worker's output is a pipe of the trainer's",
+    "tools/isolation/worker_main.py": "a worker's output is a pipe of the trainer's",
 }
 """Who else may print, and why it reaches no terminal."""
 
@@ -187,7 +220,7 @@ def _writes_json(function: ast.AST) -> bool:
 
 
 def test_every_json_file_has_the_one_writer() -> None:
-    """`toolwise.json_text`: no NaN, no half characters, whatever is in a value."""
+    """`toolwise.serialization.json_text`: no NaN, no half characters, whatever is in a value."""
     found = [
         f"{path}:{function.name}"
         for path, tree in _parsed().items()

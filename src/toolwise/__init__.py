@@ -29,7 +29,6 @@ _NAMES_BY_MODULE = {
     "toolwise.protocols": [
         "AdvantageEstimator",
         "AgentPolicy",
-        "Executor",
         "Generation",
         "Sampling",
         "Stateful",
@@ -40,11 +39,12 @@ _NAMES_BY_MODULE = {
     "toolwise.tools.base": ["BaseTool", "OpenAIFunctionToolSchema"],
     "toolwise.tools.function": ["tool"],
     "toolwise.envs.base": ["BaseEnv"],
+    "toolwise.rewards.executor": ["Executor"],
     "toolwise.rewards.function": ["reward_function"],
     "toolwise.rollout.worker": ["RLRolloutWorker"],
-    "toolwise.config": ["RunConfig", "load_config"],
+    "toolwise.config.schema": ["RunConfig", "load_config"],
     "toolwise.api": ["evaluate", "resume", "sft", "train"],
-    "toolwise.routed.agent": ["RoutedAgent"],
+    "toolwise.agent.agent": ["RoutedAgent"],
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
@@ -65,23 +65,23 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:  # so that type checkers and editors see what __getattr__ gives; `as` makes it ours to give
     from toolwise.api import evaluate as evaluate, resume as resume, sft as sft, train as train  # noqa: I001
-    from toolwise.config import RunConfig as RunConfig, load_config as load_config
+    from toolwise.config.schema import RunConfig as RunConfig, load_config as load_config
     from toolwise.envs.base import BaseEnv as BaseEnv
     from toolwise.errors import ToolwiseError as ToolwiseError
     from toolwise.messages import Message as Message, ToolCall as ToolCall
     from toolwise.protocols import (
         AdvantageEstimator as AdvantageEstimator,
         AgentPolicy as AgentPolicy,
-        Executor as Executor,
         Generation as Generation,
         Sampling as Sampling,
         Stateful as Stateful,
         TokenGenerator as TokenGenerator,
         Tracker as Tracker,
     )
+    from toolwise.rewards.executor import Executor as Executor
     from toolwise.rewards.function import reward_function as reward_function
     from toolwise.rollout.worker import RLRolloutWorker as RLRolloutWorker
-    from toolwise.routed.agent import RoutedAgent as RoutedAgent
+    from toolwise.agent.agent import RoutedAgent as RoutedAgent
     from toolwise.tools.base import BaseTool as BaseTool, OpenAIFunctionToolSchema as OpenAIFunctionToolSchema
     from toolwise.tools.function import tool as tool
     from toolwise.types import (

@@ -14,18 +14,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from toolwise import waiting
-from toolwise.config import RunConfig, load_config
+from toolwise.concurrency import deadlines
+from toolwise.config.imports import in_worker
+from toolwise.config.loader import apply_overrides, build_config
+from toolwise.config.schema import RunConfig, load_config
 from toolwise.errors import ConfigError, ToolwiseError
-from toolwise.references import in_worker
-from toolwise.settings import apply_overrides, build_config
-from toolwise.startup import show_startup
+from toolwise.training.startup import show_startup
 from toolwise.types import Task
 
 if TYPE_CHECKING:
-    from toolwise.run import Run
-    from toolwise.scoring import RewardSources
-    from toolwise.training import RunResult
+    from toolwise.training.run import Run
+    from toolwise.training.scoring import RewardSources
+    from toolwise.training.trainer import RunResult
 
 log = logging.getLogger("toolwise")
 
@@ -61,10 +61,10 @@ def train(
     work on it.
     """
     _refuse_in_worker("train")
-    from toolwise.run import assemble, check_learnable
-    from toolwise.run_files import check_folder
-    from toolwise.run_inputs import gather_inputs
-    from toolwise.training import Training, finished_result
+    from toolwise.training.inputs import gather_inputs
+    from toolwise.training.run import assemble, check_learnable
+    from toolwise.training.run_files import check_folder
+    from toolwise.training.trainer import Training, finished_result
     from toolwise.view.report import write_report
 
     found = read_config(config, overrides, model)
@@ -103,7 +103,7 @@ def resume(
 
     `tools`, `reward` and `env` are needed only where the run was given objects that its config.toml cannot name.
     """
-    from toolwise.run_changes import load_run_config
+    from toolwise.training.changes import load_run_config
 
     config = load_run_config(Path(run), overrides)
     if tools is not None:
@@ -127,13 +127,13 @@ def evaluate(
     the configuration's.
     """
     _refuse_in_worker("evaluate")
-    from toolwise.diagnosis import evaluation_findings
-    from toolwise.evaluation import validate
     from toolwise.models import locate
-    from toolwise.run import assemble
-    from toolwise.run_inputs import gather_inputs
-    from toolwise.summary import summarize_validation
-    from toolwise.tools.record import check_recorded_tools
+    from toolwise.tools.tool_record import check_recorded_tools
+    from toolwise.training.diagnosis import evaluation_findings
+    from toolwise.training.evaluate import validate
+    from toolwise.training.inputs import gather_inputs
+    from toolwise.training.metrics import summarize_validation
+    from toolwise.training.run import assemble
 
     held_out = read_tasks(tasks, "tasks") or []
     learns_nothing = ["data.batch_size=1", "router.label_coef=0", "router.warm_start_epochs=0"]
@@ -159,8 +159,8 @@ def evaluate(
 
 def _load_router(run: Run, model: str) -> None:
     """Routes as the model was trained to choose them; one that never was draws them at random."""
+    from toolwise.agent.calibration import ROUTER_METADATA_FILE
     from toolwise.models import locate
-    from toolwise.routed.calibration import ROUTER_METADATA_FILE
 
     if not run.config.router.enable:
         return
@@ -181,7 +181,7 @@ def sft(
     """
     _refuse_in_worker("sft")
     check_model(model)
-    from toolwise.teaching import train_sft
+    from toolwise.training.sft import train_sft
 
     return train_sft(str(model), data, Path(out), settings)
 
@@ -244,6 +244,6 @@ def run_async(work: Coroutine[Any, Any, T]) -> T:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return waiting.run(work)
+        return deadlines.run(work)
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(waiting.run, work).result()
+        return pool.submit(deadlines.run, work).result()

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from toolwise.messages import Message
 from toolwise.types import (
     AnnotatedRollout,
     CreditedRollout,
-    EvaluateResult,
-    Rollout,
     RouteDecision,
     ScoredRollout,
     Task,
 )
-
-if TYPE_CHECKING:
-    from toolwise.rewards.function import Reward
 
 Metrics = dict[str, float]
 
@@ -93,12 +88,6 @@ class MeasuredEstimator(AdvantageEstimator, Protocol):
     """An estimator that has something to report beside its credit."""
 
     def credit(self, rollouts: Sequence[AnnotatedRollout]) -> tuple[list[CreditedRollout], Metrics]: ...
-
-
-class Executor(Protocol):
-    """Where reward functions run: in this process, or in a sandbox. One result a rollout, in order, always."""
-
-    async def evaluate(self, reward: Reward, rollouts: Sequence[Rollout], *, step: int) -> list[EvaluateResult]: ...
 
 
 class Tracker(Protocol):

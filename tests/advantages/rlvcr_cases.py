@@ -11,8 +11,21 @@ from typing import Any
 import numpy as np
 
 from toolwise.messages import Message
-from toolwise.thinking.groups import Alternative, LevelScore, RolloutThinking, ThinkingGroup, ThinkingStep
-from toolwise.types import AnnotatedRollout, EvaluateResult, Rollout, ScoredRollout, StepData, StopReason, Task, Usage
+from toolwise.types import (
+    Alternative,
+    AnnotatedRollout,
+    EvaluateResult,
+    LevelScore,
+    Rollout,
+    RolloutThinking,
+    ScoredRollout,
+    StepData,
+    StopReason,
+    Task,
+    ThinkingGroup,
+    ThinkingStep,
+    Usage,
+)
 
 LEVEL, HEAD, ACTION = 2, 3, 2
 """Tokens of the level, of level and thought, and of the action, in every step made here."""

@@ -14,8 +14,7 @@ from rlvcr_cases import level_score, thinking_step, thoughtful
 from toolwise.advantages import Grpo, Rlvcr
 from toolwise.advantages.alternative_rows import alternative_rows
 from toolwise.learner.rows import build_rows
-from toolwise.thinking.groups import ThinkingGroup, ThinkingStep
-from toolwise.types import CreditedRollout
+from toolwise.types import CreditedRollout, ThinkingGroup, ThinkingStep
 
 FOUR = {1: -3.0, 2: -2.0, 3: -1.0, 4: -2.5}
 TOKENS = {1: 0, 2: 2, 3: 3, 4: 4}

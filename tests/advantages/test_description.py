@@ -9,7 +9,7 @@ import pytest
 from toolwise.advantages import ESTIMATORS, Gigpo, Grpo, MonitoredEstimator, Rlvcr
 from toolwise.advantages.description import describe_rewards, has_step_returns
 from toolwise.learner.kl import KlCoefficient
-from toolwise.learner.pricing import KlRewardEstimator
+from toolwise.learner.kl_reward import KlRewardEstimator
 
 STEPWISE = ("gigpo", "hgpo", "gae", "reinforce_plus_plus")
 

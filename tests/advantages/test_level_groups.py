@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from toolwise.advantages.levels import (
+from toolwise.advantages.level_values import (
     copo_weights,
     diversity_bonus,
     level_advantages,

@@ -64,7 +64,7 @@ def test_arguments_and_the_sandbox_can_be_given(started: tuple[Path, Path], cli:
 @pytest.mark.long
 def test_mere_shaping_need_not_love_gold(started: tuple[Path, Path], cli: Cli) -> None:
     _, rollouts = started
-    reference = "toolwise.rewards.shaping:length_reward"
+    reference = "toolwise.rewards.library.shaping:length_reward"
     options = ["--rollouts", rollouts, "--kwargs", "low_words=3", "--json", "--no-gold"]
     told = json.loads(cli("check", "reward", reference, *options).out)
     assert {f["name"] for f in told["findings"]} == {"results", "determinism", "speed", "spread", "steps"}

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-PUBLISHED = Path(__file__).parents[1] / "data"
+PUBLISHED = Path(__file__).parents[1] / "fixtures"
 Cli = Callable[..., Any]
 
 

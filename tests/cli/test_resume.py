@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from toolwise.config import load_config
+from toolwise.config.schema import load_config
 
 Cli = Callable[..., Any]
 MakeConfig = Callable[..., Path]

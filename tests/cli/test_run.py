@@ -11,12 +11,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from toolwise import checkpoint
 from toolwise.cli import app
 from toolwise.demo.tasks import write_rows
 from toolwise.errors import CheckpointError, ConfigError
-from toolwise.learner.router_head import HeadSettings, RouterHead, save_head
 from toolwise.models import locate
+from toolwise.routing.head.head import HeadSettings, RouterHead, save_head
+from toolwise.training import checkpoint
 
 SUM = "What is 4321 - 1234?"
 

@@ -36,7 +36,7 @@ def test_everything_is_in_the_folder(tiny_run: Path) -> None:
 
 
 def test_the_configuration_in_the_folder_makes_the_same_run(tiny_run: Path) -> None:
-    from toolwise.config import load_config
+    from toolwise.config.schema import load_config
 
     assert load_config(tiny_run / "config.toml") == load_config(tiny_run.parent / "run.toml")
 
@@ -53,7 +53,7 @@ def test_the_metrics_are_one_line_a_step_and_one_a_validation(tiny_run: Path) ->
 @pytest.mark.parametrize(("steps", "said"), [(1, "1 step in 3 s"), (2, "2 steps in 3 s")])
 def test_one_step_is_not_several(steps: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from toolwise.cli.train import report_result
-    from toolwise.training import RunResult
+    from toolwise.training.trainer import RunResult
 
     summary = {"before": None, "after": None, "steps": steps, "seconds": 3.2, "peak_rss_mb": 5.0}
     report_result(RunResult(tmp_path, {**summary, "interrupted": False, "updated": True}))

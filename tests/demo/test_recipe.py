@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from toolwise.config import RunConfig
+from toolwise.config.loader import build_config
+from toolwise.config.schema import RunConfig
 from toolwise.data import load_tasks
 from toolwise.demo.recipe import BUDGET, HELD_OUT_TASKS, ROUTABLE_KINDS, TRAIN_TASKS, demo_config, write_tasks
-from toolwise.run import assemble
-from toolwise.settings import build_config
+from toolwise.training.run import assemble
 
 torch.set_num_threads(1)
 

@@ -15,8 +15,8 @@ import pytest
 from toolwise.data import load_tasks
 from toolwise.demo.tasks import KINDS, SPLITS, make_row, make_rows, write_rows
 from toolwise.demo.world import KNOWN_CALCULATIONS, is_known, make_fact
-from toolwise.tools.calculator import CalculatorTool
-from toolwise.tools.search.tool import SearchTool
+from toolwise.tools.builtin.calculator import CalculatorTool
+from toolwise.tools.builtin.search.tool import SearchTool
 
 ROWS = list(make_rows(400, seed=0, split="train"))
 FACT = re.compile(r"How many (\w+) does (\w+) have\?")

@@ -14,9 +14,9 @@ from toolwise.demo.tasks import KINDS, make_row, make_rows
 from toolwise.demo.teacher import STRATEGIES, TOOL_OFFERS, conversations, demonstrate
 from toolwise.messages import Message
 from toolwise.tools.base import BaseTool
-from toolwise.tools.calculator import CalculatorTool
+from toolwise.tools.builtin.calculator import CalculatorTool
+from toolwise.tools.builtin.search.tool import SearchTool
 from toolwise.tools.schema import validate_arguments
-from toolwise.tools.search.tool import SearchTool
 
 BOTH = ["calculator", "search"]
 TALKS = conversations(300, seed=0)

@@ -25,8 +25,8 @@ from typing import Any
 
 import tomli_w
 
+from toolwise.config.imports import load_module
 from toolwise.data import load_tasks
-from toolwise.references import load_module
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)

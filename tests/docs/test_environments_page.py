@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 from tests.docs.pages import ROOT, Reader
 
+from toolwise.checks.env.rules import EnvChecks
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.catalog import ENVS, INTERACTIONS
-from toolwise.envs.conformance.exam import EnvChecks
 from toolwise.envs.gymnasium import GymnasiumEnv
-from toolwise.envs.methods import RESERVED_NAMES
+from toolwise.envs.methods_env import RESERVED_NAMES
 
 pytestmark = pytest.mark.docs
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import toolwise
-from toolwise.config import load_config
+from toolwise.config.schema import load_config
 from toolwise.errors import ConfigError, RewardError
 from toolwise.rewards.function import Reward
 from toolwise.tools import isolation
@@ -263,12 +263,12 @@ def test_the_plain_prompt_works_or_says_what_to_do(tmp_path: Path) -> None:
 def test_an_async_tool_and_a_class_of_tools_come_back(tmp_path: Path) -> None:
     import asyncio
 
-    from toolwise.run_inputs import gather_inputs
     from toolwise.tools.catalog import build_tools
+    from toolwise.training.inputs import gather_inputs
 
     space = run_cells(
         [
-            "from toolwise import tool\nfrom toolwise.tools.calculator import CalculatorTool\nLOUD = '!'\n",
+            "from toolwise import tool\nfrom toolwise.tools.builtin.calculator import CalculatorTool\nLOUD = '!'\n",
             """
             @tool(name="echo", family="SEARCH")
             async def said(text: str) -> str:
@@ -299,8 +299,8 @@ def test_a_tool_that_cannot_be_copied_runs_in_this_process(
 ) -> None:
     import asyncio
 
-    from toolwise.run_inputs import gather_inputs
     from toolwise.tools.function import FunctionTool
+    from toolwise.training.inputs import gather_inputs
 
     space = run_cells(["import os\nopened = iter([])\ndef where() -> int:\n    return os.getpid() or len(opened)\n"])
     inputs = gather_inputs(toolwise.RunConfig(), Path("unused"), tools=[space["where"]])

@@ -39,7 +39,7 @@ def test_every_snippet_runs(reader: Callable[..., Reader], tmp_path: Path, cli: 
     shutil.copytree(BUILTIN / "small", tmp_path / "path" / "to" / "a" / "huggingface" / "folder")
     (tmp_path / "my_rewards.py").write_text(REWARD)
     for split in ("train", "test"):
-        cli("data", "prepare", "gsm8k", ROOT / "tests/data/gsm8k.jsonl", "--out", f"data/gsm8k/{split}.parquet")
+        cli("data", "prepare", "gsm8k", ROOT / "tests/fixtures/gsm8k.jsonl", "--out", f"data/gsm8k/{split}.parquet")
     sizes = {key: value for key, value in BASE.items() if key != "reward"}
     sizes["data"] = {"batch_size": 1, "limit": 2, "val_limit": 1}
     sizes["rollout"] = {"max_new_tokens": 8}

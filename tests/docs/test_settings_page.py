@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import settings_page
 
-from toolwise.config import RunConfig
-from toolwise.settings import setting_keys
+from toolwise.config.loader import setting_keys
+from toolwise.config.schema import RunConfig
 
 pytestmark = pytest.mark.docs
 

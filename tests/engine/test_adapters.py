@@ -21,8 +21,8 @@ from engine_cases import (
 from engine_cases import run as run_async
 from selection import quick_first
 
-from toolwise.engine.dense import CpuRunner
-from toolwise.engine.fused import CudaRunner
+from toolwise.engine.cpu_runner import CpuRunner
+from toolwise.engine.cuda_runner import CudaRunner
 from toolwise.engine.runner import Runner
 from toolwise.errors import ConfigError
 from toolwise.learner.lora import Adapters, LoraSettings

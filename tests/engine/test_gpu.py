@@ -10,7 +10,7 @@ import torch
 from engine_cases import FAMILIES, counted, generate_all, greedily, random_ids, tiny
 
 from toolwise.engine import Engine
-from toolwise.engine.fused import CudaRunner
+from toolwise.engine.cuda_runner import CudaRunner
 from toolwise.learner.lora import Adapters, LoraSettings
 from toolwise.protocols import Generation, Sampling
 

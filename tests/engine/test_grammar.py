@@ -21,16 +21,16 @@ from engine_cases import assert_forced, counted, run, shipped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toolwise.config import GrammarConfig, load_config
+from toolwise.config.schema import GrammarConfig, load_config
+from toolwise.engine.cuda_graphs import MultiStepDecoder
 from toolwise.engine.grammar import Constraint, Grammar, GrammarError, Vocabulary, grammar_from_config
-from toolwise.engine.graphs import MultiStepDecoder
 from toolwise.engine.request import Request
 from toolwise.engine.sampler import draw
 from toolwise.errors import ConfigError, MissingExtraError, ModelError, PolicyError
 from toolwise.messages import Message
 from toolwise.policies import LocalPolicy
 from toolwise.protocols import Generation, Sampling
-from toolwise.run import local_policy
+from toolwise.training.run import local_policy
 
 llguidance = pytest.importorskip("llguidance")
 PERSON: dict[str, Any] = {

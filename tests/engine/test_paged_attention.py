@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from toolwise.engine.attention import PagedContext, attend, supports_paged_attention
-from toolwise.engine.grouping import chunk_order, group_chunks
+from toolwise.engine.length_groups import chunk_order, group_chunks
+from toolwise.engine.paged_attention import PagedContext, attend, supports_paged_attention
 from toolwise.engine.runner import Runner
 from toolwise.errors import ModelError
 

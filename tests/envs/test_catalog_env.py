@@ -13,9 +13,9 @@ from toolwise.envs.base import BaseEnv
 from toolwise.envs.catalog import build_env_factory, build_interaction_factory
 from toolwise.envs.gsm8k import Gsm8kEnv
 from toolwise.envs.gymnasium import GymnasiumEnv
-from toolwise.envs.interaction import BaseInteraction, FunctionInteraction, ScriptedInteraction
+from toolwise.envs.interactions import BaseInteraction, FunctionInteraction, ScriptedInteraction
 from toolwise.envs.interactive_env import InteractiveEnv
-from toolwise.envs.methods import MethodsEnv
+from toolwise.envs.methods_env import MethodsEnv
 from toolwise.envs.tool_env import ToolEnv
 from toolwise.errors import ConfigError, DataError, ToolwiseError
 from toolwise.tools import build_tools
@@ -23,7 +23,7 @@ from toolwise.types import Task
 
 FILE = '''
 from toolwise import BaseEnv
-from toolwise.envs.interaction import BaseInteraction, ScriptedInteraction
+from toolwise.envs.interactions import BaseInteraction, ScriptedInteraction
 
 class Counter:
     """A plain class."""

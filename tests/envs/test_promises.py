@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from toolwise.envs.base import BaseEnv
-from toolwise.envs.methods import MethodsEnv
+from toolwise.envs.methods_env import MethodsEnv
 from toolwise.envs.tool_env import ToolEnv
 
 

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from toolwise import waiting
+from toolwise.concurrency import deadlines
+from toolwise.concurrency.limits import Gate
 from toolwise.envs.tool_env import ToolEnv, validate_reward
-from toolwise.limits import Gate
 from toolwise.messages import Message, ToolCall
 from toolwise.tools import BaseTool, build_tools, tool
 from toolwise.tools.base import FunctionSchema, OpenAIFunctionToolSchema
@@ -209,7 +209,7 @@ def test_a_tool_that_is_too_slow_is_ended_and_told() -> None:
 
 
 def test_a_tool_that_does_not_heed_its_cancellation_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "GRACE_S", 0.05)
+    monkeypatch.setattr(deadlines, "GRACE_S", 0.05)
     free: list[asyncio.Event] = []
 
     async def stubborn() -> None:

@@ -7,7 +7,7 @@ import json
 import numpy as np
 from rich.console import Console
 
-from toolwise.frontier.comparing import Frontier, RouteValues, compute_frontier
+from toolwise.frontier.comparison import Frontier, RouteValues, compute_frontier
 from toolwise.frontier.outcomes import ALL_TOOLS, OutcomeTable
 from toolwise.frontier.report import as_json, plot_frontier, tables
 

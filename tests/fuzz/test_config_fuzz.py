@@ -10,9 +10,9 @@ from fuzzing import JSON, ODD, SCALARS, TEXT, fuzz, nested
 from hypothesis import strategies as st
 
 from toolwise.api import read_config
-from toolwise.config import RunConfig, load_config
+from toolwise.config.loader import build_config, read_settings, setting_keys, to_toml
+from toolwise.config.schema import RunConfig, load_config
 from toolwise.errors import ToolwiseError
-from toolwise.settings import build_config, read_settings, setting_keys, to_toml
 
 PATHS = sorted(setting_keys(RunConfig))
 KEYS = st.one_of(st.sampled_from(PATHS), st.sampled_from(PATHS).map(lambda path: path.partition(".")[0]), TEXT)

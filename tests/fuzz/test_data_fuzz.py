@@ -18,7 +18,7 @@ from toolwise.data.rows import KNOWN_COLUMNS, read_task
 from toolwise.data.stats import describe_tasks, stats_table
 from toolwise.data.task_rows import task_to_row
 from toolwise.errors import DataError, ToolwiseError
-from toolwise.json_text import json_text
+from toolwise.serialization.json_text import json_text
 
 MESSAGES = st.lists(
     st.fixed_dictionaries(

@@ -10,16 +10,16 @@ from typing import Any
 from fuzzing import JSON, NUMBERS, TEXT, fuzz
 from hypothesis import strategies as st
 
-from toolwise.bounds import MAX_METRIC_VALUE, MAX_METRICS, MAX_NAME_CHARS, MAX_SCORE
-from toolwise.json_text import json_text
 from toolwise.rewards.align import align_rollouts
 from toolwise.rewards.combine import WeightedReward, combine
-from toolwise.rewards.earned import episode_reward
+from toolwise.rewards.episode_rewards import episode_reward
 from toolwise.rewards.function import read_result, read_results
 from toolwise.sandbox.answers import read_answer
 from toolwise.sandbox.faults import KINDS, WorkerFault, read_fault
 from toolwise.sandbox.frames import HEADER, FrameReader, encode, to_frame
+from toolwise.serialization.json_text import json_text
 from toolwise.types import EvaluateResult, Rollout, StopReason, Task, Usage
+from toolwise.untrusted.bounds import MAX_METRIC_VALUE, MAX_METRICS, MAX_NAME_CHARS, MAX_SCORE
 
 LENGTHS = st.one_of(st.integers(0, 2**32 - 1), st.integers(0, 64))
 FRAMES = st.one_of(

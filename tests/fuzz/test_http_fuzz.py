@@ -11,10 +11,10 @@ import httpx
 from fuzzing import JSON, NUMBERS, TEXT, fuzz
 from hypothesis import strategies as st
 
-from toolwise.json_text import json_text
 from toolwise.models import load_model
 from toolwise.policies.local import LocalPolicy
 from toolwise.protocols import Sampling
+from toolwise.serialization.json_text import json_text
 from toolwise.serve import ServedModel, build_app
 
 FUNCTION = st.fixed_dictionaries({"name": TEXT, "arguments": TEXT})

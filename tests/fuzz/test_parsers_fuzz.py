@@ -8,9 +8,9 @@ from typing import Any
 from fuzzing import JSON, TEXT, fuzz
 from hypothesis import strategies as st
 
-from toolwise.json_text import json_text
 from toolwise.messages import Message, ToolCall, parse_arguments
 from toolwise.rollout.parsers import PARSERS, RENDERERS, detect_parser, to_action
+from toolwise.serialization.json_text import json_text
 
 MARKS = st.sampled_from(
     [

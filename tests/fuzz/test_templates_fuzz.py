@@ -15,7 +15,7 @@ from toolwise.messages import Message
 
 
 def _load() -> Any:
-    path = Path(__file__).parent.parent / "rollout" / "chat_tokenizers.py"
+    path = Path(__file__).parents[1] / "rollout" / "chat_tokenizers.py"
     spec = importlib.util.spec_from_file_location("fuzzed_tokenizers", path)
     assert spec is not None
     assert spec.loader is not None

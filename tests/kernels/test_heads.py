@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from toolwise.kernels import kernel, reference
+from toolwise.kernels import kernel, torch_reference
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -13,15 +13,15 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 def test_a_rotation_and_its_transpose_keep_the_inner_product() -> None:
     x, y = torch.randn(2, 5, 3, 8, dtype=torch.float64)
     cos, sin = torch.randn(2, 5, 8, dtype=torch.float64)
-    forth, back = reference.rotate(x, cos, sin), reference.rotate(y, cos, sin, back=True)
+    forth, back = torch_reference.rotate(x, cos, sin), torch_reference.rotate(y, cos, sin, back=True)
     torch.testing.assert_close((forth * y).sum(), (x * back).sum())
 
 
 def test_turning_by_an_angle_and_back_changes_nothing() -> None:
     x, angle = torch.randn(5, 3, 8, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64).repeat(1, 2)
-    turned = reference.rotate(x, angle.cos(), angle.sin())
-    torch.testing.assert_close(reference.rotate(turned, angle.cos(), -angle.sin()), x)
-    torch.testing.assert_close(reference.rotate(turned, angle.cos(), angle.sin(), back=True), x)
+    turned = torch_reference.rotate(x, angle.cos(), angle.sin())
+    torch.testing.assert_close(torch_reference.rotate(turned, angle.cos(), -angle.sin()), x)
+    torch.testing.assert_close(torch_reference.rotate(turned, angle.cos(), angle.sin(), back=True), x)
     torch.testing.assert_close(turned[2, 1, 3], x[2, 1, 3] * angle[2, 3].cos() - x[2, 1, 7] * angle[2, 3].sin())
 
 
@@ -43,7 +43,7 @@ def parts(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
 def test_two_attentions_are_merged_into_one() -> None:
     out, lse, more, its, whole, whole_lse, places = parts()
     untouched = out[1].clone(), lse[:, 1].clone()
-    reference.merge(out, lse, more, its, places)
+    torch_reference.merge(out, lse, more, its, places)
     torch.testing.assert_close(out[places], whole[places])
     torch.testing.assert_close(lse[:, places], whole_lse[:, places])
     torch.testing.assert_close((out[1], lse[:, 1]), untouched)
@@ -59,9 +59,9 @@ def test_the_kernel_turns_as_plain_torch_does(heads: int, size: int, dtype: torc
         mine = x.to("cuda", dtype)
         found = kernel("rotate", "cuda")(mine, cos, sin, back=back)
         assert found.is_contiguous()
-        torch.testing.assert_close(found, reference.rotate(mine, cos, sin, back=back), rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(found, torch_reference.rotate(mine, cos, sin, back=back), rtol=1e-2, atol=1e-2)
         if dtype == torch.float32:
-            torch.testing.assert_close(found, reference.rotate(mine, cos, sin, back=back), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(found, torch_reference.rotate(mine, cos, sin, back=back), rtol=1e-5, atol=1e-5)
 
 
 @needs_gpu
@@ -71,7 +71,7 @@ def test_the_kernel_merges_as_plain_torch_does(dtype: torch.dtype) -> None:
     ours = [out.to(dtype), lse.float()]
     theirs = [t.clone() for t in ours]
     kernel("merge", "cuda")(*ours, more.to(dtype), its.float(), places)
-    reference.merge(*theirs, more.to(dtype), its.float(), places)
+    torch_reference.merge(*theirs, more.to(dtype), its.float(), places)
     near = 1e-5 if dtype == torch.float32 else 1e-2
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=near, atol=near)
@@ -84,5 +84,5 @@ def test_the_kernel_merges_tokens_that_stand_side_by_side(first: int) -> None:
     more, its = torch.randn(20, 3, 64, device="cuda"), torch.randn(3, 20, device="cuda")
     theirs = out.clone(), lse.clone()
     kernel("merge", "cuda")(out, lse, more, its, slice(first, first + 20))
-    reference.merge(*theirs, more, its, torch.arange(first, first + 20, device="cuda"))
+    torch_reference.merge(*theirs, more, its, torch.arange(first, first + 20, device="cuda"))
     torch.testing.assert_close((out, lse), theirs, rtol=1e-5, atol=1e-5)

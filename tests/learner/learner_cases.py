@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from toolwise.learner.actor import Actor, ActorSettings
 from toolwise.messages import Message
-from toolwise.policies.decoding import generate_batch
+from toolwise.policies.transformers_generation import generate_batch
 from toolwise.protocols import Sampling
 from toolwise.types import (
     AnnotatedRollout,

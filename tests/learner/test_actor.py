@@ -18,20 +18,20 @@ from learner_cases import LR, PAD, credit, drawn, gradients, same, sample, tiny_
 from precision import assert_fp32_close
 from transformers import LlamaForCausalLM
 
-from toolwise import checkpoint
 from toolwise.advantages import Grpo
-from toolwise.checkpoint import StateRegistry
 from toolwise.demo.tasks import make_rows
 from toolwise.errors import CheckpointError, ConfigError, ToolwiseError
 from toolwise.learner.actor import Actor, ActorSettings
 from toolwise.learner.rows import build_rows
 from toolwise.models import load_model
-from toolwise.policies.decoding import generate_batch
 from toolwise.policies.local import LocalPolicy
+from toolwise.policies.transformers_generation import generate_batch
 from toolwise.protocols import Sampling
 from toolwise.rollout.scheduler import RolloutScheduler
-from toolwise.routing.direct import DirectRouter
+from toolwise.routing.direct_router import DirectRouter
 from toolwise.tools.catalog import build_tools
+from toolwise.training import checkpoint
+from toolwise.training.checkpoint import StateRegistry
 from toolwise.types import (
     AnnotatedRollout,
     CreditedRollout,

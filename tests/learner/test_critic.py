@@ -14,12 +14,12 @@ import pytest
 import torch
 from learner_cases import LR, credit, same, sample, tiny_model, weights
 
-from toolwise import checkpoint
 from toolwise.advantages import Gae
 from toolwise.errors import CheckpointError, ToolwiseError
 from toolwise.learner.actor import Actor
 from toolwise.learner.batch import Batch, MicroBatchSettings, build_batch
 from toolwise.learner.critic import Critic, CriticSettings, explained_variance
+from toolwise.training import checkpoint
 from toolwise.types import CreditedRollout
 
 torch.set_num_threads(1)

@@ -12,11 +12,11 @@ from learner_cases import LR, credit, sample, tiny_model
 
 from toolwise.advantages import Gae
 from toolwise.engine import Engine
-from toolwise.engine.fused import CudaRunner
+from toolwise.engine.cuda_runner import CudaRunner
 from toolwise.learner.actor import Actor
 from toolwise.learner.critic import Critic, CriticSettings
+from toolwise.learner.kl_reward import KlRewardEstimator
 from toolwise.learner.lora import LoraSettings
-from toolwise.learner.pricing import KlRewardEstimator
 from toolwise.protocols import Generation, Sampling
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")

@@ -25,7 +25,7 @@ from toolwise.learner.losses import clipped_policy_loss
 from toolwise.learner.packing import pack
 from toolwise.messages import Message
 from toolwise.models import load_model
-from toolwise.policies.decoding import generate_batch
+from toolwise.policies.transformers_generation import generate_batch
 from toolwise.protocols import Sampling
 
 torch.set_num_threads(1)

@@ -19,7 +19,7 @@ from toolwise.engine import Engine
 from toolwise.errors import ConfigError, MissingExtraError
 from toolwise.learner.actor import Actor
 from toolwise.learner.lora import Adapters, LoraSettings
-from toolwise.policies.decoding import generate_batch
+from toolwise.policies.transformers_generation import generate_batch
 from toolwise.protocols import Generation, Sampling
 from toolwise.types import AnnotatedRollout, CreditedRollout
 

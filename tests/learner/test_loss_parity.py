@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from toolwise.advantages import compute_grpo_outcome_advantage
-from toolwise.learner.aggregation import Aggregation, token_weights
 from toolwise.learner.kl import k1, k2, k3
+from toolwise.learner.loss_aggregation import Aggregation, token_weights
 from toolwise.learner.losses import clipped_policy_loss, clipped_value_loss
 
 PEERS = Path(__file__).parents[2] / ".venv-bench" / "bin" / "python"

@@ -23,7 +23,7 @@ from toolwise.learner.supervised import (
 )
 from toolwise.messages import Message, ToolCall
 from toolwise.models import load_model
-from toolwise.rollout.chat import ChatTokenizer
+from toolwise.rollout.chat_tokenizer import ChatTokenizer
 
 torch.set_num_threads(1)
 PAD = 0

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from toolwise.errors import ModelError
 from toolwise.messages import Message
 from toolwise.models import BUILTIN, load_model, locate
-from toolwise.rollout.chat import ChatTokenizer
+from toolwise.rollout.chat_tokenizer import ChatTokenizer
 
 torch.set_num_threads(1)
 

@@ -23,7 +23,7 @@ from toolwise.errors import ContextFullError
 from toolwise.messages import Message, ToolCall
 from toolwise.models import load_model, locate
 from toolwise.policies import LocalPolicy, OpenAIAgentPolicy
-from toolwise.policies.openai.faults import ServerError
+from toolwise.policies.openai.server_errors import ServerError
 from toolwise.protocols import AgentPolicy, Sampling
 from toolwise.rollout.worker import RLRolloutWorker
 from toolwise.tools import build_tools

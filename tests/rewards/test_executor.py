@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from toolwise import waiting
+from toolwise.concurrency import deadlines
 from toolwise.messages import Message, ToolCall
 from toolwise.rewards import Reward, reward_function
 from toolwise.rewards.executor import InProcessExecutor
@@ -286,7 +286,7 @@ def test_what_would_end_the_program_is_a_result(fault: Any, mode: str) -> None:
 
     function: Any = {"pointwise": pointwise, "awaited": awaited, "batch": batch, "group": group}[mode]
     good, ill = replace(rollout("good"), group_id="other"), rollout("bad")
-    results = waiting.run(InProcessExecutor().evaluate(Reward.of(function), [good, ill, good], step=0))
+    results = deadlines.run(InProcessExecutor().evaluate(Reward.of(function), [good, ill, good], step=0))
     shared = "exception" if mode == "batch" else None
     assert kinds(results) == [shared, "exception", shared]
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from toolwise.config import RewardConfig, RunConfig
+from toolwise.config.loader import build_config
+from toolwise.config.schema import RewardConfig, RunConfig
 from toolwise.errors import ConfigError
-from toolwise.rewards.earned import episode_reward
+from toolwise.rewards.episode_rewards import episode_reward
 from toolwise.rewards.function import Reward
 from toolwise.rewards.part_names import part_names
-from toolwise.settings import build_config
 
 
 def right(messages: Any, ground_truth: Any) -> float:
@@ -23,7 +23,11 @@ def right(messages: Any, ground_truth: Any) -> float:
     [
         (["/home/me/my_rewards.py:score"], [], ["score"]),
         (["my_rewards.py"], [], ["my_rewards"]),
-        (["toolwise.rewards.gsm8k:gsm8k_reward", "toolwise.rewards.judge"], [], ["gsm8k_reward", "judge"]),
+        (
+            ["toolwise.rewards.library.gsm8k:gsm8k_reward", "toolwise.rewards.library.judge"],
+            [],
+            ["gsm8k_reward", "judge"],
+        ),
         (["env", "tools", right], [], ["env", "tools", "right"]),
         ([episode_reward("env"), Reward.of(right)], [], ["env", "right"]),
         (["a/mine.py:score", "b/yours.py:score"], [], ["mine:score", "yours:score"]),

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from toolwise.bounds import MAX_METRICS, MAX_REASON_CHARS, MAX_STEP_OUTPUTS
 from toolwise.messages import Message
-from toolwise.records import write_records
 from toolwise.rewards.align import align_rollouts
 from toolwise.rewards.combine import CompositeReward, WeightedReward, combine
 from toolwise.rewards.executor import InProcessExecutor
 from toolwise.rewards.function import Reward, read_result, reward_function
-from toolwise.summary import summarize
+from toolwise.training.metrics import summarize
+from toolwise.training.records import write_records
 from toolwise.types import EvaluateResult, Rollout, StepData, StopReason, Task, Usage
+from toolwise.untrusted.bounds import MAX_METRICS, MAX_REASON_CHARS, MAX_STEP_OUTPUTS
 
 TASK = Task(task_id="t", prompt=[Message(role="user", content="?")])
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from toolwise.config import RewardConfig
+from toolwise.config.schema import RewardConfig
 from toolwise.errors import RewardError
 from toolwise.rewards import Reward, reward_function
 from toolwise.rewards.signature import Signature
-from toolwise.scoring import build_scoring
+from toolwise.training.scoring import build_scoring
 
 
 def trl(prompts: Any, completions: Any, answer: Any, scale: float = 2.0, **kwargs: Any) -> list[float]:

@@ -1,4 +1,5 @@
-"""Tokenizers for the tests of tokens: each chat template in tests/data/templates over several small BPE tokenizers."""
+"""Tokenizers for the tests of tokens: each chat template in tests/fixtures/templates over several small BPE
+tokenizers."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from toolwise.rollout.chat import ChatTokenizer
+from toolwise.rollout.chat_tokenizer import ChatTokenizer
 
-FOLDER = Path(__file__).parent.parent / "data" / "templates"
+FOLDER = Path(__file__).parents[1] / "fixtures" / "templates"
 CHATML = ("<|im_end|>", "<|im_start|>", "<|endoftext|>")
 CONTROLS = {
     "chatml": CHATML,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from toolwise.bounds import MAX_DISTINCT_NAMES
 from toolwise.rollout.call_counts import OTHER_NAMES, CallCounts
+from toolwise.untrusted.bounds import MAX_DISTINCT_NAMES
 
 
 def test_steps_add_up_and_the_time_in_the_queue_leaves_the_step() -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from toolwise.bounds import MAX_OBSERVATION_CHARS
 from toolwise.envs.base import BaseEnv
 from toolwise.messages import Message
 from toolwise.rollout.observation import observation_messages
 from toolwise.rollout.request import AsyncRolloutRequest
 from toolwise.types import Rollout, StopReason, Task
+from toolwise.untrusted.bounds import MAX_OBSERVATION_CHARS
 
 TASK = Task(task_id="t", prompt=[Message(role="user", content="?")])
 

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from toolwise.config import RolloutConfig
+from toolwise.config.schema import RolloutConfig
 from toolwise.messages import ToolCall
 from toolwise.rollout.parsers import PARSERS, RENDERERS, parse_hermes, to_action
 

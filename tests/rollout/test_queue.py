@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from toolwise.errors import ToolwiseError
 from toolwise.rollout.queue import Order, RolloutQueue, Ticket
-from toolwise.simulation import Deadlock, simulate
+from toolwise.testing.virtual_time import Deadlock, simulate
 
 T = TypeVar("T")
 

@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 
 import pytest
 
-from toolwise import waiting
+from toolwise.concurrency import deadlines
+from toolwise.config.imports import load_reference
 from toolwise.messages import Message
 from toolwise.policies.scripted import ScriptedPolicy
-from toolwise.references import load_reference
 from toolwise.rollout.scheduler import RolloutScheduler
-from toolwise.routing.direct import DirectRouter
+from toolwise.routing.direct_router import DirectRouter
 from toolwise.tools import BaseTool, isolation, tool
 from toolwise.types import Rollout, StopReason, Task
 
@@ -61,7 +61,7 @@ def roll_out(scheduler: RolloutScheduler, *beside: Coroutine[Any, Any, None]) ->
         return rollouts
 
     began = time.monotonic()
-    first, *others = waiting.run(whole())
+    first, *others = deadlines.run(whole())
     return first, others, time.monotonic() - began
 
 
@@ -123,10 +123,10 @@ def test_a_tool_that_swallows_its_cancellation_is_left_behind_and_counted() -> N
 
     policy = script(call("cling"))
     scheduler = RolloutScheduler(policy, {"cling": cling, **load("nap")}, tool_timeout_s=4.0)
-    before = sum(waiting.abandoned_counts().values())
+    before = sum(deadlines.abandoned_counts().values())
     first, others, took_s = roll_out(scheduler)
     assert first.messages[-1].content == "it said error: cling took longer than 4 s"
-    assert sum(waiting.abandoned_counts().values()) > before
+    assert sum(deadlines.abandoned_counts().values()) > before
     assert_unaffected(others)
     assert took_s < 20
 
@@ -173,6 +173,6 @@ def test_cancelling_everything_kills_what_sleeps_in_c(tmp_path: Path) -> None:
             await everything
 
     began = time.monotonic()
-    waiting.run(cancel())
+    deadlines.run(cancel())
     assert is_gone(int(note.read_text()))
     assert time.monotonic() - began < 20

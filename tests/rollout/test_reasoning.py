@@ -13,11 +13,11 @@ from transformers import AutoTokenizer
 from toolwise.messages import Message
 from toolwise.models import locate
 from toolwise.policies import OpenAIAgentPolicy
-from toolwise.records import rollout_record
-from toolwise.rollout.chat import ChatTokenizer
-from toolwise.rollout.controls import strip_guard_marks
+from toolwise.rollout.chat_tokenizer import ChatTokenizer
+from toolwise.rollout.control_tokens import strip_guard_marks
 from toolwise.rollout.worker import RLRolloutWorker
 from toolwise.tools import build_tools
+from toolwise.training.records import rollout_record
 from toolwise.types import EvaluateResult, ScoredRollout, Task
 
 THOUGHT = "A sum: the calculator knows."

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from toolwise.concurrency.deadlines import GRACE_S
+from toolwise.concurrency.limits import Gate, Limits
 from toolwise.envs.base import BaseEnv, Phase
-from toolwise.limits import Gate, Limits
 from toolwise.messages import Message
 from toolwise.rollout.request import AsyncRolloutRequest, RequestState
 from toolwise.rollout.termination import Termination
-from toolwise.simulation import simulate
+from toolwise.testing.virtual_time import simulate
 from toolwise.types import StopReason, Task
-from toolwise.waiting import GRACE_S
 
 TASK = Task(task_id="t", prompt=[Message(role="user", content="?")])
 

@@ -17,7 +17,7 @@ from toolwise.errors import ToolwiseError
 from toolwise.messages import Message
 from toolwise.models import BUILTIN, load_model
 from toolwise.rollout import template_limits
-from toolwise.rollout.chat import ChatTokenizer
+from toolwise.rollout.chat_tokenizer import ChatTokenizer
 from toolwise.rollout.template_limits import MAX_TEMPLATE_CHARS
 
 CHATML = (

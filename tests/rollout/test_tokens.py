@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from toolwise.errors import ModelError
 from toolwise.messages import Message, ToolCall
-from toolwise.rollout.chat import ChatTokenizer
+from toolwise.rollout.chat_tokenizer import ChatTokenizer
 from toolwise.rollout.parsers import PARSERS
 from toolwise.rollout.tokens import OnChange, TokenBuffer
 

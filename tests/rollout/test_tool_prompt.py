@@ -18,13 +18,13 @@ from toolwise.api import evaluate, train
 from toolwise.errors import ConfigError
 from toolwise.messages import Message, ToolCall
 from toolwise.models import locate
-from toolwise.rollout.chat import ChatTokenizer
-from toolwise.rollout.controls import strip_guard_marks
+from toolwise.rollout.chat_tokenizer import ChatTokenizer
+from toolwise.rollout.control_tokens import strip_guard_marks
 from toolwise.rollout.parsers import PARSERS
 from toolwise.rollout.tokens import TokenBuffer
 from toolwise.rollout.tool_prompt import ToolPrompt, describe_tools
 
-TEMPLATES = Path(__file__).parent.parent / "data" / "templates"
+TEMPLATES = Path(__file__).parents[1] / "fixtures" / "templates"
 TOOL = {
     "type": "function",
     "function": {

@@ -13,12 +13,12 @@ from uuid import uuid4
 
 import pytest
 
-from toolwise import waiting
+from toolwise.concurrency import deadlines
 from toolwise.envs.base import BaseEnv
 from toolwise.messages import Message
 from toolwise.policies.scripted import ScriptedPolicy
 from toolwise.rollout.scheduler import RolloutScheduler
-from toolwise.routing.direct import DirectRouter
+from toolwise.routing.direct_router import DirectRouter
 from toolwise.tools import BaseTool, tool
 from toolwise.tools.base import OpenAIFunctionToolSchema
 from toolwise.types import Rollout, RouteDecision, StopReason, Task
@@ -174,7 +174,7 @@ def roll_out(scheduler: RolloutScheduler, *, plain: bool = False, **more: Any) -
         return await scheduler.roll_out(DirectRouter(0).decide(tasks(plain=plain), 1, 0), **more)
 
     began = time.monotonic()
-    first, *others = waiting.run(whole())
+    first, *others = deadlines.run(whole())
     assert time.monotonic() - began < 20
     assert [(o.trainable, o.messages[-1].content, o.fault) for o in others] == [(True, "it said seen", None)] * OTHERS
     assert {o.stop_reason for o in others} <= {StopReason.ANSWERED, StopReason.ENV_DONE}
@@ -354,7 +354,7 @@ def test_the_users_own_interrupt_ends_all(times: int) -> None:
     began = time.monotonic()
     try:
         with pytest.raises(KeyboardInterrupt):
-            waiting.run(whole())
+            deadlines.run(whole())
     finally:
         signal.signal(signal.SIGINT, before)
     assert time.monotonic() - began < 10

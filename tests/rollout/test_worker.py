@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 import pytest
 
-from toolwise import waiting
+from toolwise.concurrency import deadlines
 from toolwise.envs.base import BaseEnv
 from toolwise.errors import ContextFullError
 from toolwise.messages import Message, Prefix, ToolCall
@@ -492,7 +492,7 @@ def test_a_world_that_never_ends_is_not_waited_for(where: str) -> None:
 def test_a_policy_that_does_not_heed_its_cancellation_is_left_behind(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(waiting, "GRACE_S", 0.05)
+    monkeypatch.setattr(deadlines, "GRACE_S", 0.05)
     free: list[asyncio.Event] = []
 
     async def stubborn() -> None:

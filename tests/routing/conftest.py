@@ -10,7 +10,7 @@ from toolwise.data import load_tasks
 from toolwise.data.prepare import prepare_rlla
 from toolwise.types import Task
 
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[1] / "fixtures"
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from toolwise.data.rlla import gold_calls
+from toolwise.data.rlla_rows import gold_calls
 from toolwise.errors import ConfigError
 from toolwise.messages import Message
 from toolwise.routing.actions import MIXED, RouteAction

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from toolwise.routing.baselines import RunningBaseline
-from toolwise.routing.conditioning import RouterTraining
+from toolwise.routing.options import RouterTraining
 from toolwise.routing.outcomes import RouteOutcome, RouterAdvantages, credit_routes, policy_weights
+from toolwise.routing.reward_baselines import RunningBaseline
 
 PROBS = {"p": (0.5, 0.25, 0.25), "q": (0.2, 0.4, 0.4)}
 CAME = [

@@ -15,11 +15,12 @@ from typing import Any, Literal
 
 import pytest
 
-from toolwise.data.rlla import TOOL_ENTRY, parse_tools
+from toolwise.data.rlla_rows import TOOL_ENTRY, parse_tools
 from toolwise.envs.tool_env import ToolEnv, tool_spec
 from toolwise.messages import Message, ToolCall
 from toolwise.routing.actions import ROUTES, RouteAction
 from toolwise.routing.families import Family, families_of_task
+from toolwise.routing.prompt_templates import EMPTY_WORDING, load_wording
 from toolwise.routing.prompts import (
     ConditionedPrompt,
     allowed_tools,
@@ -28,12 +29,11 @@ from toolwise.routing.prompts import (
     sort_tools,
     unconditioned,
 )
-from toolwise.routing.wording import EMPTY_WORDING, load_wording
 from toolwise.tools.catalog import build_tools
 from toolwise.types import Task
 
 ANSWER, SEARCH, CALCULATE = ROUTES
-GOLDEN = Path(__file__).parents[1] / "data" / "routed"
+GOLDEN = Path(__file__).parents[1] / "fixtures" / "routed"
 VARIANTS: dict[str, dict[str, Any]] = {"hard": {}, "soft": {"hard": False}, "append": {"mode": "append"}}
 FAMILIES = {"calculator": Family.CALCULATE, "search": Family.SEARCH, "mail": Family.OTHER}
 CHAT = [Message(role="user", content="How many bridges does Alder have?")]
@@ -342,7 +342,7 @@ def test_appending_keeps_the_tokens_of_all_but_the_prompts_last_words() -> None:
     from transformers import AutoTokenizer
 
     from toolwise.models import locate
-    from toolwise.rollout.chat import ChatTokenizer
+    from toolwise.rollout.chat_tokenizer import ChatTokenizer
 
     chat = ChatTokenizer(AutoTokenizer.from_pretrained(locate("builtin:small")))
     specs = [tool_spec(tool) for tool in build_tools(["calculator", "search"]).values()]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from toolwise.data.rlla import gold_calls
+from toolwise.data.rlla_rows import gold_calls
 from toolwise.messages import Message, ToolCall
 from toolwise.routing.families import Family, families_of_task
 from toolwise.routing.usage import UNREADABLE, RouteUsage, tool_calls_in, usage_of, usage_of_messages, usage_of_text

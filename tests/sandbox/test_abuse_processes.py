@@ -21,9 +21,9 @@ import pytest
 
 from toolwise.sandbox import ProgramSandbox
 from toolwise.sandbox.layers.bubblewrap import unavailable_reason
-from toolwise.tools.isolation.places import ModuleRef, ObjectRef
+from toolwise.tools.isolation.code_location import ModuleRef, ObjectRef
 from toolwise.tools.isolation.pool import Pool
-from toolwise.tools.isolation.workers import ToolDied, ToolFault
+from toolwise.tools.isolation.worker import ToolDied, ToolFault
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
@@ -217,7 +217,7 @@ TRAINER = """
 import asyncio, logging, sys, threading
 from pathlib import Path
 from toolwise.sandbox import ProgramSandbox, Sandbox
-from toolwise.tools.isolation.places import ModuleRef, ObjectRef
+from toolwise.tools.isolation.code_location import ModuleRef, ObjectRef
 from toolwise.tools.isolation.pool import Pool
 logging.disable(50)
 what, file, word, note = sys.argv[1:]

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from toolwise.messages import Message
-from toolwise.protocols import Executor
-from toolwise.rewards.executor import InProcessExecutor
+from toolwise.rewards.executor import Executor, InProcessExecutor
 from toolwise.rewards.function import Reward
 from toolwise.sandbox import Sandbox, SandboxExecutor
 from toolwise.types import Rollout, StopReason, Task, Usage

@@ -11,9 +11,9 @@ from sim_people import WatchedToolEnv, is_good
 from sim_stage import DEAF_MOODS, GOOD, Episode, Mood, Visit
 from sim_world import Play
 
+from toolwise.concurrency.deadlines import GRACE_S
 from toolwise.learner.rows import build_rows
 from toolwise.types import AnnotatedRollout, CreditedRollout, EvaluateResult, Rollout, ScoredRollout, StopReason
-from toolwise.waiting import GRACE_S
 
 LEGAL = {
     "pending": {"running", "completed", "failed"},

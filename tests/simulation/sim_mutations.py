@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from toolwise.concurrency.deadlines import gather_all
+from toolwise.concurrency.limits import UNLIMITED, Gate
 from toolwise.envs import tool_env
 from toolwise.envs.tool_env import ToolEnv
-from toolwise.limits import UNLIMITED, Gate
 from toolwise.rollout import request, scheduler
 from toolwise.rollout.decision import PolicyDecision
 from toolwise.rollout.queue import RolloutQueue
@@ -19,7 +20,6 @@ from toolwise.rollout.request import AsyncRolloutRequest
 from toolwise.rollout.scheduler import RolloutScheduler
 from toolwise.rollout.tokens import TokenBuffer
 from toolwise.types import StopReason
-from toolwise.waiting import gather_all
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, cast
 from sim_stage import Episode, Gauge, Mood, Stage
 
 from toolwise.envs.base import BaseEnv, Phase
-from toolwise.envs.interaction import BaseInteraction, Reply
+from toolwise.envs.interactions import BaseInteraction, Reply
 from toolwise.envs.tool_env import ToolEnv
 from toolwise.errors import ContextFullError
 from toolwise.messages import Message, ToolCall

@@ -12,7 +12,7 @@ from toolwise.messages import Message
 from toolwise.policies.scripted import ScriptedPolicy
 from toolwise.rollout.queue import Delivery, Order, RolloutQueue, Ticket
 from toolwise.rollout.scheduler import RolloutScheduler
-from toolwise.simulation import simulate
+from toolwise.testing.virtual_time import simulate
 from toolwise.types import RouteDecision, Task
 
 MakeQueue = Callable[..., RolloutQueue[Any]]

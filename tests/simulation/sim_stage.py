@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from toolwise.simulation import VirtualLoop
-from toolwise.tools.faults import SERVER_DOWN, ToolCallError
+from toolwise.testing.virtual_time import VirtualLoop
+from toolwise.tools.call_errors import SERVER_DOWN, ToolCallError
 
 Episode = tuple[int, int]
 """batch_data_id, rollout_offset"""

@@ -15,15 +15,15 @@ from typing import Any, Literal, cast
 from sim_people import PlainPolicy, SessionPolicy, SimTool, SimUser, TextWorld, Watched, WatchedToolEnv
 from sim_stage import Episode, Gauge, Stage, Visit
 
+from toolwise.concurrency.deadlines import abandoned_counts
+from toolwise.concurrency.limits import Gate, Limits
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.interactive_env import InteractiveEnv
-from toolwise.limits import Gate, Limits
 from toolwise.messages import Message
 from toolwise.rollout.request import AsyncRolloutRequest
 from toolwise.rollout.scheduler import RolloutScheduler
-from toolwise.simulation import simulate
+from toolwise.testing.virtual_time import simulate
 from toolwise.types import Rollout, RouteDecision, Task
-from toolwise.waiting import abandoned_counts
 
 NAMES = ("saw", "hammer", "plane")
 

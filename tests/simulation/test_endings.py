@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from toolwise.simulation import VirtualLoop, simulate
-from toolwise.waiting import GRACE_S, abandoned_counts, run_with_deadline
+from toolwise.concurrency.deadlines import GRACE_S, abandoned_counts, run_with_deadline
+from toolwise.testing.virtual_time import VirtualLoop, simulate
 
 LATE = TimeoutError("late")
 

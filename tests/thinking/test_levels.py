@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from toolwise.errors import ConfigError
 from toolwise.thinking.levels import DEFAULT_LEVELS, LEVELS_FILE, load_levels
-from toolwise.thinking.reading import parse_reply
+from toolwise.thinking.reply import parse_reply
 
 words = st.text(st.characters(exclude_characters="<>", exclude_categories=("Cs",)), min_size=1).filter(
     lambda text: text == text.strip() and text != ""

@@ -9,8 +9,8 @@ from precision import assert_fp32_close
 from thinking_cases import history, small, teacher_forced
 
 from toolwise.protocols import Sampling
-from toolwise.thinking.models import ScoringRequest
 from toolwise.thinking.reference import ReferenceModel
+from toolwise.thinking.thinking_model import ScoringRequest
 
 
 @pytest.mark.parametrize("padding", ["none", "left", "right"])

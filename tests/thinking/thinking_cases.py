@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from toolwise.learner.continuations import ContinuationScorer
+from toolwise.learner.continuation_scores import ContinuationScorer
 from toolwise.messages import Message
 from toolwise.protocols import Generation, Sampling
 from toolwise.thinking.alternatives import AlternativeWriter
-from toolwise.thinking.groups import ParsedStep
 from toolwise.thinking.levels import DEFAULT_LEVELS
-from toolwise.thinking.models import ScoringRequest, TokenScores
-from toolwise.thinking.steps import parse_step
+from toolwise.thinking.parsed_step import ParsedStep
+from toolwise.thinking.step_selection import parse_step
+from toolwise.thinking.thinking_model import ScoringRequest, TokenScores
 from toolwise.types import EvaluateResult, Rollout, ScoredRollout, StepData, StopReason, Task, Usage
 
 torch.set_num_threads(1)

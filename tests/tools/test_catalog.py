@@ -11,7 +11,7 @@ import pytest
 from toolwise.errors import ConfigError
 from toolwise.sandbox.layers.bubblewrap import unavailable_reason
 from toolwise.tools.base import BaseTool, FunctionSchema, OpenAIFunctionToolSchema
-from toolwise.tools.calculator import CalculatorTool
+from toolwise.tools.builtin.calculator import CalculatorTool
 from toolwise.tools.catalog import TOOLS, as_entries, build_tools
 from toolwise.tools.function import tool
 
@@ -100,7 +100,7 @@ def test_a_file_is_loaded_once(user_file: str) -> None:
 
 
 def test_references_into_a_module() -> None:
-    assert list(build_tools(["toolwise.tools.search.tool:SearchTool"])) == ["search"]
+    assert list(build_tools(["toolwise.tools.builtin.search.tool:SearchTool"])) == ["search"]
 
 
 def test_a_class_gets_its_schema_from_the_mapping(user_file: str) -> None:
@@ -139,8 +139,8 @@ def test_a_builtin_may_be_a_factory(monkeypatch: pytest.MonkeyPatch) -> None:
         ([{"name": double, "cost": 1}], "double has no option 'cost'"),
         (["no.such.module:x"], "cannot import 'no.such.module'"),
         (["no_such_file.py:x"], "no file 'no_such_file.py'"),
-        (["toolwise.tools.search.tool:SearchTol"], "has no 'SearchTol'; did you mean 'SearchTool'?"),
-        (["toolwise.tools.search.tool:MAX_TERMS"], "is no tool"),
+        (["toolwise.tools.builtin.search.tool:SearchTol"], "has no 'SearchTol'; did you mean 'SearchTool'?"),
+        (["toolwise.tools.builtin.search.tool:MAX_TERMS"], "is no tool"),
         ([lambda: 1], "<lambda>"),
         ([3], "is no tool"),
         ([{"name": CalculatorTool(), "price": 2}], "is a finished tool; give it price where it is made"),

@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 
 from toolwise.errors import ToolwiseError
 from toolwise.tools.base import BaseTool
-from toolwise.tools.calculator import CalculatorTool
+from toolwise.tools.builtin.calculator import CalculatorTool
 from toolwise.tools.function import FunctionTool, as_tool, tool
 from toolwise.tools.schema import validate_arguments
 from toolwise.tools.signature import read_docstring
@@ -420,7 +420,7 @@ def test_how_many_calls_at_once_is_a_term_of_a_tool() -> None:
 
 
 def test_a_cell_s_tool_follows_the_file_that_each_run_gives_it(tmp_path: Path) -> None:
-    from toolwise.references import register, unregister
+    from toolwise.config.imports import register, unregister
     from toolwise.tools import isolation
 
     source = "import os\ndef rate() -> str:\n    return '{n}' if os.environ.get('TOOLWISE_WORKER') else 'here'\n"

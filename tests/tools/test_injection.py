@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from toolwise.envs.tool_env import ToolEnv
 from toolwise.messages import Message, ToolCall
 from toolwise.models import BUILTIN
-from toolwise.rollout.chat import ChatTokenizer
+from toolwise.rollout.chat_tokenizer import ChatTokenizer
 from toolwise.tools import tool
 from toolwise.types import Task
 

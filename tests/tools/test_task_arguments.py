@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from toolwise.config import RunConfig
+from toolwise.config.schema import RunConfig
 from toolwise.data.rows import read_task
 from toolwise.envs.tool_env import ToolEnv
 from toolwise.errors import DataError
 from toolwise.messages import Message, ToolCall
-from toolwise.run import assemble, build_scheduler
-from toolwise.run_tasks import check_task_tools
 from toolwise.tools.catalog import build_tools
 from toolwise.tools.task_arguments import check_task_arguments
+from toolwise.training.run import assemble, build_scheduler
+from toolwise.training.tasks import check_task_tools
 from toolwise.types import RouteDecision, Task
 
 

@@ -93,7 +93,7 @@ def test_seeds_without_validation_are_an_error_for_people(tmp_path: Path) -> Non
 
 def test_importing_the_views_loads_neither_matplotlib_nor_torch() -> None:
     script = (
-        "import sys, toolwise.view.curves, toolwise.view.report, toolwise.trackers.console\n"
+        "import sys, toolwise.view.curves, toolwise.view.report, toolwise.training.trackers.console\n"
         "assert not {'matplotlib', 'torch', 'jinja2', 'numpy'} & set(sys.modules)"
     )
     environ = {"PYTHONPATH": ":".join(sys.path)}

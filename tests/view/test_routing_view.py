@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from toolwise.errors import CheckpointError
+from toolwise.training.run_folder import open_run
 from toolwise.view.curves import DARK
 from toolwise.view.frontier import frontier_rows, read_frontier, render_frontier
 from toolwise.view.report import write_report
 from toolwise.view.routing import budget_units, logged_routes, render_routing, routing_columns
-from toolwise.view.run_folder import open_run
 from toolwise.view.thinking import render_thinking
 
 PNG = b"\x89PNG"

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from toolwise.advantages.anchors import StateAnchor, last_messages, last_observation
-from toolwise.advantages.credit import credit, learns_from_equal_scores, min_group_size
+from toolwise.advantages.assign import credit, learns_from_equal_scores, min_group_size
 from toolwise.advantages.gae import Gae, compute_gae_advantage_return
 from toolwise.advantages.gigpo import (
     Gigpo,

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from toolwise.advantages.arrays import Doubles
-from toolwise.advantages.credit import with_advantage
-from toolwise.thinking.groups import LevelScore, ThinkingGroup, ThinkingStep
-from toolwise.types import AnnotatedRollout, CreditedRollout, StepData
+from toolwise.advantages.assign import with_advantage
+from toolwise.types import AnnotatedRollout, CreditedRollout, LevelScore, StepData, ThinkingGroup, ThinkingStep
 
 if TYPE_CHECKING:
     from toolwise.types import Floats

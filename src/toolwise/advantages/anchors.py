@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from toolwise.advantages.arrays import CreditError, Ints
+from toolwise.config.imports import did_you_mean, load_reference
 from toolwise.messages import Message
-from toolwise.references import did_you_mean, load_reference
 from toolwise.types import StepData
 
 StateHash = Callable[[Any], Hashable]

@@ -34,7 +34,7 @@ from toolwise.advantages.arrays import (
     discounted_sums,
     whiten,
 )
-from toolwise.advantages.credit import credit_tokens
+from toolwise.advantages.assign import credit_tokens
 from toolwise.advantages.step_rewards import TerminalScore, reward_settings
 from toolwise.advantages.tensors import Array, TokenMask, as_numpy
 from toolwise.advantages.token_rewards import TokenRewards, token_rewards_of

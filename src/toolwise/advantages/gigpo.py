@@ -37,7 +37,7 @@ from toolwise.advantages.arrays import (
     normalize,
     pair_codes,
 )
-from toolwise.advantages.credit import credit_steps, with_advantage
+from toolwise.advantages.assign import credit_steps, with_advantage
 from toolwise.advantages.step_rewards import (
     Episodes,
     TerminalScore,
@@ -46,8 +46,8 @@ from toolwise.advantages.step_rewards import (
     reward_settings,
 )
 from toolwise.advantages.token_rewards import token_k1
+from toolwise.config.imports import load_reference
 from toolwise.protocols import Annotation, Metrics
-from toolwise.references import load_reference
 from toolwise.types import AnnotatedRollout, CreditedRollout, StepData
 
 Combine = Literal["convex", "additive"]

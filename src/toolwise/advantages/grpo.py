@@ -29,7 +29,7 @@ from toolwise.advantages.arrays import (
     integer_codes,
     normalize,
 )
-from toolwise.advantages.credit import credit_rollout
+from toolwise.advantages.assign import credit_rollout
 from toolwise.advantages.step_rewards import TerminalScore, reward_settings, total_rewards
 from toolwise.advantages.tensors import Array, TokenMask, copy_array
 from toolwise.protocols import Annotation

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, get_args
 
 from toolwise.advantages.arrays import check_choice, check_fraction, discounted_sums, whiten
-from toolwise.advantages.credit import credit_tokens
+from toolwise.advantages.assign import credit_tokens
 from toolwise.advantages.step_rewards import TerminalScore, reward_settings
 from toolwise.advantages.tensors import Array, TokenMask
 from toolwise.advantages.token_rewards import token_rewards_of

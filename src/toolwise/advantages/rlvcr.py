@@ -32,9 +32,9 @@ import numpy as np
 
 from toolwise.advantages.alternative_rows import alternative_rows
 from toolwise.advantages.arrays import CreditError, Doubles, Ints, check_choice, sign
-from toolwise.advantages.credit import credit, learns_from_equal_scores, min_group_size, with_advantage
+from toolwise.advantages.assign import credit, learns_from_equal_scores, min_group_size, with_advantage
 from toolwise.advantages.grpo import Grpo
-from toolwise.advantages.levels import (
+from toolwise.advantages.level_values import (
     LEVEL_COUNT,
     MIN_SPREAD_NATS,
     LevelNormalization,
@@ -44,10 +44,9 @@ from toolwise.advantages.levels import (
     level_advantages,
     level_scores,
 )
-from toolwise.advantages.priced import credit_with_thinking_cost
+from toolwise.advantages.thinking_cost import credit_with_thinking_cost
 from toolwise.protocols import AdvantageEstimator, Annotation, Metrics
-from toolwise.thinking.groups import ThinkingStep
-from toolwise.types import AnnotatedRollout, CreditedRollout
+from toolwise.types import AnnotatedRollout, CreditedRollout, ThinkingStep
 
 Gate = Literal["none", "signed", "success"]
 Combine = Literal["additive", "reweight"]

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from toolwise.advantages.arrays import CreditError, Doubles, Ints, check_choice, integer_codes, signs
 from toolwise.advantages.grpo import group_advantages
-from toolwise.advantages.levels import (
+from toolwise.advantages.level_values import (
     LEVEL_COUNT,
     LevelNormalization,
     LevelScoreKind,
@@ -67,14 +67,12 @@ def compute_rlvcr_outcome_advantage(
     """(advantages, returns), equal for outcome rewards, zero off the mask.
 
     `uid` names a row's task, `traj_uid` its rollout. `row_rewards`: each row has its rollout's whole reward
-    ("episode", as verl-agent lays them out), or its own part of it ("step"). `trajectory_advantages` take the place of
-    GRPO's, one a row (GiGPO's, for instance). `levels` (1 to 4) and `sampled` (False for an alternative) go with
+    ("episode", as in verl-agent) or its own part of it ("step"). `trajectory_advantages` replace GRPO's, one per row. `levels` (1 to 4) and `sampled` (False for an alternative) go with
     `step_uid`. `thought_mask` marks the tokens of level and thought, which the gates "signed" and "success" need;
     `level_mask` those of the level, for which alone is what "success" lets in (without it, as `thought_mask`).
-    `succeeded`, one a row, says who did (without it, an advantage above 0); where all of a `uid` did, "signed" is as
+    `succeeded` has one value per row (default: advantage above 0); where all rows of a `uid` did, "signed" acts as
     "success". Rows of alternatives get 0 under "additive", and their weight times their step's advantage under
-    "reweight", without importance weights: those need log-probs, and are the learner's. A row without tokens is not
-    there: no level of its step, and no rollout of its group.
+    "reweight" (importance weights are the learner's job). Rows without tokens are ignored.
     """
     where = TokenMask.of(response_mask, rewards=token_level_rewards, entropies=thinking_level_entropies)
     choices = (

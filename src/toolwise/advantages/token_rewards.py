@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from toolwise.advantages.arrays import CreditError, Doubles, Ints
-from toolwise.advantages.credit import sampled_tokens
+from toolwise.advantages.assign import sampled_tokens
 from toolwise.advantages.step_rewards import episodes_from_rollouts
 from toolwise.types import AnnotatedRollout
 

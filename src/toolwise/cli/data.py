@@ -67,7 +67,7 @@ def label(
     concurrency: Annotated[int, typer.Option(min=1, help="Questions at once at most.")] = 16,
 ) -> None:
     """Label tools with families, and rows with the route they want: for a warm start of the router. Never needed."""
-    from toolwise.cli.labelling import LabelOptions, label_file
+    from toolwise.cli.label import LabelOptions, label_file
 
     label_file(
         file,

@@ -13,7 +13,7 @@ from toolwise.cli.train import OverridesOption, run_training
 from toolwise.terminal import print_error, print_line
 
 if TYPE_CHECKING:
-    from toolwise.frontier.evaluating import FrontierEvaluation
+    from toolwise.frontier.evaluation import FrontierEvaluation
 
 
 def demo(
@@ -31,7 +31,7 @@ def demo(
     from toolwise.api import new_run_folder, read_config
     from toolwise.demo.recipe import demo_config, write_tasks
     from toolwise.errors import ConfigError
-    from toolwise.run_files import check_folder
+    from toolwise.training.run_files import check_folder
 
     if resume and out is None:
         raise ConfigError("--resume needs --out DIR: the folder of the demo to go on with")
@@ -46,7 +46,7 @@ def demo(
 
 def _show_frontier(folder: Path) -> None:
     """Accuracy against cost, and what to try next."""
-    from toolwise import waiting
+    from toolwise.concurrency import deadlines
     from toolwise.demo.frontier import evaluate_small_frontier
     from toolwise.terminal.display import Console, Status
     from toolwise.view.report import write_report
@@ -58,7 +58,7 @@ def _show_frontier(folder: Path) -> None:
             )
 
     try:
-        found = waiting.run(work())
+        found = deadlines.run(work())
     except KeyboardInterrupt:
         sys.stdout.flush()
         whole = f"toolwise eval {folder} --budgets 0,0.1,…,1"

@@ -11,7 +11,7 @@ from toolwise.cli.train import OverridesOption
 from toolwise.terminal import print_json
 
 if TYPE_CHECKING:
-    from toolwise.config import RunConfig
+    from toolwise.config.schema import RunConfig
 
 
 def evaluate(
@@ -45,7 +45,7 @@ def evaluate(
     from toolwise.api import evaluate as evaluate_model
     from toolwise.data import load_tasks
     from toolwise.errors import ConfigError
-    from toolwise.run_changes import check_files
+    from toolwise.training.changes import check_files
 
     config, found = resolve_model(source, model, overrides or [])
     if source.is_dir():
@@ -64,9 +64,9 @@ def evaluate(
 
 def resolve_model(source: Path, model: str | None, overrides: list[str]) -> tuple[RunConfig, str]:
     """A run's configuration with its latest or a named checkpoint, or a file's configuration with its model."""
-    from toolwise import checkpoint
-    from toolwise.config import load_config
+    from toolwise.config.schema import load_config
     from toolwise.errors import CheckpointError
+    from toolwise.training import checkpoint
 
     if not source.is_dir():
         config = load_config(source, overrides)

@@ -35,7 +35,7 @@ def export(
     ] = "",
 ) -> None:
     """Write the model of a run to a folder that plain transformers loads, with a model card."""
-    from toolwise.exporting import export_model
+    from toolwise.agent.export import export_model
 
     done = export_model(source, out, dtype=dtype.value if dtype else None, best=best)
     print_line(f"{done.out}: the model of step {done.checkpoint.step} in {done.dtype}; its card is README.md")

@@ -12,8 +12,8 @@ from toolwise.errors import ConfigError
 from toolwise.terminal import print_json, print_line
 
 if TYPE_CHECKING:
-    from toolwise.config import RunConfig
-    from toolwise.frontier.evaluating import FrontierEvaluation
+    from toolwise.config.schema import RunConfig
+    from toolwise.frontier.evaluation import FrontierEvaluation
     from toolwise.terminal.display import Status
 
 _ELLIPSIS = re.compile(r"^(…|\.\.\.)$")
@@ -36,12 +36,12 @@ def show_frontier(
     source: Path, data: Path | None, overrides: Sequence[str], options: FrontierOptions, *, as_json: bool
 ) -> None:
     """Pool, compare, show, write; the thresholds go into the checkpoint."""
-    from toolwise import waiting
+    from toolwise.agent.calibration import store_calibration
+    from toolwise.agent.loader import find_router, load_router
+    from toolwise.concurrency import deadlines
     from toolwise.data import load_tasks
-    from toolwise.frontier.evaluating import ShardSettings, evaluate_frontier
+    from toolwise.frontier.evaluation import ShardSettings, evaluate_frontier
     from toolwise.frontier.report import as_json as to_json
-    from toolwise.routed.calibration import store_calibration
-    from toolwise.routed.loading import find_router, load_router
     from toolwise.terminal.display import Console, Status
 
     budgets = read_budgets(options.budgets)
@@ -71,7 +71,7 @@ def show_frontier(
         )
 
     with Status(Console(stderr=True)) as status:
-        found = waiting.run(work(status))
+        found = deadlines.run(work(status))
     found.write(folder, str(source))
     if options.store:
         store_calibration(model, found.calibration)

@@ -15,7 +15,7 @@ def resume(
     overrides: OverridesOption = None,
 ) -> None:
     """Go on with a run from its last checkpoint, under its own settings."""
-    from toolwise.run_changes import check_files, load_run_config
+    from toolwise.training.changes import check_files, load_run_config
 
     config = load_run_config(run, overrides or [])
     check_files(config, run, "data.", "reward", "tools", "env")

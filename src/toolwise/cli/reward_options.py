@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from toolwise.config import SandboxConfig
+    from toolwise.config.schema import SandboxConfig
 
 KwargsOption = Annotated[
     list[str] | None,
@@ -27,8 +27,8 @@ AllowOption = Annotated[list[str] | None, typer.Option("--allow", help="A permis
 
 def read_kwargs(given: list[str] | None) -> dict[str, Any]:
     """`NAME=VALUE` as a configuration's `reward.kwargs` would have them."""
+    from toolwise.config.loader import apply_overrides
     from toolwise.errors import ConfigError
-    from toolwise.settings import apply_overrides
 
     for one in given or ():
         if not one.partition("=")[1] or not one.partition("=")[0].strip():
@@ -45,8 +45,8 @@ def override_sandbox(
     allow: list[str] | None,
 ) -> SandboxConfig:
     """`sandbox` with what was said on the command line."""
-    from toolwise.config import SandboxConfig
-    from toolwise.settings import build_config
+    from toolwise.config.loader import build_config
+    from toolwise.config.schema import SandboxConfig
 
     said = {"tier": tier, "timeout_s": timeout_s, "memory_mb": memory_mb, "read": read, "permissions": allow}
     settings = sandbox.model_dump() | {name: value for name, value in said.items() if value}

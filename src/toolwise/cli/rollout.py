@@ -16,7 +16,7 @@ from toolwise.cli.train import OverridesOption
 from toolwise.terminal import print_line
 
 if TYPE_CHECKING:
-    from toolwise.config import RunConfig
+    from toolwise.config.schema import RunConfig
     from toolwise.protocols import AgentPolicy
     from toolwise.rollout.request import AsyncRolloutRequest
     from toolwise.terminal.display import Console, Status
@@ -54,8 +54,8 @@ def rollout(
 ) -> None:
     """Roll out a configuration's tasks, show the rollouts as they happen, and write them down."""
     from toolwise.api import new_run_folder
-    from toolwise.config import load_config
-    from toolwise.records import write_records
+    from toolwise.config.schema import load_config
+    from toolwise.training.records import write_records
 
     if source.is_dir() and policy is PolicyKind.LOCAL:
         found, model = resolve_model(source, model or None, overrides or [])
@@ -84,9 +84,9 @@ def _tasks(config: RunConfig, data: Path | None) -> list[Task]:
 def _tools(config: RunConfig, tasks: list[Task], model: str | None) -> dict[str, BaseTool]:
     """Those of the configuration, which must have all that the tasks want and that a `model` of ours knows."""
     from toolwise.models import locate
-    from toolwise.run_tasks import check_task_tools
     from toolwise.tools.catalog import build_tools
-    from toolwise.tools.record import check_recorded_tools
+    from toolwise.tools.tool_record import check_recorded_tools
+    from toolwise.training.tasks import check_task_tools
 
     tools = build_tools(config.tools)
     for task in tasks:
@@ -99,9 +99,9 @@ def _tools(config: RunConfig, tasks: list[Task], model: str | None) -> dict[str,
 def _policy(
     config: RunConfig, kind: PolicyKind, model: str, base_url: str, api_key_env: str, script: Path | None
 ) -> AgentPolicy:
-    from toolwise.config import GrammarConfig
+    from toolwise.config.schema import GrammarConfig
     from toolwise.errors import ConfigError
-    from toolwise.run import local_policy, sampling_from_config
+    from toolwise.training.run import local_policy, sampling_from_config
 
     if kind is PolicyKind.LOCAL:
         return local_policy(config, model or config.model.path)
@@ -134,12 +134,12 @@ def _roll_out(
 ) -> list[ScoredRollout]:
     from dataclasses import replace
 
-    from toolwise import waiting
-    from toolwise.diagnosis import evaluation_findings
-    from toolwise.routing.direct import DirectRouter
-    from toolwise.run import build_scheduler
-    from toolwise.scoring import build_scoring
+    from toolwise.concurrency import deadlines
+    from toolwise.routing.direct_router import DirectRouter
     from toolwise.terminal.display import Console, Status
+    from toolwise.training.diagnosis import evaluation_findings
+    from toolwise.training.run import build_scheduler
+    from toolwise.training.scoring import build_scoring
 
     scoring = build_scoring(config.reward) if config.reward.function or config.reward.parts else None
     console = Console()
@@ -155,7 +155,7 @@ def _roll_out(
     try:
         if scoring is not None:
             scoring.check(tasks)
-        scored = waiting.run(work())
+        scored = deadlines.run(work())
         for finding in evaluation_findings(scoring.rewards, tasks, scored) if scoring is not None else ():
             print_line(f"WARNING {finding}", err=True)
         return scored
@@ -187,8 +187,8 @@ class _RolloutProgress:
         self.status.update(f"{len(self.states)} of {self.total} begun: {told}")
 
     def done(self, rollout: Rollout) -> None:
-        from toolwise.records import rollout_record
-        from toolwise.trackers.console import show_record
+        from toolwise.training.records import rollout_record
+        from toolwise.training.trackers.console import show_record
         from toolwise.types import EvaluateResult, ScoredRollout
 
         pending = EvaluateResult(is_score_valid=False, reason="not scored yet")
@@ -198,8 +198,8 @@ class _RolloutProgress:
 def _summarize(scored: list[ScoredRollout]) -> None:
     from rich.table import Table
 
-    from toolwise.summary import summarize
     from toolwise.terminal.display import Console
+    from toolwise.training.metrics import summarize
 
     figures = summarize(scored)
     table = Table("figure", "value")

@@ -13,7 +13,7 @@ from toolwise.cli.train import OverridesOption
 from toolwise.terminal import print_json, print_line
 
 if TYPE_CHECKING:
-    from toolwise.routed.agent import AgentAnswer
+    from toolwise.agent.agent import AgentAnswer
 
 
 class RouteOption(StrEnum):
@@ -46,8 +46,8 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Route a question, and answer it with the tools that the route leaves."""
-    from toolwise.routed.agent import RoutedAgent
-    from toolwise.routed.loading import read_documents
+    from toolwise.agent.agent import RoutedAgent
+    from toolwise.agent.loader import read_documents
 
     found = None if documents is None else read_documents(documents)
     tools = [] if tools == ["none"] else tools

@@ -20,7 +20,7 @@ from toolwise.cli.reward_options import (
 from toolwise.terminal import print_json, print_line
 
 if TYPE_CHECKING:
-    from toolwise.authoring.rescoring import RescoreReport
+    from toolwise.checks.reward.rescore import RescoreReport
 
 
 def score(
@@ -43,8 +43,8 @@ def score(
 ) -> None:
     """Score a run's stored rollouts again, in the sandbox, and show what changed. The old files stay as they are."""
 
-    from toolwise.authoring.rescoring import load_run_reward, rescore, unused_path, write_rescored
-    from toolwise.authoring.stored import read_rollouts
+    from toolwise.checks.reward.rescore import load_run_reward, rescore, unused_path, write_rescored
+    from toolwise.checks.reward.stored_rollouts import read_rollouts
 
     config = load_run_reward(run, reward, read_kwargs(kwargs))
     sandbox = override_sandbox(config.sandbox, tier, timeout_s, memory_mb, read, allow)

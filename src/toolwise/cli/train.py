@@ -12,8 +12,8 @@ import typer
 from toolwise.terminal import print_error, print_line
 
 if TYPE_CHECKING:
-    from toolwise.config import RunConfig
-    from toolwise.training import RunResult
+    from toolwise.config.schema import RunConfig
+    from toolwise.training.trainer import RunResult
 
 OverridesOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a setting; may be given again.")
@@ -35,7 +35,7 @@ def train(
     ] = False,
 ) -> None:
     """Train as a configuration file says."""
-    from toolwise.config import load_config
+    from toolwise.config.schema import load_config
     from toolwise.errors import ConfigError
 
     if resume and out is None:
@@ -51,13 +51,13 @@ def train(
 
 def run_dry_run(config: RunConfig, out: Path | None, resume: bool) -> None:
     """A dry run: two tasks for real, and nothing written. Exit status 1 where the configuration has problems."""
-    from toolwise.run import check_learnable
-    from toolwise.run_files import check_folder
+    from toolwise.training.run import check_learnable
+    from toolwise.training.run_files import check_folder
 
     check_learnable(config)
     if out is not None:
         check_folder(out, config, resume=resume)
-    from toolwise.dry_run import dry_run
+    from toolwise.checks.dry_run import dry_run
 
     findings = dry_run(config, print_line)
     for note in findings.notes:
@@ -74,7 +74,7 @@ def run_dry_run(config: RunConfig, out: Path | None, resume: bool) -> None:
 def run_training(config: RunConfig, out: Path, resume: bool) -> None:
     """Train and show what came of it; whoever stops a run is told how to go on."""
     from toolwise.api import train
-    from toolwise.run_changes import resume_command
+    from toolwise.training.changes import resume_command
 
     try:
         result = train(config, out=out, resume=resume)
@@ -89,9 +89,9 @@ def run_training(config: RunConfig, out: Path, resume: bool) -> None:
 
 def report_result(result: RunResult) -> None:
     """The before/after table, and where everything is; an interrupted run says how to go on."""
-    from toolwise.fault_rates import describe_totals
-    from toolwise.run_changes import resume_command
     from toolwise.terminal.display import Console
+    from toolwise.training.changes import resume_command
+    from toolwise.training.fault_rates import describe_totals
     from toolwise.view.report import before_after_table
 
     if result.note:

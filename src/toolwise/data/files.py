@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NoReturn
 from toolwise.data.limits import ReadBudget, check_text, open_data, read_lines
 from toolwise.data.parquet import read_parquet
 from toolwise.errors import ConfigError, DataError
-from toolwise.json_text import json_text
+from toolwise.serialization.json_text import json_text
 
 READABLE = (".parquet", ".jsonl", ".json")
 WRITABLE = (".parquet", ".jsonl")

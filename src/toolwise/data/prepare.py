@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from toolwise.data.files import READABLE, WRITABLE, Row, drop_nulls, read_rows, row_error, write_rows
-from toolwise.data.rlla import parse_tools
+from toolwise.data.rlla_rows import parse_tools
 from toolwise.data.rows import read_task
 from toolwise.errors import DataError
 

@@ -15,8 +15,8 @@ from toolwise.data.files import Row, drop_nulls, read_rows, row_error
 from toolwise.data.tokens import read_prompt_ids
 from toolwise.errors import DataError
 from toolwise.messages import Message
-from toolwise.patterns import PatternError, compile_pattern
 from toolwise.types import Task
+from toolwise.untrusted.patterns import PatternError, compile_pattern
 
 KNOWN_COLUMNS = frozenset(
     {

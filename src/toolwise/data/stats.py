@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolwise.data.files import row_error
-from toolwise.data.rlla import gold_calls, gold_kind, parse_tools
+from toolwise.data.rlla_rows import gold_calls, gold_kind, parse_tools
 from toolwise.data.rows import load_tasks
 from toolwise.errors import DataError
 from toolwise.terminal import escape_controls

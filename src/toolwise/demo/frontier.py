@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from toolwise.agent.calibration import store_calibration
+from toolwise.agent.loader import find_router, load_router
 from toolwise.data import load_tasks
 from toolwise.errors import ConfigError
-from toolwise.frontier.evaluating import FrontierEvaluation, evaluate_frontier
-from toolwise.routed.calibration import store_calibration
-from toolwise.routed.loading import find_router, load_router
+from toolwise.frontier.evaluation import FrontierEvaluation, evaluate_frontier
 
 BUDGETS = tuple(tenths / 10 for tenths in range(9))
 CLASSIFIER_TASKS = 600

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from toolwise.config import RunConfig
+from toolwise.config.schema import RunConfig
 from toolwise.demo.tasks import write_rows
 
 TRAIN_TASKS, HELD_OUT_TASKS = 4000, 240

@@ -25,7 +25,7 @@ from toolwise.demo.world import (
     make_fact,
     random_calculation,
 )
-from toolwise.json_text import json_text
+from toolwise.serialization.json_text import json_text
 
 KINDS = ["known", "lookup", "arithmetic", "two_step"]
 SPLITS = {"train": 1, "heldout": 2, "teach": 3}

@@ -13,8 +13,8 @@ from typing import Any
 
 from toolwise.demo.tasks import KINDS, SPLITS, make_row
 from toolwise.tools.base import BaseTool
-from toolwise.tools.calculator import CalculatorTool
-from toolwise.tools.search.tool import SearchTool
+from toolwise.tools.builtin.calculator import CalculatorTool
+from toolwise.tools.builtin.search.tool import SearchTool
 
 WeightedStrategy = tuple[str, float]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from toolwise.engine.attention import supports_paged_attention
 from toolwise.engine.engine import Engine
+from toolwise.engine.paged_attention import supports_paged_attention
 from toolwise.engine.request import ContinuationScores
 
 __all__ = ["ContinuationScores", "Engine", "supports_paged_attention"]

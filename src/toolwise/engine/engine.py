@@ -1,9 +1,7 @@
-"""The engine: requests come and go one by one, a thread of its own steps through the model, nobody waits for others.
+"""The engine: a thread steps through the model (schedule, run, process) for requests that come and go at any time.
 
-    schedule ─► run ─► take in        and again, until there is nobody left
-
-It holds the learner's own parameters. After they change, `weights_changed` says so: what the cache has is forgotten,
-requests on their way are computed anew, and each token says by which version it was drawn.
+It computes with the learner's own parameters. After an update `weights_changed` clears the cache and recomputes the
+requests in progress; each token records the version of the weights that sampled it.
 """
 
 from __future__ import annotations
@@ -19,11 +17,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from toolwise.engine.attention import supports_paged_attention
 from toolwise.engine.blocks import BlockManager, Lease
-from toolwise.engine.dense import CpuRunner
-from toolwise.engine.fused import CudaRunner, supports_fused_kernels
-from toolwise.engine.lean import supports_cpu_forward
+from toolwise.engine.cpu_forward import supports_cpu_forward
+from toolwise.engine.cpu_runner import CpuRunner
+from toolwise.engine.cuda_runner import CudaRunner, supports_fused_kernels
+from toolwise.engine.paged_attention import supports_paged_attention
 from toolwise.engine.request import ContinuationScores, LogitsMask, Request
 from toolwise.engine.results import Decode, OutputProcessor
 from toolwise.engine.runner import Runner
@@ -31,7 +29,7 @@ from toolwise.engine.sampler import NaNLogitsError, logits_head
 from toolwise.engine.scheduler import Plan, Scheduler
 from toolwise.errors import ContextFullError, ModelError, PolicyError
 from toolwise.protocols import Generation, Metrics, Sampling
-from toolwise.user_code import describe
+from toolwise.untrusted.user_code import describe
 
 CPU_BATCH_TOKENS, MAX_GPU_BATCH_TOKENS = 4096, 65_536
 MAX_STEPS_WHILE_QUEUED = 8

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolwise.config import GrammarConfig
+from toolwise.config.schema import GrammarConfig
 from toolwise.errors import MissingExtraError, ModelError, PolicyError
 from toolwise.protocols import Sampling
 

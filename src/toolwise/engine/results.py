@@ -14,7 +14,7 @@ from toolwise.engine.blocks import BlockManager
 from toolwise.engine.request import Request
 from toolwise.engine.scheduler import Plan
 from toolwise.errors import PolicyError
-from toolwise.user_code import describe
+from toolwise.untrusted.user_code import describe
 
 Decode = Callable[[Sequence[int]], str]
 _MAX_CHARACTER_TOKENS = 8

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolwise.engine.attention import PagedContext, Scratch, register_attention
-from toolwise.engine.grouping import MAX_GROUP_KEY_BYTES, chunk_order, group_chunks
+from toolwise.engine.length_groups import MAX_GROUP_KEY_BYTES, chunk_order, group_chunks
+from toolwise.engine.paged_attention import PagedContext, Scratch, register_attention
 from toolwise.engine.request import Request
 from toolwise.engine.scheduler import Plan
 from toolwise.errors import ModelError
-from toolwise.kernels.sending import to_device
-from toolwise.weight_sharing import shared_copy
+from toolwise.kernels.host_to_device import to_device
+from toolwise.models.weight_sharing import shared_copy
 
 SplitChunks = Callable[[Request, int], Iterator[tuple[int, int]]]
 MAX_CPU_CACHE_BYTES = 4 << 30

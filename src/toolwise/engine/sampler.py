@@ -16,7 +16,7 @@ from torch import Tensor
 from toolwise.engine.request import Request
 from toolwise.errors import PolicyError
 from toolwise.protocols import Sampling
-from toolwise.user_code import describe
+from toolwise.untrusted.user_code import describe
 
 MAX_LOGIT_ROWS = 256
 """Rows of logits that exist at a time: vocabularies are large."""

@@ -8,17 +8,17 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from toolwise.config.imports import did_you_mean, load_reference
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.gsm8k import Gsm8kEnv
 from toolwise.envs.gymnasium import GymnasiumEnv, check_world
-from toolwise.envs.interaction import BaseInteraction, FunctionInteraction, ScriptedInteraction
+from toolwise.envs.interactions import BaseInteraction, FunctionInteraction, ScriptedInteraction
 from toolwise.envs.interactive_env import InteractiveEnv
-from toolwise.envs.methods import MethodsEnv, choose_methods
+from toolwise.envs.methods_env import MethodsEnv, choose_methods
 from toolwise.envs.tool_env import ToolEnv
 from toolwise.errors import ConfigError, DataError
-from toolwise.references import did_you_mean, load_reference
 from toolwise.tools.base import BaseTool
-from toolwise.tools.gsm8k import Gsm8kTool
+from toolwise.tools.builtin.gsm8k import Gsm8kTool
 from toolwise.types import Task
 
 EnvFactory = Callable[[Task], BaseEnv]

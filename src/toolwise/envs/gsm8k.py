@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from toolwise.concurrency.limits import Gate
 from toolwise.envs.tool_env import ToolEnv, validate_reward
 from toolwise.errors import DataError
-from toolwise.limits import Gate
 from toolwise.messages import Message
 from toolwise.tools.base import BaseTool
-from toolwise.tools.gsm8k import Gsm8kTool
+from toolwise.tools.builtin.gsm8k import Gsm8kTool
 from toolwise.types import Task
 
 

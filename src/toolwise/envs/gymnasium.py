@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
+from toolwise.concurrency.deadlines import run_with_deadline
 from toolwise.envs.base import BaseEnv
-from toolwise.envs.blocking import BlockingCalls
+from toolwise.envs.blocking_calls import BlockingCalls
 from toolwise.envs.gymnasium_text import ActionReader, observation_text, rendered_text
-from toolwise.envs.state import state_digest, to_jsonable
+from toolwise.envs.state_keys import state_digest, to_jsonable
 from toolwise.errors import ConfigError, MissingExtraError
-from toolwise.waiting import run_with_deadline
 
 T = TypeVar("T")
 SEED_MODULUS = 2**31

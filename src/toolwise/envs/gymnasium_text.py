@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolwise.envs.state import to_jsonable
+from toolwise.envs.state_keys import to_jsonable
 from toolwise.errors import ConfigError
 from toolwise.rewards.transcript import split_thought
 

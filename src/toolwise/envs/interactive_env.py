@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from toolwise.concurrency.deadlines import gather_all, run_with_deadline
 from toolwise.envs.base import BaseEnv, Observation, Phase
-from toolwise.envs.interaction import BaseInteraction, as_reply
-from toolwise.envs.state import state_digest
+from toolwise.envs.interactions import BaseInteraction, as_reply
+from toolwise.envs.state_keys import state_digest
 from toolwise.envs.tool_env import validate_reward
 from toolwise.errors import ConfigError
 from toolwise.messages import Message, as_messages
 from toolwise.types import Task
-from toolwise.waiting import gather_all, run_with_deadline
 
 
 class InteractiveEnv(BaseEnv):

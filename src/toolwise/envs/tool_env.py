@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 from uuid import uuid4
 
-from toolwise import user_code
-from toolwise.bounds import MAX_SCORE, in_bounds
+from toolwise.concurrency.deadlines import WorkClock, gather_all, run_with_deadline
+from toolwise.concurrency.limits import UNLIMITED, Gate
 from toolwise.envs.base import BaseEnv
-from toolwise.limits import UNLIMITED, Gate
 from toolwise.messages import Message, ToolCall
 from toolwise.tools.base import BaseTool, OpenAIFunctionToolSchema
-from toolwise.tools.faults import ToolCallError
+from toolwise.tools.call_errors import ToolCallError
 from toolwise.tools.function import FunctionTool
 from toolwise.tools.schema import validate_arguments
 from toolwise.types import Task
-from toolwise.waiting import WorkClock, gather_all, run_with_deadline
+from toolwise.untrusted import user_code
+from toolwise.untrusted.bounds import MAX_SCORE, in_bounds
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 from toolwise.frontier.bootstrap import Estimate
-from toolwise.frontier.comparing import Frontier, Point
+from toolwise.frontier.comparison import Frontier, Point
 from toolwise.frontier.outcomes import CLASSIFIER, ORACLE_LABELS
 
 if TYPE_CHECKING:

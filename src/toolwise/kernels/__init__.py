@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from toolwise.kernels.reference import (
+    from toolwise.kernels.torch_reference import (
         add_rms_norm,
         merge,
         paged_attention_decode,

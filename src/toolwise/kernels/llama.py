@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from toolwise.errors import PolicyError
 from toolwise.kernels import kernel
-from toolwise.kernels.arriving import NewTokens
+from toolwise.kernels.new_tokens import NewTokens
 
 SUPPORTED_MODELS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")

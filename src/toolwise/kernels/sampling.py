@@ -20,7 +20,7 @@ TILE = 2048
 
 @triton.jit
 def uniform(seed, position):
-    """`toolwise.policies.decoding.uniforms` on the device: splitmix64, twice."""
+    """`toolwise.policies.transformers_generation.uniforms` on the device: splitmix64, twice."""
     state = seed.to(tl.uint64) + 0x9E3779B97F4A7C15
     state = mix64(state)
     state = mix64(state ^ ((position.to(tl.uint64) + 1) * 0xD1342543DE82EF95))

@@ -12,22 +12,22 @@ import torch
 from torch import Tensor
 
 from toolwise.errors import CheckpointError, ConfigError, ToolwiseError
-from toolwise.learner import ranks
-from toolwise.learner.aggregation import token_weights
+from toolwise.learner import distributed
+from toolwise.learner.actor_settings import ActorSettings
 from toolwise.learner.batch import Batch, build_batch, with_zero_advantages
-from toolwise.learner.canary import Canary, Evidence
 from toolwise.learner.critic import Critic
 from toolwise.learner.fingerprint import checksum
 from toolwise.learner.forward import hidden_states, prefers_node_layout, token_logprobs
 from toolwise.learner.kl import KlCoefficient, check_kl_loss, k3
 from toolwise.learner.lora import Adapters
+from toolwise.learner.loss_aggregation import token_weights
+from toolwise.learner.loss_terms import MetricSums, policy_loss_terms
 from toolwise.learner.mini_batches import mini_batches
+from toolwise.learner.mismatch import Canary, Evidence
 from toolwise.learner.optimizer import Optimizer
 from toolwise.learner.packing import Packed
 from toolwise.learner.reference import build_reference
 from toolwise.learner.rows import require_tokens
-from toolwise.learner.settings import ActorSettings
-from toolwise.learner.terms import MetricSums, policy_loss_terms
 from toolwise.protocols import Annotation, Metrics
 from toolwise.types import AnnotatedRollout, CreditedRollout, ScoredRollout
 
@@ -113,7 +113,7 @@ class Actor:
         """Steps M1, M2 and N: the critic, the actor, the figures."""
         batch = build_batch(credited, self.device)
         at_version, self.version = self.version, self.version + 1
-        [tokens] = ranks.sum_over_ranks([float(len(batch.trainable_rows()))], self.device)
+        [tokens] = distributed.sum_over_ranks([float(len(batch.trainable_rows()))], self.device)
         if not tokens:
             return {"actor/updates": 0.0}
         self._check(batch)
@@ -164,7 +164,7 @@ class Actor:
         tokens = batch.predicted_tokens(batch.trainable_rows())
         old = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
         distance = k3(old[tokens], batch.ref_logprobs[tokens]).double().sum()
-        total, count, rollouts = ranks.sum_over_ranks(
+        total, count, rollouts = distributed.sum_over_ranks(
             [float(distance), float(len(tokens)), len(batch.rollout_ids)], self.device
         )
         metrics = {"kl/reference": total / count, "kl/coef": self.kl.value}

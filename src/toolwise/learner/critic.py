@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from toolwise.errors import CheckpointError, ToolwiseError
-from toolwise.learner import ranks
-from toolwise.learner.aggregation import token_weights
+from toolwise.learner import distributed
 from toolwise.learner.batch import Batch, MicroBatchSettings
 from toolwise.learner.forward import hidden_states, prefers_node_layout
+from toolwise.learner.loss_aggregation import token_weights
 from toolwise.learner.losses import clipped_value_loss
 from toolwise.learner.mini_batches import mini_batches
 from toolwise.learner.optimizer import Optimizer, OptimizerSettings
@@ -113,7 +113,7 @@ class Critic:
             loss.backward()  # type: ignore[no-untyped-call]
             self.optimizer.accumulate_gradients()
             sums += torch.stack([loss.detach(), (clipped * weight).sum()])
-        loss_sum, clip_sum = ranks.sum_over_ranks(sums.tolist(), batch.device)
+        loss_sum, clip_sum = distributed.sum_over_ranks(sums.tolist(), batch.device)
         norms = self.optimizer.step(version, lambda: [batch.rollout_ids[batch.rollout_of_row[row]] for row in rows])
         return {"loss": loss_sum, "clip_frac": clip_sum, **norms}
 
@@ -140,7 +140,7 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
     v, r = values.double(), returns.double()
     left = r - v
     sums = [float(x) for x in (len(r), r.sum(), r.square().sum(), left.sum(), left.square().sum())]
-    n, r1, r2, e1, e2 = ranks.sum_over_ranks(sums, values.device)
+    n, r1, r2, e1, e2 = distributed.sum_over_ranks(sums, values.device)
     if n < 2:
         return 0.0
     spread = r2 / n - (r1 / n) ** 2

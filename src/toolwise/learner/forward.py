@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from toolwise.errors import ModelError
-from toolwise.learner.attention import Layout, implementation
-from toolwise.learner.fused import fuse
+from toolwise.learner.fused_modules import fuse
 from toolwise.learner.logits import logits_head, logprobs_and_entropy
+from toolwise.learner.packed_attention import Layout, implementation
 from toolwise.learner.packing import Packed
-from toolwise.weight_sharing import shared_copy
+from toolwise.models.weight_sharing import shared_copy
 
 CHUNK_TOKENS, CHUNK_BYTES = 1024, 1 << 29
 """Whose logits exist at a time: at least so many tokens, and on a GPU, where few keep it waiting, so many bytes."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from toolwise.errors import ConfigError, MissingExtraError
-from toolwise.weight_sharing import shared_copy
+from toolwise.models.weight_sharing import shared_copy
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from random import Random
 
-from toolwise.learner import ranks
+from toolwise.learner import distributed
 from toolwise.learner.batch import Batch
 
 
@@ -22,7 +22,7 @@ def mini_batches(batch: Batch, *, count: int, epochs: int, seed: str) -> Iterato
         rollout = batch.rollout_of_row[row]
         groups.setdefault(batch.group_of_rollout[rollout], []).append(row)
         rollouts.setdefault(rollout, []).append(row)
-    [most] = ranks.max_over_ranks([float(len(rollouts))], batch.device)
+    [most] = distributed.max_over_ranks([float(len(rollouts))], batch.device)
     count = min(count, int(most))
     units = list(groups.values()) if len(groups) >= count else list(rollouts.values())
     for _ in range(epochs):

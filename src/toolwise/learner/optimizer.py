@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolwise.learner import ranks
-from toolwise.learner.guards import Guard
+from toolwise.learner import distributed
 from toolwise.learner.schedules import Schedule, lr_factor
+from toolwise.learner.step_guard import Guard
 
 CHUNK = {False: 1 << 18, True: 1 << 26}
 """Numbers at a time, on a CPU and on a GPU."""
@@ -60,7 +60,7 @@ class Optimizer:
 
     def step(self, update: int, suspects: Callable[[], Sequence[str]] = list) -> dict[str, float]:
         """Move, unless the guard says no: gradients are gone afterwards either way. Gives the two norms."""
-        ranks.sum_gradients(self.masters)
+        distributed.sum_gradients(self.masters)
         norm = float(torch.nn.utils.clip_grad_norm_(self.masters, self.settings.max_grad_norm))
         moved = 0.0
         if self.guard.admits(norm, suspects):

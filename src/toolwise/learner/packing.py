@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from toolwise.kernels.sending import to_device
-from toolwise.learner.trees import Array, FlatTree, Segment, Span, layout_by_node, layout_by_row, reduce_sharing
+from toolwise.kernels.host_to_device import to_device
+from toolwise.learner.row_trees import Array, FlatTree, Segment, Span, layout_by_node, layout_by_row, reduce_sharing
 
 
 class TokenRow(Protocol):

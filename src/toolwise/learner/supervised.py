@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from toolwise.errors import DataError
 from toolwise.messages import Message
-from toolwise.rollout.chat import ChatTokenizer
+from toolwise.rollout.chat_tokenizer import ChatTokenizer
 
 
 @dataclass(frozen=True, slots=True)

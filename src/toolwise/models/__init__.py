@@ -8,9 +8,9 @@ from typing import Any
 
 from toolwise.errors import ModelError
 from toolwise.models.folder import BUILTIN, locate
-from toolwise.models.own_code import check_hub_kernels, remote_code_error, warn_remote_code
+from toolwise.models.remote_code import check_hub_kernels, remote_code_error, warn_remote_code
 from toolwise.models.sizes import check_sizes
-from toolwise.rollout.chat import ChatTokenizer
+from toolwise.rollout.chat_tokenizer import ChatTokenizer
 
 __all__ = ["BUILTIN", "load_model", "locate"]
 

@@ -11,10 +11,10 @@ from toolwise.engine import Engine, supports_paged_attention
 from toolwise.engine.grammar import Constraint, Grammar, Vocabulary
 from toolwise.errors import ContextFullError, PolicyError
 from toolwise.messages import Message
-from toolwise.policies.calling import calls_grammar
-from toolwise.policies.decoding import BatchGenerator
+from toolwise.policies.call_grammar import calls_grammar
+from toolwise.policies.transformers_generation import BatchGenerator
 from toolwise.protocols import Generation, Metrics, Sampling
-from toolwise.rollout.chat import ChatTokenizer
+from toolwise.rollout.chat_tokenizer import ChatTokenizer
 from toolwise.rollout.parsers import PARSERS, ParsedReply, detect_parser, to_action
 from toolwise.rollout.tokens import OnChange, TokenBuffer
 from toolwise.rollout.tool_prompt import ToolPromptMode

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from toolwise.bounds import in_bounds
 from toolwise.errors import RewardError
 from toolwise.types import EvaluateResult, Rollout, ScoredRollout, StepData, StepOutput
+from toolwise.untrusted.bounds import in_bounds
 
 log = logging.getLogger("toolwise.rewards")
 IssueKind = Literal["unmatched", "duplicate", "missing", "non_finite", "duplicate_rollout"]

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from toolwise.bounds import MAX_REASON_CHARS, MAX_SCORE, in_bounds, truncate_text
-from toolwise.protocols import Executor
+from toolwise.rewards.executor import Executor
 from toolwise.rewards.function import Reward, fault_result, read_result
 from toolwise.types import EvaluateResult, MetricResult, Rollout, StepOutput
+from toolwise.untrusted.bounds import MAX_REASON_CHARS, MAX_SCORE, in_bounds, truncate_text
 
 CombineMode = Literal["sum", "normalize"]
 

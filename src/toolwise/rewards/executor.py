@@ -8,19 +8,25 @@ import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import deepcopy
-from typing import Any
+from typing import Any, Protocol
 
-from toolwise import user_code
+from toolwise.concurrency.tasks import spawn
 from toolwise.messages import Message
-from toolwise.own_tasks import spawn
 from toolwise.rewards.function import Reward, fault_result, read_result, read_results
-from toolwise.rewards.printed import PrintCallback, capture_prints, tee_output
+from toolwise.rewards.printed_output import PrintCallback, capture_prints, tee_output
 from toolwise.rewards.result_bounds import truncate_result
 from toolwise.rewards.signature import TASK_FIELDS
 from toolwise.types import EvaluateResult, Rollout, Task
+from toolwise.untrusted import user_code
 
 MAX_CONCURRENT_CALLS = 256
 """Async calls that are under way at the same time, at most."""
+
+
+class Executor(Protocol):
+    """Where reward functions run: in this process, or in a sandbox. One result a rollout, in order, always."""
+
+    async def evaluate(self, reward: Reward, rollouts: Sequence[Rollout], *, step: int) -> list[EvaluateResult]: ...
 
 
 class InProcessExecutor:

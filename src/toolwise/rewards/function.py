@@ -16,13 +16,13 @@ from typing import Any, TypeVar, overload
 
 from pydantic import BaseModel, ValidationError
 
-from toolwise.bounds import in_bounds
+from toolwise.config.imports import did_you_mean, load_module, load_reference
 from toolwise.errors import ConfigError, RewardError
-from toolwise.references import did_you_mean, load_module, load_reference
-from toolwise.results import MetricResult, StepOutput, unwrap_scalar
 from toolwise.rewards.result_bounds import find_excess, truncate_result
 from toolwise.rewards.signature import Mode, Signature, infer_mode
 from toolwise.types import EvaluateResult, EvaluationFault
+from toolwise.types.results import MetricResult, StepOutput, unwrap_scalar
+from toolwise.untrusted.bounds import in_bounds
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
-from toolwise.bounds import (
+from toolwise.types import EvaluateResult, StepOutput
+from toolwise.types.results import MetricResult
+from toolwise.untrusted.bounds import (
     MAX_FAULT_CHARS,
     MAX_METRIC_VALUE,
     MAX_METRICS,
@@ -15,8 +17,6 @@ from toolwise.bounds import (
     in_bounds,
     truncate_text,
 )
-from toolwise.results import MetricResult
-from toolwise.types import EvaluateResult, StepOutput
 
 
 def find_excess(result: EvaluateResult) -> tuple[str, str] | None:

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolwise.bounds import MAX_DISTINCT_NAMES, MAX_NAME_CHARS, MAX_SCORE, truncate_text
 from toolwise.envs.tool_env import add_counts
 from toolwise.rollout.decision import count_tokens
 from toolwise.types import StepData, Usage
+from toolwise.untrusted.bounds import MAX_DISTINCT_NAMES, MAX_NAME_CHARS, MAX_SCORE, truncate_text
 
 OTHER_NAMES = "(other names)"
 

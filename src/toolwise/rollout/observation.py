@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from toolwise.bounds import MAX_OBSERVATION_CHARS, truncate_text
 from toolwise.messages import Message, as_messages
+from toolwise.untrusted.bounds import MAX_OBSERVATION_CHARS, truncate_text
 
 
 def observation_messages(observation: str | Sequence[Message]) -> Iterable[Message]:

@@ -1,4 +1,4 @@
-"""One episode that drives itself: asks the policy, has its world act, and ends exactly once, whatever happens.
+"""One episode: asks the policy, steps the environment, and ends exactly once, whatever happens.
 
 PENDING ─► RUNNING ⇄ TOOL_CALLING | INTERACTING
               └────────────┴─────► COMPLETED | FAILED
@@ -12,20 +12,21 @@ from collections.abc import Callable, Coroutine, Sequence
 from enum import StrEnum
 from typing import Any, TypeVar, cast
 
-from toolwise.bounds import MAX_FAULT_CHARS, truncate_text
+from toolwise.concurrency.deadlines import run_with_deadline
+from toolwise.concurrency.limits import Limits, Slot
+from toolwise.concurrency.tasks import spawn
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.tool_env import validate_reward
 from toolwise.errors import ContextFullError
-from toolwise.limits import Limits, Slot
 from toolwise.messages import Message, Prefix
-from toolwise.own_tasks import spawn
 from toolwise.protocols import AgentPolicy, SessionPolicy
 from toolwise.rollout.call_counts import CallCounts
 from toolwise.rollout.decision import PolicyDecision
 from toolwise.rollout.observation import observation_messages
 from toolwise.rollout.termination import Termination
 from toolwise.types import Rollout, StepData, StopReason, Task, Usage
-from toolwise.user_code import (
+from toolwise.untrusted.bounds import MAX_FAULT_CHARS, truncate_text
+from toolwise.untrusted.user_code import (
     as_exception,
     await_user_code,
     call_user_code,
@@ -33,7 +34,6 @@ from toolwise.user_code import (
     format_with_traceback,
     is_closing,
 )
-from toolwise.waiting import run_with_deadline
 
 log = logging.getLogger("toolwise.rollout")
 T = TypeVar("T")
@@ -56,12 +56,12 @@ class RequestState(StrEnum):
 
 
 class AsyncRolloutRequest:
-    """One rollout of one task, known by (`batch_data_id`, `rollout_offset`).
+    """One rollout of one task, identified by (`batch_data_id`, `rollout_offset`).
 
-    `run` takes it from beginning to end. `start`, `decide`, `act` and `finish` are its parts, for those who run many in
-    step. None of them raises but for a cancellation from outside: whatever goes wrong is a `stop_reason`. `deadline_s`
-    covers everything, waiting included; what is under way then is ended, and the episode's tools are still asked for
-    their rewards and released, each within `close_timeout_s`.
+    `run` plays the whole episode; `start`, `decide`, `act` and `finish` are its parts, for callers that run many in
+    lock step. They raise only when cancelled from outside: any fault becomes a `stop_reason`. `deadline_s` covers the
+    whole episode, waiting included; afterwards its tools still give their rewards and are released, each within
+    `close_timeout_s`.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class AsyncRolloutRequest:
         finally:
             self._slot.release()
         if self._finish_task is None:
-            self._append_observation(observation)
+            self.messages.extend(observation_messages(observation))
 
     async def _decide(self) -> None:
         """Ask the policy."""
@@ -244,7 +244,7 @@ class AsyncRolloutRequest:
         if self._finish_task is not None:
             return
         reward = validate_reward(reward)
-        self._append_observation(observation)
+        self.messages.extend(observation_messages(observation))
         self._count_calls(info)
         ending = self.termination.stop_after_step(decision, env_done, info, structured=env.structured_actions)
         ending = ending or self.termination.count_step()
@@ -387,9 +387,6 @@ class AsyncRolloutRequest:
         )
         if log.isEnabledFor(logging.DEBUG):
             log.debug("step %d of %s: %s", len(self.steps), self.rollout_id, decision.raw)
-
-    def _append_observation(self, observation: str | Sequence[Message]) -> None:
-        self.messages.extend(observation_messages(observation))
 
     def _count_calls(self, info: dict[str, Any]) -> None:
         self._counts.add(info)

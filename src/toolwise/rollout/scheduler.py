@@ -9,18 +9,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from toolwise.concurrency.deadlines import gather_all
+from toolwise.concurrency.limits import Gate, Limits
+from toolwise.concurrency.tasks import spawn
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.tool_env import ToolEnv
 from toolwise.errors import ToolwiseError
-from toolwise.limits import Gate, Limits
-from toolwise.own_tasks import spawn
 from toolwise.protocols import AgentPolicy
 from toolwise.rollout.request import AsyncRolloutRequest
 from toolwise.rollout.worker import build_termination
 from toolwise.tools.base import BaseTool
 from toolwise.types import Rollout, RouteDecision
-from toolwise.user_code import call_user_code, describe
-from toolwise.waiting import gather_all
+from toolwise.untrusted.user_code import call_user_code, describe
 
 StateCallback = Callable[[AsyncRolloutRequest], None]
 _GC_THRESHOLD = 50_000

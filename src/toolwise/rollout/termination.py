@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from toolwise.patterns import Pattern
 from toolwise.rollout.decision import PolicyDecision
 from toolwise.types import StopReason
+from toolwise.untrusted.patterns import Pattern
 
 
 @dataclass(slots=True)

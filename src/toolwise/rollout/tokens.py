@@ -26,8 +26,8 @@ from typing import Literal
 
 from toolwise.errors import ModelError
 from toolwise.messages import Message, Prefix
-from toolwise.rollout.chat import ChatTokenizer, Tools
-from toolwise.rollout.controls import strip_guard_marks
+from toolwise.rollout.chat_tokenizer import ChatTokenizer, Tools
+from toolwise.rollout.control_tokens import strip_guard_marks
 
 Alignment = Literal["first", "clean", "realigned", "forked"]
 OnChange = Literal["append", "fork"]

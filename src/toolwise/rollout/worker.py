@@ -8,12 +8,12 @@ from typing import Any
 from toolwise.envs.base import BaseEnv
 from toolwise.envs.tool_env import ToolEnv
 from toolwise.messages import Message
-from toolwise.patterns import compile_pattern
 from toolwise.protocols import AgentPolicy
 from toolwise.rollout.request import AsyncRolloutRequest
 from toolwise.rollout.termination import Termination
 from toolwise.tools.base import BaseTool
 from toolwise.types import StepData, Task
+from toolwise.untrusted.patterns import compile_pattern
 
 
 class RLRolloutWorker(AsyncRolloutRequest):

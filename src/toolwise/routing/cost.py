@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
+from toolwise.config.imports import did_you_mean
 from toolwise.errors import ConfigError
-from toolwise.references import did_you_mean
 from toolwise.routing.families import Family
 from toolwise.routing.usage import UNREADABLE, RouteUsage
 from toolwise.tools.base import BaseTool

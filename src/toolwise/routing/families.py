@@ -11,9 +11,9 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from toolwise.data.rlla import TOOL_ENTRY, gold_calls, gold_kind
+from toolwise.data.rlla_rows import TOOL_ENTRY, gold_calls, gold_kind
 from toolwise.errors import ConfigError, DataError
-from toolwise.rewards.call_syntax import expected_calls
+from toolwise.rewards.library.call_syntax import expected_calls
 from toolwise.routing.actions import MIXED, RouteAction, Target
 from toolwise.tools.base import BaseTool
 from toolwise.types import Task

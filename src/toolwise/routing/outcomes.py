@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from toolwise.routing.actions import ROUTES
-from toolwise.routing.baselines import RunningBaseline
-from toolwise.routing.conditioning import RouterTraining, RouteSampling
-from toolwise.routing.credit import independent_advantages, router_rewards, stratified_credit
+from toolwise.routing.options import RouterTraining, RouteSampling
+from toolwise.routing.reward_baselines import RunningBaseline
+from toolwise.routing.route_advantages import independent_advantages, router_rewards, stratified_credit
 
 RouteProbs = Mapping[str, Sequence[float]]
 """prompt id -> chances of its routes"""

@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 from pydantic import PrivateAttr
 
-from toolwise.data.rlla import TOOL_ENTRY
+from toolwise.data.rlla_rows import TOOL_ENTRY
 from toolwise.messages import Message
 from toolwise.routing.actions import RouteAction
 from toolwise.routing.families import Family, family_of_call
-from toolwise.routing.wording import Style, Wording, load_wording
+from toolwise.routing.prompt_templates import Style, Wording, load_wording
 
 ConditioningMode = Literal["rewrite", "append"]
 _HEADING = re.compile(r"^\*\*Available Tools\*\*\n(?:.*\n)?\Z", re.MULTILINE)

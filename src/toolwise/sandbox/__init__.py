@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from toolwise.sandbox.executor import RewardExecutor, SandboxExecutor
     from toolwise.sandbox.faults import KINDS, SandboxError
+    from toolwise.sandbox.programs.program_sandbox import ProgramSandbox
     from toolwise.sandbox.programs.run import ProgramResult
-    from toolwise.sandbox.programs.sandbox import ProgramSandbox
     from toolwise.sandbox.sandbox import Sandbox
 
 _MODULE_OF = {

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from toolwise.rewards.earned import EPISODE_REWARDS, score_episodes
+from toolwise.rewards.episode_rewards import EPISODE_REWARDS, score_episodes
 from toolwise.rewards.executor import InProcessExecutor, batch_task_kwargs, run_kwargs, task_kwargs
 from toolwise.rewards.function import Reward
 from toolwise.sandbox.answers import pack

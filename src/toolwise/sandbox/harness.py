@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from toolwise.config.sibling_imports import siblings_of
 from toolwise.errors import ConfigError, ToolwiseError
 from toolwise.messages import Message
 from toolwise.rewards.function import Reward, read_result, read_results, reward_function
 from toolwise.sandbox.faults import MAX_MESSAGE_CHARS, MAX_TRACEBACK_CHARS, sanitize_text
-from toolwise.sandbox.layers.denials import explain
-from toolwise.siblings import siblings_of
+from toolwise.sandbox.layers.denial_hints import explain
 from toolwise.types import EvaluateResult
 
 JsonDict = dict[str, Any]
@@ -103,10 +103,10 @@ def _run_awaitable(value: Any, timeout_s: float | None) -> Any:
 
     if timeout_s is None:
         return asyncio.run(_await_value(value))
-    from toolwise import waiting
+    from toolwise.concurrency import deadlines
 
-    return waiting.run(
-        waiting.run_with_deadline(timeout_s, _await_value(value), _CallTimeoutError("it took too long to answer"))
+    return deadlines.run(
+        deadlines.run_with_deadline(timeout_s, _await_value(value), _CallTimeoutError("it took too long to answer"))
     )
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from toolwise.rewards.printed import PrintCallback
+from toolwise.rewards.printed_output import PrintCallback
 from toolwise.sandbox.faults import SandboxError, WorkerFault
 from toolwise.sandbox.layers.bubblewrap import MountView, host_namespaces, worker_view
 from toolwise.sandbox.layers.hardening import Plan

@@ -15,9 +15,9 @@ from pathlib import Path
 from toolwise.sandbox.faults import WorkerFault
 from toolwise.sandbox.layers.bubblewrap import BwrapProcess
 from toolwise.sandbox.layers.hardening import ROOM_FOR_LIBRARIES_MB
+from toolwise.sandbox.process_usage import find_usage_violation
 from toolwise.sandbox.processes import Process
-from toolwise.sandbox.supervision import ProcessHandle, SupervisedProcess, last_pid, members_of
-from toolwise.sandbox.usage import find_usage_violation
+from toolwise.sandbox.supervisor_client import ProcessHandle, SupervisedProcess, last_pid, members_of
 
 MAX_THREADS = max(256, 4 * (os.cpu_count() or 1))
 """Thread pools of numerical libraries have as many as there are cores, a few times over."""

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from toolwise.references import WORKER_ENV_VAR
+from toolwise.config.imports import WORKER_ENV_VAR
 from toolwise.sandbox.faults import SandboxError
 from toolwise.sandbox.layers.bubblewrap import INIT, BwrapProcess, MountView, bwrap_command
 from toolwise.sandbox.scratch import remove_in_background
-from toolwise.sandbox.supervision import (
+from toolwise.sandbox.supervisor_client import (
     SUPERVISION_AVAILABLE,
     ProcessHandle,
     ReportPipe,
@@ -35,7 +35,7 @@ from toolwise.sandbox.targets import library_folders, package_folder
 _BOOT = (
     "import json, sys; start = json.loads(sys.argv[1]); sys.path[:] = start['path']; "
     "from toolwise.sandbox.layers.supervisor import begin; begin(start); "
-    "from toolwise.sandbox.child import main; main(start)"
+    "from toolwise.sandbox.worker_main import main; main(start)"
 )
 _MARK_VARIABLE = "TOOLWISE_SANDBOX"
 _INHERITED_VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ")

@@ -16,18 +16,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from toolwise import waiting
+from toolwise.concurrency import deadlines
 from toolwise.errors import RewardError
-from toolwise.rewards.printed import PrintCallback
+from toolwise.rewards.printed_output import PrintCallback
 from toolwise.rewards.signature import Signature
 from toolwise.sandbox.answers import pack, read_answer
+from toolwise.sandbox.async_calls import run_overlapping
 from toolwise.sandbox.calls import MAX_OVERLAPPING_CALLS, run_batch, run_pointwise
 from toolwise.sandbox.faults import SandboxError, WorkerFault
 from toolwise.sandbox.frames import encode
 from toolwise.sandbox.harness import Harness, JsonDict, plain_fault
-from toolwise.sandbox.layers.denials import ALL_ALLOWED
+from toolwise.sandbox.layers.denial_hints import ALL_ALLOWED
 from toolwise.sandbox.layers.hardening import LAYERS, Plan, Tier
-from toolwise.sandbox.overlap import run_overlapping
 from toolwise.sandbox.pool import Pool
 from toolwise.sandbox.report import Report, probe
 from toolwise.sandbox.targets import Target, reference_of, resolve
@@ -230,7 +230,7 @@ class Sandbox:
         for start in range(0, len(calls), MAX_OVERLAPPING_CALLS):
             part: dict[int, JsonDict] = {}
             together = calls[start : start + MAX_OVERLAPPING_CALLS]
-            run_overlapping(harness, together, self.timeout_s, part.__setitem__, waiting.run)
+            run_overlapping(harness, together, self.timeout_s, part.__setitem__, deadlines.run)
             answers += [part[position] for position in sorted(part)]
         return answers
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import toolwise
+from toolwise.config.imports import check_nameable, registered_reference
+from toolwise.config.sibling_imports import imported_siblings
 from toolwise.errors import RewardError
-from toolwise.references import check_nameable, registered_reference
 from toolwise.sandbox.faults import WorkerFault
-from toolwise.siblings import imported_siblings
 
 
 @dataclass(frozen=True, slots=True)

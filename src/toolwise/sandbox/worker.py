@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from toolwise.rewards.printed import PrintCallback
+from toolwise.rewards.printed_output import PrintCallback
 from toolwise.rewards.signature import Signature
 from toolwise.sandbox import frames
 from toolwise.sandbox.disk_usage import Disk
@@ -24,11 +24,11 @@ from toolwise.sandbox.layers.bubblewrap import BwrapProcess
 from toolwise.sandbox.layers.hardening import MEBIBYTE, Plan
 from toolwise.sandbox.output import Output
 from toolwise.sandbox.process_limits import check_processes, count_leftovers, oom_kills
+from toolwise.sandbox.process_usage import proc_folders_of
 from toolwise.sandbox.processes import Process
 from toolwise.sandbox.requests import encode_request, is_result, protocol_fault, split_labels
-from toolwise.sandbox.supervision import SupervisedProcess, last_pid
+from toolwise.sandbox.supervisor_client import SupervisedProcess, last_pid
 from toolwise.sandbox.targets import Target
-from toolwise.sandbox.usage import proc_folders_of
 
 START_S = 60.0
 """How long an interpreter may take to come up on a busy machine; the user's code has not begun by then."""

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
+from toolwise.concurrency.deadlines import gather_all
 from toolwise.errors import ContextFullError, PolicyError
 from toolwise.protocols import Generation, Sampling, TokenGenerator
-from toolwise.rollout.chat import ChatTokenizer
+from toolwise.rollout.chat_tokenizer import ChatTokenizer
 from toolwise.rollout.parsers import PARSERS
 from toolwise.serve.limits import MAX_CONTEXT_TOKENS, TextLimits
 from toolwise.serve.request import BadRequestError, ChatRequest, read_request
-from toolwise.waiting import gather_all
 
 if TYPE_CHECKING:
     from toolwise.policies.local import LocalPolicy

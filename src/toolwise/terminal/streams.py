@@ -8,7 +8,7 @@ import traceback
 from contextlib import suppress
 from typing import IO, Any
 
-from toolwise.json_text import json_text
+from toolwise.serialization.json_text import json_text
 from toolwise.terminal.text import escape_controls, escape_controls_json
 
 MAX_ERROR_CHARS = 20_000

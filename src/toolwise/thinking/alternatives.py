@@ -13,11 +13,12 @@ from typing import Protocol
 
 from toolwise.errors import ContextFullError, PolicyError, ToolwiseError
 from toolwise.protocols import Generation, Sampling
-from toolwise.thinking.groups import Alternative, ParsedStep
 from toolwise.thinking.levels import END_THINK, Level, Levels
-from toolwise.thinking.models import ThinkingModel
-from toolwise.thinking.reading import FormatFault, parse_reply
-from toolwise.thinking.tokens import token_spans
+from toolwise.thinking.parsed_step import ParsedStep
+from toolwise.thinking.reply import FormatFault, parse_reply
+from toolwise.thinking.thinking_model import ThinkingModel
+from toolwise.thinking.token_spans import token_spans
+from toolwise.types import Alternative
 
 FAILURE_OF_FAULT = {
     FormatFault.UNCLOSED_THOUGHT: "unclosed",

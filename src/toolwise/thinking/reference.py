@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from toolwise.protocols import Generation, Metrics, Sampling
-from toolwise.thinking.models import ScoringRequest, TokenScores
+from toolwise.thinking.thinking_model import ScoringRequest, TokenScores
 
 
 @dataclass(frozen=True, slots=True)

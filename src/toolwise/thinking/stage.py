@@ -14,11 +14,18 @@ from typing import Any, Protocol
 
 from toolwise.protocols import Metrics
 from toolwise.thinking.alternatives import AlternativeWriter
-from toolwise.thinking.figures import alternative_metrics, level_usage_metrics
-from toolwise.thinking.groups import ParsedStep, RolloutThinking, ThinkingByRollout, ThinkingGroup, ThinkingStep
-from toolwise.thinking.scoring import score_levels
-from toolwise.thinking.steps import StepSelection, choose_steps, parse_steps, write_within_budget
-from toolwise.types import AnnotatedRollout, ScoredRollout
+from toolwise.thinking.level_scores import score_levels
+from toolwise.thinking.metrics import alternative_metrics, level_usage_metrics
+from toolwise.thinking.parsed_step import ParsedStep
+from toolwise.thinking.step_selection import StepSelection, choose_steps, parse_steps, write_within_budget
+from toolwise.types import (
+    AnnotatedRollout,
+    RolloutThinking,
+    ScoredRollout,
+    ThinkingByRollout,
+    ThinkingGroup,
+    ThinkingStep,
+)
 
 
 class ThinkingPrice(Protocol):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from toolwise.tools.base import BaseTool, FunctionSchema, OpenAIFunctionToolSchema
-from toolwise.tools.calculator import CalculatorTool
+from toolwise.tools.builtin.calculator import CalculatorTool
+from toolwise.tools.builtin.gsm8k import Gsm8kTool
+from toolwise.tools.builtin.python import PythonTool
+from toolwise.tools.builtin.search.tool import SearchTool
+from toolwise.tools.builtin.shell import ShellTool
 from toolwise.tools.catalog import TOOLS, build_tools
 from toolwise.tools.function import FunctionTool, as_tool, tool
-from toolwise.tools.gsm8k import Gsm8kTool
-from toolwise.tools.python import PythonTool
 from toolwise.tools.schema import validate_arguments
-from toolwise.tools.search.tool import SearchTool
-from toolwise.tools.shell import ShellTool
 
 __all__ = [
     "TOOLS",

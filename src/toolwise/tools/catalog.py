@@ -9,18 +9,18 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from toolwise.config.imports import did_you_mean, load_reference
 from toolwise.errors import ConfigError, ToolwiseError
-from toolwise.parameters import compile_parameters
-from toolwise.references import did_you_mean, load_reference
 from toolwise.tools.base import BaseTool, OpenAIFunctionToolSchema
-from toolwise.tools.calculator import CalculatorTool
+from toolwise.tools.builtin.calculator import CalculatorTool
+from toolwise.tools.builtin.gsm8k import Gsm8kTool
+from toolwise.tools.builtin.python import PythonTool
+from toolwise.tools.builtin.search.tool import SearchTool
+from toolwise.tools.builtin.shell import ShellTool
 from toolwise.tools.function import FunctionTool, as_tool, check_tool_options
-from toolwise.tools.gsm8k import Gsm8kTool
-from toolwise.tools.isolation.tool import isolate_tool
+from toolwise.tools.isolation.isolated_tool import isolate_tool
 from toolwise.tools.mcp.tools import mcp_tools
-from toolwise.tools.python import PythonTool
-from toolwise.tools.search.tool import SearchTool
-from toolwise.tools.shell import ShellTool
+from toolwise.untrusted.json_schema import compile_parameters
 
 ToolSpec = str | BaseTool | Callable[..., Any] | Mapping[str, Any]
 

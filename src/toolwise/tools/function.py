@@ -14,15 +14,15 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 
-from toolwise.cells import lacks_file
+from toolwise.concurrency.deadlines import call_in_thread, in_virtual_time
+from toolwise.config.imports import Registration, in_worker, registered_reference, registration_of
 from toolwise.errors import ToolwiseError
-from toolwise.references import Registration, in_worker, registered_reference, registration_of
+from toolwise.notebook import lacks_file
 from toolwise.tools import isolation
 from toolwise.tools.base import BaseTool, OpenAIFunctionToolSchema
-from toolwise.tools.isolation.places import ObjectRef
-from toolwise.tools.isolation.workers import LoadFault
+from toolwise.tools.isolation.code_location import ObjectRef
+from toolwise.tools.isolation.worker import LoadFault
 from toolwise.tools.signature import build_tool_schema, make_adapter, read_annotations, returns_reward
-from toolwise.waiting import call_in_thread, in_virtual_time
 
 log = logging.getLogger("toolwise.tools")
 P = ParamSpec("P")

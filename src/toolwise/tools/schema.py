@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from toolwise.errors import ToolwiseError
-from toolwise.parameters import ValidationLimitError, argument_errors, compile_parameters
 from toolwise.tools.base import FunctionSchema, OpenAIFunctionToolSchema
+from toolwise.untrusted.json_schema import ValidationLimitError, argument_errors, compile_parameters
 
 if TYPE_CHECKING:
     from jsonschema import ValidationError

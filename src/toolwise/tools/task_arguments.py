@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from toolwise.config.imports import did_you_mean
 from toolwise.errors import DataError, ToolwiseError
-from toolwise.references import did_you_mean
 from toolwise.tools.base import BaseTool
 from toolwise.tools.function import FunctionTool
 from toolwise.types import Task

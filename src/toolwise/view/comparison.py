@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from toolwise.trackers.console import format_metric
-from toolwise.trackers.conversation import clean_text
+from toolwise.training.trackers.console import format_metric
+from toolwise.training.trackers.conversation import clean_text
 
 HIGHER_IS_BETTER = frozenset({"correct", "score"})
 """Figures of which more is better. Cost and tokens are spent for something: less is not good by itself."""

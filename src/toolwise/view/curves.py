@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from toolwise.errors import ToolwiseError
-from toolwise.trackers.conversation import clean_text, shorten
+from toolwise.training.run_folder import RunFolder, Series, open_run
+from toolwise.training.trackers.conversation import clean_text, shorten
 from toolwise.view.comparison import headline, rows_by_kind
-from toolwise.view.run_folder import RunFolder, Series, open_run
 
 DPI = 110
 MAX_KINDS = 8

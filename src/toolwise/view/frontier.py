@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toolwise.errors import CheckpointError
-from toolwise.trackers.conversation import clean_text
+from toolwise.training.run_folder import RunFolder
+from toolwise.training.trackers.conversation import clean_text
 from toolwise.view.curves import LIGHT, Palette, draw_legend, draw_title, new_figure, style_axes, to_png
-from toolwise.view.run_folder import RunFolder
 
 CURVES = ("router", "random", "oracle")
 FrontierRecord = Mapping[str, Any]

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import tomli_w
 
-from toolwise.fault_rates import describe_totals
-from toolwise.run_changes import describe_changes
-from toolwise.secret_names import mask_secrets, secret_keys
-from toolwise.trackers.console import format_duration, format_metric
-from toolwise.trackers.conversation import Turn, clean_text, conversation_turns, is_correct, shorten
+from toolwise.config.secret_names import mask_secrets, secret_keys
+from toolwise.training.changes import describe_changes
+from toolwise.training.fault_rates import describe_totals
+from toolwise.training.run_folder import RunFolder, open_run
+from toolwise.training.trackers.console import format_duration, format_metric
+from toolwise.training.trackers.conversation import Turn, clean_text, conversation_turns, is_correct, shorten
 from toolwise.view.comparison import headline, rows_by_kind
 from toolwise.view.curves import DARK, LIGHT, render_curves
 from toolwise.view.frontier import frontier_rows, read_frontier, render_frontier
 from toolwise.view.routing import render_routing, routing_columns
-from toolwise.view.run_folder import RunFolder, open_run
 from toolwise.view.selection import (
     TaskChange,
     advantages_of,

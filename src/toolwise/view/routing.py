@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toolwise.trackers.routes import ROUTE_LABELS
+from toolwise.training.run_folder import RunFolder
+from toolwise.training.trackers.route_text import ROUTE_LABELS
 from toolwise.view.curves import LIGHT, Palette, draw_title, format_step_axis, new_figure, style_axes, to_png
-from toolwise.view.run_folder import RunFolder
 
 _BUDGET_SUFFIX, _SHARE_PREFIX = "/budget", "router/share/"
 _SHADES = (0.28, 0.6, 0.95)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal
 
-from toolwise.trackers.conversation import is_correct
+from toolwise.training.trackers.conversation import is_correct
 
 Record = Mapping[str, Any]
 Outcome = Literal[

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from toolwise.training.run_folder import RunFolder, Series
 from toolwise.view.curves import LIGHT, Palette, draw_title, format_step_axis, new_figure, style_axes, to_png
-from toolwise.view.run_folder import RunFolder, Series
 
 THINKING_COLUMNS = (
     "thinking/tokens_per_step",

@@ -25,7 +25,7 @@ from toolwise.demo.rooms.demonstrations import (
 from toolwise.demo.rooms.env import RoomsEnv
 from toolwise.demo.rooms.house import HouseConfig, build_house
 from toolwise.thinking.levels import DEFAULT_LEVELS, LEVELS_FILE, load_levels
-from toolwise.thinking.reading import parse_reply
+from toolwise.thinking.reply import parse_reply
 
 
 def test_what_is_shown_is_what_the_world_would_say() -> None:

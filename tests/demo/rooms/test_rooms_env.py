@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from toolwise.checks.env.check import check_env
 from toolwise.demo.rooms.env import RoomsEnv
-from toolwise.envs.conformance.check import check_env
 
 
 def walk(env: RoomsEnv, *actions: str) -> list[tuple[Any, ...]]:

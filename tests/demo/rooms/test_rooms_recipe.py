@@ -11,10 +11,10 @@ import torch
 from toolwise.api import read_config, read_tasks
 from toolwise.demo.rooms.demonstrations import demonstrations, task_rows, write_rows
 from toolwise.demo.rooms.recipe import rooms_config
-from toolwise.loop import train_step
-from toolwise.run import assemble
-from toolwise.teaching import train_sft
-from toolwise.thinking.reading import parse_reply
+from toolwise.thinking.reply import parse_reply
+from toolwise.training.loop import train_step
+from toolwise.training.run import assemble
+from toolwise.training.sft import train_sft
 
 torch.set_num_threads(1)
 

@@ -18,7 +18,7 @@ from toolwise.errors import ContextFullError, PolicyError
 from toolwise.messages import Message, ToolCall
 from toolwise.models import load_model
 from toolwise.policies import LocalPolicy, OpenAIAgentPolicy
-from toolwise.policies.openai.faults import ServerError
+from toolwise.policies.openai.server_errors import ServerError
 from toolwise.protocols import AgentPolicy, Sampling, SessionPolicy
 from toolwise.rollout.scheduler import RolloutScheduler
 from toolwise.rollout.worker import RLRolloutWorker

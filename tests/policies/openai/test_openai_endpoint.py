@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from toolwise.errors import ContextFullError, PolicyError
 from toolwise.policies.openai.endpoint import Endpoint
-from toolwise.policies.openai.faults import ServerError
+from toolwise.policies.openai.server_errors import ServerError
 
 T = TypeVar("T")
 URL = "http://server.test/v1/chat/completions"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from toolwise.errors import ContextFullError, PolicyError
-from toolwise.policies.openai.faults import MAX_ERROR_CHARS, ServerError, error_from_response, parse_error_body
+from toolwise.policies.openai.server_errors import MAX_ERROR_CHARS, ServerError, error_from_response, parse_error_body
 
 
 def error(**fields: Any) -> bytes:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from toolwise.config import RunConfig, load_config
+from toolwise.config.schema import RunConfig, load_config
 from toolwise.errors import ConfigError, PolicyError
-from toolwise.policies.vllm.building import build_vllm
+from toolwise.policies.vllm.builder import build_vllm
 
 Cli = Callable[..., Any]
 MakeConfig = Callable[..., Path]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from toolwise.errors import PolicyError
-from toolwise.policies.vllm.checking import check_logprobs, check_settings, check_tied_head, check_vocabulary
 from toolwise.policies.vllm.control import ModelInfo, VllmControlClient
+from toolwise.policies.vllm.server_check import check_logprobs, check_settings, check_tied_head, check_vocabulary
 from toolwise.policies.vllm.weights import WeightsFolder
 
 SERVED = ModelInfo("small", 4096, "float32", "processed_logprobs")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from toolwise.policies.openai.faults import ServerError
+from toolwise.policies.openai.server_errors import ServerError
 from toolwise.policies.vllm.completions import completion_body, read_completion
 from toolwise.protocols import Sampling
 

@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from toolwise.config import RunConfig
+from toolwise.config.schema import RunConfig
 from toolwise.errors import ContextFullError
 from toolwise.messages import Message
 from toolwise.models import locate
 from toolwise.policies.local import LocalPolicy
-from toolwise.policies.vllm.building import build_vllm
+from toolwise.policies.vllm.builder import build_vllm
 from toolwise.policies.vllm.engine import VllmEngine
 from toolwise.protocols import Generation, Sampling
 

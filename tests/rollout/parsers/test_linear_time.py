@@ -10,12 +10,13 @@ import pytest
 
 from toolwise.envs.gymnasium_text import extract_action
 from toolwise.messages import Message
-from toolwise.rewards import rlla_format, transcript
-from toolwise.rewards.gsm8k import find_answer
-from toolwise.rewards.judge import _last_object
+from toolwise.rewards import transcript
+from toolwise.rewards.library import rlla_format
+from toolwise.rewards.library.gsm8k import find_answer
+from toolwise.rewards.library.judge import _last_object
 from toolwise.rollout.parsers import PARSERS
 from toolwise.thinking.alternatives import mentions_action
-from toolwise.thinking.reading import parse_reply
+from toolwise.thinking.reply import parse_reply
 
 CALL = '{"name": "f", "parameters": {}}'
 FAMILIES: dict[str, tuple[str, str, str]] = {

@@ -20,8 +20,8 @@ from typing import Any
 
 from abuse_program_files import PROGRAM_FILES
 
-from toolwise.sandbox.programs.folders import WorkFolder
-from toolwise.sandbox.programs.sandbox import ProgramSandbox
+from toolwise.sandbox.programs.program_sandbox import ProgramSandbox
+from toolwise.sandbox.programs.work_folders import WorkFolder
 
 TIMEOUT_S = 1.0
 GRACE_S = 1.0

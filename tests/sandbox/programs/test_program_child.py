@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from toolwise.sandbox.programs.child import PROGRAM_FILENAME, _execute, _report_exception
+from toolwise.sandbox.programs.program_main import PROGRAM_FILENAME, _execute, _report_exception
 
 
 def test_the_value_of_a_last_expression_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

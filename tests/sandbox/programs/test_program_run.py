@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from toolwise.sandbox import SandboxError
-from toolwise.sandbox.layers.births import allow_fork
+from toolwise.sandbox.layers.fork_filter import allow_fork
 from toolwise.sandbox.layers.hardening import Plan
+from toolwise.sandbox.process_usage import MAX_PROCESSES
 from toolwise.sandbox.programs import fork_gate
 from toolwise.sandbox.programs.run import ProgramSpec, StopSignal, run_program
-from toolwise.sandbox.usage import MAX_PROCESSES
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the layers are Linux's")
 

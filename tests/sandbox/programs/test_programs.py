@@ -23,7 +23,7 @@ from namespaces import NAMESPACED
 
 from toolwise.errors import DataError
 from toolwise.sandbox import SandboxError, report
-from toolwise.sandbox.programs.sandbox import MAX_PROGRAM_BYTES, ProgramSandbox
+from toolwise.sandbox.programs.program_sandbox import MAX_PROGRAM_BYTES, ProgramSandbox
 from toolwise.sandbox.report import Report, probe
 from toolwise.tools import isolation
 
@@ -321,7 +321,7 @@ def test_closing_ends_what_runs_and_removes_everything() -> None:
 def test_a_trainer_that_is_killed_leaves_no_program(tmp_path: Path) -> None:
     _need("namespaced")
     source = (
-        "import asyncio, sys\nfrom toolwise.sandbox.programs.sandbox import ProgramSandbox\n"
+        "import asyncio, sys\nfrom toolwise.sandbox.programs.program_sandbox import ProgramSandbox\n"
         "sandbox = ProgramSandbox('shell', timeout_s=100)\nfolder = sandbox.open_folder()\n"
         "print(folder.path.parent, flush=True)\n"
         "asyncio.run(sandbox.run('(setsid sleep 500 &); touch begun; sleep 500', folder))\n"

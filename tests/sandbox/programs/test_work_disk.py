@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from toolwise.sandbox.programs.sandbox import ProgramSandbox
+from toolwise.sandbox.programs.program_sandbox import ProgramSandbox
 from toolwise.sandbox.report import probe
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the tiers for programs are Linux's")

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from toolwise.tools.isolation import core_time
+from toolwise.tools.isolation.code_location import ModuleRef, ObjectRef
 from toolwise.tools.isolation.core_time import CpuUsage
-from toolwise.tools.isolation.places import ModuleRef, ObjectRef
 from toolwise.tools.isolation.pool import Pool
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="calls are looked at on Linux")

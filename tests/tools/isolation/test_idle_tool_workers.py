@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from toolwise.tools.isolation.places import ModuleRef, ObjectRef
+from toolwise.tools.isolation.code_location import ModuleRef, ObjectRef
 from toolwise.tools.isolation.pool import Pool
-from toolwise.tools.isolation.workers import CallNotDelivered, ToolDied, Worker
+from toolwise.tools.isolation.worker import CallNotDelivered, ToolDied, Worker
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 T = TypeVar("T")

@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 
 import pytest
 
+from toolwise.concurrency.deadlines import run_with_deadline
+from toolwise.config.imports import load_reference
 from toolwise.errors import ToolwiseError
-from toolwise.references import load_reference
 from toolwise.tools import isolation
 from toolwise.tools.base import BaseTool, FunctionSchema, OpenAIFunctionToolSchema
-from toolwise.tools.calculator import CalculatorTool
-from toolwise.tools.isolation.tool import IsolatedTool, isolate_tool
-from toolwise.tools.isolation.workers import ToolDied, ToolFault
-from toolwise.waiting import run_with_deadline
+from toolwise.tools.builtin.calculator import CalculatorTool
+from toolwise.tools.isolation.isolated_tool import IsolatedTool, isolate_tool
+from toolwise.tools.isolation.worker import ToolDied, ToolFault
 
 T = TypeVar("T")
 FILE = Path(__file__).with_name("isolated_tools.py")

@@ -16,15 +16,15 @@ from typing import Any, TypeVar
 
 import pytest
 
+from toolwise.concurrency.deadlines import run_with_deadline
+from toolwise.config.imports import load_reference
 from toolwise.envs.tool_env import ToolEnv
 from toolwise.errors import ToolwiseError
 from toolwise.messages import Message, ToolCall
-from toolwise.references import load_reference
 from toolwise.tools import isolation
 from toolwise.tools.function import FunctionTool, as_tool, tool
-from toolwise.tools.isolation.workers import ToolDied, ToolFault
+from toolwise.tools.isolation.worker import ToolDied, ToolFault
 from toolwise.types import Task
-from toolwise.waiting import run_with_deadline
 
 T = TypeVar("T")
 FILE = Path(__file__).with_name("isolated_tools.py")
@@ -327,7 +327,7 @@ def test_a_module_that_does_not_load_in_a_worker_runs_in_a_thread(tmp_path: Path
 def test_a_module_that_hangs_in_a_worker_keeps_nobody_waiting_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("toolwise.tools.isolation.workers.LOAD_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("toolwise.tools.isolation.worker.LOAD_TIMEOUT_S", 0.5)
     hangs = "import os, time\nif os.environ.get('TOOLWISE_WORKER'): time.sleep(1000)\n"
     (tmp_path / "hangs.py").write_text(hangs + "def where() -> int:\n    return os.getpid()\n")
     where = as_tool(load_reference(f"{tmp_path}/hangs.py:where", what="tool"))
@@ -356,7 +356,7 @@ def test_starting_a_run_while_a_worker_loads_is_refused(tmp_path: Path) -> None:
 def test_nothing_is_left_when_the_trainer_is_killed(tmp_path: Path) -> None:
     program = f"""
         import asyncio
-        from toolwise.references import load_reference
+        from toolwise.config.imports import load_reference
         load = lambda name: load_reference("{FILE}:" + name, what="tool")
         async def main():
             await load("where").execute("i", {{}})
@@ -379,7 +379,7 @@ def test_nothing_is_left_when_the_trainer_is_killed(tmp_path: Path) -> None:
 def test_a_trainer_that_ends_leaves_nothing_behind(tmp_path: Path) -> None:
     program = f"""
         import asyncio
-        from toolwise.references import load_reference
+        from toolwise.config.imports import load_reference
         hang = load_reference("{FILE}:hang_with_children", what="tool")
         async def main():
             task = asyncio.ensure_future(hang.execute("i", {{"pids": "{tmp_path}/pids"}}))
@@ -394,7 +394,7 @@ def test_a_trainer_that_ends_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_the_child_of_a_fork_brings_up_workers_of_its_own() -> None:
     program = f"""
         import asyncio, os
-        from toolwise.references import load_reference
+        from toolwise.config.imports import load_reference
         where = load_reference("{FILE}:where", what="tool")
         ask = lambda: int(asyncio.run(where.execute("i", {{}}))[0])
         first = ask()

@@ -13,18 +13,18 @@ from typing import Any
 
 import pytest
 
-from toolwise.config import RunConfig
+from toolwise.config.imports import load_reference
+from toolwise.config.schema import RunConfig
 from toolwise.envs.tool_env import ToolEnv
 from toolwise.messages import Message, ToolCall
 from toolwise.policies.scripted import ScriptedPolicy
-from toolwise.references import load_reference
-from toolwise.run import build_scheduler
 from toolwise.tools import isolation
 from toolwise.tools.catalog import build_tools
 from toolwise.tools.isolation import pool as pools
 from toolwise.tools.isolation import roster
-from toolwise.tools.isolation.places import ObjectRef
+from toolwise.tools.isolation.code_location import ObjectRef
 from toolwise.tools.isolation.pool import Pool
+from toolwise.training.run import build_scheduler
 from toolwise.types import RouteDecision, Task
 
 linux = pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="workers are forked on Linux")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from toolwise.tools.isolation import random_generators
-from toolwise.tools.isolation.places import ModuleRef, ObjectRef
+from toolwise.tools.isolation.code_location import ModuleRef, ObjectRef
 from toolwise.tools.isolation.pool import Pool
 
 TOOLS = """

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import pytest
 
 from toolwise.tools.isolation import pool as pools
-from toolwise.tools.isolation.places import ModuleRef, ObjectRef
+from toolwise.tools.isolation.code_location import ModuleRef, ObjectRef
 from toolwise.tools.isolation.pool import Pool, default_limit, read_result
-from toolwise.tools.isolation.workers import LOAD_TIMEOUT_S, LoadFault, ToolDied
+from toolwise.tools.isolation.worker import LOAD_TIMEOUT_S, LoadFault, ToolDied
 
 T = TypeVar("T")
 linux = pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="workers are forked on Linux")
@@ -192,7 +192,7 @@ def test_a_module_that_takes_for_ever_to_load_is_given_up(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once for all who wait: each of them would wait as long again."""
-    monkeypatch.setattr("toolwise.tools.isolation.workers.LOAD_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("toolwise.tools.isolation.worker.LOAD_TIMEOUT_S", 1.0)
     (tmp_path / "slow.py").write_text("import time; time.sleep(1000)")
     target = ObjectRef(ModuleRef(None, str(tmp_path / "slow.py")), "where")
 

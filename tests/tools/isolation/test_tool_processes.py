@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from toolwise.tools.isolation.places import ModuleRef
-from toolwise.tools.isolation.processes import ExitWatcher, Process, describe_exit, start_process
+from toolwise.tools.isolation.code_location import ModuleRef
+from toolwise.tools.isolation.process import ExitWatcher, Process, describe_exit, start_process
 
 
 @pytest.fixture

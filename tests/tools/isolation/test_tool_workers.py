@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 import pytest
 
-from toolwise.tools.isolation.places import ModuleRef
-from toolwise.tools.isolation.workers import ToolDied, ToolFault, Worker
+from toolwise.tools.isolation.code_location import ModuleRef
+from toolwise.tools.isolation.worker import ToolDied, ToolFault, Worker
 
 T = TypeVar("T")
 SOURCE = """
@@ -128,7 +128,7 @@ def test_whatever_happens_to_its_thread_the_pool_hears_that_it_is_gone(
     def fail(code: int | None) -> str:
         raise RuntimeError("nobody foresaw this")
 
-    monkeypatch.setattr("toolwise.tools.isolation.workers.describe_exit", fail)
+    monkeypatch.setattr("toolwise.tools.isolation.worker.describe_exit", fail)
     gone: queue.Queue[Worker] = queue.Queue()
     (tmp_path / "tools.py").write_text(SOURCE)
     worker = Worker(ModuleRef(None, str(tmp_path / "tools.py")), Worker.kill, lambda worker, fault: gone.put(worker))

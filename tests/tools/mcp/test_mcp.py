@@ -22,8 +22,8 @@ import pytest
 from toolwise.envs.tool_env import ToolEnv
 from toolwise.errors import ConfigError, MissingExtraError
 from toolwise.messages import ToolCall
+from toolwise.tools.call_errors import ToolCallError
 from toolwise.tools.catalog import build_tools
-from toolwise.tools.faults import ToolCallError
 from toolwise.tools.mcp import session as mcp_session
 from toolwise.tools.mcp.tools import McpTool, mcp_tools
 from toolwise.types import Task

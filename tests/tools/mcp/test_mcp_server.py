@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from toolwise.tools.faults import ToolCallError
+from toolwise.tools.call_errors import ToolCallError
 from toolwise.tools.mcp.server import FIRST_PAUSE_S, McpServer, PerRolloutServers, SharedServer
 from toolwise.tools.mcp.session import Address
 

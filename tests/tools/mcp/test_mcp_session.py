@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from toolwise.tools.faults import ToolCallError
+from toolwise.tools.call_errors import ToolCallError
 from toolwise.tools.mcp.session import Address, Session, find_program, loop_thread
 
 

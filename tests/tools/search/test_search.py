@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from toolwise.errors import ConfigError, DataError
-from toolwise.tools.faults import ToolCallError
-from toolwise.tools.search.tool import NO_RESULTS, THREADED_SEARCH_CHARS, SearchTool
+from toolwise.tools.builtin.search.tool import NO_RESULTS, THREADED_SEARCH_CHARS, SearchTool
+from toolwise.tools.call_errors import ToolCallError
 
 FACTS = [
     "The Eiffel Tower stands in Paris and is 330 metres high.",

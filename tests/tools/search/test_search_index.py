@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from toolwise.errors import ConfigError
-from toolwise.tools.faults import ToolCallError
-from toolwise.tools.search.corpora import Corpus, Document, InlineCorpus
-from toolwise.tools.search.index import (
+from toolwise.tools.builtin.search.corpora import Corpus, Document, InlineCorpus
+from toolwise.tools.builtin.search.index import (
     CorpusIndex,
     DocumentIndex,
     cache_folder,
@@ -24,6 +23,7 @@ from toolwise.tools.search.index import (
     open_index,
     query_terms,
 )
+from toolwise.tools.call_errors import ToolCallError
 
 FACTS = InlineCorpus((Document("Nile", "The river Nile flows."), Document("Alps", "The Alps rise.")))
 
@@ -79,8 +79,8 @@ def test_a_damaged_index_is_built_again(tmp_path: Path, damage: bytes) -> None:
 def test_two_processes_that_build_at_once_end_with_one_index(tmp_path: Path) -> None:
     program = f"""
 from pathlib import Path
-from toolwise.tools.search.corpora import Document, GivenCorpus
-from toolwise.tools.search.index import index_of
+from toolwise.tools.builtin.search.corpora import Document, GivenCorpus
+from toolwise.tools.builtin.search.index import index_of
 corpus = GivenCorpus(tuple(Document("", f"text {{n}}") for n in range(20_000)))
 print(index_of([corpus], Path({str(tmp_path)!r})).size)
 """
@@ -188,7 +188,7 @@ def test_an_index_in_memory_is_built_when_first_searched() -> None:
 
 @pytest.mark.skipif(not Path("/usr/share/wordnet/data.noun").is_file(), reason="needs Debian's wordnet-base")
 def test_wordnet_is_searched(tmp_path: Path) -> None:
-    from toolwise.tools.search.corpora import WordNet
+    from toolwise.tools.builtin.search.corpora import WordNet
 
     index = open_index([WordNet()], tmp_path)
     assert index.size == 117_659

@@ -13,7 +13,7 @@ from toolwise.errors import ConfigError, DataError
 from toolwise.terminal import print_json, print_line
 
 if TYPE_CHECKING:
-    from toolwise.envs.conformance.check import EnvCheck
+    from toolwise.checks.env.check import EnvCheck
     from toolwise.types import Task
 
 
@@ -45,8 +45,8 @@ def check_env(
 ) -> None:
     """Try an environment out: life cycle, types, determinism, states, endings, invalid and gold actions, deadlines."""
 
+    from toolwise.checks.env.check import check_env as check
     from toolwise.envs.catalog import build_env_factory
-    from toolwise.envs.conformance.check import check_env as check
     from toolwise.tools import build_tools
 
     factory = build_env_factory(reference, read_kwargs(kwargs), tools=build_tools(tool or []))
@@ -106,7 +106,7 @@ def _read_action(given: Any, where: str) -> Any:
 
     from pydantic import ValidationError
 
-    from toolwise.envs.conformance.trial import as_action
+    from toolwise.checks.env.env_trial import as_action
 
     if isinstance(given, str):
         if given[:1] not in ("{", "["):

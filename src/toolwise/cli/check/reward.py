@@ -21,8 +21,8 @@ from toolwise.cli.reward_options import (
 from toolwise.terminal import print_json, print_line
 
 if TYPE_CHECKING:
-    from toolwise.authoring.checking import RewardCheck
-    from toolwise.authoring.findings import Finding
+    from toolwise.checks.reward.check import RewardCheck
+    from toolwise.checks.reward.findings import Finding
 
 
 def check_reward(
@@ -48,9 +48,9 @@ def check_reward(
 ) -> None:
     """Run a reward in the sandbox over stored rollouts: results, determinism, speed, spread, steps and gold answers."""
 
-    from toolwise.authoring.checking import check_reward as check
-    from toolwise.authoring.stored import read_rollouts
-    from toolwise.config import RewardConfig, SandboxConfig
+    from toolwise.checks.reward.check import check_reward as check
+    from toolwise.checks.reward.stored_rollouts import read_rollouts
+    from toolwise.config.schema import RewardConfig, SandboxConfig
     from toolwise.errors import ConfigError
 
     if gold_form is not None and "{}" not in gold_form:

@@ -11,7 +11,7 @@ from toolwise.errors import ConfigError
 from toolwise.terminal import print_json, print_line
 
 if TYPE_CHECKING:
-    from toolwise.tools.conformance.check import ToolCheck
+    from toolwise.checks.tool.check import ToolCheck
 
 
 def check_tool(
@@ -31,8 +31,8 @@ def check_tool(
 ) -> None:
     """Try a tool out: schema, life cycle, results, instances, odd and bad arguments, cancelling, the event loop."""
 
+    from toolwise.checks.tool.check import check_tool as check
     from toolwise.tools.catalog import build_tools
-    from toolwise.tools.conformance.check import check_tool as check
 
     calls = [_object(text, "--call") for text in call or ()]
     create_kwargs = _object(create, "--create")

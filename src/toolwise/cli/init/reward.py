@@ -25,7 +25,7 @@ def init_reward(
     folder: Annotated[Path, typer.Option(help="Where to write.", show_default=False)] = Path(),
 ) -> None:
     """Write a reward that works, with comments, beside a small sample of rollouts that it passes its check on."""
-    from toolwise.authoring.starting import create_reward_files
+    from toolwise.checks.reward.starter import create_reward_files
 
     code, rollouts = create_reward_files(folder, name, mode.value)
     print_line(f"wrote {code} and {rollouts}; look at it with:")

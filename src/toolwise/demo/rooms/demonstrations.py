@@ -17,7 +17,7 @@ from random import Random
 from typing import Any, get_args
 
 from toolwise.demo.rooms.house import House, HouseConfig, RoomKind, build_house, draw_map, follow_map
-from toolwise.json_text import json_text
+from toolwise.serialization.json_text import json_text
 from toolwise.terminal import print_line
 from toolwise.thinking.levels import DEFAULT_LEVELS, Levels, load_levels
 

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from toolwise.errors import ContextFullError, PolicyError
-from toolwise.policies.openai.faults import ServerError, error_from_response
+from toolwise.policies.openai.server_errors import ServerError, error_from_response
 from toolwise.protocols import Metrics
 
 if TYPE_CHECKING:

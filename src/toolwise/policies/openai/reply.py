@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict
 from pydantic import ValidationError
 
 from toolwise.messages import Message, ToolCall
-from toolwise.policies.openai.faults import ServerError
+from toolwise.policies.openai.server_errors import ServerError
 from toolwise.types import TokenLogprobs
 
 FinishReason = Literal["stop", "length", "tool_calls"]

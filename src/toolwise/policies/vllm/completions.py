@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from toolwise.policies.openai.faults import ServerError
+from toolwise.policies.openai.server_errors import ServerError
 from toolwise.protocols import Sampling
 
 # Servers have defaults of their own for these, and take some from the model's folder; log-probs to learn from are those

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolwise.errors import PolicyError
-from toolwise.policies.openai.faults import parse_error_body
+from toolwise.policies.openai.server_errors import parse_error_body
 
 if TYPE_CHECKING:
     import httpx

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from toolwise.checkpoint.files import disk_fault
 from toolwise.errors import PolicyError
-from toolwise.json_text import json_text
+from toolwise.serialization.files import disk_fault
+from toolwise.serialization.json_text import json_text
 
 
 class WeightsFolder:

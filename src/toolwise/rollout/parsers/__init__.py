@@ -14,11 +14,11 @@ from toolwise.messages import ToolCall
 from toolwise.rollout.parsers.action import parse_action, render_action
 from toolwise.rollout.parsers.auto import detect_parser, parse_auto
 from toolwise.rollout.parsers.hermes import parse_hermes, render_hermes
+from toolwise.rollout.parsers.json_calls import ParsedReply
 from toolwise.rollout.parsers.llama3 import parse_llama3, render_llama3
 from toolwise.rollout.parsers.mistral import parse_mistral, render_mistral
-from toolwise.rollout.parsers.reading import ParsedReply
+from toolwise.rollout.parsers.plain_text import parse_none, parse_openai
 from toolwise.rollout.parsers.rlla import parse_rlla, render_rlla
-from toolwise.rollout.parsers.untouched import parse_none, parse_openai
 
 __all__ = [
     "PARSERS",

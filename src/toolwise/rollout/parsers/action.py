@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from toolwise.messages import ToolCall
-from toolwise.rollout.parsers.reading import ParsedReply, mark_pattern, split_reasoning
+from toolwise.rollout.parsers.json_calls import ParsedReply, mark_pattern, split_reasoning
 
 MARK = "<action>"
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping
 from toolwise.rollout.parsers.action import MARK as ACTION
 from toolwise.rollout.parsers.action import parse_action
 from toolwise.rollout.parsers.hermes import parse_hermes
+from toolwise.rollout.parsers.json_calls import ParsedReply, decode, mark_pattern, split_reasoning
 from toolwise.rollout.parsers.llama3 import MARK as LLAMA3
 from toolwise.rollout.parsers.llama3 import begins_bare, begins_pythonic, parse_llama3
 from toolwise.rollout.parsers.mistral import MARK as MISTRAL
 from toolwise.rollout.parsers.mistral import parse_mistral
-from toolwise.rollout.parsers.reading import ParsedReply, decode, mark_pattern, split_reasoning
 from toolwise.rollout.parsers.rlla import parse_rlla
 
 _MARKS = mark_pattern(f"<tool_call>|{ACTION}|{MISTRAL}|{LLAMA3}")

@@ -10,8 +10,8 @@ import re
 from collections.abc import Sequence
 
 from toolwise.messages import ToolCall
-from toolwise.rewards.call_syntax import parse_python_calls
-from toolwise.rollout.parsers.reading import (
+from toolwise.rewards.library.call_syntax import parse_python_calls
+from toolwise.rollout.parsers.json_calls import (
     JsonSource,
     ParsedReply,
     RawCall,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from toolwise.messages import ToolCall
-from toolwise.rollout.parsers.reading import (
+from toolwise.rollout.parsers.json_calls import (
     JsonSource,
     ParsedReply,
     RawCall,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from toolwise.messages import ToolCall
 from toolwise.rollout.parsers.hermes import CLOSING, CLOSING_TAG, MARKS, OPENING, ends_in_partial_tag, read_single_value
-from toolwise.rollout.parsers.reading import (
+from toolwise.rollout.parsers.json_calls import (
     JsonSource,
     ParsedReply,
     RawCall,

@@ -9,8 +9,8 @@ import struct
 from contextlib import ExitStack, suppress
 
 from toolwise.sandbox.faults import SandboxError
-from toolwise.sandbox.layers.births import allow_fork
-from toolwise.sandbox.usage import MAX_PROCESSES
+from toolwise.sandbox.layers.fork_filter import allow_fork
+from toolwise.sandbox.process_usage import MAX_PROCESSES
 
 _LISTENER = struct.Struct("i")
 

@@ -24,11 +24,17 @@ from toolwise.sandbox.layers import seccomp
 from toolwise.sandbox.layers.bubblewrap import INIT, MountView
 from toolwise.sandbox.layers.hardening import MEBIBYTE, Plan
 from toolwise.sandbox.process_limits import TOO_MANY_THREADS, has_too_many_threads
+from toolwise.sandbox.process_usage import (
+    TOO_MANY_PROCESSES,
+    find_usage_violation,
+    has_too_many_processes,
+    proc_folders_of,
+)
 from toolwise.sandbox.processes import end_tree, launch, program_environment, require_interpreter
-from toolwise.sandbox.programs.captured import OutputCapture
 from toolwise.sandbox.programs.fork_gate import ForkGate
+from toolwise.sandbox.programs.output_capture import OutputCapture
 from toolwise.sandbox.programs.work_disk import WorkDisk
-from toolwise.sandbox.supervision import (
+from toolwise.sandbox.supervisor_client import (
     SUPERVISION_AVAILABLE,
     SUPERVISOR_END_S,
     ProcessHandle,
@@ -36,7 +42,6 @@ from toolwise.sandbox.supervision import (
     SupervisedProcess,
 )
 from toolwise.sandbox.targets import library_folders, package_folder
-from toolwise.sandbox.usage import TOO_MANY_PROCESSES, find_usage_violation, has_too_many_processes, proc_folders_of
 
 Language = Literal["python", "shell"]
 Kind = Literal["ok", "exit", "timeout", "memory", "denied", "died", "too_big"]
@@ -51,7 +56,7 @@ _REPORTED_KINDS: dict[str, Kind] = {"memory": "memory", "denied": "denied", "too
 _BOOT = (
     "import json, sys; start = json.loads(sys.argv[1]); sys.path[:] = start['path']; "
     "from toolwise.sandbox.layers.supervisor import begin; begin(start); "
-    "from toolwise.sandbox.programs.child import main; main(start)"
+    "from toolwise.sandbox.programs.program_main import main; main(start)"
 )
 
 

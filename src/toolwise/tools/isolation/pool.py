@@ -18,9 +18,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from toolwise.tools.isolation.places import ModuleRef, ObjectRef
+from toolwise.concurrency.deadlines import exclude_queue_time
+from toolwise.tools.isolation.code_location import ModuleRef, ObjectRef
 from toolwise.tools.isolation.roster import POLL_S, Roster
-from toolwise.tools.isolation.workers import (
+from toolwise.tools.isolation.worker import (
     LOAD_TIMEOUT_S,
     CallNotDelivered,
     LoadFault,
@@ -30,7 +31,6 @@ from toolwise.tools.isolation.workers import (
     Worker,
 )
 from toolwise.tools.isolation.zygote import AVAILABLE
-from toolwise.waiting import exclude_queue_time
 
 MAX_PROCESSES = 256
 """Processes at once, however slow their calls are, where the limit of open files allows as many."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from toolwise.tools.isolation.places import ModuleRef
-from toolwise.tools.isolation.workers import Worker
+from toolwise.tools.isolation.code_location import ModuleRef
+from toolwise.tools.isolation.worker import Worker
 from toolwise.tools.isolation.zygote import Zygote
 
 POLL_S = 0.05

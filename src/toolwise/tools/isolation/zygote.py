@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from toolwise.sandbox import frames
 from toolwise.sandbox.faults import WorkerFault
-from toolwise.sandbox.supervision import is_stopped
-from toolwise.tools.isolation.processes import Pipes, Process
+from toolwise.sandbox.supervisor_client import is_stopped
+from toolwise.tools.isolation.process import Pipes, Process
 
 AVAILABLE = sys.platform == "linux"
 """Elsewhere system libraries do not survive a fork, and the death of a child of a child cannot be watched."""

@@ -10,9 +10,9 @@ import logging
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from toolwise.tools.faults import SERVER_DOWN, ToolCallError
+from toolwise.concurrency.deadlines import exclude_queue_time
+from toolwise.tools.call_errors import SERVER_DOWN, ToolCallError
 from toolwise.tools.mcp.session import EXIT_S, Address, LoopThread, Session, loop_thread
-from toolwise.waiting import exclude_queue_time
 
 if TYPE_CHECKING:
     from mcp.types import CallToolResult, Tool

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from toolwise.tools.faults import SERVER_DOWN, ToolCallError
+from toolwise.tools.call_errors import SERVER_DOWN, ToolCallError
 
 if TYPE_CHECKING:
     from mcp import Client

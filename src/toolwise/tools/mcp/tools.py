@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolwise.config.imports import did_you_mean
 from toolwise.errors import ConfigError, MissingExtraError, ToolwiseError
-from toolwise.parameters import compile_parameters
-from toolwise.references import did_you_mean
 from toolwise.tools.base import BaseTool, FunctionSchema, OpenAIFunctionToolSchema
-from toolwise.tools.faults import ToolCallError
+from toolwise.tools.call_errors import ToolCallError
 from toolwise.tools.mcp.server import McpServer, PerRolloutServers, SharedServer
 from toolwise.tools.mcp.session import Address
+from toolwise.untrusted.json_schema import compile_parameters
 
 if TYPE_CHECKING:
     from mcp.types import CallToolResult, Tool

@@ -1,0 +1,107 @@
+"""How a router keeps to budgets it was not trained for: thresholds found on validation rows, stored with its head."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from toolwise.errors import CheckpointError, ConfigError
+from toolwise.routing.threshold import Threshold
+from toolwise.serialization.json_text import json_text
+from toolwise.training import checkpoint
+from toolwise.training.checkpoint.amendment import amend
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Floats = NDArray[np.float64]
+
+ROUTER_METADATA_FILE = "router.json"
+"""The file beside a model's weights that says what its head is; `routing/head/head.py` writes it."""
+_KEY = "calibration"
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Thresholds for a row of budgets; what lies between two of them is a lottery over both."""
+
+    budgets: tuple[float, ...]
+    """Rising."""
+    thresholds: tuple[Threshold, ...]
+    route_costs: tuple[float, ...]
+    """The mean cost of each route on the validation rows: what a head that foresees none goes by."""
+    unit: str = "cost"
+    rows: int = 0
+    """Validation rows it was found on."""
+    direct_s: float | None = None
+    """What a prompt that is answered directly takes, one at a time."""
+    with_tools_s: float | None = None
+    """What the same prompts take with all their tools on offer."""
+
+    def threshold_for(self, budget: float, chance: float) -> Threshold:
+        """`chance`, drawn evenly from 0 to 1, decides between the stored budgets on both sides."""
+        if not self.budgets[0] <= budget <= self.budgets[-1]:
+            raise ConfigError(
+                f"budget {budget:g} is outside of {self.budgets[0]:g} to {self.budgets[-1]:g}, which the checkpoint is "
+                "calibrated for: choose one within, or calibrate it again with toolwise eval --budgets"
+            )
+        above = bisect_left(self.budgets, budget)
+        if self.budgets[above] == budget:
+            return self.thresholds[above]
+        low, high = self.budgets[above - 1], self.budgets[above]
+        return self.thresholds[above if chance < (budget - low) / (high - low) else above - 1]
+
+    def route(self, values: Floats, costs: Floats | None, budget: float, chances: tuple[float, float]) -> int:
+        """The route of one prompt, by the head's word on it: [routes] each."""
+        import numpy as np
+
+        expected = np.asarray(self.route_costs) if costs is None else costs
+        return self.threshold_for(budget, chances[0]).route(values, expected, chances[1])
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Calibration:
+        fields = dict(told)
+        fields["thresholds"] = tuple(Threshold(**each) for each in fields["thresholds"])
+        fields["budgets"], fields["route_costs"] = tuple(fields["budgets"]), tuple(fields["route_costs"])
+        return cls(**fields)
+
+
+def calibration_of(metadata: Mapping[str, Any]) -> Calibration | None:
+    """From what stands beside a head; None where it was never calibrated."""
+    if _KEY not in metadata:
+        return None
+    try:
+        return Calibration.from_json(metadata[_KEY])
+    except (TypeError, ValueError, KeyError) as fault:
+        raise CheckpointError(
+            f"{ROUTER_METADATA_FILE} holds a calibration that cannot be read ({fault}): calibrate again with "
+            f"toolwise eval --budgets"
+        ) from None
+
+
+def store_calibration(model: Path, calibration: Calibration) -> None:
+    """Into the facts of the head in `model`: of a checkpoint, which is sealed anew, or of an exported folder."""
+    path = model / ROUTER_METADATA_FILE
+    try:
+        metadata = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as fault:
+        raise CheckpointError(f"{path} cannot be read ({fault}): is there a router in {model}?") from None
+    data = (json_text(metadata | {_KEY: calibration.to_json()}, indent=2) + "\n").encode()
+    if (model.parent / checkpoint.MANIFEST).is_file():
+        amend(model.parent, {f"{model.name}/{ROUTER_METADATA_FILE}": data})
+        return
+    aside = path.with_name(f".{path.name}.tmp")
+    aside.write_bytes(data)
+    aside.replace(path)
+
+
+def sorted_budgets(budgets: Sequence[float]) -> list[float]:
+    return sorted(set(budgets))

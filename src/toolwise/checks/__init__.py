@@ -1,0 +1,1 @@
+"""Checkers for rewards, tools, environments and whole configurations."""

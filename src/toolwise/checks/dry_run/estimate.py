@@ -1,0 +1,96 @@
+"""What a run would take, scaled up from two tasks: memory and time, each with what the estimate rests on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from toolwise.checks.dry_run.memory import cache_bytes, device_bytes, resident_bytes, static_parts
+from toolwise.checks.dry_run.trial import RolloutTrial, UpdateTrial
+from toolwise.training.run import Run
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    parts: dict[str, int]
+    """Bytes by name."""
+    total: int
+    available: int
+    device: str
+    basis: str
+
+
+@dataclass(frozen=True, slots=True)
+class TimeRange:
+    """Seconds: `low` if all rollouts of a step overlap, `most` if they take turns."""
+
+    low: float
+    high: float
+
+    def __add__(self, other: TimeRange) -> TimeRange:
+        return TimeRange(self.low + other.low, self.high + other.high)
+
+    def __rmul__(self, factor: float) -> TimeRange:
+        return TimeRange(factor * self.low, factor * self.high)
+
+
+@dataclass(frozen=True, slots=True)
+class TimeEstimate:
+    rollout: TimeRange
+    score_s: float
+    update_s: float
+    step: TimeRange
+    validation: TimeRange
+    """All validations of the run together."""
+    total: TimeRange
+    basis: str
+
+
+def estimate_memory(run: Run, rollouts: RolloutTrial, update: UpdateTrial | None) -> MemoryEstimate:
+    config, device = run.config, run.learner.device
+    scale = config.data.batch_size / len(rollouts.tasks)
+    parts = static_parts(run)
+    basis = ["sizes of the weights"]
+    sampled = sum(s.rollout.usage.sampled_tokens for s in rollouts.scored)
+    rows = update.tokens if update is not None else sampled
+    cache = cache_bytes(run)
+    if cache is not None:
+        whole, per_token = cache
+        # A GPU's cache is allocated whole; a CPU's grows as it is used, and is emptied after each update.
+        parts["KV cache"] = whole if device.type == "cuda" else min(whole, int(scale * rows * per_token))
+    if update is not None and update.peak_bytes is not None:
+        most = config.actor.micro_batch_tokens
+        growth = min(most, scale * rows) / max(1, min(most, rows))
+        # The gradients were part of the peak that was measured.
+        parts["activations"] = max(0, int((update.peak_bytes - parts.get("gradients", 0)) * growth))
+        basis.append(f"activations measured for {update.tokens:,} tokens")
+    total = sum(parts.values())
+    held = resident_bytes()
+    if device.type != "cuda" and held is not None:
+        parts["Python, PyTorch and data"] = max(0, held - parts["weights"] - parts.get("reference model", 0))
+        total += parts["Python, PyTorch and data"]
+    return MemoryEstimate(parts, total, device_bytes(device), str(device), ", ".join(basis))
+
+
+def estimate_time(run: Run, rollouts: RolloutTrial, update: UpdateTrial | None) -> TimeEstimate:
+    config = run.config
+    scale = config.data.batch_size / len(rollouts.tasks)
+    update_s = 0.0
+    if update is not None:
+        update_s = update.seconds + (config.actor.ppo_epochs - 1) * update.gradient_s
+        critic = run.learner.critic
+        if critic is not None:  # its passes cost as much as the actor's, in proportion to its size
+            sizes = [sum(p.numel() for p in model.parameters()) for model in (critic.model, run.learner.model)]
+            update_s += config.critic.epochs * update.gradient_s * sizes[0] / max(1, sizes[1])
+    score_s, update_s = scale * rollouts.score_s, scale * update_s
+    rollout = TimeRange(min(1.0, scale) * rollouts.rollout_s, scale * rollouts.rollout_s)
+    step = rollout + TimeRange(score_s + update_s, score_s + update_s)
+    steps, every = config.trainer.total_steps, config.validation.every
+    validations = int(config.validation.before) + (-(-steps // every) if every else 1)
+    share = len(run.validation_tasks) / max(1, len(rollouts.scored))
+    held_out = TimeRange(min(1.0, share) * rollouts.rollout_s, share * rollouts.rollout_s)
+    validation = validations * (held_out + TimeRange(share * rollouts.score_s, share * rollouts.score_s))
+    basis = (
+        f"from {len(rollouts.tasks)} tasks × {config.rollout.n} rollouts: the shorter time if all rollouts of a step "
+        "overlap, the longer if they take turns"
+    )
+    return TimeEstimate(rollout, score_s, update_s, step, validation, steps * step + validation, basis)

@@ -1,0 +1,96 @@
+"""Memory of a run, part by part: what is known from shapes, and what was measured."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from toolwise.learner.optimizer import Optimizer
+from toolwise.training.run import Run
+
+T = TypeVar("T")
+FP32 = 4
+
+
+def measure_peak(work: Callable[[], T], device: torch.device) -> tuple[T, int | None]:
+    """The result of `work`, and the bytes that it needed at its peak beyond what was held before."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = work()
+        torch.cuda.synchronize(device)
+        return result, torch.cuda.max_memory_allocated(device) - before
+    held = _status_bytes("VmRSS:") if _reset_peak() else None
+    result = work()
+    peak = _status_bytes("VmHWM:")
+    return result, None if held is None or peak is None else max(0, peak - held)
+
+
+def resident_bytes() -> int | None:
+    """Memory of this process now; None where the system does not say."""
+    return _status_bytes("VmRSS:")
+
+
+def device_bytes(device: torch.device) -> int:
+    """All the memory that the device, or this machine, has."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def static_parts(run: Run) -> dict[str, int]:
+    """Bytes of what lives as long as the run: weights, gradients, optimizer states and copies."""
+    learner = run.learner
+    parts = {"weights": _size(learner.model.parameters())} | _training_parts(learner.optimizer)
+    if learner.reference is not None and learner.adapters is None:  # adapters are switched off instead of copied
+        parts["reference model"] = parts["weights"]
+    if learner.critic is not None:
+        parts["critic"] = _size(learner.critic.model.parameters())
+        parts["critic's training"] = sum(_training_parts(learner.critic.optimizer).values())
+    return {name: size for name, size in parts.items() if size}
+
+
+def _training_parts(optimizer: Optimizer) -> dict[str, int]:
+    weights = sum(weight.numel() for weight in optimizer.masters)
+    copies = sum(m.numel() for w, m in zip(optimizer.weights, optimizer.masters, strict=True) if w is not m)
+    return {
+        "gradients": FP32 * weights,
+        "optimizer states": 2 * FP32 * weights,
+        "fp32 master weights": FP32 * copies,
+    }
+
+
+def cache_bytes(run: Run) -> tuple[int, int] | None:
+    """(bytes of the engine's whole KV cache, bytes a token); None where another engine has its own."""
+    engine: Any = run.policy.engine
+    if not hasattr(engine, "runner") or not hasattr(engine, "blocks"):
+        return None
+    block = int(engine.runner.block_bytes)
+    return int(engine.blocks.count) * block, block // int(engine.blocks.size)
+
+
+def _size(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _reset_peak() -> bool:
+    """Linux: let VmHWM count from now on."""
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+    except OSError:
+        return False
+    return True
+
+
+def _status_bytes(field: str) -> int | None:
+    try:
+        with open("/proc/self/status") as file:
+            return next((int(line.split()[1]) << 10 for line in file if line.startswith(field)), None)
+    except OSError:
+        return None

@@ -1,0 +1,195 @@
+"""An environment on trial: its answers are asked for under a deadline, read strictly, and noted for comparison."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from toolwise.concurrency.deadlines import run_with_deadline
+from toolwise.envs.base import BaseEnv
+from toolwise.envs.state_keys import to_jsonable
+from toolwise.messages import ToolCall, as_messages
+
+T = TypeVar("T")
+
+
+class EnvViolation(Exception):  # noqa: N818 (a finding about somebody's code, not an error of ours)
+    """What an environment did that none may do, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvSnapshot:
+    """All that an agent, and the credit it gets, can know after `reset` or one `step`; plain, to be compared."""
+
+    observation: Any
+    reward: float | None = None
+    done: bool = False
+    info: Any = field(default_factory=dict)
+    state_key: str | None = None
+    tools: Any = None
+
+    @property
+    def truncated(self) -> bool:
+        return bool(self.info.get("truncated"))
+
+    def difference(self, other: EnvSnapshot) -> str | None:
+        """The first thing in which two moments differ, in words."""
+        for name in ("observation", "reward", "done", "state_key", "tools", "info"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                return f"{name} {short_repr(mine)} and {short_repr(theirs)}"
+        return None
+
+
+class EnvTrial:
+    """One environment and what came of it so far. `problems` are answers of a wrong type, in words."""
+
+    def __init__(self, env: BaseEnv, limit_s: float) -> None:
+        self.env = env
+        self.limit_s = limit_s
+        self.problems: list[str] = []
+        self.snapshots: list[EnvSnapshot] = []
+
+    @property
+    def done(self) -> bool:
+        return bool(self.snapshots) and self.snapshots[-1].done
+
+    async def reset(self, seed: int | None) -> EnvSnapshot:
+        if seed is not None:
+            self._call_sync(lambda: self.env.set_seed(seed), "set_seed")
+        return self._record("reset", await self._with_timeout(self.env.reset(), "reset"))
+
+    async def step(self, action: Any) -> EnvSnapshot:
+        where = f"step {len(self.snapshots)}"
+        given = await self._with_timeout(self.env.step(_to_env_action(action, self.env.structured_actions)), where)
+        if not isinstance(given, tuple) or len(given) != 4:
+            what = f"{len(given)} values" if isinstance(given, tuple) else f"{given!r:.60}"
+            cure = '(observation, reward, done, info), with info["truncated"] for an episode cut short'
+            raise EnvViolation(f"{where} gave {what}; give {cure}")
+        observation, reward, done, info = given
+        if not isinstance(done, bool):
+            self.problems.append(f"{where}: done is {short_repr(done)}; give True or False")
+        if reward is not None and not _is_number(reward):
+            self.problems.append(f"{where}: the reward is {short_repr(reward)}; give a finite number or None")
+        if not isinstance(info, dict):
+            self.problems.append(f"{where}: info is {short_repr(info)}; give a dictionary")
+        else:
+            self._check_info(info, where)
+        known = info if isinstance(info, dict) else {}
+        return self._record(where, observation, float(reward) if _is_number(reward) else None, bool(done), known)
+
+    async def final_rewards(self) -> dict[str, float]:
+        given = await self._with_timeout(self.env.final_rewards(), "final_rewards")
+        if not isinstance(given, dict) or not all(_is_number(value) for value in given.values()):
+            raise EnvViolation(f"final_rewards gave {given!r:.60}; give a dictionary of finite numbers")
+        return given
+
+    async def close(self) -> None:
+        await self._with_timeout(self.env.close(), "close")
+
+    def _record(
+        self,
+        where: str,
+        observation: Any,
+        reward: float | None = None,
+        done: bool = False,
+        info: Mapping[str, Any] | None = None,
+    ) -> EnvSnapshot:
+        key: Any = self._call_sync(lambda: self.env.state_key, f"{where}: state_key")
+        if key is not None and not isinstance(key, str):
+            self.problems.append(f"{where}: state_key is {short_repr(key)}; give a string or None")
+            key = str(key)
+        tools = self._call_sync(self.env.tool_specs, f"{where}: tool_specs")
+        moment = EnvSnapshot(
+            self._read(observation, where), reward, done, to_jsonable(info or {}), key, to_jsonable(tools)
+        )
+        self.snapshots.append(moment)
+        return moment
+
+    def _read(self, observation: Any, where: str) -> Any:
+        if isinstance(observation, str):
+            return observation
+        try:
+            return [message.to_openai() for message in as_messages(observation)]
+        except ValueError:
+            self.problems.append(f"{where}: the observation is {short_repr(observation)}; give a string or messages")
+            return to_jsonable(observation)
+
+    def _check_info(self, info: dict[str, Any], where: str) -> None:
+        for name in ("truncated", "is_action_valid"):
+            if not isinstance(info.get(name, False), bool):
+                self.problems.append(f'{where}: info["{name}"] is {short_repr(info[name])}; give True or False')
+        try:
+            json.dumps(info)
+        except (TypeError, ValueError, RecursionError) as fault:
+            self.problems.append(f"{where}: info cannot be written as JSON ({fault}); rollouts are kept as JSON")
+
+    async def _with_timeout(self, work: Any, what: str) -> Any:
+        if not isinstance(work, Coroutine):
+            raise EnvViolation(f"{what} is no coroutine; write it as async def")
+        late = TimeoutError()
+        try:
+            return await run_with_deadline(self.limit_s, work, late)
+        except Exception as fault:
+            if fault is late:
+                raise EnvViolation(f"{what} took longer than {self.limit_s:g} s") from None
+            raise EnvViolation(f"{what} raised {type(fault).__name__}: {one_line(str(fault))}") from fault
+
+    def _call_sync(self, ask: Callable[[], T], what: str) -> T:
+        try:
+            return ask()
+        except Exception as fault:
+            raise EnvViolation(f"{what} raised {type(fault).__name__}: {one_line(str(fault))}") from fault
+
+
+@asynccontextmanager
+async def open_trial(env: BaseEnv, limit_s: float) -> AsyncIterator[EnvTrial]:
+    """A trial that is closed at its end; what went wrong before is not hidden by a close that fails as well."""
+    trial = EnvTrial(env, limit_s)
+    try:
+        yield trial
+    except BaseException:
+        with suppress(EnvViolation):
+            await trial.close()
+        raise
+    await trial.close()
+
+
+def as_action(given: Any) -> Any:
+    """An action as files write it: text, one call `{"name": …, "arguments": …}`, or a list of such calls."""
+    if isinstance(given, str):
+        return given
+    calls = given if isinstance(given, list) else given.get("tool_calls") or ([given] if "name" in given else [])
+    if not calls:
+        return dict(given)
+    read = [
+        c if isinstance(c, ToolCall) else ToolCall.model_validate({"id": f"call_{i}", **c}) for i, c in enumerate(calls)
+    ]
+    content = given.get("content", "") if isinstance(given, dict) else ""
+    first = {"name": read[0].name, "arguments": read[0].arguments}
+    return {"type": "tool_call", "content": content, **first, "tool_calls": read}
+
+
+def _to_env_action(action: Any, structured: bool) -> Any:
+    action = as_action(action)
+    if structured:
+        return {"type": "text", "content": action} if isinstance(action, str) else action
+    return action if isinstance(action, str) else str(action.get("content") or "")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def short_repr(value: Any) -> str:
+    """`value` in one short line."""
+    text = one_line(repr(value))
+    return text if len(text) <= 80 else f"{text[:79]}…"
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,94 @@
+"""Who blocks the event loop: runs work on a loop of its own and watches it from outside, where a block cannot reach."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+from toolwise.concurrency import deadlines
+
+HEARTBEAT_S = 0.05
+MIN_BLOCK_S = 1.0
+"""A pause of the loop shorter than this is the machine's, and nobody's fault."""
+_IDLE = ("selectors.py", "threading.py")
+_ASYNC_PACKAGES = ("asyncio", "concurrent")
+_CURE = "await, or work in a thread"
+
+
+def run_watched(
+    work: Callable[[], Coroutine[Any, Any, None]], *, limit_s: float
+) -> tuple[Literal["ok", "warning", "wrong"], str]:
+    """Runs `work` to its end, or gives it up once it has kept its loop from turning for `limit_s`; says which.
+
+    What `work` raises is raised here.
+    """
+    watch = _WatchedLoop(work)
+    longest, where = 0.0, ""
+    while watch.thread.is_alive():
+        watch.thread.join(HEARTBEAT_S)
+        still_s = time.monotonic() - watch.last_beat
+        blocking_site = watch.blocking_site() if still_s > MIN_BLOCK_S else None
+        if blocking_site is None:
+            continue
+        if still_s > max(limit_s, MIN_BLOCK_S):
+            return (
+                "wrong",
+                f"{blocking_site} blocked it for over {limit_s:g} s, so all rollouts stood still; await, or use a "
+                f"thread",
+            )
+        longest, where = max((longest, where), (still_s, blocking_site))
+    if watch.fault is not None:
+        raise watch.fault
+    if longest:
+        return (
+            "warning",
+            f"{where} blocked it for {longest:.1f} s, and with it all other rollouts; await, or use a thread",
+        )
+    return "ok", "never blocked"
+
+
+class _WatchedLoop:
+    def __init__(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self.last_beat = time.monotonic()
+        self.fault: BaseException | None = None
+        self._work = work
+        self.thread = threading.Thread(target=self._run, name="toolwise-watched", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            deadlines.run(self._run_with_heartbeat())
+        except BaseException as fault:
+            self.fault = fault
+
+    async def _run_with_heartbeat(self) -> None:
+        beating = asyncio.create_task(self._beat())
+        try:
+            await self._work()
+        finally:
+            beating.cancel()
+
+    async def _beat(self) -> None:
+        while True:
+            self.last_beat = time.monotonic()
+            await asyncio.sleep(HEARTBEAT_S)
+
+    def blocking_site(self) -> str | None:
+        """Where the loop's thread is now; None where it only waits for something to happen."""
+        frame = sys._current_frames().get(self.thread.ident or 0)
+        if frame is None or Path(frame.f_code.co_filename).name in _IDLE:
+            return None
+        while frame is not None and _is_async_frame(frame):
+            frame = frame.f_back
+        return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} ({frame.f_code.co_qualname})" if frame else None
+
+
+def _is_async_frame(frame: FrameType) -> bool:
+    parts = Path(frame.f_code.co_filename).parts
+    return any(part in _ASYNC_PACKAGES for part in parts[-3:])

@@ -1,0 +1,292 @@
+"""The checks that an environment goes through, one method each; `conformance.py` runs them and tells what they said."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from random import Random
+from typing import Any, Literal
+
+from toolwise.checks.env.env_trial import EnvSnapshot, EnvTrial, EnvViolation, one_line, open_trial, short_repr
+from toolwise.checks.env.sample_actions import NONSENSE, TEXTS, example_calls, nonsense_calls
+from toolwise.envs.base import BaseEnv
+from toolwise.errors import ToolwiseError
+from toolwise.tools.base import OpenAIFunctionToolSchema
+from toolwise.untrusted.json_schema import compile_parameters
+
+Verdict = Literal["ok", "warning", "wrong", "skipped"]
+CheckOutcome = tuple[Verdict, str]
+SUSPECT_SHARE = 0.75
+"""A share of states met only once that makes a name for states suspect: it may hold the history, or a clock."""
+
+
+class EnvChecks:
+    """The checks, in their order; later ones build on what earlier ones saw."""
+
+    def __init__(
+        self,
+        make: Callable[[], BaseEnv],
+        actions: list[Any],
+        gold: Sequence[Any] | None,
+        gold_reward: float | None,
+        seed: int,
+        max_steps: int,
+        limit_s: float,
+    ) -> None:
+        self.make = make
+        self.actions = actions
+        self.gold = list(gold) if gold is not None else None
+        self.gold_reward = gold_reward
+        self.seed = seed
+        self.max_steps = max_steps
+        self.limit_s = limit_s
+        self.structured = False
+        self.specs: list[dict[str, Any]] = []
+        self.script: list[Any] = []
+        self.trial: EnvTrial | None = None
+        self.is_deterministic = False
+
+    def names(self) -> list[str]:
+        return [name for name, _ in self._checks()]
+
+    def _checks(self) -> list[tuple[str, Callable[[], Awaitable[CheckOutcome]]]]:
+        return [
+            ("life cycle", self._life_cycle),
+            ("types", self._types),
+            ("done and truncated", self._endings),
+            ("tool specs", self._tool_specs),
+            ("determinism", self._determinism),
+            ("state key", self._state_key),
+            ("independence", self._independence),
+            ("invalid actions", self._invalid_actions),
+            ("after the end", self._after_the_end),
+            ("close", self._close),
+            ("gold actions", self._gold_actions),
+        ]
+
+    async def run(self, tell: Callable[[str, Verdict, str], None]) -> None:
+        for name, check in self._checks():
+            try:
+                said = await check()
+            except EnvViolation as fault:
+                said = "wrong", str(fault)
+            tell(name, *said)
+            if self.trial is None:  # nothing else can be tried in a world that does not begin
+                return
+
+    async def _life_cycle(self) -> CheckOutcome:
+        async with open_trial(self._new(), self.limit_s) as trial:
+            self.structured = trial.env.structured_actions
+            first = await trial.reset(self.seed)
+            self.specs = first.tools if isinstance(first.tools, list) else []
+            self._choose_actions(trial.env)
+            self.script = self._random_script(0)
+            await _play_script(trial, self.script)
+            await trial.final_rewards()
+        self.trial = trial
+        return "ok", f"reset, {len(trial.snapshots) - 1} steps, final_rewards and close, each within {self.limit_s:g} s"
+
+    async def _types(self) -> CheckOutcome:
+        problems = self.trial.problems if self.trial else []
+        return ("wrong", "; ".join(problems[:3])) if problems else ("ok", "observations, rewards, done and info fit")
+
+    async def _endings(self) -> CheckOutcome:
+        endings = []
+        for script in [*([self.gold] if self.gold else []), *self._scripts(4)]:
+            snapshots = (await self._play(script)).snapshots
+            for at, moment in enumerate(snapshots):
+                if moment.truncated and not moment.done:
+                    return (
+                        "wrong",
+                        f'step {at}: info["truncated"] is True and done is not; an episode cut short is over',
+                    )
+            endings.append(_ending(snapshots[-1]))
+        return "ok", f"episodes tried: {', '.join(dict.fromkeys(endings))}"
+
+    async def _tool_specs(self) -> CheckOutcome:
+        if not self.specs:
+            return "ok", "none: it is acted in by text" if not self.structured else "no tools on offer"
+        names = []
+        for spec in self.specs:
+            try:
+                function = OpenAIFunctionToolSchema.model_validate(spec).function
+                compile_parameters(function.name, _as_json(function.parameters))
+            except (ToolwiseError, ValueError) as fault:
+                return "wrong", f"{spec!r:.60}: {one_line(str(fault))[:120]}"
+            names.append(function.name)
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            return "wrong", f"two tools have the name {twice[0]!r}"
+        silent = [spec["function"]["name"] for spec in self.specs if not spec["function"].get("description")]
+        if silent:
+            return "warning", f"no description, which is all a model knows them by: {', '.join(silent[:5])}"
+        return "ok", f"{len(names)} tools"
+
+    async def _determinism(self) -> CheckOutcome:
+        one, other = await self._play(self.script), await self._play(self.script)
+        difference = _first_difference(one.snapshots, other.snapshots)
+        if difference is not None:
+            return "wrong", f"the same seed and actions, and yet at {difference}; draw chance from set_seed"
+        self.is_deterministic = True
+        elsewhere = (await self._play(self.script, seed=self.seed + 1)).snapshots
+        moved = _first_difference(one.snapshots, elsewhere) is not None
+        return "ok", f"two runs are alike; another seed {'gives another episode' if moved else 'changes nothing'}"
+
+    async def _state_key(self) -> CheckOutcome:
+        trials = [await self._play(script) for script in self._scripts(4)]
+        keys = [moment.state_key for trial in trials for moment in trial.snapshots]
+        seen = {_as_json(moment.observation) for trial in trials for moment in trial.snapshots}
+        if all(key is None for key in keys):
+            return "ok", "none: step-level credit will go by what the agent last read"
+        if None in keys:
+            return "warning", "sometimes None: those steps have no state to be compared in"
+        if len(set(keys)) == 1 and len(seen) > 3:
+            return "warning", f"always the same, though {len(seen)} different observations were seen: it names no state"
+        once = sum(count == 1 for count in Counter(keys).values())
+        if len(keys) >= 12 and once > SUSPECT_SHARE * len(keys):
+            return "warning", f"{once} of {len(keys)} states were met only once: step-level credit would compare little"
+        return "ok", f"{len(set(keys))} states among {len(keys)} moments"
+
+    async def _independence(self) -> CheckOutcome:
+        if not self.is_deterministic:
+            return "skipped", "it is not deterministic, so nothing can be told"
+        alone = (await self._play(self.script)).snapshots
+        async with open_trial(self._new(), self.limit_s) as mine, open_trial(self._new(), self.limit_s) as other:
+            await mine.reset(self.seed)
+            await other.reset(self.seed + 1)
+            for action, elsewhere in zip(self.script, self._random_script(2), strict=True):
+                await _play_script(other, [elsewhere])
+                await _play_script(mine, [action])
+        difference = _first_difference(alone, mine.snapshots)
+        if difference is not None:
+            return (
+                "wrong",
+                f"beside another episode, {difference}; keep state in the object, not in globals",
+            )
+        return "ok", "an episode is the same beside another one"
+
+    async def _invalid_actions(self) -> CheckOutcome:
+        probes: list[Any] = list(NONSENSE)
+        if self.structured:
+            probes = [*nonsense_calls(self.specs), ""]
+        unmarked = []
+        for probe in probes:
+            trial = await self._play([probe])
+            if trial.problems:
+                return "wrong", f"after the action {short_repr(probe)}: {trial.problems[0]}"
+            hopeless = probe in (NONSENSE[1], *nonsense_calls(self.specs)[:4])
+            if hopeless and trial.snapshots[-1].info.get("is_action_valid", True):
+                unmarked.append(short_repr(probe))
+        if unmarked:
+            return "warning", f'{unmarked[0]} was not marked by info["is_action_valid"] = False'
+        return "ok", f"{len(probes)} of them, and an answer to each"
+
+    async def _after_the_end(self) -> CheckOutcome:
+        for script in ([*self.gold] if self.gold else [], ["done"] if self.structured else [], *self._scripts(8)):
+            async with open_trial(self._new(), self.limit_s) as trial:
+                await trial.reset(self.seed)
+                await _play_script(trial, script)
+                if trial.done:
+                    return await self._step_after_end(trial, script[-1])
+        return "skipped", f"no episode ended within {self.max_steps} steps; give actions that do (--gold)"
+
+    async def _step_after_end(self, trial: EnvTrial, action: Any) -> CheckOutcome:
+        try:
+            moment = await trial.step(action)
+        except EnvViolation as refused:
+            if "took longer" in str(refused):
+                raise
+            return "ok", f"a step after the end is refused ({refused})"
+        if not moment.done:
+            return "wrong", "a step after the end goes on with the episode; raise, or say done again"
+        return "ok", "a step after the end says done again"
+
+    async def _close(self) -> CheckOutcome:
+        try:
+            await EnvTrial(self._new(), self.limit_s).close()
+        except EnvViolation as fault:
+            return "wrong", f"without a reset before, {fault}"
+        trial = EnvTrial(self._new(), self.limit_s)
+        await trial.reset(self.seed)
+        await trial.close()
+        try:
+            await trial.close()
+        except EnvViolation as fault:
+            return "wrong", f"the second time, {fault}"
+        return "ok", "without a reset, and twice"
+
+    async def _gold_actions(self) -> CheckOutcome:
+        if self.gold is None:
+            return "skipped", "none given (--gold, or gold_actions())"
+        async with open_trial(self._new(), self.limit_s) as trial:
+            await trial.reset(self.seed)
+            await _play_script(trial, self.gold)
+            played = len(trial.snapshots) - 1
+            if played < len(self.gold):
+                return "wrong", f"the episode ends after {played} of {len(self.gold)} gold actions"
+            total = sum(m.reward or 0.0 for m in trial.snapshots) + sum((await trial.final_rewards()).values())
+        return self._judge_gold(trial.snapshots, total)
+
+    def _judge_gold(self, snapshots: list[EnvSnapshot], total: float) -> CheckOutcome:
+        last = snapshots[-1]
+        if not last.done or last.truncated:
+            return "wrong", f"{len(snapshots) - 1} gold actions, and the episode {_ending(last)}"
+        if self.gold_reward is not None and total < self.gold_reward:
+            return "wrong", f"gold actions earn {total:g}, less than {self.gold_reward:g}"
+        success = last.info.get("success")
+        rewarded = any(m.reward is not None for m in snapshots) or total != 0
+        if success is False or (success is None and self.gold_reward is None and rewarded and total <= 0):
+            told = 'info["success"] is False' if success is False else f"they earn {total:g}"
+            return "wrong", f"gold actions end the episode without reaching the goal: {told}"
+        return "ok", f"{len(snapshots) - 1} actions reach the goal, earning {total:g}"
+
+    def _new(self) -> BaseEnv:
+        try:
+            return self.make()
+        except ToolwiseError:
+            raise
+        except Exception as fault:
+            raise EnvViolation(f"it cannot be made: {type(fault).__name__}: {fault}") from fault
+
+    async def _play(self, script: Sequence[Any], seed: int | None = None) -> EnvTrial:
+        async with open_trial(self._new(), self.limit_s) as trial:
+            await trial.reset(self.seed if seed is None else seed)
+            await _play_script(trial, script)
+        return trial
+
+    def _choose_actions(self, env: BaseEnv) -> None:
+        own = env.gold_actions() if self.gold is None else None
+        self.gold = list(own) if own is not None else self.gold
+        pool = self.actions or list(env.example_actions()) or (self.gold or [])
+        self.actions = list(pool) or (example_calls(self.specs, Random(self.seed)) if self.structured else list(TEXTS))
+
+    def _random_script(self, number: int) -> list[Any]:
+        random = Random(f"{self.seed}/{number}")
+        return [random.choice(self.actions) for _ in range(self.max_steps)] if self.actions else []
+
+    def _scripts(self, count: int) -> list[list[Any]]:
+        return [self._random_script(number) for number in range(count)]
+
+
+async def _play_script(trial: EnvTrial, script: Sequence[Any]) -> None:
+    for action in script:
+        if trial.done:
+            return
+        await trial.step(action)
+
+
+def _first_difference(one: Sequence[EnvSnapshot], other: Sequence[EnvSnapshot]) -> str | None:
+    for at, (mine, theirs) in enumerate(zip(one, other, strict=False)):
+        difference = mine.difference(theirs)
+        if difference is not None:
+            return f"{'reset' if at == 0 else f'step {at}'}: {difference}"
+    return None if len(one) == len(other) else f"step {min(len(one), len(other))}: one episode is longer"
+
+
+def _ending(moment: EnvSnapshot) -> str:
+    return "was truncated" if moment.truncated else "ended" if moment.done else "went on"
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=True, sort_keys=True)

@@ -1,0 +1,63 @@
+"""`create_reward_files`: a first reward of one's own, copied from starters/, with a few rollouts to try it on."""
+
+from __future__ import annotations
+
+import json
+import keyword
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from toolwise.data.files import Row
+from toolwise.errors import ConfigError
+from toolwise.rewards.signature import Mode
+from toolwise.serialization.json_text import json_text
+from toolwise.training.records import write_atomic
+
+PLACEHOLDER_NAME = "my_reward"
+"""What the function is called in the starters."""
+
+
+def create_reward_files(folder: Path, name: str = PLACEHOLDER_NAME, mode: Mode = "pointwise") -> tuple[Path, Path]:
+    """Writes NAME.py and NAME_rollouts.jsonl; neither may be there yet."""
+    if not name.isidentifier() or keyword.iskeyword(name):
+        raise ConfigError(f"{name!r} is no name for a function; give letters, digits and _ such as my_reward")
+    code, rollouts = folder / f"{name}.py", folder / f"{name}_rollouts.jsonl"
+    for path in (code, rollouts):
+        if path.exists():
+            raise ConfigError(f"{path} is there already; give another name, or take the file away")
+    text = (files("toolwise.checks.reward") / "starters" / f"{mode}.py").read_text("utf-8")
+    write_atomic(code, text.replace(PLACEHOLDER_NAME, name).encode())
+    lines = "".join(f"{json_text(row)}\n" for row in sample_rows())
+    write_atomic(rollouts, lines.encode())
+    return code, rollouts
+
+
+def sample_rows() -> list[Row]:
+    """Three tasks, four rollouts each: right at once, right after a call, wrong, and without an answer."""
+    rows = []
+    for task, (a, b) in enumerate([(17, 25), (6, 7), (340, 12)]):
+        truth = str(a * b)
+        question = {"role": "user", "content": f"What is {a} times {b}? End with 'Answer: ' and the number."}
+        call = {"id": "call-0", "type": "function", "function": _call(f"{a} * {b}")}
+        asked: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [call]}
+        told = {"role": "tool", "content": truth, "tool_call_id": "call-0"}
+        right = {"role": "assistant", "content": f"Answer: {truth}"}
+        wrong = {"role": "assistant", "content": f"I think it is close to {a * b + 10}.\nAnswer: {a * b + 10}"}
+        silent = {"role": "assistant", "content": "I would rather not say."}
+        ways = [[right], [asked, told, right], [wrong], [asked, told, silent]]
+        rows += [
+            {
+                "task_id": f"task-{task}",
+                "rollout_id": f"task-{task}/rollout-{number}",
+                "messages": [question, *way],
+                "ground_truth": truth,
+                "gold": f"Answer: {truth}",
+            }
+            for number, way in enumerate(ways)
+        ]
+    return rows
+
+
+def _call(expression: str) -> dict[str, str]:
+    return {"name": "calculator", "arguments": json.dumps({"expression": expression})}

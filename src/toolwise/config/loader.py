@@ -1,0 +1,340 @@
+"""The mechanics of typed configuration: a TOML or YAML file, `a.b=c` overrides, a pydantic model of
+both, and every mistake told in one readable line. What the settings of a run are is none of its business."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import importlib
+import os
+import re
+import stat
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
+
+from toolwise.errors import ConfigError
+from toolwise.untrusted.bounds import truncate_text
+
+Model = TypeVar("Model", bound=BaseModel)
+Location = tuple[int | str, ...]
+
+MAX_SHOWN_ERRORS = 3
+MAX_SHOWN_KEYS = 8
+MAX_FILE_BYTES = 16 << 20
+MAX_DEPTH = 50
+"""Levels of tables and lists."""
+
+
+class Section(BaseModel):
+    """A table of a configuration: nothing unknown, nothing changed afterwards."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def read_settings(path: str | Path) -> dict[str, Any]:
+    """The table in a `.toml`, `.yaml` or `.yml` file."""
+    path = Path(path)
+    readers = {".toml": _read_toml, ".yaml": _read_yaml, ".yml": _read_yaml}
+    read = readers.get(path.suffix.lower())
+    try:
+        if path.is_dir():
+            raise ConfigError(f"{path} is a folder: name a configuration file in it")
+        if read is None:
+            raise ConfigError(f"{path}: a configuration file ends in .toml, .yaml or .yml")
+        settings = read(path, _read_regular_file(path).decode("utf-8-sig"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text (byte {error.start})") from None
+    except ValueError as error:  # a name that no file can have
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path} must hold a table of settings (key: value), not {_display_value(settings)}")
+    return settings
+
+
+def _read_regular_file(path: Path) -> bytes:
+    """Of a regular file of a size that people write; opened without waiting, as a pipe would have it."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ConfigError(f"{path} is a pipe or a device: write the configuration to a file")
+        content = file.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES >> 20} MB: it is no configuration file")
+    return content
+
+
+def _read_toml(path: Path, text: str) -> Any:
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        end = f"(at line {text.count(chr(10)) + 1}, column {len(text) - text.rfind(chr(10))})"
+        reason = _one_line(str(error)).replace("(at end of document)", end)
+        raise ConfigError(f"{path} is not valid TOML: {reason}") from None
+
+
+def _read_yaml(path: Path, text: str) -> Any:
+    try:
+        yaml: Any = importlib.import_module("yaml")
+    except ImportError:
+        raise ConfigError(f"{path}: reading YAML needs PyYAML: pip install pyyaml (or write TOML)") from None
+    try:
+        settings = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" (at line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        what = getattr(error, "problem", None) or str(error)
+        raise ConfigError(f"{path} is not valid YAML: {_one_line(what)}{where}") from None
+    return {} if settings is None else settings
+
+
+def apply_overrides(settings: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """A copy of `settings` with each `a.b=c` put in place; tables on the way are made where missing."""
+    try:
+        settings = copy.deepcopy(settings)
+    except RecursionError:
+        raise ConfigError("the settings are nested too deeply: flatten them") from None
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        names = _key_names(key)
+        if not equals or not all(names):
+            raise ConfigError(f"override {truncate_text(repr(override), 200)}: write it as section.key=value")
+        table = settings
+        for depth, name in enumerate(names[:-1], start=1):
+            below = table.setdefault(name, {})
+            if not isinstance(below, dict):
+                where = ".".join(names[:depth])
+                raise ConfigError(
+                    f"override {truncate_text(repr(override), 200)}: `{where}` is {_display_value(below)}, not a table"
+                )
+            table = below
+        table[names[-1]] = _value(text.strip())
+    return settings
+
+
+def _key_names(key: str) -> list[str]:
+    """The names in `a.b.c`, or in `a."b.c".d` where one of them has a dot in it."""
+    if '"' not in key:
+        return [name.strip() for name in key.split(".")]
+    try:
+        table: Any = tomllib.loads(f"{key} = 0")
+    except (ValueError, RecursionError):
+        return [""]
+    names = []
+    while isinstance(table, dict):
+        name, table = next(iter(table.items()))
+        names.append(name)
+    return names
+
+
+def _value(text: str) -> Any:
+    """A number, a boolean, a quoted string, an array or an inline table as TOML spells it, else the text."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text
+    value = parsed["value"]
+    plain = len(parsed) == 1 and isinstance(value, bool | int | float | str | list | dict)
+    return value if plain else text
+
+
+def build_config(model: type[Model], settings: dict[str, Any], *, source: str) -> Model:
+    """`settings` as a `model`; whatever is wrong with them is one `ConfigError` that begins with `source`."""
+    if (fault := next(_unrepresentable_values(settings, ()), None)) is not None:
+        raise ConfigError(f"{source}: {fault}")
+    try:
+        return model.model_validate(settings)
+    except ValidationError as error:
+        complaints = _error_messages(model, settings, error)
+    rest = len(complaints) - MAX_SHOWN_ERRORS
+    more = f"; and {rest} more" if rest > 0 else ""
+    raise ConfigError(f"{source}: {'; '.join(complaints[:MAX_SHOWN_ERRORS])}{more}")
+
+
+def _unrepresentable_values(value: Any, location: Location) -> Iterator[str]:
+    """What neither TOML nor a run can hold, though Python can."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        yield f"`{_dotted(location)}` is an integer of more than 64 bits"
+    elif isinstance(value, str) and any("\ud800" <= letter <= "\udfff" for letter in value):
+        yield f"`{_dotted(location)}` holds half a character: write text"
+    elif isinstance(value, dict | list) and len(location) >= MAX_DEPTH:
+        yield f"`{_dotted(location[:3])}` is nested more than {MAX_DEPTH} levels deep"
+    elif isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _unrepresentable_values(key, location) if isinstance(key, str) else ()
+            yield from _unrepresentable_values(item, (*location, key))
+
+
+def _error_messages(model: type[BaseModel], settings: dict[str, Any], error: ValidationError) -> list[str]:
+    """One sentence a setting. Unknown keys come first: a key that is spelt wrong is missing elsewhere."""
+    unknown: dict[Location, str] = {}
+    told: dict[Location, str] = {}
+    wanted: dict[Location, list[str]] = {}
+    for item in error.errors(include_url=False):
+        kind, context, given = item["type"], item.get("ctx", {}), item["input"]
+        location = _location(item["loc"], settings, missing=kind == "missing")
+        if "discriminator" in context:  # pydantic blames the table for what one of its keys says
+            location, given = (*location, context["discriminator"].strip("'")), context.get("tag")
+        path = f"`{_dotted(location)}`" if location else "the whole"
+        shown = "" if isinstance(given, dict) else f", given {_display_value(given)}"
+        expected = context.get("expected") or context.get("expected_tags")
+        need = "a table" if kind in ("model_type", "dict_type") else expected or _expected_input(item["msg"])
+        if kind == "extra_forbidden":
+            unknown[location] = f"unknown key {path} ({_suggest_key(model, location)})"
+        elif kind in ("missing", "union_tag_not_found"):
+            told[location] = f"{path} is required: add it"
+        elif need:  # the members of a union each have their own need
+            needs = wanted.setdefault(location, [])
+            needs.append(need)
+            told[location] = f"{path} must be {' or '.join(needs)}{shown}{_suggest_value(expected, given)}"
+        else:
+            reason = re.sub("^(Value|Assertion) error, ", "", item["msg"])
+            told[location] = f"{path}: {reason}{shown}" if location else reason
+    return [_one_line(sentence) for sentence in [*unknown.values(), *told.values()]]
+
+
+def _expected_input(message: str) -> str:
+    """What pydantic asks for, without how it failed to get it; empty where the message is of another kind."""
+    found = re.match("Input should be (.*?)(, unable to .*)?$", message)
+    return found[1] if found else ""
+
+
+def _location(raw: Location, settings: Any, *, missing: bool) -> Location:
+    """`raw` without what pydantic puts between the keys, such as the name of a member of a union."""
+    location: list[int | str] = []
+    for name in raw:
+        inside = name in settings if isinstance(settings, dict) else isinstance(settings, list)
+        if inside and (isinstance(settings, dict) or isinstance(name, int)):
+            location.append(name)
+            settings = settings[name]
+    return (*location, raw[-1]) if missing else tuple(location)
+
+
+def _dotted(location: Location) -> str:
+    """As an override names it, in one line: a key may be any text."""
+    names = (
+        f"[{name}]" if isinstance(name, int) else f".{truncate_text(_one_line(str(name)), 80)}" for name in location
+    )
+    return "".join(names).lstrip(".")
+
+
+def _display_value(value: Any) -> str:
+    if isinstance(value, dict):
+        return "a table"
+    if isinstance(value, int) and value.bit_length() > 200:  # repr refuses integers of more than 4,300 digits
+        return f"an integer of {value.bit_length()} bits"
+    text = _one_line(repr(value))
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _suggest_value(expected: str | None, given: Any) -> str:
+    near = difflib.get_close_matches(str(given), re.findall(r"'([^']*)'", expected or ""), n=1)
+    return f" (did you mean '{near[0]}'?)" if near else ""
+
+
+def _suggest_key(model: type[BaseModel], location: Location) -> str:
+    section, key = location[:-1], str(location[-1])
+    siblings = [name for found in _models_at(model, section) for name in _fields(found)]
+    guesses = [_dotted((*section, near)) for near in difflib.get_close_matches(key, siblings, n=1)]
+    everywhere = dict(_walk(model, "", ()))
+    guesses += [path for path in everywhere if path.rpartition(".")[2] == key][:2]
+    if not guesses:
+        names = {path.rpartition(".")[2]: path for path in everywhere}
+        guesses = [names[near] for near in difflib.get_close_matches(key, names, n=1, cutoff=0.8)]
+    if guesses:
+        return f"did you mean {' or '.join(f'`{guess}`' for guess in dict.fromkeys(guesses))}?"
+    known = ", ".join(siblings[:MAX_SHOWN_KEYS]) + (", …" if len(siblings) > MAX_SHOWN_KEYS else "")
+    return f"known here: {known}" if siblings else "no keys are known here"
+
+
+def _models_at(model: type[BaseModel], location: Location) -> list[type[BaseModel]]:
+    """The models that may stand at `location`, lists and tables of models included."""
+    models = [model]
+    for name in location:
+        fields = [_fields(found)[name] for found in models if name in _fields(found)]
+        if fields:  # otherwise an index or the key of a free table: the models are those already found
+            models = [inner for field in fields for inner in _models_in(field.annotation, containers=True)]
+    return models
+
+
+def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    return {field.alias or name: field for name, field in model.model_fields.items()}
+
+
+def _models_in(annotation: Any, *, containers: bool = False) -> Iterator[type[BaseModel]]:
+    origin = get_origin(annotation)
+    if origin is None:
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield annotation
+    elif containers or origin in (Union, UnionType, Annotated):
+        for inner in get_args(annotation):
+            yield from _models_in(inner, containers=containers)
+
+
+def setting_keys(model: type[BaseModel]) -> list[str]:
+    """Every setting there is, dotted: the leaves of the tree of models."""
+    return [path for path, leaf in _walk(model, "", ()) if leaf]
+
+
+def _walk(model: type[BaseModel], prefix: str, above: tuple[type[BaseModel], ...]) -> Iterator[tuple[str, bool]]:
+    for name, field in _fields(model).items():
+        inner = [found for found in _models_in(field.annotation) if found not in (*above, model)]
+        others = [kind for kind in get_args(field.annotation) if kind is not NoneType and not [*_models_in(kind)]]
+        yield f"{prefix}{name}", not inner or bool(others)
+        seen = set()
+        for found in inner:
+            for path, leaf in _walk(found, f"{prefix}{name}.", (*above, model)):
+                if path not in seen:
+                    seen.add(path)
+                    yield path, leaf
+
+
+def to_toml(model: BaseModel, *, changed_only: bool = False) -> str:
+    """All settings as TOML, which `read_settings` and `build_config` turn into an equal model; None is left out.
+
+    `changed_only` leaves out settings that have their default value.
+    """
+    if lost := next(_unwritable_nones(model, ()), None):
+        raise ConfigError(f"`{_dotted(lost)}` is null, which TOML cannot say: leave it out or give it a value")
+    return tomli_w.dumps(_to_toml_value(model.model_dump(by_alias=True, exclude_defaults=changed_only)))
+
+
+def _unwritable_nones(value: Any, location: Location) -> Iterator[Location]:
+    """Where leaving a None out would bring something else back."""
+    items: list[tuple[int | str, Any, bool]] = []
+    if isinstance(value, BaseModel):
+        for name, field in type(value).model_fields.items():
+            none_by_default = field.default is None and field.default_factory is None
+            items.append((field.alias or name, getattr(value, name), none_by_default))
+    elif isinstance(value, dict):
+        items = [(str(key), item, False) for key, item in value.items()]
+    elif isinstance(value, list | tuple):
+        items = [(i, item, False) for i, item in enumerate(value)]
+    for key, item, none_by_default in items:
+        if item is not None:
+            yield from _unwritable_nones(item, (*location, key))
+        elif not none_by_default:
+            yield (*location, key)
+
+
+def _to_toml_value(value: Any) -> Any:
+    """`value` in TOML's types; pydantic's own JSON form would make a free infinity null."""
+    if isinstance(value, dict):
+        return {str(to_jsonable_python(k)): _to_toml_value(item) for k, item in value.items() if item is not None}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_to_toml_value(item) for item in value]
+    return value if isinstance(value, float) else to_jsonable_python(value)

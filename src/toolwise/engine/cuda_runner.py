@@ -1,0 +1,91 @@
+"""The runner where a GPU has kernels for the model: prompts through the fused forward, replies many steps ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolwise.engine.cuda_graphs import MAX_DECODE_STEPS, MultiStepDecoder, Shape
+from toolwise.engine.request import Request
+from toolwise.engine.runner import Inputs, Runner
+from toolwise.kernels import available
+from toolwise.kernels.llama import FusedDecoder, PagedCache, unsupported_reason
+
+
+def supports_fused_kernels(model: Any) -> bool:
+    """Whether there are kernels for this model where it is."""
+    return unsupported_reason(model) is None and available(next(model.parameters()).device)
+
+
+class CudaRunner(Runner):
+    """As `Runner`, over the model's own parameters, laid side by side (kernels/llama.py)."""
+
+    max_decode_steps = MAX_DECODE_STEPS
+
+    def __init__(
+        self, model: Any, block_size: int, head: Callable[[Tensor], Tensor], *, max_requests: int, max_context: int
+    ) -> None:
+        super().__init__(model, block_size)
+        self.uses_block_tables = True
+        self.head = head
+        self.max_requests, self.max_context = max_requests, max_context
+        self._fused: FusedDecoder | None = None
+        self._layout: tuple[int, ...] = ()
+        self._cache: PagedCache | None = None
+        self._multi_step: MultiStepDecoder | None = None
+
+    def allocate(self, blocks: int) -> None:
+        super().allocate(blocks)
+        self._cache = self._multi_step = None
+
+    def release(self) -> None:
+        super().release()
+        self._cache = self._multi_step = None
+
+    def forward(self, inputs: Inputs) -> Tensor:
+        context, (fused, cache) = inputs.context, self._ready()
+        assert context.block_tables is not None
+        assert context.query_starts is not None
+        assert context.context_lengths is not None
+        ids, positions, slots = inputs.ids[0], inputs.positions[0], context.slots
+        if context.decoding:
+            states = fused.forward_decode(
+                ids, positions, cache, slots, context.block_tables, context.context_lengths
+            )  # fmt: skip
+        else:
+            states = fused.forward_prefill(
+                ids, positions, cache, slots, context.block_tables, context.query_starts, context.context_lengths,
+                context.max_query_length,
+            )  # fmt: skip
+        return states[inputs.output_rows]
+
+    supports = staticmethod(MultiStepDecoder.supports)
+
+    def decode_multi_step(
+        self, requests: Sequence[Request], steps: int, interrupted: Callable[[], bool]
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Tokens and log-probs of each request, `steps` at most; room for them must be there."""
+        fused, cache = self._ready()
+        if self._multi_step is None:
+            columns = -(-self.max_context // self.block_size)
+            self._multi_step = MultiStepDecoder(fused, cache, self.head, rows=self.max_requests, columns=columns)
+        return self._multi_step.run(requests, steps, interrupted)
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Of the steps taken ahead since the cache was made."""
+        return () if self._multi_step is None else tuple(self._multi_step.shapes)
+
+    def _ready(self) -> tuple[FusedDecoder, PagedCache]:
+        """Made anew where parameters have moved: graphs know addresses, not names."""
+        if self._fused is None or self._layout != self._fused.storage_key():
+            self._fused = FusedDecoder(self.model)
+            self._layout = self._fused.storage_key()
+            self._cache = self._multi_step = None
+        if self._cache is None:
+            with torch.inference_mode():
+                self._cache = PagedCache(self.keys, self.values, *self._fused.rope_table(self.max_context))
+        return self._fused, self._cache

@@ -1,0 +1,236 @@
+"""A plain class as a world: its public methods are the tools, one object lives as long as the episode."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from types import FunctionType, MethodType
+from typing import Any
+
+from toolwise.concurrency.deadlines import gather_all
+from toolwise.concurrency.limits import Gate
+from toolwise.envs.blocking_calls import BlockingCalls
+from toolwise.envs.state_keys import public_state, state_digest
+from toolwise.envs.tool_env import CallOutcome, ToolEnv, validate_reward
+from toolwise.errors import ConfigError
+from toolwise.messages import Message, ToolCall
+from toolwise.tools.function import FunctionTool
+from toolwise.types import Task
+from toolwise.untrusted import user_code
+
+RESERVED_NAMES = frozenset({"reset", "reward", "done", "close", "state_key", "gold_actions"})
+"""Names with a meaning of their own: never tools."""
+_UNBOUND = object()
+
+
+class MethodTool(FunctionTool[..., Any]):
+    """One public method: a schema made once a class, bound to an object each episode."""
+
+    def __init__(self, name: str, method: FunctionType | staticmethod[..., Any]) -> None:
+        self._static_function = method.__func__ if isinstance(method, staticmethod) else None
+        self._method = method if isinstance(method, FunctionType) else None
+        # Bound to nobody, so that `self` is none of the arguments.
+        super().__init__(self._static_function or MethodType(method, _UNBOUND), name=name, isolate=False)
+
+    def bind(self, target: object, calls: BlockingCalls) -> MethodTool:
+        bound = copy.copy(self)
+        bound.function = self._static_function or MethodType(self._method, target)  # type: ignore[arg-type]
+        bound._calls = calls
+        return bound
+
+    _calls: BlockingCalls
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[str, float | None, dict[str, Any]]:
+        work = partial(
+            self.function, **self._parse_arguments(parameters, {**self._create_kwargs.get(instance_id, {}), **kwargs})
+        )
+        if not inspect.iscoroutinefunction(self.function):
+            # The result is put in words in the same thread: it may be large, or an object with a will of its own.
+            return await self._calls.call(lambda: self._result(work()))
+        return self._result(await work())
+
+    def _text(self, value: Any) -> str:
+        if isinstance(value, Iterator) or inspect.isasyncgen(value) or inspect.isawaitable(value):
+            raise TypeError(f"{self.name} returned a {type(value).__name__}: return a list or a string")
+        return super()._text(value)
+
+
+class MethodsEnv(ToolEnv):
+    """An episode with an object of `kinds`, a class or several; `make(kind)` makes one, by default `kind(**kwargs)`.
+
+    Tools are the public methods that the class or its bases define, each parameter annotated; nothing else can be
+    reached. Calls of one turn run one after another, as they share the object. A class may also have:
+    `reset()` or `reset(seed=…)`, which gives what the agent first sees; `done` and `reward`, methods or attributes:
+    whether the world is done, and a reward for the whole episode; `state_key`; `close()`; `gold_actions()`.
+    """
+
+    def __init__(
+        self,
+        kinds: type | Sequence[type],
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        make: Callable[[type], object] | None = None,
+        methods: Sequence[str] | None = None,
+        exclude: Collection[str] = (),
+        task: Task | None = None,
+        state_of: Callable[[Sequence[object]], str] | None = None,
+        tool_timeout_s: float = 30.0,
+        max_result_chars: int = 4000,
+        gates: Mapping[str, Gate] | None = None,
+    ) -> None:
+        self.kinds = [kinds] if isinstance(kinds, type) else list(kinds)
+        self._make = make if make is not None else lambda kind: kind(**(kwargs or {}))
+        self._owners, tools = choose_methods(self.kinds, methods, exclude)
+        self._state_of = state_of
+        self._seed: int | None = None
+        self._objects: list[object] = []
+        self._calls = BlockingCalls(" and ".join(kind.__name__ for kind in self.kinds))
+        super().__init__(
+            task if task is not None else Task(task_id="methods", prompt=[]),
+            tools,
+            tool_timeout_s=tool_timeout_s,
+            max_result_chars=max_result_chars,
+            gates=gates,
+        )
+
+    def set_seed(self, seed: int) -> None:
+        self._seed = seed
+
+    async def reset(self) -> str:
+        self._objects = []
+        await self._with_timeout(self._calls.call(self._make_all))
+        for name, tool in self.tools.items():
+            assert isinstance(tool, MethodTool)
+            self.tools[name] = self._episode_tools[name] = tool.bind(self._objects[self._owners[name]], self._calls)
+        await super().reset()
+        seen = [await self._hook_value(target, "reset") for target in self._objects]
+        return "\n".join(str(text) for text in seen if text is not None)
+
+    async def step(self, action: Any) -> tuple[list[Message], float | None, bool, dict[str, Any]]:
+        messages, reward, done, info = await super().step(action)
+        # An object that a call is still inside of cannot be asked; the model reads of that in its next results.
+        if not done and not self._calls.has_hung_call:
+            done = any([bool(await self._hook_value(target, "done")) for target in self._objects])
+        return messages, reward, done, info
+
+    async def final_rewards(self) -> dict[str, float]:
+        rewards = await super().final_rewards()
+        for kind, target in zip(self.kinds, self._objects, strict=False):
+            reward = validate_reward(await self._hook_value(target, "reward"))
+            if reward is not None:
+                rewards[kind.__name__] = reward
+        return rewards
+
+    async def close(self) -> None:
+        closers = [] if self._closed else list(_closers(self._objects))
+        works = [close() for close in closers if inspect.iscoroutinefunction(close)]
+        works.append(self._calls.end(self._close_blocking))
+        await gather_all([super().close(), *map(self._with_timeout, works)])
+
+    def _close_blocking(self) -> None:
+        """Looks for objects only now: a constructor that was late may have made one since."""
+        _run_all([close for close in _closers(self._objects) if not inspect.iscoroutinefunction(close)])
+
+    @property
+    def state_key(self) -> str | None:
+        if not self._objects or self._calls.has_hung_call:
+            return None
+        if self._state_of is not None:
+            return self._state_of(self._objects)
+        return "+".join(_state_key(target) for target in self._objects)
+
+    def gold_actions(self) -> Sequence[Any] | None:
+        given = [target.gold_actions() for target in self._objects if hasattr(target, "gold_actions")]
+        return given[0] if given else None
+
+    def _make_all(self) -> None:
+        for kind in self.kinds:  # noted one by one: those made before one fails are closed all the same
+            self._objects.append(self._make(kind))
+
+    async def _call_all(self, calls: Sequence[ToolCall]) -> list[CallOutcome]:
+        return [await self._call(call) for call in calls]
+
+    async def _hook_value(self, target: object, name: str) -> Any:
+        """What `target` has under one of the conventional names: an attribute, or what its method gives."""
+        if getattr(type(target), name, None) is None and name not in getattr(target, "__dict__", ()):
+            return None
+        return await self._with_timeout(self._call_hook(target, name))
+
+    async def _call_hook(self, target: object, name: str) -> Any:
+        found = await self._calls.call(lambda: getattr(target, name))
+        if not callable(found):
+            return found
+        seeded = name == "reset" and self._seed is not None and "seed" in inspect.signature(found).parameters
+        asked = partial(found, seed=self._seed) if seeded else found
+        return await asked() if inspect.iscoroutinefunction(found) else await self._calls.call(asked)
+
+
+def choose_methods(
+    kinds: Sequence[type], methods: Sequence[str] | None, exclude: Collection[str]
+) -> tuple[dict[str, int], dict[str, MethodTool]]:
+    """For each tool's name the index of the class that has it, and the tool."""
+    owners: dict[str, int] = {}
+    tools: dict[str, MethodTool] = {}
+    for index, kind in enumerate(kinds):
+        for name, tool in method_tools(kind).items():
+            if name in exclude or (methods is not None and name not in methods):
+                continue
+            if name in tools:
+                other = kinds[owners[name]].__name__
+                raise ConfigError(f"env: {other} and {kind.__name__} both have {name}(); exclude it, or rename one")
+            owners[name], tools[name] = index, tool
+    names = ", ".join(kind.__name__ for kind in kinds)
+    known = [name for kind in kinds for name in method_tools(kind)]
+    if missing := [name for name in methods or () if name not in known]:
+        raise ConfigError(
+            f"env: {names} has no public method {', '.join(missing)}; it has {', '.join(known) or 'none'}"
+        )
+    if not tools:
+        raise ConfigError(f"env: {names} has no public method to call; write some, or look at methods and exclude")
+    return owners, tools
+
+
+@lru_cache(maxsize=256)
+def method_tools(kind: type) -> Mapping[str, MethodTool]:
+    """A tool for each public method that `kind` or a base of it (other than `object`) defines, in their order."""
+    found: dict[str, MethodTool] = {}
+    for base in reversed(kind.__mro__[:-1]):
+        for name in vars(base):
+            if name.startswith("_") or name in RESERVED_NAMES:
+                continue
+            # As it stands in the class: no property is run, and an override that is no method hides the method.
+            member = inspect.getattr_static(kind, name)
+            if isinstance(member, FunctionType | staticmethod) and name not in found:
+                found[name] = MethodTool(name, member)
+    return found
+
+
+def _state_key(target: object) -> str:
+    for name in ("state_key", "__state__"):
+        if hasattr(type(target), name):
+            given = getattr(target, name)
+            return str(given() if callable(given) else given)
+    return state_digest(public_state(target))
+
+
+def _closers(objects: Sequence[object]) -> Iterator[Callable[[], Any]]:
+    for target in objects:
+        close = getattr(target, "close", None)
+        if callable(close):
+            yield close
+
+
+def _run_all(works: Sequence[Callable[[], object]]) -> None:
+    """Each of them, even if one fails; the first fault is raised after."""
+    faults = []
+    for work in works:
+        try:
+            user_code.call_user_code(work)
+        except Exception as fault:
+            faults.append(fault)
+    if faults:
+        raise faults[0]

@@ -1,0 +1,231 @@
+"""Grouped-query attention of one new token a request over a paged cache: flash-decoding.
+
+    o = softmax(q Kᵀ · scale) V, one pass over the keys with a running maximum m and sum l:
+    m' = max(m, s),  l' = l·2^(m−m') + 2^(s−m'),  o' = o·2^(m−m') + 2^(s−m')·v
+
+A step is bound by reading the cache once, so the query heads of one key-value head are rows of one program (padded to
+the 16 rows of a matrix instruction) and share what it loads. Where requests × heads are too few programs for the chip,
+the keys are split and the parts merged by their log-sum-exp: o = Σ 2^(lse_i − lse) o_i. Lengths are read on the device
+and grids come from shapes alone, so every launch can live in a CUDA graph.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,import-not-found,import-untyped"
+# ruff: noqa: N803  (capitals are compile-time constants)
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from toolwise.kernels.new_tokens import NewTokens
+
+LOG2_E = 1.4426950408889634
+TARGET_PROGRAMS = 528
+"""Four for each of an H200's 132 multiprocessors: enough loads in flight to fill its memory bus."""
+MAX_SPLITS = 32
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a kernel is cut: keys loaded at a time, warps of a program, tiles in flight."""
+
+    keys: int = 64
+    warps: int = 2
+    stages: int = 3
+
+
+@triton.jit
+def attend(
+    q, acc, top, total, k_cache, v_cache, table, first, last, limits, kv_head, scale,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Carry the running softmax (acc, top, total; base 2) of the rows of q over the keys first..last."""
+    d = tl.arange(0, DIM)
+    for start in range(first, last, KEYS):
+        keys = start + tl.arange(0, KEYS)
+        held = keys < last
+        block = tl.load(table + keys // BLOCK, mask=held, other=0).to(tl.int64)
+        at = ((block * BLOCK + keys % BLOCK) * KV_HEADS + kv_head) * DIM
+        k = tl.load(k_cache + at[None, :] + d[:, None], mask=held[None, :], other=0.0)
+        v = tl.load(v_cache + at[:, None] + d[None, :], mask=held[:, None], other=0.0)
+        seen = held[None, :]
+        if CAUSAL:
+            seen = seen & (keys[None, :] <= limits[:, None])
+        scores = tl.where(seen, tl.dot(q, k, input_precision="ieee") * scale, float("-inf"))
+        higher = tl.maximum(top, tl.max(scores, 1))
+        shrink = tl.exp2(top - higher)
+        p = tl.exp2(scores - higher[:, None])
+        total = total * shrink + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        top = higher
+    return acc, top, total
+
+
+@triton.jit
+def load_rotated(rows, partner_sign, cos, sin, weight, mask, eps, DIM: tl.constexpr, NORM: tl.constexpr):
+    """Rotate-half rope of [n, DIM] vectors at the row pointers `rows` [n, 1], rounded as transformers rounds."""
+    d = tl.arange(0, DIM)[None, :]
+    partner = (d + DIM // 2) % DIM
+    x = tl.load(rows + d, mask=mask, other=0.0)
+    y = tl.load(rows + partner, mask=mask, other=0.0)
+    dtype = x.dtype
+    if NORM:
+        inverse = tl.rsqrt(tl.sum(x.to(tl.float32) * x.to(tl.float32), 1) / DIM + eps)[:, None]
+        x = (tl.load(weight + d).to(tl.float32) * (x.to(tl.float32) * inverse).to(dtype).to(tl.float32)).to(dtype)
+        y = (tl.load(weight + partner).to(tl.float32) * (y.to(tl.float32) * inverse).to(dtype).to(tl.float32)).to(dtype)
+    straight = (x.to(tl.float32) * tl.load(cos + d).to(tl.float32)).to(dtype).to(tl.float32)
+    turned = (y.to(tl.float32) * partner_sign * tl.load(sin + d).to(tl.float32)).to(dtype).to(tl.float32)
+    return (straight + turned).to(dtype)
+
+
+@triton.jit
+def store_output(acc, top, total, out, lse, rows, mask, DIM: tl.constexpr, PARTIAL: tl.constexpr):
+    """Write o = acc / l to the rows of `out`, and the base-2 log-sum-exp (−∞ where no key was seen) when partial."""
+    d = tl.arange(0, DIM)[None, :]
+    some = total > 0.0
+    safe = tl.where(some, total, 1.0)
+    tl.store(out + rows[:, None] * DIM + d, (acc / safe[:, None]).to(out.dtype.element_ty), mask=mask[:, None])
+    if PARTIAL:
+        tl.store(lse + rows, tl.where(some, top + tl.log2(safe), float("-inf")), mask=mask)
+
+
+@triton.jit(do_not_specialize=["slot_at", "slots_in_all"])
+def _decode(
+    q, k_cache, v_cache, tables, lengths, out, lse, new_k, new_v, cos, sin, slots, q_weight, k_weight,
+    q_stride, kv_stride, table_stride, scale, eps, slot_at, slots_in_all,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    KEYS: tl.constexpr, SPLITS: tl.constexpr, PARTIAL: tl.constexpr, NEW: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Program (kv head, split, request). NEW: q and the new key are rotated and the token stored here too."""
+    kv_head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    request = request.to(tl.int64)
+    row, d = tl.arange(0, ROWS), tl.arange(0, DIM)
+    heads = kv_head * GROUP + row
+    real = row < GROUP
+    at = q + request * q_stride + heads[:, None] * DIM
+    acc = tl.zeros([ROWS, DIM], tl.float32)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    length = tl.load(lengths + request)
+    if NEW:
+        sign = tl.where(d < DIM // 2, -1.0, 1.0)[None, :]
+        turn, lean = cos + request * DIM, sin + request * DIM
+        mine = load_rotated(at, sign, turn, lean, q_weight, real[:, None], eps, DIM, NORM)
+        length = tl.maximum(length - 1, 0)
+        if split == 0:
+            source = request * kv_stride + kv_head * DIM
+            key = load_rotated(
+                new_k + source + tl.zeros([1, 1], tl.int64), sign, turn, lean, k_weight, True, eps, DIM, NORM
+            )
+            value = tl.load(new_v + source + d)[None, :]
+            slot = tl.load(slots + request)
+            target = (slot * KV_HEADS + kv_head) * DIM + d[None, :]
+            tl.store(k_cache + target, key, mask=slot >= 0)
+            tl.store(v_cache + target, value, mask=slot >= 0)
+            # The new token opens the running softmax: it is never read back from the cache.
+            top = tl.sum(mine.to(tl.float32) * key.to(tl.float32), 1) * scale
+            total += 1.0
+            acc += value.to(tl.float32)
+    else:
+        mine = tl.load(at + d[None, :], mask=real[:, None], other=0.0)
+    share = tl.cdiv(tl.cdiv(length, KEYS), SPLITS) * KEYS
+    first = split * share
+    last = tl.minimum(first + share, length)
+    acc, top, total = attend(
+        mine, acc, top, total, k_cache, v_cache, tables + request * table_stride, first, last, row, kv_head, scale,
+        KV_HEADS, DIM, BLOCK, KEYS, False,
+    )  # fmt: skip
+    rows = (request * slots_in_all + slot_at + split) * (KV_HEADS * GROUP) + heads
+    store_output(acc, top, total, out, lse, rows, real, DIM, PARTIAL)
+
+
+@triton.jit
+def _merge_splits(
+    parts, lse, out, HEADS: tl.constexpr, SLOTS: tl.constexpr, SLOTS_PADDED: tl.constexpr, DIM: tl.constexpr
+):
+    """Program (head, request): o = Σ 2^(lse_i − max) o_i / Σ 2^(lse_i − max); zero where no slot saw a key."""
+    head, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot, d = tl.arange(0, SLOTS_PADDED), tl.arange(0, DIM)
+    rows = (request * SLOTS + slot) * HEADS + head
+    part_lse = tl.load(lse + rows, mask=slot < SLOTS, other=float("-inf"))
+    top = tl.max(part_lse, 0)
+    weight = tl.where(part_lse == float("-inf"), 0.0, tl.exp2(part_lse - top))
+    part = tl.load(parts + rows[:, None] * DIM + d[None, :], mask=(weight > 0.0)[:, None], other=0.0)
+    mass = tl.sum(weight, 0)
+    merged = tl.sum(part * weight[:, None], 0) / tl.where(mass > 0.0, mass, 1.0)
+    tl.store(out + (request * HEADS + head) * DIM + d, merged.to(out.dtype.element_ty))
+
+
+def contiguous_heads(x: torch.Tensor) -> torch.Tensor:
+    """[T, heads, D] whose heads lie one after the other: slices of a joined product do, transposed views are copied."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def splits_for(programs: int, most_keys: int, tiles: Tiles, wanted: int = TARGET_PROGRAMS) -> int:
+    """A power of two of parts that fills the chip, none smaller than one tile of keys."""
+    splits = 1
+    while programs * splits < wanted and splits < MAX_SPLITS and splits * tiles.keys < most_keys:
+        splits *= 2
+    return splits
+
+
+def merge_splits(parts: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Partial outputs [B, slots, H, D] and their log-sum-exps [B, slots, H] into [B, H, D]."""
+    batch, slots, heads, dim = parts.shape
+    padded = triton.next_power_of_2(slots)
+    _merge_splits[(heads, batch)](parts, lse, out, heads, slots, padded, dim, num_warps=1 if padded <= 8 else 4)
+    return out
+
+
+def decode_into(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, tables: torch.Tensor, lengths: torch.Tensor,
+    scale: float, out: torch.Tensor, lse: torch.Tensor | None, slot_at: int, splits: int, tiles: Tiles,
+    new: NewTokens | None = None,
+) -> None:  # fmt: skip
+    """Launch the kernel: whole outputs into [B, H, D], or parts into slots of [B, slots, H, D] when `lse` is given."""
+    batch, heads, dim = q.shape
+    _, block, kv_heads, _ = k_cache.shape
+    group = heads // kv_heads
+    n = new or NewTokens(q, q, q, q, lengths)
+    _decode[(kv_heads, splits, batch)](
+        q, k_cache, v_cache, tables, lengths, out, out if lse is None else lse, n.k, n.v, n.cos, n.sin, n.slots,
+        q if n.q_weight is None else n.q_weight, q if n.k_weight is None else n.k_weight,
+        q.stride(0), n.k.stride(0), tables.stride(0), scale * LOG2_E, n.eps, slot_at,
+        1 if lse is None else out.shape[1],
+        kv_heads, group, max(16, triton.next_power_of_2(group)), dim, block, tiles.keys, splits,
+        lse is not None, new is not None, n.q_weight is not None,
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+
+
+def paged_attention_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    out: torch.Tensor | None = None,
+    *,
+    splits: int | None = None,
+    tiles: Tiles | None = None,
+    new: NewTokens | None = None,
+) -> torch.Tensor:
+    """Attention of q[B, H, D] over each request's first `lengths` keys; with `new`, also rope and the cache write.
+
+    `splits` fixes how the keys are cut: with it, a request's bits do not depend on how many others are in the batch.
+    """
+    tiles, q = tiles or Tiles(), contiguous_heads(q)
+    batch, heads, dim = q.shape
+    block, kv_heads = k_cache.shape[1:3]
+    splits = splits or splits_for(batch * kv_heads, block_tables.shape[1] * block, tiles)
+    out = torch.empty(batch, heads, dim, dtype=q.dtype, device=q.device) if out is None else out
+    if splits == 1:
+        decode_into(q, k_cache, v_cache, block_tables, lengths, scale, out, None, 0, 1, tiles, new)
+        return out
+    parts = torch.empty(batch, splits, heads, dim, dtype=torch.float32, device=q.device)
+    lse = torch.empty(batch, splits, heads, dtype=torch.float32, device=q.device)
+    decode_into(q, k_cache, v_cache, block_tables, lengths, scale, parts, lse, 0, splits, tiles, new)
+    return merge_splits(parts, lse, out)

@@ -1,0 +1,118 @@
+"""Decode attention where the requests of a group share their first blocks: the common keys are read once a group.
+
+    o = merge(attention of the group's stacked queries over the shared blocks, attention of each over its own tail)
+
+The queries of all members (times the heads of a key-value head) are rows of one program, so a prompt of P tokens
+shared by n rollouts costs P reads instead of n·P; log-sum-exps put prefix and tail together exactly.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,import-not-found,import-untyped"
+# ruff: noqa: N803  (capitals are compile-time constants)
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from toolwise.kernels.decode_attention import (
+    LOG2_E,
+    Tiles,
+    attend,
+    contiguous_heads,
+    decode_into,
+    load_rotated,
+    merge_splits,
+    splits_for,
+    store_output,
+)
+from toolwise.kernels.new_tokens import NewTokens
+
+MAX_ROWS = 64
+PREFIX_PROGRAMS = 264
+"""Half of what a lone request's attention wants: each has more to compute, and every part is one more to merge."""
+
+
+@triton.jit(do_not_specialize=["slots_in_all"])
+def _prefix(
+    q, k_cache, v_cache, tables, lengths, starts, members, out, lse, cos, sin, q_weight,
+    q_stride, table_stride, scale, eps, slots_in_all,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    KEYS: tl.constexpr, SPLITS: tl.constexpr, NEW: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Program (kv head, row tile × split, group): ROWS of the group's members × heads over one part of the prefix. NEW:
+    the queries are rotated here."""
+    kv_head, group = tl.program_id(0), tl.program_id(2)
+    tile, split = tl.program_id(1) // SPLITS, tl.program_id(1) % SPLITS
+    start = tl.load(starts + group)
+    count = (tl.load(starts + group + 1) - start) * GROUP
+    if tile * ROWS < count:
+        row, d = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, DIM)
+        real = row < count
+        request = tl.load(members + start + row // GROUP, mask=real, other=0).to(tl.int64)
+        heads = kv_head * GROUP + row % GROUP
+        at = q + (request * q_stride + heads * DIM)[:, None]
+        if NEW:
+            sign = tl.where(d < DIM // 2, -1.0, 1.0)[None, :]
+            turn, lean = cos + (request * DIM)[:, None], sin + (request * DIM)[:, None]
+            mine = load_rotated(at, sign, turn, lean, q_weight, real[:, None], eps, DIM, NORM)
+        else:
+            mine = tl.load(at + d[None, :], mask=real[:, None], other=0.0)
+        length = tl.load(lengths + group)
+        share = tl.cdiv(tl.cdiv(length, KEYS), SPLITS) * KEYS
+        first = split * share
+        last = tl.minimum(first + share, length)
+        acc, top, total = attend(
+            mine, tl.zeros([ROWS, DIM], tl.float32), tl.full([ROWS], float("-inf"), tl.float32),
+            tl.zeros([ROWS], tl.float32), k_cache, v_cache, tables + group.to(tl.int64) * table_stride,
+            first, last, row, kv_head, scale, KV_HEADS, DIM, BLOCK, KEYS, False,
+        )  # fmt: skip
+        rows = (request * slots_in_all + split) * (KV_HEADS * GROUP) + heads
+        store_output(acc, top, total, out, lse, rows, real, DIM, True)
+
+
+def shared_prefix_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    prefix_tables: torch.Tensor,
+    prefix_lengths: torch.Tensor,
+    member_starts: torch.Tensor,
+    members: torch.Tensor,
+    max_members: int,
+    tail_tables: torch.Tensor,
+    tail_lengths: torch.Tensor,
+    scale: float,
+    out: torch.Tensor | None = None,
+    *,
+    tiles: Tiles | None = None,
+    tail_splits: int | None = None,
+    new: NewTokens | None = None,
+) -> torch.Tensor:
+    """Attention of q[B, H, D], request b of group g over prefix g's keys and then its own tail's; with `new`, also rope
+    and the cache write, as `paged_attention_decode` does them.
+
+    Groups g = 0..G-1: blocks `prefix_tables[G, MAXP]`, `prefix_lengths[G]` keys, rows `members[starts[g]:starts[g+1]]`
+    of the batch (int32). Every row of the batch must be a member once; one that shares nothing goes into a group whose
+    prefix length is 0. Groups past the last have equal starts. `max_members` bounds a group's size (grid).
+    """
+    tiles, q = tiles or Tiles(), contiguous_heads(q)
+    batch, heads, dim = q.shape
+    _, block, kv_heads, _ = k_cache.shape
+    groups, group = prefix_lengths.shape[0], heads // kv_heads
+    rows = min(MAX_ROWS, max(16, triton.next_power_of_2(max_members * group)))
+    row_tiles = triton.cdiv(max_members * group, rows)
+    splits = splits_for(groups * kv_heads * row_tiles, prefix_tables.shape[1] * block, tiles, PREFIX_PROGRAMS)
+    tails = tail_splits or splits_for(batch * kv_heads, tail_tables.shape[1] * block, tiles)
+    parts = torch.empty(batch, splits + tails, heads, dim, dtype=torch.float32, device=q.device)
+    lse = torch.empty(batch, splits + tails, heads, dtype=torch.float32, device=q.device)
+    n = new or NewTokens(q, q, q, q, tail_lengths)
+    _prefix[(kv_heads, row_tiles * splits, groups)](
+        q, k_cache, v_cache, prefix_tables, prefix_lengths, member_starts, members, parts, lse,
+        n.cos, n.sin, q if n.q_weight is None else n.q_weight,
+        q.stride(0), prefix_tables.stride(0), scale * LOG2_E, n.eps, splits + tails,
+        kv_heads, group, rows, dim, block, tiles.keys, splits, new is not None, n.q_weight is not None,
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    decode_into(q, k_cache, v_cache, tail_tables, tail_lengths, scale, parts, lse, splits, tails, tiles, new)
+    out = torch.empty(batch, heads, dim, dtype=q.dtype, device=q.device) if out is None else out
+    return merge_splits(parts, lse, out)

@@ -1,0 +1,246 @@
+"""The kernels again in plain torch: what each must compute, and what runs where there is no GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from toolwise.kernels.new_tokens import NewTokens
+
+
+def gather(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
+    """The first `length` keys (or values) of a block table, [length, KVH, D]."""
+    block = cache.shape[1]
+    return cache[table[: -(-length // block)].long()].flatten(0, 1)[:length]
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, causal: bool = False
+) -> torch.Tensor:
+    """q[n, H, D] over k, v[c, KVH, D]; causal: the queries are the last n of the c positions."""
+    n, heads, _ = q.shape
+    repeats = heads // k.shape[1]
+    k, v = (x.repeat_interleave(repeats, 1).transpose(0, 1) for x in (k, v))
+    mask = torch.ones(n, k.shape[1], dtype=torch.bool, device=q.device).tril(k.shape[1] - n) if causal else None
+    return F.scaled_dot_product_attention(q.transpose(0, 1), k, v, attn_mask=mask, scale=scale).transpose(0, 1)
+
+
+def paged_attention_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    out: torch.Tensor | None = None,
+    *,
+    new: NewTokens | None = None,
+) -> torch.Tensor:
+    q = q if new is None else _rope_and_store_new(q, new, k_cache, v_cache)
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    for row, length in enumerate(lengths.tolist()):
+        if length:
+            k, v = (gather(cache, block_tables[row], length) for cache in (k_cache, v_cache))
+            out[row] = _attention(q[row : row + 1], k, v, scale)[0]
+    return out
+
+
+def shared_prefix_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    prefix_tables: torch.Tensor,
+    prefix_lengths: torch.Tensor,
+    member_starts: torch.Tensor,
+    members: torch.Tensor,
+    max_members: int,
+    tail_tables: torch.Tensor,
+    tail_lengths: torch.Tensor,
+    scale: float,
+    out: torch.Tensor | None = None,
+    *,
+    new: NewTokens | None = None,
+) -> torch.Tensor:
+    q = q if new is None else _rope_and_store_new(q, new, k_cache, v_cache)
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    starts, tails = member_starts.tolist(), tail_lengths.tolist()
+    for group, length in enumerate(prefix_lengths.tolist()):
+        for row in members[starts[group] : starts[group + 1]].tolist():
+            k, v = (
+                torch.cat([gather(c, prefix_tables[group], length), gather(c, tail_tables[row], tails[row])])
+                for c in (k_cache, v_cache)
+            )
+            if len(k):
+                out[row] = _attention(q[row : row + 1], k, v, scale)[0]
+    return out
+
+
+def paged_attention_prefill(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lengths: torch.Tensor,
+    scale: float,
+    max_query_length: int | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    starts = query_starts.tolist()
+    for row, length in enumerate(context_lengths.tolist()):
+        chunk = slice(starts[row], starts[row + 1])
+        if chunk.start < chunk.stop:
+            k, v = (gather(cache, block_tables[row], length) for cache in (k_cache, v_cache))
+            out[chunk] = _attention(q[chunk], k, v, scale, causal=True)
+    return out
+
+
+def store_kv(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
+) -> None:
+    real = slots >= 0
+    k_cache.flatten(0, 1)[slots[real]] = k[real]
+    v_cache.flatten(0, 1)[slots[real]] = v[real]
+
+
+def _rotate_half(x: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([-second, first], dim=-1)
+
+
+def rope_and_store(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    q_weight: torch.Tensor | None = None,
+    k_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    for x, weight in ((q, q_weight), (k, k_weight)):
+        straight = x if weight is None else rms_norm(x, weight, eps)
+        x.copy_(straight * cos[:, None] + _rotate_half(straight) * sin[:, None])
+    store_kv(k, v, k_cache, v_cache, slots)
+
+
+def _rope_and_store_new(q: torch.Tensor, new: NewTokens, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+    """The queries, rotated; and the new tokens are in the cache."""
+    q, k = q.clone(), new.k.clone()
+    rope_and_store(
+        q, k, new.v, new.cos, new.sin, k_cache, v_cache, new.slots,
+        q_weight=new.q_weight, k_weight=new.k_weight, eps=new.eps,
+    )  # fmt: skip
+    return q
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool = False) -> torch.Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    (first, second), (c1, c2), (s1, s2) = (
+        t.to(wide).chunk(2, dim=-1) for t in (x, cos[:, None], sin[:, None])
+    )  # fmt: skip
+    if back:
+        turned = [first * c1 + second * s2, second * c2 - first * s1]
+    else:
+        turned = [first * c1 - second * s1, second * c2 + first * s2]
+    return torch.cat(turned, dim=-1).to(x.dtype)
+
+
+def merge(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    new_out: torch.Tensor,
+    new_lse: torch.Tensor,
+    token_index: torch.Tensor | slice,
+) -> None:
+    before = lse[:, token_index]
+    whole = torch.logaddexp(before, new_lse)
+    kept, added = (torch.exp(some - whole).t()[:, :, None] for some in (before, new_lse))
+    out[token_index] = (out[token_index] * kept + new_out * added).to(out.dtype)
+    lse[:, token_index] = whole
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    residual = residual + x
+    return rms_norm(residual, weight, eps), residual
+
+
+def silu_mul(gate_up: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1) if up is None else (gate_up, up)
+    return F.silu(gate) * up
+
+
+def silu_mul_backward(gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
+
+
+def softmax_sums(logits: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
+    lse = torch.logsumexp(x, -1)
+    logp = x - lse[:, None]
+    return lse, -(logp.exp() * logp.clamp(min=torch.finfo(x.dtype).min)).sum(-1)
+
+
+def softmax_sums_backward(
+    logits: torch.Tensor,
+    scale: float,
+    lse: torch.Tensor,
+    entropy: torch.Tensor,
+    row_index: torch.Tensor,
+    targets: torch.Tensor,
+    grad_logprob: torch.Tensor,
+    grad_entropy: torch.Tensor,
+) -> torch.Tensor:
+    logp = logits.to(lse.dtype) * scale - lse[:, None]
+    p = logp.exp()
+    a, b = (torch.zeros_like(lse).index_add_(0, row_index, part.to(lse.dtype)) for part in (grad_logprob, grad_entropy))
+    grad = -p * (a[:, None] + b[:, None] * torch.where(p == 0.0, 0.0, logp + entropy[:, None]))
+    return grad.index_put_((row_index, targets), grad_logprob.to(lse.dtype), accumulate=True).to(logits.dtype)
+
+
+def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """`toolwise.policies.transformers_generation.uniforms` on int64 tensors, whose products wrap and whose shifts are
+    signed."""
+
+    def signed(constant: int) -> int:
+        return constant - (1 << 64) if constant >> 63 else constant
+
+    def shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+        return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+    def mixed(x: torch.Tensor) -> torch.Tensor:
+        x = (x ^ shifted(x, 30)) * signed(0xBF58476D1CE4E5B9)
+        x = (x ^ shifted(x, 27)) * signed(0x94D049BB133111EB)
+        return x ^ shifted(x, 31)
+
+    state = mixed(seeds + signed(0x9E3779B97F4A7C15))
+    state = mixed(state ^ ((positions + 1) * signed(0xD1342543DE82EF95)))
+    return shifted(state, 11).double() * 2.0**-53
+
+
+def sample(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    greedy: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    logprobs = torch.log_softmax(logits.float() / temperatures[:, None], dim=-1)
+    cumulative = logprobs.double().exp().cumsum(-1)
+    goal = (uniforms(seeds, positions) * cumulative[:, -1])[:, None]
+    drawn = torch.searchsorted(cumulative, goal, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
+    tokens = torch.where(greedy, logprobs.argmax(-1), drawn)
+    return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)

@@ -1,0 +1,64 @@
+"""Teacher-forced scores of given continuations: log-prob and entropy of each token, all in packed passes, what
+continuations have in common computed once. What the thinking stage scores actions with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from toolwise.learner.batch import MicroBatchSettings
+from toolwise.learner.forward import can_share_prefixes, hidden_states, prefers_node_layout, token_logprobs
+from toolwise.learner.packing import micro_batches
+from toolwise.thinking.thinking_model import ScoringRequest, TokenScores
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    ids: list[int]
+    sampled: list[bool]
+
+
+class ContinuationScorer:
+    """Over the learner's own model. `computed_tokens` and `total_tokens` count tokens: how many went through the
+    trunk, and how many
+    there were to score with all their prefixes."""
+
+    def __init__(self, model: Any, micro_batch: MicroBatchSettings | None = None) -> None:
+        self.model = model
+        self.micro_batch = micro_batch or MicroBatchSettings()
+        self.computed_tokens = 0
+        self.total_tokens = 0
+
+    @torch.no_grad()
+    def __call__(self, contexts: Sequence[ScoringRequest], temperature: float = 1.0) -> list[tuple[TokenScores, ...]]:
+        rows = [
+            _Row([*c.prefix_ids, *ids], [False] * len(c.prefix_ids) + [True] * len(ids))
+            for c in contexts
+            for ids in c.continuations
+        ]
+        found = [np.zeros((2, len(row.ids)), np.float32) for row in rows]
+        device = next(self.model.parameters()).device
+        share = self.micro_batch.share_prefixes and can_share_prefixes(self.model)
+        nodes = prefers_node_layout(self.model)
+        for packed in micro_batches(
+            rows, self.micro_batch.max_tokens, share_prefixes=share, device=device, nodes=nodes
+        ):
+            hidden = hidden_states(self.model, packed)
+            logprobs, entropies = token_logprobs(
+                self.model, hidden, packed, temperature, chunk_tokens=self.micro_batch.chunk_tokens
+            )
+            both = torch.stack([logprobs, entropies]).float().cpu().numpy()
+            of_row, at = packed.row.cpu().numpy(), packed.at.cpu().numpy()
+            for number in np.unique(of_row):
+                mine = of_row == number
+                found[number][:, at[mine]] = both[:, mine]
+            self.computed_tokens += packed.T
+        self.total_tokens += sum(len(row.ids) for row in rows)
+        scores = iter(found)
+        return [
+            tuple(TokenScores(*next(scores)[:, len(c.prefix_ids) :].copy()) for _ in c.continuations) for c in contexts
+        ]

@@ -1,0 +1,96 @@
+"""KL in the reward: every sampled token costs β·(log π_old − log π_ref), the estimator k1, before credit is given.
+
+An estimator that has a field `kl_coef` charges each token or each step itself. One over scores sees each rollout's
+score less what its tokens cost together. Stands around the run's estimator; β is the learner's, and may move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from toolwise.advantages.assign import credit, learns_from_equal_scores, min_group_size
+from toolwise.advantages.token_rewards import token_k1
+from toolwise.learner.kl import KlCoefficient
+from toolwise.protocols import AdvantageEstimator, Annotation, Metrics
+from toolwise.types import AnnotatedRollout, CreditedRollout
+
+
+@dataclass(frozen=True, slots=True)
+class KlRewardEstimator:
+    """An estimator, and the price of leaving the reference."""
+
+    inner: AdvantageEstimator
+    coefficient: KlCoefficient
+
+    @property
+    def needs(self) -> frozenset[Annotation]:
+        return self.inner.needs | {"ref_logprobs"}
+
+    @property
+    def min_group_size(self) -> int:
+        return min_group_size(self.inner)
+
+    def learns_from_equal_scores(self, score: float) -> bool:
+        return learns_from_equal_scores(self.inner, score)
+
+    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
+        return self.credit(rollouts)[0]
+
+    def credit(self, rollouts: Sequence[AnnotatedRollout]) -> tuple[list[CreditedRollout], Metrics]:
+        beta = self.coefficient.value
+        costs = [_cost(rollout, beta) for rollout in rollouts]
+        credited, metrics = credit(with_kl_penalty(self.inner, beta), rollouts)
+        return credited, {"kl/cost": float(np.mean(costs)) if costs else 0.0} | metrics
+
+
+@dataclass(frozen=True, slots=True)
+class _ScorePenaltyEstimator:
+    """An estimator over scores, for one batch: it sees each less what its tokens cost together."""
+
+    inner: AdvantageEstimator
+    beta: float
+
+    @property
+    def needs(self) -> frozenset[Annotation]:
+        return self.inner.needs
+
+    def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
+        return self.credit(rollouts)[0]
+
+    def credit(self, rollouts: Sequence[AnnotatedRollout]) -> tuple[list[CreditedRollout], Metrics]:
+        credited, metrics = credit(
+            self.inner, [_subtract_cost(rollout, _cost(rollout, self.beta)) for rollout in rollouts]
+        )
+        # The score stays what the reward said; only credit has seen the price.
+        return [replace(found, annotated=rollout) for found, rollout in zip(credited, rollouts, strict=True)], metrics
+
+
+def with_kl_penalty(estimator: Any, beta: float) -> Any:
+    """The same at a price: on each token or step where it has a field for it; else around the estimator that it holds,
+    so that what it asks of scores itself, such as who succeeded, it asks of those the reward gave; else on scores."""
+    settings = _init_fields(estimator)
+    if "kl_coef" in settings:
+        return replace(estimator, kl_coef=beta)
+    for name in ("trajectory", "inner"):
+        if name in settings and callable(getattr(estimator, name)):
+            return replace(estimator, **{name: with_kl_penalty(getattr(estimator, name), beta)})
+    return _ScorePenaltyEstimator(estimator, beta)
+
+
+def _init_fields(estimator: Any) -> set[str]:
+    """What it can be made anew with; nothing where it is no dataclass."""
+    return {field.name for field in fields(estimator) if field.init} if is_dataclass(estimator) else set()
+
+
+def _cost(rollout: AnnotatedRollout, beta: float) -> float:
+    return beta * float(sum(part.sum() for part in token_k1(rollout)))
+
+
+def _subtract_cost(rollout: AnnotatedRollout, cost: float) -> AnnotatedRollout:
+    scored = rollout.scored
+    result = scored.result.model_copy(update={"score": scored.score - cost})
+    return replace(rollout, scored=replace(scored, result=result))

@@ -1,0 +1,165 @@
+"""Whether collected source gives what the notebook has.
+
+A cell's text says how something was made, not what it is now: a default may have been bound to an older value, a
+decorator given another argument, a class patched since. So the text is run once here, and the results compared.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import re
+from collections.abc import Mapping
+from types import CellType, CodeType, FunctionType
+from typing import Any
+
+from toolwise.errors import ToolwiseError
+from toolwise.notebook.literals import literal
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_IGNORED_OPCODES = ("PUSH_NULL", "EXTENDED_ARG", "NOP")
+_OPCODE_ALIASES = {"LOAD_METHOD": "LOAD_ATTR"}
+
+
+def check_equivalent(text: str, defined: Mapping[str, Any], module: str) -> None:
+    """Run `text` aside and compare what it defines; a `ToolwiseError` names what differs and where."""
+    space: dict[str, Any] = {"__name__": module}
+    try:
+        exec(compile(text, "<collected>", "exec", dont_inherit=True), space)
+    except Exception as fault:
+        what = f"{type(fault).__name__}: {fault}".partition("\n")[0]
+        names = ", ".join(defined)
+        raise ToolwiseError(f"what its cells say of {names} does not run again ({what}); put it in a file") from fault
+    for name, value in defined.items():
+        where = _Comparison().difference(value, space[name], name)
+        if where is not None:
+            is_lambda = getattr(value, "__name__", "") == "<lambda>"
+            cure = "write it as a def of its own" if is_lambda else "run that cell again, or put it in a file"
+            raise ToolwiseError(
+                f"{where} is not what its cell would give now, so a worker process would run something else than you "
+                f"see here; {cure}"
+            )
+
+
+class _Comparison:
+    def __init__(self) -> None:
+        self._seen: set[tuple[int, int]] = set()
+
+    def difference(self, here: Any, there: Any, where: str) -> str | None:
+        """Where the two differ, in words; None where they do not."""
+        if here is there or (id(here), id(there)) in self._seen:
+            return None
+        self._seen.add((id(here), id(there)))
+        if isinstance(here, staticmethod | classmethod):
+            here, there = here.__func__, getattr(there, "__func__", None)
+        if isinstance(here, property):
+            here, there = _accessors(here), _accessors(there)
+        if isinstance(here, FunctionType) and isinstance(there, FunctionType):
+            if not _same_code(here.__code__, there.__code__):
+                return where
+            return self._parts(_function_parts(here), _function_parts(there), where)
+        if isinstance(here, type) and isinstance(there, type):
+            return self._parts(_class_parts(here), _class_parts(there), where)
+        if type(here).__qualname__ != type(there).__qualname__:
+            return where
+        if isinstance(here, dict | list | tuple) and literal(here) is None:
+            return self._parts(_items(here), _items(there), where)
+        if hasattr(here, "__wrapped__"):
+            return self._parts(_wrapper_parts(here), _wrapper_parts(there), where)
+        return None if _text(here) == _text(there) else where
+
+    def _parts(self, here: Mapping[str, Any], there: Mapping[str, Any], where: str) -> str | None:
+        for key, value in here.items():
+            label = f"{where}{key}"
+            if key not in there:
+                return label
+            found = self.difference(value, there[key], label)
+            if found is not None:
+                return found
+        return next((f"{where}{key}" for key in there if key not in here), None)
+
+
+def _function_parts(function: FunctionType) -> dict[str, Any]:
+    code, defaults = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    given = {**dict(zip(names, defaults, strict=True)), **(function.__kwdefaults__ or {})}
+    closure = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
+    return {
+        **{f"'s default of {name}": value for name, value in given.items()},
+        **{f" (with {name} of its decorator)": _content(cell) for name, cell in closure.items()},
+        **{f".{name}": value for name, value in vars(function).items() if literal(value) is not None},
+        **({"'s inner function": inspect.getattr_static(function, "__wrapped__")} if _wraps(function) else {}),
+    }
+
+
+def _class_parts(found: type) -> dict[str, Any]:
+    own = {
+        f".{name}": value
+        for name, value in vars(found).items()
+        if isinstance(value, FunctionType) or not (name.startswith("__") or name == "_abc_impl")
+    }
+    return {**own, "'s base classes": tuple(base.__qualname__ for base in found.__bases__)}
+
+
+def _wrapper_parts(wrapper: Any) -> dict[str, Any]:
+    """An object around a function, such as a tool; what it keeps to itself may be state."""
+    public = {f".{name}": value for name, value in getattr(wrapper, "__dict__", {}).items() if not name.startswith("_")}
+    plain = {name: value for name, value in public.items() if literal(value) is not None}
+    return {**plain, "'s inner function": wrapper.__wrapped__}
+
+
+def _items(container: Any) -> dict[str, Any]:
+    pairs = container.items() if isinstance(container, dict) else enumerate(container)
+    return {f"[{_text(key)}]": item for key, item in pairs}
+
+
+def _accessors(found: Any) -> tuple[Any, ...]:
+    return tuple(getattr(found, name, None) for name in ("fget", "fset", "fdel"))
+
+
+def _wraps(function: FunctionType) -> bool:
+    return "__wrapped__" in vars(function)
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
+def _text(value: Any) -> str:
+    """What tells two values of one type apart: plain data whole, other objects as far as they say of themselves."""
+    text = literal(value)
+    try:
+        return text if text is not None else _ADDRESS.sub("", repr(value))
+    except Exception:  # other people's __repr__
+        return ""
+
+
+def _same_code(one: CodeType, other: CodeType) -> bool:
+    """Whether two pieces of bytecode do the same; how a call is made depends on the rest of the file too."""
+    same = _code_signature(one) == _code_signature(other) and _doc(one) == _doc(other)
+    inner = [[const for const in code.co_consts if isinstance(const, CodeType)] for code in (one, other)]
+    return same and len(inner[0]) == len(inner[1]) and all(map(_same_code, *inner))
+
+
+def _code_signature(code: CodeType) -> tuple[Any, ...]:
+    steps = [
+        (_OPCODE_ALIASES.get(step.opname, step.opname), _argument(step))
+        for step in dis.get_instructions(code)
+        if step.opname not in _IGNORED_OPCODES
+    ]
+    names = code.co_varnames, code.co_freevars, code.co_cellvars
+    return steps, names, code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount
+
+
+def _argument(step: dis.Instruction) -> str | None:
+    jumps = step.opcode in dis.hasjrel or step.opcode in dis.hasjabs
+    return None if jumps or isinstance(step.argval, CodeType) else _text(step.argval)
+
+
+def _doc(code: CodeType) -> str:
+    """The docstring, which is indented less where the function was under an `if`."""
+    first = code.co_consts[0] if code.co_consts else None
+    return inspect.cleandoc(first) if isinstance(first, str) else ""

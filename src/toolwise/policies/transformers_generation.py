@@ -1,0 +1,220 @@
+"""Batched generation over any `transformers` model, as it is: prefill each distinct prompt once, decode together.
+
+For models that the engine cannot run, and `rollout.engine = "transformers"`. Tokens are drawn as the engine draws them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from array import array
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from toolwise.engine import sampler
+from toolwise.engine.sampler import uniforms
+from toolwise.errors import PolicyError
+from toolwise.protocols import Generation, Sampling
+from toolwise.untrusted.user_code import describe
+
+__all__ = ["BatchGenerator", "PreallocatedLayer", "draw", "generate_batch", "uniforms"]
+_PendingRequest = tuple[Sequence[int], Sampling, "asyncio.Future[Generation]"]
+
+
+class BatchGenerator:
+    """Requests that wait at the same time become one batch; those that come meanwhile wait for the next. They may come
+    from any event loop: a thread of its own serves them all."""
+
+    def __init__(self, model: Any, pad_id: int, max_batch: int) -> None:
+        self.model, self.pad_id, self.max_batch = model, pad_id, max_batch
+        self.version = 0
+        self.batch_wait_s = 0.002
+        self._waiting: list[_PendingRequest] = []
+        self._lock = threading.Lock()
+        self._working = False
+        # A thread of its own: tools that hang in the loop's shared ones must not keep the model from working.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="toolwise-generate")
+
+    def weights_changed(self, version: int) -> None:
+        self.version = version
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
+        future: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
+        with self._lock:
+            self._waiting.append((token_ids, sampling, future))
+            begin, self._working = not self._working, True
+        if begin:
+            self._thread.submit(self._serve)
+        return await future
+
+    def _serve(self) -> None:
+        """Take whoever waits, as one batch, until nobody does."""
+        while batch := self._next_batch():
+            prompts, samplings, futures = zip(*batch, strict=True)
+            settings = {"pad_id": self.pad_id, "policy_version": self.version}
+            try:
+                results = generate_batch(self.model, prompts, samplings, **settings)
+            except BaseException as fault:  # every requester hears of it; none waits for ever
+                error = PolicyError(f"generation failed: {describe(fault)}")
+                for future in futures:
+                    _deliver(future, error)
+                continue
+            for future, result in zip(futures, results, strict=True):
+                _deliver(future, result)
+
+    def _next_batch(self) -> list[_PendingRequest]:
+        """Lets everyone who is about to ask do so: waits while more keep coming. A batch costs far more than this."""
+        count = -1
+        while count < len(self._waiting) < self.max_batch:
+            count = len(self._waiting)
+            time.sleep(self.batch_wait_s)
+        with self._lock:
+            waiting = [w for w in self._waiting if not w[2].done()]
+            batch, self._waiting = waiting[: self.max_batch], waiting[self.max_batch :]
+            self._working = bool(batch)
+        return batch
+
+
+def _deliver(future: asyncio.Future[Generation], result: Generation | PolicyError) -> None:
+    """In the event loop that waits for it."""
+
+    def resolve() -> None:
+        if future.done():
+            return
+        if isinstance(result, PolicyError):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+    with suppress(RuntimeError):  # the loop is closed, and nobody waits there any more
+        future.get_loop().call_soon_threadsafe(resolve)
+
+
+class PreallocatedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
+    """A cache layer with room to grow: a new token is written into place instead of copying all that came before.
+
+    `_buffers` hold the room, `keys` and `values` what is in use of it. Whoever selects, reorders or crops rows gives
+    the
+    layer other `keys`: the stores are then stale, whatever their shape, and are filled anew from what the layer holds.
+    """
+
+    spare_tokens = 64
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+            self._buffers: list[torch.Tensor] = [self.keys, self.values]
+            self._in_use = self.keys
+        held = self.keys.shape[2]
+        length = held + key_states.shape[2]
+        if length > self._buffers[0].shape[2] or self.keys is not self._in_use:
+            self._buffers = [self._grown(held_states, length) for held_states in (self.keys, self.values)]
+        for store, new in zip(self._buffers, (key_states, value_states), strict=True):
+            store[:, :, held:length] = new
+        self.keys, self.values = (store[:, :, :length] for store in self._buffers)
+        self._in_use = self.keys
+        return self.keys, self.values
+
+    def _grown(self, states: torch.Tensor, length: int) -> torch.Tensor:
+        rows, heads, held, size = states.shape
+        store = states.new_empty(rows, heads, length + self.spare_tokens, size)
+        store[:, :, :held] = states
+        return store
+
+
+def preallocated_cache(layers: int) -> DynamicCache:
+    cache = DynamicCache()
+    cache.layers = [PreallocatedLayer() for _ in range(layers)]
+    return cache
+
+
+def draw(logits: torch.Tensor, samplings: Sequence[Sampling], position: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token a row, all at the same position of their replies, and its log-prob after temperature."""
+    return sampler.draw(logits, samplings, [position] * len(samplings))
+
+
+@torch.inference_mode()
+def generate_batch(
+    model: Any,
+    prompts: Sequence[Sequence[int]],
+    samplings: Sequence[Sampling],
+    *,
+    pad_id: int,
+    policy_version: int,
+) -> list[Generation]:
+    """Continue every prompt until its stop token or its length; rows that are done leave the batch."""
+    cache, mask, logits = _prefill(model, prompts, pad_id)
+    device = logits.device
+    ids = [array("i") for _ in prompts]
+    logprobs = [array("f") for _ in prompts]
+    stopped = [False] * len(prompts)
+    active = list(range(len(prompts)))
+    position = 0
+    while active:
+        tokens, chosen = draw(logits, [samplings[i] for i in active], position)
+        position += 1
+        kept = []
+        for row, (i, token, logprob) in enumerate(zip(active, tokens.tolist(), chosen.tolist(), strict=True)):
+            if math.isnan(logprob):
+                raise PolicyError("the model gives NaN: its weights are broken, go back to an earlier checkpoint")
+            ids[i].append(token)
+            logprobs[i].append(logprob)
+            stopped[i] = token in samplings[i].stop_token_ids
+            if not stopped[i] and position < samplings[i].max_new_tokens:
+                kept.append(row)
+        if not kept:
+            break
+        if len(kept) < len(active):
+            index = torch.tensor(kept, device=device)
+            cache.batch_select_indices(index)
+            mask, tokens = mask[index], tokens[index]
+            active = [active[row] for row in kept]
+        mask = torch.cat([mask, mask.new_ones(len(active), 1)], dim=1)
+        out = model(
+            input_ids=tokens[:, None],
+            attention_mask=mask,
+            position_ids=mask.sum(1, keepdim=True) - 1,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        logits = out.logits[:, -1]
+    return [
+        Generation(ids[i], logprobs[i], "stop" if stopped[i] else "length", policy_version) for i in range(len(prompts))
+    ]
+
+
+def _prefill(
+    model: Any, prompts: Sequence[Sequence[int]], pad_id: int
+) -> tuple[DynamicCache, torch.Tensor, torch.Tensor]:
+    """Run each distinct prompt once, left-padded, and lay the result out for every request."""
+    distinct = list(dict.fromkeys(tuple(p) for p in prompts))
+    width = max(map(len, distinct))
+    device = next(model.parameters()).device
+    padded = [[pad_id] * (width - len(p)) + list(p) for p in distinct]
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in distinct], device=device)
+    cache = preallocated_cache(model.config.num_hidden_layers)
+    out = model(
+        input_ids=torch.tensor(padded, device=device),
+        attention_mask=mask,
+        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    logits = out.logits[:, -1]
+    if len(distinct) < len(prompts):
+        row_of = {p: row for row, p in enumerate(distinct)}
+        index = torch.tensor([row_of[tuple(p)] for p in prompts], device=device)
+        cache.batch_select_indices(index)
+        mask, logits = mask[index], logits[index]
+    return cache, mask, logits

@@ -1,0 +1,57 @@
+"""The vLLM engine of a run, from its configuration: a server found or started, checked, and given the weights."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from typing import Any
+
+from toolwise.config.schema import RunConfig
+from toolwise.errors import ConfigError
+from toolwise.policies.openai.endpoint import Endpoint
+from toolwise.policies.vllm.control import VllmControlClient
+from toolwise.policies.vllm.engine import VllmEngine
+from toolwise.policies.vllm.server import VllmServer
+from toolwise.policies.vllm.server_check import check_logprobs, check_settings, check_tied_head, check_vocabulary
+from toolwise.policies.vllm.weights import WeightsFolder
+
+
+def build_vllm(config: RunConfig, model: Any, folder: str) -> VllmEngine:
+    """`folder` is where `model` came from: a server of our own takes its tokenizer from there."""
+    settings, rollout = config.rollout.vllm, config.rollout
+    key = os.environ.get(settings.api_key_env) if settings.api_key_env else None
+    if settings.api_key_env and not key:
+        raise ConfigError(f"rollout.vllm.api_key_env: the environment has no {settings.api_key_env}: set it")
+    with ExitStack() as undo:
+        weights = WeightsFolder(settings.weights_dir)
+        undo.callback(weights.close)
+        server = None
+        if not settings.base_url:
+            server = VllmServer(
+                settings.command,
+                weights.write(model),
+                tokenizer=folder,
+                dtype=config.model.dtype,
+                start_s=settings.start_s,
+            )
+            undo.callback(server.close)
+        url = server.base_url if server is not None else settings.base_url
+        endpoint = Endpoint(
+            f"{url.rstrip('/')}/completions",
+            api_key=key,
+            timeout_s=settings.timeout_s,
+            deadline_s=max(rollout.deadline_s, settings.timeout_s),
+            max_concurrent=rollout.max_batch,
+            seed=config.seed,
+        )
+        control = VllmControlClient(url, api_key=key, timeout_s=settings.timeout_s)
+        undo.callback(control.close)
+        model_info = control.model_info(settings.model)
+        check_settings(model_info, model, control.root)
+        check_vocabulary(control, model_info, model)
+        check_tied_head(control, model_info, model, weights)
+        engine = VllmEngine(model, model_info, control=control, endpoint=endpoint, weights=weights, server=server)
+        engine.weights_changed(0)
+        check_logprobs(control, model_info, model)
+        undo.pop_all()
+    return engine

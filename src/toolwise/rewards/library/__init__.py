@@ -1,0 +1,1 @@
+"""Rewards that ship with Toolwise."""

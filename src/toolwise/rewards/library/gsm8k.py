@@ -1,0 +1,72 @@
+"""GSM8K's reward: the right number, where the answer says it is (`strict`) or wherever it comes last (`flexible`)."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from typing import Any, Literal
+
+from toolwise.errors import ConfigError, DataError
+from toolwise.messages import Message
+from toolwise.rewards.function import reward_function
+from toolwise.rewards.library.numerals import NUMBER, last_number, match_to_decimal, parse_number
+from toolwise.rewards.transcript import last_reply, split_thought
+from toolwise.types import EvaluateResult, MetricResult
+
+Method = Literal["strict", "flexible"]
+
+_MARK = "####"
+_TAIL = re.compile(r"[.,%]*(?:\s|$)")  # what may follow: a digit, a slash or a letter would make it another number
+
+
+def find_answer(text: str, method: Method = "strict") -> Decimal | None:
+    """The number that `text` answers with, its thought left aside.
+
+    `strict`: right after the last `####`. `flexible`: the last number of all.
+    """
+    if method not in ("strict", "flexible"):
+        raise ConfigError(f"gsm8k: method is {method!r}; give strict or flexible")
+    answer = split_thought(text)[1]
+    return last_number(answer) if method == "flexible" else _after_mark(answer)
+
+
+def _after_mark(text: str) -> Decimal | None:
+    _, mark, rest = text.rpartition(_MARK)
+    rest = rest.lstrip()
+    found = NUMBER.match(rest) if mark else None
+    return match_to_decimal(found) if found and _TAIL.match(rest, found.end()) else None
+
+
+def gold_answer(ground_truth: Any) -> Decimal:
+    """The number of a ground truth: a number, its text, or a whole solution that ends in `#### N`."""
+    number = parse_number(ground_truth)
+    if number is None and isinstance(ground_truth, str):
+        number = _after_mark(ground_truth)
+    if number is None:
+        raise DataError(f"gsm8k: the ground truth {ground_truth!r:.80} is no number; give one, or a text with `#### N`")
+    return number
+
+
+def compute_score(
+    solution_str: str, ground_truth: Any, method: Method = "strict", format_score: float = 0.0, score: float = 1.0
+) -> float:
+    """`score` for the right number, `format_score` for another, 0 for none."""
+    found = find_answer(solution_str, method)
+    if found is None:
+        return 0.0
+    return score if found == gold_answer(ground_truth) else format_score
+
+
+@reward_function
+def gsm8k_reward(
+    messages: list[Message], ground_truth: Any, method: Method = "strict", format_score: float = 0.0
+) -> EvaluateResult:
+    """1 for the right number in the assistant's last message, `format_score` for another, 0 for none."""
+    wanted, text = gold_answer(ground_truth), last_reply(messages)
+    found = find_answer(text, method)
+    correct = float(found == wanted)
+    return EvaluateResult(
+        score=compute_score(text, ground_truth, method, format_score),
+        reason=f"answered {'nothing' if found is None else found!s:.80}, {wanted!s:.80} is right",
+        metrics={"correct": MetricResult(score=correct), "answered": MetricResult(score=float(found is not None))},
+    )

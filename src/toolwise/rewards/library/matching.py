@@ -1,0 +1,103 @@
+"""Rewards for one right answer: the same text, or the same number within a tolerance."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from decimal import Decimal
+from typing import Any
+
+from toolwise.errors import ConfigError, DataError
+from toolwise.messages import Message
+from toolwise.rewards.function import reward_function
+from toolwise.rewards.library.numerals import last_number, parse_number
+from toolwise.rewards.transcript import final_answer
+from toolwise.types import EvaluateResult
+
+
+def exact_match(answer: str, expected: str, *, ignore_case: bool = False, ignore_space: bool = True) -> bool:
+    """Whether two texts are the same. Accents count the same however they are encoded."""
+    return _normalize_text(answer, ignore_case, ignore_space) == _normalize_text(expected, ignore_case, ignore_space)
+
+
+def _normalize_text(text: str, ignore_case: bool, ignore_space: bool) -> str:
+    text = unicodedata.normalize("NFC", text.casefold() if ignore_case else text)
+    return " ".join(text.split()) if ignore_space else text
+
+
+def numeric_match(answer: Decimal, expected: Decimal, *, abs_tol: float = 0.0, rel_tol: float = 0.0) -> bool:
+    """Whether two numbers are equal, or no further apart than `abs_tol` or `rel_tol` times the wanted one."""
+    if answer == expected:
+        return True
+    allowed = max(abs_tol, rel_tol * abs(float(expected)))
+    if not 0 < allowed < math.inf:  # floats would take large neighbours for equal
+        return False
+    # The slack is for 0.3 − 0.2: a distance of exactly the tolerance must not fail for want of a digit.
+    return abs(float(answer) - float(expected)) <= allowed * (1 + 1e-9)
+
+
+@reward_function
+def exact_match_reward(
+    messages: list[Message],
+    ground_truth: Any,
+    after: str | None = None,
+    ignore_case: bool = False,
+    ignore_space: bool = True,
+) -> EvaluateResult:
+    """1 where the assistant's last message, thought aside, is the ground truth (or one of them, given a list).
+
+    `after` takes only what stands after the last such mark: "Answer:".
+    """
+    answer = _text_after(final_answer(messages), after)
+    if answer is None:
+        return EvaluateResult(score=0.0, reason=f"there is no {after!r} in the answer")
+    expected = [_answer_text(value) for value in _accepted_answers(ground_truth)]
+    hit = any(exact_match(answer, text, ignore_case=ignore_case, ignore_space=ignore_space) for text in expected)
+    return EvaluateResult(score=float(hit), reason=f"answered {answer!r:.80}, {expected[0]!r:.80} is right")
+
+
+@reward_function
+def numeric_match_reward(
+    messages: list[Message],
+    ground_truth: Any,
+    after: str | None = None,
+    abs_tol: float = 0.0,
+    rel_tol: float = 0.0,
+) -> EvaluateResult:
+    """1 where the last number of the assistant's last message, thought aside, is the ground truth (or one of them)."""
+    if min(abs_tol, rel_tol) < 0:
+        raise ConfigError(f"numeric match: abs_tol {abs_tol} and rel_tol {rel_tol} must not be below 0")
+    part = _text_after(final_answer(messages), after)
+    answer = last_number(part) if part is not None else None
+    if answer is None:
+        return EvaluateResult(score=0.0, reason="there is no number in the answer")
+    expected = [_answer_number(value) for value in _accepted_answers(ground_truth)]
+    hit = any(numeric_match(answer, number, abs_tol=abs_tol, rel_tol=rel_tol) for number in expected)
+    return EvaluateResult(score=float(hit), reason=f"answered {answer!s:.80}, {expected[0]!s:.80} is right")
+
+
+def _text_after(text: str, after: str | None) -> str | None:
+    if after is None:
+        return text
+    _, mark, rest = text.rpartition(after)
+    return rest.strip() if mark else None
+
+
+def _accepted_answers(ground_truth: Any) -> list[Any]:
+    accepted = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
+    if not accepted:
+        raise DataError("the ground truth is an empty list: nothing could be right; give at least one answer")
+    return list(accepted)
+
+
+def _answer_text(value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise DataError(f"the ground truth {value!r:.80} is neither a text nor a number; give one, or a list of them")
+    return str(value)
+
+
+def _answer_number(value: Any) -> Decimal:
+    number = parse_number(value)
+    if number is None:
+        raise DataError(f"the ground truth {value!r:.80} is no number; give one, or a list of them")
+    return number

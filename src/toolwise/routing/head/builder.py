@@ -1,0 +1,154 @@
+"""The router of a run, put together from its configuration: the head on the actor's model, and who asks it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from toolwise.config.schema import RunConfig, inference_settings
+from toolwise.envs.tool_env import tool_spec
+from toolwise.errors import ConfigError
+from toolwise.learner.optimizer import Optimizer
+from toolwise.rollout.chat_tokenizer import ChatTokenizer
+from toolwise.routing.actions import ROUTES
+from toolwise.routing.budget import Budget, Budgets
+from toolwise.routing.cost import Cost, build_cost, tool_prices
+from toolwise.routing.families import Family, offered_tools
+from toolwise.routing.head.features import engine_encoder, feature_width
+from toolwise.routing.head.head import HeadSettings, RouterHead
+from toolwise.routing.head.learner import RouterLearner, RouterSettings
+from toolwise.routing.learned_router import LearnedRouter, target_of
+from toolwise.routing.options import Conditioning, RouterTraining
+from toolwise.routing.prompt_templates import load_wording
+from toolwise.tools.base import BaseTool
+from toolwise.types import Task
+
+
+def build_head(config: RunConfig, model: Any) -> RouterHead:
+    router = config.router
+    depth = len(model.get_decoder().layers)
+    for layer in router.layers:
+        if not -depth <= layer < depth:
+            raise ConfigError(f"router.layers names layer {layer}, and the model has 0 to {depth - 1} (-1: the last)")
+    return RouterHead(
+        HeadSettings(
+            width=feature_width(model, router.layers),
+            routes=tuple(str(route) for route in ROUTES),
+            mode=router.mode,
+            hidden=router.hidden,
+            pool=router.pool,
+            layers=tuple(router.layers),
+            units=tuple(budget.unit for budget in router.budgets),
+            temperature=router.temperature,
+            seed=config.seed,
+        )
+    )
+
+
+def build_router_learner(config: RunConfig, model: Any, head: RouterHead, actor_optimizer: Optimizer) -> RouterLearner:
+    """`actor_optimizer` is the actor's optimiser, which the head shares or tells of what it has moved."""
+    return RouterLearner(
+        model,
+        head,
+        router_settings(config),
+        optimizer=actor_optimizer if config.router.optimizer == "actor" else None,
+        on_trunk_update=actor_optimizer.sync_masters,
+    )
+
+
+def router_settings(config: RunConfig) -> RouterSettings:
+    router = config.router
+    return RouterSettings(
+        lr=router.lr,
+        lr_schedule=router.lr_schedule,
+        warmup_steps=router.warmup_steps,
+        schedule_steps=config.trainer.total_steps,
+        min_lr_ratio=router.min_lr_ratio,
+        weight_decay=router.weight_decay,
+        max_grad_norm=router.max_grad_norm,
+        spike_factor=None,
+        epochs=router.epochs,
+        clip=router.clip_ratio,
+        entropy_coef=router.entropy_coef,
+        entropy_final=router.entropy_coef / 10 if router.entropy_final is None else router.entropy_final,
+        average_last=router.average_last,
+        label_coef=router.label_coef,
+        backbone=router.backbone,
+        top_layers=router.top_layers,
+        micro_batch_tokens=config.actor.micro_batch_tokens,
+    )
+
+
+def build_router(
+    config: RunConfig,
+    model: RouterLearner,
+    chat: ChatTokenizer,
+    tools: Mapping[str, BaseTool],
+    tasks: Sequence[Task],
+    engine: Any = None,
+) -> LearnedRouter:
+    """The router that asks `model`; `tasks` are those it will be trained on, `engine` is what will generate."""
+    router = config.router
+    check_router(config, tasks)
+    # Words that only follow the prompt leave it as it is: what the engine has read for the route, rollouts go on from.
+    if router.conditioning == "append" and router.layers == [-1] and hasattr(engine, "encode"):
+        model.encode = engine_encoder(engine, router.pool)
+    return LearnedRouter(
+        model,
+        prompt_of=lambda task: original_prompt(chat, task, tools),
+        tools=tools,
+        budgets=Budgets([Budget(**budget.model_dump()) for budget in router.budgets]),
+        cost=cost_from_config(config, tools),
+        conditioning=conditioning_from_config(config),
+        training=RouterTraining(
+            routes=router.routes,
+            evaluate=router.evaluate,
+            standardize_by_kind=router.standardize_by_kind,
+            divide_by_std_as_a_control=router.divide_by_std_as_a_control,
+            usage=router.usage,
+            warm_start_epochs=router.warm_start_epochs,
+        ),
+        seed=config.seed,
+        tasks=tasks,
+        metadata={"router": router.model_dump(mode="json", exclude={"labels"}), **inference_settings(config)},
+    )
+
+
+def original_prompt(chat: ChatTokenizer, task: Task, tools: Mapping[str, BaseTool]) -> Sequence[int]:
+    """The tokens of a task as it would be put without a router: what a route is chosen by."""
+    if task.prompt_ids is not None:
+        return task.prompt_ids
+    return chat.start(task.prompt, [tool_spec(tool, task) for tool in offered_tools(task, tools).values()] or None)
+
+
+def conditioning_from_config(config: RunConfig) -> Conditioning:
+    router = config.router
+    return Conditioning(
+        style=router.style,
+        mode=router.conditioning,
+        hard=router.hard,
+        wording=load_wording(router.wording or None),
+        families={name: Family.parse(family) for name, family in router.families.items()},
+    )
+
+
+def cost_from_config(config: RunConfig, tools: Mapping[str, BaseTool]) -> Cost:
+    router = config.router
+    if router.cost == "tools":
+        if router.cost_kwargs:
+            raise ConfigError('router.cost is "tools": prices are the tools\' own, so leave router.cost_kwargs out')
+        return tool_prices(tools)
+    return build_cost(router.cost, **router.cost_kwargs)
+
+
+def check_router(config: RunConfig, tasks: Sequence[Task]) -> None:
+    """Settings that contradict each other, before any work is done."""
+    router, n = config.router, config.rollout.n
+    if router.routes == "stratified" and n < len(ROUTES):
+        raise ConfigError(f"router.routes is stratified over {len(ROUTES)} routes and rollout.n is {n}: use 6 or more")
+    if not router.train_actor and router.backbone != "frozen":
+        raise ConfigError(f"router.train_actor is false and router.backbone {router.backbone}: use frozen, or train it")
+    if router.mode == "value" and (router.label_coef or router.warm_start_epochs):
+        raise ConfigError("router.mode is value, which learns from what came and not from labels: set label_coef to 0")
+    if (router.label_coef or router.warm_start_epochs) and not any(target_of(task) is not None for task in tasks):
+        raise ConfigError("router.label_coef or warm_start_epochs is set and no task has a label: name router.labels")

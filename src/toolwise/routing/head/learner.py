@@ -1,0 +1,317 @@
+"""The learner of the router: weighs prompts for it, and turns its lessons into steps of the head (and the trunk).
+
+The trunk is read through `encode`, which gives the features of prompts; under a frozen trunk they are kept with the
+prompt until the lesson comes, so that a prompt goes through the trunk once however many rollouts it begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from toolwise.errors import CheckpointError
+from toolwise.learner.optimizer import Optimizer, OptimizerSettings
+from toolwise.protocols import Metrics
+from toolwise.routing.head.average import HeadAverage
+from toolwise.routing.head.batch import RouterBatch
+from toolwise.routing.head.features import prompt_features
+from toolwise.routing.head.head import RouterHead, load_head, save_head
+from toolwise.routing.head.loss import (
+    NO_LABEL,
+    calibration_error,
+    entropies,
+    expected_loss,
+    label_loss,
+    sampled_loss,
+    value_loss,
+)
+from toolwise.routing.samples import RoutePrediction, RouterExample
+
+Encode = Callable[[Sequence[Sequence[int]]], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSettings(OptimizerSettings):
+    """How the head learns."""
+
+    lr: float = 1e-3
+    epochs: int = 1
+    clip: float = 0.2
+    """Where several epochs are taken."""
+    entropy_coef: float = 0.1
+    entropy_final: float | None = None
+    """What the bonus has become by `schedule_steps`, along a line; None: it stays."""
+    average_last: float = 0.0
+    """The share of `schedule_steps`, at their end, over which heads are averaged into the one that is kept."""
+    label_coef: float = 0.0
+    backbone: Literal["frozen", "top", "full"] = "frozen"
+    top_layers: int = 1
+    micro_batch_tokens: int = 16_384
+    """Tokens of prompts in memory at a time; with their activations, where the trunk learns too."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteOutput:
+    """One row for each prompt."""
+
+    router_logits: Tensor
+    """[batch, routes], in fp32"""
+    router_action: Tensor
+    """[batch]"""
+    router_log_prob: Tensor
+    """[batch], of that action"""
+
+
+class RouterLearner:
+    """`optimizer` is the actor's where the head shares it; `on_trunk_update` is called when weights of the trunk have
+    moved."""
+
+    def __init__(
+        self,
+        model: Any,
+        head: RouterHead,
+        settings: RouterSettings,
+        *,
+        optimizer: Optimizer | None = None,
+        encode: Encode | None = None,
+        on_trunk_update: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.model = model
+        self.head = head.to(model.device)
+        self.settings = settings
+        self.trunk = trunk_weights(model, settings.backbone, settings.top_layers)
+        own = [*self.head.parameters(), *self.trunk]
+        self.shares_optimizer = optimizer is not None
+        self.optimizer = Optimizer(own, settings, owner="router") if optimizer is None else optimizer
+        self.encode = encode or self._encode
+        self.on_trunk_update = on_trunk_update
+        self.updates = 0
+        self.average = HeadAverage()
+        self.prefills = 0
+        """Prompts that went through the trunk to be weighed."""
+
+    def _encode(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        s = self.head.settings
+        most = self.settings.micro_batch_tokens
+        return prompt_features(self.model, prompts, pool=s.pool, layers=s.layers, max_tokens=most)
+
+    @torch.no_grad()
+    def predict(
+        self, prompts: Sequence[Sequence[int]], multipliers: Sequence[float] = (), *, averaged: bool = False
+    ) -> list[RoutePrediction]:
+        if not prompts:
+            return []
+        features = self.encode(prompts).detach()
+        self.prefills += len(prompts)
+        head, prices = self.average.of(self.head, multipliers) if averaged else (self.head, multipliers)
+        found = head(features)
+        logprobs = head.logits(found, prices).log_softmax(-1).tolist()
+        values = found.tolist() if self.head.settings.mode == "value" else None
+        return [
+            RoutePrediction(
+                tuple(logprobs[i]),
+                head_inputs=(tuple(prompt), features[i] if not self.trunk else None),
+                rewards=None if values is None else tuple(route[0] for route in values[i]),
+                costs=None if values is None else tuple(tuple(route[1:]) for route in values[i]),
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+
+    @torch.no_grad()
+    def route(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        do_sample: bool = True,
+        seed: int = 0,
+        multipliers: Sequence[float] = (),
+    ) -> RouteOutput:
+        """Draws depend on (seed, place) alone."""
+        logits = self.head.logits(self.head(self.encode(prompts)), multipliers)
+        self.prefills += len(prompts)
+        weighed = [RoutePrediction(tuple(row)) for row in logits.log_softmax(-1).tolist()]
+        chosen = [w.sample(Random(f"{seed}/{i}")) if do_sample else w.argmax() for i, w in enumerate(weighed)]
+        action = torch.tensor(chosen, device=logits.device, dtype=torch.long)
+        return RouteOutput(logits, action, logits.log_softmax(-1).gather(1, action[:, None])[:, 0])
+
+    def learn(self, examples: Sequence[RouterExample], multipliers: Sequence[float] = ()) -> Metrics:
+        """One update: `epochs` optimiser steps over all lessons."""
+        self.updates += 1
+        if not examples:
+            return {"router/updates": 0.0}
+        s = self.settings
+        batch = RouterBatch.of(examples, self._dtype_reference)
+        metrics = {"router/updates": float(s.epochs), "router/lr": self.optimizer.learning_rate(self.updates)}
+        metrics |= self._calibration_metrics(batch)
+        sums: dict[str, float] = {}
+        for _ in range(s.epochs):
+            for name, value in self._step(batch, multipliers).items():
+                sums[name] = sums.get(name, 0.0) + value / s.epochs
+        if self._is_averaging:
+            self.average.add(self.head, multipliers)
+        else:
+            self.average.reset()  # a run that had ended was given more steps
+        return metrics | {f"router/{name}": value for name, value in sums.items()}
+
+    @property
+    def _is_averaging(self) -> bool:
+        s = self.settings
+        return s.average_last > 0 and self.updates > s.schedule_steps * (1.0 - s.average_last)
+
+    def supervised_step(self, predictions: Sequence[RoutePrediction], labels: Sequence[int]) -> Metrics:
+        """A step of cross-entropy alone, at the rate of the update to come: schedules count those that follow."""
+        batch = RouterBatch.of(
+            [RouterExample(w, (), label=label) for w, label in zip(predictions, labels, strict=True)],
+            self._dtype_reference,
+        )
+        return {f"router/{name}": value for name, value in self._step(batch, (), only_labels=True).items()}
+
+    @property
+    def _dtype_reference(self) -> Tensor:
+        return self.head.out.weight
+
+    def _step(self, batch: RouterBatch, multipliers: Sequence[float], *, only_labels: bool = False) -> Metrics:
+        if self.trunk:
+            self.optimizer.sync_masters()  # the actor's own update has moved them
+        sums: dict[str, float] = {}
+        for part in batch.parts(self._prompts_per_part(batch) if self.trunk else len(batch.examples)):
+            with self._others_frozen():
+                loss, figures = self._loss(part, batch, multipliers, only_labels)
+                loss.backward()  # type: ignore[no-untyped-call]
+            self.optimizer.accumulate_gradients()
+            for name, value in figures.items():
+                sums[name] = sums.get(name, 0.0) + value
+        norms = self.optimizer.step(self.updates + only_labels)
+        if self.trunk:
+            self.on_trunk_update()
+        return sums | norms
+
+    def _prompts_per_part(self, batch: RouterBatch) -> int:
+        longest = max(len(example.prediction.head_inputs[0]) for example in batch.examples)
+        return max(1, self.settings.micro_batch_tokens // max(1, longest))
+
+    def _loss(
+        self, part: RouterBatch, whole: RouterBatch, multipliers: Sequence[float], only_labels: bool
+    ) -> tuple[Tensor, Metrics]:
+        """Of a part of the batch; parts add up to the mean over the whole."""
+        s = self.settings
+        found = self.head(self._features(part))
+        prompts, rollouts = len(whole.examples), max(1, len(whole.actions))
+        if self.head.settings.mode == "value" and not only_labels:
+            loss = value_loss(found, part.prompt_index, part.actions, part.targets) / rollouts
+            return loss, {"loss": float(loss.detach()), "entropy": self._entropy(found, multipliers, prompts)}
+        logits = self.head.logits(found, multipliers)
+        entropy = entropies(logits).sum() / prompts
+        labelled = max(1, int((whole.labels != NO_LABEL).sum()))
+        imitation = label_loss(logits, part.labels) / labelled
+        if only_labels:
+            return imitation, {"label_loss": float(imitation.detach())}
+        clip = s.clip if s.epochs > 1 else None
+        if part.advantages is not None:
+            policy = expected_loss(logits, part.advantages, part.has_advantage, part.old_logprobs, clip=clip) / prompts
+        else:
+            old = part.old_logprobs[part.prompt_index, part.actions]
+            policy = (
+                sampled_loss(logits, part.prompt_index, part.actions, part.sampled_advantages, old, clip=clip)
+                / rollouts
+            )
+        loss = policy - self.entropy_coef * entropy + s.label_coef * imitation
+        figures = {"loss": float(policy.detach()), "entropy": float(entropy.detach())}
+        if bool((whole.labels != NO_LABEL).any()):
+            figures["label_loss"] = float(imitation.detach())
+        return loss, figures
+
+    @contextmanager
+    def _others_frozen(self) -> Iterator[None]:
+        """Weights that the router does not move get no gradient either: it would lie there for the actor's step."""
+        mine = {id(weight) for weight in self.trunk}
+        others = [w for w in self.model.parameters() if self.trunk and w.requires_grad and id(w) not in mine]
+        for weight in others:
+            weight.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for weight in others:
+                weight.requires_grad_(True)
+
+    def _entropy(self, found: Tensor, multipliers: Sequence[float], prompts: int) -> float:
+        return float(entropies(self.head.logits(found.detach(), multipliers)).sum()) / prompts
+
+    @property
+    def entropy_coef(self) -> float:
+        s = self.settings
+        if s.entropy_final is None:
+            return s.entropy_coef
+        done = min(1.0, self.updates / max(1, s.schedule_steps))
+        return s.entropy_coef + (s.entropy_final - s.entropy_coef) * done
+
+    def _features(self, part: RouterBatch) -> Tensor:
+        memories = [example.prediction.head_inputs for example in part.examples]
+        if self.trunk:
+            return self._encode([prompt for prompt, _ in memories])
+        return torch.stack([features for _, features in memories])
+
+    @torch.no_grad()
+    def _calibration_metrics(self, batch: RouterBatch) -> Metrics:
+        """How far the forecasts that routes were chosen by lie from what came, before anything is learned from it."""
+        if self.head.settings.mode != "value" or not len(batch.actions):
+            return {}
+        predictions = batch.predictions[batch.prompt_index, batch.actions]
+        names = ("reward", *self.head.settings.units)
+        return {
+            f"router/calibration/{name}": calibration_error(predictions[:, i], batch.targets[:, i])
+            for i, name in enumerate(names)
+        }
+
+    def save(self, folder: Any, metadata: dict[str, Any]) -> None:
+        told: dict[str, float] = metadata.get("multipliers", {})
+        head, prices = self.average.of(self.head, list(told.values()))
+        save_head(head, Path(folder), metadata | {"multipliers": dict(zip(told, prices, strict=True))})
+
+    @torch.no_grad()
+    def load(self, folder: Any) -> dict[str, Any]:
+        found, metadata = load_head(Path(folder))
+        self._copy_head_weights(dict(found.named_parameters()), f"{folder} has a router with")
+        self.average.reset()
+        return metadata
+
+    def state_dict(self) -> dict[str, Any]:
+        """The trunk's weights are in the model's own file; the optimiser's state is here unless it is the actor's."""
+        state: dict[str, Any] = {"head": dict(self.head.named_parameters()), "updates": self.updates}
+        state["average"] = self.average.state_dict()
+        if not self.shares_optimizer:
+            state["optimizer"] = self.optimizer.state_dict()
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._copy_head_weights(state["head"], "the checkpoint's router has")
+        if not self.shares_optimizer:
+            self.optimizer.load_state_dict(state["optimizer"])
+        self.average.load_state_dict(state.get("average") or {}, self.head)
+        self.updates = state["updates"]
+
+    def _copy_head_weights(self, weights: Mapping[str, Tensor], whose: str) -> None:
+        own = dict(self.head.named_parameters())
+        if own.keys() != weights.keys() or any(own[k].shape != weights[k].shape for k in own):
+            raise CheckpointError(f"{whose} another head than the run's: check [router]")
+        for name, weight in own.items():
+            weight.copy_(weights[name])
+
+
+def trunk_weights(model: Any, backbone: str, top_layers: int) -> list[Tensor]:
+    """Those of the trunk's weights that the router's loss moves: of the top layers and the norm after them, or all."""
+    trunk = model.get_decoder()
+    if backbone == "frozen":
+        return []
+    if backbone == "full":
+        return [weight for weight in trunk.parameters() if weight.requires_grad]
+    above = [*trunk.layers[-top_layers:], *([trunk.norm] if hasattr(trunk, "norm") else [])]
+    return [weight for module in above for weight in module.parameters() if weight.requires_grad]

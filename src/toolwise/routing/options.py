@@ -1,0 +1,54 @@
+"""How a router goes about it: how a route changes a prompt, how routes are tried, how what came of them is credited."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from toolwise.routing.actions import RouteAction
+from toolwise.routing.families import Family, families_of_task
+from toolwise.routing.prompt_templates import Style, Wording
+from toolwise.routing.prompts import ConditionedPrompt, ConditioningMode, condition
+from toolwise.routing.usage import UsageSource
+from toolwise.tools.base import BaseTool
+from toolwise.types import Task
+
+RouteSampling = Literal["one", "independent", "stratified"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditioning:
+    """How a route changes a prompt."""
+
+    style: Style | Literal["auto"] = "auto"
+    mode: ConditioningMode = "rewrite"
+    hard: bool = True
+    wording: Wording | None = None
+    families: Mapping[str, Family | str] = field(default_factory=dict)
+    """Over what tools say of themselves, and over labels."""
+
+    def families_of(self, task: Task, tools: Mapping[str, BaseTool]) -> dict[str, Family]:
+        return families_of_task(task, tools, self.families, task.extra_info.get("tool_families"))
+
+    def __call__(self, task: Task, route: RouteAction, tools: Mapping[str, BaseTool]) -> ConditionedPrompt:
+        families = self.families_of(task, tools)
+        return condition(
+            task.prompt, route, families, style=self.style, mode=self.mode, hard=self.hard, templates=self.wording
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterTraining:
+    """How routes are tried, and how what came of them is credited."""
+
+    routes: RouteSampling = "stratified"
+    evaluate: Literal["sample", "argmax"] = "sample"
+    """How a route is chosen where nothing is learned."""
+    standardize_by_kind: bool = False
+    divide_by_std_as_a_control: bool = False
+    usage: UsageSource = "auto"
+    baseline_decay: float = 0.9
+    warm_start_epochs: int = 0
+    """Passes over the labelled tasks before anything is tried."""
+    warm_start_batch: int = 64

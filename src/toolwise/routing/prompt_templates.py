@@ -1,0 +1,106 @@
+"""The words that routes add to prompts: Jinja templates in one TOML file that a user can replace. For `prompts`."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from toolwise.config.imports import did_you_mean
+from toolwise.errors import ConfigError
+from toolwise.routing.actions import ROUTES, RouteAction
+
+WORDING_FILE = Path(__file__).with_name("wording.toml")
+
+Style = Literal["rlla", "chat"]
+Part = Literal["block", "note", "append"]
+PARTS: Mapping[str, tuple[Part, ...]] = {"rlla": ("block", "note", "append"), "chat": ("note", "append")}
+
+
+@dataclass(frozen=True)
+class Wording:
+    """Templates by (style, route, part); one that is not there says nothing."""
+
+    templates: Mapping[tuple[str, RouteAction, str], str]
+
+    def has_template(self, style: Style, route: RouteAction, part: Part) -> bool:
+        """Whether there is a template, be it one that says nothing."""
+        return (style, route, part) in self.templates
+
+    def render(self, style: Style, route: RouteAction, part: Part, values: Mapping[str, Any]) -> str:
+        text = self.templates.get((style, route, part), "")
+        return _compile(text).render(**values) if text else ""
+
+
+EMPTY_WORDING = Wording({})
+"""Adds no word: blocks of tools are left out, schemas are hidden, and that is all."""
+
+
+def load_wording(path: str | Path | None = None) -> Wording:
+    """The shipped wording, under that of `path` where one is given; "silent" for none at all."""
+    if path == "silent":
+        return EMPTY_WORDING
+    shipped = _default_wording()
+    if path is None:
+        return shipped
+    return Wording({**shipped.templates, **_read_templates(Path(path))})
+
+
+@cache
+def _default_wording() -> Wording:
+    return Wording(_read_templates(WORDING_FILE))
+
+
+def _read_templates(path: Path) -> dict[tuple[str, RouteAction, str], str]:
+    try:
+        given = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as fault:
+        raise ConfigError(f"{path}: {fault}; copy {WORDING_FILE.name} from the package and change that") from fault
+    found = {}
+    for style, routes in given.items():
+        _check_known(path, style, PARTS, routes)
+        for name, parts in routes.items():
+            where = f"{style}.{name}"
+            _check_known(path, name, ROUTES, parts, where)
+            for part, text in parts.items():
+                _check_known(path, part, PARTS[style], {}, f"{where}.{part}")
+                if not isinstance(text, str):
+                    raise ConfigError(f"{path}: {where}.{part} is {text!r}; write a text")
+                _check_template(path, f"{where}.{part}", text)
+                found[style, RouteAction.parse(name), part] = text
+    return found
+
+
+def _check_known(path: Path, name: str, known: Any, below: Any, where: str | None = None) -> None:
+    names = [str(each) for each in known]
+    if name not in names:
+        raise ConfigError(
+            f"{path}: nothing is called {where or name}{did_you_mean(name, names)}; use {_comma_separated(names)}"
+        )
+    if not isinstance(below, dict):
+        raise ConfigError(f"{path}: {where or name} is {below!r}; write a table")
+
+
+def _check_template(path: Path, where: str, text: str) -> None:
+    from jinja2 import TemplateError
+
+    try:
+        _compile(text).render(entries="", avoided="", first=[], others=[], avoid=[], hard=True)
+    except TemplateError as fault:
+        raise ConfigError(f"{path}: {where}: {' '.join(str(fault).split())}") from fault
+
+
+@cache
+def _compile(text: str) -> Any:
+    from jinja2 import StrictUndefined
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    # Whoever wrote the file may not be whoever runs it: templates say words and reach nothing.
+    return ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True).from_string(text)
+
+
+def _comma_separated(names: list[str]) -> str:
+    return ", ".join(names)

@@ -1,0 +1,95 @@
+"""What the router's rewards are measured against where groups are of one, and how kinds of rows are made comparable.
+
+Baselines are kept apart for r_task and for each cost: λ moves, and a baseline of r_task − λ·cost would hold old prices.
+
+    A = (r_task − b_task) − Σ_u λ_u (cost_u − b_u)        b: running means of what came before
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from toolwise.routing.route_advantages import Doubles, RouterCreditError, finite_array
+
+
+class RunningBaseline:
+    """Exponential means of r_task and of each cost, without bias towards 0 in the beginning; survives a crash."""
+
+    def __init__(self, decay: float = 0.9) -> None:
+        if not 0.0 <= decay < 1.0:
+            raise RouterCreditError(f"the baseline's decay is {decay}; it must lie between 0 and 1")
+        self.decay = decay
+        self._means: dict[str, float] = {}
+        self._weights: dict[str, float] = {}
+
+    def advantages(
+        self,
+        task_rewards: Sequence[float] | Doubles,
+        costs: Mapping[str, Sequence[float] | Doubles],
+        prices: Mapping[str, float],
+    ) -> Doubles:
+        """Against the means as they stand, which a batch joins only afterwards (`update`): nobody is in his own
+        baseline. Before the first update the batch's own mean serves."""
+        rewards = finite_array(task_rewards, "r_task")
+        result = rewards - self._mean("task", rewards)
+        for unit, price in prices.items():
+            if unit not in costs:
+                raise RouterCreditError(f"λ has a price in {unit!r}, and costs are in {', '.join(costs) or 'nothing'}")
+            paid = finite_array(costs[unit], f"cost in {unit!r}", len(rewards))
+            result = result - price * (paid - self._mean(f"cost/{unit}", paid))
+        return result
+
+    def update(self, task_rewards: Sequence[float] | Doubles, costs: Mapping[str, Sequence[float] | Doubles]) -> None:
+        for name, values in {"task": task_rewards, **{f"cost/{unit}": c for unit, c in costs.items()}}.items():
+            found = finite_array(values, name)
+            if len(found):
+                self._means[name] = self.decay * self._means.get(name, 0.0) + (1 - self.decay) * float(found.mean())
+                self._weights[name] = self.decay * self._weights.get(name, 0.0) + (1 - self.decay)
+
+    def _mean(self, name: str, batch: Doubles) -> float:
+        if name in self._means:
+            return self._means[name] / self._weights[name]
+        return float(batch.mean()) if len(batch) else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"means": dict(self._means), "weights": dict(self._weights)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._means, self._weights = dict(state["means"]), dict(state["weights"])
+
+
+class KindStandardizer:
+    """r_task to mean 0 and deviation 1 within its kind of row, over all that was seen of the kind; survives a crash.
+
+    It changes which rows are sacrificed when a budget is short: leave it off for frontiers.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[str, list[float]] = {}
+        """kind -> [count, mean, sum of squares about it]"""
+
+    def __call__(self, task_rewards: Sequence[float] | Doubles, kinds: Sequence[str]) -> Doubles:
+        """Takes the batch in, then gives it standardised; a kind that has never varied gives 0."""
+        rewards = finite_array(task_rewards, "r_task", len(kinds))
+        for kind, reward in zip(kinds, rewards.tolist(), strict=True):
+            count, mean, squares = self._seen.get(kind, [0.0, 0.0, 0.0])
+            count += 1
+            step = reward - mean
+            mean += step / count
+            self._seen[kind] = [count, mean, squares + step * (reward - mean)]
+        return np.array([self._standardize(r, kind) for r, kind in zip(rewards.tolist(), kinds, strict=True)])
+
+    def _standardize(self, reward: float, kind: str) -> float:
+        count, mean, squares = self._seen[kind]
+        deviation = math.sqrt(squares / (count - 1)) if count > 1 else 0.0
+        return (reward - mean) / deviation if deviation > 1e-9 else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {kind: list(seen) for kind, seen in self._seen.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._seen = {kind: list(seen) for kind, seen in state.items()}

@@ -1,0 +1,1 @@
+"""JSON text, the state of checkpoints, and durable files."""

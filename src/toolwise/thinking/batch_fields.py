@@ -1,0 +1,52 @@
+"""Document 5's two fields, [batch, length], from typed steps: one number a row, at each of its tokens.
+
+The document gives three quantities one name; here the caller says which is meant. A step without it has nan, which
+`compute_rlvcr_outcome_advantage` reads as none; it is never a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from toolwise.types import LevelScore, ThinkingStep
+
+Quantity = Literal["thinking_advantage", "action_logprob", "action_entropy"]
+
+
+def thinking_fields(
+    steps: Sequence[ThinkingStep],
+    lengths: Sequence[int],
+    *,
+    quantity: Quantity = "thinking_advantage",
+    advantages: Sequence[float] | None = None,
+    width: int | None = None,
+) -> dict[str, Any]:
+    """`thinking_level_entropies` and `thinking_token_costs` of the level that each step used. `lengths` are the rows'
+    tokens; `advantages` one a step, where that is the quantity (nan: none)."""
+    if quantity == "thinking_advantage":
+        if advantages is None:
+            raise ValueError("thinking advantages are the estimator's: give them, or ask for another quantity")
+        values = [float(a) for a in advantages]
+    else:
+        values = [np.nan if step.group is None else _level_quantity(step.group.used, quantity) for step in steps]
+    if not len(values) == len(lengths) == len(steps):
+        raise ValueError(f"{len(values)} values and {len(lengths)} lengths for {len(steps)} steps; give one for each")
+    shape = (len(steps), max([0, *lengths]) if width is None else width)
+    inside = np.arange(shape[1]) < np.asarray(lengths, dtype=np.intp).reshape(-1, 1)
+    costs = [float(step.thinking_tokens) for step in steps]
+    return {
+        "thinking_level_entropies": _fill_rows(values, inside),
+        "thinking_token_costs": _fill_rows(costs, inside),
+    }
+
+
+def _level_quantity(score: LevelScore, quantity: Quantity) -> float:
+    return score.action_logprob if quantity == "action_logprob" else score.action_entropy
+
+
+def _fill_rows(values: Sequence[float], inside: Any) -> Any:
+    rows = np.asarray(values, dtype=np.float32).reshape(-1, 1)
+    return np.where(inside, rows, np.float32(0.0))

@@ -1,0 +1,278 @@
+"""Full-text indexes (SQLite FTS5, bm25): a small one in memory for a task, a shared one on disk for a corpus.
+
+A corpus is indexed once and kept under a name made of its content; every rollout reads that same file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import math
+import os
+import re
+import sqlite3
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from toolwise.concurrency.deadlines import exclude_pool_queue_time
+from toolwise.errors import ConfigError, ToolwiseError
+from toolwise.tools.builtin.search.corpora import Corpus, Document
+from toolwise.tools.call_errors import SERVER_DOWN, ToolCallError
+
+log = logging.getLogger("toolwise.search")
+
+MAX_TERMS = 128
+"""Terms of one query that count; a model may paste a whole page."""
+FORMAT = 1
+"""Of the files in the cache; another number makes new ones."""
+MAX_CONCURRENT_SEARCHES = min(4, os.cpu_count() or 1)
+_INSTRUCTIONS_PER_CHECK = 10_000
+
+# What FTS5's unicode61 takes for a word; all else, operators and quotes included, only separates words.
+_TERM = re.compile(r"[^\W_]+")
+# In a large corpus these match nearly everything: slow to rank, and no help in ranking.
+_STOP_WORDS = frozenset(
+    """
+    a an and are as at be but by for from had has have he her his how i in is it its me my of on or our she so that
+    the their them they this to us was we were what when where which who why will with you your
+    """.split()  # noqa: SIM905 (words read better than a list of them)
+)
+_TABLE = "CREATE VIRTUAL TABLE documents USING fts5(title, text, {}tokenize='porter unicode61')"
+
+
+class SearchResult(NamedTuple):
+    """The best documents, and how many there were in all."""
+
+    total: int
+    documents: list[Document]
+
+
+def query_terms(query: str) -> list[str]:
+    """The words of a query, once each; what a model writes is never taken for FTS5's own syntax."""
+    return list(dict.fromkeys(term.casefold() for term in _TERM.findall(query)))[:MAX_TERMS]
+
+
+def match_expression(terms: Iterable[str]) -> str:
+    return " OR ".join(f'"{term}"' for term in terms)
+
+
+class DocumentIndex:
+    """A small index in memory, built when it is first searched; the texts stay where they are."""
+
+    def __init__(self, documents: Sequence[Document]) -> None:
+        self.documents = documents
+        self._lock = threading.Lock()
+        self._connection: sqlite3.Connection | None = None
+
+    async def search_in_thread(self, query: str, k: int, *, timeout_s: float) -> SearchResult:
+        """The same without blocking the event loop: for documents enough to take a while."""
+        return await _run_in_pool(lambda limit: self.search(query, k, limit), timeout_s)
+
+    def search(self, query: str, k: int, limit: QueryDeadline | None = None) -> SearchResult:
+        """The best `k` documents that hold any of the query's terms; equals in the order of the documents."""
+        match = match_expression(query_terms(query))
+        if not match or not self.documents:
+            return SearchResult(0, [])
+        with self._lock:  # parallel calls of one turn share the connection
+            if self._connection is None:
+                self._connection = self._build(limit)
+            _install_interrupt(self._connection, limit)
+            rows = self._connection.execute(
+                "SELECT rowid FROM documents WHERE documents MATCH ? ORDER BY rank, rowid", (match,)
+            ).fetchall()
+        return SearchResult(len(rows), [self.documents[row] for (row,) in rows[:k]])
+
+    def close(self) -> None:
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+
+    def _build(self, limit: QueryDeadline | None) -> sqlite3.Connection:
+        connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        try:
+            # content='': the texts stay in Python, where they are already; SQLite holds the index alone.
+            _fill(connection, self.documents if limit is None else limit.watch(self.documents), "content='', ")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+class CorpusIndex:
+    """An index on disk that any number of rollouts read at once, without blocking the event loop."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._idle: list[sqlite3.Connection] = []
+        with closing(self._connect()) as connection:
+            (self.size,) = connection.execute("SELECT size FROM about").fetchone()
+
+    async def search(self, query: str, k: int, *, snippet_words: int, timeout_s: float) -> SearchResult:
+        """As `DocumentIndex.search`; texts are cut to `snippet_words` around the terms (0: whole). Past the deadline,
+        or when nobody waits any more, the search itself is ended."""
+        terms = query_terms(query)
+        terms = [term for term in terms if term not in _STOP_WORDS] or terms
+        if not terms:
+            return SearchResult(0, [])
+        return await _run_in_pool(
+            lambda limit: self._search(limit, match_expression(terms), k, snippet_words), timeout_s
+        )
+
+    def _search(self, limit: QueryDeadline, match: str, k: int, snippet_words: int) -> SearchResult:
+        connection = self._idle.pop() if self._idle else self._connect()
+        shown = f"snippet(documents, 1, '', '', '…', {snippet_words:d})" if snippet_words else "text"
+        try:
+            _install_interrupt(connection, limit)
+            (total,) = connection.execute("SELECT count(*) FROM documents WHERE documents MATCH ?", (match,)).fetchone()
+            rows = connection.execute(
+                f"SELECT title, {shown} FROM documents WHERE documents MATCH ? ORDER BY rank, rowid LIMIT ?", (match, k)
+            ).fetchall()
+        except BaseException:
+            connection.close()
+            raise
+        self._idle.append(connection)
+        return SearchResult(total, [Document(*row) for row in rows])
+
+    def _connect(self) -> sqlite3.Connection:
+        # immutable: nobody writes to a finished index, so readers need no locks, which some file systems lack.
+        uri = f"{self.path.resolve().as_uri()}?mode=ro&immutable=1"
+        return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+
+
+class QueryDeadline:
+    """Says when the work on one query should stop."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self.end = math.inf
+        self.cancelled = False
+
+    def begin(self) -> None:
+        """Not before: waiting for a thread is not the search's time."""
+        self.end = time.monotonic() + self._timeout_s
+        self.check()
+
+    @property
+    def expired(self) -> bool:
+        return self.cancelled or time.monotonic() > self.end
+
+    def check(self) -> None:
+        if self.expired:
+            raise sqlite3.OperationalError("interrupted")  # as SQLite itself says it
+
+    def watch(self, documents: Iterable[Document]) -> Iterator[Document]:
+        for document in documents:
+            self.check()
+            yield document
+
+
+def _install_interrupt(connection: sqlite3.Connection, limit: QueryDeadline | None) -> None:
+    """SQLite looks up from its work every so often, and drops it where the limit says so."""
+    connection.set_progress_handler(None if limit is None else lambda: limit.expired, _INSTRUCTIONS_PER_CHECK)
+
+
+async def _run_in_pool(work: Callable[[QueryDeadline], SearchResult], timeout_s: float) -> SearchResult:
+    """What `work` finds. It ends when its time is up, or when nobody waits for it any more."""
+    limit = QueryDeadline(timeout_s)
+
+    def run() -> SearchResult:
+        limit.begin()
+        return work(limit)
+
+    try:
+        return await asyncio.wrap_future(_threads().submit(exclude_pool_queue_time(run)))
+    except sqlite3.OperationalError as error:
+        if limit.expired:
+            raise ToolCallError(f"took longer than {timeout_s:g} s", "timeout") from None
+        raise ToolCallError(f"the index cannot be read: {error}", SERVER_DOWN) from None
+    except sqlite3.DatabaseError as error:
+        raise ToolCallError(f"the index is damaged: {error}", SERVER_DOWN) from None
+    finally:
+        limit.cancelled = True
+
+
+@lru_cache(maxsize=1)
+def _threads() -> ThreadPoolExecutor:
+    """Few: SQLite computes here, and more threads than cores only wait for each other. None of them can hang."""
+    return ThreadPoolExecutor(MAX_CONCURRENT_SEARCHES, thread_name_prefix="toolwise-search")
+
+
+def open_index(corpora: Sequence[Corpus], cache: Path | None = None) -> CorpusIndex:
+    """The index of these corpora: from the cache, or built now and kept there."""
+    key = hashlib.sha256(repr((FORMAT, [corpus.fingerprint() for corpus in corpora])).encode()).hexdigest()
+    folder = cache if cache is not None else cache_folder()
+    path = folder / f"{key[:32]}.sqlite"
+    if path.exists():
+        try:
+            return CorpusIndex(path)
+        except sqlite3.DatabaseError as error:
+            log.warning("%s is damaged (%s) and built again", path, error)
+    try:
+        _build(corpora, path)
+    except (OSError, sqlite3.OperationalError) as error:
+        raise ConfigError(
+            f"tool search: no index can be kept in {folder} ({error}): free space there, or set cache, or "
+            "TOOLWISE_CACHE, to another folder"
+        ) from error
+    return CorpusIndex(path)
+
+
+def cache_folder() -> Path:
+    """TOOLWISE_CACHE, or else toolwise in the user's cache folder as XDG has it."""
+    given = os.environ.get("TOOLWISE_CACHE")
+    xdg = os.environ.get("XDG_CACHE_HOME")
+    base = Path(given) if given else (Path(xdg) if xdg else Path.home() / ".cache") / "toolwise"
+    return base / "search"
+
+
+def _build(corpora: Sequence[Corpus], path: Path) -> None:
+    """Written under another name and moved when whole: who builds at the same time builds the same."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=".part", dir=path.parent)
+    try:
+        with closing(sqlite3.connect(name, isolation_level=None)) as connection:
+            connection.execute("PRAGMA journal_mode = OFF")
+            connection.execute("PRAGMA synchronous = OFF")
+            size = _fill(connection, (document for corpus in corpora for document in corpus.documents()), "")
+            if size == 0:
+                raise ConfigError("tool search: the corpus has no documents; name another")
+            connection.execute("CREATE TABLE about (size INTEGER)")
+            connection.execute("INSERT INTO about VALUES (?)", (size,))
+        os.fsync(handle)
+        os.replace(name, path)
+    finally:
+        os.close(handle)
+        with suppress(FileNotFoundError):
+            os.unlink(name)
+
+
+def _fill(connection: sqlite3.Connection, documents: Iterable[Document], options: str) -> int:
+    try:
+        connection.execute(_TABLE.format(options))
+    except sqlite3.OperationalError as error:
+        if "fts5" not in str(error):
+            raise
+        raise ToolwiseError(f"search needs an SQLite with FTS5: {error}") from error
+    connection.execute("BEGIN")
+    size = 0
+    for row, document in enumerate(documents):
+        connection.execute(
+            "INSERT INTO documents(rowid, title, text) VALUES (?, ?, ?)", (row, *map(_encodable, document))
+        )
+        size += 1
+    connection.execute("COMMIT")
+    return size
+
+
+def _encodable(text: str) -> str:
+    """`text` as SQLite can take it: lone surrogates, which JSON may bring, have no UTF-8."""
+    return text.encode("utf-8", "replace").decode("utf-8")

@@ -1,0 +1,148 @@
+"""Search as a tool: over a task's own documents, or over a corpus that all tasks share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from toolwise.errors import ConfigError
+from toolwise.tools.base import BaseTool, FunctionSchema, OpenAIFunctionToolSchema
+from toolwise.tools.builtin.search.corpora import Document, InlineCorpus, read_corpora, read_documents
+from toolwise.tools.builtin.search.index import MAX_TERMS, CorpusIndex, DocumentIndex, SearchResult, open_index
+
+__all__ = ["MAX_TERMS", "NO_RESULTS", "SearchTool"]
+
+NO_RESULTS = "No results."
+THREADED_SEARCH_CHARS = 200_000
+"""A task's documents beyond this are searched in a thread: below it, the search takes less time than the way there."""
+MAX_SNIPPET_WORDS = 64
+"""FTS5's own limit."""
+
+
+@dataclass(slots=True)
+class _Instance:
+    index: DocumentIndex | CorpusIndex
+    k: int
+    large: bool
+
+
+class SearchTool(BaseTool):
+    """Searches what the task brings (`create_kwargs`: documents, k), or else the corpus of its configuration.
+
+    A corpus is `documents` (strings, or objects with title and text), `folder` (.txt and .md files, a document each,
+    and .jsonl), `file` (.jsonl or .parquet, a document a row, under `text_field` and `title_field`), `wordnet` (true,
+    or the folder of its data files), or several of them. `k` documents come back (1). `snippet_words` cuts each to
+    the words around what was found (40 for a corpus in files, at most 64) and says how many documents there are; 0
+    gives whole texts and nothing else. `timeout_s` (10), and `cache`, the folder that indexes are kept in.
+    """
+
+    family = "SEARCH"
+    config_keys: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("documents", "folder", "file", "text_field", "title_field", "wordnet"),
+            *("k", "snippet_words", "timeout_s", "cache"),
+        }
+    )
+
+    def __init__(
+        self, config: dict[str, Any] | None = None, tool_schema: OpenAIFunctionToolSchema | None = None
+    ) -> None:
+        super().__init__(config or {}, tool_schema or _SCHEMA)
+        self._k = _checked_k(self.config.get("k", 1), "tool search")
+        self._timeout_s = _checked_seconds(self.config.get("timeout_s", 10.0))
+        given = read_documents(self.config.get("documents"), "tool search")
+        corpora = read_corpora(self.config)
+        self._snippet_words = _checked_words(self.config.get("snippet_words", 40 if corpora else 0))
+        self._shared: DocumentIndex | CorpusIndex = DocumentIndex(given)
+        if corpora:
+            cache = self.config.get("cache")
+            whole = [InlineCorpus(tuple(given)), *corpora] if given else corpora
+            self._shared = open_index(whole, Path(cache).expanduser() if cache else None)
+        self._instances: dict[str, _Instance] = {}
+
+    async def create(
+        self, instance_id: str | None = None, documents: Any = None, k: int | None = None, **kwargs: Any
+    ) -> str:
+        instance_id = await super().create(instance_id, **kwargs)
+        own = read_documents(documents, "search create_kwargs")
+        index = DocumentIndex(own) if own else self._shared
+        held = index.documents if isinstance(index, DocumentIndex) else ()
+        self._instances[instance_id] = _Instance(
+            index=index,
+            k=self._k if k is None else _checked_k(k, "search create_kwargs"),
+            large=sum(len(document.text) for document in held) > THREADED_SEARCH_CHARS,
+        )
+        return instance_id
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[str, float | None, dict[str, Any]]:
+        query = parameters.get("query")
+        if not isinstance(query, str):
+            return "error: query must be a string", None, {"ok": False}
+        found = await self._search(self._instances[instance_id], query)
+        text = format_results(found, self._snippet_words)
+        return text, None, {"ok": True, "hits": len(found.documents), "total": found.total}
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        instance = self._instances.pop(instance_id, None)
+        if instance is not None and instance.index is not self._shared and isinstance(instance.index, DocumentIndex):
+            instance.index.close()
+
+    async def _search(self, instance: _Instance, query: str) -> SearchResult:
+        index = instance.index
+        if isinstance(index, CorpusIndex):
+            return await index.search(query, instance.k, snippet_words=self._snippet_words, timeout_s=self._timeout_s)
+        if instance.large:
+            return await index.search_in_thread(query, instance.k, timeout_s=self._timeout_s)
+        return index.search(query, instance.k)
+
+
+def format_results(found: SearchResult, snippet_words: int) -> str:
+    """What the model reads: whole texts, or how many there are and a line for each of the best."""
+    if not found.documents:
+        return NO_RESULTS
+    if not snippet_words:
+        return "\n".join(document.text for document in found.documents)
+    head = f"{len(found.documents)} of {found.total} result{'s' if found.total != 1 else ''}"
+    lines = (f"{n}. {_line(document, snippet_words)}" for n, document in enumerate(found.documents, start=1))
+    return "\n".join((head, *lines))
+
+
+def _line(document: Document, snippet_words: int) -> str:
+    words = document.text.split()
+    text = " ".join(words[:snippet_words]) + ("…" if len(words) > snippet_words else "")
+    return f"{document.title}: {text}" if document.title else text
+
+
+def _checked_k(value: Any, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{where}: k must be a whole number from 1 up, got {value!r}")
+    return value
+
+
+def _checked_words(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_SNIPPET_WORDS:
+        raise ConfigError(f"tool search: snippet_words must be a whole number up to {MAX_SNIPPET_WORDS}, got {value!r}")
+    return value
+
+
+def _checked_seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"tool search: timeout_s must be a number of seconds above 0, got {value!r}")
+    return float(value)
+
+
+_SCHEMA = OpenAIFunctionToolSchema(
+    function=FunctionSchema(
+        name="search",
+        description="Searches the documents at hand and gives back the text that fits the query best.",
+        parameters={
+            "type": "object",
+            "properties": {"query": {"type": "string", "description": "Words to look for."}},
+            "required": ["query"],
+        },
+    )
+)

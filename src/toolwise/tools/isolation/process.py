@@ -1,0 +1,200 @@
+"""A tool's worker process as the operating system sees it: in a session of its own, and ended with all in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from toolwise.config.imports import WORKER_ENV_VAR
+from toolwise.sandbox.layers.supervisor import KEEP_SUPERVISORS_SIGNAL
+from toolwise.sandbox.processes import sweep_leftovers
+from toolwise.sandbox.supervisor_client import SUPERVISION_AVAILABLE
+from toolwise.tools.isolation.code_location import ModuleRef
+
+MAX_RESULT_BYTES = 8 << 20
+
+# A fresh interpreter, never a fork: the trainer has threads, and a fork would take their locks along.
+_BOOT = (
+    "import json, sys; start = json.loads(sys.argv[1]); sys.path[:] = start['path']; "
+    "from toolwise.sandbox.layers.supervisor import supervise; "
+    "sys.platform == 'linux' and supervise(start['life']); "
+    "from toolwise.tools.isolation.worker_main import main; main(start)"
+)
+MARK_VARIABLE = "TOOLWISE_SANDBOX"
+"""What sweep_leftovers looks for: a daemon inherits its environment."""
+_DEFAULTS = {
+    "PYTHONHASHSEED": "0",  # all workers order a set alike
+    "OPENBLAS_NUM_THREADS": "1",  # numpy's import would start threads, and a process with threads cannot be forked
+}
+
+
+_closing = threading.Lock()
+
+
+class Child(Protocol):
+    """A process that stays known by its number until it is waited for."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int | None: ...
+
+
+@dataclass(slots=True)
+class Process:
+    """A worker's supervisor, where the system has such (`sandbox/layers/supervisor.py`), or the worker itself."""
+
+    popen: Child
+    channel: socket.socket
+    output: int
+    lifeline: int
+    """The end of a pipe that nobody writes to: when it closes, the process and its group end."""
+    mark: str
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    def kill(self) -> None:
+        """With all that it started. Twice is as good as once, until it is waited for."""
+        if SUPERVISION_AVAILABLE:
+            for number in (signal.SIGCONT, signal.SIGTERM):  # before its life ends, which would mean that we are gone
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(self.pid, number)
+        self._close_lifeline()
+        if not SUPERVISION_AVAILABLE:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def detach_children(self) -> None:
+        """Workers that it forks may outlive it."""
+        if SUPERVISION_AVAILABLE:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, KEEP_SUPERVISORS_SIGNAL)
+
+    def sweep(self) -> None:
+        """Ends what carries its mark, where its supervisor was killed. Before it is waited for: after that its number
+        may be another's."""
+        sweep_leftovers(self.pid, self.mark)
+
+    def close_pipes(self) -> None:
+        self._close_lifeline()
+        with suppress(OSError):
+            os.close(self.output)
+
+    def _close_lifeline(self) -> None:
+        with _closing:
+            lifeline, self.lifeline = self.lifeline, -1
+        if lifeline >= 0:
+            os.close(lifeline)
+
+
+class Pipes:
+    """What a worker and the trainer talk over: a channel, the pipe of its life and its output. As a context,
+    `child_ends`
+    are closed at its end, and ours too unless `process` took them."""
+
+    def __enter__(self) -> Pipes:
+        self._handed_over = False
+        with ExitStack() as undo:  # where descriptors run out halfway
+            self._parent_socket, self._child_socket = socket.socketpair()
+            undo.callback(self._child_socket.close)
+            undo.callback(self._parent_socket.close)
+            self._lifeline_read, self._lifeline_write = os.pipe()
+            undo.callback(os.close, self._lifeline_read)
+            undo.callback(os.close, self._lifeline_write)
+            self._output_read, self._output_write = os.pipe()
+            undo.pop_all()
+        return self
+
+    @property
+    def child_ends(self) -> tuple[int, int, int]:
+        """The channel, the life and the output."""
+        return self._child_socket.fileno(), self._lifeline_read, self._output_write
+
+    def process(self, child: Child, mark: str) -> Process:
+        self._parent_socket.setblocking(False)
+        os.set_blocking(self._output_read, False)
+        self._handed_over = True
+        return Process(child, self._parent_socket, self._output_read, self._lifeline_write, mark)
+
+    def __exit__(self, *exc: object) -> None:
+        self._child_socket.close()
+        os.close(self._lifeline_read)
+        os.close(self._output_write)
+        if not self._handed_over:
+            self._parent_socket.close()
+            os.close(self._lifeline_write)
+            os.close(self._output_read)
+
+
+def start_process(module_ref: ModuleRef) -> Process:
+    """An interpreter that loads `module_ref`; raises an `OSError` where none can be had."""
+    if not sys.executable:
+        raise OSError("this Python does not know its own program (sys.executable is empty)")
+    mark = secrets.token_hex(16)
+    with Pipes() as pipes:
+        channel, lifeline, output = pipes.child_ends
+        start = {
+            "channel": channel,
+            "life": lifeline,
+            "path": sys.path,
+            "place": module_ref.to_json(),
+            "largest": MAX_RESULT_BYTES,
+        }
+        popen = subprocess.Popen(
+            [sys.executable, "-c", _BOOT, json.dumps(start)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env={**_DEFAULTS, **os.environ, WORKER_ENV_VAR: "1", MARK_VARIABLE: mark},
+            start_new_session=True,
+            pass_fds=(channel, lifeline),
+        )
+        return pipes.process(popen, mark)
+
+
+class ExitWatcher:
+    """When a process ends, without waiting for it: until it is waited for, its number is its own."""
+
+    def __init__(self, process: Process) -> None:
+        self._popen = process.popen
+        self.descriptor: int | None = os.pidfd_open(process.pid) if hasattr(os, "pidfd_open") else None
+        self.tick_ms = None if self.descriptor is not None else 100
+        self._poll = select.poll()
+        if self.descriptor is not None:
+            self._poll.register(self.descriptor, select.POLLIN)
+
+    def has_exited(self, within_s: float = 0.0) -> bool:
+        if self.descriptor is not None:
+            return bool(self._poll.poll(within_s * 1000))
+        with suppress(subprocess.TimeoutExpired):
+            self._popen.wait(within_s)
+        return self._popen.poll() is not None
+
+    def close(self) -> None:
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+
+
+def describe_exit(code: int | None) -> str:
+    if code is None:
+        return "never started"
+    if code >= 0:
+        return f"exited with status {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"

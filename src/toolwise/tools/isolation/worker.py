@@ -1,0 +1,346 @@
+"""One worker process as the trainer holds it: asked from any event loop, killed at once, kept by a thread of its own.
+
+A plain process, not a sandbox: the user's own tools may use the network and files. `serving.py` is its other end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import itertools
+import logging
+import os
+import select
+import signal
+import socket
+import termios
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from toolwise.sandbox import frames
+from toolwise.sandbox.faults import WorkerFault
+from toolwise.sandbox.supervisor_client import SUPERVISOR_END_S, is_stopped
+from toolwise.tools.call_errors import ToolCallError
+from toolwise.tools.isolation.code_location import ModuleRef
+from toolwise.tools.isolation.core_time import CpuUsage
+from toolwise.tools.isolation.process import MAX_RESULT_BYTES, ExitWatcher, Process, describe_exit, start_process
+from toolwise.tools.isolation.zygote import Zygote
+
+log = logging.getLogger("toolwise.tools")
+
+LOAD_TIMEOUT_S = 120.0
+"""How long an interpreter and the tool's own imports may take to come up on a busy machine."""
+MAX_LOGGED_LINES = 100
+"""Of what a call prints; the rest is read, so that it never waits for us, and dropped."""
+MAX_LINE_BYTES = 8192
+EXIT_WAIT_S = 1.0
+STOP_CHECK_S = 0.2
+"""After so long a call without an answer is looked at: its process may have been stopped before it took it."""
+RESOURCE_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
+
+_call_ids = itertools.count(1)
+
+
+class ToolDied(ToolCallError):  # noqa: N818 (an outcome of a call, not a mistake of the user's)
+    """The process that ran a tool is gone, or never came up: an infrastructure fault, and no word of the tool's."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, "died")
+
+    @property
+    def infrastructure(self) -> bool:
+        return True
+
+
+class LoadFault(ToolDied):
+    """The tool's module does not load in a worker: the next one would not either."""
+
+
+class ResourcesExhausted(ToolDied):
+    """Descriptors, processes or memory are used up: another worker may start once one of those that are up ends."""
+
+
+class CallNotDelivered(ToolDied):
+    """The process was gone, or stopped, before it had read the call: another may be asked."""
+
+
+class ToolFault(Exception):  # noqa: N818 (named as what the tool raised)
+    """What a tool raised in its worker. The class of an instance is named as the exception was there."""
+
+    @classmethod
+    def read(cls, told: Mapping[str, Any]) -> ToolFault:
+        kind = type(str(told.get("type") or "Exception"), (cls,), {})
+        fault: ToolFault = kind(str(told.get("message") or ""))
+        fault.add_note(str(told.get("traceback") or ""))
+        return fault
+
+
+class Worker:
+    """A process that has loaded one place, and the thread that keeps it.
+
+    The thread does all that blocks: it starts the process (a fork of `zygote`, where there is one), waits until it has
+    loaded, logs what it prints, and buries it with everything that it started. `on_started` and `on_ended` are called
+    from
+    there.
+    """
+
+    def __init__(
+        self,
+        module_ref: ModuleRef,
+        on_started: Callable[[Worker], None],
+        on_ended: Callable[[Worker, ToolDied | None], None],
+        zygote: Zygote | None = None,
+    ) -> None:
+        self.module_ref, self.zygote = module_ref, zygote
+        self.forkable = False
+        """Whether its place can be shared: then others may be forked from it (`become_zygote`)."""
+        self.call_started_at: float | None = None
+        """When the call began that it works on."""
+        self._on_started, self._on_ended = on_started, on_ended
+        self._lock = threading.Lock()
+        self._process: Process | None = None
+        self._exit_watcher: ExitWatcher | None = None
+        self._pid: int | None = None
+        self._frame_reader = frames.FrameReader(MAX_RESULT_BYTES + 4096)
+        self._in_call = self._killed = self._reaped = False
+        self._exit_text: str | None = None
+        self._cpu_usage: CpuUsage | None = None
+        self._idle: select.poll | None = None
+        self._lines = 0
+        self._text = b""
+        self.thread = threading.Thread(target=self._run_thread, name="toolwise-tool-worker", daemon=True)
+        self.thread.start()
+
+    @property
+    def pid(self) -> int | None:
+        """Its own; that of its supervisor until it has loaded."""
+        return self._pid or (None if self._process is None else self._process.pid)
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether somebody has killed it, other than we: the kernel for want of memory, for example."""
+        return not self._killed and self._exit_text == describe_exit(-signal.SIGKILL)
+
+    def is_ready(self) -> bool:
+        """Whether it still waits for a call: it is not gone, and nothing came that nobody asked for."""
+        return self._idle is not None and not self._idle.poll(0)
+
+    async def request(self, question: dict[str, Any]) -> Any:
+        """One question, one answer. Whoever is cancelled in between ends the process, whatever it is in."""
+        number = next(_call_ids)
+        try:
+            payload = frames.encode({**question, "id": number})
+        except (TypeError, ValueError, RecursionError) as fault:
+            raise ToolFault(f"its arguments cannot be sent as JSON: {fault}") from None
+        self._lines = 0
+        with self._lock:
+            self._in_call = True
+        try:
+            said = await self._exchange(frames.to_frame(payload))
+            if said.get("id") != number:
+                raise ToolDied("the tool's process sent something else than what it was asked for")
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            self.call_started_at = None
+            with self._lock:
+                self._in_call = False
+                self._close_channel()
+        if "fault" in said:
+            raise ToolFault.read(said["fault"] if isinstance(said["fault"], dict) else {})
+        return said.get("value")
+
+    async def _exchange(self, payload: bytes) -> dict[str, Any]:
+        assert self._process is not None
+        loop, channel = asyncio.get_running_loop(), self._process.channel
+        look = loop.call_later(STOP_CHECK_S, self._kill_if_stopped)
+        try:
+            await loop.sock_sendall(channel, payload)
+            self.call_started_at = time.monotonic()
+            while (said := self._frame_reader.next()) is None:
+                data = await loop.sock_recv(channel, 1 << 18)
+                if not data:
+                    raise ConnectionError
+                self._frame_reader.feed(data)
+            return dict(said)
+        except WorkerFault as fault:
+            raise ToolDied(f"the tool's process sent nonsense: {fault.message}") from None
+        except OSError as fault:
+            look.cancel()
+            end = time.monotonic() + EXIT_WAIT_S
+            while self._exit_text is None and time.monotonic() < end:  # noqa: ASYNC110 (a thread says it, to no loop)
+                await asyncio.sleep(0.002)
+            # The kernel's words for an end before all was read; where it had read the call, that is an end of file.
+            unread = isinstance(fault, BrokenPipeError | ConnectionResetError)
+            kind, when = (CallNotDelivered, " before the call reached it") if unread else (ToolDied, "")
+            raise kind(f"the tool's process {self._exit_text or 'closed its channel'}{when}") from None
+        finally:
+            look.cancel()
+
+    def _kill_if_stopped(self) -> None:
+        """A process that was stopped before it took its call would keep it for ever."""
+        with self._lock:
+            if self._process is None or self._exit_text is not None or self._pid is None or not is_stopped(self._pid):
+                return
+            unread = fcntl.ioctl(self._process.channel, termios.TIOCOUTQ, bytes(4))
+        if any(unread):
+            self.kill()
+
+    def become_zygote(self) -> Zygote:
+        """From now on it answers nothing, and forks workers."""
+        assert self._process is not None
+        self._process.channel.send(frames.to_frame(frames.encode({"fork_workers": True})))
+        assert self._pid is not None  # it has loaded
+        return Zygote(self._process, self._pid)
+
+    def is_computing(self) -> bool:
+        """Whether its call has computed, or waited for a core, since the last look; False where it sleeps, for a server
+        or a disk for example."""
+        return self._cpu_usage is None or self._cpu_usage.is_computing(self.call_started_at or 0.0)
+
+    def kill(self) -> None:
+        """At once and from any thread. What is left of it is buried by its own thread."""
+        with self._lock:
+            self._killed = True
+            self._kill_process()
+
+    def _kill_process(self) -> None:
+        if self._process is not None and not self._reaped:  # after that the number may be another's
+            self._process.kill()
+
+    def close_after_fork(self) -> None:
+        """In the child of a fork, where the process is the parent's: lets go of it."""
+        if self._process is not None:
+            self._process.channel.close()
+            self._process.close_pipes()
+
+    def _run_thread(self) -> None:
+        fault: ToolDied | None = None
+        try:
+            self._start()
+            fault = self._listen(loading=True)
+            if fault is None:
+                self._cpu_usage = CpuUsage(self.pid) if self.pid is not None else None
+                self._watch_channel()
+                self._on_started(self)
+                self._listen(loading=False)
+        except OSError as refused:
+            kind = ResourcesExhausted if refused.errno in RESOURCE_ERRNOS else ToolDied
+            fault = kind(f"no worker process can be started for {self.module_ref}: {refused}")
+        finally:
+            try:
+                self._clean_up()
+            finally:
+                self._on_ended(self, fault)
+
+    def _start(self) -> None:
+        process = start_process(self.module_ref) if self.zygote is None else self.zygote.fork()
+        with self._lock:
+            self._process = process
+            if self._killed:
+                self._kill_process()
+        self._exit_watcher = ExitWatcher(process)  # for all of its life: later there may be no descriptor left for it
+
+    def _watch_channel(self) -> None:
+        assert self._process is not None
+        self._idle = select.poll()
+        self._idle.register(self._process.channel, select.POLLIN)
+
+    def _listen(self, *, loading: bool) -> ToolDied | None:
+        """Logs what it prints until it ends; while `loading`, until it says that it has loaded (None) or why not."""
+        assert self._process is not None
+        assert self._exit_watcher is not None
+        output, channel, death = self._process.output, self._process.channel.fileno(), self._exit_watcher
+        until = time.monotonic() + LOAD_TIMEOUT_S if loading else None
+        poll = select.poll()
+        for descriptor in (output, death.descriptor, channel if loading else None):
+            if descriptor is not None:
+                poll.register(descriptor, select.POLLIN)
+        while not death.has_exited():
+            if until is not None and time.monotonic() > until:
+                kind = LoadFault if self.zygote is None else ToolDied
+                return kind(f"{self.module_ref} took longer than {LOAD_TIMEOUT_S:g} s to load in a worker process")
+            for descriptor, _ in poll.poll(death.tick_ms if until is None else 1000):
+                if descriptor == output and not self._log_output(output):
+                    poll.unregister(output)
+                elif descriptor == channel and (said := self._read_load_message()) is not None:
+                    return self._load_fault(said)
+        while self._log_output(output):
+            pass
+        return (
+            self._load_fault(self._read_load_message()) if loading else None
+        )  # it may have ended right after it had said why
+
+    def _read_load_message(self) -> dict[str, Any] | None:
+        """What it says of its loading: {} where it has closed its channel, None where it says nothing yet."""
+        assert self._process is not None
+        try:
+            data = self._process.channel.recv(1 << 18)
+        except BlockingIOError:
+            return None
+        except OSError:
+            data = b""
+        self._frame_reader.feed(data)
+        with suppress(WorkerFault):
+            said = self._frame_reader.next()
+            if said is not None:
+                return dict(said)
+        return None if data else {}
+
+    def _load_fault(self, said: Mapping[str, Any] | None) -> ToolDied | None:
+        if said and "loaded" in said:
+            self.forkable, self._pid = bool(said.get("forks")), int(said["pid"])
+            return None
+        if said and "failed" in said:
+            return LoadFault(f"{self.module_ref} does not load in a worker process: {said['failed']}")
+        return ToolDied(f"the tool's process ended while it loaded {self.module_ref}")
+
+    def _log_output(self, output: int) -> bool:
+        """False when there is nothing more to come."""
+        try:
+            data = os.read(output, 1 << 16)
+        except BlockingIOError:
+            return False
+        *lines, self._text = (self._text + data).split(b"\n")
+        if len(self._text) > MAX_LINE_BYTES or not data:
+            lines, self._text = [*lines, self._text], b""
+        for line in filter(None, lines):
+            self._lines += 1
+            if self._lines <= MAX_LOGGED_LINES:
+                log.info("%s: %s", self.module_ref, line[:MAX_LINE_BYTES].decode("utf-8", "replace"))
+            elif self._lines == MAX_LOGGED_LINES + 1:
+                log.info("%s prints more than %d lines: the rest is dropped", self.module_ref, MAX_LOGGED_LINES)
+        return bool(data)
+
+    def _clean_up(self) -> None:
+        process = self._process
+        if process is None:
+            self._exit_text = describe_exit(None)
+            return
+        with self._lock:
+            self._kill_process()
+            process.close_pipes()  # first, as the others need descriptors and there may be none left
+        if self._exit_watcher is not None:
+            self._exit_watcher.has_exited(SUPERVISOR_END_S)  # its supervisor ends what it started
+            self._exit_watcher.close()
+        if not self._killed:  # else its supervisor has ended it all, as it was asked to
+            with suppress(OSError):
+                process.sweep()
+        with self._lock:
+            self._reaped = True
+        code = process.popen.wait()
+        with self._lock:
+            with suppress(OSError):
+                process.channel.shutdown(socket.SHUT_RDWR)  # a call in the middle hears of it, whoever forked
+            self._exit_text = describe_exit(code) if code is not None else "is gone"
+            self._close_channel()
+
+    def _close_channel(self) -> None:
+        """By whoever is last: a descriptor that an event loop still watches must not become another's."""
+        if self._exit_text is not None and not self._in_call and self._process is not None:
+            self._process.channel.close()

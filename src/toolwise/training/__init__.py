@@ -1,0 +1,1 @@
+"""A training run: its loop, its trainer, evaluation, SFT, records, metrics, checkpoints and trackers."""

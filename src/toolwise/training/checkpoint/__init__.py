@@ -1,0 +1,36 @@
+"""Checkpoints: all that must survive a crash, on disk whole or not at all. The training loop saves them
+and resumes from the latest. Tensors are in safetensors files, the rest in JSON; nothing is pickled."""
+
+from toolwise.serialization.files import make_folder, sync
+from toolwise.training.checkpoint.loader import (
+    OVERSPEND,
+    Checkpoint,
+    best,
+    checkpoint_figures,
+    latest,
+    load,
+    ranking_key,
+)
+from toolwise.training.checkpoint.lock import FolderLock
+from toolwise.training.checkpoint.manifest import MANIFEST, settings_digest
+from toolwise.training.checkpoint.random_state import RngState
+from toolwise.training.checkpoint.registry import StateRegistry
+from toolwise.training.checkpoint.writer import save
+
+__all__ = [
+    "MANIFEST",
+    "OVERSPEND",
+    "Checkpoint",
+    "FolderLock",
+    "RngState",
+    "StateRegistry",
+    "best",
+    "checkpoint_figures",
+    "latest",
+    "load",
+    "make_folder",
+    "ranking_key",
+    "save",
+    "settings_digest",
+    "sync",
+]

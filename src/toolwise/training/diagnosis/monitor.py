@@ -1,0 +1,141 @@
+"""The state of a diagnosis: looks at each step, keeps what it found, and survives a crash with the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from toolwise.config.schema import RunConfig
+from toolwise.training.diagnosis.finding import Finding
+from toolwise.training.diagnosis.symptoms import FIRST_STEPS, SYMPTOMS, prompt_too_long
+from toolwise.training.diagnosis.weights import UNCHANGED_STEPS_LIMIT, explain_unchanged
+from toolwise.types import ScoredRollout
+
+WEIGHTS_UNCHANGED = "weights_unchanged"
+_UNKNOWN = ("the checkpoint that the run began from does not say why", "Look at actor/… and groups/… in metrics.jsonl")
+
+
+@dataclass(frozen=True, slots=True)
+class FindingChanges:
+    """What one look has changed."""
+
+    found: list[Finding] = field(default_factory=list)
+    withdrawn: list[Finding] = field(default_factory=list)
+    """Findings that a later step disproved."""
+
+
+@dataclass(slots=True)
+class Diagnosis:
+    """Everything found so far, and what it takes to go on after a resume."""
+
+    findings: list[Finding] = field(default_factory=list)
+    updated: bool | None = None
+    """Whether a weight of the actor has changed; None where it is not to train, or no step was seen."""
+    steps: int = 0
+    rollouts: int = 0
+    evidence: dict[str, str] = field(default_factory=dict)
+    """kind of symptom -> what every step so far has shown of it"""
+    healthy: list[str] = field(default_factory=list)
+    """Symptoms that some step did not have: they are looked for no more."""
+    weights: str = ""
+    """Checksum of the actor's trainable weights before the first step that was seen; "" once they have changed."""
+    why: list[str] = field(default_factory=list)
+    """Cause and cure of the weights not changing, by the latest step."""
+    dropped_groups: int = 0
+    """Groups of the steps without an update, counted until the weights have changed."""
+    dropped_steps: int = 0
+    """Those steps."""
+
+    def begin(self, findings: Sequence[Finding]) -> FindingChanges:
+        """Takes what is known before the first step; gives everything found so far, also before a resume."""
+        for finding in findings:
+            self._add(finding)
+        return FindingChanges(list(self.findings))
+
+    def before_step(self, config: RunConfig, checksum: Callable[[], str]) -> None:
+        if config.router.train_actor and self.updated is None:
+            self.updated, self.weights = False, checksum()
+
+    def after_step(
+        self,
+        config: RunConfig,
+        step: int,
+        scored: Sequence[ScoredRollout],
+        metrics: Mapping[str, float],
+        checksum: Callable[[], str],
+    ) -> FindingChanges:
+        """Looks at what a step produced. `checksum` is asked only until the weights have changed."""
+        self.steps += 1
+        self.rollouts += len(scored)
+        changes = FindingChanges()
+        found = [prompt_too_long(scored, f"step {step}", step)]
+        for symptom in SYMPTOMS:
+            if symptom.kind in self.healthy:
+                continue
+            seen = symptom.evidence(scored, config)
+            if seen is not None and symptom.kind in self.evidence:
+                seen = symptom.combine(self.evidence[symptom.kind], seen)
+            if seen is None:
+                self.healthy.append(symptom.kind)
+                changes.withdrawn.extend(self._withdraw(symptom.kind))
+                continue
+            self.evidence[symptom.kind] = seen
+            if self.steps == FIRST_STEPS:
+                found = [finding for finding in found if finding is None or finding.kind not in symptom.hides]
+                found.append(Finding(symptom.kind, *symptom.explain(seen, self.rollouts, config), step))
+        if self.updated is False:
+            if metrics.get("actor/update_norm") and checksum() != self.weights:
+                self.updated, self.weights, self.why = True, "", []
+                changes.withdrawn.extend(self._withdraw(WEIGHTS_UNCHANGED))
+            else:
+                if not metrics.get("actor/updates"):
+                    self.dropped_groups += len({s.rollout.group_id for s in scored})
+                    self.dropped_steps += 1
+                self.why = list(explain_unchanged(config, scored, metrics, self._dropped()))
+                found.append(self._unchanged(step) if self.steps >= UNCHANGED_STEPS_LIMIT else None)
+        changes.found.extend(finding for finding in found if finding is not None and self._add(finding))
+        return changes
+
+    def after_validation(self, step: int, scored: Sequence[ScoredRollout]) -> FindingChanges:
+        return self._changes_from(prompt_too_long(scored, f"the validation at step {step}", step))
+
+    def end(self, step: int) -> FindingChanges:
+        """At the end of a run: weights that never changed are a finding however short it was."""
+        return self._changes_from(self._unchanged(step) if self.updated is False and self.steps else None)
+
+    def _unchanged(self, step: int) -> Finding:
+        cause, cure = self.why or _UNKNOWN
+        steps = f"{self.steps} steps" if self.steps != 1 else "1 step"
+        return Finding(WEIGHTS_UNCHANGED, f"No weight of the actor has changed in {steps}: {cause}", cure, step)
+
+    def _dropped(self) -> str:
+        """`all 40 groups were`, as the subject of a sentence."""
+        groups = "the only group" if self.dropped_groups == 1 else f"all {self.dropped_groups} groups"
+        steps = "step" if self.dropped_steps == 1 else f"{self.dropped_steps} steps"
+        of = "" if self.dropped_steps == self.steps else f" of the {steps} without an update"
+        return f"{groups}{of} {'was' if self.dropped_groups == 1 else 'were'}"
+
+    def _changes_from(self, finding: Finding | None) -> FindingChanges:
+        return FindingChanges([finding] if finding is not None and self._add(finding) else [])
+
+    def _add(self, finding: Finding) -> bool:
+        """Whether it is the first of its kind, which stands."""
+        if any(known.kind == finding.kind for known in self.findings):
+            return False
+        self.findings.append(finding)
+        return True
+
+    def _withdraw(self, kind: str) -> list[Finding]:
+        gone = [finding for finding in self.findings if finding.kind == kind]
+        self.findings = [finding for finding in self.findings if finding.kind != kind]
+        return gone
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for part in fields(self):
+            if part.name in state:
+                setattr(self, part.name, state[part.name])
+        self.findings = [Finding.from_json(finding) for finding in state.get("findings", [])]

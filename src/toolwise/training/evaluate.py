@@ -1,0 +1,14 @@
+"""Roll out and score, learn nothing: validation during a run, and `toolwise eval` after it."""
+
+from __future__ import annotations
+
+from toolwise.training.loop import score
+from toolwise.training.run import Run
+from toolwise.types import ScoredRollout
+
+
+async def validate(run: Run) -> list[ScoredRollout]:
+    """One rollout for each held-out task, greedy unless the configuration says otherwise."""
+    decisions = run.router.decide(run.validation_tasks, 1, run.progress.step, label="eval", explore=False)
+    rollouts = await run.scheduler.roll_out(decisions, do_sample=run.config.validation.do_sample)
+    return await score(run, rollouts)

@@ -1,0 +1,146 @@
+"""A run's folder as the views read it: what is there so far, so that an unfinished run can be looked at."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from toolwise.errors import CheckpointError
+from toolwise.training.trackers.jsonl import read_metrics
+
+Series = tuple[list[int], list[float]]
+"""Steps and values, in step order, without gaps: what was not finite is left out."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Reads as it is asked; `open_run` makes one."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @cached_property
+    def config_text(self) -> str | None:
+        file = self.path / "config.toml"
+        return file.read_text("utf-8", "replace") if file.exists() else None
+
+    @cached_property
+    def metrics(self) -> list[dict[str, Any]]:
+        return read_metrics(self.path / "metrics.jsonl")
+
+    @cached_property
+    def saved_summary(self) -> dict[str, Any] | None:
+        """summary.json, which a run writes when it ends."""
+        file = self.path / "summary.json"
+        if not file.exists():
+            return None
+        try:
+            summary = json.loads(file.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{file}: not JSON ({error}); delete it to see the run without it") from None
+        return summary if isinstance(summary, dict) else None
+
+    @cached_property
+    def diagnosis(self) -> list[dict[str, Any]]:
+        """What was found to keep the run from learning: by its summary, or by what it has written so far."""
+        file = self.path / "diagnosis.json"
+        try:
+            found = json.loads(file.read_bytes()) if file.exists() else None
+        except (ValueError, RecursionError):  # it says nothing that the log has not said
+            found = None
+        found = (self.saved_summary or {}).get("diagnosis", found)
+        return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+
+    @property
+    def finished(self) -> bool:
+        summary = self.saved_summary or {}
+        if "total_steps" not in summary:  # an older version wrote it
+            return bool(summary.get("after"))
+        return not summary.get("interrupted") and summary.get("steps") == summary["total_steps"]
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """The run's own summary, filled up from the validation lines where the run has not come to it yet."""
+        known = dict(self.saved_summary or {})
+        lines = self._validation_lines()
+        if not known.get("before") and lines and (len(lines) > 1 or not lines[0].get("step")):
+            known["before"] = self._summarize(lines[0], self.rollouts_before)
+        if not known.get("after") and lines and (len(lines) > 1 or lines[0].get("step")):
+            known["after"] = self._summarize(lines[-1], self.rollouts_after)
+        if "steps" not in known and self.metrics:
+            known["steps"] = max(int(line.get("step") or 0) for line in self.metrics)
+        return known
+
+    @cached_property
+    def rollouts_before(self) -> list[dict[str, Any]]:
+        files = self._rollout_files("eval")
+        return read_metrics(files[0]) if len(files) > 1 or _before_training(files) else []
+
+    @cached_property
+    def rollouts_after(self) -> list[dict[str, Any]]:
+        """The latest validation; empty while the only one is that before training."""
+        files = self._rollout_files("eval")
+        return read_metrics(files[-1]) if files and (len(files) > 1 or not _before_training(files)) else []
+
+    @cached_property
+    def latest_training(self) -> list[dict[str, Any]]:
+        files = self._rollout_files("step")
+        return read_metrics(files[-1]) if files else []
+
+    def series(self, *names: str) -> Series:
+        """The first of `names` that the run has logged, over the steps; the last word on a step counts."""
+        for name in names:
+            found = {int(line["step"]): float(line[name]) for line in self.metrics if _has_finite(line, name)}
+            if found:
+                steps = sorted(found)
+                return steps, [found[step] for step in steps]
+        return [], []
+
+    @property
+    def kinds(self) -> list[str]:
+        """Kinds of task that both validations, or the one there is, report on."""
+        sides = [self.summary.get(side) or {} for side in ("before", "after")]
+        return list(dict.fromkeys(kind for side in sides for kind in side.get("by_kind") or {}))
+
+    def _rollout_files(self, prefix: str) -> list[Path]:
+        return sorted((self.path / "rollouts").glob(f"{prefix}-*.jsonl"))
+
+    def _validation_lines(self) -> list[dict[str, Any]]:
+        lines = [line for line in self.metrics if any(name.startswith("eval/") for name in line)]
+        return sorted(lines, key=lambda line: int(line.get("step") or 0))
+
+    def _summarize(self, line: dict[str, Any], rollouts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        by_kind: dict[str, dict[str, Any]] = {}
+        for name, value in line.items():
+            match name.split("/"):
+                case ["eval", *middle, ("correct" | "cost") as figure] if middle:
+                    kind = "/".join(middle)
+                    n = sum(1 for r in rollouts if r.get("kind") == kind) or None
+                    by_kind.setdefault(kind, {"n": n})[figure] = value
+        figures = {name: line.get(f"eval/{name}") for name in ("score", "correct", "cost", "tokens")}
+        return {**figures, "by_kind": by_kind, "n": len(rollouts) or None, "step": line.get("step")}
+
+
+def open_run(run_dir: str | os.PathLike[str]) -> RunFolder:
+    path = Path(run_dir)
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such run folder; give the folder that a run wrote its metrics.jsonl into")
+    return RunFolder(path)
+
+
+def _before_training(files: Sequence[Path]) -> bool:
+    return bool(files) and files[0].stem == "eval-000000"
+
+
+def _has_finite(line: dict[str, Any], name: str) -> bool:
+    value = line.get(name)
+    return isinstance(value, int | float) and math.isfinite(value) and isinstance(line.get("step"), int)

@@ -1,0 +1,192 @@
+"""The rewards of a run and where they run: built from the configuration before any work is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from toolwise.config.schema import RewardConfig, SandboxConfig
+from toolwise.errors import ConfigError, RewardError
+from toolwise.rewards.combine import CompositeReward, WeightedReward
+from toolwise.rewards.episode_rewards import EPISODE_REWARDS, episode_reward
+from toolwise.rewards.executor import task_kwargs
+from toolwise.rewards.function import Reward
+from toolwise.rewards.part_names import part_names
+from toolwise.rewards.printed_output import PrintCallback
+from toolwise.sandbox import RewardExecutor, Sandbox
+from toolwise.sandbox.targets import reference_of
+from toolwise.types import EvaluateResult, Rollout, Task
+
+RewardSource = str | Callable[..., Any] | Reward
+RewardSources = RewardSource | list[Any] | tuple[Any, ...]
+"""One reward, or several whose scores are added, each alone or as (reward, weight)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """Rewards, ready to score rollouts."""
+
+    rewards: CompositeReward
+    sandbox: Sandbox | None
+    """None where no function is called: an episode's own earnings are looked up."""
+
+    async def evaluate(self, rollouts: Sequence[Rollout], *, step: int) -> list[EvaluateResult]:
+        """One result a rollout, in order. A rollout without an answer is not scored: its prompt is not an answer."""
+        answered = [rollout for rollout in rollouts if not rollout.unanswered]
+        executor = RewardExecutor(self.sandbox)
+        results = iter(await self.rewards.evaluate(executor, answered, step=step) if answered else [])
+        return [_unscored_result(rollout) if rollout.unanswered else next(results) for rollout in rollouts]
+
+    def set_print_callback(self, on_print: PrintCallback | None) -> None:
+        """Has `printed` told what the functions print from now on."""
+        if self.sandbox is not None:
+            self.sandbox.on_print = on_print
+
+    def check(self, tasks: Sequence[Task]) -> None:
+        """Whether every function gets the arguments that it cannot do without."""
+        for part in self.rewards.parts:
+            _check_arguments(part.reward, tasks)
+
+    def describe(self) -> str:
+        """What the sandbox is, and who runs outside of it, in one line."""
+        if self.sandbox is None:
+            return "sandbox: none needed, since no function is called"
+        here = [part.reward.name for part in self.rewards.parts if part.reward.function is not None]
+        outside = f"; in the trainer's process: {', '.join(here)}" if here and self.sandbox.tier != "off" else ""
+        return f"{self.sandbox.describe()}{outside}"
+
+    def close(self) -> None:
+        if self.sandbox is not None:
+            self.sandbox.close()
+
+
+def build_scoring(config: RewardConfig, given: RewardSources | None = None) -> Scoring:
+    """The reward or rewards given in Python, or the parts, or the one function that the configuration names."""
+    sources: list[tuple[RewardSource, dict[str, Any], float]]
+    if isinstance(given, list | tuple):
+        sources = _list_sources(given, config.kwargs)
+    elif given is not None:
+        sources = [(given, config.kwargs, 1.0)]
+    elif config.parts and config.function:
+        raise ConfigError("reward.function and reward.parts are both given: make the function one of the parts")
+    elif config.parts:
+        sources = [(part.function, part.kwargs, part.weight) for part in config.parts]
+    elif config.function:
+        sources = [(config.function, config.kwargs, 1.0)]
+    else:
+        raise ConfigError("reward.function is missing: name one as package.module:function or path/to/file.py:function")
+    named = [part.name for part in config.parts] if given is None else []
+    names = part_names([source for source, _, _ in sources], named)
+    functions = [source for source, _, _ in sources if not (isinstance(source, str) and source in EPISODE_REWARDS)]
+    sandbox = _sandbox(config.sandbox) if functions else None
+    try:
+        parts = [
+            WeightedReward(_reward(source, kwargs, sandbox, config.sandbox), weight, name)
+            for (source, kwargs, weight), name in zip(sources, names, strict=True)
+        ]
+    except BaseException:
+        if sandbox is not None:
+            sandbox.close()
+        raise
+    return Scoring(CompositeReward(tuple(parts), config.combine), sandbox)
+
+
+def _list_sources(given: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[RewardSource, dict[str, Any], float]]:
+    pairs = weighted_sources(given)
+    if kwargs and len(pairs) > 1:
+        raise ConfigError(
+            "reward.kwargs belongs to one reward, and several are given: give each its own with Reward.of(f, {…}), or "
+            "as [[reward.parts]] in the configuration"
+        )
+    return [(source, dict(kwargs), weight) for source, weight in pairs]
+
+
+def weighted_sources(given: Sequence[Any]) -> list[tuple[RewardSource, float]]:
+    """The parts that `[a, b]`, `[(a, 0.5), "file.py:b"]` or one pair alone stands for."""
+    if not given:
+        raise ConfigError("reward is an empty list: give at least one function")
+    pairs: list[Any] = [one if _is_pair(one) else (one, 1.0) for one in ([given] if _is_pair(given) else given)]
+    for source, _ in pairs:
+        if not isinstance(source, str | Reward) and not callable(source):
+            raise ConfigError(
+                f"reward: a part is a {type(source).__name__}; give functions, references such as file.py:name, or "
+                "(function, weight)"
+            )
+    return [(source, float(weight)) for source, weight in pairs]
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Real)
+
+
+def _sandbox(config: SandboxConfig) -> Sandbox:
+    return Sandbox(
+        config.tier,
+        timeout_s=config.timeout_s,
+        memory_mb=config.memory_mb,
+        read=config.read,
+        require=config.require,
+        permissions=config.permissions,
+        workers=config.workers,
+    )
+
+
+def _reward(source: RewardSource, kwargs: dict[str, Any], sandbox: Sandbox | None, config: SandboxConfig) -> Reward:
+    """Loaded here only where the user says so; else a worker loads it and says what it takes."""
+    if isinstance(source, str) and source in EPISODE_REWARDS:
+        return Reward.of(episode_reward(source), kwargs)
+    if sandbox is None or config.tier == "off" or _module_of(source) in config.trusted:
+        return Reward.of(source, kwargs)
+    given = {**source.kwargs, **kwargs} if isinstance(source, Reward) else dict(kwargs)
+    reference = source if isinstance(source, str) else _worker_reference(source)
+    name = reference if isinstance(source, str) else _name_of(source)
+    return Reward(name, sandbox.signature_of(reference), given, reference=reference)
+
+
+def _worker_reference(source: Callable[..., Any] | Reward) -> str:
+    if isinstance(source, Reward):
+        if source.reference is not None:
+            return source.reference
+        assert source.function is not None  # it has one or the other
+        source = source.function
+    try:
+        return reference_of(source)
+    except RewardError as fault:
+        raise RewardError(f'{fault}, or set reward.sandbox.tier = "off" to run it in this process') from None
+
+
+def _name_of(source: Callable[..., Any] | Reward) -> str:
+    return source.name if isinstance(source, Reward) else str(getattr(source, "__name__", type(source).__name__))
+
+
+def _module_of(source: RewardSource) -> str:
+    """The module of a reward, as `trusted` names it."""
+    if isinstance(source, Reward):
+        source = source.reference or source.function or ""
+    return source.rpartition(":")[0] if isinstance(source, str) else str(getattr(source, "__module__", ""))
+
+
+def _unscored_result(rollout: Rollout) -> EvaluateResult:
+    reason = f"not scored, the agent never acted: {rollout.stop_reason.value}"
+    return EvaluateResult(is_score_valid=False, reason=f"{reason}: {rollout.fault}" if rollout.fault else reason)
+
+
+def _check_arguments(reward: Reward, tasks: Sequence[Task]) -> None:
+    needed = reward.signature.missing_arguments({"step", "prompt_length", *reward.kwargs})
+    if not needed or not tasks:
+        return
+    columns = [task_kwargs(reward, task) for task in tasks]
+    if reward.mode == "batch":  # a batch gets every column that any of its tasks has
+        missing = [(name, "no task has") for name in needed if not any(name in given for given in columns)]
+    else:
+        lacking = (
+            (name, task) for task, given in zip(tasks, columns, strict=True) for name in needed if name not in given
+        )
+        missing = [(name, f"task {task.task_id} does not have") for name, task in lacking][:1]
+    for name, who in missing:
+        raise RewardError(
+            f"reward {reward.name} cannot do without its argument {name!r}, which {who}: "
+            "give it in reward.kwargs, as a column of the data, or a default"
+        )

@@ -1,0 +1,60 @@
+"""Progress while a run starts: parts say what they do on the `toolwise.training.startup` logger, `show_startup` shows
+it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import IO
+
+from toolwise.terminal import write_line
+
+LOGGER = logging.getLogger("toolwise.training.startup")
+
+
+def announce(text: str) -> None:
+    """Say what is being done now, such as "loading the model builtin:small"; silent unless `show_startup` is active."""
+    LOGGER.info("%s", text)
+
+
+@contextmanager
+def show_startup(file: IO[str] | None = None, *, enabled: bool = True) -> Iterator[None]:
+    """Show announcements: as one status line with a spinner on a terminal, as plain lines anywhere else.
+
+    The status line is gone when the block ends. `file` is standard output where it is not given.
+    """
+    if not enabled:
+        yield
+        return
+    from toolwise.terminal.display import Console, Status
+
+    console = Console(file=file)
+    level, propagate = LOGGER.level, LOGGER.propagate
+    # The stream is asked too: rich also takes FORCE_COLOR for a terminal.
+    status = Status(console, "starting …") if console.is_terminal and console.file.isatty() else None
+    handler = _Handler(partial(write_line, console.file))
+    if status is not None:
+        handler = _Handler(status.update)
+        status.start()
+    LOGGER.addHandler(handler)
+    LOGGER.setLevel(logging.INFO)
+    LOGGER.propagate = False
+    try:
+        yield
+    finally:
+        LOGGER.removeHandler(handler)
+        LOGGER.setLevel(level)
+        LOGGER.propagate = propagate
+        if status is not None:
+            status.stop()
+
+
+class _Handler(logging.Handler):
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__()
+        self.show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.show(f"{record.getMessage()} …")

@@ -1,0 +1,62 @@
+"""A run's tasks: read, labelled, without the tools that training holds out, and checked against the tools it has."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from toolwise.config.schema import RunConfig
+from toolwise.data import load_tasks
+from toolwise.errors import ConfigError
+from toolwise.tools.base import BaseTool
+from toolwise.tools.task_arguments import check_task_arguments
+from toolwise.types import Task
+
+log = logging.getLogger("toolwise")
+
+
+def load_split(config: RunConfig, which: str, limit: int | None) -> list[Task]:
+    path = getattr(config.data, which)
+    if path is None:
+        if which == "val":
+            return []
+        raise ConfigError("data.train is missing: name a Parquet or JSONL file of tasks")
+    return load_tasks(path, limit=limit)
+
+
+def attach_labels(config: RunConfig, tasks: Sequence[Task]) -> Sequence[Task]:
+    """Tasks with what `router.labels` says of them, where it says anything."""
+    if config.router.labels is None:
+        return tasks
+    from toolwise.routing.labels.label_files import join_labels, read_labels
+
+    joined = join_labels(tasks, read_labels(config.router.labels))
+    log.info("%s: %s", config.router.labels, joined.describe())
+    return joined.tasks
+
+
+def without_held_out_tools(
+    tasks: Sequence[Task], tools: dict[str, BaseTool], held_out: Sequence[str]
+) -> Sequence[Task]:
+    """Tasks to train on: none that names a held-out tool, none that is offered one."""
+    for name in held_out:
+        if name not in tools:
+            known = ", ".join(tools) or "none"
+            raise ConfigError(f"multi_turn.held_out_tools names {name!r}, and the run has: {known}")
+    if not held_out:
+        return tasks
+    offered = [name for name in tools if name not in held_out]
+    kept = [task for task in tasks if set(held_out).isdisjoint(task.tools or ())]
+    if len(kept) < len(tasks):
+        log.warning("%d of %d training tasks name a held-out tool and are left out", len(tasks) - len(kept), len(tasks))
+    return [task if task.tools is not None else task.model_copy(update={"tools": offered}) for task in kept]
+
+
+def check_task_tools(task: Task, tools: dict[str, BaseTool], *, env: str) -> None:
+    for name in task.tools or ():
+        if name not in tools:
+            known = ", ".join(tools) or "none"
+            raise ConfigError(
+                f"task {task.task_id} wants the tool {name!r}, and the run has: {known}; add it to `tools`"
+            )
+    check_task_arguments(task, tools, env_has_tools=env != "tools")

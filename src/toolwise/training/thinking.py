@@ -1,0 +1,129 @@
+"""A run's thinking stage, put together from its configuration: who writes, who scores, what it may cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from toolwise.advantages import MonitoredEstimator, Rlvcr, build_estimator
+from toolwise.config.schema import RunConfig
+from toolwise.errors import ConfigError
+from toolwise.protocols import AdvantageEstimator, Learner, Sampling
+from toolwise.routing.budget import Budget, Multiplier
+from toolwise.thinking.alternatives import AlternativeWriter, Codec
+from toolwise.thinking.levels import DEFAULT_LEVELS, END_THINK, load_levels
+from toolwise.thinking.stage import StageSettings, ThinkingStage
+from toolwise.thinking.thinking_model import EngineModel, PolicyWithScorer, ThinkingModel, require_token_generator
+from toolwise.types import CreditedRollout
+
+if TYPE_CHECKING:
+    from toolwise.learner.batch import MicroBatchSettings
+
+
+def build_thinking_stage(
+    config: RunConfig, policy: Any, model: Any, codec: Codec, micro_batch: MicroBatchSettings
+) -> ThinkingStage | None:
+    """None where `algorithm.rlvcr.enable` is false."""
+    rlvcr = config.algorithm.rlvcr
+    if not rlvcr.enable:
+        return None
+    sampling = Sampling(
+        temperature=config.rollout.temperature,
+        max_new_tokens=rlvcr.max_thought_tokens,
+        do_sample=config.rollout.do_sample,
+        seed=config.seed,
+    )
+    levels = DEFAULT_LEVELS if rlvcr.levels is None else load_levels(rlvcr.levels)
+    settings = StageSettings(
+        selection=rlvcr.steps,
+        share=rlvcr.share,
+        max_added_tokens=rlvcr.max_added_tokens or None,
+        success_score=rlvcr.success_score,
+        price=rlvcr.budget.price,
+        total_steps=config.trainer.total_steps,
+        seed=config.seed,
+    )
+    return ThinkingStage(
+        AlternativeWriter(thinking_model(policy, model, micro_batch), codec, levels, sampling),
+        settings,
+        _multiplier(config),
+    )
+
+
+def thinking_model(policy: Any, model: Any, micro_batch: MicroBatchSettings) -> ThinkingModel:
+    """The policy's engine, where it scores as well as it generates; else the policy beside the learner's own pass."""
+    for engine in (policy, getattr(policy, "engine", None)):
+        if engine is not None and hasattr(engine, "score") and hasattr(engine, "generate"):
+            return EngineModel(engine, stop_strings=(END_THINK,))
+    generator = require_token_generator(policy)
+    from toolwise.learner.continuation_scores import ContinuationScorer
+
+    return PolicyWithScorer(generator, ContinuationScorer(model, micro_batch))
+
+
+def _multiplier(config: RunConfig) -> Multiplier | None:
+    budget = config.algorithm.rlvcr.budget
+    if budget.limit is None:
+        return None
+    return Multiplier(
+        Budget(
+            limit=budget.limit,
+            unit="tokens",
+            initial=budget.price,
+            rate=budget.rate,
+            proportional=budget.proportional,
+            every=budget.every,
+            cap=budget.cap,
+        )
+    )
+
+
+def build_rlvcr(config: RunConfig, trajectory: AdvantageEstimator) -> Rlvcr:
+    rlvcr = config.algorithm.rlvcr
+    made: Any = build_estimator(
+        "rlvcr",
+        **rlvcr.model_dump(),
+        trajectory=trajectory,
+        seed=config.seed,
+        importance_cap=config.actor.importance_cap,
+        compare_equal_scores=rlvcr.steps != "mixed" and rlvcr.share > 0.0,
+    )
+    found: Rlvcr = made
+    return found
+
+
+def with_rlvcr_metrics(config: RunConfig, estimator: AdvantageEstimator) -> AdvantageEstimator:
+    """Another estimator with RLVCR's figures beside it, where the stage is on."""
+    algorithm = config.algorithm
+    if not algorithm.rlvcr.enable or algorithm.adv_estimator == "rlvcr":
+        return estimator
+    return MonitoredEstimator(estimator, build_rlvcr(config, estimator), priced=algorithm.rlvcr.price_rollouts)
+
+
+def annotate_added_rows(learner: Learner, credited: Sequence[CreditedRollout]) -> list[CreditedRollout]:
+    """Rows that an estimator added, with what the learner must know of every row it updates on."""
+    known = {c.annotated.scored.rollout.rollout_id for c in credited if c.annotated.thinking is not None}
+    added = [c for c in credited if c.annotated.scored.rollout.rollout_id not in known]
+    if not known or not added:
+        return list(credited)
+    found = iter(learner.annotate([c.annotated.scored for c in added]))
+    own = {c.rollout.rollout_id: replace(c, annotated=a) for c, a in zip(added, found, strict=True)}
+    return [own.get(c.rollout.rollout_id, c) for c in credited]
+
+
+def check_thinking(config: RunConfig) -> None:
+    """Settings that contradict each other."""
+    algorithm = config.algorithm
+    if algorithm.adv_estimator != "rlvcr":
+        return
+    if not algorithm.rlvcr.enable:
+        raise ConfigError(
+            "algorithm.adv_estimator is rlvcr and algorithm.rlvcr.enable is false: no step would be thought over; set "
+            f"enable = true, or adv_estimator = {algorithm.rlvcr.base!r}"
+        )
+    if algorithm.rlvcr.combine == "reweight" and algorithm.kl == "reward":
+        raise ConfigError(
+            'algorithm.rlvcr.combine is reweight, whose added rows have no reward to take a KL off: use kl = "loss", '
+            'or combine = "additive"'
+        )

@@ -1,0 +1,304 @@
+"""What a person watches while a run goes on: a live display in a terminal, plain lines everywhere else."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from toolwise.terminal import write_line
+from toolwise.terminal.display import Console, Live
+from toolwise.training.trackers.conversation import clean_text, conversation_turns, is_correct, shorten
+from toolwise.training.trackers.route_text import budget_metric, format_shares, route_shares, share_bar
+
+DISPLAYED_METRICS: tuple[tuple[str, tuple[str, ...], str | None], ...] = (
+    ("score", ("router/r_task", "score/mean"), "eval/score"),
+    ("correct", ("correct/mean", "reward/correct/mean"), "eval/correct"),
+    ("cost", ("router/cost/mean", "cost/mean"), "eval/cost"),
+    ("λ", ("router/cost/lambda",), None),
+    ("entropy", ("actor/entropy",), None),
+    ("tokens/s", ("time/tokens_per_s",), None),
+)
+"""The figures worth watching: name, where a training line has it, where a validation line has it. A router tries routes
+that it would not take, so its policy's own score and cost come before the means of all rollouts."""
+
+MIN_PANEL_S = 4.0
+"""How long a rollout stays on the live display at least: long enough to be read."""
+
+_STYLES = {"user": "bold", "call": "cyan", "result": "dim", "assistant": "", "system": "dim"}
+
+
+def sparkline(values: Sequence[float], width: int = 24) -> str:
+    """The course of `values` in `width` characters, each the mean of its stretch."""
+    values = [v for v in values if math.isfinite(v)]
+    if not values:
+        return ""
+    n = min(width, len(values))
+    edges = [round(i * len(values) / n) for i in range(n + 1)]
+    means = [math.fsum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(means), max(means)
+    span = high - low
+    return "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * (m - low) / span)) if span > 0 else 3] for m in means)
+
+
+def format_metric(name: str, value: float | None) -> str:
+    """A figure as people write it: shares in percent, speeds in whole numbers."""
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return "–"
+    if name == "correct":
+        return f"{100 * value:.1f}%"
+    return f"{value:,.0f}" if name in ("tokens/s", "tokens") else f"{value:.3f}"
+
+
+def format_duration(seconds: float) -> str:
+    minutes, s = divmod(round(max(0.0, seconds)), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}h{m:02}m" if hours else f"{m}m{s:02}s" if m else f"{s}s"
+
+
+class ConsoleTracker:
+    """Shows a run while it goes on. Text from models is shown as text: no markup, no control characters."""
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        title: str,
+        show_rollouts: bool = True,
+        console: Console | None = None,
+        every_s: float = 5.0,
+        rollout_every_s: float = 60.0,
+    ) -> None:
+        """`every_s` and `rollout_every_s` hold back plain lines, so that fast steps do not flood a log."""
+        self._console = console or Console()
+        self._total = max(1, total_steps)
+        self._title = clean_text(title)
+        self._show_rollouts = show_rollouts
+        self._every_s, self._rollout_every_s = every_s, rollout_every_s
+        self._step = 0
+        self._began = time.monotonic()
+        self._step_times: list[tuple[float, int]] = []
+        self._training: dict[str, list[float]] = {name: [] for name, _, _ in DISPLAYED_METRICS}
+        self._validation: dict[str, list[float]] = {name: [] for name, _, _ in DISPLAYED_METRICS}
+        self._routes: dict[str, float] = {}
+        self._budget: float | None = None
+        self._rollout_panels: list[tuple[float, RenderableType]] = []
+        self._printed_at = self._rollout_at = -math.inf
+        self._live: Live | None = None
+        if _is_live_terminal(self._console):
+            self._live = Live(console=self._console, refresh_per_second=2, get_renderable=self._display)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._step = max(self._step, step)
+        evaluated = any(name.startswith("eval/") for name in metrics)
+        self._record_metrics(metrics)
+        if not evaluated:
+            self._step_times = [*self._step_times[-19:], (time.monotonic(), step)]
+        if self._live is not None:
+            self._refresh()
+        elif evaluated or step >= self._total or time.monotonic() - self._printed_at >= self._every_s:
+            self._printed_at = time.monotonic()
+            self._print(self._plain_line(step, metrics, evaluated))
+
+    def show_rollout(self, record: Mapping[str, Any]) -> None:
+        """One rollout to read: the same record as a line of rollouts/*.jsonl."""
+        now = time.monotonic()
+        if not self._show_rollouts:
+            return
+        if self._live is not None:
+            if len(self._rollout_panels) < 2 or now - self._rollout_panels[-1][0] >= MIN_PANEL_S:
+                self._rollout_panels = [*self._rollout_panels[-1:], (now, _rollout_panel(record))]
+                self._refresh()
+        elif now - self._rollout_at >= self._rollout_every_s:
+            self._rollout_at = now
+            self._print(f"  rollout: {_rollout_head(record)}")
+            for label, text, _ in rollout_lines(record, 200):
+                self._print(f"    {label:<8}{text}")
+
+    def note(self, text: str) -> None:
+        """A line for the person, above the display."""
+        if self._live is not None:
+            self._console.print(Text(clean_text(text)))
+        else:
+            self._print(clean_text(text))
+
+    def warn(self, title: str, lines: Sequence[str]) -> None:
+        """Something that the person must not miss: a panel above the display, or plain lines."""
+        if self._live is not None:
+            body = Text("\n".join(map(clean_text, lines)))
+            self._console.print(Panel(body, title=Text(title), title_align="left", border_style="yellow"))
+        else:
+            self._print(f"WARNING {clean_text(title)}")
+            for line in lines:
+                self._print(f"  {clean_text(line)}")
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def _refresh(self) -> None:
+        # Started by the first news, so that a failure before it leaves no half-drawn display.
+        assert self._live is not None
+        if not self._live.is_started:
+            self._live.start()
+        self._live.refresh()
+
+    def _record_metrics(self, metrics: Mapping[str, float]) -> None:
+        self._routes = route_shares(metrics) or self._routes
+        self._budget = self._budget if budget_metric(metrics) is None else budget_metric(metrics)
+        for name, training, validation in DISPLAYED_METRICS:
+            value = _training_value(name, metrics, training)
+            if value is not None:
+                self._training[name].append(value)
+            value = _first_metric(metrics, (validation,)) if validation else None
+            if value is not None:
+                self._validation[name].append(value)
+
+    def _seconds_left(self) -> float | None:
+        pace = self._step_times
+        if len(pace) < 2 or pace[-1][1] <= pace[0][1]:
+            return None
+        (t0, s0), (t1, s1) = pace[0], pace[-1]
+        return max(0.0, (t1 - t0) / (s1 - s0) * (self._total - s1) - (time.monotonic() - t1))
+
+    def _plain_line(self, step: int, metrics: Mapping[str, float], evaluated: bool) -> str:
+        parts = [f"step {step}/{self._total}"]
+        if evaluated:
+            parts.append("validation")
+        for name, training, validation in DISPLAYED_METRICS:
+            value = (
+                _first_metric(metrics, (validation,))
+                if evaluated and validation
+                else _training_value(name, metrics, training)
+            )
+            if value is not None:
+                parts.append(f"{name} {self._format_value(name, value)}")
+        parts += [f"faults {faults:.0f}"] if (faults := metrics.get("faults/rollouts")) else []
+        parts += [format_shares(shares)] if (shares := route_shares(metrics)) else []
+        left = self._seconds_left()
+        if left is not None and not evaluated and step < self._total:
+            parts.append(f"{format_duration(left)} left")
+        return "  ".join(parts)
+
+    def _format_value(self, name: str, value: float) -> str:
+        within = f" of {self._budget:g}" if name == "cost" and self._budget is not None else ""
+        return format_metric(name, value) + within
+
+    def _print(self, line: str) -> None:
+        """To whatever stdout is; a reader who has gone away (a closed pipe) does not end a run."""
+        write_line(self._console.file, line)
+
+    def _display(self) -> RenderableType:
+        parts: list[RenderableType] = [self._header(), self._table()]
+        if self._routes:
+            parts.append(Text("routes   ", style="dim") + share_bar(self._routes))
+        slots = list(self._rollout_panels)
+        if slots and self._console.width >= 110:
+            side_by_side = Table.grid(expand=True, padding=(0, 1))
+            for _ in slots:
+                side_by_side.add_column(ratio=1)
+            side_by_side.add_row(*(panel for _, panel in slots))
+            parts.append(side_by_side)
+        elif slots:
+            parts.append(slots[-1][1])
+        return Group(*parts)
+
+    def _header(self) -> RenderableType:
+        left = self._seconds_left()
+        clock = f"{self._step}/{self._total}  {format_duration(time.monotonic() - self._began)}"
+        if left is not None and self._step < self._total:
+            clock += f"  about {format_duration(left)} left"
+        row = Table.grid(expand=True, padding=(0, 2))
+        row.add_column(no_wrap=True, overflow="crop")
+        row.add_column(ratio=1)
+        row.add_column(no_wrap=True)
+        bar = ProgressBar(self._total, min(self._step, self._total), complete_style="cyan", finished_style="green")
+        row.add_row(Text(self._title, style="bold"), bar, Text(clock, style="dim"))
+        return row
+
+    def _table(self) -> RenderableType:
+        table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim", show_edge=False)
+        table.add_column("")
+        table.add_column("training", justify="right")
+        table.add_column("course")
+        table.add_column("validation")
+        for name, _, _ in DISPLAYED_METRICS:
+            seen, held_out = list(self._training[name]), list(self._validation[name])
+            if not seen and not held_out:
+                continue
+            course = [format_metric(name, held_out[0]), format_metric(name, held_out[-1])] if held_out else []
+            table.add_row(
+                Text(name, style="dim"),
+                Text(self._format_value(name, seen[-1]) if seen else "–", style="bold"),
+                Text(sparkline(seen), style="cyan"),
+                Text(" → ".join(course[: len(held_out)])),
+            )
+        return table
+
+
+def _is_live_terminal(console: Console) -> bool:
+    """Asks the stream itself: rich also takes FORCE_COLOR for a terminal, and fills logs with escapes."""
+    file = console.file
+    encoding = (getattr(file, "encoding", None) or "").lower().replace("-", "")
+    try:
+        return file.isatty() and encoding == "utf8" and not console.is_dumb_terminal
+    except ValueError:
+        return False
+
+
+def _first_metric(metrics: Mapping[str, Any], names: Sequence[str]) -> float | None:
+    for name in names:
+        value = metrics.get(name)
+        if value is not None and math.isfinite(value):
+            return float(value)
+    return None
+
+
+def _training_value(name: str, metrics: Mapping[str, Any], names: Sequence[str]) -> float | None:
+    """From a training line. Of a router only what its policy would do counts, and no share correct is known of that."""
+    if name == "correct" and "router/r_task" in metrics:
+        return None
+    return _first_metric(metrics, names)
+
+
+def show_record(console: Console, record: Mapping[str, Any]) -> None:
+    """One rollout, as a line of rollouts/*.jsonl has it, on any console."""
+    console.print(_rollout_panel(record))
+
+
+def _rollout_head(record: Mapping[str, Any]) -> str:
+    mark = {True: "✓ ", False: "✗ ", None: ""}[is_correct(record)]
+    parts = [f"{mark}score {format_metric('score', record.get('score'))}"]
+    if isinstance(record.get("cost"), int | float):
+        parts.append(f"cost {record['cost']:g}")
+    parts += [clean_text(record[key]) for key in ("kind", "stop_reason") if record.get(key)]
+    return " · ".join(shorten(part, 40) for part in parts)
+
+
+def rollout_lines(record: Mapping[str, Any], limit: int) -> list[tuple[str, str, str]]:
+    """(label, one line, style) for each turn worth a look: no system prompt, no middle of a long one."""
+    messages = record.get("messages")
+    turns = [t for t in conversation_turns(messages if isinstance(messages, list) else None) if t.kind != "system"]
+    labels = {"assistant": "says", "result": "gets", "call": "calls", "user": "user"}
+    lines = [(labels[t.kind], shorten(t.text, limit), _STYLES[t.kind]) for t in turns]
+    if len(lines) <= 8:
+        return lines
+    return [*lines[:4], ("", f"… {len(lines) - 8} more …", "dim"), *lines[-4:]]
+
+
+def _rollout_panel(record: Mapping[str, Any]) -> RenderableType:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for label, text, style in rollout_lines(record, 220):
+        grid.add_row(Text(label, style="dim"), Text(text, style=style))
+    colour = {True: "green", False: "red", None: "blue"}[is_correct(record)]
+    return Panel(grid, title=Text(_rollout_head(record), style=colour), title_align="left", border_style=colour)

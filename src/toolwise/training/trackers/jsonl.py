@@ -1,0 +1,112 @@
+"""The record of a run: one flat JSON object a line, appended as steps end, cut back on resume."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from toolwise.errors import CheckpointError
+from toolwise.serialization.json_text import json_line
+
+
+class JsonlTracker:
+    """Appends one line a call and flushes it. What is not finite becomes null, so every line is JSON."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _repair_tail(self.path)
+        self._file = self.path.open("ab")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        line = {"step": int(step)} | {name: _finite_or_none(value) for name, value in metrics.items() if name != "step"}
+        self._file.write(json_line(line))
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Bring every line to the disk."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Every whole line, in order. A last line still being written is left out; no file, no lines."""
+    return [line for line, _ in _complete_lines(Path(path))]
+
+
+def truncate_after(path: str | os.PathLike[str], step: int) -> int:
+    """Drop, in one atomic replacement, what was logged after `step` and a torn last line; say how many went.
+
+    Call it before a tracker opens the file: an open tracker would go on writing to the replaced one.
+    """
+    path = Path(path)
+    if not path.exists():
+        return 0
+    kept = [raw for line, raw in _complete_lines(path) if not _is_after(line, step)]
+    dropped = sum(1 for raw in path.read_bytes().split(b"\n") if raw.strip()) - len(kept)
+    if dropped:
+        _replace(path, b"".join(raw + b"\n" for raw in kept))
+    return dropped
+
+
+def _is_after(line: dict[str, Any], step: int) -> bool:
+    at = line.get("step")
+    return isinstance(at, int | float) and at > step
+
+
+def _finite_or_none(value: Any) -> float | int | bool | None:
+    if isinstance(value, bool | int) or value is None:
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _complete_lines(path: Path) -> list[tuple[dict[str, Any], bytes]]:
+    """Each line with its bytes. Only the last may be torn: a broken line further up is nobody's crash."""
+    if not path.exists():
+        return []
+    *ended, tail = path.read_bytes().split(b"\n")
+    lines = []
+    for number, raw in enumerate([*ended, tail], start=1):
+        if not raw.strip():
+            continue
+        parsed = _parse(raw)
+        if parsed is not None:
+            lines.append((parsed, raw))
+        elif any(later.strip() for later in [*ended, tail][number:]):
+            raise CheckpointError(f"{path}, line {number}: not a JSON object; remove that line and try again")
+    return lines
+
+
+def _parse(raw: bytes) -> dict[str, Any] | None:
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _repair_tail(path: Path) -> None:
+    """A crash may have left half a line: take it off, or the next line would be glued to it."""
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    head, newline, tail = data.rpartition(b"\n")
+    if not tail:
+        return
+    _replace(path, data + b"\n" if _parse(tail) is not None else head + newline)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    beside = path.with_name(path.name + ".tmp")
+    with beside.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)

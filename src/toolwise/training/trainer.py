@@ -1,0 +1,375 @@
+"""A run from beginning to end: its folder, validation, checkpoints, interruption and resumption."""
+
+from __future__ import annotations
+
+import logging
+import re
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from toolwise import __version__
+from toolwise.advantages.description import describe_rewards
+from toolwise.advantages.score_check import ScoreCheck
+from toolwise.config.loader import to_toml
+from toolwise.config.schema import RunConfig
+from toolwise.config.secret_names import secret_keys
+from toolwise.errors import ConfigError, FaultRateError
+from toolwise.rewards.printed_output import PrintLog
+from toolwise.serialization.json_text import json_text
+from toolwise.terminal import print_line
+from toolwise.tools.tool_record import write_tools
+from toolwise.training import checkpoint
+from toolwise.training.changes import (
+    Change,
+    changes_since,
+    portable_config,
+    read_changes,
+    record_changes,
+    saved_settings,
+)
+from toolwise.training.diagnosis import FindingChanges, show_changes
+from toolwise.training.evaluate import validate
+from toolwise.training.loop import StepResult, train_step
+from toolwise.training.metrics import summarize_validation, validation_metrics
+from toolwise.training.records import rollout_record, write_atomic, write_records
+from toolwise.training.run import Run
+from toolwise.training.run_files import check_folder, delete_rollouts_after, find_checkpoint, remove_partial_files
+from toolwise.training.run_folder import open_run
+from toolwise.training.trackers.console import ConsoleTracker
+from toolwise.training.trackers.jsonl import JsonlTracker, read_metrics, truncate_after
+from toolwise.untrusted.user_code import Interrupt
+
+log = logging.getLogger("toolwise.training.trainer")
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What a run leaves behind."""
+
+    out: Path
+    summary: dict[str, Any]
+    note: str = ""
+    """Said where a run was resumed with nothing left to do: then nothing was changed."""
+
+
+class Training:
+    """One run in one folder. `go` trains until done or told to stop; everything is on disk either way."""
+
+    def __init__(
+        self, run: Run, out: Path, *, resume: bool, write_report: Callable[[Path], object] | None = None
+    ) -> None:
+        self.run = run
+        self._write_report = write_report
+        self.out = out
+        self.interrupted = False
+        self._figures: dict[str, float] = {}
+        self._fault_rate_message: str | None = None
+        """Why it stops, where more fails than `faults` allows."""
+        self._lock = checkpoint.FolderLock(out)
+        try:
+            self._saved_step = self._open_folder(resume)
+        except BaseException:
+            self._lock.release()
+            raise
+        run.scoring.set_print_callback(PrintLog(out / "logs" / "reward.log"))
+        self.metrics = JsonlTracker(out / "metrics.jsonl")
+        self.console: ConsoleTracker | None = None
+        if run.config.trainer.console:
+            self.console = ConsoleTracker(run.config.trainer.total_steps, title=run.config.name)
+        self._start_time = time.monotonic() - run.progress.seconds
+        self._reward_description = describe_rewards(run.config.algorithm.adv_estimator, run.estimator)
+        self._score_check = ScoreCheck.of(run.estimator)
+
+    async def run_training(self) -> RunResult:
+        try:
+            await self._train()
+            summary = self._summarize()
+            if self._fault_rate_message is not None:
+                raise FaultRateError(
+                    f"{self._fault_rate_message}; see {self.out / 'report.html'} and rollouts/, then resume"
+                )
+            return RunResult(self.out, summary)
+        finally:
+            self._lock.release()
+
+    async def _train(self) -> None:
+        run, total = self.run, self.run.config.trainer.total_steps
+        try:
+            with self._stop_on_signal():
+                if run.config.router.train_actor:
+                    never = run.config.algorithm.terminal_score == "never"
+                    self._announce(self._reward_description, logging.WARNING if never else logging.INFO)
+                self._warn_of_secrets()
+                self._publish_findings(run.progress.diagnosis.begin(run.startup_findings()))
+                if run.progress.step == 0 and run.progress.before is None and run.config.validation.before:
+                    run.progress.before = await self._validate()
+                    self._save()
+                run.router.warm_start()
+                while run.progress.step < total and not self.interrupted and self._fault_rate_message is None:
+                    run.progress.diagnosis.before_step(run.config, run.learner.weights_checksum)
+                    self._record_step(await train_step(run))
+                    self._figures = {}
+                    step, best = run.progress.step, run.progress.best_rank
+                    self._fault_rate_message = run.progress.faults.describe_exceeded(
+                        run.config.faults, ended=self._is_last_updated_step()
+                    )
+                    if step == total or (run.config.validation.every and step % run.config.validation.every == 0):
+                        run.progress.last, run.progress.last_step = await self._validate(), step
+                    if step % run.config.trainer.save_every == 0 or run.progress.best_rank != best:
+                        self._save()
+                if self._saved_step != run.progress.step:
+                    self._save()
+        finally:
+            run.close()
+            self.metrics.close()
+            if self.console is not None:
+                self.console.close()
+
+    def _is_last_updated_step(self) -> bool:
+        """At its last step, with weights that have changed: that they have not is told by another exit status."""
+        progress = self.run.progress
+        return progress.step == self.run.config.trainer.total_steps and progress.diagnosis.updated is not False
+
+    def _record_step(self, turn: StepResult) -> None:
+        step, learner = self.run.progress.step, self.run.learner
+        self.run.progress.faults.add(turn.scored, self.run.config.faults.window)
+        self.metrics.log(step, turn.metrics)
+        write_records(self.out / "rollouts", f"step-{step:06d}", turn.scored, turn.credited)
+        if self.console is not None:
+            self.console.log(step, turn.metrics)
+            for scored in turn.scored[:1]:
+                self.console.show_rollout(rollout_record(scored))
+        warning = self._score_check.observe(turn.scored) if self._score_check and turn.credited else None
+        if warning is not None:
+            self._announce(warning, logging.WARNING)
+        diagnosis, config = self.run.progress.diagnosis, self.run.config
+        self._publish_findings(diagnosis.after_step(config, step, turn.scored, turn.metrics, learner.weights_checksum))
+
+    def _warn_of_secrets(self) -> None:
+        keys = list(secret_keys(self.run.config.model_dump()))
+        if keys:
+            text = (
+                f"{', '.join(keys)}: stored as plain text in {self.out}, and it looks like a secret; read it from "
+                "os.environ inside the function instead"
+            )
+            if any(key.startswith("reward.") for key in keys) and self.run.config.reward.sandbox.tier != "off":
+                text += " (a reward in the sandbox does not see the environment: name its module in sandbox.trusted)"
+            self._announce(text, logging.WARNING)
+
+    def _announce(self, text: str, level: int) -> None:
+        """On the console; in the log where there is none."""
+        if self.console is not None:
+            self.console.note(text)
+        else:
+            log.log(level, "%s", text)
+
+    async def _validate(self) -> dict[str, Any] | None:
+        if not self.run.validation_tasks:
+            return None
+        step = self.run.progress.step
+        if step == 0 and self.console is not None:
+            self.console.note(f"validating on {len(self.run.validation_tasks)} held-out tasks before training …")
+        scored = await validate(self.run)
+        figures = summarize_validation(scored, self.run.config.multi_turn.held_out_tools)
+        metrics = validation_metrics(figures)
+        if self.run.thinking is not None:
+            metrics |= {f"eval/{name}": value for name, value in self.run.thinking.measure(scored).items()}
+        over = self.run.router.overspend(scored)
+        metrics |= {} if over is None else {f"eval/{checkpoint.OVERSPEND}": over}
+        self.metrics.log(step, metrics)
+        write_records(self.out / "rollouts", f"eval-{step:06d}", scored, [])
+        if self.console is not None:
+            self.console.log(step, metrics)
+        self._figures = {name.removeprefix("eval/"): value for name, value in metrics.items()}
+        self._update_best_rank()
+        self._publish_findings(self.run.progress.diagnosis.after_validation(step, scored))
+        return figures
+
+    def _update_best_rank(self) -> None:
+        trainer, progress = self.run.config.trainer, self.run.progress
+        if not trainer.keep_best:
+            return
+        found = checkpoint.ranking_key(self._figures, trainer.best_metric)
+        if found is None:
+            known, name = ", ".join(sorted(self._figures)), trainer.best_metric.removeprefix("-")
+            log.warning("trainer.best_metric is %r, and the validation reports: %s", name, known)
+        elif progress.best_rank is None or found < progress.best_rank:
+            progress.best_rank = found
+
+    def _publish_findings(self, changes: FindingChanges) -> None:
+        """Findings on the console, or in the log where there is none, and in the folder for the report."""
+        show_changes(changes, self.console)
+        if changes.found or changes.withdrawn:
+            findings = [finding.to_json() for finding in self.run.progress.diagnosis.findings]
+            write_atomic(self.out / "diagnosis.json", json_text(findings, indent=2).encode())
+
+    def _save(self) -> None:
+        progress, trainer = self.run.progress, self.run.config.trainer
+        progress.seconds = time.monotonic() - self._start_time
+        self.metrics.sync()  # what a checkpoint vouches for outlasts a power cut as well
+        for folder in (self.out, self.out / "rollouts"):
+            if folder.exists():
+                checkpoint.sync(folder)
+        checkpoint.save(
+            self.out / "checkpoints",
+            progress.step,
+            self.run.registry().state_dict(),
+            extra_files={"model": self._save_model},
+            facts={
+                "policy_version": self.run.learner.version,
+                "settings": saved_settings(self.run.config, self.out),
+                "toolwise": __version__,
+            },
+            figures=self._figures,
+            keep_last=trainer.keep_checkpoints,
+            keep_best=trainer.best_metric if trainer.keep_best else "",
+        )
+        self._saved_step = progress.step
+
+    def _save_model(self, folder: Path) -> None:
+        self.run.learner.save_model(folder)
+        self.run.chat.tokenizer.save_pretrained(folder)
+        self.run.router.save(folder)
+        write_tools(folder, self.run.scheduler.tools)
+
+    def _summarize(self) -> dict[str, Any]:
+        run, diagnosis = self.run, self.run.progress.diagnosis
+        interrupted = self.interrupted and run.progress.step < run.config.trainer.total_steps
+        if not interrupted and self._fault_rate_message is None:
+            self._publish_findings(diagnosis.end(run.progress.step))
+            if diagnosis.updated is False:
+                log.warning("the actor was to be trained and was never updated: see the diagnosis in %s", self.out)
+        summary = {
+            "name": run.config.name,
+            "before": run.progress.before,
+            "after": run.progress.last if run.progress.last_step == run.progress.step else None,
+            "last_validation": run.progress.last and {"step": run.progress.last_step, **run.progress.last},
+            "steps": run.progress.step,
+            "total_steps": run.config.trainer.total_steps,
+            "interrupted": interrupted,
+            "stopped": self._fault_rate_message,
+            "faults": run.progress.faults.totals,
+            "seed": run.config.seed,
+            "seconds": round(time.monotonic() - self._start_time, 3),
+            "peak_rss_mb": peak_rss_mb(),
+            "model": run.config.model.path,
+            "version": __version__,
+            "sandbox": run.scoring.describe(),
+            "advantages": self._reward_description,
+            "changes": read_changes(self.out),
+            "updated": diagnosis.updated,
+            "diagnosis": [finding.to_json() for finding in diagnosis.findings],
+            "tool_prompt": run.chat.tool_prompt.describe() if run.scheduler.tools else None,
+        }
+        write_atomic(self.out / "summary.json", json_text(summary, indent=2).encode())
+        if self._write_report is not None:
+            self._write_report(self.out)
+        return summary
+
+    def _open_folder(self, resume: bool) -> int:
+        """A fresh folder, or an old one brought back to its last whole checkpoint: what came after it is undone.
+
+        Gives the checkpoint's step, -1 where there is none.
+        """
+        check_folder(self.out, self.run.config, resume=resume)
+        try:
+            checkpoint.make_folder(self.out)
+        except OSError as fault:
+            raise ConfigError(f"{self.out} cannot be made ({fault.strerror}): choose another --out") from fault
+        self._lock.acquire()
+        check_folder(self.out, self.run.config, resume=resume)  # again: somebody may have been here in between
+        found = find_checkpoint(self.out / "checkpoints")
+        if found is not None:
+            changes = self._record_resumed_changes(found)
+            self.run.registry().load_state_dict(found.state())
+            if {"trainer.best_metric", "trainer.keep_best"} & {change.key for change in changes}:
+                self._restore_best_rank(found.step)
+            self.run.learner.load_weights(found.path / "model")
+            self.run.policy.version = self.run.learner.version
+            self._find_last_validation()
+        step = found.step if found is not None else -1
+        truncate_after(self.out / "metrics.jsonl", step)
+        delete_rollouts_after(self.out / "rollouts", step)
+        for name in ("summary.json", "diagnosis.json"):
+            (self.out / name).unlink(missing_ok=True)
+        remove_partial_files(self.out)
+        write_atomic(self.out / "config.toml", to_toml(portable_config(self.run.config, self.out)).encode())
+        return step
+
+    def _find_last_validation(self) -> None:
+        """Its step, which older checkpoints do not have, from the metrics."""
+        progress, lines = self.run.progress, read_metrics(self.out / "metrics.jsonl")
+        if progress.last is not None and progress.last_step is None:
+            steps = (line["step"] for line in lines if any(name.startswith("eval/") for name in line))
+            progress.last_step = max((step for step in steps if step <= progress.step), default=None)
+
+    def _record_resumed_changes(self, found: checkpoint.Checkpoint) -> list[Change]:
+        """Settings that differ from those the checkpoint was made under are said, and recorded with its step."""
+        changes = changes_since(found.facts.get("settings"), self.run.config, self.out)
+        record_changes(self.out, found.step, changes)
+        if changes:
+            log.warning("resumed at step %d with changed settings: %s", found.step, ", ".join(map(str, changes)))
+        return changes
+
+    def _restore_best_rank(self, step: int) -> None:
+        """The best validation by the present `trainer.best_metric` among those whose checkpoints are kept."""
+        trainer, progress = self.run.config.trainer, self.run.progress
+        kept = checkpoint.checkpoint_figures(self.out / "checkpoints", step)
+        ranks = [
+            ranking_key
+            for figures in kept
+            if (ranking_key := checkpoint.ranking_key(figures, trainer.best_metric)) is not None
+        ]
+        progress.best_rank = min(ranks, default=None)
+
+    @contextmanager
+    def _stop_on_signal(self) -> Iterator[None]:
+        """The first Ctrl-C (or SIGTERM) lets the step end and saves; a second one stops at once.
+
+        Plain handlers and not the event loop's, which would hear of nothing until an update is over.
+        """
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            if self.interrupted:
+                raise Interrupt
+            self.interrupted = True
+            name = signal.Signals(number).name
+            print_line(f"\n{name}: finishing this step and saving; once more to stop at once", err=True)
+
+        if threading.current_thread() is not threading.main_thread():
+            yield  # signals belong to the host
+            return
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+def finished_result(out: Path, config: RunConfig) -> RunResult | None:
+    """What the run in `out` came to, where no step up to `trainer.total_steps` is left and it has been summed up."""
+    total = config.trainer.total_steps
+    names = [re.match(r"step-(\d+)", path.name) for path in (out / "checkpoints").glob("step-*")]
+    if max((int(name[1]) for name in names if name), default=-1) < total:
+        return None  # seen without reading a whole checkpoint
+    newest = checkpoint.latest(out / "checkpoints", warnings_out=[])
+    summary = open_run(out).saved_summary
+    if newest is None or newest.step < total or (newest.step == total and summary is None):
+        return None
+    nothing = {"before": None, "after": None, "steps": newest.step, "total_steps": total, "interrupted": False}
+    return RunResult(out, summary or nothing, f"nothing left to do: the run is at step {newest.step} of {total}")
+
+
+def peak_rss_mb() -> float:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return round(peak / (1024 if sys.platform != "darwin" else 1024 * 1024), 1)

@@ -1,0 +1,55 @@
+"""The types that cross stage borders, one for each stage, each complete when its stage hands it on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from toolwise.types.results import EvaluateResult, EvaluationFault, MetricResult, StepOutput
+from toolwise.types.rollouts import (
+    Action,
+    AnnotatedRollout,
+    CreditedRollout,
+    Rollout,
+    RouteDecision,
+    ScoredRollout,
+    StepData,
+    StopReason,
+    Task,
+    TokenLogprobs,
+    Usage,
+)
+from toolwise.types.thinking import (
+    Alternative,
+    LevelScore,
+    RolloutThinking,
+    ThinkingByRollout,
+    ThinkingGroup,
+    ThinkingStep,
+)
+
+if TYPE_CHECKING:
+    from toolwise.types.thinking import Floats as Floats
+
+__all__ = [
+    "Action",
+    "Alternative",
+    "AnnotatedRollout",
+    "CreditedRollout",
+    "EvaluateResult",
+    "EvaluationFault",
+    "LevelScore",
+    "MetricResult",
+    "Rollout",
+    "RolloutThinking",
+    "RouteDecision",
+    "ScoredRollout",
+    "StepData",
+    "StepOutput",
+    "StopReason",
+    "Task",
+    "ThinkingByRollout",
+    "ThinkingGroup",
+    "ThinkingStep",
+    "TokenLogprobs",
+    "Usage",
+]

@@ -1,0 +1,100 @@
+"""The price of thought outside the four: who pays it, by hand, and that only credit has seen it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from rlvcr_cases import thinking_step, thoughtful
+
+from toolwise.advantages import Gigpo, Grpo, MonitoredEstimator, Rlvcr
+from toolwise.learner.kl import KlCoefficient
+from toolwise.learner.kl_reward import KlRewardEstimator
+from toolwise.types import AnnotatedRollout
+
+
+def rollout(name: str, spent: list[int], rewards: list[float | None]) -> AnnotatedRollout:
+    """A score of 1 at a price of 0.1 a thinking token; every step in the state of its number."""
+    made = thoughtful(1.0, [thinking_step(4, tokens={4: tokens}) for tokens in spent], name=name, price=0.1)
+    steps = tuple(
+        step.model_copy(update={"base_reward": reward, "step_info": {"state_key": str(index)}})
+        for index, (step, reward) in enumerate(zip(made.scored.steps, rewards, strict=True))
+    )
+    return replace(made, scored=replace(made.scored, steps=steps))
+
+
+def returns(found: list) -> list[list[float]]:
+    return [[round(step.return_to_go, 6) for step in credited.steps] for credited in found]
+
+
+def test_it_is_not_in_the_scores() -> None:
+    batch = [rollout("long", [6, 0], [None, None]), rollout("short", [0], [None])]
+    priced = MonitoredEstimator(Grpo(norm_by_std=False), Rlvcr(), priced=True)
+    long, short = priced(batch)
+    assert (long.steps[0].advantage, short.steps[0].advantage) == pytest.approx((-0.15, 0.15))  # 3 a step, against none
+    assert long.annotated is batch[0]
+    assert priced.learns_from_equal_scores(1.0)
+
+
+def test_steps_with_rewards_of_their_own_pay_for_their_own_thoughts() -> None:
+    """6 tokens in the first of two steps: 0.3 off its return, nothing off the second's; rewards are as given."""
+    batch = [rollout("long", [6, 0], [0.0, 1.0]), rollout("short", [0, 0], [0.0, 1.0])]
+    gigpo = Gigpo(gamma=1.0, omega=0.5, normalization="mean_norm")
+    found = MonitoredEstimator(gigpo, Rlvcr(), priced=True)(batch)
+    assert returns(found) == [[0.7, 1.0], [1.0, 1.0]]
+    # Scores of 0.7 and 1, and the same for the first steps: ∓0.15 by either; second steps are equal by themselves.
+    assert [step.advantage for c in found for step in c.steps] == pytest.approx([-0.15, -0.075, 0.15, 0.075])
+    assert [step.base_reward for c in found for step in c.steps] == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_steps_without_a_reward_pay_for_their_own_thoughts_too() -> None:
+    """The last step gets the score of 1 either way; 6 tokens in the first of two steps cost 0.3 there."""
+    batch = [rollout("long", [6, 0], [0.0, None]), rollout("short", [0, 0], [None, None])]
+    found = MonitoredEstimator(Gigpo(gamma=1.0), Rlvcr(), priced=True)(batch)
+    assert returns(found) == [[0.7, 1.0], [1.0, 1.0]]
+    assert [step.base_reward for c in found for step in c.steps] == [0.0, None, None, None]
+
+
+def test_the_price_comes_after_the_remainder() -> None:
+    """Steps that paid 0.2 of a score of 1 leave 1.2 for the end, whatever was thought; defaults come on top."""
+    batch = [rollout("long", [6, 0, 0], [-0.2, 0.0, None]), rollout("short", [0, 0, 0], [-0.2, None, 0.0])]
+    gigpo = Gigpo(gamma=1.0, omega=1.0, normalization="mean_norm", default_step_reward=0.5)
+    found = MonitoredEstimator(gigpo, Rlvcr(), priced=True)(batch)
+    assert returns(found) == [[1.3, 1.7, 1.7], [1.5, 1.7, 1.2]]
+    assert [c.steps[0].advantage for c in found] == pytest.approx([-0.1, 0.1])  # of 1.3 and 1.5 in all
+
+
+def test_whole_rollouts_pay_once_where_step_rewards_are_added() -> None:
+    batch = [rollout("long", [6, 0], [0.5, 0.0]), rollout("short", [0, 0], [0.5, 0.0])]
+    grpo = Grpo(norm_by_std=False, terminal_score="add")
+    long, short = MonitoredEstimator(grpo, Rlvcr(), priced=True)(batch)
+    assert (long.steps[0].advantage, short.steps[0].advantage) == pytest.approx((-0.15, 0.15))
+
+
+def test_rollouts_that_were_not_thought_over_cost_nothing() -> None:
+    batch = [replace(rollout(name, [6], [1.0]), thinking=None) for name in "ab"]
+    for found in MonitoredEstimator(Gigpo(), Rlvcr(), priced=True)(batch):
+        assert found.steps[0].return_to_go == 1.0
+        np.testing.assert_array_equal(found.advantages[0], 0.0)
+
+
+@pytest.mark.parametrize("kl_too", [False, True])
+def test_nobody_pays_twice_where_the_score_is_added(kl_too: bool) -> None:
+    batch = [rollout("long", [6, 0], [0.0, 0.0]), rollout("short", [0, 0], [0.0, 0.0])]
+    batch = [replace(r, ref_logprobs=tuple(np.full(6, -1.0, np.float32) for _ in range(2))) for r in batch]
+    gigpo = Gigpo(gamma=1.0, terminal_score="add")
+    inner = KlRewardEstimator(gigpo, KlCoefficient(0.1)) if kl_too else gigpo  # which has not left its reference
+    assert returns(MonitoredEstimator(inner, Rlvcr(), priced=True)(batch)) == [[0.7, 1.0], [1.0, 1.0]]
+
+
+def test_where_no_score_is_told_steps_without_a_reward_pay_as_well() -> None:
+    batch = [rollout("long", [6, 0], [None, 1.0]), rollout("short", [0, 0], [0.0, 1.0])]
+    gigpo = Gigpo(gamma=1.0, terminal_score="never", default_step_reward=0.5)
+    found = MonitoredEstimator(gigpo, Rlvcr(), priced=True)(batch)
+    assert returns(found) == [[1.2, 1.0], [1.0, 1.0]]
+    assert found[0].steps[0].base_reward is None

@@ -1,0 +1,173 @@
+"""Exporting: a folder that plain transformers loads and that says the same, whole or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from toolwise.agent.export import export_model
+from toolwise.agent.export.folder import find_model
+from toolwise.errors import CheckpointError, ConfigError, ModelError
+from toolwise.training.checkpoint import save
+
+SAY = """
+import json, sys
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+torch.set_num_threads(1)
+said = []
+for folder in sys.argv[1:]:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    dtype = AutoConfig.from_pretrained(folder).dtype
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)  # not every CPU multiplies bfloat16
+    question = [{"role": "user", "content": "What is 3 + 4?"}]
+    asked = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    told = model.generate(**asked, max_new_tokens=12, do_sample=False)[0].tolist()
+    said.append([str(dtype), told])
+assert "toolwise" not in sys.modules
+print(json.dumps(said))
+"""
+
+
+def say(*folders: Path) -> list[list[object]]:
+    """What plain transformers makes of them, in a process that knows nothing of us."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-I", "-c", SAY, *map(str, folders)], env=environment, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    found: list[list[object]] = json.loads(ended.stdout)
+    return found
+
+
+def test_plain_transformers_says_the_same_with_it(trained: Path, tmp_path: Path) -> None:
+    plain = export_model(trained, tmp_path / "deep" / "plain").out
+    half = export_model(trained, tmp_path / "half", dtype="bfloat16").out
+    inside = trained / "checkpoints" / "step-000010" / "model"
+    saved, exported, rounded = say(inside, plain, half)
+    assert exported == saved
+    assert (saved[0], rounded[0]) == ("torch.float32", "torch.bfloat16")
+    assert rounded[1] == saved[1]
+
+
+def test_it_is_all_there_for_all_to_read(trained: Path, tmp_path: Path) -> None:
+    out = export_model(trained, tmp_path / "out", dtype="float16").out
+    assert sorted(path.name for path in out.iterdir()) == [
+        "README.md",
+        "chat_template.jinja",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert len({stat.S_IMODE(path.stat().st_mode) for path in out.iterdir()}) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_latest_is_exported_or_the_best_or_the_one_named(trained: Path, tmp_path: Path) -> None:
+    assert find_model(trained)[1].step == 10
+    assert find_model(trained, "score")[1].step == 5
+    assert find_model(trained, "-cost")[1].step == 0
+    named = trained / "checkpoints" / "step-000000"
+    assert (find_model(named)[0], find_model(named)[1].step) == (trained.resolve(), 0)
+    done = export_model(trained, tmp_path / "out", best="score")
+    assert (done.checkpoint.step, done.dtype) == (5, "float32")
+    assert "| steps | 5 of" in (done.out / "README.md").read_text(encoding="utf-8")
+
+
+def test_nothing_is_overwritten(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes").write_text("mine")
+    for name in ("file", "full"):
+        with pytest.raises(ConfigError, match=f"{name} is there already: choose another --out"):
+            export_model(trained, tmp_path / name)
+    assert (tmp_path / "full" / "notes").read_text() == "mine"
+    (tmp_path / "empty").mkdir()
+    assert (export_model(trained, tmp_path / "empty").out / "config.json").is_file()
+
+
+def test_what_is_no_run_is_said_to_be_none(trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no config\.toml: name a run's folder"):
+        find_model(tmp_path)
+    with pytest.raises(ConfigError, match="is one checkpoint: name its run"):
+        find_model(trained / "checkpoints" / "step-000005", "score")
+    with pytest.raises(CheckpointError, match="was validated for 'correct': there is cost, score"):
+        find_model(trained, "correct")
+    (tmp_path / "config.toml").write_text("")
+    with pytest.raises(CheckpointError, match="has no whole checkpoint yet"):
+        find_model(tmp_path)
+
+
+def test_a_damaged_checkpoint_is_not_passed_over_in_silence(trained: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    (run / "checkpoints" / "step-000010" / "model" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"step-000010.*config\.json has 2 bytes"):
+        export_model(run, tmp_path / "out")
+    assert export_model(run / "checkpoints" / "step-000005", tmp_path / "out").checkpoint.step == 5
+
+
+def test_a_model_that_does_not_load_is_not_left_behind(trained: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+
+    def write_half(folder: Path) -> None:
+        shutil.copytree(trained / "checkpoints" / "step-000010" / "model", folder, dirs_exist_ok=True)
+        (folder / "tokenizer.json").write_text("{")
+
+    save(run / "checkpoints", 11, {"a": {}}, extra_files={"model": write_half})
+    with pytest.raises(ModelError, match="what was exported does not load") as caught:
+        export_model(run, tmp_path / "out")
+    assert "\n" not in str(caught.value)
+    save(run / "checkpoints", 12, {"a": {}})
+    with pytest.raises(CheckpointError, match="holds no model to export"):
+        export_model(run, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_generation_config_is_made_where_there_is_none(trained: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+
+    def write_without(folder: Path) -> None:
+        shutil.copytree(trained / "checkpoints" / "step-000010" / "model", folder, dirs_exist_ok=True)
+        (folder / "generation_config.json").unlink()
+
+    save(run / "checkpoints", 11, {"a": {}}, extra_files={"model": write_without})
+    out = export_model(run, tmp_path / "out").out
+    assert json.loads((out / "generation_config.json").read_bytes())["eos_token_id"] == 2033
+
+
+def test_a_checkpoint_that_its_run_prunes_meanwhile_is_one_line(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    copy = shutil.copyfile
+
+    def prune_first(source: Path, target: Path) -> None:
+        shutil.rmtree(run / "checkpoints" / "step-000010", ignore_errors=True)
+        copy(source, target)
+
+    monkeypatch.setattr(shutil, "copyfile", prune_first)
+    with pytest.raises(CheckpointError, match="was removed by its run while it was read: try again"):
+        export_model(run, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_disk_that_is_full_is_one_line_and_leaves_nothing(trained: Path, tmp_path: Path, dtype: str | None) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(ModelError, match=rf"^cannot write {tmp_path}/out: File too large; nothing was left there$"):
+            export_model(trained, tmp_path / "out", dtype=dtype)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,46 @@
+"""The parts of a trial one by one; what each fault looks like to an author is in test_conformance.py."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from toolwise.checks.tool.tool_trial import ToolTrial
+from toolwise.tools.builtin.calculator import CalculatorTool
+
+
+def trial() -> ToolTrial:
+    return ToolTrial(CalculatorTool(), [{"expression": "1 + 1"}, {"expression": "1 /"}], {}, 5.0)
+
+
+def test_every_part_says_what_it_saw() -> None:
+    async def run() -> list[str]:
+        tried = trial()
+        parts = (
+            tried.life_cycle,
+            tried.results,
+            tried.equal_calls,
+            tried.instances,
+            tried.concurrent_instances,
+            tried.cancellation,
+        )
+        return [(await part())[0] for part in parts]
+
+    assert asyncio.run(run()) == ["ok"] * 6
+
+
+def test_the_slowest_call_is_remembered() -> None:
+    tried = trial()
+    asyncio.run(tried.results())
+    assert 0 < tried.slowest_s < 5
+
+
+def test_a_loop_that_was_kept_waiting_is_noticed() -> None:
+    async def run(block_s: float) -> str:
+        tried = trial()
+        async with tried.monitor_event_loop():
+            await asyncio.sleep(0.05)
+            time.sleep(block_s)  # noqa: ASYNC251
+        return tried.loop_verdict()[0]
+
+    assert asyncio.run(run(0.7)) == "wrong"

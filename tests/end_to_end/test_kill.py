@@ -1,0 +1,144 @@
+"""A run that is killed without warning, over and over, and resumed each time: nothing is lost, doubled or torn."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from toolwise.training import checkpoint
+
+SAVE_EVERY, VALIDATE_EVERY, HELD_OUT = 2, 3, 8
+START, STEP, SAVING, SAVED = "", r"step-\d+\.jsonl", r"step-\d+\.tmp-.*", r"step-\d+"
+Moment = tuple[str, float]
+"""What has to appear among rollouts and checkpoints, and how many seconds after that to strike."""
+
+
+class Victim:
+    """A demo in a folder, and what must not change in it any more."""
+
+    def __init__(self, out: Path, steps: int) -> None:
+        self.out, self.steps = out, steps
+        self.kills = 0
+        self.kept_step = -1
+        self.kept: dict[str, bytes] = {}
+
+    def start(self) -> subprocess.Popen[bytes]:
+        settings = {
+            "trainer.total_steps": self.steps,
+            "trainer.save_every": SAVE_EVERY,
+            "validation.every": VALIDATE_EVERY,
+            "data.batch_size": 2,
+            "data.val_limit": HELD_OUT,
+            "rollout.n": 6,
+            "rollout.max_new_tokens": 24,
+            "multi_turn.max_turns": 2,
+        }
+        words = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+        words += ["--resume"] if (self.out / "config.toml").exists() else []
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "toolwise", "demo", "--out", str(self.out), *words]
+        with self.out.with_suffix(".stderr").open("ab") as err:
+            return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=err)
+
+    def live(self, moments: Iterable[Moment]) -> None:
+        """Killed at each of these moments, and in the end left alone."""
+        for sign, delay_s in moments:
+            child = self.start()
+            there = self.signs()
+            while sign and child.poll() is None and not any(re.fullmatch(sign, s) for s in self.signs() - there):
+                time.sleep(0.001)
+            time.sleep(delay_s)
+            child.kill()
+            if child.wait() == 0:
+                return
+            self.kills += 1
+            self.check_kept()
+        assert self.start().wait() == 0, self.out.with_suffix(".stderr").read_text()
+
+    def signs(self) -> set[str]:
+        return {path.name for path in (*self.out.glob("rollouts/*"), *self.out.glob("checkpoints/*"))}
+
+    def check_kept(self) -> None:
+        """Whatever a checkpoint vouched for is still there, byte for byte; none of it was ever done again."""
+        found = checkpoint.latest(self.out / "checkpoints")
+        step = found.step if found is not None else -1
+        assert step >= self.kept_step
+        kept = self.record_until(step)
+        assert {name: kept.get(name) for name in self.kept} == self.kept
+        self.kept_step, self.kept = step, kept
+
+    def record_until(self, last: int) -> dict[str, bytes]:
+        """Metrics and rollouts up to a step. A step's metrics have times in them: done again, they would be others."""
+        record = {}
+        file = self.out / "metrics.jsonl"
+        for line in file.read_bytes().split(b"\n")[:-1] if file.exists() else ():
+            if (step := json.loads(line)["step"]) <= last:
+                record[f"metrics {step} {b'eval/' in line}"] = line
+        for path in self.out.glob("rollouts/????-*.*"):
+            if int(path.stem.partition("-")[2]) <= last:
+                record[path.name] = path.read_bytes()
+        return record
+
+    def check_whole(self) -> None:
+        """The run is over, and its folder is that of a run that nobody ever disturbed."""
+        self.check_kept()
+        steps = range(1, self.steps + 1)
+        validated = [0, *(step for step in steps if step % VALIDATE_EVERY == 0 or step == self.steps)]
+        lines = [json.loads(line) for line in (self.out / "metrics.jsonl").read_bytes().splitlines()]
+        assert [line["step"] for line in lines if "eval/n" not in line] == list(steps)
+        assert [line["step"] for line in lines if "eval/n" in line] == validated
+        assert [line["step"] for line in lines] == sorted(line["step"] for line in lines)
+        names = [f"step-{step:06d}" for step in steps] + [f"eval-{step:06d}" for step in validated]
+        found = sorted(path.name for path in (self.out / "rollouts").iterdir())
+        assert found == sorted(f"{name}.{end}" for name in names for end in ("jsonl", "safetensors"))
+        for name in names:
+            records = [json.loads(line) for line in (self.out / "rollouts" / f"{name}.jsonl").open("rb")]
+            assert len(records) == (HELD_OUT if name.startswith("eval") else 12)
+            with safe_open(self.out / "rollouts" / f"{name}.safetensors", framework="np") as file:
+                told = json.loads(file.metadata()["steps"])
+            assert {rollout_id for rollout_id, _ in told} <= {record["rollout_id"] for record in records}
+        assert [str(path) for path in self.out.rglob("*") if re.search(r"\.(tmp|old)\b", path.name)] == []
+        kept = sorted(path.name for path in (self.out / "checkpoints").iterdir())
+        last_two = [f"step-{self.steps - SAVE_EVERY:06d}", f"step-{self.steps:06d}"]
+        assert kept[-2:] == last_two
+        assert len(kept) <= 3  # and the best, where it is older
+        summary = json.loads((self.out / "summary.json").read_bytes())
+        assert (summary["steps"], summary["interrupted"]) == (self.steps, False)
+        assert summary["before"]["n"] == summary["after"]["n"] == HELD_OUT
+        assert (self.out / "report.html").is_file()
+
+
+def test_a_run_survives_two_kills(tmp_path: Path) -> None:
+    """One in the step after its second checkpoint, one in the middle of writing the third."""
+    victim = Victim(tmp_path / "run", steps=6)
+    rng = random.Random(1)
+    victim.live([("step-000002", rng.uniform(0, 0.3)), (SAVING, rng.uniform(0, 0.05))])
+    assert victim.kills == 2
+    assert victim.kept_step >= 2
+    victim.check_whole()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_run_survives_ten_kills(seed: int, tmp_path: Path) -> None:
+    """Spread over its life: while it starts, before its first checkpoint, in the middle of steps and of checkpoints."""
+    rng = random.Random(seed)
+    moments: list[Moment] = [(START, rng.uniform(0, 1)), (START, rng.uniform(4, 7))]
+    moments += [(SAVING, rng.uniform(0, 0.1)) for _ in range(3)]
+    moments += [(STEP, rng.uniform(0, 0.4)) for _ in range(3)]
+    moments += [(SAVED, rng.uniform(0, 0.1)) for _ in range(2)]
+    rng.shuffle(moments)
+    victim = Victim(tmp_path / "run", steps=20)
+    victim.live(moments)
+    assert victim.kills == 10
+    victim.check_whole()

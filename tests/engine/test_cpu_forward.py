@@ -1,0 +1,76 @@
+"""The lean forward is the stock one in fewer calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_cases import random_ids, tiny
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import GemmaConfig, GemmaForCausalLM
+
+from toolwise.engine.cpu_forward import CpuForward, rope_per_step, supports_cpu_forward
+
+ROWS, LENGTH = 3, 11
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-rope", "qwen2", "qwen3", "builtin"])
+@torch.inference_mode()
+def test_token_by_token_it_gives_what_the_stock_forward_gives(family: str) -> None:
+    model = tiny(family)
+    assert supports_cpu_forward(model)
+    trunk = model.get_decoder()
+    ids = torch.tensor([random_ids(LENGTH, seed) for seed in range(ROWS)])
+    past: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        new = key[:, :, None], value[:, :, None]
+        past[layer] = tuple(torch.cat(pair, 2) for pair in zip(past[layer], new, strict=True)) if layer in past else new
+        out = scaled_dot_product_attention(query[:, :, None], *past[layer], scale=scale, enable_gqa=True)
+        return out.reshape(ROWS, -1)
+
+    lean, ropes = CpuForward(trunk), rope_per_step(trunk, np.zeros(ROWS, dtype=np.int64), LENGTH)
+    found = torch.stack([lean.forward(ids[:, at], ropes[at], attend) for at in range(LENGTH)], 1)
+    torch.testing.assert_close(found, trunk(input_ids=ids).last_hidden_state, atol=2e-5, rtol=1e-4)
+
+
+def test_positions_differ_from_row_to_row() -> None:
+    trunk = tiny().get_decoder()
+    (cos, sin), _ = rope_per_step(trunk, np.array([3, 7]), 2)
+    expected = trunk.rotary_emb(trunk.embed_tokens.weight, torch.tensor([[3, 7]]))
+    torch.testing.assert_close(cos[:, 0], expected[0][0])
+    torch.testing.assert_close(sin[:, 0].abs(), expected[1][0].abs())
+
+
+def other(kind: str) -> Any:
+    if kind == "another family":
+        shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        return GemmaForCausalLM(GemmaConfig(vocab_size=50, num_key_value_heads=1, head_dim=8, **shape))
+    if kind == "another activation":
+        return tiny(hidden_act="gelu")
+    if kind == "half precision":
+        return tiny().bfloat16()
+    if kind == "a rope that changes with the length":
+        return tiny(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0})
+    model = tiny()
+    attention = model.get_decoder().layers[1].self_attn
+    attention.q_proj = type("Adapted", (torch.nn.Linear,), {})(32, 32, bias=False)
+    return model
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "another family",
+        "another activation",
+        "half precision",
+        "a rope that changes with the length",
+        "a projection of another kind",
+    ],
+)
+def test_other_models_go_the_stock_way(kind: str) -> None:
+    assert supports_cpu_forward(tiny())
+    assert not supports_cpu_forward(other(kind))

@@ -1,0 +1,114 @@
+"""The pool: every draw of every cell, resumed after a kill, and never mixed with another's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from toolwise.config.schema import RewardConfig, SandboxConfig
+from toolwise.errors import DataError
+from toolwise.frontier.outcomes import OutcomeTable
+from toolwise.frontier.rollout_pool import PoolPlan, fill_pool, score_of
+from toolwise.policies.scripted import ScriptedPolicy
+from toolwise.rollout.scheduler import RolloutScheduler
+from toolwise.tools.catalog import build_tools
+from toolwise.training.scoring import Scoring, build_scoring
+from toolwise.types import EvaluateResult, MetricResult, Rollout, RouteDecision, StopReason, Task, Usage
+
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "20 + 3"}}\n</tool_call>'
+TASKS = [
+    Task(task_id=f"t{i}", prompt=[{"role": "user", "content": "20 + 3?"}], ground_truth=str(23 - i)) for i in range(3)
+]
+
+
+@pytest.fixture
+def scoring() -> Iterator[Scoring]:
+    made = build_scoring(
+        RewardConfig(function="toolwise.demo.reward:small_world_reward", sandbox=SandboxConfig(tier="off"))
+    )
+    yield made
+    made.close()
+
+
+def begin(tools: tuple[str, ...] | None) -> Any:
+    return lambda task, seed: RouteDecision(task, f"{task.task_id}/{tools}", 1, seed, task.prompt, tools=tools)
+
+
+def plan(tasks: list[Task] = TASKS, **more: Any) -> PoolPlan:
+    return PoolPlan(tasks, {"ANSWER": begin(()), "CALCULATE": begin(("calculator",))}, draws=2, **more)
+
+
+def fill(the_plan: PoolPlan, path: Path, scoring: Scoring, counted: list[int] | None = None) -> OutcomeTable:
+    scheduler = RolloutScheduler(ScriptedPolicy([CALL, "Answer: 23"], parser="hermes"), build_tools(["calculator"]))
+
+    def cost(rollout: Rollout) -> float:
+        if counted is not None:
+            counted.append(1)
+        return rollout.usage.cost
+
+    return asyncio.run(fill_pool(the_plan, path, scheduler, scoring, cost, tasks_at_once=1))
+
+
+def test_every_draw_of_every_cell_is_there_with_its_score_and_cost(scoring: Scoring, tmp_path: Path) -> None:
+    found = fill(plan(), tmp_path / "pool.jsonl", scoring)
+    assert found.row_ids == ("t0", "t1", "t2")
+    assert found.scores.shape == (3, 2, 2)
+    assert found.scores[:, 1, :].tolist() == [[1, 1], [0, 0], [0, 0]]  # "correct", not the score less the price
+    assert found.costs[:, 0, :].sum() == 0  # the tool was not on offer
+    assert (found.costs[:, 1, :] == 1).all()
+
+
+def test_who_goes_on_rolls_out_only_what_is_missing(scoring: Scoring, tmp_path: Path) -> None:
+    path = tmp_path / "pool.jsonl"
+    whole = fill(plan(), path, scoring)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(lines[:4]) + "\n" + lines[4][:30])  # killed in the middle of a line
+    counted: list[int] = []
+    again = fill(plan(), path, scoring, counted)
+    assert len(counted) == 3 * 2  # three cells of two draws
+    assert np.array_equal(again.scores, whole.scores)
+    counted.clear()
+    fill(plan(), path, scoring, counted)
+    assert counted == []
+    assert json.loads(path.read_text().splitlines()[0])["draws"] == 2
+
+
+@pytest.mark.parametrize("other", [{"seed": 1}, {"metric": "score"}, {"of": {"model": "another"}}])
+def test_a_pool_of_something_else_is_not_gone_on_with(scoring: Scoring, tmp_path: Path, other: dict[str, Any]) -> None:
+    path = tmp_path / "pool.jsonl"
+    fill(plan(TASKS[:1]), path, scoring)
+    with pytest.raises(DataError, match=f"something else \\({next(iter(other))} differs"):
+        fill(plan(TASKS[:1], **other), path, scoring)
+
+
+def test_seeds_depend_on_the_cell_and_not_on_its_place(scoring: Scoring, tmp_path: Path) -> None:
+    seen: dict[str, int] = {}
+
+    def noting(task: Task, seed: int) -> RouteDecision:
+        assert seen.setdefault(task.task_id, seed) == seed
+        return begin(())(task, seed)  # type: ignore[no-any-return]
+
+    for number, tasks in enumerate((TASKS, TASKS[::-1], TASKS[1:])):
+        fill(PoolPlan(tasks, {"ANSWER": noting}, draws=1), tmp_path / f"{number}.jsonl", scoring)
+    assert len(set(seen.values())) == 3
+
+
+def rollout(stop: StopReason = StopReason.ANSWERED) -> Rollout:
+    return Rollout("r", "g", 0, 0, TASKS[0], None, (), (), stop, Usage())
+
+
+def test_what_could_not_be_scored_has_no_score_and_is_no_zero() -> None:
+    good = EvaluateResult(score=0.5, metrics={"correct": MetricResult(score=1.0)})
+    assert score_of(rollout(), good, "auto") == 1.0
+    assert score_of(rollout(), good, "score") == 0.5
+    assert score_of(rollout(), EvaluateResult(score=0.25), "auto") == 0.25
+    assert score_of(rollout(StopReason.POLICY_FAULT), good, "auto") is None
+    assert score_of(rollout(), EvaluateResult(is_score_valid=False), "auto") is None
+    with pytest.raises(DataError, match="choose --metric among score, correct"):
+        score_of(rollout(), good, "speed")

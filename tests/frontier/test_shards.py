@@ -1,0 +1,82 @@
+"""Shares of a pool: put together whole, once, and never with another pool's."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from toolwise.errors import DataError, ToolwiseError
+from toolwise.frontier.rollout_pool import PoolPlan, append_cells, read_cells
+from toolwise.frontier.shards import count_cells, merge_shards, run_in_processes, shard_path, shard_paths
+
+PLAN = PoolPlan([], {}, draws=1)
+
+
+def cell(name: str, said: str = "") -> dict[str, object]:
+    return {"task_id": name, "route": "ANSWER", "draws": [{"score": 1.0, "cost": 0.0, "said": said}]}
+
+
+def test_shares_go_into_the_pool_once_and_are_gone(tmp_path: Path) -> None:
+    pool = tmp_path / "pool.jsonl"
+    append_cells(pool, PLAN, [cell("a", "first")])
+    append_cells(shard_path(pool, 0, 2), PLAN, [cell("a", "again"), cell("b")])
+    append_cells(shard_path(pool, 1, 2), PLAN, [cell("c")])
+    assert count_cells([pool, *shard_paths(pool)]) == 4
+    merge_shards(pool, PLAN)
+    found = read_cells(pool, PLAN)
+    assert sorted(name for name, _ in found) == ["a", "b", "c"]
+    assert found["a", "ANSWER"]["draws"][0]["said"] == "first"
+    assert shard_paths(pool) == []
+    assert pool.read_text().count("\n") == 4
+
+
+def test_a_line_that_was_cut_off_is_not_there(tmp_path: Path) -> None:
+    pool = tmp_path / "pool.jsonl"
+    append_cells(shard_path(pool, 0, 2), PLAN, [cell("a"), cell("b")])
+    share = shard_path(pool, 0, 2)
+    share.write_text(share.read_text()[:-20])
+    merge_shards(pool, PLAN)
+    assert list(read_cells(pool, PLAN)) == [("a", "ANSWER")]
+
+
+def test_shares_of_something_else_are_refused_and_stay(tmp_path: Path) -> None:
+    pool = tmp_path / "pool.jsonl"
+    append_cells(shard_path(pool, 0, 2), PoolPlan([], {}, draws=1, seed=5), [cell("a")])
+    with pytest.raises(DataError, match="seed differs"):
+        merge_shards(pool, PLAN)
+    assert len(shard_paths(pool)) == 1
+
+
+def test_one_share_is_the_pool_itself(tmp_path: Path) -> None:
+    assert shard_path(tmp_path / "pool.jsonl", 0, 1) == tmp_path / "pool.jsonl"
+
+
+WORK = """
+from pathlib import Path
+from toolwise.errors import ToolwiseError
+
+def leave(told, number, of):
+    folder = Path(told["folder"])
+    (folder / f"{number}-of-{of}").touch()
+    if number == 1 and (folder / "fail").exists():
+        raise ToolwiseError("there is nothing to be had here")
+"""
+
+
+def test_every_process_has_its_number_and_one_that_fails_is_told_of(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "some_work.py").write_text(WORK)
+    monkeypatch.syspath_prepend(tmp_path / "code")
+    folder = tmp_path / "made"
+    folder.mkdir()
+    told = {"folder": str(folder)}
+    asyncio.run(run_in_processes("some_work:leave", told, 2))
+    assert {path.name for path in folder.iterdir()} == {"0-of-2", "1-of-2"}
+    (folder / "fail").touch()
+    with pytest.raises(ToolwiseError, match="1 of 2 processes"):
+        asyncio.run(run_in_processes("some_work:leave", told, 2))
+    assert "toolwise: there is nothing to be had here" in capfd.readouterr().err

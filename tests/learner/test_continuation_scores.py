@@ -1,0 +1,55 @@
+"""Given continuations scored in packed passes: what they share once, whatever the passes are."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from math import log
+
+import torch
+from learner_cases import tiny_model
+from precision import assert_fp32_close
+
+from toolwise.learner.batch import MicroBatchSettings
+from toolwise.learner.continuation_scores import ContinuationScorer
+from toolwise.thinking.thinking_model import ScoringRequest
+
+CONTEXTS = [
+    ScoringRequest([3, 4, 5, 6, 7, 8], ([9, 10], [9, 11, 12], [13])),
+    ScoringRequest([3, 4, 5, 6, 7, 8, 9, 14], ([9, 10],)),
+    ScoringRequest([20], ([21, 22, 23],)),
+]
+
+
+def test_equal_to_one_at_a_time_however_they_are_cut() -> None:
+    model = tiny_model()
+    exact = deepcopy(model).double()
+    for cut in (
+        MicroBatchSettings(),
+        MicroBatchSettings(share_prefixes=False),
+        MicroBatchSettings(max_tokens=6, chunk_tokens=2),
+    ):
+        found = ContinuationScorer(model, cut)(CONTEXTS, 0.7)
+        for context, scores in zip(CONTEXTS, found, strict=True):
+            for ids, score in zip(context.continuations, scores, strict=True):
+                with torch.no_grad():
+                    logits = exact(input_ids=torch.tensor([[*context.prefix_ids, *ids]])).logits[0]
+                logp = torch.log_softmax(logits[len(context.prefix_ids) - 1 : -1] / 0.7, -1)
+                assert_fp32_close(score.logprobs, logp.gather(-1, torch.tensor(ids)[:, None])[:, 0])
+                assert_fp32_close(score.entropies, -(logp.exp() * logp).sum(-1), scale=log(model.config.vocab_size))
+
+
+def test_what_contexts_share_is_computed_once() -> None:
+    shared, whole = (
+        ContinuationScorer(tiny_model()),
+        ContinuationScorer(tiny_model(), MicroBatchSettings(share_prefixes=False)),
+    )
+    shared(CONTEXTS)
+    whole(CONTEXTS)
+    assert shared.total_tokens == whole.total_tokens == 8 + 9 + 7 + 10 + 4
+    # The last token of each row predicts nothing: 6 + (9) + (11) of one history, 14 after it, 9 again, and 20 21 22.
+    assert shared.computed_tokens == 6 + 1 + 1 + 1 + 1 + 3
+    assert whole.computed_tokens == 7 + 8 + 6 + 9 + 3
+
+
+def test_nothing_to_score_is_nothing() -> None:
+    assert ContinuationScorer(tiny_model())([]) == []

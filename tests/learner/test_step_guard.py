@@ -1,0 +1,81 @@
+"""Steps that must not be taken are skipped, counted and named; all others are taken."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from toolwise.learner.step_guard import HISTORY_SIZE, MIN_HISTORY, Guard
+
+
+def calm(guard: Guard, count: int = MIN_HISTORY, norm: float = 1.0) -> None:
+    for _ in range(count):
+        assert guard.admits(norm)
+
+
+@pytest.mark.parametrize("norm", [math.nan, math.inf, -math.inf])
+def test_what_is_not_a_number_is_never_a_step(norm: float, caplog: pytest.LogCaptureFixture) -> None:
+    guard = Guard(None)
+    assert not guard.admits(norm, lambda: ["a", "b", "a"])
+    assert (guard.not_numbers, guard.spikes, guard.skipped) == (1, 0, 1)
+    assert "rollouts a, b" in caplog.text
+
+
+def test_a_spike_is_so_many_times_the_median_of_what_came_before() -> None:
+    guard = Guard(10.0)
+    calm(guard)
+    assert guard.admits(9.9)
+    assert not guard.admits(10.1)
+    assert guard.spikes == 1
+
+
+def test_before_there_is_anything_usual_nothing_is_out_of_line() -> None:
+    guard = Guard(2.0)
+    calm(guard, MIN_HISTORY - 1)
+    assert guard.admits(1e9)
+
+
+def test_steps_without_gradient_do_not_make_the_next_one_a_spike() -> None:
+    guard = Guard(2.0)
+    calm(guard, 100, norm=0.0)
+    assert guard.admits(5.0)
+
+
+def test_what_clipping_leaves_alone_is_no_spike() -> None:
+    """Where groups agree, gradients are tiny; the step in which one does not is the one to learn from."""
+    guard = Guard(10.0, floor=1.0)
+    calm(guard, norm=1e-6)
+    assert guard.admits(0.9)
+    assert not guard.admits(1.1)
+
+
+def test_a_new_usual_is_learned_and_not_skipped_for_ever() -> None:
+    guard = Guard(10.0)
+    calm(guard, HISTORY_SIZE)
+    taken = [guard.admits(100.0) for _ in range(HISTORY_SIZE)]
+    assert not taken[0]
+    assert taken[-1]
+
+
+def test_many_names_are_cut_short(caplog: pytest.LogCaptureFixture) -> None:
+    Guard(None, owner="critic").admits(math.nan, lambda: [f"r{i}" for i in range(9)])
+    assert "an update of the critic is skipped" in caplog.text
+    assert "r4 and 4 more" in caplog.text
+
+
+def test_names_are_asked_for_only_when_they_are_needed() -> None:
+    def never() -> list[str]:
+        raise AssertionError
+
+    assert Guard(None).admits(1.0, never)
+
+
+def test_what_it_remembers_survives_as_plain_data() -> None:
+    guard, fresh = Guard(10.0), Guard(10.0)
+    calm(guard)
+    guard.admits(math.nan)
+    fresh.load_state_dict(json.loads(json.dumps(guard.state_dict())))
+    assert fresh.skipped == 1
+    assert not fresh.admits(10.1)

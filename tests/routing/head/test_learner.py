@@ -1,0 +1,276 @@
+"""The router's learner: one pass of the trunk a prompt, and the right weights moved by the right lessons."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from learner_cases import LR, same, sample, tiny_model, weights
+
+from toolwise.errors import CheckpointError, ConfigError
+from toolwise.learner.actor import Actor
+from toolwise.routing.head.head import HeadSettings, RouterHead
+from toolwise.routing.head.learner import RouterLearner, RouterSettings, trunk_weights
+from toolwise.routing.samples import RouterExample, RouteSample
+
+ROUTES = ("ANSWER", "SEARCH-FAMILY", "CALCULATE-FAMILY")
+PROMPTS = [[3, 4, 5, 6], [3, 4, 9], [7, 8], [3, 4, 5, 6, 8]]
+FAST = RouterSettings(lr=1e-2, entropy_coef=0.05, spike_factor=None)
+
+
+def learner(model: Any = None, settings: RouterSettings = FAST, **head: Any) -> RouterLearner:
+    made = RouterHead(HeadSettings(**({"width": 32, "routes": ROUTES, "seed": 1} | head)))
+    return RouterLearner(model or tiny_model(), made, settings)
+
+
+def strata(router: RouterLearner, best: list[int]) -> list[RouterExample]:
+    """Stratified lessons in which `best` is worth 1 and all else 0."""
+    return [
+        RouterExample(w, (), tuple(float(r == b) - w.probs[b] for r in range(3)))
+        for w, b in zip(router.predict(PROMPTS), best, strict=True)
+    ]
+
+
+def test_route_gives_logits_an_action_and_its_log_prob() -> None:
+    router = learner()
+    torch.nn.init.normal_(router.head.out.weight)
+    routed = router.route(PROMPTS, seed=3)
+    assert routed.router_logits.shape == (4, 3)
+    assert routed.router_logits.dtype == torch.float32
+    chosen = routed.router_logits.log_softmax(-1)[torch.arange(4), routed.router_action]
+    assert torch.equal(routed.router_log_prob, chosen)
+    greedy = router.route(PROMPTS, do_sample=False)
+    assert torch.equal(greedy.router_action, routed.router_logits.argmax(-1))
+
+
+def test_draws_depend_on_the_seed_and_the_place_alone() -> None:
+    router = learner()
+    first = [router.route(PROMPTS, seed=s).router_action.tolist() for s in range(30)]
+    assert first == [router.route(PROMPTS, seed=s).router_action.tolist() for s in range(30)]
+    assert first[4][:2] == router.route(PROMPTS[:2], seed=4).router_action.tolist()
+    assert {a for row in first for a in row} == {0, 1, 2}
+
+
+def test_an_actor_routes_with_its_router_and_says_so_where_it_has_none() -> None:
+    actor = Actor(tiny_model(), LR)
+    with pytest.raises(ConfigError, match=r"router\.enable"):
+        actor.route(PROMPTS)
+    actor.router = learner(actor.model)
+    assert actor.route(PROMPTS, do_sample=False).router_action.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("hidden", [0, 16])
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_it_learns_which_route_each_prompt_wants(hidden: int, epochs: int) -> None:
+    router, best = learner(settings=replace(FAST, epochs=epochs), hidden=hidden), [0, 1, 2, 1]
+    for _ in range(100):
+        metrics = router.learn(strata(router, best))
+    assert router.route(PROMPTS, do_sample=False).router_action.tolist() == best
+    assert metrics["router/updates"] == epochs
+
+
+@pytest.mark.long
+def test_it_learns_from_drawn_routes_too() -> None:
+    router, best = learner(), [0, 1, 2, 1]
+    for step in range(300):
+        weighed, routed = router.predict(PROMPTS), router.route(PROMPTS, seed=step)
+        actions = routed.router_action.tolist()
+        router.learn(
+            [
+                RouterExample(w, (RouteSample(a, 0.0, (), advantage=float(a == b) - w.probs[b]),))
+                for w, a, b in zip(weighed, actions, best, strict=True)
+            ]
+        )
+    assert router.route(PROMPTS, do_sample=False).router_action.tolist() == best
+
+
+def test_a_frozen_trunk_stays_bit_for_bit_and_is_passed_once_a_prompt() -> None:
+    model = tiny_model()
+    before, router = weights(model), learner(model)
+    passes: list[int] = []
+    real = router._encode
+    router.encode = lambda prompts: passes.append(len(prompts)) or real(prompts)  # type: ignore[func-returns-value]
+    router.learn(strata(router, [0, 1, 2, 1]))
+    assert same(weights(model), before)
+    assert passes == [4]  # and not once more to learn
+    assert router.prefills == 4
+    assert all(weight.grad is None for weight in model.parameters())
+
+
+@pytest.mark.parametrize(("backbone", "moved"), [("top", "layers.1."), ("full", "layers.0.")])
+def test_only_the_layers_that_were_named_move(backbone: Any, moved: str) -> None:
+    model = tiny_model()
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    router = learner(model, replace(FAST, backbone=backbone, lr=1e-2, micro_batch_tokens=16))
+    router.learn(strata(router, [0, 1, 2, 1]))  # the head begins at zero: the first step moves nothing under it
+    router.learn(strata(router, [0, 1, 2, 1]))
+    changed = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
+    assert any(moved in name for name in changed)
+    assert any("layers.0." in name for name in changed) == (backbone == "full")
+    assert "lm_head.weight" not in changed
+    assert all(weight.grad is None and weight.requires_grad for weight in model.parameters())
+
+
+def test_the_cut_of_prompts_changes_nothing() -> None:
+    found = []
+    for size in (1, 16, 16_384):
+        model = tiny_model()
+        router = learner(model, replace(FAST, backbone="full", micro_batch_tokens=size, entropy_coef=0.3))
+        for _ in range(3):
+            figures = router.learn(strata(router, [0, 1, 2, 1]))
+        found.append((figures, [*model.parameters(), *router.head.parameters()]))
+    for figures, moved in found[1:]:
+        assert figures["router/loss"] == pytest.approx(found[0][0]["router/loss"], abs=1e-5)
+        for a, b in zip(moved, found[0][1], strict=True):
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
+
+
+def test_the_actors_optimizer_moves_the_head_where_it_is_shared() -> None:
+    model = tiny_model()
+    head = RouterHead(HeadSettings(width=32, routes=ROUTES))
+    actor = Actor(model, LR, extra_parameters=[*head.parameters()])
+    actor.router = RouterLearner(model, head, FAST, optimizer=actor.optimizer)
+    before = weights(model)
+    actor.router.learn(strata(actor.router, [0, 1, 2, 1]))
+    assert head.out.weight.abs().max() > 0
+    assert same(weights(model), before)  # weights without a gradient stay where they are
+    assert "optimizer" not in actor.router.state_dict()
+    actor.update(sample(model, [1.0, -1.0]))
+    assert not same(weights(model), before)
+
+
+def test_an_entropy_bonus_keeps_routes_apart_from_certainty_and_can_fall() -> None:
+    router = learner(settings=replace(FAST, entropy_coef=0.5, entropy_final=0.1, schedule_steps=4))
+    assert router.entropy_coef == 0.5
+    for step in range(6):
+        figures = router.learn(strata(router, [0, 1, 2, 1]))
+        assert router.entropy_coef == pytest.approx(0.5 - 0.4 * min(1.0, (step + 1) / 4))
+    assert 0 < figures["router/entropy"] < math.log(3)
+
+
+def test_labels_pull_and_mixed_rows_do_not() -> None:
+    router = learner(settings=replace(FAST, label_coef=1.0))
+    for _ in range(40):
+        examples = [
+            RouterExample(w, (RouteSample(0, 0.0, ()),), (0.0, 0.0, 0.0), label)
+            for w, label in zip(router.predict(PROMPTS), [2, None, 1, 2], strict=True)
+        ]
+        figures = router.learn(examples)
+    actions = router.route(PROMPTS, do_sample=False).router_action.tolist()
+    assert [actions[0], *actions[2:]] == [2, 1, 2]
+    assert figures["router/label_loss"] < 0.3
+
+
+def test_a_warm_start_takes_nothing_from_the_schedule() -> None:
+    router = learner(tiny_model(), replace(FAST, lr_schedule="linear", schedule_steps=2, entropy_final=0.0))
+    for _ in range(5):
+        router.supervised_step(router.predict(PROMPTS), [0, 1, 2, 1])
+    assert router.entropy_coef == FAST.entropy_coef
+    fresh = learner(tiny_model(), replace(FAST, lr_schedule="linear", schedule_steps=2))
+    rates = [r.learn(strata(r, [0, 1, 2, 1]))["router/lr"] for r in (router, fresh)]
+    assert rates[0] == rates[1] > 0
+
+
+def test_a_head_of_another_run_is_loaded_whole_or_not_at_all(tmp_path: Path) -> None:
+    taught = learner(tiny_model(), FAST)
+    taught.supervised_step(taught.predict(PROMPTS), [0, 1, 2, 1])
+    taught.save(tmp_path, {"multipliers": {"cost": 0.5}})
+    other = learner(tiny_model(), FAST)
+    assert other.load(tmp_path)["multipliers"] == {"cost": 0.5}
+    assert torch.equal(other.head.out.weight, taught.head.out.weight)
+    wide = RouterLearner(tiny_model(), RouterHead(replace(taught.head.settings, hidden=8)), FAST)
+    with pytest.raises(CheckpointError, match="has a router with another head than the run's"):
+        wide.load(tmp_path)
+
+
+def test_a_warm_start_learns_labels_alone() -> None:
+    router = learner()
+    for _ in range(40):
+        router.supervised_step(router.predict(PROMPTS), [0, 1, 2, 1])
+    assert router.route(PROMPTS, do_sample=False).router_action.tolist() == [0, 1, 2, 1]
+
+
+@pytest.mark.long
+def test_values_are_foreseen_and_any_price_chooses_by_them() -> None:
+    router = learner(settings=replace(FAST, lr=1e-2), mode="value", hidden=32)
+    earned = [(0.1, 0.9, 0.2), (0.8, 0.9, 0.7), (0.0, 0.1, 1.0), (0.5, 0.7, 0.4)]
+    paid = [(0.0, 1.0, 1.0), (0.0, 1.5, 1.0), (0.0, 2.0, 1.0), (0.0, 0.1, 1.0)]
+    for _ in range(400):
+        weighed = router.predict(PROMPTS, [0.0])
+        figures = router.learn(
+            [
+                RouterExample(w, tuple(RouteSample(a, r[a], (c[a],)) for a in range(3)))
+                for w, r, c in zip(weighed, earned, paid, strict=True)
+            ],
+            [0.0],
+        )
+    assert figures["router/calibration/reward"] < 0.1
+    assert figures["router/calibration/cost"] < 0.15
+    found = {
+        price: router.route(PROMPTS, do_sample=False, multipliers=[price]).router_action.tolist()
+        for price in (0, 0.5, 5)
+    }
+    assert found[0] == [1, 1, 2, 1]  # by reward alone
+    assert found[0.5] == [1, 0, 2, 1]
+    assert found[5] == [0, 0, 0, 0]
+
+
+def test_what_was_saved_goes_on_bit_for_bit() -> None:
+    router, best = learner(hidden=8), [0, 1, 2, 1]
+    for _ in range(3):
+        router.learn(strata(router, best))
+    state, again = copy.deepcopy(router.state_dict()), learner(hidden=8, seed=9)
+    again.load_state_dict(state)
+    for made in (router, again):
+        for _ in range(3):
+            made.learn(strata(made, best))
+    for a, b in zip(router.head.parameters(), again.head.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert router.updates == again.updates == 6
+
+
+def test_the_last_heads_are_averaged_into_the_one_that_is_kept(tmp_path: Path) -> None:
+    settings = replace(FAST, schedule_steps=8, average_last=0.25)
+    router, best, heads = learner(settings=settings), [0, 1, 2, 1], []
+    for step in range(8):
+        router.learn(strata(router, best), [float(step)])
+        heads.append(router.head.out.weight.detach().clone())
+        first = router.predict(PROMPTS)[0].logprobs
+        assert (router.predict(PROMPTS, averaged=True)[0].logprobs == first) == (
+            step < 7
+        )  # the mean of one is that one
+    router.save(tmp_path, {"multipliers": {"cost": 9.0}})
+    kept = learner(settings=settings)
+    assert kept.load(tmp_path)["multipliers"] == {"cost": 6.5}  # λ of the same updates
+    torch.testing.assert_close(kept.head.out.weight, (heads[6] + heads[7]) / 2)
+    assert kept.predict(PROMPTS)[2].logprobs == router.predict(PROMPTS, averaged=True)[2].logprobs
+    again = learner(settings=replace(settings, schedule_steps=100), seed=9)
+    again.load_state_dict(copy.deepcopy(router.state_dict()))
+    assert again.average.count == 2
+    again.learn(strata(again, best), [1.0])
+    assert again.average.head is None  # given more steps, it has not come to its end
+
+
+def test_a_head_of_another_shape_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="another head"):
+        learner(hidden=8).load_state_dict(learner(hidden=4).state_dict())
+
+
+def test_no_lessons_move_nothing() -> None:
+    router = learner()
+    assert router.learn([]) == {"router/updates": 0.0}
+    assert router.head.out.weight.abs().max() == 0
+
+
+def test_weights_that_may_not_move_are_not_the_routers_either() -> None:
+    model = tiny_model()
+    model.get_decoder().layers[1].mlp.requires_grad_(False)
+    assert not {id(w) for w in model.get_decoder().layers[1].mlp.parameters()} & {
+        id(w) for w in trunk_weights(model, "top", 1)
+    }
+    assert trunk_weights(model, "frozen", 1) == []

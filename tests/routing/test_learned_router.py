@@ -1,0 +1,342 @@
+"""The learned router with a head that says what it is told: decisions, lessons, budgets, state."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from toolwise.advantages import Grpo
+from toolwise.messages import Message
+from toolwise.routing.actions import ROUTES
+from toolwise.routing.budget import Budget, Budgets
+from toolwise.routing.cost import CallsCost
+from toolwise.routing.learned_router import LearnedRouter, target_of
+from toolwise.routing.options import Conditioning, RouterTraining
+from toolwise.routing.samples import RoutePrediction, RouterExample
+from toolwise.tools.builtin.calculator import CalculatorTool
+from toolwise.tools.builtin.search.tool import SearchTool
+from toolwise.types import (
+    AnnotatedRollout,
+    EvaluateResult,
+    Rollout,
+    RouteDecision,
+    ScoredRollout,
+    StepData,
+    StopReason,
+    Task,
+    Usage,
+)
+
+TOOLS = {"calculator": CalculatorTool({}), "search": SearchTool({})}
+CALLS = ({}, {"search": 1}, {"calculator": 2})
+
+
+class ToldModel:
+    """Gives every prompt the same chances, and keeps what it is taught."""
+
+    def __init__(self, probs: Sequence[float] = (0.5, 0.3, 0.2)) -> None:
+        self.logprobs = tuple(math.log(p) if p else -math.inf for p in probs)
+        self.asked: list[list[Sequence[int]]] = []
+        self.averaged: list[bool] = []
+        self.examples: list[list[RouterExample]] = []
+        self.multipliers: list[Sequence[float]] = []
+        self.imitated: list[list[int]] = []
+
+    def predict(
+        self, prompts: Sequence[Sequence[int]], multipliers: Sequence[float], *, averaged: bool = False
+    ) -> list[RoutePrediction]:
+        self.asked.append(list(prompts))
+        self.averaged.append(averaged)
+        return [RoutePrediction(self.logprobs, tuple(prompt)) for prompt in prompts]
+
+    def learn(self, examples: Sequence[RouterExample], multipliers: Sequence[float]) -> dict[str, float]:
+        self.examples.append(list(examples))
+        self.multipliers.append(multipliers)
+        return {"router/loss": 0.0}
+
+    def supervised_step(self, predictions: Sequence[RoutePrediction], labels: Sequence[int]) -> dict[str, float]:
+        self.imitated.append(list(labels))
+        return {}
+
+    def save(self, folder: Any, metadata: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def load(self, folder: Any) -> dict[str, Any]:
+        return {"multipliers": {"cost": 0.7, "gone": 2.0}}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"told": len(self.examples)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert "told" in state
+
+
+def tasks(count: int, **info: Any) -> list[Task]:
+    return [
+        Task(task_id=f"t{i}", prompt=[Message(role="user", content=f"question {i}?")], extra_info=dict(info))
+        for i in range(count)
+    ]
+
+
+def router(model: ToldModel | None = None, *, limit: float | None = 0.4, **how: Any) -> LearnedRouter:
+    budgets = Budgets([] if limit is None else [Budget(limit, rate=0.5)])
+    return LearnedRouter(
+        model or ToldModel(),
+        prompt_of=lambda task: [int(task.task_id[1:])],
+        tools=TOOLS,
+        budgets=budgets,
+        cost=CallsCost(),
+        conditioning=Conditioning(),
+        training=RouterTraining(**{name: how[name] for name in how if name != "tasks"}),
+        seed=7,
+        tasks=how.get("tasks", ()),
+    )
+
+
+def rolled_out(decisions: Sequence[RouteDecision], rewards: Sequence[float] = (0.0, 1.0, 0.5)) -> list[ScoredRollout]:
+    """Every rollout earns and calls what its route says."""
+    made = []
+    for place, decision in enumerate(decisions):
+        index = ROUTES.index(decision.route)  # type: ignore[arg-type]
+        for offset in range(decision.n):
+            step = StepData(
+                system_step_index=0,
+                observation_data=None,
+                action_taken={"type": "text"},
+                resulting_messages_history=[],
+                policy_logprobs={"prompt_ids": [1], "token_ids": [2, 3], "logprobs": [-1.0, -1.0]},
+            )
+            rollout = Rollout(
+                f"{decision.group_id}#{offset}",
+                decision.group_id,
+                place,
+                offset,
+                decision.task,
+                decision.route,
+                (step,),
+                decision.prompt,
+                StopReason.ANSWERED,
+                Usage(calls=CALLS[index]),
+            )
+            made.append(ScoredRollout(rollout, EvaluateResult(score=rewards[index]), (step,)))
+    return made
+
+
+def test_a_prompt_is_weighed_once_however_many_rollouts_it_begins() -> None:
+    model = ToldModel()
+    decisions = router(model).decide(tasks(5), 8, 0)
+    assert sum(d.n for d in decisions) == 40
+    assert model.asked == [[[0], [1], [2], [3], [4]]]
+
+
+def test_stratified_routes_go_round_and_the_rest_falls_to_chance() -> None:
+    decisions = router().decide(tasks(300), 8, 0)
+    counts = Counter((d.prompt_id, d.n) for d in decisions)
+    assert len(decisions) == 900
+    assert {n for _, n in counts} == {2, 3}
+    fewest = Counter(d.route for d in decisions if d.n == 2)
+    assert all(60 < fewest[route] < 140 for route in ROUTES)
+
+
+def test_independent_routes_are_drawn_by_their_chances() -> None:
+    decisions = router(routes="independent").decide(tasks(300), 8, 0)
+    total = Counter[str]()
+    for d in decisions:
+        total[d.route or ""] += d.n
+    assert [total[route] / 2400 for route in ROUTES] == pytest.approx([0.5, 0.3, 0.2], abs=0.04)
+    assert any(d.n == 1 for d in decisions)
+
+
+def test_one_route_is_for_all_copies() -> None:
+    decisions = router(routes="one").decide(tasks(200), 8, 0)
+    assert [d.n for d in decisions] == [8] * 200
+    assert Counter(d.route for d in decisions)["ANSWER"] == pytest.approx(100, abs=30)
+
+
+def test_decisions_begin_as_their_route_wants() -> None:
+    by_route = {d.route: d for d in router().decide(tasks(1), 6, 0)}
+    answer, search = by_route["ANSWER"], by_route["SEARCH-FAMILY"]
+    assert answer.tools == ()
+    assert search.tools == ("search",)
+    assert answer.prompt != search.prompt
+    assert search.log_prob == pytest.approx(math.log(0.3))
+    assert len({d.group_id for d in by_route.values()}) == 3
+    assert len({d.prompt_id for d in by_route.values()}) == 1
+    assert len({d.seed for d in by_route.values()}) == 3
+
+
+def test_the_same_seed_decides_the_same_and_another_step_otherwise() -> None:
+    first, again, later = (router(routes="independent").decide(tasks(40), 4, step) for step in (1, 1, 2))
+    assert first == again
+    assert [(d.route, d.n) for d in first] != [(d.route, d.n) for d in later]
+    assert {d.seed for d in first}.isdisjoint(d.seed for d in later)
+
+
+def test_a_tokenised_prompt_is_weighed_and_not_rolled_out() -> None:
+    [task] = tasks(1)
+    decisions = router().decide([task.model_copy(update={"prompt_ids": [1, 2, 3]})], 3, 0)
+    assert all(d.task.prompt_ids is None for d in decisions)
+
+
+def test_where_nothing_is_learned_each_prompt_gets_one_route_and_is_forgotten() -> None:
+    sampled = router()
+    decisions = sampled.decide(tasks(200), 1, 0, label="eval", explore=False)
+    assert [d.n for d in decisions] == [1] * 200
+    assert Counter(d.route for d in decisions)["ANSWER"] == pytest.approx(100, abs=30)
+    assert sampled.learn(rolled_out(decisions))["router/prompts"] == 0
+    greedy = router(evaluate="argmax").decide(tasks(50), 1, 0, explore=False)
+    assert {d.route for d in greedy} == {"ANSWER"}
+
+
+def test_the_head_that_will_be_kept_is_asked_where_nothing_is_tried() -> None:
+    made = router(model := ToldModel())
+    made.decide(tasks(2), 6, 0)
+    made.decide(tasks(2), 1, 0, explore=False)
+    assert model.averaged == [False, True]
+
+
+def test_stratified_lessons_by_hand() -> None:
+    model = ToldModel()
+    made = router(model)
+    metrics = made.learn(rolled_out(made.decide(tasks(2), 6, 0)))
+    [[example, _]] = model.examples
+    value = 0.3 * 1.0 + 0.2 * 0.5  # λ is 0 as yet
+    assert example.advantages == pytest.approx((-value, 1.0 - value, 0.5 - value))
+    assert [t.costs for t in example.samples] == [(0.0,)] * 2 + [(1.0,)] * 2 + [(2.0,)] * 2
+    spent = 0.3 * 1 + 0.2 * 2
+    assert metrics["router/r_task"] == pytest.approx(value)
+    assert metrics["router/cost/mean"] == pytest.approx(spent)
+    assert metrics["router/cost/gap"] == pytest.approx(spent - 0.4)
+    assert metrics["router/cost/lambda"] == pytest.approx(0.5 * (spent - 0.4))
+    assert metrics["router/share/SEARCH-FAMILY"] == pytest.approx(0.3)
+
+
+def test_the_price_of_now_is_in_the_next_lesson() -> None:
+    model = ToldModel()
+    made = router(model)
+    for step in range(2):
+        made.learn(rolled_out(made.decide(tasks(1), 6, step)))
+    price = 0.5 * 0.3
+    assert model.multipliers == [[0.0], [pytest.approx(price)]]
+    q = [0.0, 1.0 - price, 0.5 - 2 * price]
+    value = sum(p * x for p, x in zip((0.5, 0.3, 0.2), q, strict=True))
+    assert model.examples[1][0].advantages == pytest.approx([x - value for x in q])
+
+
+def test_drawn_lessons_are_centred_within_the_prompt() -> None:
+    model = ToldModel()
+    made = router(model, routes="independent", limit=None)
+    made.learn(rolled_out(made.decide(tasks(20), 6, 0)))
+    for example in model.examples[0]:
+        assert example.advantages is None
+        assert sum(t.advantage for t in example.samples) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_single_rollout_of_a_route_still_teaches_the_router() -> None:
+    model = ToldModel()
+    made = router(model)
+    made.learn(rolled_out(made.decide(tasks(1), 3, 0)))
+    assert [a is not None for a in model.examples[0][0].advantages or ()] == [True] * 3
+
+
+def test_what_was_nobodys_doing_teaches_nobody() -> None:
+    model = ToldModel()
+    made = router(model)
+    scored = rolled_out(made.decide(tasks(1), 6, 0))
+    broken = replace(scored[0].rollout, stop_reason=StopReason.DEADLINE)
+    unscored = EvaluateResult(score=None, is_score_valid=False)
+    scored = [replace(scored[0], rollout=broken), replace(scored[1], result=unscored), *scored[2:]]
+    metrics = made.learn(scored)
+    [example] = model.examples[0]
+    assert example.advantages is not None
+    assert example.advantages[0] is None  # both rollouts of ANSWER are lost
+    assert metrics["router/rollouts_lost"] == 2
+
+
+def test_labels_reach_the_lessons_and_mixed_ones_do_not() -> None:
+    model = ToldModel()
+    made = router(model)
+    labelled = [*tasks(2, router_target_action="SEARCH-FAMILY"), *tasks(1, router_target_action="MIXED"), *tasks(1)]
+    metrics = made.learn(rolled_out(made.decide(labelled, 6, 0)))
+    assert [example.label for example in model.examples[0]] == [1, 1, None, None]
+    assert metrics["router/mixed_share"] == pytest.approx(1 / 3)
+    assert metrics["router/label_agreement"] == pytest.approx(0.3)
+    assert target_of(labelled[2]) == "MIXED"
+
+
+def test_what_was_saved_beside_a_model_brings_its_prices_along() -> None:
+    made = router(model := ToldModel(), warm_start_epochs=1, tasks=tasks(1, router_target_action="ANSWER"))
+    made.load("anywhere")
+    assert made.budgets.prices == {"cost": 0.7}
+    made.decide(tasks(1), 3, 0)
+    assert model.imitated == []  # it has learned already
+
+
+def test_a_warm_start_asks_for_each_prompt_once() -> None:
+    made = router(model := ToldModel(), warm_start_epochs=3, tasks=tasks(5, router_target_action="ANSWER"))
+    made.warm_start()
+    assert sum(map(len, model.asked)) == 5
+    assert sum(map(len, model.imitated)) == 15
+
+
+def test_a_warm_start_comes_once_and_before_anything_is_tried() -> None:
+    model = ToldModel()
+    labelled = [*tasks(3, router_target_action="ANSWER"), *tasks(2, router_target_action="MIXED")]
+    made = router(model, warm_start_epochs=2, warm_start_batch=2, tasks=labelled)
+    made.decide(tasks(1), 3, 0, explore=False)
+    assert model.imitated == []
+    made.decide(tasks(1), 3, 0)
+    made.decide(tasks(1), 3, 1)
+    assert model.imitated == [[0, 0], [0], [0, 0], [0]]
+    again = router(model2 := ToldModel(), warm_start_epochs=2, tasks=labelled)
+    again.load_state_dict(made.state_dict())
+    again.decide(tasks(1), 3, 2)
+    assert model2.imitated == []
+
+
+def test_kinds_can_be_made_comparable() -> None:
+    model = ToldModel()
+    made = router(model, standardize_by_kind=True, limit=None)
+    made.learn(rolled_out(made.decide(tasks(2, kind="easy"), 6, 0), rewards=(0.0, 100.0, 50.0)))
+    rewards = [t.reward for example in model.examples[0] for t in example.samples]
+    assert sum(rewards) == pytest.approx(0.0, abs=1e-9)
+    assert max(rewards) < 2
+
+
+def test_an_actors_advantage_does_not_depend_on_other_routes_rewards() -> None:
+    """Groups are of one (prompt, route), and the actor is credited within its group."""
+    made = router()
+    decisions = made.decide(tasks(2), 9, 0)
+
+    def advantages(others: float) -> list[float]:
+        scored = rolled_out(decisions)
+        noisy = [
+            replace(
+                s,
+                result=EvaluateResult(
+                    score=float(i % 2) if s.rollout.route == "SEARCH-FAMILY" else others * (i % 3), reason=None
+                ),
+            )
+            for i, s in enumerate(scored)
+        ]
+        credited = Grpo()([AnnotatedRollout(s) for s in noisy])
+        return [float(c.advantages[0][0]) for c in credited if c.rollout.route == "SEARCH-FAMILY"]
+
+    assert advantages(0.0) == advantages(1.0) == advantages(-50.0)
+    assert any(advantages(0.0))
+
+
+def test_what_was_saved_goes_on_the_same() -> None:
+    first = router(standardize_by_kind=True, routes="one")
+    for step in range(3):
+        first.learn(rolled_out(first.decide(tasks(4), 4, step)))
+    again = router(standardize_by_kind=True, routes="one")
+    again.load_state_dict(first.state_dict())
+    found = [made.learn(rolled_out(made.decide(tasks(4), 4, 3))) for made in (first, again)]
+    assert found[0] == found[1]
+    assert first.state_dict() == again.state_dict() | {"model": first.state_dict()["model"]}

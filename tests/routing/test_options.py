@@ -1,0 +1,38 @@
+"""What a router is told of how to go about it reaches the prompts."""
+
+from __future__ import annotations
+
+from toolwise.messages import Message
+from toolwise.routing.actions import RouteAction
+from toolwise.routing.options import Conditioning
+from toolwise.routing.prompt_templates import EMPTY_WORDING
+from toolwise.tools.builtin.calculator import CalculatorTool
+from toolwise.tools.builtin.search.tool import SearchTool
+from toolwise.types import Task
+
+TOOLS = {"calculator": CalculatorTool({}), "search": SearchTool({})}
+TASK = Task(task_id="t", prompt=[Message(role="user", content="How many?")])
+
+
+def test_silently_the_prompt_stays_and_tools_are_hidden() -> None:
+    routed = Conditioning(wording=EMPTY_WORDING)(TASK, RouteAction.CALCULATE_FAMILY, TOOLS)
+    assert list(routed.messages) == list(TASK.prompt)
+    assert routed.tools == ("calculator",)
+
+
+def test_softly_the_other_family_comes_last() -> None:
+    routed = Conditioning(hard=False, wording=EMPTY_WORDING)(TASK, RouteAction.SEARCH_FAMILY, TOOLS)
+    assert routed.tools == ("search", "calculator")
+
+
+def test_the_configurations_word_on_a_family_comes_first_then_the_tools_own_then_a_labels() -> None:
+    labelled = TASK.model_copy(update={"extra_info": {"tool_families": {"search": "OTHER"}}})
+    assert Conditioning().families_of(labelled, TOOLS)["search"] == "SEARCH"
+    assert Conditioning(families={"search": "OTHER"}).families_of(TASK, TOOLS)["search"] == "OTHER"
+
+
+def test_appending_leaves_the_tools_and_forbids_them() -> None:
+    routed = Conditioning(mode="append")(TASK, RouteAction.ANSWER, TOOLS)
+    assert routed.tools is None
+    assert set(routed.forbidden) == {"calculator", "search"}
+    assert (routed.messages[0].content or "").startswith("How many?")

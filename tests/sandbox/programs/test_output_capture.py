@@ -1,0 +1,45 @@
+"""What a program prints is kept by one rule: its beginning, its end, and how much is missing between them."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolwise.sandbox.programs.output_capture import OutputCapture
+
+
+def _capture(pieces: list[bytes], most: int) -> OutputCapture:
+    read, write = os.pipe()
+    captured = OutputCapture(read, most)
+    for piece in pieces:
+        os.write(write, piece)
+        assert captured.read() is not None or not piece
+    os.close(write)
+    captured.drain()
+    assert captured.read() is None
+    os.close(read)
+    return captured
+
+
+@given(st.lists(st.text("abc\n", min_size=1), max_size=10), st.integers(1, 40))
+def test_beginning_and_end_are_kept(pieces: list[str], most: int) -> None:
+    whole = "".join(pieces)
+    text = _capture([piece.encode() for piece in pieces], most).text()
+    if len(whole) <= most:
+        assert text == whole
+    else:
+        head, tail = whole[: most - most // 2], whole[len(whole) - most // 2 :]
+        assert text == f"{head}\n[… {len(whole) - most:,} bytes left out …]\n{tail}"
+
+
+def test_nothing_is_waited_for() -> None:
+    read, write = os.pipe()
+    assert OutputCapture(read, 10).read() == 0
+    os.close(read)
+    os.close(write)
+
+
+def test_what_is_no_text_is_shown_all_the_same() -> None:
+    assert _capture([b"a\xff\x80b"], 10).text() == "a��b"

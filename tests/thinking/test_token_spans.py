@@ -1,0 +1,90 @@
+"""Spans of text to tokens: with a real tokenizer, with characters of many tokens and tokens of many characters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolwise.models import load_model
+from toolwise.rollout.chat_tokenizer import ChatTokenizer
+from toolwise.thinking.reply import parse_reply
+from toolwise.thinking.token_spans import find_tokens, token_spans
+
+
+@pytest.fixture(scope="module")
+def chat() -> ChatTokenizer:
+    return load_model("builtin:small", device="cpu")[1]
+
+
+def encode(chat: ChatTokenizer, text: str) -> list[int]:
+    ids: list[int] = chat.tokenizer.encode(text, add_special_tokens=False)
+    return ids
+
+
+def test_the_parts_of_a_reply_are_found_among_its_tokens(chat: ChatTokenizer) -> None:
+    text = "<level>3</level><think>State: the door is open. 你好</think><action>go left</action>"
+    ids = [*encode(chat, text), chat.end_id]
+    spans = token_spans(ids, chat.decode)
+    assert chat.decode([ids[i] for i in spans.level]) == "3"
+    assert chat.decode([ids[i] for i in spans.thought]) == "State: the door is open. 你好"
+    assert chat.decode([ids[i] for i in spans.action]) == "go left"
+    assert chat.decode([ids[i] for i in spans.head]) == text.partition("<action>")[0]
+    assert spans.action.start == spans.head.stop + 1  # `<action>` stands between them
+
+
+def test_parts_that_are_not_there_have_no_tokens(chat: ChatTokenizer) -> None:
+    spans = token_spans(encode(chat, "<level>1</level><action></action>"), chat.decode)
+    assert (len(spans.level), len(spans.thought), len(spans.action), len(spans.head)) == (1, 0, 0, 3)
+    nothing = token_spans([], chat.decode)
+    assert not any((nothing.level, nothing.thought, nothing.action, nothing.head))
+
+
+def test_an_answer_is_scored_to_its_last_token(chat: ChatTokenizer) -> None:
+    ids = encode(chat, "<level>2</level><think>6 x 7</think> Answer: 42")
+    spans = token_spans(ids, chat.decode)
+    assert chat.decode([ids[i] for i in spans.action]).strip() == "Answer: 42"
+    assert spans.action.stop == len(ids)
+
+
+def test_ids_that_the_tokenizer_would_not_have_chosen(chat: ChatTokenizer) -> None:
+    """A model may write "go" as "g", "o"; what was sampled is what counts."""
+    apart = [*encode(chat, "<level>1</level><action>"), *encode(chat, "t"), *encode(chat, "a"), *encode(chat, "ke")]
+    ids = [*apart, *encode(chat, "</action>")]
+    spans = token_spans(ids, chat.decode)
+    assert chat.decode([ids[i] for i in spans.action]) == "take"
+    assert len(spans.action) == 3
+
+
+def test_a_token_across_the_border_belongs_to_the_span_and_not_to_the_head() -> None:
+    pieces = ["<level>1</level><act", "ion>g", "o</", "action>"]
+
+    def decode(ids: Sequence[int]) -> str:
+        return "".join(pieces[i] for i in ids)
+
+    ids = range(len(pieces))
+    spans = token_spans(ids, decode)
+    assert list(spans.action) == [1, 2]
+    assert list(spans.head) == []  # the first token goes on into the action's tag
+
+
+@given(text=st.text(min_size=1, max_size=12), data=st.data())
+def test_bytes_as_tokens_cover_just_the_characters_they_write(text: str, data: st.DataObject) -> None:
+    """The worst tokenizer: a token a byte, so that most prefixes end in half a character."""
+    raw = text.encode("utf-8", "replace")
+    whole = raw.decode("utf-8", "replace")
+
+    def decode(ids: Sequence[int]) -> str:
+        return bytes(ids).decode("utf-8", "replace")
+
+    start = data.draw(st.integers(0, len(whole)))
+    end = data.draw(st.integers(start, len(whole)))
+    found = find_tokens(list(raw), (start, end), decode)
+    assert bytes(raw[i] for i in found) == whole[start:end].encode()
+
+
+def test_a_reading_is_used_where_it_is_given(chat: ChatTokenizer) -> None:
+    ids = encode(chat, "<level>2</level><think>a</think><action>go</action>")
+    assert token_spans(ids, chat.decode, parse_reply(chat.decode(ids))) == token_spans(ids, chat.decode)

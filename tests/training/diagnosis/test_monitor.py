@@ -1,0 +1,291 @@
+"""Findings during the first steps: none too early, none on a healthy run, and none lost when a run is resumed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import count
+from typing import Any
+
+import pytest
+from tests.diagnosis.cases import DROPPED, UPDATED, config, scored, too_long
+
+from toolwise.config.schema import RunConfig
+from toolwise.training.diagnosis import Diagnosis, Finding, FindingChanges
+from toolwise.types import ScoredRollout, StopReason
+
+SETTINGS = config()
+
+
+def after(
+    steps: Sequence[Sequence[ScoredRollout]],
+    diagnosis: Diagnosis | None = None,
+    *,
+    metrics: Mapping[str, float] = UPDATED,
+    weights: Sequence[str] = ("before", "after"),
+    settings: RunConfig = SETTINGS,
+) -> tuple[Diagnosis, list[FindingChanges]]:
+    """A diagnosis that has seen `steps`; `weights` are the checksums, the last one for ever."""
+    diagnosis = diagnosis or Diagnosis()
+    sums = (weights[min(place, len(weights) - 1)] for place in count())
+    changes = []
+    for step, rollouts in enumerate(steps, diagnosis.steps + 1):
+        diagnosis.before_step(settings, lambda: next(sums))
+        changes.append(diagnosis.after_step(settings, step, rollouts, metrics, lambda: next(sums)))
+    return diagnosis, changes
+
+
+def kinds(diagnosis: Diagnosis) -> list[str]:
+    return [finding.kind for finding in diagnosis.findings]
+
+
+HEALTHY = [scored(1.0), scored(0.0)]
+CONSTANT = [scored(0.5), scored(0.5)]
+CUT = [scored(1.0, finish="length"), scored(0.0, finish="length")]
+FAILED = [scored(0.0, stop=StopReason.ENV_FAULT, rewards=()), scored(0.0, stop=StopReason.DEADLINE)]
+
+
+def test_a_healthy_run_has_no_findings() -> None:
+    diagnosis, changes = after([HEALTHY] * 20)
+    assert diagnosis.findings == []
+    assert diagnosis.updated is True
+    assert all(not c.found and not c.withdrawn for c in changes)
+
+
+@pytest.mark.parametrize(
+    ("sick", "kind", "said"),
+    [
+        (CONSTANT, "constant_reward", "All 6 rollouts of the first 3 steps have the same reward, 0.5"),
+        (CUT, "replies_cut", "rollout.max_new_tokens = 256"),
+        (FAILED, "episodes_failed", "ended by a fault"),
+    ],
+)
+def test_a_symptom_of_all_the_first_steps_is_a_finding_and_of_one_is_not(
+    sick: list[ScoredRollout], kind: str, said: str
+) -> None:
+    diagnosis, changes = after([sick] * 4)
+    assert [[f.kind for f in c.found] for c in changes] == [[], [], [kind], []]
+    assert said in diagnosis.findings[0].cause
+    assert diagnosis.findings[0].step == 3
+    assert diagnosis.findings[0].cure
+    for place in range(3):
+        steps = [sick, sick, sick]
+        steps[place] = HEALTHY
+        assert kinds(after([*steps, sick, sick])[0]) == []
+
+
+def failed_calls(place: int) -> list[ScoredRollout]:
+    """Rollouts that called a tool failed, the others have one reward; no two steps have the same fault."""
+    fault = f"ModelError: the chat template of m fails on a conversation of {place} messages: roles must alternate"
+    called = [scored(0.0, stop=StopReason.POLICY_FAULT, calls={"search": 1}, fault=f) for f in (fault, "other", fault)]
+    return [*called, *CONSTANT]
+
+
+def test_faults_of_all_that_called_a_tool_are_the_finding_and_the_equal_rewards_of_the_rest_are_not() -> None:
+    diagnosis, _ = after([failed_calls(place) for place in range(3)])
+    (finding,) = diagnosis.findings
+    assert finding.kind == "episodes_failed"
+    assert finding.cause.startswith("All rollouts that called a tool of the first 3 steps")
+    assert finding.cause.endswith("a conversation of 2 messages: roles must alternate")
+
+
+def test_one_step_in_which_only_those_that_called_a_tool_failed_is_told_of_all() -> None:
+    faults = [scored(0.0, stop=StopReason.ENV_FAULT, calls={"search": 1}, fault="down")] * 2
+    mixed = after([faults, failed_calls(1), faults])[0].findings[0]
+    assert mixed.cause.startswith("All rollouts that called a tool of")
+    assert after([faults] * 3)[0].findings[0].cause.startswith("All rollouts of the first 3 steps")
+
+
+def test_one_call_that_went_well_is_enough() -> None:
+    well = [*failed_calls(0), scored(1.0, calls={"search": 1})]
+    assert kinds(after([well] * 3)[0]) == []
+
+
+def test_a_finding_that_a_later_step_disproves_is_withdrawn_for_good() -> None:
+    diagnosis, changes = after([*[CONSTANT] * 5, HEALTHY, *[CONSTANT] * 5])
+    assert diagnosis.findings == []
+    assert [f.kind for f in changes[5].withdrawn] == ["constant_reward"]
+    assert sum(len(c.found) + len(c.withdrawn) for c in changes) == 2
+
+
+def test_rewards_that_are_equal_within_a_step_and_not_between_steps_are_not_constant() -> None:
+    assert kinds(after([CONSTANT, [scored(0.0), scored(0.0)], CONSTANT])[0]) == []
+
+
+def test_step_rewards_that_differ_are_something_to_learn_from() -> None:
+    steps = [[scored(0.5, rewards=(-0.1,)), scored(0.5, rewards=(-0.1, -0.1))]] * 3
+    assert kinds(after(steps)[0]) == []
+
+
+BUDGET = {"enable": True, "train_actor": False, "budgets": [{"limit": 0.1}]}
+PRICED = {"enable": True, "price_rollouts": True}
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"router": BUDGET}, []),
+        ({"router": {"enable": True, "train_actor": False, "label_coef": 1.0}}, []),
+        ({"router": {"enable": True, "train_actor": False}}, ["constant_reward"]),
+        ({"router": {**BUDGET, "train_actor": True}}, ["constant_reward"]),
+        ({"algorithm": {"rlvcr": {**PRICED, "budget": {"price": 0.01}}}}, []),
+        ({"algorithm": {"rlvcr": {**PRICED, "budget": {"limit": 20}}}}, []),
+        ({"algorithm": {"rlvcr": PRICED}}, ["constant_reward"]),
+        ({"algorithm": {"adv_estimator": "rlvcr", "rlvcr": {"enable": True}}}, []),
+        ({"algorithm": {"adv_estimator": "rlvcr", "rlvcr": {"enable": True, "gate": "signed"}}}, ["constant_reward"]),
+    ],
+)
+def test_equal_rewards_are_no_finding_where_prices_or_thoughts_teach(sections: Any, told: list[str]) -> None:
+    assert kinds(after([CONSTANT] * 3, settings=config(**sections))[0]) == told
+
+
+def test_rewards_are_compared_as_advantages_compare_them() -> None:
+    mixed = [[scored(0.5), scored(0.5, action_valid=False)]] * 3
+    assert kinds(after(mixed)[0]) == ["constant_reward"]
+    assert kinds(after(mixed, settings=config(algorithm={"invalid_action_penalty": 0.1}))[0]) == []
+    longer = [[scored(0.5), scored(0.5, rewards=(None, None))]] * 3
+    assert kinds(after(longer)[0]) == ["constant_reward"]
+    assert kinds(after(longer, settings=config(algorithm={"default_step_reward": -0.1}))[0]) == []
+
+
+def test_one_reply_that_ends_is_enough_only_among_few() -> None:
+    few = [*CUT, scored(1.0)]
+    assert kinds(after([few] * 3)[0]) == []
+    many = [*CUT * 20, scored(1.0)]
+    assert kinds(after([many] * 3)[0]) == ["replies_cut"]
+
+
+def test_one_prompt_too_long_is_told_at_once_and_once() -> None:
+    diagnosis, changes = after([[*HEALTHY, too_long()]] * 3)
+    assert [len(c.found) for c in changes] == [1, 0, 0]
+    (finding,) = diagnosis.findings
+    assert finding.kind == "prompt_too_long"
+    assert "1 of 3 rollouts of step 1" in finding.cause
+    assert "a prompt of 9 tokens (task g)" in finding.cause
+    assert "rollout.max_new_tokens" in finding.cure
+
+
+def test_a_validation_finds_prompts_that_are_too_long() -> None:
+    diagnosis = Diagnosis()
+    assert [f.kind for f in diagnosis.after_validation(0, [too_long(), scored()]).found] == ["prompt_too_long"]
+    assert diagnosis.after_validation(5, [too_long()]).found == []
+
+
+def test_weights_that_did_not_change_in_ten_updates() -> None:
+    diagnosis, changes = after([HEALTHY] * 11, metrics=DROPPED)
+    assert diagnosis.updated is False
+    assert [len(c.found) for c in changes] == [0] * 9 + [1, 0]
+    (finding,) = diagnosis.findings
+    assert (finding.kind, finding.step) == ("weights_unchanged", 10)
+    assert "in 10 steps: all 10 groups were dropped" in finding.cause
+
+
+def test_dropped_groups_are_those_of_all_steps_that_were_looked_at() -> None:
+    four = [scored(1.0, group=name) for name in "abcd"]
+    diagnosis, _ = after([four] * 2 + [four[:1]], metrics=DROPPED)
+    assert "in 3 steps: all 9 groups were dropped" in diagnosis.end(3).found[0].cause
+    diagnosis, _ = after([four], metrics={**UPDATED, "actor/update_norm": 0.0})
+    diagnosis, _ = after([four[:1]], diagnosis, metrics=DROPPED)
+    assert "in 2 steps: the only group of the step without an update was dropped" in diagnosis.end(2).found[0].cause
+
+
+def test_a_checkpoint_that_did_not_count_dropped_groups_is_loaded() -> None:
+    first, _ = after([HEALTHY] * 2, metrics=DROPPED)
+    state = {name: value for name, value in first.state_dict().items() if not name.startswith("dropped_")}
+    resumed = Diagnosis()
+    resumed.load_state_dict(state)
+    resumed, _ = after([HEALTHY] * 2, resumed, metrics=DROPPED)
+    assert "in 4 steps: all 2 groups of the 2 steps without an update were dropped" in resumed.end(4).found[0].cause
+
+
+def test_updates_that_change_no_bit_are_none() -> None:
+    """As where the precision of the weights swallows them: the norm says that they moved, the weights that not."""
+    diagnosis, _ = after([HEALTHY] * 10, weights=["same"])
+    assert diagnosis.updated is False
+    assert "rounded away in float32 weights" in diagnosis.findings[0].cause
+
+
+def test_weights_that_change_at_last_withdraw_it() -> None:
+    diagnosis, _ = after([HEALTHY] * 10, metrics=DROPPED)
+    assert kinds(diagnosis) == ["weights_unchanged"]
+    diagnosis, changes = after([HEALTHY], diagnosis, weights=["after"])
+    assert [f.kind for f in changes[0].withdrawn] == ["weights_unchanged"]
+    assert (diagnosis.updated, diagnosis.findings) == (True, [])
+
+
+def test_a_short_run_that_never_updated_is_told_at_its_end() -> None:
+    diagnosis, _ = after([HEALTHY] * 2, metrics=DROPPED)
+    (finding,) = diagnosis.end(2).found
+    assert finding.kind == "weights_unchanged"
+    assert diagnosis.end(2).found == []
+    assert after([HEALTHY])[0].end(1).found == []
+
+
+def test_weights_are_not_asked_for_once_they_have_changed() -> None:
+    diagnosis, _ = after([HEALTHY])
+
+    def never() -> str:
+        raise AssertionError
+
+    diagnosis.before_step(SETTINGS, never)
+    diagnosis.after_step(SETTINGS, 2, HEALTHY, UPDATED, never)
+
+
+def test_an_actor_that_is_to_stay_as_it_is_is_not_looked_at() -> None:
+    settings, diagnosis = config(router={"enable": True, "train_actor": False}), Diagnosis()
+
+    def never() -> str:
+        raise AssertionError
+
+    for step in range(1, 12):
+        diagnosis.before_step(settings, never)
+        diagnosis.after_step(settings, step, HEALTHY, {}, never)
+    assert diagnosis.updated is None
+    assert diagnosis.end(11).found == []
+    assert diagnosis.findings == []
+
+
+def test_a_run_that_saw_no_step_says_nothing() -> None:
+    diagnosis = Diagnosis()
+    assert diagnosis.end(0).found == []
+    assert diagnosis.updated is None
+
+
+@pytest.mark.parametrize("cut", range(12))
+def test_a_resumed_run_finds_what_one_in_one_piece_finds(cut: int) -> None:
+    steps = [[*CONSTANT, too_long()]] * 12
+    whole, _ = after(steps, metrics=DROPPED)
+    first, _ = after(steps[:cut], metrics=DROPPED)
+    first.begin([])
+    resumed = Diagnosis()
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    resumed, _ = after(steps[cut:], resumed, metrics=DROPPED)
+    assert resumed == whole
+    assert kinds(whole) == ["prompt_too_long", "constant_reward", "weights_unchanged"]
+
+
+def test_findings_from_before_are_told_again_when_a_run_is_resumed() -> None:
+    finding = Finding("one_family", "cause", "cure", 0)
+    diagnosis = Diagnosis()
+    assert diagnosis.begin([finding]).found == [finding]
+    resumed = Diagnosis()
+    resumed.load_state_dict(diagnosis.state_dict())
+    assert resumed.begin([finding]).found == [finding]
+    assert resumed.findings == [finding]
+    assert str(finding) == "one_family: cause. cure."
+
+
+def test_a_checkpoint_without_a_diagnosis_is_watched_from_where_it_is() -> None:
+    diagnosis = Diagnosis()
+    diagnosis.load_state_dict({})
+    assert kinds(after([CONSTANT] * 3, diagnosis)[0]) == ["constant_reward"]
+
+
+def test_a_state_of_another_version_is_read_as_far_as_it_is_known() -> None:
+    older, newer = Diagnosis(), Diagnosis()
+    older.load_state_dict({"updated": False, "steps": 3, "findings": []})
+    (finding,) = older.end(3).found
+    assert (finding.kind, finding.step) == ("weights_unchanged", 3)
+    assert "does not say why" in finding.cause
+    newer.load_state_dict({"findings": [{"kind": "x", "cause": "c", "cure": "d", "step": 1, "new": 2}], "new": 3})
+    assert newer.findings == [Finding("x", "c", "d", 1)]

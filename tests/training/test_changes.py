@@ -1,0 +1,155 @@
+"""What may change when a run is resumed, how it is said, and how it is recorded."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolwise.config.loader import setting_keys, to_toml
+from toolwise.config.schema import RunConfig, load_config
+from toolwise.errors import CheckpointError, ConfigError
+from toolwise.training.changes import (
+    MUTABLE_SETTINGS,
+    Change,
+    changes_between,
+    changes_since,
+    check_same_run,
+    describe_changes,
+    load_run_config,
+    portable_config,
+    read_changes,
+    record_changes,
+    resume_command,
+    saved_settings,
+)
+
+
+def config_of(**settings: Any) -> RunConfig:
+    return RunConfig.model_validate(settings)
+
+
+def test_every_name_in_the_list_is_a_setting() -> None:
+    free = {name for name in MUTABLE_SETTINGS if name.startswith("tools[]")}
+    assert set(setting_keys(RunConfig)) >= MUTABLE_SETTINGS - free
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r"trainer\..*", r"validation\..*", r".*timeout_s", r".*deadline_s", r".*max_concurrent.*", r".*lr_schedule"],
+)
+def test_whole_kinds_of_settings_may_change(pattern: str) -> None:
+    found = {name for name in setting_keys(RunConfig) if re.fullmatch(pattern, name)}
+    assert found
+    assert found <= MUTABLE_SETTINGS
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["seed", "data.train", "model.path", "rollout.n", "rollout.temperature", "reward.function", "actor.lora.rank"],
+)
+def test_what_makes_it_another_run_may_not(name: str) -> None:
+    assert name not in MUTABLE_SETTINGS
+
+
+def test_changes_are_said_one_by_one() -> None:
+    before = config_of(actor={"lr": 1e-5}, tools=["calculator", {"name": "search", "timeout_s": 3.0}])
+    now = config_of(
+        actor={"lr": 2e-5, "schedule_steps": 50},
+        tools=["calculator", {"name": "search", "timeout_s": 5.0}],
+        reward={"kwargs": {"price": 0.5}},
+    )
+    found = changes_between(before, now)
+    assert [str(change) for change in found] == [
+        "tools[1].timeout_s: 3.0 → 5.0",
+        "reward.kwargs.price: none → 0.5",
+        "actor.lr: 1e-05 → 2e-05",
+        "actor.schedule_steps: none → 50",
+    ]
+    assert [change.allowed for change in found] == [True, False, True, True]
+    assert changes_between(now, now) == []
+
+
+def test_a_long_value_is_cut() -> None:
+    assert len(str(Change("a", "x" * 500, "y"))) < 120
+
+
+def test_the_error_names_all_that_differs(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text(to_toml(config_of(seed=1, actor={"lr": 1e-5})), encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        check_same_run(config_of(seed=2, rollout={"n": 4}, actor={"lr": 2e-5}), file)
+    told = str(caught.value)
+    assert "seed: 1 → 2, rollout.n: 8 → 4" in told
+    assert "these may change: actor.lr: 1e-05 → 2e-05" in told
+    assert f"toolwise resume {tmp_path}" in told
+    assert "\n" not in told
+    check_same_run(config_of(seed=1, actor={"lr": 2e-5}), file)
+
+
+def test_the_command_can_be_pasted() -> None:
+    assert resume_command(Path("runs/my run")) == "toolwise resume 'runs/my run'"
+
+
+def test_changes_are_recorded_with_their_step_and_undone_with_it(tmp_path: Path) -> None:
+    record_changes(tmp_path, 2, [])
+    assert not (tmp_path / "changes.jsonl").exists()
+    record_changes(tmp_path, 2, [Change("actor.lr", 1e-5, 2e-5)])
+    record_changes(tmp_path, 5, [Change("data.batch_size", 4, 8)])
+    assert [line["step"] for line in read_changes(tmp_path)] == [2, 5]
+    record_changes(tmp_path, 5, [Change("data.batch_size", 4, 16)])  # it died before its next checkpoint
+    assert describe_changes(tmp_path) == ["step 2: actor.lr: 1e-05 → 2e-05", "step 5: data.batch_size: 4 → 16"]
+    record_changes(tmp_path, 2, [])
+    assert read_changes(tmp_path) == []
+
+
+def test_a_checkpoint_s_settings_survive_a_move(tmp_path: Path) -> None:
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+    folder.mkdir()
+    given = {"data": {"train": str(folder / "data" / "train.jsonl")}, "tools": [f"{folder}/code/tool_f.py:f"]}
+    saved = json.loads(json.dumps(saved_settings(config_of(**given), folder)))
+    folder.rename(moved)
+    now = config_of(data={"train": str(moved / "data" / "train.jsonl")}, tools=[f"{moved}/code/tool_f.py:f"])
+    assert changes_since(saved, now, moved) == []
+    assert [str(c) for c in changes_since(saved, now.model_copy(update={"seed": 3}), moved)] == ["seed: 0 → 3"]
+    assert changes_since(None, now, moved) == []
+    assert changes_since({"gone": 1}, now, moved) == []
+
+
+def test_references_into_the_folder_are_relative_to_it(tmp_path: Path) -> None:
+    code = tmp_path / "run" / "code"
+    given = config_of(
+        tools=[
+            f"{code}/tool_f.py:f",
+            {"name": f"{code}/tool_g.py:g", "price": 1.0},
+            "calculator",
+            f"{tmp_path}/x.py:h",
+        ],
+        reward={"parts": [{"function": f"{code}/reward_r.py:r"}, {"function": "a.b:c"}]},
+        env={"name": f"{code}/env_E.py:E"},
+    )
+    found = portable_config(given, tmp_path / "run")
+    assert found.tools == [
+        "code/tool_f.py:f",
+        {"name": "code/tool_g.py:g", "price": 1.0},
+        "calculator",
+        f"{tmp_path}/x.py:h",
+    ]
+    assert [part.function for part in found.reward.parts] == ["code/reward_r.py:r", "a.b:c"]
+    assert found.env.name == "code/env_E.py:E"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text(to_toml(found), encoding="utf-8")
+    assert load_config(tmp_path / "run" / "config.toml") == given
+
+
+def test_a_folder_without_a_run_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no run to resume \(it has no config\.toml\)"):
+        load_run_config(tmp_path)
+    with pytest.raises(ConfigError, match=r"holds no run to resume \(it does not exist\)"):
+        load_run_config(tmp_path / "none")
+    (tmp_path / "config.toml").write_text("seed = x\n", encoding="utf-8")
+    with pytest.raises(CheckpointError, match="not valid TOML"):
+        load_run_config(tmp_path)

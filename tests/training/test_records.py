@@ -1,0 +1,173 @@
+"""Rollouts as they are kept: readable lines, tokens beside them, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from toolwise.advantages import Grpo
+from toolwise.messages import Message, Prefix, ToolCall
+from toolwise.training.records import rollout_record, write_atomic, write_records
+from toolwise.types import (
+    AnnotatedRollout,
+    EvaluateResult,
+    EvaluationFault,
+    MetricResult,
+    Rollout,
+    ScoredRollout,
+    StepData,
+    StopReason,
+    Task,
+    Usage,
+)
+
+
+def step(index: int, tokens: dict[str, Any] | None) -> StepData:
+    return StepData(
+        system_step_index=index,
+        observation_data=None,
+        action_taken={"type": "text"},
+        resulting_messages_history=[],
+        policy_logprobs=tokens,
+        base_reward=0.5,
+    )
+
+
+def scored(name: str, score: float | None, steps: tuple[StepData, ...], **changes: Any) -> ScoredRollout:
+    task = Task(
+        task_id="t1",
+        prompt=[Message(role="user", content="How many?")],
+        ground_truth="31",
+        extra_info={"kind": "lookup"},
+    )
+    messages = (
+        *task.prompt,
+        Message(role="assistant", content=None, tool_calls=[ToolCall(id="c", name="search", arguments={"query": "ä"})]),
+        Message(role="tool", content="31 wells", tool_call_id="c"),
+        Message(role="assistant", content=changes.pop("said", "Answer: 31")),
+    )
+    usage = Usage(calls={"search": 1}, failed_calls={"timeout": 1}, cost=1.0, sampled_tokens=3)
+    result = EvaluateResult(score=score, reason="right", metrics={"correct": MetricResult(score=1.0)}, **changes)
+    rollout = Rollout(name, "g", 0, 0, task, "SEARCH", steps, messages, StopReason.ANSWERED, usage)
+    return ScoredRollout(rollout, result, steps)
+
+
+TOKENS = Prefix(array("i", [5, 6, 7, 8]), 2)
+TURNS = (
+    step(0, {"prompt_ids": TOKENS, "token_ids": array("i", [7]), "logprobs": array("f", [-0.5])}),
+    step(1, None),
+    step(2, {"prompt_ids": [5, 6, 7, 8], "token_ids": [9, 10], "logprobs": [-1.0, -2.0]}),
+)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_record_says_everything_a_reader_wants() -> None:
+    pair = [scored("g/0", 1.0, TURNS), scored("g/1", 0.0, TURNS)]
+    credited = Grpo(norm_by_std=False)([AnnotatedRollout(s) for s in pair])
+    record = rollout_record(pair[0], credited[0])
+    assert record["messages"][1]["tool_calls"][0]["function"] == {"name": "search", "arguments": '{"query": "ä"}'}
+    del record["messages"]
+    assert record == {
+        "rollout_id": "g/0",
+        "group_id": "g",
+        "task_id": "t1",
+        "kind": "lookup",
+        "route": "SEARCH",
+        "ground_truth": "31",
+        "reward_kwargs": {},
+        "extra_info": {"kind": "lookup"},
+        "data_source": "",
+        "score": 1.0,
+        "metrics": {"correct": 1.0},
+        "reason": "right",
+        "error": None,
+        "warnings": [],
+        "stop_reason": "answered",
+        "fault": None,
+        "infrastructure_fault": False,
+        "cost": 1.0,
+        "calls": {"search": 1},
+        "failed_calls": {"timeout": 1},
+        "trained_on": True,
+        "steps": [
+            {"advantage": 0.5, "base_reward": 0.5, "tokens": 1},
+            {"advantage": 0.5, "base_reward": 0.5, "tokens": 0},
+            {"advantage": 0.5, "base_reward": 0.5, "tokens": 2},
+        ],
+    }
+
+
+def test_what_was_not_learned_from_says_so_and_has_no_advantages() -> None:
+    record = rollout_record(scored("g/0", 1.0, TURNS))
+    assert record["trained_on"] is False
+    assert {s["advantage"] for s in record["steps"]} == {None}
+
+
+def test_a_failed_reward_is_kept_with_its_reason() -> None:
+    fault = EvaluationFault(kind="exception", message="KeyError: 'x'", traceback="…")
+    record = rollout_record(scored("g/0", None, (), error=fault, is_score_valid=False))
+    assert record["score"] is None
+    assert record["error"] == {"kind": "exception", "message": "KeyError: 'x'", "traceback": "…"}
+
+
+def test_lines_and_tokens_are_written_beside_each_other(tmp_path: Path) -> None:
+    pair = [scored("g/0", 1.0, TURNS), scored("g/1", 0.0, TURNS[:1])]
+    credited = Grpo()([AnnotatedRollout(pair[0])])
+    write_records(tmp_path / "rollouts", "step-000001", pair, credited)
+    lines = read_lines(tmp_path / "rollouts" / "step-000001.jsonl")
+    assert [line["rollout_id"] for line in lines] == ["g/0", "g/1"]
+    assert [line["trained_on"] for line in lines] == [True, False]
+    with safe_open(tmp_path / "rollouts" / "step-000001.safetensors", "np") as file:
+        assert json.loads(file.metadata()["steps"]) == [["g/0", 0], ["g/0", 2], ["g/1", 0]]
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+    sampled, seen = found["token_ids.offsets"], found["prompt_ids.offsets"]
+    assert sampled.tolist() == [0, 1, 3, 4]
+    assert seen.tolist() == [0, 2, 6, 8]
+    assert found["token_ids"][sampled[1] : sampled[2]].tolist() == [9, 10]
+    assert found["logprobs"][sampled[1] : sampled[2]].tolist() == [-1.0, -2.0]
+    assert found["prompt_ids"][seen[0] : seen[1]].tolist() == [5, 6]
+    assert found["logprobs"].dtype == np.float32
+    assert len(found["logprobs"]) == len(found["token_ids"])
+
+
+def test_rollouts_without_tokens_have_lines_alone(tmp_path: Path) -> None:
+    write_records(tmp_path, "eval-000000", [scored("g/0", 1.0, (step(0, None),))], [])
+    assert [p.name for p in tmp_path.iterdir()] == ["eval-000000.jsonl"]
+
+
+@pytest.mark.parametrize("said", ["two\nlines", "emoji 🙂", "half a pair \ud83d", "\u2028 \x00 \x85"])
+def test_any_text_stays_one_line_of_json(tmp_path: Path, said: str) -> None:
+    write_records(tmp_path, "x", [scored("g/0", 1.0, (), said=said)], [])
+    raw = (tmp_path / "x.jsonl").read_bytes()
+    assert raw.count(b"\n") == 1
+    assert json.loads(raw)["messages"][-1]["content"] == said
+
+
+def test_a_ground_truth_that_json_cannot_say_is_written_as_text(tmp_path: Path) -> None:
+    one = scored("g/0", 1.0, ())
+    one.rollout.task.ground_truth = {"when": Path("x")}
+    write_records(tmp_path, "x", [one], [])
+    assert read_lines(tmp_path / "x.jsonl")[0]["ground_truth"] == {"when": "x"}
+
+
+def test_files_are_replaced_whole(tmp_path: Path) -> None:
+    write_atomic(tmp_path / "deep" / "a.txt", b"one")
+    write_atomic(tmp_path / "deep" / "a.txt", b"two")
+    assert (tmp_path / "deep" / "a.txt").read_bytes() == b"two"
+    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["a.txt"]
+
+
+def test_recording_leaves_rollouts_alone(tmp_path: Path) -> None:
+    one = scored("g/0", 1.0, TURNS)
+    before = [s.model_dump() for s in one.steps], [m.model_dump() for m in one.rollout.messages]
+    write_records(tmp_path, "x", [one], Grpo()([AnnotatedRollout(one)]))
+    assert ([s.model_dump() for s in one.steps], [m.model_dump() for m in one.rollout.messages]) == before

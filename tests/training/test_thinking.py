@@ -1,0 +1,272 @@
+"""The thinking stage of a run: what the configuration says arrives, and the loop thinks only where it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from toolwise.advantages import Gigpo, Grpo, MonitoredEstimator, Rlvcr, learns_from_equal_scores
+from toolwise.config.loader import build_config
+from toolwise.config.schema import RunConfig
+from toolwise.errors import ConfigError
+from toolwise.learner.actor import Actor, ActorSettings
+from toolwise.learner.batch import MicroBatchSettings
+from toolwise.messages import Message
+from toolwise.policies.scripted import ScriptedPolicy
+from toolwise.protocols import Generation, Sampling
+from toolwise.thinking.levels import DEFAULT_LEVELS
+from toolwise.thinking.stage import attach_thinking
+from toolwise.thinking.thinking_model import EngineModel, NoLogprobsError, PolicyWithScorer
+from toolwise.training.loop import train_step
+from toolwise.training.run import Run, assemble, check_learnable
+from toolwise.training.thinking import thinking_model
+from toolwise.types import Task
+
+torch.set_num_threads(1)
+DOCUMENT = {
+    "adv_estimator": "rlvcr",
+    "rlvcr": {"enable": True, "step_advantage_w": 1.0, "thinking_diversity_w": 0.5, "mode": "mean_norm"},
+}
+TASKS = [Task(task_id=str(i), prompt=[Message(role="user", content=f"Where is key {i}?")]) for i in range(4)]
+REPLIES = [
+    "<level>1</level><action>go left</action>",
+    "<level>3</level><think>State: a hall Goal: out</think><action>go right</action>",
+    "<level>2</level><think>State: a hall</think><action>go left</action>",
+    "no format at all",
+]
+
+
+def by_place(rollouts_messages: list[Any], ground_truths: list[Any]) -> list[float]:
+    return [float(i % 2) for i in range(len(rollouts_messages))]
+
+
+def config(**sections: Any) -> RunConfig:
+    settings: dict[str, Any] = {
+        "model": {"device": "cpu"},
+        "data": {"batch_size": 2},
+        "rollout": {"n": 4, "max_new_tokens": 24, "tool_parser": "none"},
+        "multi_turn": {"enable": False},
+        "reward": {"sandbox": {"tier": "off"}},
+        "trainer": {"total_steps": 4},
+        "actor": {"lr": 1e-3},
+        "algorithm": DOCUMENT,
+    }
+    return RunConfig.model_validate(settings | sections)
+
+
+def make(**sections: Any) -> Run:
+    return assemble(config(**sections), tasks=TASKS, validation_tasks=[], reward=by_place)
+
+
+def algorithm(estimator: str = "rlvcr", **rlvcr: Any) -> dict[str, Any]:
+    return {"adv_estimator": estimator, "rlvcr": {"enable": True, **rlvcr}}
+
+
+class Reciting:
+    """The run's own engine, but for replies and thoughts that follow the format, as likely as the model finds them."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.engine, self.calls = run, run.policy.engine, 0
+
+    async def generate(self, token_ids: Sequence[int], sampling: Sampling, **more: Any) -> Generation:
+        chat = self.run.chat
+        said = chat.decode(token_ids)
+        if said.endswith("<think>"):
+            ids = chat.encode("State: a hall. Go on.</think>")
+        else:
+            ids = [*chat.encode(REPLIES[self.calls % len(REPLIES)]), chat.end_id]
+            self.calls += 1
+        [scored] = await self.engine.score(token_ids, [ids], temperature=sampling.temperature)
+        return Generation(ids, list(scored.logprobs), "stop", self.engine.version)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+
+def recite(run: Run) -> Run:
+    reciting: Any = Reciting(run)
+    run.policy.engine = reciting
+    if run.thinking is not None:
+        object.__setattr__(run.thinking.writer, "model", EngineModel(reciting))
+    return run
+
+
+def test_the_documents_section_works_as_written() -> None:
+    run = make()
+    made: Any = run.estimator
+    assert isinstance(made, Rlvcr)
+    assert (made.step_advantage_w, made.thinking_diversity_w, made.mode) == (1.0, 0.5, "mean_norm")
+    assert (made.gate, made.combine, made.trajectory) == ("none", "additive", Grpo())
+    assert run.thinking is not None
+
+
+def test_everything_else_arrives_where_it_works() -> None:
+    run = make(
+        algorithm=algorithm(
+            gate="signed",
+            score="confidence",
+            base="gigpo",
+            steps="mixed",
+            share=0.5,
+            max_added_tokens=0.7,
+            max_thought_tokens=17,
+            shuffle=True,
+            budget={"limit": 6.0, "price": 0.01, "rate": 0.2, "proportional": 0.3, "cap": 2.0},
+        )
+        | {"omega": 0.25}
+    )
+    made: Any = run.estimator
+    assert (made.gate, made.score, made.shuffle) == ("signed", "confidence", True)
+    assert made.trajectory == Gigpo(omega=0.25)
+    assert run.thinking is not None
+    s = run.thinking.settings
+    assert (s.selection, s.share, s.max_added_tokens, s.total_steps) == ("mixed", 0.5, 0.7, 4)
+    assert run.thinking.writer.sampling.max_new_tokens == 17
+    budget = run.thinking.price.budget  # type: ignore[union-attr]
+    assert (budget.limit, budget.initial, budget.rate, budget.proportional, budget.cap) == (6.0, 0.01, 0.2, 0.3, 2.0)
+    assert run.thinking.writer.levels is DEFAULT_LEVELS
+
+
+@pytest.mark.parametrize(
+    ("settings", "teaches"),
+    [({}, True), ({"steps": "mixed"}, False), ({"share": 0.0}, False), ({"gate": "signed"}, False)],
+)
+def test_equals_are_kept_where_they_are_compared(settings: dict[str, Any], teaches: bool) -> None:
+    assert learns_from_equal_scores(make(algorithm=algorithm(**settings)).estimator, 1.0) is teaches
+
+
+def test_without_it_nothing_is_thought_over() -> None:
+    run = make(algorithm={"adv_estimator": "grpo"})
+    assert run.thinking is None
+    metrics = asyncio.run(train_step(recite(run))).metrics
+    assert not [name for name in metrics if name.startswith("thinking/")]
+
+
+def test_a_step_of_the_loop_thinks_credits_and_learns() -> None:
+    run = recite(make(algorithm=algorithm(max_thought_tokens=12)))
+    turn = asyncio.run(train_step(run))
+    m = turn.metrics
+    assert m["thinking/format_valid"] == 0.75
+    assert m["thinking/groups"] > 0
+    assert m["thinking/own_gap"] < 1e-4
+    assert m["thinking/added_tokens_ratio"] <= 1.0
+    assert "thinking/advantage_used_1" in m or "thinking/advantage_used_3" in m
+    assert m["actor/updates"] == 1.0
+    again = asyncio.run(train_step(run)).metrics
+    assert again["thinking/groups"] > 0
+
+
+def test_under_another_estimator_it_only_measures() -> None:
+    plain = recite(make(algorithm={"adv_estimator": "grpo"}))
+    watched = recite(make(algorithm=algorithm("grpo", max_added_tokens=0.0)))
+    assert isinstance(watched.estimator, MonitoredEstimator)
+    first, second = (asyncio.run(train_step(run)) for run in (plain, watched))
+    assert second.metrics["thinking/groups"] > 0
+    assert "thinking/advantage" in second.metrics
+    for a, b in zip(first.credited, second.credited, strict=True):
+        np.testing.assert_array_equal(np.concatenate(a.advantages), np.concatenate(b.advantages))
+    # Advantages that sum to zero: rounding of terms around one, in whatever order rollouts ended.
+    assert first.metrics["actor/loss"] == pytest.approx(second.metrics["actor/loss"], abs=1e-6)
+
+
+def test_reweighted_rows_reach_the_learner_and_its_canary_agrees_with_them() -> None:
+    run = recite(make(algorithm=algorithm(combine="reweight", share=1.0, max_added_tokens=0.0)))
+    turn = asyncio.run(train_step(run))
+    assert turn.metrics["thinking/rows_added"] > 0
+    assert len(turn.credited) > len({s.rollout.rollout_id for s in turn.scored})
+    # Each row's tokens are as likely to the learner as they say they were: forced ones are not among them.
+    assert turn.metrics["canary/logprob_gap_max"] < 1e-3
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"algorithm": {"kl": "loss", "kl_coef": 0.1}},
+        {"actor": {"lr": 1e-3, "old_logprobs": "recompute", "mini_batches": 2}},
+    ],
+)
+def test_added_rows_are_annotated_like_all_others(sections: dict[str, Any]) -> None:
+    own = algorithm(combine="reweight", share=1.0, max_added_tokens=0.0) | sections.get("algorithm", {})
+    turn = asyncio.run(train_step(recite(make(**sections | {"algorithm": own}))))
+    assert turn.metrics["thinking/rows_added"] > 0
+    assert turn.metrics["actor/updates"] == sections.get("actor", {}).get("mini_batches", 1)
+    annotated = [c.annotated for c in turn.credited if "/level-" in c.rollout.rollout_id]
+    assert all((a.ref_logprobs is None) != (a.old_logprobs is None) for a in annotated)
+
+
+def test_the_same_price_can_stand_on_whole_rollouts() -> None:
+    sections = algorithm("grpo", share=0.0, price_rollouts=True, budget={"price": 0.1})
+    run = recite(make(algorithm=sections))
+    turn = asyncio.run(train_step(run))
+    assert turn.metrics["thinking/added_tokens"] == 0.0
+    credited = {c.rollout.rollout_offset: c for c in turn.credited if c.rollout.batch_data_id == 0}
+    # Both scored 1 as far as the reward knows; the one that thought has less of it.
+    assert credited[1].annotated.scored.score == credited[3].annotated.scored.score == 1.0
+    assert credited[1].steps[0].advantage < credited[3].steps[0].advantage
+
+
+def test_added_rows_pull_on_the_weights() -> None:
+    run = recite(make(algorithm=algorithm(combine="reweight", share=1.0, max_added_tokens=0.0)))
+    thought, _ = asyncio.run(_think(run))
+    rollouts, deliberations = thought
+    credited = run.estimator(attach_thinking(run.learner.annotate(rollouts), deliberations))
+    added = [c for c in credited if "/level-" in c.rollout.rollout_id]
+    actor = Actor(run.policy.model, ActorSettings(lr=1e-3))
+    before = [p.detach().clone() for p in actor.model.parameters()]
+    actor.update(added)
+    assert any(not torch.equal(a, b) for a, b in zip(before, actor.model.parameters(), strict=True))
+
+
+async def _think(run: Run) -> Any:
+    from toolwise.training.loop import collect
+
+    scored, usable, _ = await collect(run)
+    assert run.thinking is not None
+    deliberations, metrics = await run.thinking.think(scored, usable, training_step=0)
+    return (usable, deliberations), metrics
+
+
+def test_the_price_moves_and_is_saved_with_the_run() -> None:
+    sections = algorithm(budget={"limit": 0.5, "rate": 0.1})
+    run = recite(make(algorithm=sections))
+    asyncio.run(train_step(run))
+    assert run.thinking is not None
+    assert run.thinking.current_price > 0
+    other = make(algorithm=sections)
+    other.registry().load_state_dict(run.registry().state_dict())
+    assert other.thinking is not None
+    assert other.thinking.current_price == run.thinking.current_price
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"algorithm": {"adv_estimator": "rlvcr"}}, "enable is false"),
+        ({"algorithm": algorithm(combine="reweight") | {"kl": "reward"}}, "no reward to take a KL off"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_told(sections: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        check_learnable(config(**sections))
+
+
+def test_a_policy_that_gives_no_log_probs_is_refused() -> None:
+    with pytest.raises(NoLogprobsError):
+        thinking_model(ScriptedPolicy(["go left"]), None, MicroBatchSettings())
+
+
+def test_the_engine_scores_where_there_is_one_and_the_learner_where_there_is_none() -> None:
+    run = make()
+    assert isinstance(thinking_model(run.policy, run.policy.model, MicroBatchSettings()), EngineModel)
+    plain = make(rollout={"n": 2, "engine": "transformers"})
+    assert isinstance(thinking_model(plain.policy, plain.policy.model, MicroBatchSettings()), PolicyWithScorer)
+
+
+def test_a_misspelt_setting_is_told() -> None:
+    with pytest.raises(ConfigError, match="step_advantage_w"):
+        build_config(RunConfig, {"algorithm": {"rlvcr": {"step_advantage": 1}}}, source="run.toml")

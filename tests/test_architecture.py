@@ -215,7 +215,7 @@ def _writes_json(function: ast.AST) -> bool:
         if ast.unparse(call.func) in ("json.dump", "json.dumps") and "allow_nan" not in [k.arg for k in call.keywords]
     ]
     names = [ast.unparse(call.func) for call in calls]
-    verbs = ("write_text", "write_bytes", "writelines", "write_whole", "writerow")
+    verbs = ("write_text", "write_bytes", "writelines", "write_atomic", "writerow")
     return bool(loose) and any(name.split(".")[-1] in verbs or name.endswith("file.write") for name in names)
 
 

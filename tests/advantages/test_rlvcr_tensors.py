@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
 from rlvcr_cases import ACTION, HEAD, LEVEL, random_batch, slow_tokens
 
 from toolwise.advantages import Grpo, Rlvcr, compute_grpo_outcome_advantage, compute_rlvcr_outcome_advantage

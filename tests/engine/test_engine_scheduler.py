@@ -21,7 +21,7 @@ def request(tokens: list[int], sampled: int = 0) -> Request:
 
 
 def scheduler(blocks: int = 64, tokens: int = 16, requests: int = 8, **more: Any) -> Scheduler:
-    made = BlockManager(blocks, 4, full_blocks_only=more.get("fixed_pieces", False))
+    made = BlockManager(blocks, 4, full_blocks_only=more.get("fixed_chunks", False))
     return Scheduler(made, max_batch_tokens=tokens, max_requests=requests, **more)
 
 

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
+import chat_tokenizers as made
 from fuzzing import JSON, TEXT, fuzz
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from toolwise.errors import ToolwiseError
 from toolwise.messages import Message
-
-
-def _load() -> Any:
-    path = Path(__file__).parents[1] / "rollout" / "chat_tokenizers.py"
-    spec = importlib.util.spec_from_file_location("fuzzed_tokenizers", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-made = _load()
 
 CALL = st.fixed_dictionaries(
     {"name": TEXT, "arguments": st.one_of(st.dictionaries(TEXT, JSON, max_size=3), TEXT)}, optional={"id": TEXT}

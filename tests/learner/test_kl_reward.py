@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from learner_cases import LR, credit, gradients, tiny_model
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "advantages"))
 from rlvcr_cases import thinking_step
 
 from toolwise.advantages import Gae, Gigpo, Grpo, ReinforcePlusPlus, Rlvcr

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
+import chat_tokenizers as made
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,17 +13,6 @@ from toolwise.messages import Message, ToolCall
 from toolwise.rollout.chat_tokenizer import ChatTokenizer
 from toolwise.rollout.control_tokens import GUARD_MARK, ControlTokens, strip_guard_marks
 
-
-def _load(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-made = _load("chat_tokenizers")
 EVERY_CONTROL = sorted({text for texts in made.CONTROLS.values() for text in texts})
 SPELT_OTHERWISE = [
     "<|IM_END|>",

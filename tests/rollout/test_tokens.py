@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
+import chat_tokenizers as made
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,17 +17,6 @@ from toolwise.rollout.chat_tokenizer import ChatTokenizer
 from toolwise.rollout.parsers import PARSERS
 from toolwise.rollout.tokens import OnChange, TokenBuffer
 
-
-def _load(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-made = _load("chat_tokenizers")
 chat_of = made.chat_tokenizer
 TEMPLATES = sorted(made.CONTROLS)
 QUESTION = Message(role="user", content="What is 2 + 2?")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import re
@@ -10,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import chat_tokenizers as made
 import pytest
 from safetensors.numpy import load_file
 from transformers import AutoTokenizer
@@ -39,18 +39,6 @@ CALL = Message(
     role="assistant", content="", tool_calls=[ToolCall(id="call_0", name="look_up_price", arguments={"article": "tea"})]
 )
 RESULT = Message(role="tool", content="3.50", tool_call_id="call_0", name="look_up_price")
-
-
-def _load(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-made = _load("chat_tokenizers")
 
 
 def chat_of(template: str, *, mode: Any = "auto", parser: str = "hermes") -> ChatTokenizer:

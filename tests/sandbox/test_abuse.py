@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import abuse_cases as cases
 import pytest
+from unprivileged import NOBODY, python_for_anybody, readable_copy
 
-HERE = Path(__file__).parent
-NOBODY = 65534
-
-
-def _load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-cases = _load("abuse_cases")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the standard tier is Linux's")
 
 
@@ -122,55 +105,16 @@ def test_races_are_lost_again_and_again(case: Any, measured: Any, ground: Any) -
         _check(case, cases.asdict(place.run(case)))
 
 
-def _readable_copy(folder: Path) -> dict[str, str]:
-    """Toolwise and the little it needs, where anybody may read them, and a Python that anybody may run."""
-    import pydantic
-
-    packages = Path(pydantic.__file__).parent.parent
-    names = ("pydantic", "pydantic_core", "typing_extensions.py", "annotated_types", "typing_inspection")
-    for name in names:
-        source = packages / name
-        if source.is_dir():
-            shutil.copytree(source, folder / "lib" / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            (folder / "lib").mkdir(exist_ok=True)
-            shutil.copy(source, folder / "lib" / name)
-    own = HERE.parent.parent / "src" / "toolwise"
-    shutil.copytree(own, folder / "src" / "toolwise", ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
-    for source in (HERE / "abuse_cases.py", *(HERE.parent / "helpers").glob("abuse_*.py")):
-        shutil.copy(source, folder)
-    (folder / "run.py").write_text(
-        "import site, sys\n"
-        f"site.getsitepackages = lambda: [{str(folder / 'lib')!r}]\n"
-        f"sys.path[:0] = [{str(folder / 'lib')!r}, {str(folder / 'src')!r}, {str(folder)!r}]\n"
-        "import abuse_cases\nabuse_cases.main()\n"
-    )
-    for path in [folder, *folder.rglob("*")]:
-        path.chmod(0o755 if path.is_dir() else 0o644)
-    return {"PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1"}
-
-
-def _python_for_anybody() -> str | None:
-    """A Python of this version that a user without privileges can run."""
-    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
-    for program in (sys.executable, f"/usr/bin/{version}", f"/usr/local/bin/{version}"):
-        command = [program, "-c", "import ctypes"]
-        with suppress(OSError):
-            if subprocess.run(command, user=NOBODY, group=NOBODY, check=False, cwd="/", env={}).returncode == 0:
-                return program
-    return None
-
-
 def _run_as_nobody(*arguments: str) -> dict[str, Any]:
     """The outcomes of cases that a user without privileges runs."""
     if sys.platform != "linux" or os.getuid() != 0:
         pytest.skip("only root can become another user; the cases above ran as an unprivileged one")
-    python = _python_for_anybody()
+    python = python_for_anybody()
     if python is None:
         pytest.skip("there is no Python that another user may run")
     with tempfile.TemporaryDirectory(prefix="toolwise-nobody-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        environment = _readable_copy(folder)
+        environment = readable_copy(folder)
         ground = folder / "ground"
         ground.mkdir()
         os.chown(ground, NOBODY, NOBODY)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,10 +12,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import abuse_processes as cases
 import pytest
+from unprivileged import NOBODY, python_for_anybody, readable_copy
 
 from toolwise.sandbox import ProgramSandbox
 from toolwise.sandbox.layers.bubblewrap import unavailable_reason
@@ -25,21 +24,9 @@ from toolwise.tools.isolation.code_location import ModuleRef, ObjectRef
 from toolwise.tools.isolation.pool import Pool
 from toolwise.tools.isolation.worker import ToolDied, ToolFault
 
-HERE = Path(__file__).parent
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 
 
-def _load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-cases = _load("abuse_processes")
 USUAL = {"env_i_setsid", "another_comm", "clone_parent", "clone3_parent", "no_folder", "hops_between_sessions", "crowd"}
 USUAL |= {"respawns", "traced", "stopped", "and_exits", "stops_the_supervisor", "kills_the_supervisor", "deep_chain"}
 USUAL_ELSEWHERE = {"env_i_setsid", "clone_parent", "hops_between_sessions", "and_exits"}
@@ -86,25 +73,20 @@ def test_nothing_outlives_a_reward(ground: Any, case: Any) -> None:
 
 
 def _as_nobody(tier: str) -> dict[str, Any]:
-    abuse = _load("test_abuse")
-    python = abuse._python_for_anybody() if os.getuid() == 0 else None
+    python = python_for_anybody() if os.getuid() == 0 else None
     if python is None:
         pytest.skip("nobody else can be become here, or may run this Python")
     with tempfile.TemporaryDirectory(prefix="toolwise-nobody-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        environment = abuse._readable_copy(folder)
-        shutil.copy(HERE / "abuse_processes.py", folder)
+        environment = readable_copy(folder, "abuse_processes")
         run = folder / "run.py"
-        run.write_text(run.read_text().replace("abuse_cases", "abuse_processes"))
-        for path in folder.glob("*.py"):
-            path.chmod(0o644)
         ground = folder / "ground"
         ground.mkdir()
-        os.chown(ground, abuse.NOBODY, abuse.NOBODY)
+        os.chown(ground, NOBODY, NOBODY)
         done = subprocess.run(
             [python, str(run), str(ground), tier],
-            user=abuse.NOBODY,
-            group=abuse.NOBODY,
+            user=NOBODY,
+            group=NOBODY,
             extra_groups=[],
             env=environment,
             cwd=ground,
@@ -117,7 +99,7 @@ def _as_nobody(tier: str) -> dict[str, Any]:
         lines = [json.loads(line) for line in done.stdout.splitlines()]
     if "missing" in lines[0]:
         pytest.skip(lines[0]["missing"])
-    assert {line["uid"] for line in lines} == {abuse.NOBODY}
+    assert {line["uid"] for line in lines} == {NOBODY}
     return {line["name"]: line["outcome"] for line in lines}
 
 

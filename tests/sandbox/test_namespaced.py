@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import abuse_cases as abuse
 import pytest
 from namespaces import needs_namespaces
+from unprivileged import NOBODY, python_for_anybody, readable_copy
 
 from toolwise.sandbox import Sandbox, SandboxError, report
 from toolwise.sandbox.layers import bubblewrap
@@ -21,25 +21,10 @@ from toolwise.sandbox.layers.bubblewrap import parent_of
 from toolwise.sandbox.layers.hardening import LAYERS
 from toolwise.sandbox.report import probe
 
-HERE = Path(__file__).parent
-NOBODY = 65534
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
-def _load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-abuse = _load("abuse_cases")
-
-
-class Ground(abuse.Ground):  # type: ignore[name-defined, misc]
+class Ground(abuse.Ground):
     """The abuse suite's, with namespaces."""
 
     def __init__(self, folder: Path) -> None:
@@ -176,13 +161,12 @@ def test_how_it_died_is_told(tmp_path: Path, sandbox: Sandbox) -> None:
 @needs_namespaces
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user; all above ran as an unprivileged one")
 def test_it_works_without_privileges() -> None:
-    suite = _load("test_abuse")
-    python = suite._python_for_anybody()
+    python = python_for_anybody()
     if python is None:
         pytest.skip("there is no Python that another user may run")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        environment = suite._readable_copy(folder)
+        environment = readable_copy(folder)
         start = (folder / "run.py").read_text().partition("import abuse_cases")[0]
         (folder / "r.py").write_text("import os\ndef f(messages, truth): return float(os.path.lexists(truth))\n")
         (folder / "run.py").write_text(

@@ -15,6 +15,7 @@ from types import CodeType, ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+from toolwise.config.moved_modules import current_module
 from toolwise.config.sibling_imports import siblings_of
 from toolwise.errors import ConfigError, RewardError
 
@@ -97,13 +98,17 @@ def load_reference(reference: str, *, what: str) -> Any:
 def load_module(module_ref: str, *, what: str) -> ModuleType:
     """A module by dotted name or by file."""
     try:
-        return _load_file(module_ref, what) if module_ref.endswith(".py") else importlib.import_module(module_ref)
+        return _load_file(module_ref, what) if module_ref.endswith(".py") else _import(module_ref)
     except (ConfigError, RewardError):
         raise
     except ModuleNotFoundError as fault:
         raise ConfigError(f"{what}: cannot import {module_ref!r} ({fault}); or write path/to/file.py:name") from fault
     except Exception as fault:  # whatever other people's code raises on import is theirs to read, in one line
         raise ConfigError(f"{what}: importing {module_ref!r} failed: {type(fault).__name__}: {fault}") from fault
+
+
+def _import(name: str) -> ModuleType:
+    return importlib.import_module(current_module(name))
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -200,7 +200,7 @@ async def _fill_in_processes(
             "config": routing.config.model_dump(mode="json"),
             "asked": asked.to_json(),
         }
-        await run_in_processes(f"{__name__}:fill_share", told, min(sharding.jobs, longest), tell)
+        await run_in_processes(f"{__name__}:fill_shard", told, min(sharding.jobs, longest), tell)
     for pool in pools:
         merge_shards(pool.path, pool.plan)
 

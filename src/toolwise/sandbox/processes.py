@@ -34,7 +34,7 @@ from toolwise.sandbox.targets import library_folders, package_folder
 
 _BOOT = (
     "import json, sys; start = json.loads(sys.argv[1]); sys.path[:] = start['path']; "
-    "from toolwise.sandbox.layers.supervisor import begin; begin(start); "
+    "from toolwise.sandbox.layers.supervisor import start_supervisor; start_supervisor(start); "
     "from toolwise.sandbox.worker_main import main; main(start)"
 )
 _MARK_VARIABLE = "TOOLWISE_SANDBOX"

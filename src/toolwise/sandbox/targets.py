@@ -15,6 +15,7 @@ from typing import Any
 
 import toolwise
 from toolwise.config.imports import check_nameable, registered_reference
+from toolwise.config.moved_modules import current_module
 from toolwise.config.sibling_imports import imported_siblings
 from toolwise.errors import RewardError
 from toolwise.sandbox.faults import WorkerFault
@@ -42,7 +43,7 @@ def resolve(reference: str) -> Target:
         if not path.is_file():
             raise WorkerFault("import", f"reward: there is no file {place!r}")
         return Target(f"{path}{suffix}", _with_siblings(path))
-    return _resolve_module(place, suffix)
+    return _resolve_module(current_module(place), suffix)
 
 
 def _resolve_module(place: str, suffix: str) -> Target:

@@ -17,6 +17,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from toolwise.config.imports import GIVEN_IN_PYTHON, register, unregister
+from toolwise.config.moved_modules import current_module
 from toolwise.config.schema import RewardPart, RunConfig
 from toolwise.data.task_rows import tasks_to_jsonl
 from toolwise.errors import ConfigError, DataError, RewardError, ToolwiseError
@@ -146,7 +147,7 @@ class RunInputs:
             return self._reference(target, "reward")
         except ToolwiseError as fault:
             sandbox = self.config.reward.sandbox
-            if sandbox.tier != "off" and getattr(target, "__module__", "") not in sandbox.trusted:
+            if sandbox.tier != "off" and getattr(target, "__module__", "") not in map(current_module, sandbox.trusted):
                 raise RewardError(
                     f"reward {name}: a sandbox loads a reward from its file, and {fault}, "
                     'or set reward.sandbox.tier = "off" to run it in this process'

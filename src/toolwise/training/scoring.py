@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+from toolwise.config.moved_modules import current_module
 from toolwise.config.schema import RewardConfig, SandboxConfig
 from toolwise.errors import ConfigError, RewardError
 from toolwise.rewards.combine import CompositeReward, WeightedReward
@@ -137,7 +138,7 @@ def _reward(source: RewardSource, kwargs: dict[str, Any], sandbox: Sandbox | Non
     """Loaded here only where the user says so; else a worker loads it and says what it takes."""
     if isinstance(source, str) and source in EPISODE_REWARDS:
         return Reward.of(episode_reward(source), kwargs)
-    if sandbox is None or config.tier == "off" or _module_of(source) in config.trusted:
+    if sandbox is None or config.tier == "off" or _module_of(source) in map(current_module, config.trusted):
         return Reward.of(source, kwargs)
     given = {**source.kwargs, **kwargs} if isinstance(source, Reward) else dict(kwargs)
     reference = source if isinstance(source, str) else _worker_reference(source)
@@ -165,7 +166,8 @@ def _module_of(source: RewardSource) -> str:
     """The module of a reward, as `trusted` names it."""
     if isinstance(source, Reward):
         source = source.reference or source.function or ""
-    return source.rpartition(":")[0] if isinstance(source, str) else str(getattr(source, "__module__", ""))
+    name = source.rpartition(":")[0] if isinstance(source, str) else str(getattr(source, "__module__", ""))
+    return current_module(name)
 
 
 def _unscored_result(rollout: Rollout) -> EvaluateResult:

@@ -14,10 +14,10 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the layers are 
 def test_births_are_free_where_the_kernel_cannot_ask() -> None:
     """Two filters that ask cannot be on one process."""
     source = (
-        "import os, socket\nfrom toolwise.sandbox.layers import births\n"
+        "import os, socket\nfrom toolwise.sandbox.layers import fork_filter\n"
         "for _ in range(2):\n"
         "    ours, theirs = socket.socketpair()\n"
-        "    births.ask_for_births(theirs.detach())\n"
+        "    fork_filter.require_fork_approval(theirs.detach())\n"
         "    print(len(socket.recv_fds(ours, 1, 1)[1]))\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

@@ -22,7 +22,7 @@ def test_capabilities_can_be_dropped() -> None:
 
 
 def test_privileges_are_not_gained() -> None:
-    assert _run("print(gains_no_privileges()); gain_no_privileges(); print(gains_no_privileges())") == "False\nTrue"
+    assert _run("print(has_no_new_privs()); set_no_new_privs(); print(has_no_new_privs())") == "False\nTrue"
 
 
 def test_a_process_whose_parent_is_gone_ends() -> None:

@@ -157,7 +157,7 @@ def test_too_many_bytes_files_or_folders_are_too_much(pair: Pair, monkeypatch: p
         pair.copy()
     (pair.source / "a").unlink()
     (pair.source / "b" / "c" / "d").mkdir(parents=True)
-    for name in ("MOST_FILES", "MOST_DEPTH"):
+    for name in ("MAX_FILES", "MAX_FOLDER_DEPTH"):
         with monkeypatch.context() as patch:
             patch.setattr(copies, name, 2)
             with pytest.raises(CopyLimitError, match="files"):

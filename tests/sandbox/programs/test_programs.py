@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import logging
 import os
@@ -15,11 +14,12 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import program_cases as cases
 import pytest
 from namespaces import NAMESPACED
+from unprivileged import NOBODY, python_for_anybody, readable_copy
 
 from toolwise.errors import DataError
 from toolwise.sandbox import SandboxError, report
@@ -27,21 +27,6 @@ from toolwise.sandbox.programs.program_sandbox import MAX_PROGRAM_BYTES, Program
 from toolwise.sandbox.report import Report, probe
 from toolwise.tools import isolation
 
-HERE = Path(__file__).parent
-NOBODY = 65534
-
-
-def _load(name: str, folder: Path = HERE) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-cases = _load("program_cases")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the tiers for programs are Linux's")
 
 
@@ -105,15 +90,12 @@ def unprivileged(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     """The outcomes of the cases when a user without privileges runs them."""
     if os.getuid() != 0:
         pytest.skip("only root can become another user; the cases above ran as an unprivileged one")
-    abuse = _load("test_abuse", HERE.parent)
-    python = abuse._python_for_anybody()
+    python = python_for_anybody()
     if python is None:
         pytest.skip("there is no Python that another user may run")
     with tempfile.TemporaryDirectory(prefix="toolwise-nobody-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        environment = abuse._readable_copy(folder)
-        (folder / "run.py").write_text((folder / "run.py").read_text().replace("abuse_cases", "program_cases"))
-        (folder / "program_cases.py").write_text((HERE / "program_cases.py").read_text())
+        environment = readable_copy(folder, "program_cases")
         (folder / "ground").mkdir()
         os.chown(folder / "ground", NOBODY, NOBODY)
         done = subprocess.run(

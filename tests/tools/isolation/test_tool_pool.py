@@ -310,7 +310,7 @@ def test_workers_are_buried_where_the_trainer_has_more_than_1024_files_open(file
 
 
 @pytest.mark.parametrize(
-    ("soft", "most"), [(1024, 153), (300, 8), (64, 8), (65536, 256), (resource.RLIM_INFINITY, 256)]
+    ("soft", "max_processes"), [(1024, 153), (300, 8), (64, 8), (65536, 256), (resource.RLIM_INFINITY, 256)]
 )
 def test_the_most_processes_fit_the_limit_of_open_files(
     soft: int, max_processes: int, monkeypatch: pytest.MonkeyPatch

@@ -79,10 +79,10 @@ def test_a_damaged_index_is_built_again(tmp_path: Path, damage: bytes) -> None:
 def test_two_processes_that_build_at_once_end_with_one_index(tmp_path: Path) -> None:
     program = f"""
 from pathlib import Path
-from toolwise.tools.builtin.search.corpora import Document, GivenCorpus
-from toolwise.tools.builtin.search.index import index_of
-corpus = GivenCorpus(tuple(Document("", f"text {{n}}") for n in range(20_000)))
-print(index_of([corpus], Path({str(tmp_path)!r})).size)
+from toolwise.tools.builtin.search.corpora import Document, InlineCorpus
+from toolwise.tools.builtin.search.index import open_index
+corpus = InlineCorpus(tuple(Document("", f"text {{n}}") for n in range(20_000)))
+print(open_index([corpus], Path({str(tmp_path)!r})).size)
 """
     workers = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) for _ in range(2)]
     assert [worker.communicate(timeout=60)[0].strip() for worker in workers] == [b"20000", b"20000"]

@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 import pytest
-from tests.diagnosis.cases import DROPPED, UPDATED, config, scored, too_long
+from diagnosis_cases import DROPPED, UPDATED, config, scored, too_long
 
 from toolwise.config.schema import RunConfig
 from toolwise.training.diagnosis import Diagnosis, Finding, FindingChanges

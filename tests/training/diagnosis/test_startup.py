@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.diagnosis.cases import config, scored, task, too_long
+from diagnosis_cases import config, scored, task, too_long
 
 from toolwise.errors import ConfigError
 from toolwise.rewards.combine import CompositeReward, WeightedReward

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
-from tests.diagnosis.cases import DROPPED, UPDATED, config, scored, too_long
+from diagnosis_cases import DROPPED, UPDATED, config, scored, too_long
 
 from toolwise.training.diagnosis.weights import explain_unchanged
 from toolwise.types import ScoredRollout, StopReason

@@ -55,7 +55,7 @@ MAX_STATUS_BYTES = 1 << 16
 _REPORTED_KINDS: dict[str, Kind] = {"memory": "memory", "denied": "denied", "too_big": "too_big"}
 _BOOT = (
     "import json, sys; start = json.loads(sys.argv[1]); sys.path[:] = start['path']; "
-    "from toolwise.sandbox.layers.supervisor import begin; begin(start); "
+    "from toolwise.sandbox.layers.supervisor import start_supervisor; start_supervisor(start); "
     "from toolwise.sandbox.programs.program_main import main; main(start)"
 )
 

@@ -25,9 +25,14 @@ settings.register_profile("thorough", max_examples=300, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
+WHOLE_RUNS = {"end_to_end", "training", "cli", "checks", "agent", "test_api.py"}
+"""Folders whose tests train, evaluate or check from beginning to end."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole runs, which take longest, come first, so that no worker is left with one at the end: see the Makefile."""
-    items.sort(key=lambda item: len(item.path.parts))
+    tests = Path(__file__).parent
+    items.sort(key=lambda item: item.path.relative_to(tests).parts[0] not in WHOLE_RUNS)
 
 
 def pytest_collection_finish() -> None:

@@ -2,7 +2,7 @@
 
 Each name is a function over tensors that writes its result and nothing else, but for the cache where it says so. On a
 GPU it is a Triton kernel that needs no host synchronisation and can be captured in a CUDA graph; anywhere else it is
-plain torch (`reference`), the same formula in the same order of rounding.
+plain torch (`torch_reference`), the same formula in the same order of rounding.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ __all__ = [
 _HOMES = {
     "add_rms_norm": "pointwise",
     "merge": "heads",
-    "paged_attention_decode": "attention",
-    "paged_attention_prefill": "prefill",
+    "paged_attention_decode": "decode_attention",
+    "paged_attention_prefill": "prefill_attention",
     "rms_norm": "pointwise",
-    "rope_and_store": "cache",
+    "rope_and_store": "cache_write",
     "rotate": "heads",
     "sample": "sampling",
-    "shared_prefix_decode": "prefix",
+    "shared_prefix_decode": "prefix_attention",
     "silu_mul": "pointwise",
     "silu_mul_backward": "pointwise",
     "softmax_sums": "softmax",
     "softmax_sums_backward": "softmax",
-    "store_kv": "cache",
+    "store_kv": "cache_write",
 }
 
 
@@ -73,7 +73,7 @@ def available(device: torch.device | str) -> bool:
 
 def kernel(name: str, device: torch.device | str) -> Any:
     """The function `name` for tensors on `device`: look it up once where calls are many."""
-    home = _HOMES[name] if available(device) else "reference"
+    home = _HOMES[name] if available(device) else "torch_reference"
     return getattr(import_module(f"toolwise.kernels.{home}"), name)
 
 

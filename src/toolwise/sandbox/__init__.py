@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "KINDS": "faults",
     "ProgramResult": "programs.run",
-    "ProgramSandbox": "programs.sandbox",
+    "ProgramSandbox": "programs.program_sandbox",
     "RewardExecutor": "executor",
     "Sandbox": "sandbox",
     "SandboxError": "faults",

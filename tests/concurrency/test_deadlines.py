@@ -258,7 +258,7 @@ def test_a_fault_comes_out_of_the_loop_as_it_is() -> None:
 def test_a_program_ends_though_a_thread_and_a_task_hang() -> None:
     program = """
         import asyncio, contextlib, time
-        from toolwise import waiting
+        from toolwise.concurrency import deadlines
         deadlines.GRACE_S = 0.1
         async def stubborn():
             while True:

@@ -47,6 +47,7 @@ def test_a_reward_trusted_under_its_old_name_runs_in_this_process() -> None:
     sandbox = SandboxConfig(trusted=["toolwise.rewards.shaping"])
     scoring = build_scoring(RewardConfig(function="toolwise.rewards.library.shaping:length_reward", sandbox=sandbox))
     try:
-        assert scoring.sandbox is None
+        (part,) = scoring.rewards.parts
+        assert part.reward.function is not None
     finally:
         scoring.close()

@@ -61,5 +61,5 @@ def test_an_export_of_before_answers(frozen: Path) -> None:
     agent = RoutedAgent.load(frozen / "exported", tools=["calculator", "search"], documents=["Alder has 12 mills."])
     answer = agent.ask("How many mills does Alder have?")
     assert answer.route in ("ANSWER", "CALCULATE-FAMILY", "SEARCH-FAMILY")
-    assert sum(answer.odds.values()) == pytest.approx(1.0)
+    assert sum(answer.route_probs.values()) == pytest.approx(1.0)
     assert answer.rollout.usage.sampled_tokens > 0

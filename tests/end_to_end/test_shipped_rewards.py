@@ -26,7 +26,7 @@ from toolwise.rewards.function import Reward
 from toolwise.types import AnnotatedRollout, EvaluateResult, Rollout, StepData, StopReason, Task, Usage
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES, STARTERS = ROOT / "examples", ROOT / "src" / "toolwise" / "authoring" / "starters"
+EXAMPLES, STARTERS = ROOT / "examples", ROOT / "src" / "toolwise" / "checks" / "reward" / "starters"
 DOCUMENT = "docs/rewards.md"
 """Stands for the first reward in there."""
 

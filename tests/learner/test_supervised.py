@@ -91,7 +91,7 @@ def test_a_conversation_reads_as_the_template_writes_it(small: tuple[Any, ChatTo
     tools = [{"type": "function", "function": {"name": "search", "parameters": {"properties": {"query": {}}}}}]
     found = tokenize_conversation(chat, CONVERSATION, tools)
     whole = chat.tokenizer.apply_chat_template(
-        [chat._plain(m) for m in CONVERSATION], tools=tools, tokenize=False, add_generation_prompt=False
+        [chat._to_template_dict(m) for m in CONVERSATION], tools=tools, tokenize=False, add_generation_prompt=False
     )
     text = chat.tokenizer.decode(found.ids, skip_special_tokens=False)
     assert whole.startswith(text)

@@ -15,6 +15,7 @@ from toolwise.envs import tool_env
 from toolwise.envs.tool_env import ToolEnv
 from toolwise.rollout import request, scheduler
 from toolwise.rollout.decision import PolicyDecision
+from toolwise.rollout.observation import observation_messages
 from toolwise.rollout.queue import RolloutQueue
 from toolwise.rollout.request import AsyncRolloutRequest
 from toolwise.rollout.scheduler import RolloutScheduler
@@ -137,7 +138,7 @@ def zombie_writes_after_the_end(patch: pytest.MonkeyPatch) -> None:
             observation, reward, env_done, info = await self.env.step(move)
         finally:
             self._slot.release()
-        self._append_observation(observation)
+        self.messages.extend(observation_messages(observation))
         self._count_calls(info)
         ending = self.termination.stop_after_step(decision, env_done, info, structured=structured)
         ending = ending or self.termination.count_step()
@@ -173,14 +174,14 @@ def calls_counted_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def history_is_trimmed(patch: pytest.MonkeyPatch) -> None:
-    see = AsyncRolloutRequest._append_observation
+    count = AsyncRolloutRequest._count_calls
 
-    def forget(self: Any, observation: Any) -> None:
-        see(self, observation)
+    def forget(self: Any, info: Any) -> None:
+        count(self, info)
         if len(self.messages) > 4:
             del self.messages[1]
 
-    patch.setattr(AsyncRolloutRequest, "_append_observation", forget)
+    patch.setattr(AsyncRolloutRequest, "_count_calls", forget)
 
 
 def rewards_under_other_names(patch: pytest.MonkeyPatch) -> None:
@@ -296,7 +297,7 @@ def log_probs_cut_short(patch: pytest.MonkeyPatch) -> None:
             logprobs = {**logprobs, "logprobs": logprobs["logprobs"][:-1]}
         return from_answer(cls, (action, raw, logprobs, value))
 
-    patch.setattr(PolicyDecision, "of", classmethod(cut))
+    patch.setattr(PolicyDecision, "from_answer", classmethod(cut))
 
 
 ROLLOUT_MUTATIONS: dict[Plant, str] = {

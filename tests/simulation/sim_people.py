@@ -60,7 +60,9 @@ class ToyChat:
     def _turn(self, message: Message) -> str:
         return f"{_ROLES[message.role]}{said(message.content or '', message.tool_calls)}{_END}"
 
-    def follow(self, messages: Sequence[Message], tools: Any = None, *, after: Sequence[Message] = ()) -> list[int]:
+    def encode_continuation(
+        self, messages: Sequence[Message], tools: Any = None, *, after: Sequence[Message] = ()
+    ) -> list[int]:
         return self.encode(self.render(messages))
 
     def encode(self, text: str) -> list[int]:

@@ -72,7 +72,7 @@ def test_the_action_scores_under_its_own_level_what_it_was_drawn_with() -> None:
     found = levels([step])
     drawn = step.logprobs[step.spans.action.start : step.spans.action.stop]
     assert_fp32_close(found.groups[0].used.action_logprobs, drawn)
-    assert found.own_gap < fp32_bound(drawn).max()
+    assert found.action_gap < fp32_bound(drawn).max()
     assert small()[1].decode(step.action_ids) == "go left"
 
 

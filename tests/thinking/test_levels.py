@@ -90,7 +90,7 @@ def test_a_file_of_ones_own_replaces_it(tmp_path: Path) -> None:
         ("State: {state}</think>", "I {action}</think>", "level 2: the skeleton has {action} in its thought"),
         ("{levels}", "levels", "prompt must be text with {levels} in it"),
         ("prompt =", "promt =", "has 'promt'; it may have prompt and four"),
-        ("[[level]]", "[level]", "cannot parse_reply"),
+        ("[[level]]", "[level]", "cannot read"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_told_in_one_line(tmp_path: Path, old: str, new: str, told: str) -> None:

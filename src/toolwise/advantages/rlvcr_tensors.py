@@ -64,16 +64,14 @@ def compute_rlvcr_outcome_advantage(
     row_rewards: RowRewards = "episode",
     succeeded: Sequence[bool] | None = None,
 ) -> tuple[Array, Array]:
-    """(advantages, returns), equal for outcome rewards, zero off the mask.
-
-    `uid` names a row's task, `traj_uid` its rollout. `row_rewards`: each row has its rollout's whole reward
+    """(advantages, returns), equal for outcome rewards, zero off the mask. `uid` names a row's task, `traj_uid` its rollout. `row_rewards`: each row has its rollout's whole reward
     ("episode", as in verl-agent) or its own part of it ("step"). `trajectory_advantages` replace GRPO's, one per row.
-    `levels` (1 to 4) and `sampled` (False for an alternative) go with
-    `step_uid`. `thought_mask` marks the tokens of level and thought, which the gates "signed" and "success" need;
-    `level_mask` those of the level, for which alone is what "success" lets in (without it, as `thought_mask`).
-    `succeeded` has one value per row (default: advantage above 0); where all rows of a `uid` did, "signed" acts as
-    "success". Rows of alternatives get 0 under "additive", and their weight times their step's advantage under
-    "reweight" (importance weights are the learner's job). Rows without tokens are ignored.
+    `levels` (1 to 4) and `sampled` (False for an alternative) go with `step_uid`. `thought_mask` marks the tokens of
+    level and thought, which the gates "signed" and "success" need; `level_mask` marks those of the level, which is all
+    that "success" lets in (default: `thought_mask`). `succeeded` has one value per row (default: advantage above 0);
+    where all rows of a `uid` did, "signed" acts as "success". Rows of alternatives get 0 under "additive", and their
+    weight times their step's advantage under "reweight" (without importance weights).
+    Rows without tokens are ignored.
     """
     where = TokenMask.of(response_mask, rewards=token_level_rewards, entropies=thinking_level_entropies)
     choices = (

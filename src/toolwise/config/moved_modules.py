@@ -144,7 +144,7 @@ MOVED = {
     "sandbox.programs.captured": "sandbox.programs.output_capture",
     "sandbox.programs.child": "sandbox.programs.program_main",
     "sandbox.programs.folders": "sandbox.programs.work_folders",
-    "sandbox.programs.program_sandbox": "sandbox.programs.program_sandbox",
+    "sandbox.programs.sandbox": "sandbox.programs.program_sandbox",
     "sandbox.supervision": "sandbox.supervisor_client",
     "sandbox.taint": "sandbox.worker_state",
     "sandbox.usage": "sandbox.process_usage",

@@ -1,66 +1,20 @@
-"""Loading models: a folder, a hub name, or the small one that ships with the package."""
+"""Loading models: a folder, a hub name, or the small one that ships with the package. Names are imported on use."""
 
 from __future__ import annotations
 
-from contextlib import suppress
-from pathlib import Path
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from toolwise.errors import ModelError
-from toolwise.models.folder import BUILTIN, locate
-from toolwise.models.remote_code import check_hub_kernels, remote_code_error, warn_remote_code
-from toolwise.models.sizes import check_sizes
-from toolwise.rollout.chat_tokenizer import ChatTokenizer
+if TYPE_CHECKING:
+    from toolwise.models.folder import BUILTIN, locate
+    from toolwise.models.loader import load_model
+
+_MODULE_OF = {"BUILTIN": "folder", "load_model": "loader", "locate": "folder"}
 
 __all__ = ["BUILTIN", "load_model", "locate"]
 
 
-def load_model(
-    path: str, *, device: str = "auto", dtype: str = "float32", trust_remote_code: bool = False
-) -> tuple[Any, ChatTokenizer]:
-    """The model, ready to generate and to be trained, and its tokenizer.
-
-    Python code of the folder runs only with `trust_remote_code`, in this process and with all its rights.
-    """
-    import torch
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
-    location = locate(path)
-    if trust_remote_code:
-        warn_remote_code(path, location)
-    elif Path(location).is_dir():
-        check_hub_kernels(path, location)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        model, tokenizer, report = _load(location, getattr(torch, dtype), trust_remote_code)
-        model = model.to(device)
-    except ModelError:
-        raise
-    except BaseException as fault:  # transformers raises all sorts; the person needs the folder and the reason
-        if not isinstance(fault, Exception) and type(fault).__name__ != "PanicException":  # of a library in Rust
-            raise
-        if "trust_remote_code" in str(fault):
-            raise remote_code_error(path, location) from fault
-        reason = str(fault).strip().splitlines()[0] if str(fault).strip() else type(fault).__name__
-        raise ModelError(f"the model {path!r} cannot be loaded: {reason}") from fault
-    missing = sorted(report["missing_keys"])
-    if missing:  # transformers would make them up at random and go on
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise ModelError(f"the model {path!r} lacks the weights {missing[0]}{more}: its folder is damaged")
-    return model.eval(), ChatTokenizer(tokenizer)
-
-
-def _load(location: str, dtype: Any, trusted: bool) -> tuple[Any, Any, dict[str, Any]]:
-    """`trust_remote_code` is always said: left out, transformers asks on standard input."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
-
-    if not Path(location).is_dir():
-        with suppress(OSError):  # not there, or adapters alone: the next line says it, or finds their model
-            check_sizes(PretrainedConfig.get_config_dict(location)[0], location, None)
-    tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=trusted)
-    model, report = AutoModelForCausalLM.from_pretrained(
-        location, dtype=dtype, use_safetensors=True, output_loading_info=True, trust_remote_code=trusted
-    )
-    return model, tokenizer, report
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -1,7 +1,6 @@
 """One episode: asks the policy, steps the environment, and ends exactly once, whatever happens.
 
-PENDING ─► RUNNING ⇄ TOOL_CALLING | INTERACTING
-              └────────────┴─────► COMPLETED | FAILED
+PENDING ─► RUNNING ⇄ TOOL_CALLING | INTERACTING ─► COMPLETED | FAILED
 """
 
 from __future__ import annotations
@@ -396,7 +395,6 @@ class AsyncRolloutRequest:
 
 
 def _raise_if_cancelled() -> None:
-    """Ends here where somebody has asked this task to end, though the work it waited for swallowed that."""
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
+    """The awaited work may have swallowed a cancellation of this task."""
+    if (task := asyncio.current_task()) is not None and task.cancelling():
         raise asyncio.CancelledError

@@ -35,8 +35,7 @@ def routed(tmp_path: Path, make_config: Callable[..., Path]) -> Iterator[Run]:
 
 
 def test_no_weight_and_no_optimiser_state_changes(routed: Run) -> None:
-    router = routed.learner.router
-    assert router is not None
+    router = routed.router.model
     weights = [*routed.learner.model.parameters(), *router.head.parameters()]
     before = [weight.detach().clone() for weight in weights]
 

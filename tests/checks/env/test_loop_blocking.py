@@ -27,7 +27,7 @@ def test_a_short_block_is_told_with_its_place(monkeypatch: pytest.MonkeyPatch) -
 
     verdict, says = run_watched(work, limit_s=30)
     assert verdict == "warning"
-    assert says.startswith("test_watching.py:")
+    assert says.startswith("test_loop_blocking.py:")
     assert "work" in says
 
 

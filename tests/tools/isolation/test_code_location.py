@@ -81,10 +81,10 @@ def test_what_was_typed_in_has_no_file() -> None:
 def test_a_script_is_loaded_again_only_where_it_is_guarded(tmp_path: Path, ending: str, found: bool) -> None:
     source = f"""
 from toolwise.errors import ToolwiseError
-from toolwise.tools.isolation.code_location import Target
+from toolwise.tools.isolation.code_location import ObjectRef
 def f(): ...
 def show():
-    try: print(Target.of(f))
+    try: print(ObjectRef.of(f))
     except ToolwiseError as fault: print("not:", fault)
 {ending}
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -99,7 +100,7 @@ def test_sixty_four_calls_of_a_tool_that_blocks_for_a_second(tmp_path: Path) -> 
 
 
 def test_a_call_that_waits_for_a_worker_is_not_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolation.running, "_shared", Pool(limit=1, max_processes=1))
+    monkeypatch.setattr(sys.modules["toolwise.tools.isolation.shared_pool"], "_shared", Pool(limit=1, max_processes=1))
     env = ToolEnv(Task(task_id="t", prompt=[]), build_tools([f"{write(tmp_path)}:nap"]), tool_timeout_s=0.5)
     calls = [ToolCall(id=str(i), name="nap", arguments={"seconds": s}) for i, s in enumerate((0.3, 0.3, 9.0, 0.3))]
 

@@ -28,13 +28,13 @@ def test_a_fork_knows_that_the_thread_is_not_its_own() -> None:
     thread = loop_thread()
     reading, writing = os.pipe()
     if (pid := os.fork()) == 0:
-        os.write(writing, b"ours" if thread.ours else b"not ours")
+        os.write(writing, b"ours" if thread.in_creator_process else b"not ours")
         os._exit(0)
     os.waitpid(pid, 0)
     assert os.read(reading, 100) == b"not ours"
     os.close(reading)
     os.close(writing)
-    assert thread.ours
+    assert thread.in_creator_process
 
 
 def test_a_session_that_cannot_begin_says_why_and_is_over() -> None:
@@ -49,7 +49,7 @@ def test_a_session_that_cannot_begin_says_why_and_is_over() -> None:
 
     says, session = thread.submit(begin()).result(30)
     assert says == "there is no command 'no-such-server': install it, or give its whole path"
-    assert session.over
+    assert session.closed
     assert session not in thread.sessions
 
 

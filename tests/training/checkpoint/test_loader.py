@@ -112,7 +112,7 @@ def test_a_part_that_cannot_be_read_back_is_named(tmp_path: Path) -> None:
 
 def test_importing_the_module_does_not_import_torch() -> None:
     code = "import sys, toolwise.training.checkpoint; sys.exit('torch' in sys.modules)"
-    source = str(Path(checkpoint.__file__).parents[2])
+    source = str(Path(checkpoint.__file__).parents[3])
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": source}).returncode == 0
 
 

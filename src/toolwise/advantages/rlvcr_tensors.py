@@ -64,8 +64,10 @@ def compute_rlvcr_outcome_advantage(
     row_rewards: RowRewards = "episode",
     succeeded: Sequence[bool] | None = None,
 ) -> tuple[Array, Array]:
-    """(advantages, returns), equal for outcome rewards, zero off the mask. `uid` names a row's task, `traj_uid` its rollout. `row_rewards`: each row has its rollout's whole reward
-    ("episode", as in verl-agent) or its own part of it ("step"). `trajectory_advantages` replace GRPO's, one per row.
+    """(advantages, returns), equal for outcome rewards, zero off the mask. `uid` names a row's task, `traj_uid` its rollout.
+
+    `row_rewards`: each row has its rollout's whole reward ("episode", as in verl-agent) or its own part of it ("step").
+    `trajectory_advantages` replace GRPO's, one per row.
     `levels` (1 to 4) and `sampled` (False for an alternative) go with `step_uid`. `thought_mask` marks the tokens of
     level and thought, which the gates "signed" and "success" need; `level_mask` marks those of the level, which is all
     that "success" lets in (default: `thought_mask`). `succeeded` has one value per row (default: advantage above 0);

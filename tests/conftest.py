@@ -41,6 +41,26 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+WITH_FIGURES = {"view", "frontier", "docs", "demo"}
+"""Folders whose tests draw the figures of a report; elsewhere drawing takes longer than the two steps of a tiny run."""
+
+
+@pytest.fixture(autouse=True)
+def _no_figures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.path.relative_to(Path(__file__).parent).parts[0] not in WITH_FIGURES:
+        import toolwise.view.report as report
+
+        for name in ("render_curves", "render_routing", "render_thinking", "render_frontier"):
+            monkeypatch.setattr(report, name, lambda *_: PIXEL)
+
+
+PIXEL = bytes.fromhex(
+    "89504e470d0a1a0a0000000d4948445200000001000000010804000000b51c0c02"
+    "0000000b4944415478da6364f80f00010501012718e3660000000049454e44ae426082"
+)
+"""The smallest PNG."""
+
+
 TINY: dict[str, Any] = {
     "name": "tiny",
     "deterministic": True,
@@ -49,7 +69,7 @@ TINY: dict[str, Any] = {
     "tools": ["calculator", "search"],
     "rollout": {"n": 2, "max_new_tokens": 32},
     "multi_turn": {"max_turns": 3},
-    "reward": {"function": "toolwise.demo.reward:small_world_reward"},
+    "reward": {"function": "toolwise.demo.reward:small_world_reward", "sandbox": {"tier": "off"}},
     "actor": {"lr": 1e-4},
     "trainer": {"total_steps": 2, "save_every": 1},
 }

@@ -37,6 +37,7 @@ def tiny_run(reward: Any = length_of_reply, held_out: int = 5, **validation: Any
         "rollout": {"n": 4, "max_new_tokens": 16, "temperature": 3.0},
         "multi_turn": {"max_turns": 2},
         "validation": validation,
+        "reward": {"sandbox": {"tier": "off"}},
     }
     return assemble(
         RunConfig.model_validate(settings),

@@ -64,7 +64,7 @@ def compute_rlvcr_outcome_advantage(
     row_rewards: RowRewards = "episode",
     succeeded: Sequence[bool] | None = None,
 ) -> tuple[Array, Array]:
-    """(advantages, returns), equal for outcome rewards, zero off the mask. `uid` names a row's task, `traj_uid` its rollout.
+    """(advantages, returns), equal for outcome rewards, zero off the mask. `uid`: a row's task, `traj_uid`: its rollout.
 
     `row_rewards`: each row has its rollout's whole reward ("episode", as in verl-agent) or its own part of it ("step").
     `trajectory_advantages` replace GRPO's, one per row.

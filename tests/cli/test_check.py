@@ -58,7 +58,7 @@ def test_arguments_and_the_sandbox_can_be_given(started: tuple[Path, Path], cli:
     told = json.loads(cli("check", "reward", reward, "--rollouts", rollouts, *options).out)
     spread = next(f for f in told["findings"] if f["name"] == "spread")
     assert spread["figures"]["min"] == -0.5
-    assert "asked basic" in told["sandbox"]
+    assert "requested basic" in told["sandbox"]
 
 
 @pytest.mark.long

@@ -109,4 +109,4 @@ def test_a_fork_that_comes_back_does_not_answer_twice(sandbox: Sandbox, tmp_path
 
 
 def test_it_says_what_it_is(sandbox: Sandbox) -> None:
-    assert "asked basic, got basic" in sandbox.describe()
+    assert "requested basic, got basic" in sandbox.describe()

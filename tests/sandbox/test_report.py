@@ -17,7 +17,7 @@ def test_a_probe_uses_every_layer() -> None:
     found = probe("standard")
     assert set(found.layers) | set(found.missing) == {"limits", "capabilities", "no_new_privs", "landlock", "seccomp"}
     if found.complete:
-        assert str(found).startswith("sandbox: asked standard, got standard: ")
+        assert str(found).startswith("sandbox: requested standard, got standard: ")
         assert str(found).endswith("missing: nothing")
     assert probe("standard") is found
 

@@ -1,4 +1,4 @@
-"""Async rewards of a batch overlap in one worker; one that hangs costs nobody else their result."""
+"""Async rewards of a batch run concurrently in one worker; a hanging call does not cost the others their result."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def rollouts(count: int) -> list[Rollout]:
 @pytest.mark.parametrize("tier", ["standard", "off"])
 def test_sixteen_that_wait_half_a_second_take_about_as_long_as_one(tier: str, reference: Callable[[str], str]) -> None:
     with Sandbox(tier, timeout_s=20, workers=1) as sandbox:  # type: ignore[arg-type]
-        sandbox.signature_of(reference("half_a_second"))  # as a run does at its start: the worker is up
+        sandbox.signature_of(reference("half_a_second"))  # as at the start of a run: the worker is running
         began = time.monotonic()
         results = sandbox.evaluate_batch(reference("half_a_second"), [[]] * 16, [None] * 16)
         seconds = time.monotonic() - began
@@ -144,7 +144,7 @@ def test_what_one_call_patches_reaches_no_other_s_score(
     results = sandbox.run_calls(reference("shared"), labelled(["", "early", attack, ""]))
     assert [results[at].score for at in (0, 1, 3)] == [1.0, 1.0, 1.0]
     assert kinds(results)[2] == ("ok" if attack == "patch" else "died")
-    assert said.count("r1") == 1  # it had answered before
+    assert said.count("r1") == 1  # it had already answered
     assert "shared: a call changed modules" in caplog.text
 
 

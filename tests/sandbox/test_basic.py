@@ -1,4 +1,4 @@
-"""The basic tier: no kernel to help, yet deadlines, limits and an end to whatever was started."""
+"""The tier `basic`: without kernel support there are still deadlines, limits and process cleanup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which calls a death is blamed on: the pool and its workers are real."""
+"""Which calls are blamed when a worker dies; with a real pool and real workers."""
 
 from __future__ import annotations
 

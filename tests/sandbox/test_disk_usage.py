@@ -1,4 +1,4 @@
-"""What is on disk, seen from outside: files with names and without, and file systems that count for themselves."""
+"""Disk usage measured from outside: named files, unlinked files and size-limited file systems."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_files_without_names_count_while_a_process_keeps_them(folder: Path, disk
 
 @linux
 def test_maps_of_files_without_names_count(folder: Path, disk: Disk) -> None:
-    """A map keeps a descriptor of its own in Python: what is left is a child's that has none."""
+    """In Python a map also holds a descriptor; only a child process has the map without one."""
     code = (
         "import ctypes, os, sys\nlibc = ctypes.CDLL(None)\nlibc.mmap.restype = ctypes.c_void_p\n"
         "x = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)\nos.write(x, bytes(3 << 20))\nos.unlink(sys.argv[1])\n"

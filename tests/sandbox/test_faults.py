@@ -1,4 +1,4 @@
-"""Faults on their way from a worker: their words are kept, their lies are not."""
+"""Faults reported by a worker: messages are kept, invalid kinds are not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frames: whole ones are read, however they arrive; anything else is a fault with a name."""
+"""Complete frames are parsed however they arrive; anything else is a typed fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Around the function: loads it, calls it, and turns whatever comes of it into plain data."""
+"""The harness loads and calls a function and encodes the outcome as plain data."""
 
 from __future__ import annotations
 

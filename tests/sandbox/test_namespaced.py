@@ -1,4 +1,4 @@
-"""The tier `namespaced`: a worker that sees little, for root and for anybody; and a machine without it."""
+"""The tier `namespaced`: what a worker can see, as root and as another user; and machines without bubblewrap."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 
 
 class Ground(abuse.Ground):
-    """The abuse suite's, with namespaces."""
+    """The sandbox of the abuse suite, with namespaces."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -35,7 +35,7 @@ class Ground(abuse.Ground):
         )
 
     def left_behind(self) -> list[str]:
-        """Without those that belong to a worker that is up: there are three processes to each."""
+        """Ignores running workers, which have three processes each."""
         known = set(self.sandbox.pids())
         left = [word for word in super().left_behind() if word.startswith("process ")]
         return [word for word in left if not _descends(int(word.split()[1]), known)]
@@ -57,7 +57,7 @@ def ground() -> Iterator[Ground]:
 
 def _check(case: Any, ground: Ground) -> None:
     outcome = ground.run(case)
-    # A file that is not shown is not there: what Landlock denies in `standard`, Python calls not found here.
+    # A hidden file does not exist: where Landlock denies access in `standard`, here it is not found.
     kinds = [*case.kind.split(), *(["exception", "import"] if "denied" in case.kind else [])]
     assert outcome.kind in kinds, outcome
     assert outcome.left_behind == [], outcome
@@ -134,7 +134,7 @@ def test_a_worker_stays_warm_and_a_spare_sees_its_files_only(tmp_path: Path, san
     before = sandbox.pids()[0]
     assert sandbox.evaluate(one, MESSAGES, None).score == 1.0
     assert before in sandbox.pids()
-    assert sandbox.evaluate(two, MESSAGES, None).score == 2.0  # the spare was up for `one`
+    assert sandbox.evaluate(two, MESSAGES, None).score == 2.0  # the spare was started for `one`
     failing = _reward(tmp_path, "1/0", "three")
     assert [sandbox.evaluate(failing, MESSAGES, None).score for _ in range(2)] == [None, None]
 
@@ -186,7 +186,7 @@ def test_it_works_without_privileges() -> None:
 
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine on which bwrap is installed and refuses to work."""
+    """A machine where bwrap is installed but does not work."""
     monkeypatch.setattr(
         bubblewrap, "unavailable_reason", lambda network=False: "bwrap: No permissions to create new namespace"
     )

@@ -1,4 +1,4 @@
-"""What workers print: told apart by call, bounded, and never in the way."""
+"""What workers print: attributed to calls, bounded, and never blocking."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many threads there may be, whoever starts them; and that those of numerical libraries are not too many."""
+"""The limit on threads, whichever process starts them; numerical libraries stay below it."""
 
 from __future__ import annotations
 

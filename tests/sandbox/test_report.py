@@ -1,4 +1,4 @@
-"""One line that says what was asked, what was got, what is missing and how to get it."""
+"""The one-line report: what was requested, what is active, what is missing and how to get it."""
 
 from __future__ import annotations
 

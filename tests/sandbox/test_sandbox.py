@@ -1,4 +1,4 @@
-"""The public face: what a person who calls a sandbox sees."""
+"""The public API of `Sandbox`."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_a_call_finds_nothing_of_those_before_it(rewards: Callable[[str], str], 
         results = one.evaluate_batch(rewards("leaves_files"), [MESSAGES] * 12, [None] * 12)
         results.append(one.evaluate(rewards("leaves_files"), MESSAGES, None))
         assert [result.score for result in results] == [0.0] * 13
-        assert len(one.pids()) == 2  # one worker served them all, beside the spare
+        assert len(one.pids()) == 2  # one worker served them all; the other is the spare
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="files without names are found in /proc")

@@ -1,4 +1,4 @@
-"""Folders that hostile code has filled, or still changes, are emptied without a step outside them."""
+"""Emptying folders that hostile code has filled or still changes, without touching anything outside."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXCHANGE = 2
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Iterator[Path]:
-    """A folder outside, which must stay as it is."""
+    """A folder outside, which must not change."""
     folder = tmp_path / "victim"
     folder.mkdir()
     (folder / "file").write_text("x")
@@ -166,7 +166,7 @@ def test_what_takes_long_is_removed_beside(folder: Path, monkeypatch: pytest.Mon
 
 
 class _Thread(threading.Thread):
-    """Does something again and again until it is stopped; what fails is tried again."""
+    """Repeats an action until stopped, ignoring failures."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         super().__init__(daemon=True)

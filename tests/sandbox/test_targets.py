@@ -1,4 +1,4 @@
-"""References, looked at without being loaded."""
+"""Resolving references without importing them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leftovers of a call: found in a process of its own, which has no threads but one."""
+"""State that a call leaves behind; detected in a separate process with a single thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines for people and guarded standard streams."""
+"""Printed lines and guarded standard streams."""
 
 from __future__ import annotations
 

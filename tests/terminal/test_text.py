@@ -1,4 +1,4 @@
-"""Control characters are shown, never obeyed."""
+"""Control characters are escaped."""
 
 from __future__ import annotations
 

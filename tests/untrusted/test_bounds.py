@@ -1,4 +1,4 @@
-"""Texts that are cut say by how much; numbers have a largest one."""
+"""Cut texts say how much is missing; numbers are bounded."""
 
 from __future__ import annotations
 

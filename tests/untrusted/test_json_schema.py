@@ -1,4 +1,4 @@
-"""A tool's parameters as what arguments are checked by."""
+"""Compiled tool parameters, which validate arguments."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_patterns_are_searched() -> None:
     ],
 )
 def test_no_argument_freezes_a_pattern(schema: object) -> None:
-    """Python's engine would take 2 to the 50,000 steps."""
+    """Python's engine would take 2**50,000 steps."""
     bad = "a" * 50_000 + "!"
     began = time.process_time()
     fits(schema, {"a": bad, bad: 1})

@@ -171,9 +171,9 @@ class Disk:
             return
         suffix, prefixes = _DELETED.encode(), tuple(os.fsencode(f"{path}/") for path in self._paths)
         for line in lines:
-            words = line.split(None, 5)
-            if line.endswith(suffix) and len(words) == 6 and words[5].startswith(prefixes):
-                yield int(words[4]), words[0].decode()
+            fields = line.split(None, 5)
+            if line.endswith(suffix) and len(fields) == 6 and fields[5].startswith(prefixes):
+                yield int(fields[4]), fields[0].decode()
 
     def _size_of_map(self, proc_folder: str, span: str) -> int:
         """Size of a mapped file. Only root can read it; otherwise assume the maximum: the map may cover just a part."""

@@ -52,7 +52,7 @@ def proc_folders_of(popen: ProcessHandle, mark: str) -> Iterator[str]:
 def _private_bytes(proc_folder: str) -> int:
     """Resident memory that is not shared with other processes."""
     try:
-        words = Path(f"{proc_folder}/statm").read_bytes().split()
-        return (int(words[1]) - int(words[2])) * os.sysconf("SC_PAGE_SIZE")
+        fields = Path(f"{proc_folder}/statm").read_bytes().split()
+        return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return 0

@@ -142,10 +142,10 @@ def read_proc_stat(pid: int) -> tuple[bytes, int, int, int]:
     """State, parent, session and start time of a process."""
     descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
     try:
-        words = os.read(descriptor, 1024).rpartition(b")")[2].split()
+        fields = os.read(descriptor, 1024).rpartition(b")")[2].split()
     finally:
         os.close(descriptor)
-    return words[0], int(words[1]), int(words[3]), int(words[19])
+    return fields[0], int(fields[1]), int(fields[3]), int(fields[19])
 
 
 def is_stopped(pid: int) -> bool:

@@ -141,7 +141,7 @@ class Worker:
                 if position == count - 1:
                     self._check_folder()
                 yield self._parse_answers(reply, number, position)
-                if reply.get("tainted") is not False:
+                if reply.get("state_changed") is not False:
                     return
                 deadline = min(time.monotonic() + timeout_s, until)
             self._check_leftovers()
@@ -168,7 +168,7 @@ class Worker:
                 if not missing:
                     self._check_folder()
                 answers = self._parse_answers(reply, number, position)
-                if reply.get("tainted") is not False:
+                if reply.get("state_changed") is not False:
                     return
                 yield position, answers
             self._end_overlapping(number)
@@ -182,7 +182,7 @@ class Worker:
         except WorkerFault:
             self.clean = False
             return
-        self.clean &= reply.get("id") == number and reply.get("tainted") is False
+        self.clean &= reply.get("id") == number and reply.get("state_changed") is False
         self._check_leftovers()
 
     def _send_calls(self, request: dict[str, Any], deadline: float) -> str:
@@ -199,7 +199,7 @@ class Worker:
         if reply.get("id") != number or not isinstance(answers, list):
             raise protocol_fault()
         self.calls += 1
-        if reply.get("tainted") is not False or any(not is_result(answer) for answer in answers):
+        if reply.get("state_changed") is not False or any(not is_result(answer) for answer in answers):
             self.clean = False
             self._drain()
         return [self._with_output(answer, position) for answer in answers]

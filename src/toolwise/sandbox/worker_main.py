@@ -137,23 +137,27 @@ class _Worker:
             nonlocal grave
             grave |= _needs_fresh_worker(answer)
             flush()
-            self._send_answers(request, [answer], position, tainted=patched())
+            self._send_answers(request, [answer], position, state_changed=patched())
 
         calls = request["calls"]
         ended = run_overlapping(harness, calls, request["overlap_s"], on_answer)
-        self._finish(request, [], len(calls), tainted=grave or not ended)
+        self._finish(request, [], len(calls), state_changed=grave or not ended)
 
-    def _finish(self, request: JsonDict, answers: list[JsonDict], position: int, *, tainted: bool = False) -> bool:
+    def _finish(
+        self, request: JsonDict, answers: list[JsonDict], position: int, *, state_changed: bool = False
+    ) -> bool:
         """Send a call's answers. False if the call changed the worker's state: the rest goes to a fresh worker."""
         assert self._snapshot is not None
         try:
             self._snapshot.tidy()
-            tainted = tainted or self._snapshot.changed() or any(_needs_fresh_worker(answer) for answer in answers)
-            tainted = tainted or not self._empty_folder()
+            state_changed = (
+                state_changed or self._snapshot.changed() or any(_needs_fresh_worker(answer) for answer in answers)
+            )
+            state_changed = state_changed or not self._empty_folder()
         except MemoryError:
             gc.collect()
-            tainted, answers = True, [{"fault": _memory_fault}]
-        return self._send_answers(request, answers, position, tainted=tainted)
+            state_changed, answers = True, [{"fault": _memory_fault}]
+        return self._send_answers(request, answers, position, state_changed=state_changed)
 
     def _empty_folder(self) -> bool:
         """Hide a call's files from the next call. False if something is left."""
@@ -172,21 +176,21 @@ class _Worker:
         except OSError:
             return False
 
-    def _send_answers(self, request: JsonDict, answers: list[JsonDict], position: int, *, tainted: bool) -> bool:
+    def _send_answers(self, request: JsonDict, answers: list[JsonDict], position: int, *, state_changed: bool) -> bool:
         max_bytes = request["largest"]
         try:
-            payload = _encode({"id": request["id"], "at": position, "answers": answers, "tainted": tainted})
+            payload = _encode({"id": request["id"], "at": position, "answers": answers, "state_changed": state_changed})
         except MemoryError:
             gc.collect()
-            tainted = True
+            state_changed = True
             payload = _encode(
-                {"id": request["id"], "at": position, "answers": [{"fault": _memory_fault}], "tainted": True}
+                {"id": request["id"], "at": position, "answers": [{"fault": _memory_fault}], "state_changed": True}
             )
         if len(payload) > max_bytes:
             fault = {"kind": "too_big", "message": f"the result has {len(payload):,} bytes; the limit is {max_bytes:,}"}
             faults = [{"fault": fault}] * len(answers)
-            payload = _encode({"id": request["id"], "at": position, "answers": faults, "tainted": tainted})
+            payload = _encode({"id": request["id"], "at": position, "answers": faults, "state_changed": state_changed})
         if _getpid() != self._pid:
             _exit(0)
         _write(self._channel, _framed(payload))
-        return not tainted
+        return not state_changed

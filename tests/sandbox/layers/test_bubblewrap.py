@@ -1,4 +1,4 @@
-"""What is mounted for a process in namespaces, and how its end is told."""
+"""What is mounted for a process in namespaces, and how its exit is reported."""
 
 from __future__ import annotations
 

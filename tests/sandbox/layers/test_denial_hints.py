@@ -1,4 +1,4 @@
-"""A refused call is explained by the permission that would have allowed it."""
+"""A refused call is explained by the permission that would allow it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders as file systems of a fixed size: in a process that is thrown away."""
+"""Folders as file systems of a fixed size, mounted in a throwaway process."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_no_more_is_written_than_fits(tmp_path: Path) -> None:
     assert said["limited"]
     assert said["fault"] == 28
     assert said["size"] == 2 << 20
-    assert list(tmp_path.iterdir()) == []  # nothing of it is out here
+    assert list(tmp_path.iterdir()) == []  # nothing of it is visible outside
 
 
 @linux

@@ -1,4 +1,4 @@
-"""Plans travel as JSON; layers that a machine does not have are told and not raised."""
+"""Plans travel as JSON; layers that a machine lacks are reported, not raised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The filter, run here by a small interpreter of its own language: what is let through and what is not."""
+"""The filter, run by a small BPF interpreter: what is allowed and what is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MACHINES = ["x86_64", "aarch64"]
 
 
 def run(program: list[seccomp.Instruction], nr: int, *arguments: int, arch: int) -> int:
-    """What the kernel would do with a call."""
+    """What the kernel would do with a system call."""
     data = {seccomp.NR: nr, seccomp.ARCH: arch}
     for index, value in enumerate((*arguments, *[0] * (6 - len(arguments)))):
         data[seccomp.ARGUMENTS + 8 * index] = value & 0xFFFFFFFF
@@ -70,7 +70,7 @@ def test_every_call_in_the_tables_is_refused(machine: str, table: syscalls.Sysca
         ("kill", (0, 0), REFUSED),
         ("tgkill", (PID, PID, 6), seccomp.ALLOW),
         ("tgkill", (1, 1, 6), REFUSED),
-        ("clone", (0x3D0B00,), REFUSED),  # a thread with descriptors of its own
+        ("clone", (0x3D0B00,), REFUSED),  # a thread with separate descriptors
         ("close_range", (3, 9, 0), seccomp.ALLOW),
         ("close_range", (3, 9, 4), seccomp.ALLOW),
         ("close_range", (3, 9, 2), REFUSED),
@@ -187,4 +187,4 @@ def test_new_processes_are_asked_for_and_threads_are_not(machine: str) -> None:
     assert run(program, clone, 0x1200011, arch=arch) == fork_filter.RET_USER_NOTIF
     assert run(program, clone, 0x3D0F00, arch=arch) == seccomp.ALLOW  # a thread, as glibc makes it
     assert {run(program, number, arch=arch) for number in (0, 1, 3, 61, 202)} == {seccomp.ALLOW}
-    assert run(program, clone, 0x1200011, arch=0x40000003) == seccomp.ALLOW  # the other filter ends it
+    assert run(program, clone, 0x1200011, arch=0x40000003) == seccomp.ALLOW  # the main filter kills it

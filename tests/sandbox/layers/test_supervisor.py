@@ -1,4 +1,4 @@
-"""A supervisor as whoever starts it sees it: it ends as its child does, after all that is beneath it."""
+"""A supervisor as its starter sees it: it exits like its child, after all descendants are gone."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def _zombies_of(parent: int) -> list[str]:
     ],
 )
 def test_other_supervisors_are_spared_where_it_is_told_to(told: bool, end: str, spared: bool) -> None:
-    """A name is easily taken: one that nobody asked to spare, or that the trainer does not outlive, ends too."""
+    """The process name is easily forged: it protects only on request, and not once the trainer is gone."""
     named = "import time; open('/proc/self/comm', 'w').write('toolwise-watch'); print('up', flush=True); time.sleep(99)"
     rename = f'setsid {sys.executable} -S -c "{named}"'
     supervisor = Supervisor(f"{rename} & echo $!; sleep {0.5 if end == 'exits' else 99}; exit 0")

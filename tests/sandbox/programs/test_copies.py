@@ -1,4 +1,4 @@
-"""Copies of a rollout's files: only what changed, no link followed, and no more than may be."""
+"""Copies of a rollout's files: only changes, no followed links, within the limits."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_too_many_bytes_files_or_folders_are_too_much(pair: Pair, monkeypatch: p
 
 
 def test_long_names_at_a_great_depth_are_too_much(tmp_path: Path) -> None:
-    """10,000 of them would take the trainer seconds at every call."""
+    """10,000 of them would take the trainer seconds on every call."""
     at = tmp_path / "source"
     for _ in range(12):
         at = at / ("n" * 250)

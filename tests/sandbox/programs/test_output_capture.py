@@ -1,4 +1,4 @@
-"""What a program prints is kept by one rule: its beginning, its end, and how much is missing between them."""
+"""Captured output keeps the beginning, the end and the number of bytes left out."""
 
 from __future__ import annotations
 

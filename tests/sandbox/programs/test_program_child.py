@@ -1,4 +1,4 @@
-"""What a program's own process does with the text, tried in this one: it runs, prints a last value, tells of faults."""
+"""What a program's process does with the text, tested in this one: runs it, prints a final value, reports faults."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_names_are_the_programs_own() -> None:
     assert names["y"] == 2
     with pytest.raises(NameError):
         _execute("annotations", {})
-    with pytest.raises(NameError):  # no __future__ of ours reaches it
+    with pytest.raises(NameError):  # our __future__ imports do not apply to it
         _execute("def f(x: nowhere): pass", {})
 
 

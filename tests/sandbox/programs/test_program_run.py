@@ -1,4 +1,4 @@
-"""One run, from its start to its last trace: how an end becomes a kind, and that a run can be stopped."""
+"""One program run: how an exit becomes a kind, and that a run can be stopped."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_run_can_be_stopped(tmp_path: Path) -> None:
     timer.start()
     assert run_program(_order(tmp_path, "while True: pass", timeout_s=60), stop) is None
     timer.join()
-    stop.request_stop()  # once more, and too late, harms nobody
+    stop.request_stop()  # a second, late request does no harm
 
 
 def test_a_layer_that_is_not_got_keeps_the_program_from_running(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_bomb_is_seen(tmp_path: Path, asked: bool, monkeypatch: pytest.MonkeyP
         allow_fork(listener)
 
     monkeypatch.setattr(fork_gate, "allow_fork", count)
-    if not asked:  # as where the kernel has no listener
+    if not asked:  # as on a kernel without listeners
         monkeypatch.setattr(ProgramSpec, "needs_fork_approval", False)
     result = run_program(_shell_order(tmp_path, CHILDREN), StopSignal())
     assert result is not None

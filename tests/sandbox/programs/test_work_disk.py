@@ -1,4 +1,4 @@
-"""The disk of one run: a program sees its rollout's files, and the rollout what it made of them."""
+"""The disk of one run: a program sees its rollout's files, and the rollout sees its changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Working folders: one a rollout, none left, and a fork's are not its own."""
+"""Working folders: one per rollout, none left behind, and not removed by a forked child."""
 
 from __future__ import annotations
 

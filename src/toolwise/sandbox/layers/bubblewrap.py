@@ -135,15 +135,9 @@ def _mounts(read: Iterable[str], write: Iterable[tuple[str, tuple[str, ...]]]) -
             bound.append(real_folder)
     mounts = [*((real_folder, ("--ro-bind", real_folder)) for real_folder in bound), *write]
     # Nested paths come after their parents, which would otherwise hide them.
-    words = [word for mount_point, how in sorted(mounts, key=lambda mount: mount[0]) for word in (*how, mount_point)]
-    needed = {
-        mount_point: link_target
-        for mount_point, link_target in links.items()
-        if not _inside(os.path.dirname(mount_point), bound)
-    }
-    return words + [
-        word for mount_point, link_target in needed.items() for word in ("--symlink", link_target, mount_point)
-    ]
+    options = [option for path, how in sorted(mounts, key=lambda mount: mount[0]) for option in (*how, path)]
+    needed = {link: target for link, target in links.items() if not _inside(os.path.dirname(link), bound)}
+    return options + [option for link, target in needed.items() for option in ("--symlink", target, link)]
 
 
 def _inside(path: str, folders: Iterable[str]) -> bool:
@@ -275,6 +269,6 @@ def _stats(names: Iterable[str]) -> list[tuple[int, int, int]]:
     for name in names:
         with suppress(OSError, ValueError, IndexError):
             stat = Path(f"/proc/{name}/stat").read_bytes()
-            words = stat[stat.rindex(b")") + 2 :].split()
-            rows.append((int(name), int(words[1]), int(words[19])))
+            fields = stat[stat.rindex(b")") + 2 :].split()
+            rows.append((int(name), int(fields[1]), int(fields[19])))
     return rows

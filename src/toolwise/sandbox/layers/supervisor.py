@@ -202,10 +202,10 @@ def _stat(pid: int) -> tuple[bytes, int, int]:
     """State, parent and process group of a process."""
     descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
     try:
-        words = os.read(descriptor, 1024).rpartition(b")")[2].split()
+        fields = os.read(descriptor, 1024).rpartition(b")")[2].split()
     finally:
         os.close(descriptor)
-    return words[0], int(words[1]), int(words[2])
+    return fields[0], int(fields[1]), int(fields[2])
 
 
 def _is_supervisor(pid: int) -> bool:
@@ -214,13 +214,13 @@ def _is_supervisor(pid: int) -> bool:
     return False
 
 
-def _close_fds_except(kept: set[int]) -> None:
+def _close_fds_except(keep: set[int]) -> None:
     """Close the descriptors shared with the child: a channel closes only when its last holder does."""
     try:
         opened = {int(name) for name in os.listdir("/proc/self/fd")}
     except OSError:
         opened = set(range(1024))
-    for descriptor in opened - {0, 1, 2, *kept}:
+    for descriptor in opened - {0, 1, 2, *keep}:
         with suppress(OSError):  # the one used for listing
             os.close(descriptor)
     devnull = os.open(os.devnull, os.O_RDWR)

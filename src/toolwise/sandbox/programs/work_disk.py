@@ -84,7 +84,7 @@ class WorkDisk:
         return self._disk.overflow_reason(proc_folders) if self._disk is not None else ""
 
     def save_files(self) -> str:
-        """After the program's end, copy its changes to the rollout's folder. Returns "" or why it was emptied instead."""
+        """After its end, copy the program's changes to the rollout's folder. "" or why that was emptied instead."""
         if self._disk is None:
             return ""
         with self._lock, _open_folder(self._folders[0]) as outside:

@@ -62,7 +62,7 @@ class Process:
     popen: ProcessHandle
     channel: socket.socket
     output: int
-    lifeline_fd: int
+    liveness_fd: int
     scratch: Path
     mark: str
     view: MountView | None = None
@@ -114,15 +114,15 @@ class Process:
         self.channel.close()
         if isinstance(self.popen, BwrapProcess | SupervisedProcess):
             self.popen.close_fds()
-        for descriptor in (self.output, self.lifeline_fd):
+        for descriptor in (self.output, self.liveness_fd):
             with suppress(OSError):
                 os.close(descriptor)
 
     def end(self, *, sweep: bool) -> int:
         """Kill it and everything it started, and remove its folder. Returns the exit code."""
-        lifeline_fd, self.lifeline_fd = self.lifeline_fd, -1
+        liveness_fd, self.liveness_fd = self.liveness_fd, -1
         with suppress(OSError):
-            os.close(lifeline_fd)
+            os.close(liveness_fd)
         code = end_tree(self.popen, self.mark, sweep=sweep)
         self.close_fds()
         remove_in_background(self.scratch)  # the caller need not wait until a hostile folder is removed
@@ -233,12 +233,12 @@ def _start(scratch: Path, view: MountView | None, report: ReportPipe | None) -> 
     require_interpreter()
     mark = secrets.token_hex(16)
     ours, theirs = socket.socketpair()
-    life_read, life_write = os.pipe()
+    liveness_read, liveness_write = os.pipe()
     output_read, output_write = os.pipe()
     keep = library_folders()
     start = {
         "channel": theirs.fileno(),
-        "life": life_read,
+        "life": liveness_read,
         "parent": os.getpid() if view is None else INIT,
         "path": [*keep, str(package_folder().parent)],
         "keep": keep,
@@ -253,21 +253,21 @@ def _start(scratch: Path, view: MountView | None, report: ReportPipe | None) -> 
             stdin=subprocess.DEVNULL,
             stdout=output_write,
             stderr=output_write,
-            pass_fds=(theirs.fileno(), life_read, *([] if report is None else [report.theirs])),
+            pass_fds=(theirs.fileno(), liveness_read, *([] if report is None else [report.theirs])),
             report=report,
         )
     except OSError as fault:
         ours.close()
-        os.close(life_write)
+        os.close(liveness_write)
         os.close(output_read)
         raise SandboxError(f"cannot start a worker process: {fault}") from None
     finally:
         theirs.close()
-        os.close(life_read)
+        os.close(liveness_read)
         os.close(output_write)
     ours.setblocking(False)
     os.set_blocking(output_read, False)
-    return Process(popen, ours, output_read, life_write, scratch, mark, view)
+    return Process(popen, ours, output_read, liveness_write, scratch, mark, view)
 
 
 def program_environment(home: str, temporary: str, mark: str) -> dict[str, str]:

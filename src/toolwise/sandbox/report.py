@@ -24,7 +24,7 @@ _cache: dict[tuple[Tier, tuple[str, ...]], Report] = {}
 class Report:
     """Layers that are active (layer -> how) and missing (layer -> why)."""
 
-    asked: Tier
+    requested: Tier
     got: Tier
     layers: Mapping[str, str] = field(default_factory=dict)
     missing: Mapping[str, str] = field(default_factory=dict)
@@ -40,14 +40,14 @@ class Report:
         return self.layers.get("limits", "").endswith(f" {OWN_DISK}")
 
     def __str__(self) -> str:
-        if self.asked == "off":
+        if self.requested == "off":
             return "sandbox: off, as requested: user code runs in this process with all your permissions"
         got = ", ".join(f"{name} ({how})" for name, how in self.layers.items()) or "a separate process"
         allowed = f"; allowed: {', '.join(self.permissions)}" if self.permissions else ""
         if self.complete:
-            return f"sandbox: requested {self.asked}, got {self.got}: {got}{allowed}; missing: nothing"
+            return f"sandbox: requested {self.requested}, got {self.got}: {got}{allowed}; missing: nothing"
         gaps = "; ".join(f"{name} ({why}; it needs {LAYER_REQUIREMENTS[name]})" for name, why in self.missing.items())
-        return f"sandbox: requested {self.asked}, got {self.got}: {got}{allowed}; missing: {gaps}"
+        return f"sandbox: requested {self.requested}, got {self.got}: {got}{allowed}; missing: {gaps}"
 
 
 def probe(tier: Tier, permissions: tuple[str, ...] = ()) -> Report:

@@ -69,7 +69,7 @@ def remove_folder(folder: Path, seconds: float = REMOVE_S) -> bool:
                 empty_folder(descriptor, seconds)
             finally:
                 _close(descriptor)
-        return _remove_name(parent, folder.name) or not _is_there(parent, folder.name)
+        return _remove_name(parent, folder.name) or not _exists(parent, folder.name)
     except OSError:
         return not os.path.lexists(folder)
     finally:
@@ -98,7 +98,7 @@ class _FolderEmptier:
         self._device = status.st_dev
         self._changed = 0
         """Entries removed or moved up in this pass."""
-        _let_in(top, status)
+        _grant_owner_access(top, status)
 
     def run(self) -> bool:
         while True:
@@ -165,7 +165,7 @@ def open_subfolder(folder: int, name: str, device: int) -> int | None:
         if status.st_dev != device:
             _close(descriptor)
             return None
-        _let_in(descriptor, status)
+        _grant_owner_access(descriptor, status)
         return descriptor
     except OSError:
         return None
@@ -183,7 +183,7 @@ def _open_closed(folder: int, name: str, device: int) -> int:
         _close(handle)
 
 
-def _let_in(folder: int, status: os.stat_result) -> None:
+def _grant_owner_access(folder: int, status: os.stat_result) -> None:
     """Give the owner of a folder full access."""
     if status.st_mode & 0o700 != 0o700 and status.st_uid == _geteuid():
         with suppress(OSError):
@@ -212,7 +212,7 @@ def _remove_name(folder: int, name: str, is_folder: bool = True) -> bool:
     return False
 
 
-def _is_there(folder: int, name: str) -> bool:
+def _exists(folder: int, name: str) -> bool:
     try:
         os.stat(name, dir_fd=folder, follow_symlinks=False)
     except OSError:

@@ -131,17 +131,17 @@ class _Worker:
         from toolwise.sandbox.async_calls import run_overlapping
 
         assert self._snapshot is not None
-        flush, patched, grave = self._snapshot.flush, self._snapshot.patched, False
+        flush, patched, needs_fresh = self._snapshot.flush, self._snapshot.patched, False
 
         def on_answer(position: int, answer: JsonDict) -> None:
-            nonlocal grave
-            grave |= _needs_fresh_worker(answer)
+            nonlocal needs_fresh
+            needs_fresh |= _needs_fresh_worker(answer)
             flush()
             self._send_answers(request, [answer], position, state_changed=patched())
 
         calls = request["calls"]
         ended = run_overlapping(harness, calls, request["overlap_s"], on_answer)
-        self._finish(request, [], len(calls), state_changed=grave or not ended)
+        self._finish(request, [], len(calls), state_changed=needs_fresh or not ended)
 
     def _finish(
         self, request: JsonDict, answers: list[JsonDict], position: int, *, state_changed: bool = False

@@ -27,8 +27,8 @@ KEEP_SUPERVISORS_SIGNAL = signal.SIGUSR1
 """Tells a supervisor that its child forks workers with their own supervisors, which may outlive that child."""
 ANY_CHILD = 0x40000000
 """__WALL: all children, including those that send no SIGCHLD when they exit."""
-DYING_S = 0.02
-CROWD = 32
+KILL_WAIT_S = 0.02
+MANY_PROCESSES = 32
 """With more descendants than this, which may fork faster than they are killed, raise our priority if permitted."""
 PIDS_AHEAD = 4
 """Pids to check after the last one that ended: a process that keeps forking and exiting is always one pid ahead."""
@@ -92,11 +92,11 @@ class _Supervisor:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self._poll = select.poll()
         self._poll.register(self._woken, select.POLLIN)
-        self._lifeline_fd = liveness_fd
+        self._liveness_fd = liveness_fd
 
     def watch(self) -> NoReturn:
         """Wait until the child ends, the trainer is gone or SIGTERM arrives; then kill all descendants and exit."""
-        self._poll.register(self._lifeline_fd, 0)
+        self._poll.register(self._liveness_fd, 0)
         self._reap()
         while self._status is None:
             ready = [descriptor for descriptor, _ in self._poll.poll()]
@@ -104,11 +104,11 @@ class _Supervisor:
             self._keeps_supervisors |= KEEP_SUPERVISORS_SIGNAL in signals
             if signal.SIGTERM in signals:
                 break
-            if self._lifeline_fd in ready:
+            if self._liveness_fd in ready:
                 self._keeps_supervisors = False
                 break
             self._reap()
-        self._poll.unregister(self._lifeline_fd)
+        self._poll.unregister(self._liveness_fd)
         self._write_report(b"ended ")
         self._sweep()
         self._write_report(b"%d" % len(self._seen_pids - {self._child}))
@@ -142,14 +142,14 @@ class _Supervisor:
         until = time.monotonic() + SWEEP_S
         if self._status is None:
             _kill_with_group(self._child, self._child)
-            self._wait(DYING_S)  # most children started nothing, so there is nothing to search for
+            self._wait(KILL_WAIT_S)  # most children started nothing, so there is nothing to search for
         elif self._reap():
             self._visit_descendants(kill=False)  # count them first: whole groups are killed at once
         while self._reap() and time.monotonic() < until:
             any_left = self._kill_next() or self._visit_descendants(kill=True)
             if not any_left and self._keeps_supervisors:
                 return
-            if len(self._seen_pids) > CROWD:
+            if len(self._seen_pids) > MANY_PROCESSES:
                 _raise_priority()
             self._wait(0.001)
 

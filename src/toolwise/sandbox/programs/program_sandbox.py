@@ -233,7 +233,7 @@ def _missing_layers_message(language: Language, report: Report, walls: set[str])
     gaps = "; ".join(f"{report.missing[layer]} (needed: {LAYER_REQUIREMENTS[layer]})" for layer in needed)
     alternative = "tier='standard' with permissions=['subprocess']" if language == "shell" else "tier='basic'"
     return (
-        f"{language} programs written by a model cannot run in tier {report.asked!r} here: {gaps}; "
+        f"{language} programs written by a model cannot run in tier {report.requested!r} here: {gaps}; "
         f"or use weaker isolation with {alternative}, see docs/security.md"
     )
 

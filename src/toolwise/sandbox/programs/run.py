@@ -155,7 +155,7 @@ class _Run:
             out, out_write = _pipe(closing, theirs)
             err, err_write = _pipe(closing, theirs)
             status, status_write = _pipe(closing, theirs)
-            life_read, _ = _pipe(theirs, closing)
+            liveness_read, _ = _pipe(theirs, closing)
             self._fork_gate = ForkGate(closing)
             self._disk = WorkDisk(spec.folders, spec.plan.file_mb, spec.lock, closing)
             fork_channel = self._fork_gate.open(theirs) if spec.needs_fork_approval else None
@@ -167,7 +167,7 @@ class _Run:
                 theirs.callback(self._report.close_child_end)
             child_fds = {
                 "status": status_write,
-                "life": life_read,
+                "life": liveness_read,
                 "forks": fork_channel,
                 "report": None if self._report is None else self._report.theirs,
                 "folders": self._disk.open(theirs),

@@ -46,7 +46,7 @@ class WorkFolders:
         try:
             folder.work_path.mkdir(parents=True, mode=0o700)
             for name, text in files.items():
-                _put(folder.work_path, name, text)
+                _write_file(folder.work_path, name, text)
         except BaseException:
             self.remove(folder)
             raise
@@ -78,7 +78,7 @@ class WorkFolders:
         os.close(root[1])
 
 
-def _put(folder: Path, name: str, text: str) -> None:
+def _write_file(folder: Path, name: str, text: str) -> None:
     relative = PurePosixPath(name)
     if not name or relative.is_absolute() or ".." in relative.parts or "\0" in name:
         raise DataError(f"files: {name!r} is not a relative path in the working folder; write one like 'data/rows.csv'")

@@ -100,7 +100,7 @@ def test_the_parent_survives_in_the_basic_tier(case: Any, basic: Any) -> None:
 @linux
 @pytest.mark.long
 @pytest.mark.parametrize("case", cases.RACES, ids=lambda case: case.name)
-def test_races_are_lost_again_and_again(case: Any, measured: Any, ground: Any) -> None:
+def test_the_parent_survives_races(case: Any, measured: Any, ground: Any) -> None:
     for place in (measured, measured, measured, ground):
         _check(case, cases.asdict(place.run(case)))
 

@@ -111,7 +111,7 @@ def test_sixteen_that_wait_half_a_second_take_about_as_long_as_one(tier: str, re
     assert seconds < 3.0  # one by one: 8
 
 
-def test_so_they_do_for_the_loop_s_executors(reference: Callable[[str], str]) -> None:
+def test_async_calls_overlap_in_the_executors_too(reference: Callable[[str], str]) -> None:
     reward = Reward.of(reference("half_a_second"))
     with Sandbox(timeout_s=20, workers=1) as sandbox:
         for executor in (SandboxExecutor(sandbox), InProcessExecutor()):
@@ -166,7 +166,7 @@ def test_they_are_spread_over_all_workers(reference: Callable[[str], str]) -> No
 
 @pytest.mark.parametrize("name", ["f", "all_of_them"])
 @pytest.mark.parametrize("truths", [["stay"], ["", "stay", ""]])
-def test_without_a_sandbox_one_that_ignores_its_end_is_left_behind(
+def test_in_process_a_call_that_ignores_cancellation_is_left_behind(
     name: str, truths: list[str], reference: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deadlines, "GRACE_S", 0.05)

@@ -112,7 +112,7 @@ def test_a_call_that_never_reached_its_worker_is_made_again(
 
 
 @pytest.mark.parametrize("oom_kills", [0, 1])
-def test_a_death_in_the_call_is_the_calls(tmp_path: Path, oom_kills: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_death_during_a_call_is_blamed_on_it(tmp_path: Path, oom_kills: int, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: Iterator[int] = iter([])
     monkeypatch.setattr("toolwise.sandbox.worker.oom_kills", lambda: next(counts, 3 + oom_kills))
     (tmp_path / "r.py").write_text(SOURCE)
@@ -131,7 +131,7 @@ def test_a_death_in_the_call_is_the_calls(tmp_path: Path, oom_kills: int, monkey
     assert ("out of memory" in found[0].error.message) == bool(oom_kills)
 
 
-def test_one_that_stops_itself_in_a_call_has_its_time_and_no_more(tmp_path: Path) -> None:
+def test_a_call_that_stops_itself_times_out(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text(SOURCE)
     with Sandbox("basic", timeout_s=1.0, workers=1) as sandbox:
         result = sandbox.evaluate(f"{tmp_path / 'r.py'}:stops", MESSAGES, None)
@@ -141,7 +141,7 @@ def test_one_that_stops_itself_in_a_call_has_its_time_and_no_more(tmp_path: Path
 
 
 @pytest.mark.parametrize("seconds", [2.0, pytest.param(20.0, marks=pytest.mark.long)])
-def test_whoever_kills_all_that_wait_blames_nobody(standard: Sandbox, tmp_path: Path, seconds: float) -> None:
+def test_killing_all_idle_workers_blames_no_call(standard: Sandbox, tmp_path: Path, seconds: float) -> None:
     killed, over = [0], threading.Event()
 
     def kill() -> None:

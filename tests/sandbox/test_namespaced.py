@@ -91,7 +91,7 @@ def _reward(folder: Path, body: str, name: str = "r") -> str:
 
 
 @needs_namespaces
-def test_all_layers_are_got() -> None:
+def test_all_layers_are_active() -> None:
     found = probe("namespaced")
     assert tuple(found.layers) == LAYERS["namespaced"]
     assert found.got == "namespaced"
@@ -116,7 +116,7 @@ def test_what_it_may_read_is_there(tmp_path: Path) -> None:
 
 
 @needs_namespaces
-def test_it_is_nearly_alone(tmp_path: Path, sandbox: Sandbox) -> None:
+def test_it_has_its_own_pid_namespace(tmp_path: Path, sandbox: Sandbox) -> None:
     assert sandbox.evaluate(_reward(tmp_path, "return float(os.getpid())"), MESSAGES, None).score in (2.0, 3.0)
 
 
@@ -148,7 +148,7 @@ def test_threads_left_behind_are_counted_from_outside(tmp_path: Path, sandbox: S
 
 
 @needs_namespaces
-def test_how_it_died_is_told(tmp_path: Path, sandbox: Sandbox) -> None:
+def test_the_cause_of_death_is_reported(tmp_path: Path, sandbox: Sandbox) -> None:
     error = sandbox.evaluate(_reward(tmp_path, "os.abort()"), MESSAGES, None).error
     assert error is not None
     assert error.kind == "died"
@@ -196,7 +196,9 @@ def without(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the standard tier is Linux's")
 @pytest.mark.usefixtures("without")
-def test_where_it_does_not_work_the_rest_holds_and_it_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_bubblewrap_the_other_layers_hold_and_a_warning_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with Sandbox("namespaced") as sandbox:
         said = sandbox.describe()
         assert "missing: namespaces (bwrap: No permissions to create new namespace; it needs bubblewrap" in said
@@ -210,6 +212,6 @@ def test_where_it_does_not_work_the_rest_holds_and_it_is_said(tmp_path: Path, ca
 
 
 @pytest.mark.usefixtures("without")
-def test_require_refuses_to_go_without() -> None:
+def test_require_fails_without_bubblewrap() -> None:
     with pytest.raises(SandboxError, match=r"namespaces.*require=True"):
         Sandbox("namespaced", require=True)

@@ -40,7 +40,7 @@ def test_a_dotted_reference_reads_its_package(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("reference", ["not/there.py:f", "no_such_module_here.x:f", ":f", ""])
-def test_nothing_is_an_import_fault(reference: str) -> None:
+def test_a_missing_target_is_an_import_fault(reference: str) -> None:
     with pytest.raises(WorkerFault) as caught:
         resolve(reference)
     assert caught.value.kind == "import"

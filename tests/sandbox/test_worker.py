@@ -82,7 +82,7 @@ def test_a_call_too_large_to_be_taken_at_once_is_sent_by_a_trainer_with_many_ope
     assert caught.value.kind == "timeout"
 
 
-def test_a_print_on_import_that_comes_before_anybody_waits_for_it_is_told(played: Played) -> None:
+def test_early_output_on_import_is_reported(played: Played) -> None:
     told: list[tuple[str, str]] = []
     played.worker._on_print = lambda label, text: told.append((label, text))
     os.write(played.printer, b"loaded\n")
@@ -158,14 +158,14 @@ def test_the_folder_is_emptied_after_a_call(played: Played) -> None:
     assert list(played.worker.process.scratch.iterdir()) == []
 
 
-def test_a_faulty_load_is_told(played: Played) -> None:
+def test_a_load_fault_is_raised(played: Played) -> None:
     played.say(fault={"kind": "import", "message": "no"})
     with pytest.raises(WorkerFault, match="no") as caught:
         played.worker.load(1.0)
     assert caught.value.kind == "import"
 
 
-def test_a_load_that_says_something_else_is_refused(played: Played) -> None:
+def test_an_unexpected_load_reply_is_refused(played: Played) -> None:
     played.say(mode="both")
     with pytest.raises(WorkerFault) as caught:
         played.worker.load(1.0)

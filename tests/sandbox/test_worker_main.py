@@ -25,7 +25,7 @@ def _hear(process: Process) -> dict[str, Any]:
     return dict(json.loads(data))
 
 
-def test_a_worker_says_what_it_does_step_by_step(tmp_path: Path) -> None:
+def test_a_worker_reports_each_step(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("def f(messages, truth): return truth")
     (tmp_path / "1").mkdir()
     process = start_process(tmp_path / "1")

@@ -39,7 +39,7 @@ def _changed(body: str) -> bool:
         "threading.Thread(target=time.sleep, args=(9,), daemon=True).start()",
     ],
 )
-def test_what_was_changed_is_seen(body: str) -> None:
+def test_changes_are_detected(body: str) -> None:
     assert _changed(body)
 
 

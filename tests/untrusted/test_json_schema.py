@@ -26,7 +26,7 @@ def test_a_schema_that_names_no_properties_stays_open(open_schema: object) -> No
     assert fits(open_schema, {"b": 2})
 
 
-def test_what_is_no_schema_is_named() -> None:
+def test_an_invalid_schema_names_the_tool() -> None:
     with pytest.raises(ConfigError, match="tool t: its parameters are not a valid JSON schema"):
         compile_parameters("t", json.dumps({"type": "nonsense"}))
 
@@ -77,7 +77,7 @@ def test_a_pattern_beyond_linear_time_is_refused(keyword: dict[str, object]) -> 
         compile_parameters("t", json.dumps(with_pattern(**keyword)))
 
 
-def test_a_property_that_is_called_pattern_is_none() -> None:
+def test_a_property_named_pattern_is_not_a_pattern() -> None:
     schema = {"type": "object", "properties": {"pattern": {"type": "string"}, "patternProperties": {"enum": ["(?=a)"]}}}
     assert fits(schema, {"pattern": "("})
 

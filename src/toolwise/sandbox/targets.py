@@ -84,7 +84,7 @@ def reference_of(function: Callable[..., Any]) -> str:
     if not name or "<" in name or source is None or not Path(source).is_file():
         what = "a lambda" if "<lambda>" in name else name or type(function).__name__
         raise RewardError(
-            f"reward {what}: a sandbox loads rewards from their file; define it with def at the top level of a module"
+            f"reward {what}: a sandbox loads a reward from its file; define it with def at the top level of a module"
         )
     module = getattr(function, "__module__", "") or ""
     path = Path(source).resolve()

@@ -102,7 +102,7 @@ class Worker:
             "probe": probe,
         }
         self._send(frames.encode(order), deadline)
-        self._next(deadline, "tell its folder")
+        self._next(deadline, "send its folder")
         reply = self._next(deadline, "harden itself")
         self.layers, self.missing = dict(reply.get("layers") or {}), dict(reply.get("missing") or {})
         self._disk = self.disk  # before any user code runs

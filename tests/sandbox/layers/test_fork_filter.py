@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the layers are Linux's")
 
 
-def test_births_are_free_where_the_kernel_cannot_ask() -> None:
+def test_forks_are_not_held_without_kernel_support() -> None:
     """A process cannot have two filters with a listener."""
     source = (
         "import os, socket\nfrom toolwise.sandbox.layers import fork_filter\n"

@@ -110,7 +110,7 @@ def test_a_folder_that_moved_is_copied_with_its_files(pair: Pair) -> None:
     assert [str(p.relative_to(pair.target)) for p in sorted(pair.target.rglob("*"))] == ["b", "b/f"]
 
 
-def test_kinds_may_change_places(pair: Pair, tmp_path: Path) -> None:
+def test_files_and_folders_may_swap_names(pair: Pair, tmp_path: Path) -> None:
     (tmp_path / "victim").mkdir()
     (tmp_path / "victim" / "f").write_text("x")
     (pair.source / "a").mkdir()
@@ -180,7 +180,7 @@ def test_long_names_at_a_great_depth_are_too_much(tmp_path: Path) -> None:
         os.close(folder)
 
 
-def test_what_is_closed_to_its_owner_is_copied(pair: Pair) -> None:
+def test_unreadable_files_of_the_owner_are_copied(pair: Pair) -> None:
     (pair.source / "d").mkdir()
     (pair.source / "d" / "f").write_text("x")
     (pair.source / "d" / "f").chmod(0)

@@ -188,7 +188,7 @@ def test_a_cancelled_release_still_removes_the_folder(python: ProgramSandbox) ->
     asyncio.run(go())
 
 
-def test_what_waits_for_its_turn_can_be_cancelled() -> None:
+def test_queued_programs_can_be_cancelled() -> None:
     sandbox = ProgramSandbox("python", timeout_s=60.0, at_once=1)
 
     async def go() -> None:
@@ -265,7 +265,7 @@ def test_a_program_that_is_too_long_is_not_run(python: ProgramSandbox) -> None:
 
 
 @pytest.mark.parametrize("name", ["/etc/x", "../x", "a/../../x", "", "a\0b"])
-def test_a_file_outside_is_no_file_of_a_task(python: ProgramSandbox, name: str) -> None:
+def test_task_files_cannot_lie_outside_the_folder(python: ProgramSandbox, name: str) -> None:
     with pytest.raises(DataError, match="files"):
         python.open_folder({name: "x"})
 
@@ -372,7 +372,7 @@ def test_a_shell_without_namespaces_is_refused(monkeypatch: pytest.MonkeyPatch) 
         ({"at_once": 0}, "at_once"),
     ],
 )
-def test_what_cannot_be_had_is_refused(settings: dict[str, Any], word: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], word: str) -> None:
     with pytest.raises(SandboxError, match=word) as error:
         ProgramSandbox(**{"language": "python", **settings})
     assert "\n" not in str(error.value)

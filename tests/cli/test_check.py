@@ -26,7 +26,7 @@ def test_a_good_reward_is_status_0(started: tuple[Path, Path], cli: Cli) -> None
     assert (ended.status, ended.err) == (0, "")
     for word in ("results", "determinism", "speed", "spread", "steps", "gold", "empty", "nothing is wrong with it"):
         assert word in ended.out
-    assert "sandbox: asked" in ended.out
+    assert "sandbox: requested" in ended.out
 
 
 def test_what_is_wrong_is_status_1_with_its_traceback(started: tuple[Path, Path], cli: Cli) -> None:

@@ -137,7 +137,7 @@ def test_no_rollouts_no_results(sandbox: Sandbox, rewards: Callable[[str], str])
 
 
 def test_ground_truths_must_match_rollouts(sandbox: Sandbox, rewards: Callable[[str], str]) -> None:
-    with pytest.raises(SandboxError, match="2 rollouts and 1"):
+    with pytest.raises(SandboxError, match="2 rollouts but 1"):
         sandbox.evaluate_batch(rewards("right"), [MESSAGES] * 2, [4])
 
 

@@ -58,7 +58,7 @@ def test_libraries_hold_the_standard_library_and_not_the_working_folder() -> Non
     assert any((folder / "json" / "__init__.py").exists() for folder in folders)
     assert any((folder / "pydantic" / "__init__.py").exists() for folder in folders)
     assert Path.cwd() not in folders
-    assert (package_folder() / "types.py").exists()
+    assert (package_folder() / "messages.py").exists()
 
 
 def test_within_follows_the_tree(tmp_path: Path) -> None:

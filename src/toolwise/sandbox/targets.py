@@ -54,7 +54,7 @@ def _resolve_module(module: str, suffix: str) -> Target:
         raise WorkerFault("import", f"reward: cannot find {module!r}: {fault}") from None
     if spec is None:
         raise WorkerFault(
-            "import", f"reward: there is no module {top!r}; use an installed module or path/to/file.py:name"
+            "import", f"reward: there is no module {top!r}; use an installed module, or write path/to/file.py:name"
         )
     search_paths = [str(Path(p).resolve()) for p in spec.submodule_search_locations or ()]
     origin = str(Path(spec.origin).resolve()) if spec.has_location and spec.origin else None

@@ -26,7 +26,7 @@ def test_a_good_reward_is_status_0(started: tuple[Path, Path], cli: Cli) -> None
     assert (ended.status, ended.err) == (0, "")
     for word in ("results", "determinism", "speed", "spread", "steps", "gold", "empty", "nothing is wrong with it"):
         assert word in ended.out
-    assert "sandbox: asked" in ended.out
+    assert "sandbox: requested" in ended.out
 
 
 def test_what_is_wrong_is_status_1_with_its_traceback(started: tuple[Path, Path], cli: Cli) -> None:
@@ -58,7 +58,7 @@ def test_arguments_and_the_sandbox_can_be_given(started: tuple[Path, Path], cli:
     told = json.loads(cli("check", "reward", reward, "--rollouts", rollouts, *options).out)
     spread = next(f for f in told["findings"] if f["name"] == "spread")
     assert spread["figures"]["min"] == -0.5
-    assert "asked basic" in told["sandbox"]
+    assert "requested basic" in told["sandbox"]
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""The abuse suite: every case as whoever runs the tests, and again as a user without privileges where that is root."""
+"""The abuse suite: hostile rewards, run as the current user and, if that is root, again as an unprivileged user."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _check(case: Any, outcome: Any) -> None:
 
 
 def sample(every: int, first: int = 0) -> list[Any]:
-    """The cases about files, most of them among the long tests."""
+    """The cases about files; most are `long` tests."""
     chosen = cases.FILE_CASES[first::every]
     return [
         pytest.param(case, marks=() if case in chosen else pytest.mark.long, id=case.name) for case in cases.FILE_CASES
@@ -53,7 +53,7 @@ OTHERS = [
     pytest.param(case, marks=pytest.mark.long if number % 2 else (), id=case.name)
     for number, case in enumerate(case for case in cases.CASES if case not in cases.FILE_CASES)
 ]
-"""Every other one is among the long tests."""
+"""Every other case is a `long` test."""
 
 
 @linux
@@ -64,7 +64,7 @@ def test_the_parent_survives(case: Any, ground: Any) -> None:
 
 @pytest.fixture(scope="module")
 def measured() -> Iterator[Any]:
-    """As on a machine where a worker cannot have a file system of its own."""
+    """Simulates a machine where a worker cannot have its own file system."""
     with (
         tempfile.TemporaryDirectory(prefix="toolwise-abuse-") as folder,
         cases.ground_in(Path(folder), own_disk=False) as ground,
@@ -88,7 +88,7 @@ def basic(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 UNSTOPPED = ("there_and_full", "reserved", "memory_files", "on_their_way", "left_pipe", "immutable")
-"""What nothing but a filter of system calls can stop."""
+"""What only a seccomp filter can stop."""
 
 
 @linux
@@ -100,13 +100,13 @@ def test_the_parent_survives_in_the_basic_tier(case: Any, basic: Any) -> None:
 @linux
 @pytest.mark.long
 @pytest.mark.parametrize("case", cases.RACES, ids=lambda case: case.name)
-def test_races_are_lost_again_and_again(case: Any, measured: Any, ground: Any) -> None:
+def test_the_parent_survives_races(case: Any, measured: Any, ground: Any) -> None:
     for place in (measured, measured, measured, ground):
         _check(case, cases.asdict(place.run(case)))
 
 
 def _run_as_nobody(*arguments: str) -> dict[str, Any]:
-    """The outcomes of cases that a user without privileges runs."""
+    """The outcomes of the cases run by an unprivileged user."""
     if sys.platform != "linux" or os.getuid() != 0:
         pytest.skip("only root can become another user; the cases above ran as an unprivileged one")
     python = python_for_anybody()

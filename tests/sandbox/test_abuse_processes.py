@@ -1,4 +1,4 @@
-"""Processes that rewards, programs and tools try to leave behind: none is alive afterwards, whoever runs the tests."""
+"""Processes that rewards, programs and tools try to leave behind: none survives."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc"
 USUAL = {"env_i_setsid", "another_comm", "clone_parent", "clone3_parent", "no_folder", "hops_between_sessions", "crowd"}
 USUAL |= {"respawns", "traced", "stopped", "and_exits", "stops_the_supervisor", "kills_the_supervisor", "deep_chain"}
 USUAL_ELSEWHERE = {"env_i_setsid", "clone_parent", "hops_between_sessions", "and_exits"}
-"""Run in every build, in the tier with the fewest walls and in others; the rest are `long`."""
+"""Run in every build, in the weakest tier and in others; the rest are `long`."""
 
 
 def _gone(*words: str, within_s: float = 10.0) -> list[str]:
-    """Who is still alive with one of the words after so long."""
+    """The processes with one of the words that are still alive after a while."""
     until = time.monotonic() + within_s
     while (alive := cases.alive_with(*words)) and time.monotonic() < until:
         time.sleep(0.05)
@@ -167,7 +167,7 @@ def test_nothing_outlives_the_worker_of_a_tool_that_leaves_daemons(tmp_path: Pat
 
 
 def check_tool(case: Any, folder: Path) -> None:
-    """A call of it, then the end of its worker."""
+    """Call it once, then end its worker."""
     file, word, pool = folder / f"tool_{case.name}.py", cases.new_name(), Pool(limit=1)
     source = case.source().replace("def attack(name):", "def attack(name: str) -> str:\n    os.chdir(HERE)", 1)
     file.write_text(f"{source}\nHERE = {str(folder)!r}\n")

@@ -1,4 +1,4 @@
-"""A worker's answers, read as a stranger's."""
+"""Validation of a worker's answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Async rewards of a batch overlap in one worker; one that hangs costs nobody else their result."""
+"""Async rewards of a batch run concurrently in one worker; a hanging call does not cost the others their result."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def rollouts(count: int) -> list[Rollout]:
 @pytest.mark.parametrize("tier", ["standard", "off"])
 def test_sixteen_that_wait_half_a_second_take_about_as_long_as_one(tier: str, reference: Callable[[str], str]) -> None:
     with Sandbox(tier, timeout_s=20, workers=1) as sandbox:  # type: ignore[arg-type]
-        sandbox.signature_of(reference("half_a_second"))  # as a run does at its start: the worker is up
+        sandbox.signature_of(reference("half_a_second"))  # as at the start of a run: the worker is running
         began = time.monotonic()
         results = sandbox.evaluate_batch(reference("half_a_second"), [[]] * 16, [None] * 16)
         seconds = time.monotonic() - began
@@ -111,7 +111,7 @@ def test_sixteen_that_wait_half_a_second_take_about_as_long_as_one(tier: str, re
     assert seconds < 3.0  # one by one: 8
 
 
-def test_so_they_do_for_the_loop_s_executors(reference: Callable[[str], str]) -> None:
+def test_async_calls_overlap_in_the_executors_too(reference: Callable[[str], str]) -> None:
     reward = Reward.of(reference("half_a_second"))
     with Sandbox(timeout_s=20, workers=1) as sandbox:
         for executor in (SandboxExecutor(sandbox), InProcessExecutor()):
@@ -144,7 +144,7 @@ def test_what_one_call_patches_reaches_no_other_s_score(
     results = sandbox.run_calls(reference("shared"), labelled(["", "early", attack, ""]))
     assert [results[at].score for at in (0, 1, 3)] == [1.0, 1.0, 1.0]
     assert kinds(results)[2] == ("ok" if attack == "patch" else "died")
-    assert said.count("r1") == 1  # it had answered before
+    assert said.count("r1") == 1  # it had already answered
     assert "shared: a call changed modules" in caplog.text
 
 
@@ -166,7 +166,7 @@ def test_they_are_spread_over_all_workers(reference: Callable[[str], str]) -> No
 
 @pytest.mark.parametrize("name", ["f", "all_of_them"])
 @pytest.mark.parametrize("truths", [["stay"], ["", "stay", ""]])
-def test_without_a_sandbox_one_that_ignores_its_end_is_left_behind(
+def test_in_process_a_call_that_ignores_cancellation_is_left_behind(
     name: str, truths: list[str], reference: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deadlines, "GRACE_S", 0.05)

@@ -1,4 +1,4 @@
-"""The basic tier: no kernel to help, yet deadlines, limits and an end to whatever was started."""
+"""The tier `basic`: without kernel support there are still deadlines, limits and process cleanup."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_limits_hold(sandbox: Sandbox, tmp_path: Path, name: str, kind: str) -> 
     assert _kind(sandbox, tmp_path, name) == kind
 
 
-def test_what_it_does_not_refuse_is_not_told_as_its_doing(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_other_refusals_are_not_attributed_to_the_sandbox(sandbox: Sandbox, tmp_path: Path) -> None:
     assert _kind(sandbox, tmp_path, "refused") == "exception"
     with Sandbox("off") as off:
         assert _kind(off, tmp_path, "refused") == "exception"
@@ -103,10 +103,10 @@ def test_what_it_started_ends_with_its_worker(sandbox: Sandbox, tmp_path: Path, 
 
 
 @linux
-def test_a_fork_that_comes_back_does_not_answer_twice(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_a_fork_that_returns_does_not_answer_twice(sandbox: Sandbox, tmp_path: Path) -> None:
     assert _kind(sandbox, tmp_path, "forked_return") == "ok 1.0"
     assert _kind(sandbox, tmp_path, "score") == "ok 1.0"
 
 
-def test_it_says_what_it_is(sandbox: Sandbox) -> None:
-    assert "asked basic, got basic" in sandbox.describe()
+def test_describe_names_the_tier(sandbox: Sandbox) -> None:
+    assert "requested basic, got basic" in sandbox.describe()

@@ -1,4 +1,4 @@
-"""Which calls a death is blamed on: the pool and its workers are real."""
+"""Which calls are blamed when a worker dies; with a real pool and real workers."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_many_parts_keep_their_order(pool: Pool, tmp_path: Path) -> None:
     assert _kinds(answers) == ["died" if truth else "ok" for truth in truths]
 
 
-def test_a_fault_on_import_is_everyones(pool: Pool, tmp_path: Path) -> None:
+def test_an_import_fault_applies_to_all_calls(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("1 / 0")
     answers = run_in_one_frame(pool, resolve(f"{tmp_path / 'broken.py'}:f"), _calls(["", ""]), 5.0)
     assert _kinds(answers) == ["import", "import"]
@@ -96,7 +96,7 @@ def test_a_pointwise_function_is_no_batch_function(pool: Pool, tmp_path: Path) -
     assert run_batch(pool, _target(tmp_path), {"calls": _calls([""])}, 5.0) is None
 
 
-def test_what_cannot_be_sent_is_told(pool: Pool, tmp_path: Path) -> None:
+def test_unsendable_arguments_are_a_fault(pool: Pool, tmp_path: Path) -> None:
     with pytest.raises(WorkerFault, match="JSON"):
         run_batch(pool, _target(tmp_path, "b"), {"calls": _calls([""]), "kwargs": {"x": object()}}, 5.0)
 

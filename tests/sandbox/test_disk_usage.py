@@ -1,4 +1,4 @@
-"""What is on disk, seen from outside: files with names and without, and file systems that count for themselves."""
+"""Disk usage measured from outside: named files, unlinked files and size-limited file systems."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_paths_longer_than_any_call_takes_are_counted(folder: Path, disk: Disk) 
     assert disk.overflow_reason(_nobody)
 
 
-def test_who_nests_too_deep_hides_something(folder: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deep_nesting_counts_as_too_much(folder: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_usage, "MAX_FOLDER_DEPTH", 3)
     (folder / "a" / "b").mkdir(parents=True)
     assert disk.overflow_reason(_nobody) == ""
@@ -146,7 +146,7 @@ def test_files_without_names_count_while_a_process_keeps_them(folder: Path, disk
 
 @linux
 def test_maps_of_files_without_names_count(folder: Path, disk: Disk) -> None:
-    """A map keeps a descriptor of its own in Python: what is left is a child's that has none."""
+    """In Python a map also holds a descriptor; only a child process has the map without one."""
     code = (
         "import ctypes, os, sys\nlibc = ctypes.CDLL(None)\nlibc.mmap.restype = ctypes.c_void_p\n"
         "x = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)\nos.write(x, bytes(3 << 20))\nos.unlink(sys.argv[1])\n"
@@ -161,7 +161,7 @@ def test_maps_of_files_without_names_count(folder: Path, disk: Disk) -> None:
 
 
 @linux
-def test_a_map_whose_size_nobody_tells_counts_as_the_largest(disk: Disk) -> None:
+def test_a_map_of_unknown_size_counts_as_the_maximum(disk: Disk) -> None:
     assert disk._size_of_map("/proc/self", "0-1000") == 2 * MB
 
 

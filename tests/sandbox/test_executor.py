@@ -1,4 +1,4 @@
-"""The loop's executor over a sandbox gives what the one in this process gives."""
+"""The sandbox executor gives the same results as the in-process executor."""
 
 from __future__ import annotations
 

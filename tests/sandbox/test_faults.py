@@ -1,4 +1,4 @@
-"""Faults on their way from a worker: their words are kept, their lies are not."""
+"""Faults reported by a worker: messages are kept, invalid kinds are not."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from toolwise.sandbox.faults import KINDS, WorkerFault, read_fault, sanitize_tex
 
 
 @pytest.mark.parametrize("value", [None, 1, [], {}, {"kind": "mine"}, {"kind": None}, {"kind": ["timeout"]}])
-def test_a_fault_that_is_none_is_a_bad_type(value: object) -> None:
+def test_an_invalid_fault_is_a_bad_type(value: object) -> None:
     assert read_fault(value).kind == "bad_type"
 
 
-def test_a_fault_keeps_its_words() -> None:
+def test_a_fault_keeps_its_message() -> None:
     fault = read_fault({"kind": "denied", "message": "no", "traceback": "there"})
     assert (fault.kind, fault.message, fault.traceback) == ("denied", "no", "there")
     assert read_fault({"kind": "died", "message": 5}).message == "no message"
 
 
-def test_words_are_cut_and_made_printable() -> None:
+def test_messages_are_cut_and_made_printable() -> None:
     assert sanitize_text("\ud800", 10) == "\\ud800"
     assert len(sanitize_text("x" * 1000, 100)) < 110
     assert sanitize_text(None, 10) == ""

@@ -1,4 +1,4 @@
-"""Frames: whole ones are read, however they arrive; anything else is a fault with a name."""
+"""Complete frames are parsed however they arrive; anything else is a typed fault."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VALUES = st.dictionaries(
 
 
 @given(st.lists(VALUES, min_size=1, max_size=4), st.lists(st.integers(1, 30), max_size=40))
-def test_frames_survive_any_cutting(values: list[dict[str, object]], cuts: list[int]) -> None:
+def test_frames_can_arrive_in_pieces(values: list[dict[str, object]], cuts: list[int]) -> None:
     data = b"".join(frames.to_frame(frames.encode(value)) for value in values)
     incoming, got = frames.FrameReader(10_000), []
     for cut in [*cuts, len(data)]:
@@ -30,7 +30,7 @@ def test_frames_survive_any_cutting(values: list[dict[str, object]], cuts: list[
 
 
 @pytest.mark.parametrize(("payload", "kind"), [(b"[]", "bad_type"), (b"\xff", "bad_type"), (b"[" * 99_999, "bad_type")])
-def test_what_is_no_message_is_a_fault(payload: bytes, kind: str) -> None:
+def test_invalid_messages_are_faults(payload: bytes, kind: str) -> None:
     incoming = frames.FrameReader(1 << 20)
     incoming.feed(frames.to_frame(payload))
     with pytest.raises(WorkerFault) as caught:
@@ -52,7 +52,7 @@ def test_surrogates_and_odd_numbers_survive() -> None:
     assert incoming.next() == {"a": "\ud800", "b": float("inf")}
 
 
-def test_reading_ends_with_the_other_side() -> None:
+def test_reading_stops_at_end_of_file() -> None:
     read, write = os.pipe()
     frames.write_all(write, b"abc")
     os.close(write)

@@ -1,4 +1,4 @@
-"""Around the function: loads it, calls it, and turns whatever comes of it into plain data."""
+"""The harness loads and calls a function and encodes the outcome as plain data."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_batch_function_gets_a_batch_of_one(tmp_path: Path) -> None:
     assert len(harness.call_batch({"calls": [CALL, CALL]})) == 2
 
 
-def test_a_message_that_is_none_is_an_exception(tmp_path: Path) -> None:
+def test_an_invalid_message_is_an_exception(tmp_path: Path) -> None:
     answer = _harness(tmp_path, "def f(messages, truth): return 1").call_one({**CALL, "messages": [{"role": "nobody"}]})
     assert answer["fault"]["kind"] == "exception"
 
@@ -86,7 +86,7 @@ def test_a_package_is_known_by_its_own_folder(tmp_path: Path) -> None:
             del sys.modules[name]
 
 
-def test_a_package_that_fails_is_not_half_there(tmp_path: Path) -> None:
+def test_a_failed_package_import_is_undone(tmp_path: Path) -> None:
     (tmp_path / "broken_on_import.py").write_text("1 / 0")
     top = {"name": "broken_on_import", "origin": str(tmp_path / "broken_on_import.py"), "places": None}
     with pytest.raises(ZeroDivisionError):

@@ -1,4 +1,4 @@
-"""Workers that are killed or stopped while they wait: no call is blamed for it, and none waits for long."""
+"""Workers that are killed or stopped while idle: no call is blamed, and none waits long."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def _at_rest(pool: Pool) -> list[Process]:
 
 
 def _signal_all(sandbox: Sandbox, number: int) -> int:
-    """To all that wait, and to nobody who works."""
+    """Send a signal to all idle workers and to no busy one."""
     pool = sandbox._pool
     with pool._lock:
         resting = _at_rest(pool)
         for process in resting:
-            with suppress(ProcessLookupError):  # killed before
+            with suppress(ProcessLookupError):  # already killed
                 os.kill(process.worker or process.pid, number)
     return len(resting)
 
@@ -100,7 +100,7 @@ def test_a_call_that_never_reached_its_worker_is_made_again(
     lost: list[int] = []
 
     def kill_and_pass(worker: Worker) -> bool:
-        """As when it is killed right after it was looked at."""
+        """As if it were killed right after it was checked."""
         os.kill(worker.process.worker, signal.SIGKILL)
         lost.append(worker.process.pid)
         return True
@@ -112,13 +112,13 @@ def test_a_call_that_never_reached_its_worker_is_made_again(
 
 
 @pytest.mark.parametrize("oom_kills", [0, 1])
-def test_a_death_in_the_call_is_the_calls(tmp_path: Path, oom_kills: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_death_during_a_call_is_blamed_on_it(tmp_path: Path, oom_kills: int, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: Iterator[int] = iter([])
     monkeypatch.setattr("toolwise.sandbox.worker.oom_kills", lambda: next(counts, 3 + oom_kills))
     (tmp_path / "r.py").write_text(SOURCE)
     reference, note = f"{tmp_path / 'r.py'}:slow", tmp_path / "note"
     with Sandbox("basic", timeout_s=20.0, workers=1) as sandbox:
-        counts = iter([3])  # when its worker comes up
+        counts = iter([3])  # when its worker starts
         found: list[EvaluateResult] = []
         call = threading.Thread(target=lambda: found.append(sandbox.evaluate(reference, MESSAGES, str(note))))
         call.start()
@@ -131,7 +131,7 @@ def test_a_death_in_the_call_is_the_calls(tmp_path: Path, oom_kills: int, monkey
     assert ("out of memory" in found[0].error.message) == bool(oom_kills)
 
 
-def test_one_that_stops_itself_in_a_call_has_its_time_and_no_more(tmp_path: Path) -> None:
+def test_a_call_that_stops_itself_times_out(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text(SOURCE)
     with Sandbox("basic", timeout_s=1.0, workers=1) as sandbox:
         result = sandbox.evaluate(f"{tmp_path / 'r.py'}:stops", MESSAGES, None)
@@ -141,7 +141,7 @@ def test_one_that_stops_itself_in_a_call_has_its_time_and_no_more(tmp_path: Path
 
 
 @pytest.mark.parametrize("seconds", [2.0, pytest.param(20.0, marks=pytest.mark.long)])
-def test_whoever_kills_all_that_wait_blames_nobody(standard: Sandbox, tmp_path: Path, seconds: float) -> None:
+def test_killing_all_idle_workers_blames_no_call(standard: Sandbox, tmp_path: Path, seconds: float) -> None:
     killed, over = [0], threading.Event()
 
     def kill() -> None:

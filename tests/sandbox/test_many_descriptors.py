@@ -1,4 +1,4 @@
-"""A trainer with more than 1,024 open files, beyond which `select` fails: rewards and programs run as ever."""
+"""A trainer with more than 1,024 open files, where `select` fails: rewards and programs still run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tier `namespaced`: a worker that sees little, for root and for anybody; and a machine without it."""
+"""The tier `namespaced`: what a worker can see, as root and as another user; and machines without bubblewrap."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 
 
 class Ground(abuse.Ground):
-    """The abuse suite's, with namespaces."""
+    """The sandbox of the abuse suite, with namespaces."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -35,7 +35,7 @@ class Ground(abuse.Ground):
         )
 
     def left_behind(self) -> list[str]:
-        """Without those that belong to a worker that is up: there are three processes to each."""
+        """Ignores running workers, which have three processes each."""
         known = set(self.sandbox.pids())
         left = [word for word in super().left_behind() if word.startswith("process ")]
         return [word for word in left if not _descends(int(word.split()[1]), known)]
@@ -57,7 +57,7 @@ def ground() -> Iterator[Ground]:
 
 def _check(case: Any, ground: Ground) -> None:
     outcome = ground.run(case)
-    # A file that is not shown is not there: what Landlock denies in `standard`, Python calls not found here.
+    # A hidden file does not exist: where Landlock denies access in `standard`, here it is not found.
     kinds = [*case.kind.split(), *(["exception", "import"] if "denied" in case.kind else [])]
     assert outcome.kind in kinds, outcome
     assert outcome.left_behind == [], outcome
@@ -91,7 +91,7 @@ def _reward(folder: Path, body: str, name: str = "r") -> str:
 
 
 @needs_namespaces
-def test_all_layers_are_got() -> None:
+def test_all_layers_are_active() -> None:
     found = probe("namespaced")
     assert tuple(found.layers) == LAYERS["namespaced"]
     assert found.got == "namespaced"
@@ -116,7 +116,7 @@ def test_what_it_may_read_is_there(tmp_path: Path) -> None:
 
 
 @needs_namespaces
-def test_it_is_nearly_alone(tmp_path: Path, sandbox: Sandbox) -> None:
+def test_it_has_its_own_pid_namespace(tmp_path: Path, sandbox: Sandbox) -> None:
     assert sandbox.evaluate(_reward(tmp_path, "return float(os.getpid())"), MESSAGES, None).score in (2.0, 3.0)
 
 
@@ -134,7 +134,7 @@ def test_a_worker_stays_warm_and_a_spare_sees_its_files_only(tmp_path: Path, san
     before = sandbox.pids()[0]
     assert sandbox.evaluate(one, MESSAGES, None).score == 1.0
     assert before in sandbox.pids()
-    assert sandbox.evaluate(two, MESSAGES, None).score == 2.0  # the spare was up for `one`
+    assert sandbox.evaluate(two, MESSAGES, None).score == 2.0  # the spare was started for `one`
     failing = _reward(tmp_path, "1/0", "three")
     assert [sandbox.evaluate(failing, MESSAGES, None).score for _ in range(2)] == [None, None]
 
@@ -148,7 +148,7 @@ def test_threads_left_behind_are_counted_from_outside(tmp_path: Path, sandbox: S
 
 
 @needs_namespaces
-def test_how_it_died_is_told(tmp_path: Path, sandbox: Sandbox) -> None:
+def test_the_cause_of_death_is_reported(tmp_path: Path, sandbox: Sandbox) -> None:
     error = sandbox.evaluate(_reward(tmp_path, "os.abort()"), MESSAGES, None).error
     assert error is not None
     assert error.kind == "died"
@@ -186,7 +186,7 @@ def test_it_works_without_privileges() -> None:
 
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine on which bwrap is installed and refuses to work."""
+    """A machine where bwrap is installed but does not work."""
     monkeypatch.setattr(
         bubblewrap, "unavailable_reason", lambda network=False: "bwrap: No permissions to create new namespace"
     )
@@ -196,7 +196,9 @@ def without(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the standard tier is Linux's")
 @pytest.mark.usefixtures("without")
-def test_where_it_does_not_work_the_rest_holds_and_it_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_bubblewrap_the_other_layers_hold_and_a_warning_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with Sandbox("namespaced") as sandbox:
         said = sandbox.describe()
         assert "missing: namespaces (bwrap: No permissions to create new namespace; it needs bubblewrap" in said
@@ -210,6 +212,6 @@ def test_where_it_does_not_work_the_rest_holds_and_it_is_said(tmp_path: Path, ca
 
 
 @pytest.mark.usefixtures("without")
-def test_require_refuses_to_go_without() -> None:
+def test_require_fails_without_bubblewrap() -> None:
     with pytest.raises(SandboxError, match=r"namespaces.*require=True"):
         Sandbox("namespaced", require=True)

@@ -1,4 +1,4 @@
-"""What workers print: told apart by call, bounded, and never in the way."""
+"""What workers print: attributed to calls, bounded, and never blocking."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_call_alone_needs_no_mark() -> None:
     assert output.take() == [("a", "text")]
 
 
-def test_marks_of_nobody_and_floods_do_no_harm() -> None:
+def test_forged_marks_and_floods_do_no_harm() -> None:
     output = Output()
     output.begin(["a", "b"])
     output.feed(b"\x1e999999\x1fx\x1e\x1f\x1e1\x1f" + b"y" * (3 * MAX_KEPT_BYTES))

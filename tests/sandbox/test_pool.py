@@ -1,4 +1,4 @@
-"""Scratch folders of the dead are removed, those of the living are not."""
+"""Scratch folders of dead processes are removed, those of running ones are not."""
 
 from __future__ import annotations
 

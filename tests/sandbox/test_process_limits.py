@@ -1,4 +1,4 @@
-"""How many threads there may be, whoever starts them; and that those of numerical libraries are not too many."""
+"""The limit on threads, whichever process starts them; numerical libraries stay below it."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_program_with_too_many_threads_is_ended(tier: Any) -> None:
     assert (result.kind, result.message) == ("too_big", f"it started more than {MAX_THREADS} threads")
 
 
-def test_pools_of_threads_are_no_bomb(tmp_path: Path) -> None:
+def test_thread_pools_are_not_a_bomb(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text(f"{POOL}\ndef f(messages, truth): return pool()\n")
     with Sandbox(timeout_s=20.0, memory_mb=2048, workers=1) as sandbox:
         result = sandbox.evaluate(f"{tmp_path / 'r.py'}:f", MESSAGES, None)
@@ -119,7 +119,7 @@ def test_pools_of_threads_are_no_bomb(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("permissions", [[], ["subprocess"]])
-def test_the_threads_of_torch_and_numpy_are_no_bomb(tmp_path: Path, permissions: list[str]) -> None:
+def test_threads_of_torch_and_numpy_are_not_a_bomb(tmp_path: Path, permissions: list[str]) -> None:
     body = """
     import numpy, torch
     torch.set_num_threads(8)
@@ -154,5 +154,5 @@ def test_threads_are_counted_without_a_list_of_them(monkeypatch: pytest.MonkeyPa
             thread.join()
 
 
-def test_kills_for_want_of_memory_are_counted_by_the_kernel() -> None:
+def test_oom_kills_are_read_from_the_kernel() -> None:
     assert oom_kills() >= 0

@@ -1,4 +1,4 @@
-"""What a program takes, seen from outside."""
+"""Resource usage of a program, measured from outside."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worker processes: their environment and their end."""
+"""Worker processes: their environment and how they are ended."""
 
 from __future__ import annotations
 

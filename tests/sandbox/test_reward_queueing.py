@@ -1,4 +1,4 @@
-"""Waiting for a sandbox worker is not the reward function's time, in a second attempt neither."""
+"""Waiting for a sandbox worker does not count as the reward function's time, not even on a retry."""
 
 from __future__ import annotations
 

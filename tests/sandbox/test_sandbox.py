@@ -1,4 +1,4 @@
-"""The public face: what a person who calls a sandbox sees."""
+"""The public API of `Sandbox`."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ def test_no_rollouts_no_results(sandbox: Sandbox, rewards: Callable[[str], str])
     assert sandbox.evaluate_batch(rewards("right"), [], []) == []
 
 
-def test_as_many_truths_as_rollouts(sandbox: Sandbox, rewards: Callable[[str], str]) -> None:
-    with pytest.raises(SandboxError, match="2 rollouts and 1"):
+def test_ground_truths_must_match_rollouts(sandbox: Sandbox, rewards: Callable[[str], str]) -> None:
+    with pytest.raises(SandboxError, match="2 rollouts but 1"):
         sandbox.evaluate_batch(rewards("right"), [MESSAGES] * 2, [4])
 
 
@@ -159,7 +159,7 @@ def test_only_the_culprit_is_blamed(sandbox: Sandbox, rewards: Callable[[str], s
     assert kinds == ["ok", "ok", "died", "ok", "exception", "ok", "died", "ok", "ok", "ok"]
 
 
-def test_one_that_loops_costs_the_others_nothing_but_time(sandbox: Sandbox, rewards: Callable[[str], str]) -> None:
+def test_an_infinite_loop_costs_the_others_only_time(sandbox: Sandbox, rewards: Callable[[str], str]) -> None:
     results = sandbox.evaluate_batch(rewards("as_told"), [MESSAGES] * 6, ["", "loop", "", "", "", ""])
     assert [r.error.kind if r.error else "ok" for r in results] == ["ok", "timeout", "ok", "ok", "ok", "ok"]
 
@@ -185,7 +185,7 @@ def test_a_call_finds_nothing_of_those_before_it(rewards: Callable[[str], str], 
         results = one.evaluate_batch(rewards("leaves_files"), [MESSAGES] * 12, [None] * 12)
         results.append(one.evaluate(rewards("leaves_files"), MESSAGES, None))
         assert [result.score for result in results] == [0.0] * 13
-        assert len(one.pids()) == 2  # one worker served them all, beside the spare
+        assert len(one.pids()) == 2  # one worker served them all; the other is the spare
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="files without names are found in /proc")
@@ -208,14 +208,14 @@ def test_workers_that_come_and_go_leave_no_descriptors(rewards: Callable[[str], 
         assert counts[-1] == counts[1]
 
 
-def test_what_it_printed_stands_with_the_fault(sandbox: Sandbox, rewards: Callable[[str], str]) -> None:
+def test_output_is_shown_with_the_fault(sandbox: Sandbox, rewards: Callable[[str], str]) -> None:
     error = sandbox.evaluate(rewards("says_and_fails"), MESSAGES, None).error
     assert error is not None
     assert "a word before the end" in error.traceback
     assert "in says_and_fails" in error.traceback
 
 
-def test_a_score_out_of_its_range_is_told(rewards: Callable[[str], str]) -> None:
+def test_a_score_out_of_range_is_a_fault(rewards: Callable[[str], str]) -> None:
     with Sandbox(timeout_s=2.0, score_range=(0.0, 1.0)) as sandbox:
         error = sandbox.evaluate(rewards("ten"), MESSAGES, None).error
     assert error is not None
@@ -229,7 +229,7 @@ def test_a_reference_to_nothing_is_an_import_fault(sandbox: Sandbox, reference: 
     assert error.kind == "import"
 
 
-def test_arguments_that_are_no_json_are_told(sandbox: Sandbox, rewards: Callable[[str], str]) -> None:
+def test_arguments_that_are_not_json_are_a_fault(sandbox: Sandbox, rewards: Callable[[str], str]) -> None:
     error = sandbox.evaluate(rewards("right"), MESSAGES, object()).error
     assert error is not None
     assert error.kind == "bad_type"
@@ -337,12 +337,12 @@ def test_the_network_is_a_permission(tmp_path: Path) -> None:
         ({"timeout_s": 0}, "timeout_s"),
     ],
 )
-def test_what_cannot_be_had_is_refused(settings: dict[str, object], word: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, object], word: str) -> None:
     with pytest.raises(ToolwiseError, match=word):
         Sandbox(**settings)  # type: ignore[arg-type]
 
 
-def test_off_runs_here_and_says_so(rewards: Callable[[str], str], caplog: pytest.LogCaptureFixture) -> None:
+def test_off_runs_in_process_and_warns(rewards: Callable[[str], str], caplog: pytest.LogCaptureFixture) -> None:
     with Sandbox("off") as sandbox:
         assert sandbox.evaluate(rewards("as_told"), MESSAGES, "pid").score == os.getpid()
         assert sandbox.evaluate_batch(rewards("all_of_them"), [MESSAGES] * 2, [4, 5])[0].score == 1.0
@@ -379,7 +379,7 @@ def test_many_threads_share_a_sandbox(sandbox: Sandbox, rewards: Callable[[str],
     assert scores == [1.0] * 120
 
 
-def test_a_worker_killed_in_the_middle_died(rewards: Callable[[str], str]) -> None:
+def test_a_worker_killed_during_a_call_is_a_died_fault(rewards: Callable[[str], str]) -> None:
     with Sandbox(timeout_s=5.0, workers=1) as sandbox:
         sandbox.evaluate(rewards("as_told"), MESSAGES, "")
         [pid] = [worker.process.pid for idle in sandbox._pool._idle.values() for worker in idle]

@@ -1,4 +1,4 @@
-"""Folders that hostile code has filled, or still changes, are emptied without a step outside them."""
+"""Emptying folders that hostile code has filled or still changes, without touching anything outside."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXCHANGE = 2
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Iterator[Path]:
-    """A folder outside, which must stay as it is."""
+    """A folder outside, which must not change."""
     folder = tmp_path / "victim"
     folder.mkdir()
     (folder / "file").write_text("x")
@@ -117,7 +117,7 @@ def test_folders_closed_to_their_owner_are_opened_by_descriptor(folder: Path) ->
     assert list(folder.iterdir()) == []
 
 
-def test_time_is_limited_and_what_is_left_is_told(
+def test_time_is_limited_and_leftovers_are_reported(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number in range(50):
@@ -136,7 +136,7 @@ def _refuse(*_: object, **__: object) -> None:
 
 
 @pytest.mark.parametrize("fault", [OSError(5, "I/O"), PermissionError(13, "no"), FileNotFoundError(2, "gone")])
-def test_no_error_leaves_it(folder: Path, monkeypatch: pytest.MonkeyPatch, fault: OSError) -> None:
+def test_errors_are_never_raised(folder: Path, monkeypatch: pytest.MonkeyPatch, fault: OSError) -> None:
 
     def fail(*_: object, **__: object) -> None:
         raise fault
@@ -150,12 +150,12 @@ def test_no_error_leaves_it(folder: Path, monkeypatch: pytest.MonkeyPatch, fault
     assert remove_folder(folder) or not folder.exists()
 
 
-def test_what_is_not_there_is_removed(tmp_path: Path) -> None:
+def test_a_missing_folder_counts_as_removed(tmp_path: Path) -> None:
     assert remove_folder(tmp_path / "nowhere")
     assert remove_folder(tmp_path / "no" / "where")
 
 
-def test_what_takes_long_is_removed_beside(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_removal_continues_in_the_background(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _nest(folder, 200)
     monkeypatch.setattr(scratch, "FOREGROUND_REMOVE_S", -1.0)
     remove_in_background(folder)
@@ -166,7 +166,7 @@ def test_what_takes_long_is_removed_beside(folder: Path, monkeypatch: pytest.Mon
 
 
 class _Thread(threading.Thread):
-    """Does something again and again until it is stopped; what fails is tried again."""
+    """Repeats an action until stopped, ignoring failures."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         super().__init__(daemon=True)
@@ -206,11 +206,11 @@ def _race(folder: Path, victim: Path, rounds: int) -> None:
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "renameat2"), reason="exchanges are Linux's")
-def test_a_folder_is_emptied_while_its_entries_are_exchanged(folder: Path, victim: Path) -> None:
+def test_a_folder_is_emptied_while_its_entries_are_swapped(folder: Path, victim: Path) -> None:
     _race(folder, victim, 5)
 
 
 @pytest.mark.long
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "renameat2"), reason="exchanges are Linux's")
-def test_a_folder_is_emptied_many_times_while_its_entries_are_exchanged(folder: Path, victim: Path) -> None:
+def test_a_folder_is_emptied_many_times_while_its_entries_are_swapped(folder: Path, victim: Path) -> None:
     _race(folder, victim, 400)

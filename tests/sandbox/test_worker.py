@@ -1,4 +1,4 @@
-"""The trainer's end of a worker, against a worker that a test plays: forged, late and torn words."""
+"""The trainer's end of a worker, against a fake worker: forged, late and incomplete messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from toolwise.sandbox.worker import Worker
 
 
 class Played:
-    """A worker whose words the test says."""
+    """A fake worker: the test writes its messages."""
 
     def __init__(self, scratch: Path) -> None:
         scratch.mkdir()
@@ -82,11 +82,11 @@ def test_a_call_too_large_to_be_taken_at_once_is_sent_by_a_trainer_with_many_ope
     assert caught.value.kind == "timeout"
 
 
-def test_a_print_on_import_that_comes_before_anybody_waits_for_it_is_told(played: Played) -> None:
+def test_early_output_on_import_is_reported(played: Played) -> None:
     told: list[tuple[str, str]] = []
     played.worker._on_print = lambda label, text: told.append((label, text))
     os.write(played.printer, b"loaded\n")
-    played.worker._drain()  # as when the code is loaded while the trainer still reads what hardening said
+    played.worker._drain()  # as if the code were loaded while the trainer still reads the hardening report
     played.say(signature=None)
     with pytest.raises(WorkerFault):
         played.worker.load(1.0)
@@ -94,7 +94,7 @@ def test_a_print_on_import_that_comes_before_anybody_waits_for_it_is_told(played
 
 
 def test_an_answer_to_another_call_is_refused(played: Played) -> None:
-    played.say(id="1", at=0, answers=[{"result": "{}"}], tainted=False)
+    played.say(id="1", at=0, answers=[{"result": "{}"}], state_changed=False)
     assert _kind(played) == "bad_type"
 
 
@@ -118,7 +118,7 @@ def _answer_while_called(played: Played, **changes: Any) -> list[Any]:
 
     def answer() -> None:
         request = played.asked()
-        said = {"id": request["id"], "at": 0, "answers": [{"result": "{}"}], "tainted": False, **changes}
+        said = {"id": request["id"], "at": 0, "answers": [{"result": "{}"}], "state_changed": False, **changes}
         played.say(**said)
 
     thread = threading.Thread(target=answer)
@@ -136,7 +136,7 @@ def test_a_good_answer_leaves_the_worker_clean(played: Played) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"tainted": True}, {"tainted": None}, {"answers": [{"fault": {}}]}, {"answers": [5]}]
+    "changes", [{"state_changed": True}, {"state_changed": None}, {"answers": [{"fault": {}}]}, {"answers": [5]}]
 )
 def test_any_other_answer_does_not(played: Played, changes: dict[str, Any]) -> None:
     _answer_while_called(played, **changes)
@@ -158,14 +158,14 @@ def test_the_folder_is_emptied_after_a_call(played: Played) -> None:
     assert list(played.worker.process.scratch.iterdir()) == []
 
 
-def test_a_faulty_load_is_told(played: Played) -> None:
+def test_a_load_fault_is_raised(played: Played) -> None:
     played.say(fault={"kind": "import", "message": "no"})
     with pytest.raises(WorkerFault, match="no") as caught:
         played.worker.load(1.0)
     assert caught.value.kind == "import"
 
 
-def test_a_load_that_says_something_else_is_refused(played: Played) -> None:
+def test_an_unexpected_load_reply_is_refused(played: Played) -> None:
     played.say(mode="both")
     with pytest.raises(WorkerFault) as caught:
         played.worker.load(1.0)

@@ -1,4 +1,4 @@
-"""A worker process, spoken to frame by frame."""
+"""A worker process, driven frame by frame."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _hear(process: Process) -> dict[str, Any]:
     return dict(json.loads(data))
 
 
-def test_a_worker_says_what_it_does_step_by_step(tmp_path: Path) -> None:
+def test_a_worker_reports_each_step(tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text("def f(messages, truth): return truth")
     (tmp_path / "1").mkdir()
     process = start_process(tmp_path / "1")
@@ -39,7 +39,7 @@ def test_a_worker_says_what_it_does_step_by_step(tmp_path: Path) -> None:
         calls = [{"messages": [], "ground_truth": n} for n in range(3)]
         _say(process, {"id": "x", "calls": calls, "largest": 10_000})
         heard = [_hear(process) for _ in range(3)]
-        assert [(h["id"], h["at"], h["tainted"]) for h in heard] == [("x", n, False) for n in range(3)]
+        assert [(h["id"], h["at"], h["state_changed"]) for h in heard] == [("x", n, False) for n in range(3)]
         _say(process, {"id": "y", "calls": calls[:1], "largest": 20})
         assert _hear(process)["answers"][0]["fault"]["kind"] == "too_big"
     finally:

@@ -1,4 +1,4 @@
-"""Leftovers of a call: found in a process of its own, which has no threads but one."""
+"""State that a call leaves behind; detected in a separate process with a single thread."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _changed(body: str) -> bool:
         "threading.Thread(target=time.sleep, args=(9,), daemon=True).start()",
     ],
 )
-def test_what_was_changed_is_seen(body: str) -> None:
+def test_changes_are_detected(body: str) -> None:
     assert _changed(body)
 
 

@@ -1,4 +1,4 @@
-"""Rich's console shows text as text and styles as styles."""
+"""Rich's console shows text literally and styles as styles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines for people and guarded standard streams."""
+"""Printed lines and guarded standard streams."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toolwise.terminal.streams import MAX_ERROR_CHARS, GuardedStream
 ESCAPE = "\x1b]0;owned\x07"
 
 
-def test_say_shows_escapes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_line_escapes_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     print_line(f"a {ESCAPE}")
     print_line(f"b {ESCAPE}", err=True)
     shown = capsys.readouterr()
@@ -46,7 +46,7 @@ def test_a_terminal_without_unicode_takes_everything(monkeypatch: pytest.MonkeyP
     assert raw.getvalue() == b"loss 1 ? 2\n"
 
 
-def test_whoever_prints_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_prints_are_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
     out, err = io.StringIO(), io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)

@@ -1,4 +1,4 @@
-"""Control characters are shown, never obeyed."""
+"""Control characters are escaped."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_nothing_that_a_terminal_obeys_is_left(name: str) -> None:
+def test_no_control_characters_are_left(name: str) -> None:
     shown = escape_controls(HOSTILE[name])
     assert shown.encode("utf-8")
     assert [c for c in shown if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")] == []
@@ -45,7 +45,7 @@ def test_it_is_shown_as_an_escape() -> None:
     assert escape_controls("a\x1b[31mb\u202e\U000e0041") == "a\\x1b[31mb\\u202e\\U000e0041"
 
 
-def test_what_people_write_stays() -> None:
+def test_ordinary_text_is_unchanged() -> None:
     text = "naïve → 日本語 \t🤷🏽‍♀️ سلام\nnext"
     assert escape_controls(text) == text
     assert escape_controls("one\r\ntwo") == "one\ntwo"

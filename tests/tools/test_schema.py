@@ -106,7 +106,7 @@ def test_a_remote_reference_is_an_error_and_never_fetched() -> None:
 
 
 def test_a_schema_that_is_none_names_its_tool() -> None:
-    with pytest.raises(ToolwiseError, match="tool t: its parameters are no JSON schema"):
+    with pytest.raises(ToolwiseError, match="tool t: its parameters are not a valid JSON schema"):
         validate_arguments(schema({"type": "objekt"}), {})
 
 

@@ -176,8 +176,8 @@ def test_a_lambda_and_a_closure_are_refused_with_a_way_out(built: list[Scoring])
 def test_off_is_said_loudly_and_recorded(built: list[Scoring], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         scoring = scoring_of(built, score, sandbox={"tier": "off"})
-    assert "off, as asked: user code runs in this process" in caplog.text
-    assert "off, as asked" in scoring.describe()
+    assert "off, as requested: user code runs in this process" in caplog.text
+    assert "off, as requested" in scoring.describe()
     assert results(scoring)[0].reason == str(os.getpid())
     loaded_here.clear()
 

@@ -1,4 +1,4 @@
-"""Texts that are cut say by how much; numbers have a largest one."""
+"""Cut texts say how much is missing; numbers are bounded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_a_text_is_cut_with_a_mark() -> None:
     assert truncate_text("x" * 5_000, 10).endswith("… cut, 4,990 characters")
 
 
-def test_halves_of_characters_are_shown() -> None:
+def test_lone_surrogates_are_escaped() -> None:
     assert truncate_text("a\ud800é", 10) == "a\\ud800é"
 
 

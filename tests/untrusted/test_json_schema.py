@@ -1,4 +1,4 @@
-"""A tool's parameters as what arguments are checked by."""
+"""Compiled tool parameters, which validate arguments."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def test_a_schema_that_names_no_properties_stays_open(open_schema: object) -> No
     assert fits(open_schema, {"b": 2})
 
 
-def test_what_is_no_schema_is_named() -> None:
-    with pytest.raises(ConfigError, match="tool t: its parameters are no JSON schema"):
+def test_an_invalid_schema_names_the_tool() -> None:
+    with pytest.raises(ConfigError, match="tool t: its parameters are not a valid JSON schema"):
         compile_parameters("t", json.dumps({"type": "nonsense"}))
 
 
@@ -60,7 +60,7 @@ def test_patterns_are_searched() -> None:
     ],
 )
 def test_no_argument_freezes_a_pattern(schema: object) -> None:
-    """Python's engine would take 2 to the 50,000 steps."""
+    """Python's engine would take 2**50,000 steps."""
     bad = "a" * 50_000 + "!"
     began = time.process_time()
     fits(schema, {"a": bad, bad: 1})
@@ -71,11 +71,13 @@ def test_no_argument_freezes_a_pattern(schema: object) -> None:
     "keyword", [{"pattern": "(?=a)b"}, {"pattern": r"(a)\1"}, {"items": {"patternProperties": {"(?!x)": {}}}}]
 )
 def test_a_pattern_beyond_linear_time_is_refused(keyword: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=r"tool t: .* cannot be matched in linear time; write it without"):
+    with pytest.raises(
+        ConfigError, match=r"tool t: .* cannot be matched in linear time; rewrite the pattern without it"
+    ):
         compile_parameters("t", json.dumps(with_pattern(**keyword)))
 
 
-def test_a_property_that_is_called_pattern_is_none() -> None:
+def test_a_property_named_pattern_is_not_a_pattern() -> None:
     schema = {"type": "object", "properties": {"pattern": {"type": "string"}, "patternProperties": {"enum": ["(?=a)"]}}}
     assert fits(schema, {"pattern": "("})
 

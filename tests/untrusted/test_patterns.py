@@ -1,4 +1,4 @@
-"""Patterns mean what Python means by them, and take time linear in the text."""
+"""Patterns mean the same as in Python and take time linear in the text."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_it_means_the_same_for_any_pattern(pattern: str, text: str) -> None:
     except PatternError:  # such as a possessive repeat
         return
     inside = re.search(r"\$(?![|)]|\Z)", pattern)  # what follows a `$` that is not the end has nothing to match
-    empty = not text and r"\B" in pattern  # of which Python has changed its mind
+    empty = not text and r"\B" in pattern  # whose meaning differs between Python versions
     assert found.search(text) == wanted or inside or empty
 
 
@@ -125,7 +125,7 @@ def test_it_means_the_same_for_any_pattern(pattern: str, text: str) -> None:
         (r"\ud800", "surrogate"),
     ],
 )
-def test_what_it_cannot_match_is_refused(pattern: str, why: str) -> None:
+def test_unsupported_patterns_are_refused(pattern: str, why: str) -> None:
     with pytest.raises(PatternError, match=f"(?i){re.escape(why)}"):
         compile_pattern(pattern)
 
@@ -145,15 +145,15 @@ def test_what_it_cannot_match_is_refused(pattern: str, why: str) -> None:
         (r"(?:a?){200}a{200}", "a"),
     ],
 )
-def test_no_pattern_freezes_anybody(pattern: str, unit: str) -> None:
-    """Python's engine would need longer than the universe has had for most of them."""
+def test_no_pattern_takes_exponential_time(pattern: str, unit: str) -> None:
+    """For most of them Python's engine would take longer than the age of the universe."""
     found = compile_pattern(pattern)
     began = time.process_time()
     found.search(unit * (200_000 // len(unit)) + "!")
     assert time.process_time() - began < 5
 
 
-def test_halves_of_characters_are_searched_too() -> None:
+def test_lone_surrogates_can_be_searched() -> None:
     assert compile_pattern("b$").search("\ud800 a b")
 
 
@@ -161,13 +161,13 @@ def test_halves_of_characters_are_searched_too() -> None:
     "pattern",
     ["(?:a{0,300}){0,300}[ab]{0,300}c", "((a{9}){0,9}b){99}", "(?:(?:){1000}){1000}", "(?:a?){3000}", "a{2600,}"],
 )
-def test_a_pattern_that_takes_milliseconds_a_character_is_refused(pattern: str) -> None:
-    with pytest.raises(PatternError, match="too large when its repeats are written out"):
+def test_a_pattern_with_huge_repeats_is_refused(pattern: str) -> None:
+    with pytest.raises(PatternError, match="too large when its repeats are expanded"):
         compile_pattern(pattern)
 
 
 @pytest.mark.parametrize("pattern", [r"^.{1,1024}$", r"\d{4}-\d{2}", "(?:a{0,40}){0,40}[ab]{0,300}c", "x{2000}"])
-def test_patterns_of_a_usual_size_are_not(pattern: str) -> None:
+def test_patterns_of_usual_size_are_accepted(pattern: str) -> None:
     began = time.process_time()
     compile_pattern(pattern).search("ab" * 5_000)
     assert time.process_time() - began < 2

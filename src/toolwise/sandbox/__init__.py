@@ -1,6 +1,6 @@
-"""Where other people's code runs: worker processes that can do no harm. Between the rewards and whoever calls them.
+"""Hardened worker processes for untrusted code: reward functions and programs written by a model.
 
-The names are imported on use: a worker, which lives in this package too, needs few of them and must come up fast.
+Names are imported lazily: workers import this package too, need few of its names and must start fast.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls on their way to a worker, and its answers read as a stranger's: types, sizes, ranges, one by one."""
+"""Encodes calls for a worker and validates its answers, which are untrusted: types, sizes and ranges."""
 
 from __future__ import annotations
 
@@ -13,31 +13,33 @@ from toolwise.types import EvaluateResult
 
 
 def pack(messages: Sequence[Any], ground_truth: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """One call as plain data."""
+    """Encode one call as plain data."""
     plain = [m.to_openai() if isinstance(m, Message) else m for m in messages]
     return {"messages": plain, "ground_truth": ground_truth, "kwargs": kwargs}
 
 
 def read_answer(answer: Any, score_range: tuple[float, float] | None = None) -> EvaluateResult:
-    """The result in an answer; whatever is wrong with it is a typed fault."""
+    """Parse an answer; anything invalid becomes a typed fault."""
     if isinstance(answer, dict) and "fault" in answer:
         return read_fault(answer["fault"]).result()
     text = answer.get("result") if isinstance(answer, dict) else None
     if not isinstance(text, str):
-        return fault_result("bad_type", "the worker's answer is no result")
+        return fault_result("bad_type", "the worker's answer is not a result")
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        return fault_result("bad_type", "the worker's answer is no JSON")
+        return fault_result("bad_type", "the worker's answer is not valid JSON")
     try:
-        result = read_result(value) if isinstance(value, dict) else fault_result("bad_type", "the answer is no result")
-    except Exception as fault:  # whatever a forged answer can make go wrong, it is the answer's fault
+        result = (
+            read_result(value) if isinstance(value, dict) else fault_result("bad_type", "the answer is not a result")
+        )
+    except Exception as fault:  # a forged answer can make anything fail; blame the answer
         return fault_result("bad_type", f"the worker's answer cannot be read: {type(fault).__name__}")
     return _in_range(_normalize_error(result), score_range)
 
 
 def _normalize_error(result: EvaluateResult) -> EvaluateResult:
-    """A fault that the function itself reports keeps its words, under one of the known names."""
+    """Keep the message of a fault that the function itself reports, but map its kind to a known one."""
     if result.error is None:
         return result
     kind = result.error.kind if result.error.kind in KINDS else "exception"

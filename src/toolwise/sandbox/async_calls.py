@@ -1,7 +1,7 @@
-"""Async calls that overlap in one event loop, each with a deadline, inside a worker or in the tier `off`.
+"""Runs async calls concurrently in one event loop, each with a deadline. Used in workers and by the tier `off`.
 
-Time in which one call keeps the loop busy is not charged to the others: the clock of the deadlines advances by no more
-than two ticks at once. A call that never lets the loop go is ended from outside, with its process.
+A call that blocks the loop does not use up the time of the others: the deadline clock advances by at most two ticks at
+once. A call that never yields to the loop is killed from outside, together with its process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 TICK_S = 0.05
 CANCEL_GRACE_S = 0.2
-"""How long a call that was cancelled may take to end."""
+"""How long a cancelled call may take to end."""
 _TIMEOUT_ANSWER = {"fault": {"kind": "timeout", "message": "it took too long to answer"}}
 
 
@@ -29,9 +29,9 @@ def run_overlapping(
     on_answer: Callable[[int, JsonDict], None],
     run: Callable[[Coroutine[Any, Any, bool]], bool] = asyncio.run,
 ) -> bool:
-    """Calls all of them at once and tells each answer as it comes. False where one had to be cancelled.
+    """Start all calls at once and report each answer as it arrives. Returns False if any call had to be cancelled.
 
-    `asyncio.run` waits for ever for a call that ignores its cancellation: fit for a worker, whose process is ended.
+    `asyncio.run` waits forever for a call that ignores its cancellation. That is fine in a worker, which gets killed.
     """
     return run(_overlap(harness, calls, timeout_s, on_answer))
 
@@ -40,12 +40,12 @@ async def _overlap(
     harness: Harness, calls: Sequence[JsonDict], timeout_s: float, on_answer: Callable[[int, JsonDict], None]
 ) -> bool:
     tasks = {asyncio.create_task(_run_call(harness, position, call)): position for position, call in enumerate(calls)}
-    waiting, clock, before = set(tasks), 0.0, time.monotonic()
+    waiting, clock, last_time = set(tasks), 0.0, time.monotonic()
     tick = min(TICK_S, timeout_s / 4)
     while waiting and clock < timeout_s:
         done, waiting = await asyncio.wait(waiting, timeout=tick, return_when=asyncio.FIRST_COMPLETED)
         now = time.monotonic()
-        clock, before = clock + min(now - before, 2 * tick), now
+        clock, last_time = clock + min(now - last_time, 2 * tick), now
         for task in sorted(done, key=tasks.__getitem__):
             on_answer(tasks[task], task.result())
     for task in waiting:

@@ -1,4 +1,4 @@
-"""Many calls over few workers: sent together, told apart when something dies, so that only the culprit is blamed."""
+"""Distributes many calls over few workers. Calls are sent together and split up after a failure to find the culprit."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from toolwise.sandbox.pool import Pool
 from toolwise.sandbox.targets import Target
 
 CALLS_PER_FRAME = 32
-"""Pointwise calls that are sent to a worker at once."""
+"""Pointwise calls per frame."""
 MAX_OVERLAPPING_CALLS = 64
-"""Async ones that run in a worker at the same time."""
+"""Async calls that run concurrently in one worker."""
 SPLIT = 8
-"""Parts into which those without an answer are split to find the culprit: 64 calls take two more attempts at most."""
+"""Unanswered calls are split into this many parts to find the culprit: 64 calls need at most two more attempts."""
 
 log = logging.getLogger("toolwise.sandbox")
-_said: set[str] = set()
+_warned: set[str] = set()
 
 JsonDict = dict[str, Any]
 
 
 def run_batch(pool: Pool, target: Target, batch: JsonDict, timeout_s: float) -> list[Any] | None:
-    """One call of a batch or group function; None where the function turns out to be pointwise.
+    """Make one call of a batch or group function. Returns None if the function turns out to be pointwise.
 
-    Whatever goes wrong with it goes wrong for the whole batch.
+    A failure applies to the whole batch.
     """
     try:
         return _run_batch(pool, target, batch, timeout_s, fresh=False)
@@ -59,15 +59,17 @@ def run_pointwise(
     *,
     overlap: bool = False,
 ) -> list[Any]:
-    """One answer a call, in order. Each call has `timeout_s`, and those sent together the sum of it; `overlap` runs
-    those of an async function at the same time. What then stays without an answer runs again in smaller parts."""
-    most = MAX_OVERLAPPING_CALLS if overlap else CALLS_PER_FRAME
-    waiting = _parts(range(len(calls)), pool.workers, most)
+    """One answer per call, in order. Each call has `timeout_s`; calls sent together share the sum.
+
+    `overlap` runs the calls of an async function concurrently; those left without an answer run again in smaller parts.
+    """
+    max_size = MAX_OVERLAPPING_CALLS if overlap else CALLS_PER_FRAME
+    waiting = _parts(range(len(calls)), pool.workers, max_size)
     answers: dict[int, Any] = {}
     helpers: list[Future[None]] = []
 
     def get_help(parts: int) -> None:
-        with suppress(RuntimeError):  # the sandbox is closed: whoever asked finds out
+        with suppress(RuntimeError):  # the sandbox is closed; the caller notices
             helpers.extend(threads().submit(work) for _ in range(min(pool.workers, parts) - 1))
 
     def work() -> None:
@@ -76,87 +78,91 @@ def run_pointwise(
                 part = waiting.pop()
             except IndexError:
                 return
-            together = [calls[position] for position in part]
+            batch = [calls[position] for position in part]
             if not overlap or len(part) == 1:
-                answers.update(zip(part, run_in_one_frame(pool, target, together, timeout_s), strict=True))
+                answers.update(zip(part, run_in_one_frame(pool, target, batch, timeout_s), strict=True))
                 continue
-            found = run_overlapping_calls(pool, target, together, timeout_s)
-            answers.update((part[at], answer) for at, answer in found.items())
-            again = _parts([position for at, position in enumerate(part) if at not in found], SPLIT, most)
-            waiting.extend(again)
-            get_help(len(again))
+            part_answers = run_overlapping_calls(pool, target, batch, timeout_s)
+            answers.update((part[offset], answer) for offset, answer in part_answers.items())
+            retries = _parts(
+                [position for offset, position in enumerate(part) if offset not in part_answers], SPLIT, max_size
+            )
+            waiting.extend(retries)
+            get_help(len(retries))
 
     get_help(len(waiting))
     work()
     while helpers:
         helper = helpers.pop()
-        if not helper.cancel():  # one that has not begun has nothing left to do
+        if not helper.cancel():  # a helper that has not started has nothing left to do
             helper.result()
     return [answers[position] for position in range(len(calls))]
 
 
-def _parts(positions: Sequence[int], count: int, most: int) -> list[Sequence[int]]:
-    """As many as `count` parts, or more where they would be larger than `most`; the first is last."""
-    each = min(most, -(-len(positions) // count)) or 1
-    return [positions[start : start + each] for start in range(0, len(positions), each)][::-1]
+def _parts(positions: Sequence[int], count: int, max_size: int) -> list[Sequence[int]]:
+    """Split into `count` parts, or more if a part would exceed `max_size`. Reversed, so that pop() gives the first."""
+    size = min(max_size, -(-len(positions) // count)) or 1
+    return [positions[start : start + size] for start in range(0, len(positions), size)][::-1]
 
 
 def run_overlapping_calls(pool: Pool, target: Target, calls: Sequence[JsonDict], timeout_s: float) -> dict[int, Any]:
-    """Calls of an async function at the same time in one worker: the answers by position.
+    """Run calls of an async function concurrently in one worker. Returns the answers by position.
 
-    Some are missing where one of the calls ended or blocked the worker, or changed what all of them share: nobody can
-    tell which of them it was.
+    Answers are missing if a call killed or blocked the worker, or changed state that all of them share: it is then
+    unknown which call did it.
     """
     answers: dict[int, Any] = {}
     try:
         with pool.worker(target) as worker:
             until = time.monotonic() + timeout_s * len(calls)
-            for position, got in worker.call_overlapping(calls, timeout_s, until):
-                if len(got) != 1:
-                    raise WorkerFault("wrong_length", f"the worker sent {len(got)} results for one rollout")
-                answers[position] = got[0]
+            for position, results in worker.call_overlapping(calls, timeout_s, until):
+                if len(results) != 1:
+                    raise WorkerFault("wrong_length", f"the worker sent {len(results)} results for one rollout")
+                answers[position] = results[0]
     except WorkerFault as fault:
         if fault.loading:
             return dict.fromkeys(range(len(calls)), _fault_answer(fault))
         return answers
-    if len(answers) < len(calls) and target.reference not in _said:
-        _said.add(target.reference)
+    if len(answers) < len(calls) and target.reference not in _warned:
+        _warned.add(target.reference)
         log.warning(
-            "reward %s: a call changed modules, the environment or the import path that its worker's async calls "
-            "share; such calls are run again apart, which takes longer (said once)",
+            "reward %s: a call changed modules, environment variables or the import path, which concurrent async calls "
+            "share; affected calls are run again separately, which takes longer (reported once)",
             target.reference,
         )
     return answers
 
 
 def run_in_one_frame(pool: Pool, target: Target, calls: Sequence[JsonDict], timeout_s: float) -> list[Any]:
-    """Calls in one frame; after a death, the rest one by one in fresh workers. A call that never reached its worker has
-    one more attempt."""
+    """Send calls in one frame. After a worker dies, run the rest one by one in fresh workers.
+
+    A call that never reached its worker is retried once.
+    """
     until = time.monotonic() + timeout_s * len(calls)
     answers: list[Any] = []
-    alone, again = len(calls) == 1, -1
+    one_by_one, retried_at = len(calls) == 1, -1
     while len(answers) < len(calls):
-        begun = len(answers)
-        part = calls[begun : begun + 1] if alone else calls[begun:]
-        asked = time.monotonic()
+        start = len(answers)
+        part = calls[start : start + 1] if one_by_one else calls[start:]
+        requested_at = time.monotonic()
         try:
-            with pool.worker(target, fresh=again == begun) as worker:
-                until += time.monotonic() - asked  # waiting for a worker is not the function's time
-                for got in worker.call({"calls": part}, len(part), timeout_s, until):
-                    if len(got) != 1:
-                        raise WorkerFault("wrong_length", f"the worker sent {len(got)} results for one rollout")
-                    answers += got
+            with pool.worker(target, fresh=retried_at == start) as worker:
+                until += time.monotonic() - requested_at  # time spent waiting for a worker does not count
+                for results in worker.call({"calls": part}, len(part), timeout_s, until):
+                    if len(results) != 1:
+                        raise WorkerFault("wrong_length", f"the worker sent {len(results)} results for one rollout")
+                    answers += results
         except WorkerFault as fault:
             if fault.loading:
                 return answers + [_fault_answer(fault)] * (len(calls) - len(answers))
-            if fault.not_received and again != len(answers) and not pool.closed:
-                again = len(answers)
-                until += time.monotonic() - asked
+            if fault.not_received and retried_at != len(answers) and not pool.closed:
+                retried_at = len(answers)
+                until += time.monotonic() - requested_at
                 continue
             suspect_is_alone = len(part) == 1 or fault.kind == "timeout"
             if suspect_is_alone or time.monotonic() >= until:
                 answers.append(_fault_answer(fault))
-            alone = True
+            one_by_one = True
     return answers
 
 

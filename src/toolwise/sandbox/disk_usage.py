@@ -1,7 +1,7 @@
-"""What a worker or a program has on disk, seen from outside by the descriptors of its folders.
+"""Measures the disk usage of a worker or program from outside, through descriptors of its folders.
 
-Where the folders are file systems of their own, the kernel counts and nothing can be hidden from it. Elsewhere they are
-walked, and files without names are found among the descriptors and maps of the processes that keep them.
+If the folders are separate file systems, the kernel counts and nothing can be hidden. Otherwise the folders are walked,
+and unlinked files are found among the open descriptors and memory maps of the processes that hold them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from toolwise.sandbox.layers.hardening import MEBIBYTE
 from toolwise.sandbox.scratch import EMPTY_S, FOLDER_FLAGS, EmptyFolderCache, empty_folder, open_subfolder
 
 MAX_FOLDER_DEPTH = 64
-"""Of folders in folders, where they are walked."""
+"""Maximum nesting of folders when they are walked."""
 _DELETED = " (deleted)"
 ProcFolders = Callable[[], Iterable[str]]
-"""The folders in /proc of the processes that may keep files."""
+"""Returns the /proc folders of the processes that may hold files open."""
 
 
 class Disk:
-    """The writable folders of a worker, or of one run of a program. `paths` are their names out here."""
+    """The writable folders of a worker or of one program run. `paths` are their paths on the host."""
 
     def __init__(self, paths: Sequence[Path], max_mb: int, descriptors: Sequence[int] = ()) -> None:
-        """`descriptors`, of the same folders as the process itself sees them, are this object's to close."""
+        """`descriptors` refer to the same folders as seen by the process itself; this object closes them."""
         self.max_mb = max_mb
         self._paths = tuple(str(path) for path in paths)
         self.folders = list(descriptors) or [os.open(path, FOLDER_FLAGS) for path in paths]
@@ -36,13 +36,13 @@ class Disk:
         self.limited = bool(descriptors) and all(
             os.fstat(folder).st_dev != os.stat(path).st_dev for folder, path in zip(self.folders, paths, strict=True)
         )
-        """Whether the kernel lets nobody write more than `max_mb` to each folder."""
+        """Whether the kernel limits each folder to `max_mb`."""
         self._counts_writes = not self.limited and counts_writes(self.folders[0])
         self._io: int | None = None
         self._written: int | None = None
         self._empty_since: dict[int, EmptyFolderCache] = {}
         self._touched = False
-        """Whether something was written since it was last seen to be empty."""
+        """Whether something was written since the disk was last seen empty."""
 
     def close(self) -> None:
         descriptors, self.folders = [*self.folders, *([] if self._io is None else [self._io])], []
@@ -51,15 +51,16 @@ class Disk:
             os.close(descriptor)
 
     def overflow_reason(self, proc_folders: ProcFolders) -> str:
-        """What is wrong with it; "" where nothing is."""
+        """Why the disk is over its limit; "" if it is not."""
         used, files = self._usage_by_statvfs() if self.limited else self._usage_by_walking(proc_folders)
         too_much = used > self.max_mb * MEBIBYTE or files > MAX_FILES
         return f"it filled its folder: more than {self.max_mb} MB or {MAX_FILES:,} files" if too_much else ""
 
     def may_have_grown(self, proc_folder: str) -> bool:
-        """Whether the process at `proc_folder` has written to a disk since this was last asked. A guess on the safe
-        side that
-        takes microseconds, where measuring takes a fraction of a millisecond."""
+        """Whether the process at `proc_folder` may have written to disk since the last call.
+
+        A conservative guess that takes microseconds; measuring takes a fraction of a millisecond.
+        """
         if self.limited:
             return not self._is_filesystem_empty()
         written = self._bytes_written(proc_folder) if self._counts_writes else None
@@ -75,13 +76,13 @@ class Disk:
         return None if self._io is None else _read_written(self._io)
 
     def is_untouched(self) -> bool:
-        """A guess at `is_empty` on the safe side, right after `may_have_grown`: of one process, in microseconds."""
+        """A conservative guess at `is_empty`, right after `may_have_grown`: for one process, in microseconds."""
         if self.limited:
             return self._is_filesystem_empty()
         return not self._touched and all(map(self._is_folder_empty, self.folders))
 
     def is_empty(self, proc_folders: ProcFolders) -> bool:
-        """Whether there is nothing: no file with a name, and none without."""
+        """Whether there are no files, neither named nor unlinked."""
         if self.limited:
             return self._is_filesystem_empty()
         self._touched = any(os.listdir(folder) for folder in self.folders) or any(
@@ -91,38 +92,38 @@ class Disk:
 
     def _is_filesystem_empty(self) -> bool:
         for folder in self.folders:
-            found = os.fstatvfs(folder)
-            if found.f_bfree != found.f_blocks or found.f_files - found.f_ffree > 1:
+            usage = os.fstatvfs(folder)
+            if usage.f_bfree != usage.f_blocks or usage.f_files - usage.f_ffree > 1:
                 return False
         return True
 
     def _is_folder_empty(self, folder: int) -> bool:
-        found, since = os.fstat(folder), self._empty_since.setdefault(folder, EmptyFolderCache())
-        if since.is_still_empty(found):
+        status, cache = os.fstat(folder), self._empty_since.setdefault(folder, EmptyFolderCache())
+        if cache.is_still_empty(status):
             return True
         if os.listdir(folder):
             return False
-        since.record_empty(found)
+        cache.record_empty(status)
         return True
 
     def empty(self, seconds: float = EMPTY_S) -> bool:
-        """Removes what has a name. False where something is left."""
+        """Remove all named files. Returns False if something is left."""
         emptied = [empty_folder(folder, seconds) for folder in self.folders]
         return all(emptied)
 
     def _usage_by_statvfs(self) -> tuple[int, int]:
-        """Bytes and files. A file system without room left counts as one that holds too much."""
-        found = [os.fstatvfs(folder) for folder in self.folders]
-        used = sum((f.f_blocks - f.f_bfree) * f.f_frsize for f in found) + (not all(f.f_bfree for f in found))
-        files = sum(f.f_files - f.f_ffree for f in found) - len(found)
-        return used, files + (0 if all(f.f_ffree for f in found) else MAX_FILES)
+        """Bytes and files. A full file system counts as over the limit."""
+        usages = [os.fstatvfs(folder) for folder in self.folders]
+        used = sum((u.f_blocks - u.f_bfree) * u.f_frsize for u in usages) + (not all(u.f_bfree for u in usages))
+        files = sum(u.f_files - u.f_ffree for u in usages) - len(usages)
+        return used, files + (0 if all(u.f_ffree for u in usages) else MAX_FILES)
 
     def _usage_by_walking(self, proc_folders: ProcFolders) -> tuple[int, int]:
         sizes = [*self._named_file_sizes(), *self._unnamed_file_sizes(proc_folders)]
         return sum(sizes), len(sizes)
 
     def _named_file_sizes(self) -> Iterator[int]:
-        """Bytes of each file and folder; one more than too many end it."""
+        """Bytes of each file and folder; stops once there are more than `MAX_FILES`."""
         seen: set[int] = set()
         count = 0
         stack = [(os.dup(folder), _entries(folder)) for folder in self.folders]
@@ -132,50 +133,50 @@ class Disk:
                 if not entries or count > MAX_FILES:
                     os.close(stack.pop()[0])
                     continue
-                name, found = entries.pop()
+                name, status = entries.pop()
                 count += 1
-                is_folder = stat.S_ISDIR(found.st_mode)
-                yield 0 if is_folder or found.st_ino in seen else found.st_blocks * 512
-                if found.st_nlink > 1:
-                    seen.add(found.st_ino)
-                below = open_subfolder(folder, name, self._device) if is_folder else None
-                if below is not None:
-                    stack.append((below, _entries(below)))
+                is_folder = stat.S_ISDIR(status.st_mode)
+                yield 0 if is_folder or status.st_ino in seen else status.st_blocks * 512
+                if status.st_nlink > 1:
+                    seen.add(status.st_ino)
+                subfolder = open_subfolder(folder, name, self._device) if is_folder else None
+                if subfolder is not None:
+                    stack.append((subfolder, _entries(subfolder)))
                 if len(stack) > MAX_FOLDER_DEPTH:
-                    yield self.max_mb * MEBIBYTE + 1  # who nests so deep hides something
+                    yield self.max_mb * MEBIBYTE + 1  # nested this deep: treat it as over the limit
                     return
         finally:
             for folder, _ in stack:
                 os.close(folder)
 
     def _unnamed_file_sizes(self, proc_folders: ProcFolders) -> Iterator[int]:
-        """Bytes of each file that processes keep after its name is gone."""
-        kept: dict[int, int] = {}
+        """Bytes of each unlinked file that a process still holds."""
+        sizes: dict[int, int] = {}
         for proc_folder in proc_folders():
             with suppress(OSError):
                 for name in os.listdir(f"{proc_folder}/fd"):
                     with suppress(OSError):
-                        found = os.stat(f"{proc_folder}/fd/{name}")
-                        if stat.S_ISREG(found.st_mode) and found.st_nlink == 0:
-                            kept[found.st_ino] = found.st_blocks * 512
+                        status = os.stat(f"{proc_folder}/fd/{name}")
+                        if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
+                            sizes[status.st_ino] = status.st_blocks * 512
             for inode, span in self._nameless_maps(proc_folder):
-                if inode not in kept:
-                    kept[inode] = self._size_of_map(proc_folder, span)
-        yield from kept.values()
+                if inode not in sizes:
+                    sizes[inode] = self._size_of_map(proc_folder, span)
+        yield from sizes.values()
 
     def _nameless_maps(self, proc_folder: str) -> Iterator[tuple[int, str]]:
         try:
             lines = Path(f"{proc_folder}/maps").read_bytes().splitlines()
         except OSError:
             return
-        ending, starts = _DELETED.encode(), tuple(os.fsencode(f"{path}/") for path in self._paths)
+        suffix, prefixes = _DELETED.encode(), tuple(os.fsencode(f"{path}/") for path in self._paths)
         for line in lines:
-            words = line.split(None, 5)
-            if line.endswith(ending) and len(words) == 6 and words[5].startswith(starts):
-                yield int(words[4]), words[0].decode()
+            fields = line.split(None, 5)
+            if line.endswith(suffix) and len(fields) == 6 and fields[5].startswith(prefixes):
+                yield int(fields[4]), fields[0].decode()
 
     def _size_of_map(self, proc_folder: str, span: str) -> int:
-        """All of what a file may hold, where only root may ask for more than the part that is mapped."""
+        """Size of a mapped file. Only root can read it; otherwise assume the maximum: the map may cover just a part."""
         first, last = (int(word, 16) for word in span.split("-"))
         try:
             return os.stat(f"{proc_folder}/map_files/{first:x}-{last:x}").st_blocks * 512
@@ -184,17 +185,17 @@ class Disk:
 
 
 def _entries(folder: int) -> list[tuple[str, os.stat_result]]:
-    """What is in a folder; of more than too many not all."""
-    found: list[tuple[str, os.stat_result]] = []
+    """The entries of a folder, at most `MAX_FILES` + 1 of them."""
+    listing: list[tuple[str, os.stat_result]] = []
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in islice(entries, MAX_FILES + 1):
             with suppress(OSError):
-                found.append((entry.name, entry.stat(follow_symlinks=False)))
-    return found
+                listing.append((entry.name, entry.stat(follow_symlinks=False)))
+    return listing
 
 
 def bytes_written(proc_folder: str) -> int | None:
-    """Bytes of files that a process has changed, by writing or through maps; None where the kernel does not tell."""
+    """Bytes a process has written to files, directly or through maps; None if the kernel does not report it."""
     try:
         descriptor = os.open(f"{proc_folder}/io", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -213,27 +214,27 @@ def _read_written(io: int) -> int | None:
         return None
 
 
-_counted: dict[int, bool] = {}
+_writes_counted: dict[int, bool] = {}
 
 
 def counts_writes(folder: int) -> bool:
-    """Whether the kernel counts what is written to this file system: not on a tmpfs. Found by writing there."""
+    """Whether the kernel counts writes to this file system (not on a tmpfs). Tested by writing a file."""
     device = os.fstat(folder).st_dev
-    if device not in _counted:
-        _counted[device] = _try_writing(folder)
-    return _counted[device]
+    if device not in _writes_counted:
+        _writes_counted[device] = _try_writing(folder)
+    return _writes_counted[device]
 
 
 def _try_writing(folder: int) -> bool:
-    name, me = ".toolwise-measured", "/proc/thread-self"
+    name, self_folder = ".toolwise-measured", "/proc/thread-self"
     try:
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=folder)
         descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder)
         try:
-            before = bytes_written(me)
+            before = bytes_written(self_folder)
             os.write(descriptor, b"x")
-            return before is not None and bytes_written(me) != before
+            return before is not None and bytes_written(self_folder) != before
         finally:
             os.close(descriptor)
             os.unlink(name, dir_fd=folder)

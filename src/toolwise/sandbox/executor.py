@@ -1,4 +1,4 @@
-"""Scores rollouts for the loop in a sandbox: the seat of `InProcessExecutor`, with the same arguments for functions."""
+"""Executors that score rollouts in a sandbox, with the same arguments for reward functions as `InProcessExecutor`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from toolwise.types import EvaluateResult, Rollout
 
 
 class RewardExecutor:
-    """Rewards that were loaded into this process run here, all others in the sandbox; what the episode itself earned
-    is looked up."""
+    """Runs rewards that are loaded in this process here and all others in the sandbox; looks up episode rewards."""
 
     def __init__(self, sandbox: Sandbox | None) -> None:
         self.sandbox = sandbox
@@ -28,7 +27,7 @@ class RewardExecutor:
         if reward.function is not None:
             on_print = self.sandbox.on_print if self.sandbox is not None else None
             return await InProcessExecutor(on_print).evaluate(reward, rollouts, step=step)
-        assert self.sandbox is not None  # a reward by reference alone was built with one
+        assert self.sandbox is not None  # a reward given only by reference needs a sandbox
         return await SandboxExecutor(self.sandbox).evaluate(reward, rollouts, step=step)
 
 
@@ -49,27 +48,27 @@ class SandboxExecutor:
             return await self._evaluate_groups(reference, rollouts, calls)
         batch: dict[str, Any] | None = None
         if reward.mode == "batch":
-            given = run_kwargs(reward, step, [r.prompt_length for r in rollouts])
-            batch = {**given, **batch_task_kwargs(reward, rollouts), **reward.kwargs}
+            kwargs_of_run = run_kwargs(reward, step, [r.prompt_length for r in rollouts])
+            batch = {**kwargs_of_run, **batch_task_kwargs(reward, rollouts), **reward.kwargs}
         return await self._run(reference, calls, batch)
 
     async def _evaluate_groups(
         self, reference: str, rollouts: Sequence[Rollout], calls: Sequence[dict[str, Any]]
     ) -> list[EvaluateResult]:
-        """A call for each task's rollouts, all under way at once; one that fails takes no other group with it."""
+        """One call per task group, all concurrently; a failure affects only its own group."""
         groups: dict[str, list[int]] = {}
-        for place, rollout in enumerate(rollouts):
-            groups.setdefault(rollout.group_id, []).append(place)
-        done = await asyncio.gather(
+        for index, rollout in enumerate(rollouts):
+            groups.setdefault(rollout.group_id, []).append(index)
+        group_results = await asyncio.gather(
             *(
-                self._run(reference, [calls[p] for p in places], calls[places[0]]["kwargs"])
-                for places in groups.values()
+                self._run(reference, [calls[i] for i in indices], calls[indices[0]]["kwargs"])
+                for indices in groups.values()
             )
         )
         results: dict[int, EvaluateResult] = {}
-        for places, answers in zip(groups.values(), done, strict=True):
-            results.update(zip(places, answers, strict=True))
-        return [results[place] for place in range(len(rollouts))]
+        for indices, answers in zip(groups.values(), group_results, strict=True):
+            results.update(zip(indices, answers, strict=True))
+        return [results[index] for index in range(len(rollouts))]
 
     async def _run(
         self, reference: str, calls: list[dict[str, Any]], batch: dict[str, Any] | None
@@ -78,8 +77,8 @@ class SandboxExecutor:
 
 
 def _reference(reward: Reward) -> str:
-    """A reward that came by reference is loaded by it again; one that came as a function is found by its file."""
+    """The reference by which a worker loads the reward; a function object is located by its file."""
     if reward.reference is not None:
         return reward.reference
-    assert reward.function is not None  # a reward has one or the other
+    assert reward.function is not None  # a reward has a reference or a function
     return reference_of(reward.function)

@@ -1,4 +1,4 @@
-"""The ways in which other people's code fails, by name, and how a fault crosses from a worker to the trainer."""
+"""The kinds of failure of untrusted code, and how a fault travels from a worker to the trainer."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ MAX_MESSAGE_CHARS, MAX_TRACEBACK_CHARS = 2_000, 20_000
 
 
 class SandboxError(ToolwiseError):
-    """A sandbox that cannot be had as it was asked for."""
+    """The requested sandbox cannot be provided."""
 
 
-class WorkerFault(Exception):  # noqa: N818 (a fault of the user's code, which becomes a result)
-    """One call came to nothing: `kind` is one of KINDS."""
+class WorkerFault(Exception):  # noqa: N818 (an error in user code, which becomes a result)
+    """A call failed; `kind` is one of KINDS."""
 
     def __init__(self, kind: str, message: str, traceback: str = "") -> None:
         super().__init__(message)
         self.kind, self.message, self.traceback = kind, message, traceback
         self.loading = False
-        """Whether it happened before the first call: then every call would meet it."""
+        """Whether it happened while loading, before the first call: every call would fail the same way."""
         self.not_received = False
-        """Whether its process was gone, or stopped, before it had read the call: nobody's fault who called."""
+        """Whether the process was dead or stopped before it read the call: the call is not to blame."""
 
     def result(self) -> EvaluateResult:
         return fault_result(self.kind, self.message, self.traceback)
@@ -49,7 +49,7 @@ class WorkerFault(Exception):  # noqa: N818 (a fault of the user's code, which b
 
 
 def sanitize_text(text: object, max_chars: int) -> str:
-    """`text` as something that can be kept anywhere: no lone surrogates, no more than `max_chars` characters."""
+    """`text` without lone surrogates and cut to about `max_chars` characters, so that it can be stored anywhere."""
     if not isinstance(text, str):
         return ""
     if len(text) > max_chars:
@@ -58,9 +58,9 @@ def sanitize_text(text: object, max_chars: int) -> str:
 
 
 def read_fault(value: Any) -> WorkerFault:
-    """A fault as a worker tells it; its words are checked like everything that it sends."""
+    """Parse a fault that a worker reports; validated like everything a worker sends."""
     kind = value.get("kind") if isinstance(value, dict) else None
     if not isinstance(kind, str) or kind not in KINDS:
-        return WorkerFault("bad_type", "the worker answered with a fault that is none")
+        return WorkerFault("bad_type", "the worker reported an invalid fault")
     message = sanitize_text(value.get("message"), MAX_MESSAGE_CHARS) or "no message"
     return WorkerFault(kind, message, sanitize_text(value.get("traceback"), MAX_TRACEBACK_CHARS))

@@ -1,4 +1,4 @@
-"""Length-framed JSON on a descriptor of its own: how the trainer and a worker talk. Nothing in it is trusted."""
+"""Length-prefixed JSON frames between the trainer and a worker, on a separate descriptor. Content is untrusted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _read, _write = os.read, os.write
 
 
 def encode(value: Any) -> bytes:
-    """Plain ASCII, so that lone surrogates survive; numbers that JSON has no word for are written as Python's."""
+    """Plain ASCII, so that lone surrogates survive. NaN and infinities are written as Python writes them."""
     return json.dumps(value, separators=(",", ":"), default=to_jsonable_python).encode("ascii")
 
 
@@ -25,7 +25,7 @@ def to_frame(payload: bytes) -> bytes:
 
 
 def read_exactly(descriptor: int, count: int) -> bytes:
-    """Blocks; fewer bytes mean that the other side is gone."""
+    """Blocks; fewer bytes mean that the other side has closed."""
     parts: list[bytes] = []
     while count:
         part = _read(descriptor, min(count, 1 << 20))
@@ -43,7 +43,7 @@ def write_all(descriptor: int, data: bytes) -> None:
 
 
 class FrameReader:
-    """Frames out of a stream of bytes that somebody hostile may have written."""
+    """Parses frames from a byte stream that may be hostile."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -53,7 +53,7 @@ class FrameReader:
         self._buffer += data
 
     def next(self) -> Any:
-        """The next message; None where it is not there in full yet."""
+        """The next message, or None if it is not complete yet."""
         if len(self._buffer) < HEADER.size:
             return None
         (length,) = HEADER.unpack_from(self._buffer)
@@ -67,12 +67,12 @@ class FrameReader:
         try:
             message = json.loads(payload)
         except (ValueError, RecursionError):
-            raise WorkerFault("bad_type", "what came back from the worker is no JSON") from None
+            raise WorkerFault("bad_type", "the worker sent something that is not valid JSON") from None
         if not isinstance(message, dict):
-            raise WorkerFault("bad_type", f"what came back from the worker is a {type(message).__name__}")
+            raise WorkerFault("bad_type", f"the worker sent a {type(message).__name__} instead of an object")
         return message
 
     @property
     def torn(self) -> bool:
-        """Whether something is left that is no whole frame."""
+        """Whether an incomplete frame is left."""
         return bool(self._buffer)

@@ -1,7 +1,7 @@
-"""Around the user's function, inside the worker: loads it, calls it, and says in plain data what came of it.
+"""Loads and calls the user's function inside the worker, and encodes the outcome as plain data.
 
-It keeps its own references to whatever it calls, so that a patched `json` or `time` does not reach it. It cannot keep a
-function from forging its own score: whatever leaves here is read again, as a stranger's word, by the trainer.
+The module keeps its own references to everything it calls, so that a patched `json` or `time` does not affect it. It
+cannot stop a function from forging its own score: the trainer validates everything that leaves here.
 """
 
 from __future__ import annotations
@@ -35,50 +35,50 @@ DISK_FULL_ERRNOS = (errno.EFBIG, errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(slots=True)
 class Harness:
-    """One user's function, loaded."""
+    """A loaded user function."""
 
     reward: Reward
     allowed: tuple[str, ...] = ()
-    """What the sandbox does not refuse; see denials.py."""
+    """What the sandbox does not refuse; see denial_hints.py."""
     timeout_s: float | None = None
-    """Of an async call, where nobody ends this process for it."""
+    """Deadline of an async call; set where no trainer kills this process for it (tier `off`)."""
 
     @classmethod
     def load(cls, reference: str, allowed: tuple[str, ...] = (), timeout_s: float | None = None) -> Harness:
         return cls(Reward.of(reference), allowed, timeout_s)
 
     def call_one(self, call: JsonDict) -> JsonDict:
-        """A pointwise call; a function of many rollouts gets a list of one."""
+        """Make a pointwise call; a batch or group function gets a list of one."""
         if self.reward.mode != "pointwise":
             return self.call_batch(
                 {"calls": [call], "kwargs": call.get("kwargs") or {}, "lenient": call.get("lenient")}
             )[0]
         try:
             value = _run_awaitable(self._start_call(call), self.timeout_s)
-        except BaseException as fault:  # other people's code: anything may come, exits included
+        except BaseException as fault:  # user code may raise anything, SystemExit included
             return plain_fault(fault, self.allowed)
         return _read_answers(value, 1)[0]
 
     async def call_one_async(self, call: JsonDict) -> JsonDict:
-        """The same in an event loop that others share."""
+        """Like `call_one`, in a shared event loop."""
         try:
             value = self._start_call(call)
             if inspect.isawaitable(value):
                 value = await value
-        except BaseException as fault:  # likewise
+        except BaseException as fault:  # as above
             return plain_fault(fault, self.allowed)
         return _read_answers(value, 1)[0]
 
     def call_batch(self, batch: JsonDict) -> list[JsonDict]:
-        """A call of a batch or of a task's group: one answer a rollout, all of them the fault where there is one."""
+        """Call a batch or group function: one answer per rollout. A fault is repeated for all of them."""
         calls = batch["calls"]
         try:
             messages = [[_message(m) for m in call["messages"]] for call in calls]
             truths = [call["ground_truth"] for call in calls]
-            truth = truths if self.reward.mode == "batch" else truths[0]  # the rollouts of a task share theirs
+            truth = truths if self.reward.mode == "batch" else truths[0]  # the rollouts of a task share one
             value = self._call_function(messages, truth, batch.get("kwargs") or {}, bool(batch.get("lenient")))
             value = _run_awaitable(value, self.timeout_s)
-        except BaseException as fault:  # likewise
+        except BaseException as fault:  # as above
             return [plain_fault(fault, self.allowed)] * len(calls)
         return _read_answers(value, len(calls), batch=True)
 
@@ -87,19 +87,19 @@ class Harness:
         return self._call_function(messages, call["ground_truth"], call.get("kwargs") or {}, bool(call.get("lenient")))
 
     def _call_function(self, messages: Any, truth: Any, kwargs: JsonDict, lenient: bool) -> Any:
-        given = self.reward.accepted_kwargs(kwargs) if lenient else kwargs
+        accepted = self.reward.accepted_kwargs(kwargs) if lenient else kwargs
         assert self.reward.function is not None  # it was loaded here
-        return self.reward.function(messages, truth, **given)
+        return self.reward.function(messages, truth, **accepted)
 
 
 class _CallTimeoutError(Exception):
-    """An async call has taken its time."""
+    """An async call exceeded its deadline."""
 
 
 def _run_awaitable(value: Any, timeout_s: float | None) -> Any:
     if not inspect.isawaitable(value):
         return value
-    import asyncio  # here, since most functions do without it and a worker should come up fast
+    import asyncio  # lazily: most functions do not need it and a worker should start fast
 
     if timeout_s is None:
         return asyncio.run(_await_value(value))
@@ -111,14 +111,14 @@ def _run_awaitable(value: Any, timeout_s: float | None) -> Any:
 
 
 def _read_answers(value: Any, count: int, batch: bool = False) -> list[JsonDict]:
-    """What a function returned, as data; an object that raises when it is looked at is of a bad type."""
+    """Encode what a function returned. An object that raises when inspected is a `bad_type` fault."""
     try:
         return [plain_result(result) for result in (read_results(value, count) if batch else [read_result(value)])]
     except MemoryError as fault:
         return [plain_fault(fault, ())] * count
     except BaseException as fault:
-        said = sanitize_text(f"what it returned cannot be read: {describe_exception(fault)}", MAX_MESSAGE_CHARS)
-        return [{"fault": {"kind": "bad_type", "message": said}}] * count
+        message = sanitize_text(f"what it returned cannot be read: {describe_exception(fault)}", MAX_MESSAGE_CHARS)
+        return [{"fault": {"kind": "bad_type", "message": message}}] * count
 
 
 async def _await_value(value: Any) -> Any:
@@ -126,28 +126,30 @@ async def _await_value(value: Any) -> Any:
 
 
 def plain_result(result: EvaluateResult) -> JsonDict:
-    """As data, without a score that was not given; subclasses that lie about themselves are asked through the class
-    they claim to be."""
+    """Encode a result, without the score if it was not given.
+
+    A subclass is serialized through `EvaluateResult` itself, so that overrides cannot change what is written.
+    """
     try:
-        out = {"score"} if _is_sum(result) else None
+        exclude_fields = {"score"} if _is_sum(result) else None
         if type(result) is EvaluateResult:
-            return {"result": _dump(result, exclude=out)}
-        return {"result": _dump_base(result, exclude=out).decode()}
+            return {"result": _dump(result, exclude=exclude_fields)}
+        return {"result": _dump_base(result, exclude=exclude_fields).decode()}
     except Exception as fault:
         return {
             "fault": {
                 "kind": "bad_type",
-                "message": sanitize_text(f"the result is no JSON: {describe_exception(fault)}", 500),
+                "message": sanitize_text(f"the result cannot be written as JSON: {describe_exception(fault)}", 500),
             }
         }
 
 
 def describe_exception(fault: BaseException) -> str:
-    """One line about an exception whose own words may raise."""
+    """One line about an exception, even if its `__str__` raises."""
     try:
         return f"{type(fault).__name__}: {fault}"
     except BaseException:
-        return f"{type(fault).__name__} (its text cannot be had)"
+        return f"{type(fault).__name__} (its message cannot be read)"
 
 
 def fault_kind(fault: BaseException, allowed: tuple[str, ...]) -> str:
@@ -168,7 +170,7 @@ def plain_fault(fault: BaseException, allowed: tuple[str, ...], loading: bool = 
     kind = fault_kind(fault, allowed)
     message = str(fault) if loading and isinstance(fault, ToolwiseError) else describe_exception(fault)
     if kind == "memory":
-        fault.__traceback__ = None  # lets go of whatever filled the memory
+        fault.__traceback__ = None  # frees whatever filled the memory
         return {"fault": {"kind": kind, "message": "it asked for more memory than memory_mb allows"}}
     if kind == "timeout":
         return {"fault": {"kind": kind, "message": str(fault)}}
@@ -178,8 +180,8 @@ def plain_fault(fault: BaseException, allowed: tuple[str, ...], loading: bool = 
         message = f"{message}; {explain(fault, allowed)}"
     if kind == "exception" and loading:
         kind = "import"
-    told = sanitize_text(_format_traceback(fault, loading), MAX_TRACEBACK_CHARS)
-    return {"fault": {"kind": kind, "message": sanitize_text(message, MAX_MESSAGE_CHARS), "traceback": told}}
+    trace = sanitize_text(_format_traceback(fault, loading), MAX_TRACEBACK_CHARS)
+    return {"fault": {"kind": kind, "message": sanitize_text(message, MAX_MESSAGE_CHARS), "traceback": trace}}
 
 
 def _format_traceback(fault: BaseException, loading: bool) -> str:
@@ -188,26 +190,26 @@ def _format_traceback(fault: BaseException, loading: bool) -> str:
             fault = fault.__cause__
         return "".join(_format(fault, limit=-_SHOWN_FRAMES))
     except BaseException:
-        return f"{type(fault).__name__} (its traceback cannot be had)\n"
+        return f"{type(fault).__name__} (its traceback cannot be read)\n"
 
 
 def preload_package(top: JsonDict) -> None:
-    """Makes the package of a dotted reference known by its own folder: the folders beside it stay unread."""
+    """Import the top package of a dotted reference from its own folder, without adding its parent to sys.path."""
     import importlib.machinery
     import importlib.util
 
-    name, origin, places = top["name"], top.get("origin"), top.get("places")
+    name, origin, search_paths = top["name"], top.get("origin"), top.get("places")
     if name in sys.modules:
         return
     if origin is not None:
-        spec = importlib.util.spec_from_file_location(name, Path(origin), submodule_search_locations=places)
+        spec = importlib.util.spec_from_file_location(name, Path(origin), submodule_search_locations=search_paths)
     else:
         spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
-        spec.submodule_search_locations = places
+        spec.submodule_search_locations = search_paths
     if spec is None:
         return
     module = importlib.util.module_from_spec(spec)
-    if origin is not None and places is None:
+    if origin is not None and search_paths is None:
         vars(module)["__builtins__"] = siblings_of(Path(origin)).builtins
     sys.modules[name] = module
     try:

@@ -1,6 +1,7 @@
-"""What a worker prints, told apart by call: a mark in the stream on its end, the beginning of each call's on ours.
+"""Attributes a worker's printed output to its calls.
 
-Whoever prints a mark of their own only confuses the log of their own prints.
+The worker writes a marker whenever the current call changes; the trainer splits the stream at the markers and keeps the
+beginning of each call's output. Code that prints a marker itself only confuses the log of its own output.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from typing import Any
 from toolwise.sandbox.faults import sanitize_text
 
 MAX_KEPT_BYTES = 16 * 1024
-"""Bytes of what one call prints; the rest is read, so that it never waits for us, and counted."""
+"""Bytes kept per call. The rest is read, so that the worker never blocks on us, and counted."""
 current_call: ContextVar[int] = ContextVar("call_at", default=-1)
-"""In a worker: the position of the call that runs, -1 while its code is loaded."""
+"""In a worker: the position of the running call; -1 while user code is being loaded."""
 
 _MARK = re.compile(rb"\x1e(\d{1,6})\x1f")
 _TORN_MARK = re.compile(rb"\x1e\d{0,6}\Z")
 
 
 class MarkedStream(io.TextIOWrapper):
-    """stdout or stderr in a worker. Says whose print it is whenever that changes."""
+    """stdout or stderr of a worker. Writes a marker whenever the current call changes."""
 
     last = -1
-    """The position that the last mark named."""
+    """The position in the last marker."""
 
     def __init__(self, buffer: Any) -> None:
         super().__init__(buffer, "utf-8", "backslashreplace", line_buffering=True, write_through=True)
@@ -40,13 +41,13 @@ class MarkedStream(io.TextIOWrapper):
 
 
 class Output:
-    """What came out of one worker since `begin`."""
+    """The output of one worker since `begin`."""
 
     def __init__(self) -> None:
         self.begin(())
 
     def begin(self, labels: Sequence[str]) -> None:
-        """`labels`: one a call, for `take`."""
+        """`labels`: one per call, for `take`."""
         self._labels = labels
         self._kept: dict[int, bytearray] = {}
         self._dropped: dict[int, int] = {}
@@ -59,9 +60,9 @@ class Output:
         self._torn = torn[0] if torn else b""
         text, *rest = _MARK.split(data[: len(data) - len(self._torn)])
         self._add(text)
-        for position, more in zip(rest[::2], rest[1::2], strict=True):
+        for position, chunk in zip(rest[::2], rest[1::2], strict=True):
             self._position = int(position) if int(position) < len(self._labels) else -1
-            self._add(more)
+            self._add(chunk)
 
     def _add(self, text: bytes) -> None:
         if text:
@@ -71,18 +72,18 @@ class Output:
             self._dropped[self._position] = self._dropped.get(self._position, 0) + max(len(text) - room, 0)
 
     def _text(self, position: int) -> str:
-        more = self._dropped[position]
-        return self._kept[position].decode("utf-8", "replace") + (f"\n… and {more:,} bytes more" if more else "")
+        dropped = self._dropped[position]
+        return self._kept[position].decode("utf-8", "replace") + (f"\n… and {dropped:,} bytes more" if dropped else "")
 
     def format_printed(self, position: int | None = None) -> str:
-        """For a traceback: what one call printed, with what cannot be told apart; without a position, what all did."""
-        shown = [found for found in sorted(self._kept) if position in (None, found) or found == -1]
+        """For a traceback: the output of one call plus output without a known call; without a position, all output."""
+        shown = [key for key in sorted(self._kept) if position in (None, key) or key == -1]
         text = "".join(map(self._text, shown))
         return sanitize_text(f"\nIt printed:\n{text}", 2 * MAX_KEPT_BYTES) if text else ""
 
     def take(self) -> list[tuple[str, str]]:
-        """A label and a text for each call that printed, in their order."""
+        """A label and a text for each call that printed, in call order."""
         label = dict(enumerate(self._labels))
-        found = [(label.get(position, ""), self._text(position)) for position in sorted(self._kept)]
+        texts = [(label.get(position, ""), self._text(position)) for position in sorted(self._kept)]
         self.begin(())
-        return found
+        return texts

@@ -1,4 +1,4 @@
-"""The workers of one sandbox: warm ones by function, one spare that is already up, and none left over."""
+"""The worker pool of one sandbox: idle workers by function, plus one spare process that has already started."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ LOCK = ".lock"
 LOCK_ATTEMPTS = 20
 log = logging.getLogger("toolwise.sandbox")
 MAX_PENDING_PRINTS = 8
-"""Texts that are kept until somebody asks for what is printed."""
+"""Printed texts that are kept until `on_print` is set."""
 
 
 class Pool:
-    """Hands out a worker to one caller at a time."""
+    """Lends each worker to one caller at a time."""
 
     def __init__(self, plan: Plan, *, workers: int, max_calls: int, timeout_s: float, require: bool) -> None:
         self._plan, self._max_calls, self._timeout_s, self._require = plan, max_calls, timeout_s, require
@@ -45,7 +45,7 @@ class Pool:
         self._pending_prints: list[tuple[str, str]] = []
         self._print_lock = threading.Lock()
         self.left_running = 0
-        """How many processes calls have left running; they were ended."""
+        """Number of processes that calls left running; they were killed."""
         self._warned_left_running = False
         self._reset()
 
@@ -63,9 +63,9 @@ class Pool:
 
     @contextmanager
     def worker(self, target: Target, *, fresh: bool = False) -> Iterator[Worker]:
-        """A worker that has loaded `target`. Whoever leaves with an exception, or not clean, ends it.
+        """Lend a worker that has loaded `target`. It is ended if the block raises or leaves it unclean.
 
-        `fresh`: not one that has waited, and may have been killed or stopped meanwhile.
+        `fresh`: start a new one. An idle worker may have been killed or stopped in the meantime.
         """
         with self._slots:
             worker = (None if fresh else self._take_idle(target)) or self._new_worker(target, with_spare=not fresh)
@@ -79,7 +79,7 @@ class Pool:
 
     @property
     def closed(self) -> bool:
-        """Workers that end now were ended by us: no call is tried again."""
+        """Once closed, workers die because we killed them, so calls are not retried."""
         return self._closed
 
     def _take_idle(self, target: Target) -> Worker | None:
@@ -95,8 +95,11 @@ class Pool:
             self._end(worker)
 
     def _new_worker(self, target: Target, *, with_spare: bool = True) -> Worker:
-        """A worker that comes up now, or has as a spare. One that ends, or is stopped, before it has begun to load the
-        user's code is replaced once: that is not the function's fault."""
+        """Start a worker, from the spare process if there is one.
+
+        A worker that dies or is stopped before it starts loading user code is replaced once: the function is not to
+        blame.
+        """
         try:
             return self._start_worker(target, self._take_spare(target) if with_spare else None)
         except WorkerFault as fault:
@@ -130,7 +133,7 @@ class Pool:
                 fault.not_received = True
                 raise
             if worker.missing and self._require:
-                raise SandboxError(f"a worker got no {', '.join(worker.missing)}, which the sandbox requires")
+                raise SandboxError(f"require=True, but a worker could not enable: {', '.join(worker.missing)}")
             worker.load(self._timeout_s)
         except BaseException as fault:
             if isinstance(fault, WorkerFault):
@@ -143,16 +146,16 @@ class Pool:
 
     @property
     def on_print(self) -> PrintCallback | None:
-        """Is told what user code prints, and first what it printed before anybody listened: on import."""
+        """Callback for what user code prints. Output from before it was set (on import) is delivered first."""
         return self._on_print
 
     @on_print.setter
     def on_print(self, on_print: PrintCallback | None) -> None:
         with self._print_lock:
             self._on_print = on_print
-            unheard = self._pending_prints if on_print is not None else []
+            pending = self._pending_prints if on_print is not None else []
             self._pending_prints = self._pending_prints if on_print is None else []
-        for label, text in unheard:
+        for label, text in pending:
             self._forward_print(label, text)
 
     def _forward_print(self, label: str, text: str) -> None:
@@ -164,14 +167,14 @@ class Pool:
             on_print(label, text)
 
     def _fits(self, process: Process, target: Target) -> bool:
-        """Whether a process that is up already can serve `target`: in namespaces it sees one function's files only."""
+        """Whether a started process can serve `target`: in namespaces it sees the files of one function only."""
         if process.view is None:
             return True
         wanted = self._view(target, process.scratch)
         return wanted is not None and wanted.read == process.view.read
 
     def _ensure_spare(self, target: Target) -> None:
-        """The next worker comes up while this one works."""
+        """Start the next process while this worker is busy."""
         with self._lock:
             if self._spare is None and not self._closed:
                 with suppress(SandboxError, RuntimeError):
@@ -189,7 +192,7 @@ class Pool:
         return worker_view(self._plan.layers, self._readable(target), str(scratch), self._plan.permissions, file_mb)
 
     def _extra_sys_path(self) -> list[str]:
-        return [place for place in sys.path if place and within(place, self._plan.read)]
+        return [path for path in sys.path if path and within(path, self._plan.read)]
 
     def _process(self, target: Target) -> Process:
         if self._root is None:
@@ -225,24 +228,24 @@ class Pool:
     def _count_left_running(self, reference: str, count: int) -> None:
         with self._lock:
             self.left_running += count
-            said, self._warned_left_running = self._warned_left_running, True
-        if not said:
+            warned, self._warned_left_running = self._warned_left_running, True
+        if not warned:
             log.warning(
-                "reward %s left %d process%s running, which were ended (said once; all are counted)",
+                "reward %s left %d process%s running; killed (reported once; all are counted)",
                 reference,
                 count,
                 "es" * (count > 1),
             )
 
     def pids(self) -> list[int]:
-        """The processes that are up now."""
+        """The processes running now."""
         with self._lock:
             up = [*self._busy, *(worker for idle in self._idle.values() for worker in idle)]
             spare = [self._spare.pid] if self._spare is not None else []
             return [worker.process.pid for worker in up] + spare
 
     def close(self) -> None:
-        """Ends every worker, also one in the middle of a call: its caller is told that it died."""
+        """End every worker, even during a call; the caller then gets a `died` fault."""
         with self._lock:
             if self._closed:
                 return
@@ -251,7 +254,7 @@ class Pool:
             spare, self._spare = self._spare, None
             self._idle.clear()
             busy = list(self._busy)
-        for worker in busy:  # its caller's thread removes what is left of it
+        for worker in busy:  # its caller's thread cleans up
             worker.process.kill()
         for worker in idle:
             worker.end()
@@ -267,7 +270,7 @@ class Pool:
             self._lock_fd = None
 
     def abandon(self) -> None:
-        """In the child of a fork: the workers are the parent's. Lets go of them and starts with none."""
+        """In a forked child: close our copies of the descriptors (the workers belong to the parent) and start empty."""
         idle = [worker for workers in self._idle.values() for worker in workers]
         for worker in [*idle, *self._busy]:
             worker.close_fds()
@@ -281,48 +284,48 @@ class Pool:
 
 
 def make_root() -> tuple[Path, int]:
-    """A folder for scratch folders, with a lock held as long as we live; those of the dead are removed on the way."""
+    """Create a root for scratch folders, locked while this process lives. Removes the roots of dead processes first."""
     sweep_roots()
     for _ in range(LOCK_ATTEMPTS):
         root = Path(tempfile.mkdtemp(prefix=PREFIX)).resolve()
         try:
-            held = _lock(root)
-        except BlockingIOError:  # another process sweeps it away at this moment
+            lock_fd = _lock(root)
+        except BlockingIOError:  # another process is sweeping it right now
             continue
         if (root / LOCK).exists():
-            return root, held
-        os.close(held)  # it was swept away between making and locking
-    raise SandboxError(f"{tempfile.gettempdir()}: other processes remove scratch folders as soon as they are made")
+            return root, lock_fd
+        os.close(lock_fd)  # it was swept between mkdtemp and the lock
+    raise SandboxError(f"{tempfile.gettempdir()}: other processes remove scratch folders as soon as they are created")
 
 
 def _lock(root: Path) -> int:
     folder = os.open(root, FOLDER_FLAGS)
     try:
         if os.fstat(folder).st_uid != os.geteuid():
-            raise PermissionError(f"{root} is another's")
-        held = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
+            raise PermissionError(f"{root} belongs to another user")
+        lock_fd = os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
     finally:
         os.close(folder)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # its owner lives
-        os.close(held)
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # its owner is alive
+        os.close(lock_fd)
         raise
-    return held
+    return lock_fd
 
 
 def sweep_roots() -> None:
-    """Removes the folders of trainers that were killed, as far as that goes in `STALE_ROOT_SWEEP_S`."""
+    """Remove the roots of killed trainers, within `STALE_ROOT_SWEEP_S`."""
     end = time.monotonic() + STALE_ROOT_SWEEP_S
     for root in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with suppress(OSError):
-            found = root.lstat()
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            status = root.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
                 continue
-            if not (root / LOCK).exists() and time.time() - found.st_mtime < UNLOCKED_GRACE_S:
-                continue  # its owner may be between making it and locking it
-            held = _lock(root)
+            if not (root / LOCK).exists() and time.time() - status.st_mtime < UNLOCKED_GRACE_S:
+                continue  # its owner may be about to lock it
+            lock_fd = _lock(root)
             try:
                 remove_folder(root, max(end - time.monotonic(), 0.01))
             finally:
-                os.close(held)
+                os.close(lock_fd)

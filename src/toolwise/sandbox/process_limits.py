@@ -1,7 +1,7 @@
-"""What the processes of a worker or a program may take together, their threads first, and which of them are left over.
+"""Limits on the threads, processes and memory of a worker or program, and the count of leftover processes.
 
-No limit of the kernel's is a worker's alone: the one of processes and threads (`RLIMIT_NPROC`) is all that a user has,
-and none at all for root. So they are counted from outside.
+The kernel has no per-worker limit: `RLIMIT_NPROC` covers all processes and threads of a user and does not apply to
+root. So they are counted from outside.
 """
 
 from __future__ import annotations
@@ -20,25 +20,27 @@ from toolwise.sandbox.processes import Process
 from toolwise.sandbox.supervisor_client import ProcessHandle, SupervisedProcess, last_pid, members_of
 
 MAX_THREADS = max(256, 4 * (os.cpu_count() or 1))
-"""Thread pools of numerical libraries have as many as there are cores, a few times over."""
+"""Thread pools of numerical libraries start a small multiple of the number of cores."""
 MAX_NEW_PIDS = 64
-"""Of so many new processes on the machine each is looked at, instead of all that there are."""
+"""Up to this many new pids are checked one by one; beyond that, all processes are scanned."""
 TOO_MANY_THREADS = f"it started more than {MAX_THREADS} threads"
 
 
 def check_processes(process: Process, memory_mb: int, *, children: bool) -> None:
-    """Of a worker that has loaded code which is not ours: a `WorkerFault` where its processes take too much."""
+    """Check a worker that runs user code. Raises a `WorkerFault` if its processes exceed a limit."""
     if has_too_many_threads(process.popen, None if children else process.worker):
         raise WorkerFault("too_big", TOO_MANY_THREADS)
     if children and isinstance(process.popen, SupervisedProcess | BwrapProcess):
         max_mb = memory_mb + ROOM_FOR_LIBRARIES_MB
-        grown = find_usage_violation(process.popen, process.mark, max_mb)
-        if grown is not None and (grown[0] != "memory" or _total_pss_mb(_proc_folders(process.popen, None)) > max_mb):
-            raise WorkerFault(*grown)
+        violation = find_usage_violation(process.popen, process.mark, max_mb)
+        if violation is not None and (
+            violation[0] != "memory" or _total_pss_mb(_proc_folders(process.popen, None)) > max_mb
+        ):
+            raise WorkerFault(*violation)
 
 
 def _total_pss_mb(proc_folders: Iterable[str]) -> float:
-    """What processes take together, with what forks share counted once: slow, and asked for in doubt only."""
+    """Total memory of the processes, with pages shared by forks counted once. Slow, so only used in doubt."""
     total_kb = 0.0
     for proc_folder in proc_folders:
         try:
@@ -47,16 +49,16 @@ def _total_pss_mb(proc_folders: Iterable[str]) -> float:
         except FileNotFoundError:  # it has ended
             continue
         except (OSError, StopIteration):
-            return math.inf  # nobody may know
+            return math.inf  # not permitted to know
     return total_kb / 1024
 
 
 def has_too_many_threads(popen: ProcessHandle, only_pid: int | None = None) -> bool:
-    """Over all of its processes; `only_pid`: the number of the only one."""
+    """Count threads over all processes, or only those of `only_pid`."""
     count = 0
     for proc_folder in _proc_folders(popen, only_pid):
         with suppress(OSError):
-            count += os.stat(f"{proc_folder}/task").st_nlink - 2  # a folder a thread, counted without a list of them
+            count += os.stat(f"{proc_folder}/task").st_nlink - 2  # one folder per thread, counted without listing them
         if count > MAX_THREADS:
             return True
     return False
@@ -76,27 +78,26 @@ def _proc_folders(popen: ProcessHandle, only_pid: int | None) -> Iterable[str]:
 
 
 def count_leftovers(process: Process, since: int) -> tuple[int, int]:
-    """How many processes a worker has started that have not ended, since the kernel had given a process the number
-    `since`; and the last number that it has given by now."""
+    """Number of running processes that a worker started after the pid `since`, and the newest pid on the machine."""
     now, left = last_pid(), 0
     if isinstance(process.popen, SupervisedProcess):
-        few = range(since + 1, now + 1) if 0 < since <= now <= since + MAX_NEW_PIDS else None
-        found = members_of(process.popen.pid, among=few)
-        left = sum(pid != process.worker and _is_process(pid) for pid in found)
+        new_pids = range(since + 1, now + 1) if 0 < since <= now <= since + MAX_NEW_PIDS else None
+        pids = members_of(process.popen.pid, among=new_pids)
+        left = sum(pid != process.worker and _is_process(pid) for pid in pids)
     elif isinstance(process.popen, BwrapProcess):
-        left = max(0, process.popen.count() - 2)  # bwrap's own, and the worker
+        left = max(0, process.popen.count() - 2)  # bwrap's init and the worker
     return left, now
 
 
 def _is_process(pid: int) -> bool:
-    """And not a thread, which can be looked up by its number too."""
+    """Whether `pid` is a process; /proc also resolves thread ids."""
     with suppress(OSError, ValueError, IndexError):
         return int(Path(f"/proc/{pid}/status").read_bytes().split(b"\nTgid:")[1].split(None, 1)[0]) == pid
     return False
 
 
 def oom_kills() -> int:
-    """How many processes the kernel has killed for want of memory; 0 where it does not say."""
+    """Number of OOM kills on this machine; 0 if the kernel does not report it."""
     with suppress(OSError, ValueError, IndexError):
         return int(Path("/proc/vmstat").read_bytes().split(b"\noom_kill ")[1].split(None, 1)[0])
     return 0

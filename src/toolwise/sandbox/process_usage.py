@@ -1,4 +1,4 @@
-"""What a program takes while it runs, seen from outside: its processes and their memory."""
+"""Counts the processes of a running program and their memory, from outside."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOO_MANY_PROCESSES = f"it started more than {MAX_PROCESSES} processes"
 
 
 def find_usage_violation(popen: ProcessHandle, mark: str, max_mb: int) -> tuple[str, str] | None:
-    """The kind and the words for a program that has too many processes, or too much memory in all of them."""
+    """Fault kind and message if the program has too many processes or they use too much memory; else None."""
     proc_folders = _first_proc_folders(popen, mark)
     if len(proc_folders) > MAX_PROCESSES:
         return "too_big", TOO_MANY_PROCESSES
@@ -28,31 +28,31 @@ def find_usage_violation(popen: ProcessHandle, mark: str, max_mb: int) -> tuple[
 
 
 def has_too_many_processes(popen: ProcessHandle, mark: str) -> bool:
-    """The same of its processes alone, in a fraction of the time."""
+    """Check only the number of processes; much faster."""
     return len(_first_proc_folders(popen, mark)) > MAX_PROCESSES
 
 
 def _first_proc_folders(popen: ProcessHandle, mark: str) -> list[str]:
-    """No more than are too many: the rest of a bomb would take seconds to count."""
+    """At most one more than allowed: counting all of a fork bomb would take seconds."""
     return list(islice(proc_folders_of(popen, mark), MAX_PROCESSES + 1))
 
 
 def proc_folders_of(popen: ProcessHandle, mark: str) -> Iterator[str]:
-    """A folder of /proc for each of its processes."""
+    """The /proc folder of each of its processes."""
     if not isinstance(popen, BwrapProcess):
         if not isinstance(popen, SupervisedProcess):
             yield f"/proc/{popen.pid}"
         yield from (f"/proc/{pid}" for pid in members_of(popen.pid, mark, start_ticks(popen.pid)))
         return
-    inside = f"/proc/{popen.init}/root/proc"  # theirs, which lists no others
+    inside = f"/proc/{popen.init}/root/proc"  # the /proc of their namespace, which lists no others
     with suppress(OSError):
         yield from (f"{inside}/{name}" for name in os.listdir(inside) if name.isdigit())
 
 
 def _private_bytes(proc_folder: str) -> int:
-    """What it takes and shares with nobody."""
+    """Resident memory that is not shared with other processes."""
     try:
-        words = Path(f"{proc_folder}/statm").read_bytes().split()
-        return (int(words[1]) - int(words[2])) * os.sysconf("SC_PAGE_SIZE")
+        fields = Path(f"{proc_folder}/statm").read_bytes().split()
+        return (int(fields[1]) - int(fields[2])) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
         return 0

@@ -1,4 +1,4 @@
-"""Starting a worker process and ending it, with everything that it started, however it tries to stay."""
+"""Starts worker processes and ends them together with everything they started, even if it tries to survive."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ _BOOT = (
 _MARK_VARIABLE = "TOOLWISE_SANDBOX"
 _INHERITED_VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ")
 _LIBRARY_VARIABLES = {
-    # Libraries that would start threads of their own: a worker with threads left behind is replaced.
+    # Libraries that start their own threads: a worker with leftover threads is replaced.
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "NUMEXPR_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # One heap for all threads: each further one takes 64 MB of address space, which is limited.
+    # One heap for all threads: each additional one takes 64 MB of address space, which is limited.
     "MALLOC_ARENA_MAX": "1",
-    # Looking for plugins takes a fifth of a worker's start.
+    # Plugin discovery takes a fifth of a worker's start-up time.
     "PYDANTIC_DISABLE_PLUGINS": "__all__",
 }
 _SWEEPS = 40
@@ -57,19 +57,19 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Process:
-    """A worker as the operating system sees it."""
+    """The operating-system process of a worker."""
 
     popen: ProcessHandle
     channel: socket.socket
     output: int
-    lifeline_fd: int
+    liveness_fd: int
     scratch: Path
     mark: str
     view: MountView | None = None
-    """What it sees, where it is in namespaces of its own."""
+    """Its file system view, if it runs in its own namespaces."""
     owner: int = field(default_factory=os.getpid)
     supervised_pid: int | None = None
-    """The worker beneath a supervisor, once it has said its number."""
+    """Pid of the worker below a supervisor, once it has reported it."""
 
     @property
     def pid(self) -> int:
@@ -77,20 +77,20 @@ class Process:
 
     @property
     def leftover_count(self) -> int:
-        """How many processes it had left running when it ended."""
+        """Number of processes it left running when it ended."""
         return (self.popen.leftover_count or 0) if isinstance(self.popen, SupervisedProcess) else 0
 
     def is_unusable(self) -> bool:
-        """Whether it has ended, or somebody has stopped it, while it waited."""
+        """Whether it has ended or was stopped (SIGSTOP) while it was idle."""
         return self.popen.poll() is not None or self.is_stopped()
 
     def is_stopped(self) -> bool:
-        """Whether somebody has stopped it, or one that it needs to come up."""
+        """Whether it, or a process it needs to start up, was stopped (SIGSTOP)."""
         inside = [self.popen.init or 0] if isinstance(self.popen, BwrapProcess) else []
         return any(is_stopped(pid) for pid in (self.popen.pid, self.worker, *inside))
 
     def kill(self) -> None:
-        """At once and without waiting: what is left of it is removed by `end`."""
+        """Kill it without waiting; `end` cleans up."""
         if isinstance(self.popen, SupervisedProcess):
             self.popen.ask_to_end()
         elif self.popen.returncode is None:
@@ -99,41 +99,41 @@ class Process:
 
     @property
     def worker(self) -> int:
-        """The worker itself, in namespaces too; 0 where it is not known."""
+        """Pid of the worker itself, also in namespaces; 0 if unknown."""
         return (self.popen.first() or 0) if isinstance(self.popen, BwrapProcess) else self.pid
 
     def threads(self) -> int | None:
-        """How many threads it has, from the kernel and not from itself; None where the kernel does not say."""
+        """Number of threads as reported by the kernel, not by the worker; None if unknown."""
         try:
             return len(os.listdir(f"/proc/{self.worker}/task"))
         except OSError:
             return None
 
     def close_fds(self) -> None:
-        """Lets go of the descriptors without touching the process: it is another's."""
+        """Close our descriptors but leave the process alone: after a fork it belongs to the parent."""
         self.channel.close()
         if isinstance(self.popen, BwrapProcess | SupervisedProcess):
             self.popen.close_fds()
-        for descriptor in (self.output, self.lifeline_fd):
+        for descriptor in (self.output, self.liveness_fd):
             with suppress(OSError):
                 os.close(descriptor)
 
     def end(self, *, sweep: bool) -> int:
-        """Kills it and what it started; removes its folder. Returns how it ended."""
-        lifeline_fd, self.lifeline_fd = self.lifeline_fd, -1
+        """Kill it and everything it started, and remove its folder. Returns the exit code."""
+        liveness_fd, self.liveness_fd = self.liveness_fd, -1
         with suppress(OSError):
-            os.close(lifeline_fd)
+            os.close(liveness_fd)
         code = end_tree(self.popen, self.mark, sweep=sweep)
         self.close_fds()
-        remove_in_background(self.scratch)  # whoever waits for a result need not wait for a hostile folder's end
+        remove_in_background(self.scratch)  # the caller need not wait until a hostile folder is removed
         return code
 
 
 def end_tree(popen: ProcessHandle, mark: str, *, sweep: bool) -> int:
-    """Kills a process and what it started, and waits until they are gone. Returns how it ended."""
+    """Kill a process and everything it started, and wait until they are gone. Returns the exit code."""
     if isinstance(popen, SupervisedProcess):
         code = popen.end()
-        if popen.leftover_count is None:  # it was killed itself, and its orphans are anybody's
+        if popen.leftover_count is None:  # the supervisor itself was killed, so its orphans are no longer below it
             sweep_leftovers(popen.pid, mark)
         return code
     if popen.returncode is None:
@@ -143,13 +143,13 @@ def end_tree(popen: ProcessHandle, mark: str, *, sweep: bool) -> int:
             os.kill(popen.pid, signal.SIGKILL)
     if isinstance(popen, BwrapProcess):
         popen.kill()
-    elif sweep:  # before it is waited for: until then its number, and so its session's, is nobody else's
+    elif sweep:  # before wait(): until then its pid, and so its session id, cannot be reused
         sweep_leftovers(popen.pid, mark)
     return popen.wait()
 
 
 class _Spawner:
-    """One thread that starts every process: the kernel ends a process with the thread that started it."""
+    """Starts every process from one thread: the parent-death signal fires when the starting thread ends."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -157,7 +157,7 @@ class _Spawner:
         self._pid = 0
 
     def run(self, start: Callable[[], T]) -> T:
-        if self._pid != os.getpid():  # first use, or after a fork, where neither the thread nor the lock survived
+        if self._pid != os.getpid():  # first use, or a forked child, where neither the thread nor the lock survives
             self._lock, self._pid, self._pool = threading.Lock(), os.getpid(), None
         with self._lock:
             if self._pool is None:
@@ -170,8 +170,10 @@ _spawner = _Spawner()
 
 
 def start_process(scratch: Path, view: MountView | None = None, *, supervised: bool = False) -> Process:
-    """A worker, in namespaces of its own where there is a `view`. `supervised`: it may start processes, which are to
-    end with it."""
+    """Start a worker, in its own namespaces if there is a `view`.
+
+    `supervised`: it may start processes, which must end with it.
+    """
     report = ReportPipe() if supervised and SUPERVISION_AVAILABLE and view is None else None
     try:
         return _spawner.run(lambda: _start(scratch, view, report))
@@ -193,8 +195,10 @@ def launch(
     report: ReportPipe | None = None,
     **popen: Any,
 ) -> ProcessHandle:
-    """Starts a program, from the one thread that starts all; `pass_fds` and the like are Popen's. `report`: of the
-    supervisor that it puts above itself."""
+    """Start a program from the spawner thread; `pass_fds` and other options go to Popen.
+
+    `report`: the pipe of the supervisor that the program puts above itself.
+    """
     return _spawner.run(lambda: _launch(command_line, environment, folder, view, report, **popen))
 
 
@@ -208,33 +212,33 @@ def _launch(
 ) -> ProcessHandle:
     settings: dict[str, Any] = {"env": environment, "cwd": folder, "start_new_session": True, **popen}
     if view is None:
-        plain = subprocess.Popen(command_line, **settings)
-        return plain if report is None else SupervisedProcess(plain, report)
-    info, theirs = os.pipe()
-    settings["pass_fds"] = (*settings.get("pass_fds", ()), theirs)
+        process = subprocess.Popen(command_line, **settings)
+        return process if report is None else SupervisedProcess(process, report)
+    info_read, info_write = os.pipe()
+    settings["pass_fds"] = (*settings.get("pass_fds", ()), info_write)
     try:
-        started = subprocess.Popen([*bwrap_command(view, theirs), *command_line], **settings)
+        bwrap = subprocess.Popen([*bwrap_command(view, info_write), *command_line], **settings)
     except BaseException:
-        os.close(info)
+        os.close(info_read)
         raise
     finally:
-        os.close(theirs)
+        os.close(info_write)
     try:
-        return BwrapProcess(started, info)
+        return BwrapProcess(bwrap, info_read)
     finally:
-        os.close(info)
+        os.close(info_read)
 
 
 def _start(scratch: Path, view: MountView | None, report: ReportPipe | None) -> Process:
     require_interpreter()
     mark = secrets.token_hex(16)
     ours, theirs = socket.socketpair()
-    life_read, life_write = os.pipe()
+    liveness_read, liveness_write = os.pipe()
     output_read, output_write = os.pipe()
     keep = library_folders()
     start = {
         "channel": theirs.fileno(),
-        "life": life_read,
+        "life": liveness_read,
         "parent": os.getpid() if view is None else INIT,
         "path": [*keep, str(package_folder().parent)],
         "keep": keep,
@@ -249,31 +253,31 @@ def _start(scratch: Path, view: MountView | None, report: ReportPipe | None) -> 
             stdin=subprocess.DEVNULL,
             stdout=output_write,
             stderr=output_write,
-            pass_fds=(theirs.fileno(), life_read, *([] if report is None else [report.theirs])),
+            pass_fds=(theirs.fileno(), liveness_read, *([] if report is None else [report.theirs])),
             report=report,
         )
     except OSError as fault:
         ours.close()
-        os.close(life_write)
+        os.close(liveness_write)
         os.close(output_read)
-        raise SandboxError(f"no worker process can be started: {fault}") from None
+        raise SandboxError(f"cannot start a worker process: {fault}") from None
     finally:
         theirs.close()
-        os.close(life_read)
+        os.close(liveness_read)
         os.close(output_write)
     ours.setblocking(False)
     os.set_blocking(output_read, False)
-    return Process(popen, ours, output_read, life_write, scratch, mark, view)
+    return Process(popen, ours, output_read, liveness_write, scratch, mark, view)
 
 
 def program_environment(home: str, temporary: str, mark: str) -> dict[str, str]:
-    """A worker's environment for a program, with the same order of sets and the like in every run of it."""
+    """Environment of a program. A fixed hash seed gives sets the same order in every run."""
     return {**_environment(Path(home), mark), "TMPDIR": temporary, "PYTHONHASHSEED": "0"}
 
 
 def require_interpreter() -> None:
     if not sys.executable:
-        raise SandboxError("this Python does not know its own program (sys.executable is empty): no sandbox")
+        raise SandboxError("cannot start a sandbox: sys.executable is empty, so the Python interpreter is unknown")
 
 
 def _environment(scratch: Path, mark: str) -> dict[str, str]:
@@ -283,22 +287,24 @@ def _environment(scratch: Path, mark: str) -> dict[str, str]:
 
 
 def sweep_leftovers(session: int, mark: str) -> None:
-    """Ends whatever still runs in a session or carries its mark: a process inherits its environment. Where there is no
-    supervisor that would know of it."""
+    """Kill whatever still runs in a session or carries its mark, an inherited environment variable.
+
+    Used where no supervisor keeps track of the processes.
+    """
     if sys.platform != "linux":
         return
     for _ in range(_SWEEPS):
-        found = [pid for pid in _other_pids() if _belongs(pid, session, mark)]
-        for pid in found:
+        pids = [pid for pid in _other_pids() if _belongs(pid, session, mark)]
+        for pid in pids:
             _kill_checked(pid, session, mark)
-        if not found:
+        if not pids:
             return
         time.sleep(0.005)
 
 
 def _other_pids() -> list[int]:
-    found = (int(name) for name in os.listdir("/proc") if name.isdigit())
-    return sorted((pid for pid in found if pid != os.getpid()), reverse=True)
+    pids = (int(name) for name in os.listdir("/proc") if name.isdigit())
+    return sorted((pid for pid in pids if pid != os.getpid()), reverse=True)
 
 
 def _belongs(pid: int, session: int, mark: str) -> bool:
@@ -312,7 +318,7 @@ def _belongs(pid: int, session: int, mark: str) -> bool:
 
 
 def start_ticks(pid: int) -> int:
-    """In the kernel's ticks; 0 where it is gone."""
+    """Start time of a process in kernel clock ticks; 0 if it is gone."""
     try:
         return read_proc_stat(pid)[3]
     except (OSError, ValueError, IndexError):
@@ -320,7 +326,7 @@ def start_ticks(pid: int) -> int:
 
 
 def _kill_checked(pid: int, session: int, mark: str) -> None:
-    """Through a descriptor that stands for this very process: its number may be another's by now."""
+    """Kill through a pidfd and check again: the pid may have been reused."""
     with suppress(OSError):
         handle = os.pidfd_open(pid)
         try:

@@ -1,4 +1,4 @@
-"""What a sandbox was asked for and what this machine gives, found by using it, told in one line."""
+"""Reports which sandbox layers were requested and which of them this machine provides, found by probing."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _cache: dict[tuple[Tier, tuple[str, ...]], Report] = {}
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Layers got and missing, each with how or why."""
+    """Layers that are active (layer -> how) and missing (layer -> why)."""
 
-    asked: Tier
+    requested: Tier
     got: Tier
     layers: Mapping[str, str] = field(default_factory=dict)
     missing: Mapping[str, str] = field(default_factory=dict)
@@ -36,26 +36,26 @@ class Report:
 
     @property
     def own_disk(self) -> bool:
-        """Whether the kernel keeps what is written within its size, so that nobody has to measure it."""
+        """Whether the kernel limits disk usage, so that it need not be measured."""
         return self.layers.get("limits", "").endswith(f" {OWN_DISK}")
 
     def __str__(self) -> str:
-        if self.asked == "off":
-            return "sandbox: off, as asked: user code runs in this process and can do all that you can"
-        got = ", ".join(f"{name} ({how})" for name, how in self.layers.items()) or "a process of its own"
+        if self.requested == "off":
+            return "sandbox: off, as requested: user code runs in this process with all your permissions"
+        got = ", ".join(f"{name} ({how})" for name, how in self.layers.items()) or "a separate process"
         allowed = f"; allowed: {', '.join(self.permissions)}" if self.permissions else ""
         if self.complete:
-            return f"sandbox: asked {self.asked}, got {self.got}: {got}{allowed}; missing: nothing"
+            return f"sandbox: requested {self.requested}, got {self.got}: {got}{allowed}; missing: nothing"
         gaps = "; ".join(f"{name} ({why}; it needs {LAYER_REQUIREMENTS[name]})" for name, why in self.missing.items())
-        return f"sandbox: asked {self.asked}, got {self.got}: {got}{allowed}; missing: {gaps}"
+        return f"sandbox: requested {self.requested}, got {self.got}: {got}{allowed}; missing: {gaps}"
 
 
 def probe(tier: Tier, permissions: tuple[str, ...] = ()) -> Report:
-    """Asks a throwaway worker to harden itself and then to break out. Once a process for each tier."""
+    """Start a throwaway worker that hardens itself and then tries to break out. Cached per tier and permissions."""
     if tier == "off":
         return Report("off", "off")
     if tier not in LAYERS:
-        raise SandboxError(f"there is no sandbox tier {tier!r}: use 'standard', 'namespaced', 'basic' or 'off'")
+        raise SandboxError(f"unknown sandbox tier {tier!r}: use 'standard', 'namespaced', 'basic' or 'off'")
     key = (tier, permissions)
     if key not in _cache:
         _cache[key] = _probe(tier, permissions)
@@ -65,8 +65,8 @@ def probe(tier: Tier, permissions: tuple[str, ...] = ()) -> Report:
 def _probe(tier: Tier, permissions: tuple[str, ...]) -> Report:
     layers = LAYERS[tier] if platform.system() == "Linux" else LAYERS["basic"]
     missing = {layer: f"this is {platform.system()}" for layer in LAYERS[tier] if layer not in layers}
-    without = unavailable_reason("network" in permissions) if "namespaces" in layers else ""
-    root, held = make_root()
+    no_namespaces = unavailable_reason("network" in permissions) if "namespaces" in layers else ""
+    root, lock_fd = make_root()
     try:
         scratch = root / "1"
         scratch.mkdir()
@@ -77,21 +77,21 @@ def _probe(tier: Tier, permissions: tuple[str, ...]) -> Report:
         worker = Worker(process, plan)
         try:
             worker.seal(Target("", ()), probe=True)
-            said = worker.probe()
+            probed = worker.probe()
         except WorkerFault as fault:
             raise SandboxError(f"the sandbox cannot be probed: {fault}{fault.traceback}") from None
         finally:
             worker.end()
     finally:
         remove_root(root)
-        os.close(held)
-    through = {layer: str(why) for layer, why in said.items() if why and layer in worker.layers}
-    missing |= worker.missing | through | ({"namespaces": without} if without else {})
-    got = {layer: how for layer, how in worker.layers.items() if layer not in through}
+        os.close(lock_fd)
+    broken = {layer: str(why) for layer, why in probed.items() if why and layer in worker.layers}
+    missing |= worker.missing | broken | ({"namespaces": no_namespaces} if no_namespaces else {})
+    got = {layer: how for layer, how in worker.layers.items() if layer not in broken}
     return Report(tier, _highest_complete_tier(got), got, missing, permissions)
 
 
 def _highest_complete_tier(got: Collection[str]) -> Tier:
-    """The highest tier all of whose layers are there."""
+    """The highest tier whose layers are all active."""
     tiers: tuple[Tier, ...] = ("namespaced", "standard")
     return next((tier for tier in tiers if set(LAYERS[tier]) <= set(got)), "basic")

@@ -1,4 +1,4 @@
-"""What a worker is asked, as bytes and without our own labels, and what counts as an answer."""
+"""Requests to a worker as bytes, without the labels that stay in the trainer, and checks of its answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from toolwise.sandbox.faults import WorkerFault
 
 
 def split_labels(request: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A request without the labels of its calls, which are ours, and the labels: one for all where it is one call."""
+    """Separate the labels from the calls of a request. A batch request is one call and gets one label."""
     batch = request.get("batch")
     calls = (batch or request).get("calls") or []
     labels = [str(call.get("label", "")) for call in calls]
@@ -21,14 +21,14 @@ def split_labels(request: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def protocol_fault() -> WorkerFault:
-    return WorkerFault("bad_type", "the worker sent something else than what it was asked for")
+    return WorkerFault("bad_type", "the worker sent an unexpected message")
 
 
 def encode_request(request: dict[str, Any]) -> bytes:
     try:
         return frames.encode(request)
     except (TypeError, ValueError, RecursionError) as fault:
-        raise WorkerFault("bad_type", f"its arguments cannot be sent as JSON: {fault}") from None
+        raise WorkerFault("bad_type", f"the arguments cannot be sent as JSON: {fault}") from None
 
 
 def is_result(answer: Any) -> bool:

@@ -1,4 +1,4 @@
-"""`Sandbox`: calls people's reward functions in worker processes, so that none of them can harm or end a run."""
+"""`Sandbox`: calls reward functions in worker processes, so that none of them can harm or end a run."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ _alive: weakref.WeakSet[Sandbox] = weakref.WeakSet()
 
 
 class Sandbox:
-    """Where other people's code runs. One sandbox a run; safe to use from several threads.
+    """Runs untrusted reward functions. One sandbox per run; thread-safe.
 
-    `timeout_s` is the time of one call of the user's function, its import included; `memory_mb` is what it may take
-    beyond what its worker has anyway; `read` adds files and folders that it may read.
+    `timeout_s` limits one call of the function, including its import; `memory_mb` is what it may allocate on top of the
+    worker's own memory; `read` adds files and folders that it may read.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class Sandbox:
         self.permissions = tuple(sorted(set(permissions)))
         unknown = [name for name in self.permissions if name not in PERMISSIONS]
         if unknown:
-            raise SandboxError(f"there is no permission {unknown[0]!r}: there are {' and '.join(PERMISSIONS)}")
+            raise SandboxError(f"unknown permission {unknown[0]!r}: use {' or '.join(PERMISSIONS)}")
         if tier != "off" and tier not in LAYERS:
-            raise SandboxError(f"there is no sandbox tier {tier!r}: use 'standard', 'namespaced', 'basic' or 'off'")
+            raise SandboxError(f"unknown sandbox tier {tier!r}: use 'standard', 'namespaced', 'basic' or 'off'")
         if timeout_s <= 0 or memory_mb <= 0 or max_calls <= 0:
-            raise SandboxError("a sandbox's timeout_s, memory_mb and max_calls must be more than 0")
+            raise SandboxError("a sandbox's timeout_s, memory_mb and max_calls must be greater than 0")
         self._workers = workers or max(1, min(8, os.cpu_count() or 1))
         cpu_s = int(min(MAX_CPU_S, timeout_s * max_calls + 60))
-        readable = tuple(str(Path(place).expanduser().resolve()) for place in read)
+        readable = tuple(str(Path(path).expanduser().resolve()) for path in read)
         layers = LAYERS.get(tier, ())
         own_disk = self.report().own_disk
         plan = Plan(layers, "", readable, memory_mb, file_mb, cpu_s, self.permissions, own_disk=own_disk)
@@ -94,7 +94,7 @@ class Sandbox:
 
     @property
     def on_print(self) -> PrintCallback | None:
-        """Is told what functions print: a label and a text for each call, from whichever thread it ran in."""
+        """Callback for what functions print: a label and a text per call, from the thread that ran it."""
         return self._pool.on_print
 
     @on_print.setter
@@ -102,17 +102,17 @@ class Sandbox:
         self._pool.on_print = on_print
 
     def report(self) -> Report:
-        """What was asked and what was got, layer by layer."""
+        """Requested and active layers."""
         return probe(self.tier, self.permissions)
 
     def describe(self) -> str:
-        """The same in one line."""
+        """The report in one line."""
         return str(self.report())
 
     def evaluate(
         self, ref: str | Callable[..., Any], messages: Sequence[Any], ground_truth: Any, **kwargs: Any
     ) -> EvaluateResult:
-        """What the function `ref` says of one rollout."""
+        """Score one rollout with the function `ref`."""
         return self.run_calls(ref, [pack(messages, ground_truth, kwargs)])[0]
 
     def evaluate_batch(
@@ -122,9 +122,9 @@ class Sandbox:
         ground_truths: Sequence[Any],
         **kwargs: Any,
     ) -> list[EvaluateResult]:
-        """What it says of many: in one call where it is a batch function, else one by one over all workers."""
+        """Score many rollouts: in one call for a batch function, else one by one over all workers."""
         if len(rollouts_messages) != len(ground_truths):
-            raise SandboxError(f"{len(rollouts_messages)} rollouts and {len(ground_truths)} ground truths: not as many")
+            raise SandboxError(f"got {len(rollouts_messages)} rollouts but {len(ground_truths)} ground truths")
         calls = [pack(m, t, kwargs) for m, t in zip(rollouts_messages, ground_truths, strict=True)]
         return self.run_calls(ref, calls, batch_kwargs=kwargs)
 
@@ -143,20 +143,20 @@ class Sandbox:
         return await self.run_in_thread(lambda: self.evaluate_batch(ref, rollouts_messages, ground_truths, **kwargs))
 
     async def run_in_thread(self, work: Callable[[], T]) -> T:
-        """`work`, which blocks, without blocking the event loop."""
+        """Run blocking `work` without blocking the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._executor(), work)
 
     def signature_of(self, ref: str | Callable[..., Any]) -> Signature:
-        """What a function takes, from the worker that loaded it; a `RewardError` where it cannot be loaded."""
+        """The function's signature, from the worker that loaded it. Raises `RewardError` if it cannot be loaded."""
         reference = ref if isinstance(ref, str) else reference_of(ref)
         if self.tier == "off":
             return Harness.load(reference).reward.signature
         try:
             return self._signature(self._target(reference))
         except WorkerFault as fault:
-            said = fault.message if fault.message.startswith("reward") else f"reward {reference}: {fault.message}"
+            message = fault.message if fault.message.startswith("reward") else f"reward {reference}: {fault.message}"
             kind = "" if fault.kind == "import" else f" ({fault.kind}, in the sandbox)"
-            raise RewardError(" ".join(f"{said}{kind}".split())) from None
+            raise RewardError(" ".join(f"{message}{kind}".split())) from None
 
     def run_calls(
         self,
@@ -166,9 +166,9 @@ class Sandbox:
         *,
         lenient: bool = False,
     ) -> list[EvaluateResult]:
-        """One result a call, in order, whatever happens. `lenient` leaves out arguments the function does not take.
+        """One result per call, in order, whatever happens. `lenient` drops arguments that the function does not accept.
 
-        With `batch_kwargs` a batch function gets all calls at once, with these instead of their own.
+        With `batch_kwargs`, a batch function gets all calls at once, with these arguments instead of the calls' own.
         """
         if not calls:
             return []
@@ -187,8 +187,8 @@ class Sandbox:
 
     def _run_in_workers(self, reference: str, calls: list[JsonDict], batch: JsonDict | None) -> list[Any]:
         target = self._target(reference)
-        known = self._signatures.get(target.reference)
-        if batch is not None and (known is None or known.mode != "pointwise"):
+        signature = self._signatures.get(target.reference)
+        if batch is not None and (signature is None or signature.mode != "pointwise"):
             answers = run_batch(self._pool, target, batch, self.timeout_s)
             if answers is not None:
                 return answers
@@ -196,26 +196,26 @@ class Sandbox:
         return run_pointwise(self._pool, target, calls, self.timeout_s, self._executor, overlap=overlap)
 
     def _signature(self, target: Target) -> Signature:
-        """Asked of a worker once: only it loads the function."""
+        """Cached; comes from a worker, since only workers load the function."""
         if target.reference not in self._signatures:
             with self._pool.worker(target) as worker:
-                assert worker.signature is not None  # a worker that is handed out has loaded its function
+                assert worker.signature is not None  # a worker from the pool has loaded its function
                 self._signatures[target.reference] = worker.signature
         return self._signatures[target.reference]
 
     def _target(self, reference: str) -> Target:
-        """Looked for once in each folder: a run does not follow files that move under it."""
+        """Resolved once per working directory: a run does not follow files that move."""
         key = (reference, os.getcwd())
         if key not in self._targets:
             self._targets[key] = resolve(reference)
         return self._targets[key]
 
     def _run_in_process(self, reference: str, calls: list[JsonDict], batch: JsonDict | None) -> list[Any]:
-        """In this process, as the tier `off` asks; through JSON all the same, so that nothing is shared."""
+        """Run in this process (tier `off`). Arguments still go through JSON, so that nothing is shared."""
         try:
             calls, batch = json.loads(encode([calls, batch]))
         except (TypeError, ValueError, RecursionError) as fault:
-            raise WorkerFault("bad_type", f"its arguments cannot be sent as JSON: {fault}") from None
+            raise WorkerFault("bad_type", f"the arguments cannot be sent as JSON: {fault}") from None
         try:
             if reference not in self._loaded:
                 self._loaded[reference] = Harness.load(reference, ALL_ALLOWED, self.timeout_s)
@@ -228,10 +228,10 @@ class Sandbox:
             return [harness.call_one(call) for call in calls]
         answers: list[JsonDict] = []
         for start in range(0, len(calls), MAX_OVERLAPPING_CALLS):
-            part: dict[int, JsonDict] = {}
-            together = calls[start : start + MAX_OVERLAPPING_CALLS]
-            run_overlapping(harness, together, self.timeout_s, part.__setitem__, deadlines.run)
-            answers += [part[position] for position in sorted(part)]
+            part_answers: dict[int, JsonDict] = {}
+            part = calls[start : start + MAX_OVERLAPPING_CALLS]
+            run_overlapping(harness, part, self.timeout_s, part_answers.__setitem__, deadlines.run)
+            answers += [part_answers[position] for position in sorted(part_answers)]
         return answers
 
     def _executor(self) -> ThreadPoolExecutor:
@@ -242,15 +242,15 @@ class Sandbox:
 
     @property
     def left_running(self) -> int:
-        """How many processes functions have left running so far; they were ended with their workers."""
+        """Number of processes that functions left running so far; they were killed with their workers."""
         return self._pool.left_running
 
     def pids(self) -> list[int]:
-        """The worker processes that are up."""
+        """The running worker processes."""
         return self._pool.pids()
 
     def close(self) -> None:
-        """Ends all workers. Calls under way come back as died."""
+        """End all workers. Calls in progress return a `died` fault."""
         if self._pool.pid == os.getpid():
             self._pool.close()
         if self._threads is not None:

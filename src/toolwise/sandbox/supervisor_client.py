@@ -1,4 +1,4 @@
-"""The trainer's end of a supervisor (`layers/supervisor.py`), and who is beneath one."""
+"""The trainer's end of a supervisor process (`layers/supervisor.py`), and helpers that read /proc."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from contextlib import suppress
 from toolwise.sandbox.layers.bubblewrap import BwrapProcess
 
 SUPERVISOR_END_S = 15.0
-"""How long a supervisor may take to end what is beneath it."""
+"""How long a supervisor may take to kill its descendants."""
 SUPERVISION_AVAILABLE = sys.platform == "linux"
 
 
 class ReportPipe:
-    """A pipe on which a supervisor says how many processes its child had left running."""
+    """A pipe on which a supervisor reports how many processes its child left running."""
 
     def __init__(self) -> None:
         self.ours, self.theirs = os.pipe()
 
     def close_child_end(self) -> None:
-        """Once the supervisor has its end."""
+        """Call once the supervisor has inherited its end."""
         os.close(self.theirs)
 
     def wait(self, timeout_s: float) -> bool:
-        """Until the supervisor is gone; False where it is not."""
+        """Wait until the supervisor has ended. False on timeout."""
         poll = select.poll()
-        poll.register(self.ours, 0)  # which is ready when the last who could write has gone
+        poll.register(self.ours, 0)  # ready (POLLHUP) when the last writer has closed
         return bool(poll.poll(timeout_s * 1000))
 
     def read_count(self) -> int | None:
-        """None where it was killed before it could say. Once it is gone, and only once."""
+        """The reported count; None if the supervisor was killed before. Call once, after it has ended."""
         os.set_blocking(self.ours, False)
-        said = b""
+        data = b""
         with suppress(BlockingIOError):
-            said = os.read(self.ours, 64)
+            data = os.read(self.ours, 64)
         self.close()
-        count = said.partition(b" ")[2]
+        count = data.partition(b" ")[2]
         return int(count) if count.isdigit() else None
 
     def close(self) -> None:
@@ -50,12 +50,12 @@ class ReportPipe:
 
 
 class SupervisedProcess:
-    """A supervisor, spoken to like the `Popen` of the program beneath it: it ends as that ends, and after it."""
+    """A supervisor with the interface of its program's `Popen`: it ends after the program, with the same status."""
 
     def __init__(self, popen: subprocess.Popen[bytes], report: ReportPipe) -> None:
         self._popen, self._report = popen, report
         self.leftover_count: int | None = None
-        """How many processes still ran when it ended; None where nobody knows."""
+        """Number of processes still running when the program ended; None if unknown."""
 
     @property
     def pid(self) -> int:
@@ -69,15 +69,15 @@ class SupervisedProcess:
         return self._popen.poll()
 
     def ask_to_end(self) -> None:
-        if self._popen.returncode is None:  # until it is waited for its number is its own
+        if self._popen.returncode is None:  # until wait() its pid cannot be reused
             for number in (signal.SIGCONT, signal.SIGTERM):
                 with suppress(OSError):
                     os.kill(self.pid, number)
 
     def end(self) -> int:
-        """Ends everything beneath it, and waits until it is gone. Returns how the program ended."""
+        """End the supervisor and its descendants, and wait. Returns the program's exit code."""
         self.ask_to_end()
-        if not self._report.wait(SUPERVISOR_END_S):  # somebody keeps it from its work
+        if not self._report.wait(SUPERVISOR_END_S):  # something keeps it from finishing
             for pid in members_of(self.pid):
                 with suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
@@ -94,23 +94,26 @@ ProcessHandle = subprocess.Popen[bytes] | BwrapProcess | SupervisedProcess
 
 
 def members_of(ancestor: int, mark: str = "", since: int = 0, among: Iterable[int] | None = None) -> Iterator[int]:
-    """The living processes beneath one, as they are found, so that who has seen enough of a bomb need not look through
-    all of it. `since`: none is older, in the kernel's ticks. `among`: the numbers to look at, all by default."""
-    beneath = {ancestor: True, 0: False, 1: False, os.getpid(): False}
+    """The running descendants of a process.
+
+    Yields lazily, so that a caller can stop early on a fork bomb. `since`: skip older processes (in clock ticks).
+    `among`: the pids to check; all by default.
+    """
+    is_member = {ancestor: True, 0: False, 1: False, os.getpid(): False}
 
     def belongs(pid: int) -> bool:
         chain = []
-        while pid not in beneath:
+        while pid not in is_member:
             chain.append(pid)
             try:
-                _, pid, _, birth = read_proc_stat(pid)
+                _, pid, _, started = read_proc_stat(pid)
             except (OSError, ValueError, IndexError):
                 pid = 0
                 break
-            if birth < since:
+            if started < since:
                 pid = 0
-        beneath.update(dict.fromkeys(chain, beneath[pid]))
-        return beneath[pid]
+        is_member.update(dict.fromkeys(chain, is_member[pid]))
+        return is_member[pid]
 
     if among is None:
         among = sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True)
@@ -122,7 +125,7 @@ def members_of(ancestor: int, mark: str = "", since: int = 0, among: Iterable[in
 
 
 def last_pid() -> int:
-    """The number that the kernel gave to the last process or thread; 0 where it does not say."""
+    """The most recent pid or thread id on this machine; 0 if the kernel does not report it."""
     try:
         descriptor = os.open("/proc/loadavg", os.O_RDONLY)
     except OSError:
@@ -136,17 +139,17 @@ def last_pid() -> int:
 
 
 def read_proc_stat(pid: int) -> tuple[bytes, int, int, int]:
-    """The state of a process, its parent, its session and its birth."""
+    """State, parent, session and start time of a process."""
     descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
     try:
-        words = os.read(descriptor, 1024).rpartition(b")")[2].split()
+        fields = os.read(descriptor, 1024).rpartition(b")")[2].split()
     finally:
         os.close(descriptor)
-    return words[0], int(words[1]), int(words[3]), int(words[19])
+    return fields[0], int(fields[1]), int(fields[3]), int(fields[19])
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether somebody has stopped it (SIGSTOP), or traces it."""
+    """Whether it is stopped (SIGSTOP) or traced."""
     try:
         return read_proc_stat(pid)[0] in (b"T", b"t")
     except (OSError, ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""The trainer's end of one worker: sends calls, waits no longer than the deadline, and believes nothing it reads."""
+"""The trainer's end of one worker: sends calls, enforces deadlines and validates everything it reads."""
 
 from __future__ import annotations
 
@@ -31,42 +31,42 @@ from toolwise.sandbox.supervisor_client import SupervisedProcess, last_pid
 from toolwise.sandbox.targets import Target
 
 START_S = 60.0
-"""How long an interpreter may take to come up on a busy machine; the user's code has not begun by then."""
+"""How long an interpreter may take to start on a busy machine; user code is not running yet."""
 MAX_RESULT_BYTES = 8 * MEBIBYTE
 ANSWER_GRACE_S = 0.5
-"""What a worker has, beyond a call's time, to say that the call ran out of it."""
+"""Extra time for a worker to report that a call timed out."""
 CHECK_INTERVAL_S = 0.1
 MEASURE_INTERVAL_S = 0.01
-"""How often a long call's folder is looked at: where the kernel keeps its size, and where it has to be measured."""
+"""How often the folder of a long call is checked: every `CHECK_INTERVAL_S` if the kernel limits its size, else this."""
 EXIT_WAIT_S = 0.2
 MAX_READS = 256
-"""Of what it printed, after its last answer: a thread that was left behind may print for ever."""
+"""Limit on reads of its output after the last answer: a leftover thread may print forever."""
 
 _FOLDER = struct.Struct("i")
 _numbers = itertools.count(1)
 
 
 class Worker:
-    """A process that serves one function."""
+    """A worker process that serves one function."""
 
     def __init__(self, process: Process, plan: Plan, on_print: PrintCallback | None = None, target: str = "") -> None:
         self.process, self.plan, self.target, self._on_print = process, plan, target, on_print
         self.calls = 0
         self.signature: Signature | None = None
-        """What its function takes, once it is loaded."""
+        """The function's signature, once it is loaded."""
         self.layers: dict[str, str] = {}
         self.missing: dict[str, str] = {}
         self.clean = True
         self.load_deadline = 0.0
-        """The deadline that loading the user's code set; the first call shares it."""
+        """The deadline for loading the user code; the first call shares it."""
         self.leftover_count = 0
-        """How many processes calls left running."""
+        """Number of processes that calls left running."""
         self._oom_kills, self._last_pid = oom_kills(), last_pid()
         self._disk: Disk | None = None
         self._next_folder_check = 0.0
         self._frame_reader = frames.FrameReader(MAX_RESULT_BYTES)
         self._output = Output()
-        self._output.begin(["on import"])  # which may begin before `load` waits for it
+        self._output.begin(["on import"])  # the import may start before `load` is called
         self._poll = select.poll()
         self._poll.register(process.channel, select.POLLIN)
         self._poll.register(process.output, select.POLLIN)
@@ -75,23 +75,23 @@ class Worker:
 
     @property
     def disk(self) -> Disk:
-        """Its folder, as it sees it itself where it has told so."""
+        """Its folder, as the worker sees it if it has sent a descriptor."""
         if self._disk is None:
             self._disk = Disk([self.process.scratch], self.plan.file_mb)
         return self._disk
 
     @property
     def may_have_children(self) -> bool:
-        """Or is one: bubblewrap's."""
+        """Whether there may be more than one process; under bubblewrap the worker itself is a child."""
         alone = "seccomp" in self.layers and "subprocess" not in self.plan.permissions
         return not alone or isinstance(self.process.popen, BwrapProcess)
 
     def seal(self, target: Target, path: Sequence[str] = (), *, probe: bool = False) -> None:
-        """Waits for the interpreter, and has it harden itself."""
+        """Wait for the interpreter to start and make it harden itself."""
         deadline = time.monotonic() + START_S
         ready = self._next(deadline, "start")
         if ready.get("ready") is not True:
-            raise SandboxError("a worker did not start as it should")
+            raise SandboxError("a worker did not start correctly")
         if isinstance(self.process.popen, SupervisedProcess):
             self.process.supervised_pid = int(ready["pid"])
         order = {
@@ -102,24 +102,24 @@ class Worker:
             "probe": probe,
         }
         self._send(frames.encode(order), deadline)
-        self._next(deadline, "tell its folder")
-        said = self._next(deadline, "harden itself")
-        self.layers, self.missing = dict(said.get("layers") or {}), dict(said.get("missing") or {})
-        self._disk = self.disk  # before a line of the user's code runs
+        self._next(deadline, "send its folder")
+        reply = self._next(deadline, "harden itself")
+        self.layers, self.missing = dict(reply.get("layers") or {}), dict(reply.get("missing") or {})
+        self._disk = self.disk  # before any user code runs
 
     def load(self, timeout_s: float) -> None:
-        """Waits until the user's code is loaded. The deadline starts here."""
+        """Wait until the user code is loaded. The deadline starts here."""
         self.load_deadline = time.monotonic() + timeout_s
         try:
-            said = self._next(self.load_deadline, "be imported")
-            if "fault" in said:
+            reply = self._next(self.load_deadline, "be imported")
+            if "fault" in reply:
                 self._drain()
-                fault = read_fault(said["fault"])
+                fault = read_fault(reply["fault"])
                 raise WorkerFault(fault.kind, fault.message, fault.traceback + self._output.format_printed())
         finally:
             self._forward_output()
         try:
-            self.signature = Signature.from_json(said.get("signature"))
+            self.signature = Signature.from_json(reply.get("signature"))
         except ValueError:
             raise protocol_fault() from None
 
@@ -127,21 +127,21 @@ class Worker:
         return dict(self._next(time.monotonic() + START_S, "be probed").get("probed") or {})
 
     def call(self, request: dict[str, Any], count: int, timeout_s: float, until: float) -> Iterator[list[Any]]:
-        """Answers as they come: one list a call. Stops early where the worker is no longer as it was.
+        """Yield answers as they arrive, one list per call. Stops early once a call has changed the worker's state.
 
-        Each call has `timeout_s`; all of them end by `until`.
+        Each call has `timeout_s`; all of them must end by `until`.
         """
         deadline = min(self.load_deadline or time.monotonic() + timeout_s, until)
         number = self._send_calls(request, deadline)
         try:
             for position in range(count):
-                said = self._next(deadline, "answer")
-                if said.get("at") != position:
+                reply = self._next(deadline, "answer")
+                if reply.get("at") != position:
                     raise protocol_fault()
                 if position == count - 1:
                     self._check_folder()
-                yield self._parse_answers(said, number, position)
-                if said.get("tainted") is not False:
+                yield self._parse_answers(reply, number, position)
+                if reply.get("state_changed") is not False:
                     return
                 deadline = min(time.monotonic() + timeout_s, until)
             self._check_leftovers()
@@ -151,24 +151,24 @@ class Worker:
     def call_overlapping(
         self, calls: Sequence[dict[str, Any]], timeout_s: float, until: float
     ) -> Iterator[tuple[int, list[Any]]]:
-        """Answers of async calls that run at the same time, as they come, each with the position of its call.
+        """Yield the answers of concurrent async calls as they arrive, each with the position of its call.
 
-        The worker itself ends a call that waits too long. One that keeps it from answering anything ends with it. Where
-        a call has changed what all of them share, neither the answer at hand nor a later one counts, and none comes.
+        The worker itself cancels a call that waits too long; a call that blocks the worker is killed with it. Once a
+        call has changed state that all of them share, the current answer is dropped and no more are yielded.
         """
         number = self._send_calls({"calls": list(calls), "overlap_s": timeout_s}, until)
         missing = set(range(len(calls)))
         try:
             while missing:
-                said = self._next(min(time.monotonic() + timeout_s + ANSWER_GRACE_S, until), "answer")
-                position = said.get("at")
+                reply = self._next(min(time.monotonic() + timeout_s + ANSWER_GRACE_S, until), "answer")
+                position = reply.get("at")
                 if not isinstance(position, int) or position not in missing:
                     raise protocol_fault()
                 missing.discard(position)
                 if not missing:
                     self._check_folder()
-                answers = self._parse_answers(said, number, position)
-                if said.get("tainted") is not False:
+                answers = self._parse_answers(reply, number, position)
+                if reply.get("state_changed") is not False:
                     return
                 yield position, answers
             self._end_overlapping(number)
@@ -176,17 +176,17 @@ class Worker:
             self._forward_output()
 
     def _end_overlapping(self, number: str) -> None:
-        """How the worker is after all of its calls; what was answered counts in any case."""
+        """Read the worker's state after all calls; the answers so far count either way."""
         try:
-            said = self._next(time.monotonic() + ANSWER_GRACE_S, "come to rest")
+            reply = self._next(time.monotonic() + ANSWER_GRACE_S, "become idle")
         except WorkerFault:
             self.clean = False
             return
-        self.clean &= said.get("id") == number and said.get("tainted") is False
+        self.clean &= reply.get("id") == number and reply.get("state_changed") is False
         self._check_leftovers()
 
     def _send_calls(self, request: dict[str, Any], deadline: float) -> str:
-        """Sends calls; the labels of their prints stay here."""
+        """Send calls; the labels for their output stay here."""
         self.load_deadline, self._next_folder_check = 0.0, time.monotonic() + MEASURE_INTERVAL_S
         number = f"{next(_numbers)}-{os.urandom(8).hex()}"
         plain, labels = split_labels(request)
@@ -194,12 +194,12 @@ class Worker:
         self._send(encode_request({**plain, "id": number, "largest": MAX_RESULT_BYTES}), deadline)
         return number
 
-    def _parse_answers(self, said: dict[str, Any], number: str, position: int) -> list[Any]:
-        answers = said.get("answers")
-        if said.get("id") != number or not isinstance(answers, list):
+    def _parse_answers(self, reply: dict[str, Any], number: str, position: int) -> list[Any]:
+        answers = reply.get("answers")
+        if reply.get("id") != number or not isinstance(answers, list):
             raise protocol_fault()
         self.calls += 1
-        if said.get("tainted") is not False or any(not is_result(answer) for answer in answers):
+        if reply.get("state_changed") is not False or any(not is_result(answer) for answer in answers):
             self.clean = False
             self._drain()
         return [self._with_output(answer, position) for answer in answers]
@@ -213,26 +213,26 @@ class Worker:
                 self._on_print(label, text)
 
     def _check_leftovers(self) -> None:
-        """After the last answer: threads left behind, bytes nobody asked for, files in the folder."""
+        """After the last answer, check for leftover threads, processes, unexpected bytes and files."""
         if self._frame_reader.torn:
             self.clean = False
         threads = self.process.threads()
         if threads is not None and threads > 1:
-            time.sleep(0.001)  # a thread that was joined may take a moment to be gone
+            time.sleep(0.001)  # a joined thread may take a moment to disappear
             self.clean &= self.process.threads() == 1
         if self.may_have_children:
             self.leftover_count, self._last_pid = count_leftovers(self.process, self._last_pid)
             self.clean &= not self.leftover_count
         if self.clean and not self._has_empty_folder():
             self.disk.empty()
-            self.clean &= self.disk.is_empty(self._proc_folders)  # else something without a name is left
+            self.clean &= self.disk.is_empty(self._proc_folders)  # else an unlinked file is left
 
     def _has_empty_folder(self) -> bool:
-        quickly = self.disk.limited or not self.may_have_children
-        return (quickly and self.disk.is_untouched()) or self.disk.is_empty(self._proc_folders)
+        quick_check_is_enough = self.disk.limited or not self.may_have_children
+        return (quick_check_is_enough and self.disk.is_untouched()) or self.disk.is_empty(self._proc_folders)
 
     def is_ready(self) -> bool:
-        """Whether it still waits for a call: it is not gone, and nothing came that nobody asked for."""
+        """Whether it still waits for a call: alive, and without unexpected output."""
         return not self._frame_reader.torn and not self._channel_poll.poll(0)
 
     def end(self) -> int:
@@ -244,7 +244,7 @@ class Worker:
         return code
 
     def close_fds(self) -> None:
-        """Lets go of what is another process's."""
+        """Close our descriptors; after a fork the worker belongs to the parent."""
         self.process.close_fds()
         self._close_disk()
 
@@ -261,10 +261,10 @@ class Worker:
             except BlockingIOError:
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    raise WorkerFault("timeout", "it did not take its call in time") from None
-                room = select.poll()
-                room.register(channel, select.POLLOUT)
-                room.poll(min(left, CHECK_INTERVAL_S) * 1000)
+                    raise WorkerFault("timeout", "it did not read its call in time") from None
+                poller = select.poll()
+                poller.register(channel, select.POLLOUT)
+                poller.poll(min(left, CHECK_INTERVAL_S) * 1000)
                 self._drain()
             except OSError:
                 raise self._mark_not_received(self._death_fault()) from None
@@ -275,7 +275,7 @@ class Worker:
 
     def _next(self, deadline: float, what: str) -> dict[str, Any]:
         """The next message from the worker."""
-        look = time.monotonic() + CHECK_INTERVAL_S
+        next_check = time.monotonic() + CHECK_INTERVAL_S
         while True:
             message = self._frame_reader.next()
             if message is not None:
@@ -283,16 +283,16 @@ class Worker:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise WorkerFault("timeout", f"it took too long to {what}", self._printed_text())
-            every = CHECK_INTERVAL_S if self._disk is None or self._disk.limited else MEASURE_INTERVAL_S
-            ready = self._poll.poll(min(left, every) * 1000)
+            interval = CHECK_INTERVAL_S if self._disk is None or self._disk.limited else MEASURE_INTERVAL_S
+            ready = self._poll.poll(min(left, interval) * 1000)
             if self._disk is not None and time.monotonic() > self._next_folder_check:
-                began = time.thread_time()
+                cpu_before = time.thread_time()
                 self._check_folder()
-                # A tenth of a core at most.
-                self._next_folder_check = time.monotonic() + max(every, 10 * (time.thread_time() - began))
-            if time.monotonic() > look:
+                # At most a tenth of a core.
+                self._next_folder_check = time.monotonic() + max(interval, 10 * (time.thread_time() - cpu_before))
+            if time.monotonic() > next_check:
                 self._check_processes()
-                look = time.monotonic() + CHECK_INTERVAL_S
+                next_check = time.monotonic() + CHECK_INTERVAL_S
             for descriptor, _ in ready:
                 if descriptor == self.process.output:
                     self._drain()
@@ -304,7 +304,7 @@ class Worker:
             data = self.process.channel.recv(1 << 18) if self._disk is not None else self._receive_with_folder()
         except BlockingIOError:
             return
-        except ConnectionResetError:  # the kernel's word for an end with something unread
+        except ConnectionResetError:  # it ended with unread data
             raise self._mark_not_received(self._death_fault()) from None
         except OSError:
             data = b""
@@ -313,22 +313,22 @@ class Worker:
         self._frame_reader.feed(data)
 
     def _drain(self) -> bool:
-        """Takes what it printed, so that it never waits for us. False where there is nothing, or nothing more."""
+        """Read what it printed, so that it never blocks on us. False if there is nothing now or at all any more."""
         try:
             data = os.read(self.process.output, 1 << 16)
         except OSError:
             return False
         if not data:
-            with suppress(KeyError):  # it may have been seen before
+            with suppress(KeyError):  # already unregistered
                 self._poll.unregister(self.process.output)
         self._output.feed(data)
         return bool(data)
 
     def _receive_with_folder(self) -> bytes:
-        """What a worker says before it runs the user's code: a descriptor of its folder may come with it."""
+        """Receive data before user code runs; a descriptor of the worker's folder may come with it."""
         flags = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-        data, given, _, _ = self.process.channel.recvmsg(1 << 18, socket.CMSG_SPACE(_FOLDER.size), flags)
-        for _, _, packed in given:
+        data, ancillary, _, _ = self.process.channel.recvmsg(1 << 18, socket.CMSG_SPACE(_FOLDER.size), flags)
+        for _, _, packed in ancillary:
             (folder,) = _FOLDER.unpack(packed[: _FOLDER.size])
             self._disk = Disk([self.process.scratch], self.plan.file_mb, [folder])
         return data
@@ -336,9 +336,9 @@ class Worker:
     def _check_folder(self) -> None:
         disk = self.disk
         if (self.may_have_children and not disk.limited) or disk.may_have_grown(self._proc_folder):
-            too_much = self.disk.overflow_reason(self._proc_folders)
-            if too_much:
-                raise WorkerFault("too_big", too_much)
+            reason = self.disk.overflow_reason(self._proc_folders)
+            if reason:
+                raise WorkerFault("too_big", reason)
 
     @property
     def _proc_folder(self) -> str:
@@ -349,12 +349,12 @@ class Worker:
 
     def _check_processes(self) -> None:
         if self.process.is_stopped() and not (self.layers and self._has_read()):
-            raise self._mark_not_received(WorkerFault("timeout", "its process was stopped before it took its call"))
-        if self.layers:  # until then it is ours, and in namespaces may still see all processes
+            raise self._mark_not_received(WorkerFault("timeout", "its process was stopped before it read its call"))
+        if self.layers:  # before that it runs only our code, and in namespaces may still see all processes
             check_processes(self.process, self.plan.memory_mb, children=self.may_have_children)
 
     def _has_read(self) -> bool:
-        """Whether it has taken all that was sent."""
+        """Whether it has read everything that was sent."""
         unread = fcntl.ioctl(self.process.channel, termios.TIOCOUTQ, bytes(4))
         return struct.unpack("i", unread) == (0,)
 
@@ -369,16 +369,16 @@ class Worker:
         if code is None:
             return WorkerFault("died", f"it closed its channel{torn}", printed)
         if code == -signal.SIGXCPU:
-            return WorkerFault("timeout", "it used more CPU time than a worker has", printed)
+            return WorkerFault("timeout", "it exceeded the CPU time limit of a worker", printed)
         if code == -signal.SIGSYS:
-            return WorkerFault("denied", "it made a system call of another processor's", printed)
+            return WorkerFault("denied", "it made a system call for a different CPU architecture", printed)
         how = f"was killed by {_signal_name(-code)}" if code < 0 else f"exited with status {code}"
         return WorkerFault("died", f"its process {how}{torn}{self._oom_note(code)}", printed)
 
     def _oom_note(self, code: int) -> str:
         if code != -signal.SIGKILL or oom_kills() <= self._oom_kills:
             return ""
-        return "; meanwhile the kernel killed a process since the machine or its container was out of memory"
+        return "; meanwhile the kernel killed a process because the machine or its container was out of memory"
 
     def _printed_text(self) -> str:
         return self._output.format_printed()
@@ -386,8 +386,8 @@ class Worker:
     def _with_output(self, answer: Any, position: int) -> Any:
         printed = self._output.format_printed(position)
         if printed and isinstance(answer, dict) and isinstance(answer.get("fault"), dict):
-            told = answer["fault"].get("traceback")
-            fault = {**answer["fault"], "traceback": (told if isinstance(told, str) else "") + printed}
+            traceback = answer["fault"].get("traceback")
+            fault = {**answer["fault"], "traceback": (traceback if isinstance(traceback, str) else "") + printed}
             return {**answer, "fault": fault}
         return answer
 

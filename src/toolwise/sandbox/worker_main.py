@@ -1,6 +1,6 @@
-"""What runs in a worker process: waits for a plan, hardens itself, loads one user's function, answers calls.
+"""Entry point of a worker process: receives a plan, hardens itself, loads one user function and answers calls.
 
-Started by `worker.py` as `python -I -S -c …` in a session, a folder and an environment of its own.
+Started by `processes.py` as `python -I -S -B -c …` in its own session, folder and environment.
 """
 
 from __future__ import annotations
@@ -22,43 +22,45 @@ from toolwise.sandbox.output import MarkedStream, current_call
 from toolwise.sandbox.scratch import FOLDER_FLAGS, EmptyFolderCache, empty_folder
 from toolwise.sandbox.worker_state import Snapshot
 
-# Kept here, and compiled where there is a choice, so that whatever a function patches later does not reach them.
+# Saved here, as compiled functions where possible, so that later patches by user code do not affect them.
 _getpid, _exit, _write = os.getpid, os._exit, frames.write_all
 _stat, _listdir, _open, _close = os.stat, os.listdir, os.open, os.close
 _encode, _framed, _read, _header = to_json, frames.to_frame, frames.read_exactly, frames.HEADER
 _decode = json.JSONDecoder().raw_decode
 CALL_EMPTY_S = 0.2
-"""What a worker has to empty its folder after a call; one that cannot is replaced."""
+"""Time for a worker to empty its folder after a call; a worker that fails is replaced."""
 _memory_fault = {"kind": "memory", "message": "it asked for more memory than memory_mb allows"}
 
 
 def main(start: dict[str, Any]) -> NoReturn:
-    """`start`: the channel, the descriptor whose other end the trainer holds, and the parent's process id."""
+    """`start`: the channel, the read end of a pipe that the trainer holds open while it lives, and the parent's pid."""
     die_with_trainer(start["life"], start["parent"])
     os.set_inheritable(start["life"], False)
     os.set_inheritable(start["channel"], False)
     sys.argv = [""]
-    sys.path[:] = [place for place in sys.path if place in start["keep"]]
-    buffer = sys.stdout.buffer  # one for both, so that what they print keeps its order
+    sys.path[:] = [folder for folder in sys.path if folder in start["keep"]]
+    buffer = sys.stdout.buffer  # shared, so that the order of prints is kept
     sys.stdout, sys.stderr = MarkedStream(buffer), MarkedStream(buffer)
     worker = _Worker(start["channel"])
     try:
         worker.serve()
-    except BaseException:  # the channel is gone or this process is beyond repair: the trainer sees it end
+    except BaseException:  # the channel is closed or this process is broken: the trainer sees it exit
         _exit(1)
     _exit(0)
 
 
-def _allowed(plan: Plan, got: HardeningResult) -> tuple[str, ...]:
-    """What this worker does not refuse: a failure there is none of the sandbox's doing, and must not be told so."""
-    files = () if "landlock" in got.layers else ("files",)
-    calls = () if "seccomp" in got.layers else ("calls", "network", "subprocess")
+def _allowed(plan: Plan, result: HardeningResult) -> tuple[str, ...]:
+    """What this worker does not refuse: failures there must not be blamed on the sandbox."""
+    files = () if "landlock" in result.layers else ("files",)
+    calls = () if "seccomp" in result.layers else ("calls", "network", "subprocess")
     return (*plan.permissions, *files, *calls)
 
 
 def _needs_fresh_worker(answer: JsonDict) -> bool:
-    """Whether the calls behind this one need a fresh worker. One that raised, or returned nonsense, does not stop them:
-    the worker is as it was, and ends after them."""
+    """Whether the remaining calls need a fresh worker.
+
+    A call that raised or returned an invalid value does not stop them: they run here, and the worker ends after them.
+    """
     return "fault" in answer and answer["fault"]["kind"] not in ("exception", "bad_type", "non_finite", "wrong_length")
 
 
@@ -69,7 +71,7 @@ class _Worker:
         self._scratch, self._empty_since = "", EmptyFolderCache()
 
     def _send(self, message: JsonDict) -> None:
-        if _getpid() != self._pid:  # a child of the user's, back from a fork where it has no business
+        if _getpid() != self._pid:  # a process forked by user code has returned into our code
             _exit(0)
         _write(self._channel, _framed(_encode(message)))
 
@@ -85,15 +87,15 @@ class _Worker:
         order = self._receive()
         plan = Plan.from_json(order["plan"])
         sys.path += order["path"]
-        self._scratch, here = plan.scratch, _framed(_encode({"folder": True}))
-        got = harden(plan, lambda: send_folders(self._channel, plan.folders, here))
-        self._send({"layers": got.layers, "missing": got.missing})
+        self._scratch, folder_message = plan.scratch, _framed(_encode({"folder": True}))
+        result = harden(plan, lambda: send_folders(self._channel, plan.folders, folder_message))
+        self._send({"layers": result.layers, "missing": result.missing})
         if order.get("probe"):
             from toolwise.sandbox.layers.probes import probe_layers
 
             self._send({"probed": probe_layers(plan)})
             return
-        harness = self._load(order, _allowed(plan, got))
+        harness = self._load(order, _allowed(plan, result))
         while harness is not None:
             self._answer(harness, self._receive())
 
@@ -102,7 +104,7 @@ class _Worker:
             if order.get("top"):
                 preload_package(order["top"])
             harness = Harness.load(order["reference"], allowed)
-        except BaseException as fault:  # other people's code: anything may come
+        except BaseException as fault:  # user code may raise anything
             self._send(plain_fault(fault, allowed, loading=True))
             return None
         self._snapshot = Snapshot()
@@ -124,43 +126,47 @@ class _Worker:
                 return
 
     def _answer_overlapping(self, harness: Harness, request: JsonDict) -> None:
-        """Each answer as it comes, with whether a call has changed what all of them share; then one without any, which
-        says how the worker is after all of them."""
+        """Send each answer as it arrives, with whether a call has changed shared state. Then send one message without
+        answers that reports the worker's state after all calls."""
         from toolwise.sandbox.async_calls import run_overlapping
 
         assert self._snapshot is not None
-        flush, patched, grave = self._snapshot.flush, self._snapshot.patched, False
+        flush, patched, needs_fresh = self._snapshot.flush, self._snapshot.patched, False
 
         def on_answer(position: int, answer: JsonDict) -> None:
-            nonlocal grave
-            grave |= _needs_fresh_worker(answer)
+            nonlocal needs_fresh
+            needs_fresh |= _needs_fresh_worker(answer)
             flush()
-            self._send_answers(request, [answer], position, tainted=patched())
+            self._send_answers(request, [answer], position, state_changed=patched())
 
         calls = request["calls"]
         ended = run_overlapping(harness, calls, request["overlap_s"], on_answer)
-        self._finish(request, [], len(calls), tainted=grave or not ended)
+        self._finish(request, [], len(calls), state_changed=needs_fresh or not ended)
 
-    def _finish(self, request: JsonDict, answers: list[JsonDict], position: int, *, tainted: bool = False) -> bool:
-        """Sends what a call gave. False where the worker is no longer as it was: the rest goes to a fresh one."""
+    def _finish(
+        self, request: JsonDict, answers: list[JsonDict], position: int, *, state_changed: bool = False
+    ) -> bool:
+        """Send a call's answers. False if the call changed the worker's state: the rest goes to a fresh worker."""
         assert self._snapshot is not None
         try:
             self._snapshot.tidy()
-            tainted = tainted or self._snapshot.changed() or any(_needs_fresh_worker(answer) for answer in answers)
-            tainted = tainted or not self._empty_folder()
+            state_changed = (
+                state_changed or self._snapshot.changed() or any(_needs_fresh_worker(answer) for answer in answers)
+            )
+            state_changed = state_changed or not self._empty_folder()
         except MemoryError:
             gc.collect()
-            tainted, answers = True, [{"fault": _memory_fault}]
-        return self._send_answers(request, answers, position, tainted=tainted)
+            state_changed, answers = True, [{"fault": _memory_fault}]
+        return self._send_answers(request, answers, position, state_changed=state_changed)
 
     def _empty_folder(self) -> bool:
-        """What a call leaves there is none of the next one's business. False where something stays."""
+        """Hide a call's files from the next call. False if something is left."""
         try:
-            found = _stat(self._scratch)
-            if self._empty_since.is_still_empty(found):
+            status = _stat(self._scratch)
+            if self._empty_since.is_still_empty(status):
                 return True
             if not _listdir(self._scratch):
-                self._empty_since.record_empty(found)
+                self._empty_since.record_empty(status)
                 return True
             folder = _open(self._scratch, FOLDER_FLAGS)
             try:
@@ -170,21 +176,21 @@ class _Worker:
         except OSError:
             return False
 
-    def _send_answers(self, request: JsonDict, answers: list[JsonDict], position: int, *, tainted: bool) -> bool:
-        largest = request["largest"]
+    def _send_answers(self, request: JsonDict, answers: list[JsonDict], position: int, *, state_changed: bool) -> bool:
+        max_bytes = request["largest"]
         try:
-            payload = _encode({"id": request["id"], "at": position, "answers": answers, "tainted": tainted})
+            payload = _encode({"id": request["id"], "at": position, "answers": answers, "state_changed": state_changed})
         except MemoryError:
             gc.collect()
-            tainted = True
+            state_changed = True
             payload = _encode(
-                {"id": request["id"], "at": position, "answers": [{"fault": _memory_fault}], "tainted": True}
+                {"id": request["id"], "at": position, "answers": [{"fault": _memory_fault}], "state_changed": True}
             )
-        if len(payload) > largest:
-            fault = {"kind": "too_big", "message": f"the result has {len(payload):,} bytes; the limit is {largest:,}"}
-            many = [{"fault": fault}] * len(answers)
-            payload = _encode({"id": request["id"], "at": position, "answers": many, "tainted": tainted})
+        if len(payload) > max_bytes:
+            fault = {"kind": "too_big", "message": f"the result has {len(payload):,} bytes; the limit is {max_bytes:,}"}
+            faults = [{"fault": fault}] * len(answers)
+            payload = _encode({"id": request["id"], "at": position, "answers": faults, "state_changed": state_changed})
         if _getpid() != self._pid:
             _exit(0)
         _write(self._channel, _framed(payload))
-        return not tainted
+        return not state_changed

@@ -1,7 +1,7 @@
-"""Whether a call left its worker as it found it: patched modules, handlers, folder, environment, threads.
+"""Detects whether a call changed its worker's state: modules, signal handlers, working directory, environment, threads.
 
-It guards an honest function's next call from the last one's leftovers; a hostile one shares this process with it and
-can blind it, which is why nothing of the trainer's safety rests on it.
+It protects an honest function's next call from leftovers of the last one. A hostile function shares this process and
+can fool it, so the trainer's safety does not depend on it.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ _WATCHED = """
     itertools functools operator datetime decimal copy
     toolwise.messages toolwise.types.results toolwise.types toolwise.rewards.function toolwise.sandbox.harness
 """
-WATCHED = tuple(_WATCHED.split())  # those of them that are loaded when the function is
+WATCHED = tuple(_WATCHED.split())  # those that are loaded when the function is
 _SIGNALS = [
     int(number) for number in signal.valid_signals() if number not in (signal.SIGKILL, signal.SIGSTOP) and number < 32
 ]
-# The compiled ones: signal.getsignal makes an enum of each answer, which takes longer than a call may.
+# The C functions: signal.getsignal wraps each result in an enum, which is too slow for every call.
 _clear_timer, _handler, _threads = _signal.setitimer, _signal.getsignal, threading.active_count
 _collect, _cwd, _limit, _trace, _profile = gc.collect, os.getcwd, sys.getrecursionlimit, sys.gettrace, sys.getprofile
 
 
 class Snapshot:
-    """How the worker was before the first call."""
+    """The state of the worker before the first call."""
 
     def __init__(self) -> None:
-        spaces = [vars(module) for name in WATCHED if isinstance(module := sys.modules.get(name), ModuleType)]
-        own = {name for name in WATCHED if name.startswith(("toolwise", "json", "random"))}
+        namespaces = [vars(module) for name in WATCHED if isinstance(module := sys.modules.get(name), ModuleType)]
+        own_modules = {name for name in WATCHED if name.startswith(("toolwise", "json", "random"))}
         classes = {
             value
-            for space in spaces
-            for value in list(space.values())
-            if isinstance(value, type) and value.__module__ in own
+            for namespace in namespaces
+            for value in list(namespace.values())
+            if isinstance(value, type) and value.__module__ in own_modules
         }
-        self._spaces: list[Any] = [*spaces, *(vars(kind) for kind in classes)]
-        self._values = [list(space.values()) for space in self._spaces]
+        self._spaces: list[Any] = [*namespaces, *(vars(cls) for cls in classes)]
+        self._values = [list(namespace.values()) for namespace in self._spaces]
         self._process_state, self._handlers = self._observe(), _handlers()
         self._flush = [stream.flush for stream in (sys.stdout, sys.stderr)]
         gc.collect()
@@ -56,7 +56,7 @@ class Snapshot:
         return (_cwd(), _limit(), _trace(), _profile(), dict(environment), streams, modules)
 
     def tidy(self) -> None:
-        """Puts away what can be put away: timers, and garbage whose finalizers belong to this call."""
+        """Clean up what can be cleaned up: timers, and garbage whose finalizers belong to this call."""
         _clear_timer(_signal.ITIMER_REAL, 0)
         _clear_timer(_signal.ITIMER_VIRTUAL, 0)
         _clear_timer(_signal.ITIMER_PROF, 0)
@@ -64,7 +64,7 @@ class Snapshot:
         self.flush()
 
     def flush(self) -> None:
-        """Lets out what was printed."""
+        """Flush printed output."""
         for flush in self._flush:
             with suppress(Exception):
                 flush()
@@ -73,13 +73,13 @@ class Snapshot:
         return _threads() != 1 or self.patched() or _handlers() != self._handlers
 
     def patched(self) -> bool:
-        """What can also be told while calls overlap: they may have threads, and their event loop a signal handler."""
+        """The part of `changed` that works while calls overlap: they may use threads, their loop a signal handler."""
         try:
-            # Lists compare by identity first, item by item in C: nothing else is fast enough for every call.
+            # Lists compare by identity first, item by item in C: fast enough for every call.
             return [
                 list(space.values()) for space in self._spaces
             ] != self._values or self._observe() != self._process_state
-        except Exception:  # a folder that is gone, an object that cannot be compared
+        except Exception:  # a deleted working directory, an object that cannot be compared
             return True
 
 

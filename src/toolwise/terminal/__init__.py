@@ -1,6 +1,6 @@
-"""The one way to the terminal. Text from data, models, tools and exceptions is shown, never obeyed.
+"""All terminal output. Control characters in text from data, models, tools and exceptions are escaped.
 
-`text` makes control characters visible, `streams` prints lines and guards the standard streams, `display` is rich's
+`text` escapes control characters, `streams` prints lines and guards the standard streams, `display` holds rich's
 console with the same rule. Nothing else in the package prints (tests/test_architecture.py).
 """
 

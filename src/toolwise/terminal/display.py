@@ -1,4 +1,4 @@
-"""Rich's console, status line and live display. Text is shown as text: no markup, no links, no control characters."""
+"""Rich's console, status line and live display, showing text literally: no markup, links or control characters."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ T = TypeVar("T")
 
 
 class Console(rich.console.Console):
-    """Styles come from `Text`, `style=` and tables; `[red]` in a string is five characters.
+    """Styles come from `Text`, `style=` and tables; `[red]` in a string is printed as is.
 
-    Every piece of text passes `render`, on its own and in tables and panels alike: here it loses what a terminal obeys.
+    All text passes through `render`, also inside tables and panels; control characters are escaped there.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**({"markup": False, "highlight": False, "emoji": False} | options))
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Before it is measured: an escape that is written out is longer."""
+        """Escape before measuring: an escaped character is longer."""
         return super().render_str(escape_controls(text), **options)
 
     def render(
         self, renderable: rich.console.RenderableType, options: rich.console.ConsoleOptions | None = None
     ) -> Iterator[Segment]:
         for segment in super().render(renderable, options):
-            if segment.control:  # of rich's own: cursor movements of a live display
+            if segment.control:  # rich's own: cursor movements of a live display
                 yield segment
                 continue
             style = segment.style
@@ -46,9 +46,9 @@ class Console(rich.console.Console):
 
 
 class Live(rich.live.Live):
-    """What is printed meanwhile, by anybody, stands above the display as plain text.
+    """Shows whatever is printed in the meantime above the display, as plain text.
 
-    Rich's own redirection would carry out colours and links that a program prints.
+    Rich's own redirection would interpret colours and links that a program prints.
     """
 
     def __init__(self, renderable: Any = None, **options: Any) -> None:
@@ -73,7 +73,7 @@ class Live(rich.live.Live):
 
 
 class Status:
-    """One line with a spinner, gone at the end; nothing where the console is no terminal."""
+    """One line with a spinner that disappears at the end; nothing if the console is not a terminal."""
 
     def __init__(self, console: Console, text: str = "") -> None:
         self._spinner = Spinner("dots", Text(escape_controls(text)), style="status.spinner")
@@ -97,13 +97,13 @@ class Status:
 
 
 def track(items: Iterable[T], description: str, *, total: int, disable: bool = False) -> Iterator[T]:
-    """Items with a progress bar."""
+    """Iterate over items with a progress bar."""
     with Progress(console=Console(), redirect_stdout=False, redirect_stderr=False, disable=disable) as progress:
         yield from progress.track(items, total=total, description=description)
 
 
 class _AboveLiveStream(io.TextIOBase):
-    """Whole lines printed above a live display."""
+    """Prints complete lines above a live display."""
 
     def __init__(self, console: rich.console.Console, stream: IO[str]) -> None:
         self.console, self.stream = console, stream
@@ -111,7 +111,7 @@ class _AboveLiveStream(io.TextIOBase):
 
     @property
     def rich_proxied_file(self) -> IO[str]:
-        """Where rich writes instead of here."""
+        """The stream that rich writes to instead of this one."""
         inner: IO[str] = getattr(self.stream, "rich_proxied_file", self.stream)
         return inner
 
@@ -123,8 +123,8 @@ class _AboveLiveStream(io.TextIOBase):
 
     def flush(self) -> None:
         if self._partial_line:
-            begun, self._partial_line = self._partial_line, ""
-            self.console.print(Text(escape_controls(begun)))
+            line, self._partial_line = self._partial_line, ""
+            self.console.print(Text(escape_controls(line)))
 
     def isatty(self) -> bool:
         return self.stream.isatty()

@@ -1,4 +1,4 @@
-"""Lines for people, and standard streams that show control characters instead of passing them on."""
+"""Prints lines, and guards the standard streams so that control characters are escaped."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from toolwise.serialization.json_text import json_text
 from toolwise.terminal.text import escape_controls, escape_controls_json
 
 MAX_ERROR_CHARS = 20_000
-"""Characters of an error message; a person reads the beginning of more."""
+"""Longer error messages are cut."""
 
 
 def print_line(text: object = "", *, err: bool = False) -> None:
-    """A line on standard output, or on standard error."""
+    """Print a line to standard output, or to standard error."""
     _write(sys.stderr if err else sys.stdout, f"{escape_controls(text)}\n")
 
 
 def write_line(file: IO[str], text: str) -> None:
-    """A line to a stream that may be gone: a closed pipe does not end a run."""
+    """Write a line to a stream that may be closed: a closed pipe must not end a run."""
     with suppress(OSError, ValueError):
         _write(file, f"{escape_controls(text)}\n")
 
 
 def print_error(text: object) -> None:
-    """`toolwise: …`, one line on standard error."""
+    """Print `toolwise: …` as one line to standard error."""
     line = " ".join(escape_controls(text).split())
     cut = f"{line[:MAX_ERROR_CHARS]} … cut, {len(line) - MAX_ERROR_CHARS:,} characters"
     print_line(f"toolwise: {line if len(line) <= MAX_ERROR_CHARS else cut}", err=True)
 
 
 def print_json(value: Any) -> None:
-    """A value as JSON on standard output, for people and programs."""
+    """Print a value as JSON to standard output."""
     _write(sys.stdout, escape_controls_json(json_text(value, indent=2)) + "\n")
 
 
 def print_traceback(fault: BaseException) -> None:
-    """As Python tells it, on standard error."""
+    """Print a traceback to standard error, as Python does."""
     print_line("".join(traceback.format_exception(fault)).rstrip("\n"), err=True)
 
 
 def guard_streams() -> None:
-    """From now on whatever this process prints, by whoever's hand, shows control characters and obeys none.
+    """From now on, escape control characters in everything this process prints.
 
-    Rich's consoles write past the guard: they know which escapes are their own.
+    Rich's consoles bypass the guard, as they know which escapes are their own.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -55,14 +55,14 @@ def guard_streams() -> None:
 
 
 class GuardedStream(io.TextIOBase):
-    """A text stream that makes control characters visible, and writes `?` for what its encoding does not have."""
+    """A text stream that escapes control characters and writes `?` for what its encoding lacks."""
 
     def __init__(self, stream: IO[str]) -> None:
         self.stream = stream
 
     @property
     def rich_proxied_file(self) -> IO[str]:
-        """Where rich writes instead of here."""
+        """The stream that rich writes to instead of this one."""
         return self.stream
 
     def write(self, text: str) -> int:
@@ -92,7 +92,7 @@ class GuardedStream(io.TextIOBase):
         return getattr(self.stream, "errors", None)
 
     def close(self) -> None:
-        """The stream is its owner's to close."""
+        """Does nothing: the owner closes the stream."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)

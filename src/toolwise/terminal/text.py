@@ -1,20 +1,20 @@
-"""Control characters made visible: what a terminal would obey is written out as an escape."""
+"""Escapes control characters, so that a terminal shows them instead of interpreting them."""
 
 from __future__ import annotations
 
 _CONTROL_RANGES = (
     (0x00, 0x08),
-    (0x0B, 0x1F),  # all of C0 but tab and line feed: a carriage return overwrites what stands before it
-    (0x7F, 0x9F),  # delete, and C1, where one character is a whole escape sequence
+    (0x0B, 0x1F),  # all of C0 but tab and line feed: a carriage return overwrites the line
+    (0x7F, 0x9F),  # delete and C1, where one character is a whole escape sequence
     (0x2028, 0x2029),  # line and paragraph separators
     (0x202A, 0x202E),
-    (0x2060, 0x206F),  # changes of direction, and invisible operators
+    (0x2060, 0x206F),  # direction changes and invisible operators
     (0xFFF9, 0xFFFB),
-    (0xD800, 0xDFFF),  # halves of characters, which no encoding takes
-    (0xE0000, 0xE007F),  # tags: text that nobody sees
+    (0xD800, 0xDFFF),  # lone surrogates, which no encoding accepts
+    (0xE0000, 0xE007F),  # tags: invisible text
 )
 _SINGLE = (0x00AD, 0x061C, 0x180E, 0x200B, 0x200E, 0x200F, 0xFEFF)
-"""Soft hyphen, marks of direction, zero-width space, byte-order mark. Joiners stay: scripts and emoji need them."""
+"""Soft hyphen, direction marks, zero-width space, byte-order mark. Joiners stay: scripts and emoji need them."""
 
 
 def _escape(code: int) -> str:
@@ -31,7 +31,7 @@ _JSON_ESCAPES = {code: f"\\u{code:04x}" for code in _CODES if code < 0x10000} | 
 
 
 def escape_controls(value: object) -> str:
-    """`value` as text that any UTF-8 output takes and no terminal obeys. Tabs and line feeds stay."""
+    """`value` as text with control characters escaped, valid in UTF-8. Tabs and line feeds stay."""
     text = value if isinstance(value, str) else str(value)
     if text.isascii() and text.isprintable():
         return text
@@ -39,5 +39,5 @@ def escape_controls(value: object) -> str:
 
 
 def escape_controls_json(text: str) -> str:
-    """The same for JSON text, in JSON's own escapes: what is read back is unchanged."""
+    """The same for JSON text, with JSON escapes: parsing it gives the same value."""
     return text.translate(_JSON_ESCAPES)

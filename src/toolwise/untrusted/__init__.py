@@ -1,1 +1,1 @@
-"""Values, patterns, schemas and exceptions that come from other people's code and data."""
+"""Safe handling of values, patterns, schemas and exceptions from user code and data."""

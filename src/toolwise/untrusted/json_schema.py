@@ -1,4 +1,4 @@
-"""A tool's parameters as a compiled JSON schema: what arguments are checked by, when called and when scored."""
+"""Compiles a tool's JSON schema of parameters, to validate arguments when it is called and when calls are scored."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from jsonschema import Draft202012Validator, ValidationError
 
 MAX_KEYWORD_CHECKS = 50_000
-"""Keywords that are checked for one call: half a second. Two alternatives that lead back to each other are four on the
-next level, and a schema of a few lines has 2**40 of them for the arguments that fit it."""
+"""Keyword checks per call, about half a second. Alternatives that refer back to each other double at every level: a
+schema of a few lines can need 2**40 checks."""
 _OPEN_PROPERTY_KEYWORDS = {"patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
 
 
 class ValidationLimitError(Exception):
-    """A schema and arguments that would take longer to check than a call is worth."""
+    """Validating the arguments against this schema would take too long."""
 
 
 class _CheckBudget(threading.local):
@@ -33,7 +33,7 @@ _check_budget = _CheckBudget()
 
 
 def argument_errors(validator: Draft202012Validator, arguments: Any) -> Iterator[ValidationError]:
-    """What is wrong with `arguments`; a `ValidationLimitError` where that takes too long to find out."""
+    """Validation errors of `arguments`. Raises `ValidationLimitError` if validation takes too long."""
     _check_budget.left = MAX_KEYWORD_CHECKS
     try:
         yield from validator.iter_errors(arguments)
@@ -41,8 +41,8 @@ def argument_errors(validator: Draft202012Validator, arguments: Any) -> Iterator
         _check_budget.left = math.inf
 
 
-# Keyed by the schema's text, not by its identity: tasks that bring equal schemas share one validator, and a
-# schema that was changed in place gets another.
+# Keyed by the schema's text, not by its identity: tasks with equal schemas share a validator, and a schema that is
+# changed in place gets a new one.
 @lru_cache(maxsize=1024)
 def compile_parameters(tool: str, parameters: str) -> Draft202012Validator:
     """The validator of `tool`'s parameters, given as JSON text."""
@@ -53,20 +53,20 @@ def compile_parameters(tool: str, parameters: str) -> Draft202012Validator:
     try:
         Draft202012Validator.check_schema(schema)
     except SchemaError as error:
-        raise ConfigError(f"tool {tool}: its parameters are no JSON schema: {error.message:.200}") from error
+        raise ConfigError(f"tool {tool}: its parameters are not a valid JSON schema: {error.message:.200}") from error
     except RecursionError:
-        raise ConfigError(f"tool {tool}: its parameters are nested too deeply; write fewer levels") from None
+        raise ConfigError(f"tool {tool}: its parameters are nested too deeply; use fewer levels") from None
     _check_patterns(tool, schema)
-    # JSON schema lets unnamed properties pass; in a call, an argument that a tool lacks is a mistake.
+    # JSON schema allows undeclared properties; in a call, an argument that the tool does not have is a mistake.
     if isinstance(schema, dict) and schema.get("properties") and not schema.keys() & _OPEN_PROPERTY_KEYWORDS:
         schema.setdefault("additionalProperties", False)
-    # An empty registry: a $ref must never make us fetch something from the network.
+    # An empty registry: a $ref must never fetch something from the network.
     validator: Draft202012Validator = _linear_validator()(schema, registry=Registry())
     return validator
 
 
 def _check_patterns(tool: str, schema: Any) -> None:
-    """Refuses what a model's arguments could not be matched against in linear time."""
+    """Reject patterns that cannot be matched in linear time."""
     keywords = set()
     for keyword, value in _keywords(schema):
         keywords.add(keyword)
@@ -78,7 +78,7 @@ def _check_patterns(tool: str, schema: Any) -> None:
                 raise ConfigError(f"tool {tool}: {keyword} {pattern!r:.80} in its parameters: {fault}") from None
     if keywords >= {"unevaluatedProperties", "patternProperties"}:
         raise ConfigError(
-            f"tool {tool}: unevaluatedProperties and patternProperties in one schema of parameters are not supported; "
+            f"tool {tool}: its parameters combine unevaluatedProperties and patternProperties, which is not supported; "
             "use additionalProperties"
         )
 
@@ -88,26 +88,28 @@ _NON_SCHEMA_KEYWORDS = {"enum", "const", "default", "examples", "required"}
 
 
 def _keywords(schema: Any) -> Iterator[tuple[str, Any]]:
-    """Every keyword of a schema and of those inside it; the names of properties are none."""
-    waiting = [schema]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, list):
-            waiting += part
-        elif isinstance(part, dict):
-            for keyword, value in part.items():
+    """Every keyword of a schema and its subschemas; property names are not keywords."""
+    stack = [schema]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, list):
+            stack += node
+        elif isinstance(node, dict):
+            for keyword, value in node.items():
                 if keyword in _NON_SCHEMA_KEYWORDS:
                     continue
                 yield keyword, value
                 named = keyword in _SCHEMA_MAP_KEYWORDS and isinstance(value, dict)
-                waiting += value.values() if named else [value]
+                stack += value.values() if named else [value]
 
 
 @cache
 def _linear_validator() -> Any:
-    """The standard's validator, but for the keywords that `jsonschema` may take more than linear time for: patterns,
-    which Python's own engine matches by backtracking, and `uniqueItems`, which compares each item with each. All are
-    counted: see `argument_errors`."""
+    """The standard validator, with linear-time versions of keywords that may take longer in `jsonschema`.
+
+    These are patterns, which Python's engine matches by backtracking, and `uniqueItems`, which compares all pairs. All
+    checks are counted: see `argument_errors`.
+    """
     from jsonschema import Draft202012Validator, ValidationError
     from jsonschema.validators import extend
 
@@ -117,9 +119,9 @@ def _linear_validator() -> Any:
 
     def pattern_properties(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
         for key, value in instance.items() if isinstance(instance, dict) else ():
-            for each, inner in wanted.items():
-                if compile_pattern(each).search(key):
-                    yield from validator.descend(value, inner, path=key, schema_path=each)
+            for expression, inner in wanted.items():
+                if compile_pattern(expression).search(key):
+                    yield from validator.descend(value, inner, path=key, schema_path=expression)
 
     standard = Draft202012Validator.VALIDATORS["additionalProperties"]
 
@@ -127,8 +129,8 @@ def _linear_validator() -> Any:
         if not isinstance(instance, dict) or "patternProperties" not in schema:
             yield from standard(validator, wanted, instance, schema)
             return
-        patterns = [compile_pattern(each) for each in schema["patternProperties"]]
-        rest = {k: v for k, v in instance.items() if not any(each.search(k) for each in patterns)}
+        patterns = [compile_pattern(expression) for expression in schema["patternProperties"]]
+        rest = {k: v for k, v in instance.items() if not any(expression.search(k) for expression in patterns)}
         plain = {key: value for key, value in schema.items() if key != "patternProperties"}
         yield from standard(validator, wanted, rest, plain)
 
@@ -136,23 +138,23 @@ def _linear_validator() -> Any:
         if wanted and isinstance(instance, list) and len(set(map(_canonical, instance))) < len(instance):
             yield ValidationError(f"{instance!r:.80} has non-unique elements")
 
-    whole_multiples = Draft202012Validator.VALIDATORS["multipleOf"]
+    standard_multiple_of = Draft202012Validator.VALIDATORS["multipleOf"]
 
     def multiple_of(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
         try:
-            yield from whole_multiples(validator, wanted, instance, schema) or ()
-        except (OverflowError, ValueError):  # beyond what a float can be, or none
+            yield from standard_multiple_of(validator, wanted, instance, schema) or ()
+        except (OverflowError, ValueError):  # too large for a float, or NaN
             yield ValidationError(f"{instance!r:.80} is not a multiple of {wanted}")
 
-    own = {
+    overrides = {
         "pattern": pattern,
         "patternProperties": pattern_properties,
         "additionalProperties": additional_properties,
         "uniqueItems": unique_items,
         "multipleOf": multiple_of,
     }
-    every = {**Draft202012Validator.VALIDATORS, **own}
-    return extend(Draft202012Validator, {keyword: _with_check_budget(check) for keyword, check in every.items()})
+    checks = {**Draft202012Validator.VALIDATORS, **overrides}
+    return extend(Draft202012Validator, {keyword: _with_check_budget(check) for keyword, check in checks.items()})
 
 
 def _with_check_budget(check: Callable[..., Any]) -> Callable[..., Any]:
@@ -167,7 +169,7 @@ def _with_check_budget(check: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _canonical(value: Any) -> str:
-    """The same text for values that JSON takes for the same: 1 and 1.0, but not 1 and true."""
+    """Equal texts for values that are equal in JSON: 1 and 1.0, but not 1 and true."""
     return json.dumps(_normalize_numbers(value), sort_keys=True)
 
 

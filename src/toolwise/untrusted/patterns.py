@@ -1,9 +1,8 @@
-"""Regular expressions that data, tools and servers supply, matched in linear time.
+"""Matches regular expressions from data, tools and servers in linear time.
 
-Python's own engine backtracks: `^(.+)+\\x00$` takes longer than anybody lives on a few dozen letters. Here a pattern is
-read by Python's parser, so that it means what Python means by it, and matched by the engine that pydantic brings along
-(Rust's regex), whose time is linear in the text. It has neither look-around nor back-references: those are refused
-where the pattern is read, before any work is done.
+Python's own engine backtracks: `^(.+)+\\x00$` takes years on a few dozen letters. Here Python's parser reads the
+pattern, so that it keeps its meaning, and pydantic's engine (Rust's regex), which is linear in the text, matches it.
+That engine has neither look-around nor back-references: patterns that use them are rejected when they are compiled.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ _c: Any = re._constants  # type: ignore[attr-defined]
 _parser: Any = re._parser  # type: ignore[attr-defined]
 
 MAX_CHARS = 10_000
-"""Of a pattern."""
+"""Length limit of a pattern."""
 MAX_SIZE = 2_500
-"""Letters and sets of a pattern with its repeats written out. The engine's time is linear in the text, but for each
-character of it as long as the pattern is large: `(?:a{0,300}){0,300}` takes 10 ms a character."""
-TOO_LARGE = "it is too large when its repeats are written out; repeat less"
+"""Characters and sets of a pattern with its repeats expanded. The engine is linear in the text, but the time per
+character grows with the pattern: `(?:a{0,300}){0,300}` takes 10 ms per character."""
+TOO_LARGE = "it is too large when its repeats are expanded; use smaller repeats"
 _UNSUPPORTED = {
     _c.ASSERT: "look-around such as (?=…) and (?<=…)",
     _c.ASSERT_NOT: "look-around such as (?!…) and (?<!…)",
@@ -46,11 +45,11 @@ _NEGATED = {
 
 
 class PatternError(ValueError):
-    """A pattern that is none, or that cannot be matched in linear time; the message says which."""
+    """An invalid pattern, or one that cannot be matched in linear time; the message says which."""
 
 
 class Pattern:
-    """A compiled pattern; `search` says whether a text holds a match."""
+    """A compiled pattern; `search` returns whether a text contains a match."""
 
     __slots__ = ("_validator", "pattern")
 
@@ -64,13 +63,13 @@ class Pattern:
 
     def search(self, text: str) -> bool:
         if not text.isascii():
-            text = text.encode("utf-8", "replace").decode()  # half a character is no text
+            text = text.encode("utf-8", "replace").decode()  # lone surrogates are not valid text
         return self._validator.isinstance_python(text)
 
 
 @lru_cache(maxsize=128)
 def compile_pattern(pattern: str) -> Pattern:
-    """`pattern` in Python's syntax, for `search`; a `PatternError` where it cannot be had."""
+    """Compile `pattern` (Python syntax) for `search`. Raises `PatternError` if that is not possible."""
     return Pattern(pattern)
 
 
@@ -81,7 +80,7 @@ def _reason(error: str) -> str:
 
 
 def _translate(pattern: str) -> str:
-    """The same pattern as Rust writes it."""
+    """The same pattern in Rust's syntax."""
     if len(pattern) > MAX_CHARS:
         raise PatternError(f"it has {len(pattern)} characters, more than {MAX_CHARS}")
     try:
@@ -105,7 +104,7 @@ def _sequence(items: Iterable[tuple[Any, Any]], flags: int) -> str:
 
 
 def _size(items: Iterable[tuple[Any, Any]]) -> int:
-    """Of a sequence that `_sequence` could write."""
+    """Expanded size of a sequence that `_sequence` has accepted."""
     size = 0
     for kind, value in items:
         if kind is _c.BRANCH:
@@ -122,7 +121,7 @@ def _size(items: Iterable[tuple[Any, Any]]) -> int:
 
 def _item(kind: Any, value: Any, flags: int) -> str:
     if kind in _UNSUPPORTED:
-        raise PatternError(f"{_UNSUPPORTED[kind]} cannot be matched in linear time; write it without")
+        raise PatternError(f"{_UNSUPPORTED[kind]} cannot be matched in linear time; rewrite the pattern without it")
     if kind is _c.ANY:
         return r"(?s:.)" if flags & re.DOTALL else r"[^\n]"
     if kind in (_c.LITERAL, _c.NOT_LITERAL):
@@ -150,7 +149,7 @@ def _with_case_flag(text: str, flags: int) -> str:
 
 def _letter(code: int) -> str:
     if 0xD800 <= code <= 0xDFFF:
-        raise PatternError("half a character (a surrogate) is no text")
+        raise PatternError("a lone surrogate is not valid text")
     return f"\\x{{{code:x}}}"
 
 
@@ -179,7 +178,7 @@ def _category(value: Any, flags: int) -> str:
 def _position(value: Any, flags: int) -> str:
     if value is _c.AT_BEGINNING:
         return "(?m:^)" if flags & re.MULTILINE else r"\A"
-    if value is _c.AT_END:  # Python's $ also stands before a line feed at the very end
+    if value is _c.AT_END:  # Python's $ also matches before a line feed at the very end
         return "(?m:$)" if flags & re.MULTILINE else r"(?:\n?\z)"
     if value is _c.AT_BEGINNING_STRING:
         return r"\A"

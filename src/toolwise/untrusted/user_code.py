@@ -1,8 +1,8 @@
-"""What other people's code raises: always an ordinary `Exception`, unless it is the user's own Ctrl-C.
+"""Turns everything that user code raises into an ordinary `Exception`, except the user's own Ctrl-C.
 
-A tool, a world, a policy or a reward may raise `KeyboardInterrupt`, `SystemExit`, `GeneratorExit` or a `BaseException`
-of its own (a panic of a Rust extension is one). None of them may end a run: asyncio would let the first two out of the
-event loop, and most code lets the others pass.
+A tool, an environment, a policy or a reward may raise `KeyboardInterrupt`, `SystemExit`, `GeneratorExit` or another
+`BaseException` (such as a panic in a Rust extension). None of them may end a run: asyncio lets the first two escape
+from the event loop, and most code does not catch the others.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from toolwise.untrusted.bounds import truncate_text
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_name_of: Callable[[type], str] = type.__dict__["__name__"].__get__  # whatever a metaclass has to say of it
+_name_of: Callable[[type], str] = type.__dict__["__name__"].__get__  # cannot be overridden by a metaclass
 MAX_CHARS = 2000
-"""Of what is told of a fault."""
+"""Length limit of the description of an exception."""
 
 
 class Interrupt(KeyboardInterrupt):
-    """The user's Ctrl-C, as a signal handler of ours raises it."""
+    """The user's Ctrl-C, raised by our signal handler."""
 
 
 class UserCodeError(RuntimeError):
-    """Stands for what would have ended the program, had it been let through."""
+    """Replaces a `BaseException` that would otherwise have ended the program."""
 
 
 def is_interrupt(fault: BaseException) -> bool:
-    """Whether `fault` came from a signal and not from a `raise` in somebody's code."""
+    """Whether `fault` came from a signal and not from a `raise` in user code."""
     if not isinstance(fault, KeyboardInterrupt):
         return False
     if isinstance(fault, Interrupt) or _raised_by_runner(fault):
         return True
-    # Python's own handler leaves no trace: whoever did not install another one must still be able to stop.
-    here = threading.current_thread() is threading.main_thread()
-    return here and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    # Python's default handler leaves no trace, but Ctrl-C must still work while it is installed.
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    return in_main_thread and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def _raised_by_runner(fault: BaseException) -> bool:
-    """asyncio's handler raises in a frame of its own, the innermost one."""
+    """asyncio's handler raises in its own frame, the innermost one."""
     trace = fault.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -52,7 +52,7 @@ def _raised_by_runner(fault: BaseException) -> bool:
 
 
 def as_exception(fault: BaseException) -> Exception:
-    """`fault` itself where it is an `Exception`; else one that stands for it. The user's Ctrl-C is raised."""
+    """`fault` itself if it is an `Exception`, else a replacement. Raises if it is the user's Ctrl-C."""
     if isinstance(fault, Exception):
         return fault
     if is_interrupt(fault):
@@ -65,7 +65,7 @@ def as_exception(fault: BaseException) -> Exception:
 
 
 def call_user_code(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """`function(…)`, whose faults are all exceptions."""
+    """Call `function`; whatever it raises is an `Exception`."""
     try:
         return function(*args, **kwargs)
     except Exception:
@@ -75,7 +75,7 @@ def call_user_code(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) 
 
 
 async def await_user_code(work: Awaitable[T]) -> T:
-    """What `work` gives, for a task of its own; a cancellation stays one."""
+    """Await `work` in a separate task; a cancellation stays a cancellation."""
     task = asyncio.current_task()
     try:
         return await work
@@ -88,7 +88,7 @@ async def await_user_code(work: Awaitable[T]) -> T:
 
 
 def is_closing(fault: BaseException, task: asyncio.Task[Any] | None = None) -> bool:
-    """Whether Python is closing a coroutine, of `task` where that is known, that nobody runs any more."""
+    """Whether Python is closing a coroutine (of `task`, if known) that is no longer running."""
     if not isinstance(fault, GeneratorExit):
         return False
     try:
@@ -99,20 +99,20 @@ def is_closing(fault: BaseException, task: asyncio.Task[Any] | None = None) -> b
 
 
 def describe(fault: BaseException) -> str:
-    """`ValueError: no such city`, whatever the fault's own `__str__` does, and of a bounded length."""
+    """`ValueError: no such city`, even if the exception's `__str__` fails, and of bounded length."""
     kind = _name_of(type(fault))
-    name, said = "RuntimeError" if kind == UserCodeError.__name__ else kind, _safe_text(fault, str)
-    return truncate_text(f"{name}: {said}", MAX_CHARS)
+    name, text = "RuntimeError" if kind == UserCodeError.__name__ else kind, _safe_text(fault, str)
+    return truncate_text(f"{name}: {text}", MAX_CHARS)
 
 
 def format_with_traceback(fault: BaseException) -> str:
-    """`fault` with its traceback, for a log; `traceback.format_exception` would ask it for its text."""
+    """`fault` with its traceback, for a log; `traceback.format_exception` would call its `__str__`."""
     return f"{''.join(traceback.format_tb(fault.__traceback__))}{describe(fault)}"
 
 
-def _safe_text(value: object, words: Callable[[object], str]) -> str:
+def _safe_text(value: object, convert: Callable[[object], str]) -> str:
     try:
-        return words(value)
+        return convert(value)
     except Exception as fault:
         return f"(its text could not be had: {type(fault).__name__})"
     except BaseException as fault:

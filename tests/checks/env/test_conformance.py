@@ -299,7 +299,7 @@ class SynchronousReset(Corridor):
         (Hangs, "life cycle", "wrong", "step 1 took longer than 0.5 s"),
         (BadReward, "types", "wrong", "the reward is nan"),
         (TruncatedAndGoingOn, "done and truncated", "wrong", 'info["truncated"] is True and done is not'),
-        (BadSpecs, "tool specs", "wrong", "its parameters are no JSON schema"),
+        (BadSpecs, "tool specs", "wrong", "its parameters are not a valid JSON schema"),
         (TwinSpecs, "tool specs", "wrong", "two tools have the name 'go'"),
         (SilentSpecs, "tool specs", "warning", "no description"),
         (IgnoresTheSeed, "determinism", "wrong", "at reset: observation"),

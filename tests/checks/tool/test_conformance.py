@@ -180,7 +180,7 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
     [
         (Counter(name="no spaces"), "name", "wrong", "use 1 to 64 letters"),
         (Counter(description=""), "description", "warning", "models choose by it"),
-        (Counter(parameters={"type": "objekt"}), "schema", "wrong", "no JSON schema"),
+        (Counter(parameters={"type": "objekt"}), "schema", "wrong", "not a valid JSON schema"),
         (Counter(parameters={"type": "array"}), "schema", "wrong", "arguments are always an object"),
         (Counter(parameters={"type": "object", "required": ["x"]}), "schema", "wrong", "required, but no property: x"),
         (

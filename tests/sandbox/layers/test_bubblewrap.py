@@ -1,4 +1,4 @@
-"""What is mounted for a process in namespaces, and how its end is told."""
+"""What is mounted for a process in namespaces, and how its exit is reported."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_links_without_an_end_lead_nowhere(tmp_path: Path) -> None:
     assert _follow(str(tmp_path / "nothing"), {}) is None
 
 
-def test_what_lies_in_another_comes_after_it(tmp_path: Path) -> None:
+def test_nested_mounts_come_after_their_parents(tmp_path: Path) -> None:
     root = str(tmp_path.resolve())
     (tmp_path / "a" / "b").mkdir(parents=True)
     words = _mounts([f"{root}/a/b", root], [(f"{root}/a", ("--bind", f"{root}/a"))])
@@ -73,7 +73,7 @@ def test_no_view_without_the_layer() -> None:
     assert host_namespaces(None) == ()
 
 
-def test_a_missing_program_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_bwrap_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     unavailable_reason.cache_clear()
     try:
@@ -83,7 +83,7 @@ def test_a_missing_program_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_namespaces
-def test_a_program_that_refuses_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_error_of_bwrap_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fake = tmp_path / "bwrap"
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions' >&2\nexit 1\n")
     fake.chmod(0o755)
@@ -104,7 +104,7 @@ def _run(tmp_path: Path, text: str) -> BwrapProcess:
 
 
 @needs_namespaces
-def test_an_end_is_told_as_popen_tells_it(tmp_path: Path) -> None:
+def test_returncode_is_like_popen(tmp_path: Path) -> None:
     assert _run(tmp_path, "exit 3").wait() == 3
     assert _run(tmp_path, "kill -9 $$").wait() == -9
     assert _run(tmp_path, "exit 200").wait() == 200

@@ -1,4 +1,4 @@
-"""A refused call is explained by the permission that would have allowed it."""
+"""A refused call is explained by the permission that would allow it."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_it_is_found_under_other_exceptions() -> None:
 @pytest.mark.parametrize(
     "fault", [ValueError("x"), PermissionError("said by the code itself"), OSError(2, "not there")]
 )
-def test_other_mistakes_are_the_codes_own(fault: Exception) -> None:
+def test_other_errors_are_not_explained(fault: Exception) -> None:
     assert denial_hints.explain(fault) is None
 
 

@@ -1,4 +1,4 @@
-"""Folders as file systems of a fixed size: in a process that is thrown away."""
+"""Folders as file systems of a fixed size, mounted in a throwaway process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _limited(folder: Path, body: str) -> dict[str, object]:
 
 
 @linux
-def test_no_more_is_written_than_fits(tmp_path: Path) -> None:
+def test_writes_stop_at_the_size_limit(tmp_path: Path) -> None:
     body = (
         "said['limited'] = is_limited(folder, 2)\nx = os.open('x', os.O_CREAT | os.O_WRONLY)\nos.unlink('x')\n"
         "try:\n    while True: os.write(x, bytes(100_000))\nexcept OSError as fault: said['fault'] = fault.errno\n"
@@ -40,11 +40,11 @@ def test_no_more_is_written_than_fits(tmp_path: Path) -> None:
     assert said["limited"]
     assert said["fault"] == 28
     assert said["size"] == 2 << 20
-    assert list(tmp_path.iterdir()) == []  # nothing of it is out here
+    assert list(tmp_path.iterdir()) == []  # nothing of it is visible outside
 
 
 @linux
-def test_no_more_files_are_made_than_may_be(tmp_path: Path) -> None:
+def test_files_stop_at_the_count_limit(tmp_path: Path) -> None:
     body = (
         "try:\n    for said['files'] in range(1 << 20): os.mkdir(str(said['files']))\n"
         "except OSError as fault: said['fault'] = fault.errno"
@@ -55,7 +55,7 @@ def test_no_more_files_are_made_than_may_be(tmp_path: Path) -> None:
 
 
 @linux
-def test_it_has_no_powers_there(tmp_path: Path) -> None:
+def test_it_has_no_capabilities_in_its_namespace(tmp_path: Path) -> None:
     body = "from toolwise.sandbox.layers.kernel import capabilities\nsaid['powers'] = capabilities()"
     if os.getuid() != 0:
         assert _limited(tmp_path, body)["powers"] == 0

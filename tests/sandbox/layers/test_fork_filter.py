@@ -1,4 +1,4 @@
-"""A process that asks for its births, and one that cannot; what the filter asks for is in test_seccomp.py."""
+"""A process whose forks need approval, and one that cannot install the filter; see test_seccomp.py for its program."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the layers are Linux's")
 
 
-def test_births_are_free_where_the_kernel_cannot_ask() -> None:
-    """Two filters that ask cannot be on one process."""
+def test_forks_are_not_held_without_kernel_support() -> None:
+    """A process cannot have two filters with a listener."""
     source = (
         "import os, socket\nfrom toolwise.sandbox.layers import fork_filter\n"
         "for _ in range(2):\n"

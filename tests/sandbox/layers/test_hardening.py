@@ -1,4 +1,4 @@
-"""Plans travel as JSON; layers that a machine does not have are told and not raised."""
+"""Plans travel as JSON; layers that a machine lacks are reported, not raised."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_every_layer_says_how_to_get_it() -> None:
     assert {layer for layers in LAYERS.values() for layer in layers} <= set(LAYER_REQUIREMENTS)
 
 
-def test_limits_are_above_what_there_is(tmp_path: Path) -> None:
+def test_limits_are_above_current_usage(tmp_path: Path) -> None:
     source = (
         "from toolwise.sandbox.layers.hardening import *\nimport resource\n"
         "before = bytearray(200_000_000)\n"
@@ -33,7 +33,7 @@ def test_limits_are_above_what_there_is(tmp_path: Path) -> None:
     assert done.stdout.strip() == "limited ['limits'] {}"
 
 
-def test_a_layer_that_fails_is_told(tmp_path: Path) -> None:
+def test_a_failing_layer_is_reported(tmp_path: Path) -> None:
     source = (
         "from toolwise.sandbox.layers import hardening, landlock\n"
         "landlock.abi = lambda: 0\n"

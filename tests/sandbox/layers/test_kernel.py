@@ -1,4 +1,4 @@
-"""Calls of the kernel by ctypes: tried in processes of their own, since they cannot be taken back."""
+"""Kernel calls through ctypes, in separate processes since they cannot be undone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Landlock: which rights each version of it knows. What it stops is tried by the abuse suite."""
+"""Landlock: which rights each ABI version handles. The abuse suite tests what it blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process ends with whoever started it, and with the pipe that it watches."""
+"""A process dies with its parent, and when the liveness pipe closes."""
 
 from __future__ import annotations
 

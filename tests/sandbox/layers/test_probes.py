@@ -1,4 +1,4 @@
-"""Probes find a layer that does not hold: here, in a process that has none."""
+"""Probes detect layers that do not hold: here, in a process without any."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The filter, run here by a small interpreter of its own language: what is let through and what is not."""
+"""The filter, run by a small BPF interpreter: what is allowed and what is refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MACHINES = ["x86_64", "aarch64"]
 
 
 def run(program: list[seccomp.Instruction], nr: int, *arguments: int, arch: int) -> int:
-    """What the kernel would do with a call."""
+    """What the kernel would do with a system call."""
     data = {seccomp.NR: nr, seccomp.ARCH: arch}
     for index, value in enumerate((*arguments, *[0] * (6 - len(arguments)))):
         data[seccomp.ARGUMENTS + 8 * index] = value & 0xFFFFFFFF
@@ -70,7 +70,7 @@ def test_every_call_in_the_tables_is_refused(machine: str, table: syscalls.Sysca
         ("kill", (0, 0), REFUSED),
         ("tgkill", (PID, PID, 6), seccomp.ALLOW),
         ("tgkill", (1, 1, 6), REFUSED),
-        ("clone", (0x3D0B00,), REFUSED),  # a thread with descriptors of its own
+        ("clone", (0x3D0B00,), REFUSED),  # a thread with separate descriptors
         ("close_range", (3, 9, 0), seccomp.ALLOW),
         ("close_range", (3, 9, 4), seccomp.ALLOW),
         ("close_range", (3, 9, 2), REFUSED),
@@ -101,7 +101,7 @@ def test_arguments_decide(machine: str, name: str, arguments: tuple[int, ...], o
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_another_processors_calls_end_the_process(machine: str) -> None:
+def test_system_calls_of_another_architecture_kill_the_process(machine: str) -> None:
     program = seccomp.assemble(machine, PID)
     assert run(program, 0, arch=0x40000003) == seccomp.KILL
     if machine == "x86_64":
@@ -109,7 +109,7 @@ def test_another_processors_calls_end_the_process(machine: str) -> None:
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_calls_that_came_later_do_not_exist(machine: str) -> None:
+def test_newer_system_calls_fail_with_enosys(machine: str) -> None:
     arch, _ = syscalls.PROCESSORS[machine]
     answer = run(seccomp.assemble(machine, PID), syscalls.LAST_KNOWN + 1, arch=arch)
     assert answer == seccomp.REFUSE | errno.ENOSYS
@@ -127,7 +127,7 @@ def test_permissions_open_their_part_and_no_other(machine: str) -> None:
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize(("name", "own"), [("setresuid", os.getuid()), ("setresgid", os.getgid())])
-def test_whoever_may_start_processes_may_become_who_it_is_and_nobody_else(machine: str, name: str, own: int) -> None:
+def test_setting_the_current_uid_is_allowed_and_no_other(machine: str, name: str, own: int) -> None:
     same = 2**64 - 1
     assert call(machine, name, same, own, same) == REFUSED
     asked = [(same, own, same), (same, own + 1, same), (own, own, same), (same, own, own), (same, same, same)]
@@ -136,20 +136,20 @@ def test_whoever_may_start_processes_may_become_who_it_is_and_nobody_else(machin
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_who_may_start_processes_has_no_power_over_others(machine: str) -> None:
+def test_subprocess_permission_gives_no_power_over_other_processes(machine: str) -> None:
     assert call(machine, "prlimit64", 0, 7, permissions=("subprocess",)) == seccomp.ALLOW
     assert call(machine, "prlimit64", 1, 7, permissions=("subprocess",)) == REFUSED
     assert call(machine, "clone", 0x3D0F00, permissions=("subprocess",)) == seccomp.ALLOW
     assert call(machine, "clone", 0x3D0B00, permissions=("subprocess",)) == REFUSED
 
 
-def test_signals_are_open_only_where_landlock_keeps_them_in() -> None:
+def test_signals_are_allowed_only_if_landlock_scopes_them() -> None:
     for scoped, outcome in ((True, seccomp.ALLOW), (False, REFUSED)):
         program = seccomp.assemble("x86_64", PID, ("subprocess",), scoped=scoped)
         assert run(program, 62, 99, 9, arch=syscalls.X86_64) == outcome
 
 
-def test_reading_and_writing_go_on() -> None:
+def test_reading_and_writing_still_work() -> None:
     program = seccomp.assemble("x86_64", PID)
     assert {run(program, nr, arch=syscalls.X86_64) for nr in (0, 1, 3, 9, 11, 12, 35, 202, 257)} == {seccomp.ALLOW}
 
@@ -161,7 +161,7 @@ def test_the_filter_fits_the_kernel() -> None:
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_a_process_may_be_had_but_no_namespace(machine: str) -> None:
+def test_processes_are_allowed_but_namespaces_are_not(machine: str) -> None:
     new_user, fork = 0x10000000, 17
     assert call(machine, "clone", fork, permissions=("subprocess",)) == seccomp.ALLOW
     assert call(machine, "clone", new_user | fork, permissions=("subprocess",)) == REFUSED
@@ -177,7 +177,7 @@ def test_metadata_of_files_is_allowed_alone(machine: str) -> None:
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-def test_new_processes_are_asked_for_and_threads_are_not(machine: str) -> None:
+def test_new_processes_need_approval_and_threads_do_not(machine: str) -> None:
     arch, column = syscalls.PROCESSORS[machine]
     program = fork_filter.assemble_fork_filter(machine)
     clone = syscalls.ARGUMENT_CHECKED["clone"][column]
@@ -187,4 +187,4 @@ def test_new_processes_are_asked_for_and_threads_are_not(machine: str) -> None:
     assert run(program, clone, 0x1200011, arch=arch) == fork_filter.RET_USER_NOTIF
     assert run(program, clone, 0x3D0F00, arch=arch) == seccomp.ALLOW  # a thread, as glibc makes it
     assert {run(program, number, arch=arch) for number in (0, 1, 3, 61, 202)} == {seccomp.ALLOW}
-    assert run(program, clone, 0x1200011, arch=0x40000003) == seccomp.ALLOW  # the other filter ends it
+    assert run(program, clone, 0x1200011, arch=0x40000003) == seccomp.ALLOW  # the main filter kills it

@@ -1,4 +1,4 @@
-"""A supervisor as whoever starts it sees it: it ends as its child does, after all that is beneath it."""
+"""A supervisor as its starter sees it: it exits like its child, after all descendants are gone."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_it_ends_as_its_child_does(text: str, code: int) -> None:
     ],
     ids=["by itself", "asked to", "without a trainer"],
 )
-def test_what_is_beneath_it_ends_first(end: Callable[[Supervisor], None]) -> None:
+def test_descendants_end_before_the_supervisor(end: Callable[[Supervisor], None]) -> None:
     by_itself = end.__code__.co_names == ()
     supervisor = Supervisor(f"env -i setsid sleep 300 & echo $!; {'exit 5' if by_itself else 'sleep 300'}")
     pid = supervisor.line()
@@ -84,11 +84,11 @@ def test_what_is_beneath_it_ends_first(end: Callable[[Supervisor], None]) -> Non
     assert (code, said) == (5, b"ended 1") if by_itself else (code == -9 and said.startswith(b"ended "))
 
 
-def test_each_that_is_left_is_counted_in_the_same_group_too() -> None:
+def test_leftovers_are_counted_even_in_one_process_group() -> None:
     assert Supervisor("for i in 1 2 3 4 5; do sleep 300 & done; sleep 0.2; exit 0").end() == (0, b"ended 5")
 
 
-def test_it_goes_on_after_signals_that_are_not_meant_for_it() -> None:
+def test_it_ignores_other_signals() -> None:
     supervisor = Supervisor("echo up; sleep 0.5; exit 3")
     supervisor.line()
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGCHLD, signal.SIGALRM):
@@ -107,14 +107,14 @@ def test_its_child_ends_with_it() -> None:
     assert not _alive(pid)
 
 
-def test_it_keeps_nothing_of_its_childs_open() -> None:
+def test_it_closes_the_descriptors_of_its_child() -> None:
     supervisor = Supervisor("exec >&-; sleep 0.5")
     assert supervisor.line() == ""  # an end of file, while both are alive
     assert supervisor.popen.poll() is None
     assert supervisor.end()[0] == 0
 
 
-def test_orphans_that_end_are_buried_at_once() -> None:
+def test_orphans_are_reaped_at_once() -> None:
     supervisor = Supervisor("for i in 1 2 3 4 5; do (setsid true &); done; echo up; sleep 1")
     supervisor.line()
     until = time.monotonic() + 5
@@ -143,8 +143,8 @@ def _zombies_of(parent: int) -> list[str]:
         (False, "SIGTERM", False),
     ],
 )
-def test_other_supervisors_are_spared_where_it_is_told_to(told: bool, end: str, spared: bool) -> None:
-    """A name is easily taken: one that nobody asked to spare, or that the trainer does not outlive, ends too."""
+def test_nested_supervisors_are_spared_on_request(told: bool, end: str, spared: bool) -> None:
+    """The process name is easily forged: it protects only on request, and not once the trainer is gone."""
     named = "import time; open('/proc/self/comm', 'w').write('toolwise-watch'); print('up', flush=True); time.sleep(99)"
     rename = f'setsid {sys.executable} -S -c "{named}"'
     supervisor = Supervisor(f"{rename} & echo $!; sleep {0.5 if end == 'exits' else 99}; exit 0")

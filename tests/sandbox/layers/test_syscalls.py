@@ -1,4 +1,4 @@
-"""The tables of numbers: no number twice on one processor, none beyond what the filter knows."""
+"""The syscall tables: no number twice per architecture, none beyond what the filter knows."""
 
 from __future__ import annotations
 

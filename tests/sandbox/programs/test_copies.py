@@ -1,4 +1,4 @@
-"""Copies of a rollout's files: only what changed, no link followed, and no more than may be."""
+"""Copies of a rollout's files: only changes, no followed links, within the limits."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_folder_that_moved_is_copied_with_its_files(pair: Pair) -> None:
     assert [str(p.relative_to(pair.target)) for p in sorted(pair.target.rglob("*"))] == ["b", "b/f"]
 
 
-def test_kinds_may_change_places(pair: Pair, tmp_path: Path) -> None:
+def test_files_and_folders_may_swap_names(pair: Pair, tmp_path: Path) -> None:
     (tmp_path / "victim").mkdir()
     (tmp_path / "victim" / "f").write_text("x")
     (pair.source / "a").mkdir()
@@ -165,7 +165,7 @@ def test_too_many_bytes_files_or_folders_are_too_much(pair: Pair, monkeypatch: p
 
 
 def test_long_names_at_a_great_depth_are_too_much(tmp_path: Path) -> None:
-    """10,000 of them would take the trainer seconds at every call."""
+    """10,000 of them would take the trainer seconds on every call."""
     at = tmp_path / "source"
     for _ in range(12):
         at = at / ("n" * 250)
@@ -180,7 +180,7 @@ def test_long_names_at_a_great_depth_are_too_much(tmp_path: Path) -> None:
         os.close(folder)
 
 
-def test_what_is_closed_to_its_owner_is_copied(pair: Pair) -> None:
+def test_unreadable_files_of_the_owner_are_copied(pair: Pair) -> None:
     (pair.source / "d").mkdir()
     (pair.source / "d" / "f").write_text("x")
     (pair.source / "d" / "f").chmod(0)

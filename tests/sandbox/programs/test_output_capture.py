@@ -1,4 +1,4 @@
-"""What a program prints is kept by one rule: its beginning, its end, and how much is missing between them."""
+"""Captured output keeps the beginning, the end and the number of bytes left out."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def test_beginning_and_end_are_kept(pieces: list[str], most: int) -> None:
         assert text == f"{head}\n[… {len(whole) - most:,} bytes left out …]\n{tail}"
 
 
-def test_nothing_is_waited_for() -> None:
+def test_reading_never_blocks() -> None:
     read, write = os.pipe()
     assert OutputCapture(read, 10).read() == 0
     os.close(read)
     os.close(write)
 
 
-def test_what_is_no_text_is_shown_all_the_same() -> None:
+def test_invalid_utf8_is_shown() -> None:
     assert _capture([b"a\xff\x80b"], 10).text() == "a��b"

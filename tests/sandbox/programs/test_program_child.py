@@ -1,4 +1,4 @@
-"""What a program's own process does with the text, tried in this one: it runs, prints a last value, tells of faults."""
+"""What a program's process does with the text, tested in this one: runs it, prints a final value, reports faults."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def test_the_value_of_a_last_expression_is_printed(capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == "42\nsaid\n"
 
 
-def test_names_are_the_programs_own() -> None:
+def test_globals_belong_to_the_program() -> None:
     names: dict[str, Any] = {}
     _execute("y = 2", names)
     assert names["y"] == 2
     with pytest.raises(NameError):
         _execute("annotations", {})
-    with pytest.raises(NameError):  # no __future__ of ours reaches it
+    with pytest.raises(NameError):  # our __future__ imports do not apply to it
         _execute("def f(x: nowhere): pass", {})
 
 
@@ -51,17 +51,17 @@ def _told(text: str, permissions: tuple[str, ...] = ()) -> tuple[dict[str, Any],
         ("raise ValueError('x')", None),
     ],
 )
-def test_what_an_exit_status_cannot_say_is_told(
+def test_faults_are_reported_besides_the_exit_status(
     text: str, kind: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told, _ = _told(text)
     assert told.get("kind") == kind
     shown = capsys.readouterr().err
     assert f'File "{PROGRAM_FILENAME}", line 1' in shown
-    assert "program_child" not in shown
+    assert "program_main" not in shown
 
 
-def test_an_allowed_thing_is_not_called_denied(capsys: pytest.CaptureFixture[str]) -> None:
+def test_permitted_failures_are_not_reported_as_denied(capsys: pytest.CaptureFixture[str]) -> None:
     told, _ = _told("import socket\nraise socket.gaierror(-2, 'Name or service not known')", ("network",))
     assert told == {}
     assert "gaierror" in capsys.readouterr().err

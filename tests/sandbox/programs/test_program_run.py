@@ -1,4 +1,4 @@
-"""One run, from its start to its last trace: how an end becomes a kind, and that a run can be stopped."""
+"""One program run: how an exit becomes a kind, and that a run can be stopped."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def _order(folder: Path, text: str, *, timeout_s: float = 20.0, layers: tuple[st
         ("import os; os._exit(200)", "exit", 200),
     ],
 )
-def test_an_end_becomes_a_kind(tmp_path: Path, text: str, kind: str, status: int) -> None:
+def test_exit_status_becomes_a_kind(tmp_path: Path, text: str, kind: str, status: int) -> None:
     result = run_program(_order(tmp_path, text), StopSignal())
     assert result is not None
     assert (result.kind, result.exit_status) == (kind, status)
     assert bool(result.message) == (kind != "ok")
 
 
-def test_deep_json_on_the_channel_of_the_trainer_is_nobodys_word(tmp_path: Path) -> None:
+def test_deeply_nested_json_on_the_status_pipe_is_ignored(tmp_path: Path) -> None:
     text = """
 import os
 for descriptor in range(3, 64):
@@ -65,14 +65,14 @@ def test_stdout_and_stderr_stay_apart(tmp_path: Path) -> None:
     assert (result.stdout, result.stderr) == ("a\n", "b\n")
 
 
-def test_what_was_said_before_the_deadline_is_kept(tmp_path: Path) -> None:
+def test_output_before_the_deadline_is_kept(tmp_path: Path) -> None:
     result = run_program(_order(tmp_path, "print('begun')\nwhile True: pass", timeout_s=0.5), StopSignal())
     assert result is not None
     assert (result.kind, result.stdout, result.exit_status) == ("timeout", "begun\n", None)
     assert 0.5 <= result.seconds < 5
 
 
-def test_a_child_that_holds_the_pipes_does_not_hold_us(tmp_path: Path) -> None:
+def test_a_child_that_holds_the_pipes_does_not_block_the_run(tmp_path: Path) -> None:
     text = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(300)\nprint('gone')"
     result = run_program(_order(tmp_path, text), StopSignal())
     assert result is not None
@@ -85,19 +85,19 @@ def test_a_run_can_be_stopped(tmp_path: Path) -> None:
     timer.start()
     assert run_program(_order(tmp_path, "while True: pass", timeout_s=60), stop) is None
     timer.join()
-    stop.request_stop()  # once more, and too late, harms nobody
+    stop.request_stop()  # a second, late request does no harm
 
 
-def test_a_layer_that_is_not_got_keeps_the_program_from_running(tmp_path: Path) -> None:
+def test_a_missing_layer_prevents_the_run(tmp_path: Path) -> None:
     order = _order(tmp_path, "open('ran', 'w')", layers=("namespaces", "limits"))
     with pytest.raises(SandboxError, match="namespaces"):
         run_program(order, StopSignal())
     assert not (tmp_path / "work" / "ran").exists()
 
 
-def test_a_folder_that_is_gone_is_an_error_of_ours(tmp_path: Path) -> None:
+def test_a_missing_folder_is_a_sandbox_error(tmp_path: Path) -> None:
     order = _order(tmp_path, "print(1)")
-    with pytest.raises(SandboxError, match="no process can be started"):
+    with pytest.raises(SandboxError, match="cannot start a process"):
         run_program(replace(order, folders=(tmp_path / "nowhere",)), StopSignal())
 
 
@@ -111,7 +111,7 @@ def _shell_order(folder: Path, text: str) -> ProgramSpec:
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_a_bomb_is_seen(tmp_path: Path, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_bomb_is_detected(tmp_path: Path, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     births: list[int] = []
 
     def count(listener: int) -> None:
@@ -119,7 +119,7 @@ def test_a_bomb_is_seen(tmp_path: Path, asked: bool, monkeypatch: pytest.MonkeyP
         allow_fork(listener)
 
     monkeypatch.setattr(fork_gate, "allow_fork", count)
-    if not asked:  # as where the kernel has no listener
+    if not asked:  # as on a kernel without listeners
         monkeypatch.setattr(ProgramSpec, "needs_fork_approval", False)
     result = run_program(_shell_order(tmp_path, CHILDREN), StopSignal())
     assert result is not None
@@ -128,13 +128,13 @@ def test_a_bomb_is_seen(tmp_path: Path, asked: bool, monkeypatch: pytest.MonkeyP
     assert (0 < len(births) <= 2 * MAX_PROCESSES) if asked else not births
 
 
-def test_many_short_lived_children_are_no_bomb(tmp_path: Path) -> None:
+def test_many_short_lived_children_are_not_a_fork_bomb(tmp_path: Path) -> None:
     result = run_program(_shell_order(tmp_path, "for i in $(seq 200); do /bin/true; done; echo all"), StopSignal())
     assert result is not None
     assert (result.kind, result.stdout) == ("ok", "all\n")
 
 
-def test_nobody_inherits_the_listener_and_none_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_listener_is_not_inherited_and_gets_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inheritable = []
 
     def look(listener: int) -> None:
@@ -151,15 +151,13 @@ def test_nobody_inherits_the_listener_and_none_is_left(tmp_path: Path, monkeypat
     assert set(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_listener_that_is_lost_is_our_fault_and_not_the_programs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_listener_is_a_sandbox_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_gate.socket.socket, "recvmsg", lambda *_: (b"x", [], 0, None))
     with pytest.raises(SandboxError, match="too many open files"):
         run_program(_shell_order(tmp_path, "/bin/true"), StopSignal())
 
 
-def test_births_that_cannot_be_answered_are_our_fault_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forks_that_cannot_be_answered_are_a_sandbox_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(listener: int) -> None:
         raise OSError(22, "Invalid argument")
 

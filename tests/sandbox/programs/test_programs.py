@@ -1,4 +1,4 @@
-"""Programs that a model writes: what they try comes to its kind, and nothing of them is left."""
+"""Programs written by a model: each outcome gets its kind, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _check(case: Any, outcome: dict[str, Any]) -> None:
 
 
 def _sample(every: int, first: int = 0) -> list[Any]:
-    """The cases about files, most of them among the long tests."""
+    """The cases about files; most are `long` tests."""
     chosen = cases.FILES[first::every]
     return [pytest.param(case, marks=() if case in chosen else pytest.mark.long, id=case.name) for case in cases.FILES]
 
@@ -63,7 +63,7 @@ OTHERS = [pytest.param(case, id=case.name) for case in cases.CASES if case not i
 
 @pytest.fixture(scope="module")
 def measured() -> Iterator[Any]:
-    """As on a machine where a program cannot have a file system of its own."""
+    """Simulates a machine where a program cannot have its own file system."""
     _need("standard")
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -87,7 +87,7 @@ def test_a_program_can_do_no_harm(case: Any, ground: Any) -> None:
 
 @pytest.fixture(scope="module", params=[NAMESPACED, "standard"])
 def unprivileged(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
-    """The outcomes of the cases when a user without privileges runs them."""
+    """The outcomes of the cases run by an unprivileged user."""
     if os.getuid() != 0:
         pytest.skip("only root can become another user; the cases above ran as an unprivileged one")
     python = python_for_anybody()
@@ -134,7 +134,7 @@ def python() -> Iterator[ProgramSandbox]:
 
 
 async def _wait_for_file(path: Path, name: str, trainer: int | None = None) -> None:
-    """Until a program has made a file, which only it may be able to see."""
+    """Wait until a program has created a file, which may be visible only to itself."""
     end = time.monotonic() + 20
     while not any(
         Path(f"/proc/{pid}/root{folder}/{name}").exists()
@@ -188,7 +188,7 @@ def test_a_cancelled_release_still_removes_the_folder(python: ProgramSandbox) ->
     asyncio.run(go())
 
 
-def test_what_waits_for_its_turn_can_be_cancelled() -> None:
+def test_queued_programs_can_be_cancelled() -> None:
     sandbox = ProgramSandbox("python", timeout_s=60.0, at_once=1)
 
     async def go() -> None:
@@ -228,7 +228,7 @@ def test_files_stay_and_variables_do_not(python: ProgramSandbox) -> None:
 def test_a_rollout_does_not_see_another(python: ProgramSandbox) -> None:
     async def go() -> Any:
         mine, other = python.open_folder(), python.open_folder({"secret": "abc"})
-        return await python.run(f"open({str(other.files / 'secret')!r}).read()", mine)
+        return await python.run(f"open({str(other.work_path / 'secret')!r}).read()", mine)
 
     assert "abc" not in asyncio.run(go()).stdout
 
@@ -265,7 +265,7 @@ def test_a_program_that_is_too_long_is_not_run(python: ProgramSandbox) -> None:
 
 
 @pytest.mark.parametrize("name", ["/etc/x", "../x", "a/../../x", "", "a\0b"])
-def test_a_file_outside_is_no_file_of_a_task(python: ProgramSandbox, name: str) -> None:
+def test_task_files_cannot_lie_outside_the_folder(python: ProgramSandbox, name: str) -> None:
     with pytest.raises(DataError, match="files"):
         python.open_folder({name: "x"})
 
@@ -372,7 +372,7 @@ def test_a_shell_without_namespaces_is_refused(monkeypatch: pytest.MonkeyPatch) 
         ({"at_once": 0}, "at_once"),
     ],
 )
-def test_what_cannot_be_had_is_refused(settings: dict[str, Any], word: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], word: str) -> None:
     with pytest.raises(SandboxError, match=word) as error:
         ProgramSandbox(**{"language": "python", **settings})
     assert "\n" not in str(error.value)
@@ -384,11 +384,11 @@ def test_no_threads_or_descriptors_grow() -> None:
         await asyncio.gather(*(sandbox.run("1", folder) for _ in range(times)))
         await sandbox.close_folder(folder)
 
-    isolation.close()  # workers of other tests' tools come and go as they like
+    isolation.close()  # tool workers of other tests may start and end at any time
     with closing(ProgramSandbox("python", timeout_s=30.0, at_once=2)) as sandbox:
         asyncio.run(go(4))
         before, threads = len(os.listdir("/proc/self/fd")), set(threading.enumerate())
         asyncio.run(go(8))
         assert len(os.listdir("/proc/self/fd")) <= before
-        # The pool begins its threads when it needs them, up to two: when that is is chance.
+        # The pool starts up to two threads on demand, at unpredictable times.
         assert set(threading.enumerate()) <= threads | sandbox._executor()._threads

@@ -1,4 +1,4 @@
-"""The disk of one run: a program sees its rollout's files, and the rollout what it made of them."""
+"""The disk of one run: a program sees its rollout's files, and the rollout sees its changes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _run(sandbox: ProgramSandbox, folder: Any, text: str) -> Any:
     return asyncio.run(sandbox.run(text, folder))
 
 
-def test_files_are_given_and_taken_back(sandbox: ProgramSandbox) -> None:
+def test_files_are_copied_in_and_back(sandbox: ProgramSandbox) -> None:
     folder = sandbox.open_folder({"a/b.txt": "1", "gone": "2", "same": "3"})
     text = (
         "import os\nprint(open('a/b.txt').read()); open('a/b.txt', 'w').write('4'); os.remove('gone'); os.mkdir('new')"
@@ -54,7 +54,7 @@ def test_files_stay_after_a_program_that_fails(sandbox: ProgramSandbox) -> None:
     assert (folder.work_path / "a").read_text() == "1"
 
 
-def test_calls_at_the_same_time_keep_each_others_files(sandbox: ProgramSandbox) -> None:
+def test_concurrent_calls_keep_each_others_files(sandbox: ProgramSandbox) -> None:
     folder = sandbox.open_folder({"first": "1"})
 
     async def go() -> None:

@@ -1,4 +1,4 @@
-"""Working folders: one a rollout, none left, and a fork's are not its own."""
+"""Working folders: one per rollout, none left behind, and not removed by a forked child."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_root_goes_with_the_last_folder(temporary: Path) -> None:
 
 
 def test_a_file_that_cannot_be_put_there_leaves_nothing(temporary: Path) -> None:
-    with pytest.raises(DataError, match="must be a text"):
+    with pytest.raises(DataError, match="must be a string"):
         WorkFolders().open({"a": 3})  # type: ignore[dict-item]
     assert list(temporary.iterdir()) == []
 

@@ -94,8 +94,8 @@ def test_arguments_without_json_never_reach_it(start: Start) -> None:
     ("frame", "reason"),
     [
         ("000000027b7d", "something else than what it was asked for"),
-        ("000000025b5d", "nonsense: what came back from the worker is a list"),
-        ("00000001ff", "nonsense: what came back from the worker is no JSON"),
+        ("000000025b5d", "nonsense: the worker sent a list instead of an object"),
+        ("00000001ff", "nonsense: the worker sent something that is not valid JSON"),
         ("ffffffff", "nonsense: the result has 4,294,967,295 bytes"),
     ],
 )

@@ -1,1 +1,1 @@
-"""What a worker puts on itself, layer by layer, and the probes that try to get through."""
+"""The hardening layers of a worker, and the probes that try to break through them."""

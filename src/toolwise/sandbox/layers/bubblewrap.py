@@ -1,4 +1,4 @@
-"""Namespaces by way of bubblewrap (`bwrap`): what a process started inside can see, and whether it works here."""
+"""Runs processes in namespaces with bubblewrap (`bwrap`): what they can see, and whether it works on this machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from toolwise.sandbox.targets import readable_folders
 
 NAMESPACES = ("user", "pid", "mnt", "ipc", "net")
 INIT = 1
-"""The process id, inside, of whoever started the first program there."""
+"""Pid, inside the namespace, of the process that starts the first program."""
 BWRAP_TIMEOUT_S, INIT_EXIT_WAIT_S = 10.0, 5.0
 MAX_SYMLINKS = 40
 _PRIVATE = ("--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try")
@@ -30,22 +30,22 @@ _PRIVATE = ("--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts",
 
 @dataclass(frozen=True, slots=True)
 class MountView:
-    """The files that there are inside."""
+    """The file system visible inside."""
 
     read: tuple[str, ...]
     write: tuple[tuple[str, str], ...]
-    """Folders, each with the name that it has inside."""
+    """Folders outside, each with its path inside."""
     folder: str
-    """The working folder, by its name inside."""
+    """The working folder, by its path inside."""
     network: bool = False
     file_mb: int | None = None
-    """The size of a file system in memory that stands in for each folder to write to; None to write to the folder."""
+    """Size of the tmpfs that replaces each writable folder; None to write to the folder itself."""
 
 
 def worker_view(
     layers: Collection[str], read: Iterable[str], scratch: str, permissions: Collection[str], file_mb: int | None = None
 ) -> MountView | None:
-    """What a worker with these settings sees; None where it is to be started without namespaces, or must be."""
+    """The view of a worker with these settings; None if namespaces are not requested or not available."""
     network = "network" in permissions
     if "namespaces" not in layers or unavailable_reason(network):
         return None
@@ -54,14 +54,14 @@ def worker_view(
 
 @functools.cache
 def unavailable_reason(network: bool = False) -> str:
-    """Why bubblewrap cannot be used here, found by using it; "" where it can. It may be installed and not work."""
+    """Why bubblewrap does not work here; "" if it does. Found by running it: it may be installed and still fail."""
     if sys.platform != "linux":
         return f"this is {sys.platform}"
     if shutil.which("bwrap") is None:
         return "bwrap is not installed"
     view = MountView(tuple(readable_paths(readable_folders(), ())), (), "/", network)
     try:
-        ran = subprocess.run(
+        completed = subprocess.run(
             [*bwrap_command(view), sys.executable, "-I", "-S", "-c", ""],
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -70,19 +70,19 @@ def unavailable_reason(network: bool = False) -> str:
             timeout=BWRAP_TIMEOUT_S,
         )
     except (OSError, subprocess.TimeoutExpired) as fault:
-        return f"bwrap does not answer: {fault}"
-    said = ran.stderr.decode("utf-8", "replace").split("\n")[0].strip()
-    return "" if ran.returncode == 0 else said or f"bwrap ended with status {ran.returncode}"
+        return f"bwrap cannot be run: {fault}"
+    error = completed.stderr.decode("utf-8", "replace").split("\n")[0].strip()
+    return "" if completed.returncode == 0 else error or f"bwrap exited with status {completed.returncode}"
 
 
 def bwrap_command(view: MountView, info: int | None = None) -> list[str]:
-    """How to start a program that sees `view`. `info`: a descriptor on which bwrap says whom it started."""
+    """The command prefix for a program that sees `view`. `info`: a descriptor to which bwrap writes the child's pid."""
     network = () if view.network else ("--unshare-net",)
-    told = () if info is None else ("--info-fd", str(info))
+    info_option = () if info is None else ("--info-fd", str(info))
     return [
-        *(_bwrap_path(), *_PRIVATE, *network, *_no_more_namespaces(), *told),
+        *(_bwrap_path(), *_PRIVATE, *network, *_no_more_namespaces(), *info_option),
         *("--die-with-parent", "--cap-drop", "ALL", "--hostname", "sandbox"),
-        # The last word on each is read-only: root outside is the owner of /proc/sys inside, powers or not.
+        # Remounted read-only: root outside owns /proc/sys inside, even without capabilities.
         *("--proc", "/proc", "--remount-ro", "/proc", "--dev", "/dev", "--remount-ro", "/dev", "--tmpfs", "/tmp"),
         *_mounts((*view.read, sys.executable, os.path.join(sys.prefix, "pyvenv.cfg")), _writable_mounts(view)),
         *(() if any(inside == "/tmp" for _, inside in view.write) else ("--remount-ro", "/tmp")),
@@ -91,62 +91,62 @@ def bwrap_command(view: MountView, info: int | None = None) -> list[str]:
 
 
 def host_namespaces(view: MountView | None) -> tuple[str, ...]:
-    """The namespaces of this process that whoever sees `view` must not be in."""
+    """The namespaces of this process that a process with `view` must not share."""
     if view is None:
         return ()
     return tuple(os.readlink(f"/proc/self/ns/{kind}") for kind in NAMESPACES if kind != "net" or not view.network)
 
 
 def _bwrap_path() -> str:
-    """By its whole path: a worker's environment has another PATH."""
+    """The absolute path, since a worker's environment has a different PATH."""
     return shutil.which("bwrap") or "bwrap"
 
 
 @functools.cache
 def _bwrap_help() -> str:
-    """What this bubblewrap says that it can do."""
-    said = subprocess.run(
+    """The help text of the installed bubblewrap, which lists its options."""
+    completed = subprocess.run(
         [_bwrap_path(), "--help"], capture_output=True, text=True, check=False, timeout=BWRAP_TIMEOUT_S
     )
-    return said.stdout + said.stderr
+    return completed.stdout + completed.stderr
 
 
 def _no_more_namespaces() -> tuple[str, ...]:
-    """Namespaces inside namespaces are nobody's need there; an older bubblewrap cannot forbid them."""
+    """Forbid nested namespaces, which are not needed; older versions of bubblewrap cannot."""
     return ("--disable-userns",) if "--disable-userns" in _bwrap_help() else ()
 
 
 def _writable_mounts(view: MountView) -> list[tuple[str, tuple[str, ...]]]:
-    """Where each folder to write to is mounted, and how. An older bubblewrap cannot limit the size of one in memory."""
+    """Where and how each writable folder is mounted. Older versions of bubblewrap cannot limit the size of a tmpfs."""
     if view.file_mb is None or "--size" not in _bwrap_help():
         return [(inside, ("--bind", outside)) for outside, inside in view.write]
     return [(inside, ("--size", str(view.file_mb << 20), "--perms", "0700", "--tmpfs")) for _, inside in view.write]
 
 
 def _mounts(read: Iterable[str], write: Iterable[tuple[str, tuple[str, ...]]]) -> list[str]:
-    """Each place to read under its real path, and every link on the way to it: programs are found by both."""
+    """Mount each readable path under its real path and recreate all links leading to it: programs use both."""
     links: dict[str, str] = {}
     # Devices come with --dev: a bind mount of one cannot be opened.
-    files = [place for place in read if not _inside(place, ("/dev", "/proc"))]
-    real = {found for place in files if (found := _follow(place, links)) is not None}
+    files = [path for path in read if not _inside(path, ("/dev", "/proc"))]
+    real = {real_path for path in files if (real_path := _follow(path, links)) is not None}
     bound: list[str] = []
-    for path in sorted(real):
-        if not _inside(path, bound):
-            bound.append(path)
-    mounts = [*((path, ("--ro-bind", path)) for path in bound), *write]
-    # Whatever lies in another comes after it, and would be hidden by it otherwise.
-    words = [word for at, how in sorted(mounts, key=lambda mount: mount[0]) for word in (*how, at)]
-    needed = {at: to for at, to in links.items() if not _inside(os.path.dirname(at), bound)}
-    return words + [word for at, to in needed.items() for word in ("--symlink", to, at)]
+    for real_folder in sorted(real):
+        if not _inside(real_folder, bound):
+            bound.append(real_folder)
+    mounts = [*((real_folder, ("--ro-bind", real_folder)) for real_folder in bound), *write]
+    # Nested paths come after their parents, which would otherwise hide them.
+    options = [option for path, how in sorted(mounts, key=lambda mount: mount[0]) for option in (*how, path)]
+    needed = {link: target for link, target in links.items() if not _inside(os.path.dirname(link), bound)}
+    return options + [option for link, target in needed.items() for option in ("--symlink", target, link)]
 
 
 def _inside(path: str, folders: Iterable[str]) -> bool:
-    """Of real paths, which need no looking up."""
+    """Compares real paths, without touching the file system."""
     return any(path == folder or path.startswith(f"{folder.rstrip('/')}/") for folder in folders)
 
 
 def _follow(path: str, links: dict[str, str]) -> str | None:
-    """The real path, with the links that lead there put into `links`; None where there is nothing."""
+    """The real path, or None if it does not exist. Adds the links on the way to `links`."""
     current, ahead, hops = "/", deque(os.path.abspath(path).split("/")), 0
     while ahead:
         part = ahead.popleft()
@@ -164,7 +164,7 @@ def _follow(path: str, links: dict[str, str]) -> str | None:
 
 
 class BwrapProcess:
-    """A bwrap process, spoken to like the `Popen` of the program that it started."""
+    """A bwrap process with the interface of its program's `Popen`."""
 
     def __init__(self, popen: subprocess.Popen[bytes], info: int) -> None:
         self._popen = popen
@@ -173,7 +173,7 @@ class BwrapProcess:
         self._first: int | None = None
 
     def _open_init(self) -> int | None:
-        """A descriptor that stands for the first process inside: the kernel ends all others with it."""
+        """A pidfd of the first process inside: when it dies, the kernel kills all others."""
         if self.init is None:
             return None
         try:
@@ -182,7 +182,7 @@ class BwrapProcess:
             return None
         if parent_of(self.init) == self._popen.pid:
             return handle
-        os.close(handle)  # it is gone, and its number another's
+        os.close(handle)  # it is gone and its pid was reused
         return None
 
     @property
@@ -191,7 +191,7 @@ class BwrapProcess:
 
     @property
     def returncode(self) -> int | None:
-        """As `Popen` has it: bwrap says 128 + n where a signal n ended the program."""
+        """As in `Popen`; bwrap exits with 128 + n if signal n killed the program."""
         code = self._popen.returncode
         return 128 - code if code is not None and code - 128 in set(signal.Signals) else code
 
@@ -200,27 +200,27 @@ class BwrapProcess:
         return self.returncode
 
     def first(self) -> int | None:
-        """The program that was started inside, by its number here: the oldest child of the first process."""
+        """Pid, outside, of the program started inside: the oldest child of the first process."""
         if self._first is None:
-            born = {pid: start for pid, parent, start in _all_processes() if parent == self.init}
-            self._first = min(born, key=born.__getitem__) if born else None
+            started = {pid: start for pid, parent, start in _all_processes() if parent == self.init}
+            self._first = min(started, key=started.__getitem__) if started else None
         return self._first
 
     def count(self) -> int:
-        """How many processes there are inside; 0 where nobody knows."""
+        """Number of processes inside; 0 if unknown."""
         try:
             return sum(name.isdigit() for name in os.listdir(f"/proc/{self.init}/root/proc"))
         except OSError:
             return 0
 
     def kill(self) -> None:
-        """Ends everything inside at once."""
+        """Kill everything inside at once."""
         if self._handle is not None:
             with suppress(OSError):
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
 
     def wait(self) -> int:
-        """Until bwrap has ended, and with it everything inside."""
+        """Wait until bwrap and everything inside have ended."""
         self._popen.wait()
         self.kill()
         if self._handle is not None:
@@ -239,18 +239,18 @@ class BwrapProcess:
 
 
 def _read_child(info: int) -> int | None:
-    said, deadline = b"", time.monotonic() + BWRAP_TIMEOUT_S
-    waiting = select.poll()
-    waiting.register(info, select.POLLIN)
-    while b"}" not in said and time.monotonic() < deadline:
-        if not waiting.poll(100):
+    data, deadline = b"", time.monotonic() + BWRAP_TIMEOUT_S
+    poller = select.poll()
+    poller.register(info, select.POLLIN)
+    while b"}" not in data and time.monotonic() < deadline:
+        if not poller.poll(100):
             continue
-        more = os.read(info, 4096)
-        if not more:
+        chunk = os.read(info, 4096)
+        if not chunk:
             break
-        said += more
+        data += chunk
     try:
-        return int(json.loads(said)["child-pid"])
+        return int(json.loads(data)["child-pid"])
     except (ValueError, KeyError, TypeError):
         return None
 
@@ -264,11 +264,11 @@ def _all_processes() -> list[tuple[int, int, int]]:
 
 
 def _stats(names: Iterable[str]) -> list[tuple[int, int, int]]:
-    """The number, the parent and the time of birth of each process that is still there."""
-    found = []
+    """Pid, parent and start time of each process that still exists."""
+    rows = []
     for name in names:
         with suppress(OSError, ValueError, IndexError):
             stat = Path(f"/proc/{name}/stat").read_bytes()
-            words = stat[stat.rindex(b")") + 2 :].split()
-            found.append((int(name), int(words[1]), int(words[19])))
-    return found
+            fields = stat[stat.rindex(b")") + 2 :].split()
+            rows.append((int(name), int(fields[1]), int(fields[19])))
+    return rows

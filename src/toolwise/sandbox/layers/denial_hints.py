@@ -1,4 +1,4 @@
-"""What a refused system call was about, and which permission would have allowed it: for the person who meets it."""
+"""Explains to users what a refused system call was for and which permission would allow it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import traceback
 from collections.abc import Iterator
 
 ALL_ALLOWED = ("calls", "files", "network", "subprocess")
-"""What is allowed where a sandbox has neither Landlock nor a filter: whatever is refused there, it is not by us."""
+"""For a sandbox with neither Landlock nor a seccomp filter: refusals there do not come from us."""
 REFUSED_ERRNOS = (errno.EPERM, errno.EACCES, errno.EROFS)
-"""EROFS: what is to be read in a mount namespace is mounted read-only."""
+"""EROFS: readable paths are mounted read-only in a mount namespace."""
 NETWORK = "the sandbox has no network: permissions=('network',) allows it"
 SUBPROCESS = "the sandbox starts no processes: permissions=('subprocess',) allows it"
 FILES = (
@@ -26,7 +26,7 @@ _PROCESS_WORDS = ("fork", "exec", "spawn", "subprocess", "popen", "os.system", "
 
 
 def explain(fault: BaseException, allowed: tuple[str, ...] = ()) -> str | None:
-    """One sentence where the sandbox is what stopped it; None where it is the code's own mistake."""
+    """One sentence if the sandbox caused the fault; None if it is an ordinary error in the code."""
     for cause in _chain(fault):
         if isinstance(cause, OSError) and type(cause).__name__ == "gaierror" and "network" not in allowed:
             return NETWORK
@@ -52,17 +52,17 @@ def _explain_refusal(fault: OSError, allowed: tuple[str, ...]) -> str | None:
     frames = traceback.extract_tb(fault.__traceback__)
     if any(frame.filename.endswith(_NETWORK_FILES) for frame in frames) and "network" not in allowed:
         return NETWORK
-    said = " ".join(f"{os.path.basename(frame.filename)} {frame.name} {frame.line or ''}" for frame in frames)
-    said = said.replace("exec_module", "")  # importing starts no process
-    if fault.filename is None or any(word in said for word in _PROCESS_WORDS[:5]):
-        if any(word in said for word in _PROCESS_WORDS) and "subprocess" not in allowed:
+    context = " ".join(f"{os.path.basename(frame.filename)} {frame.name} {frame.line or ''}" for frame in frames)
+    context = context.replace("exec_module", "")  # an import, not exec
+    if fault.filename is None or any(word in context for word in _PROCESS_WORDS[:5]):
+        if any(word in context for word in _PROCESS_WORDS) and "subprocess" not in allowed:
             return SUBPROCESS
-        if "socket" in said and "network" not in allowed:
+        if "socket" in context and "network" not in allowed:
             return NETWORK
     if "calls" not in allowed:
-        if any(word in said for word in _METADATA_WORDS):
+        if any(word in context for word in _METADATA_WORDS):
             return METADATA
-        if "mmap(" in said or "SemLock" in said:
+        if "mmap(" in context or "SemLock" in context:
             return SHARED_MEMORY
     if fault.filename is not None and "files" not in allowed:
         return FILES

@@ -1,8 +1,8 @@
-"""Births asked for one by one: a process that may have children must have each of them allowed by the trainer.
+"""A seccomp filter that makes each fork wait for the trainer's approval.
 
-The kernel holds a fork until whoever has the listener answers, so that a bomb grows no faster than it is looked at,
-however busy the machine is. Where the kernel has no such thing (before Linux 5.19), or a container has taken its one
-place, births are free and bombs are ended when they are seen.
+The kernel blocks a fork until the owner of the listener answers, so that a fork bomb grows no faster than it is
+observed, however busy the machine is. Without kernel support (before Linux 5.19), or if a container already uses the
+single listener, forks are not held and bombs are killed once they are noticed.
 """
 
 from __future__ import annotations
@@ -21,58 +21,58 @@ from toolwise.sandbox.layers import seccomp, syscalls
 from toolwise.sandbox.layers.kernel import libc, raise_errno, set_no_new_privs
 
 RET_USER_NOTIF = 0x7FC00000
-"""SECCOMP_RET_USER_NOTIF: refusals of another filter come first."""
+"""SECCOMP_RET_USER_NOTIF: a refusal by another filter takes precedence."""
 SET_FILTER, NEW_LISTENER, WAIT_KILLABLE = 1, 8, 32
-"""The last, since Linux 5.19: once a birth is heard of, a signal does not make it fail. Until then one can, where its
-handler does not have calls started again."""
+"""WAIT_KILLABLE (Linux 5.19): once a fork has been received, a signal does not make it fail. Before that, a signal can,
+if its handler was installed without SA_RESTART."""
 RECEIVE, SEND = 0xC0502100, 0xC0182101
 NOTIF_SIZE, NOTIF_RESPONSE_FORMAT = 80, "=QqiI"
 NOTIF_FLAG_CONTINUE = 1
 
 
 def assemble_fork_filter(machine: str) -> list[seccomp.Instruction]:
-    """Asks for new processes; lets threads and all else through. Of another processor's calls the other filter says."""
+    """Notify on new processes; allow threads and everything else. The main filter handles other architectures."""
     arch, column = syscalls.PROCESSORS[machine]
-    ask, fine = (seccomp.RETURN, 0, 0, RET_USER_NOTIF), seccomp.RETURN_ALLOW
+    notify, allow = (seccomp.RETURN, 0, 0, RET_USER_NOTIF), seccomp.RETURN_ALLOW
     program: list[seccomp.Instruction] = [
         (seccomp.LOAD, 0, 0, seccomp.ARCH),
         (seccomp.JUMP_EQUAL, 1, 0, arch),
-        fine,
+        allow,
         (seccomp.LOAD, 0, 0, seccomp.NR),
     ]
     for name in ("fork", "vfork"):
         number = syscalls.PROCESSES[name][column]
         if number is not None:
-            program += [(seccomp.JUMP_EQUAL, 0, 1, number), ask]
+            program += [(seccomp.JUMP_EQUAL, 0, 1, number), notify]
     clone = syscalls.ARGUMENT_CHECKED["clone"][column]
     assert clone is not None
     flags = (seccomp.LOAD, 0, 0, seccomp.ARGUMENTS)
-    program += [(seccomp.JUMP_EQUAL, 0, 3, clone), flags, (seccomp.JUMP_SET, 1, 0, seccomp.CLONE_THREAD), ask]
-    # Its flags lie where a filter cannot see them: as if there were none, and clone is used instead.
+    program += [(seccomp.JUMP_EQUAL, 0, 3, clone), flags, (seccomp.JUMP_SET, 1, 0, seccomp.CLONE_THREAD), notify]
+    # A filter cannot see the flags of clone3: fail with ENOSYS, so that callers fall back to clone.
     clone3 = syscalls.ARGUMENT_CHECKED["clone3"][column]
     assert clone3 is not None
-    return [*program, (seccomp.LOAD, 0, 0, seccomp.NR), (seccomp.JUMP_EQUAL, 0, 1, clone3), seccomp.ENOSYS, fine]
+    return [*program, (seccomp.LOAD, 0, 0, seccomp.NR), (seccomp.JUMP_EQUAL, 0, 1, clone3), seccomp.ENOSYS, allow]
 
 
 def require_fork_approval(channel: int) -> None:
-    """In the process itself, before its other filter: from here on `channel`'s other end answers for it."""
+    """Install the filter in this process, before the main one, and send the listener through `channel`."""
     try:
         set_no_new_privs()
         listener = _install()
     except OSError:
-        os.close(channel)  # the other end reads that nobody will ask
+        os.close(channel)  # end of file tells the trainer that forks are not held
         return
-    way = _socket.socket(fileno=channel)  # the module under `socket`, which every program would wait for
+    sock = _socket.socket(fileno=channel)  # not `socket`, whose import would slow down every program
     try:
-        way.sendmsg([b"x"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, array.array("i", [listener]))])
+        sock.sendmsg([b"x"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, array.array("i", [listener]))])
     finally:
-        way.close()
+        sock.close()
         os.close(listener)
 
 
 def _install() -> int:
     if not seccomp.supported():
-        raise OSError(errno.ENOSYS, "no filter is written for this processor")
+        raise OSError(errno.ENOSYS, "there is no filter for this CPU architecture")
     number = syscalls.SECCOMP[syscalls.PROCESSORS[platform.machine()][1]]
     _code, program = seccomp.compile_filter(assemble_fork_filter(platform.machine()))
     listener = int(libc().syscall(number, SET_FILTER, NEW_LISTENER | WAIT_KILLABLE, ctypes.byref(program)))
@@ -82,21 +82,25 @@ def _install() -> int:
 
 
 def allow_fork(listener: int) -> None:
-    """Answers the one who waits, where there still is one. Only when the listener is ready, and so without letting go
-    of the interpreter: to get it back beside a busy thread takes longer than a fork."""
-    notice = ctypes.create_string_buffer(NOTIF_SIZE)
-    if _ioctl(listener, RECEIVE, notice):
-        answer = struct.pack(NOTIF_RESPONSE_FORMAT, *struct.unpack_from("=Q", notice.raw), 0, 0, NOTIF_FLAG_CONTINUE)
+    """Let the waiting fork continue, if there still is one.
+
+    Call only when the listener is ready. Holds the GIL: getting it back from a busy thread takes longer than a fork.
+    """
+    notification = ctypes.create_string_buffer(NOTIF_SIZE)
+    if _ioctl(listener, RECEIVE, notification):
+        answer = struct.pack(
+            NOTIF_RESPONSE_FORMAT, *struct.unpack_from("=Q", notification.raw), 0, 0, NOTIF_FLAG_CONTINUE
+        )
         while not _ioctl(listener, SEND, ctypes.create_string_buffer(answer, len(answer))):
             if ctypes.get_errno() != errno.EINTR:
                 return
 
 
 def _ioctl(listener: int, request: int, data: Any) -> bool:
-    """False where who waited was killed, or where we were called away and may ask again."""
+    """False if the waiting process was killed, or if a signal interrupted us and the call can be repeated."""
     done = int(_libc_holding_gil().ioctl(listener, ctypes.c_ulong(request), data)) == 0
     if not done and ctypes.get_errno() not in (errno.ENOENT, errno.EINTR):
-        raise_errno("seccomp's listener")
+        raise_errno("seccomp listener")
     return done
 
 

@@ -1,4 +1,4 @@
-"""The layers that a worker puts on itself before it loads a line of the user's code, and which of them it got."""
+"""The hardening layers that a worker applies to itself before it loads user code, and which of them succeeded."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ LAYERS: dict[Tier, tuple[str, ...]] = {
     "namespaced": ("namespaces", "limits", "capabilities", "no_new_privs", "landlock", "seccomp"),
 }
 LAYER_REQUIREMENTS = {
-    "namespaces": "bubblewrap 0.6 or newer (apt install bubblewrap) and leave to use user namespaces (sysctl "
+    "namespaces": "bubblewrap 0.6 or newer (apt install bubblewrap) and permission to use user namespaces (sysctl "
     "kernel.unprivileged_userns_clone=1, on Ubuntu kernel.apparmor_restrict_unprivileged_userns=0, in docker "
     "--security-opt seccomp=unconfined --security-opt systempaths=unconfined)",
     "limits": "an operating system with setrlimit",
     "capabilities": "Linux",
     "no_new_privs": "Linux 3.5 or newer",
-    "landlock": "Linux 5.13 or newer with 'landlock' among its security modules (lsm=landlock,… on the kernel's line)",
+    "landlock": "Linux 5.13 or newer with 'landlock' among its security modules (kernel option lsm=landlock,…)",
     "seccomp": "Linux on x86_64 or aarch64, with CONFIG_SECCOMP_FILTER",
 }
 SYSTEM_FOLDERS = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/usr/share/zoneinfo")
@@ -34,15 +34,15 @@ NETWORK_FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/s
 PROGRAM_FOLDERS = ("/bin", "/usr/bin", "/usr/local/bin", "/etc/alternatives")
 MEBIBYTE = 1 << 20
 ROOM_FOR_LIBRARIES_MB = 64
-"""Address space for the code of libraries, which is no memory of the user's."""
+"""Address space for library code, which does not count as user memory."""
 MAX_DESCRIPTORS = 64
 OWN_DISK = "disk"
-"""What the limits say where the kernel keeps what is written within `file_mb`, and nobody has to measure it."""
+"""Ends the `limits` entry if the kernel limits disk usage to `file_mb`, so that it need not be measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a worker is to do to itself."""
+    """How a worker is to harden itself."""
 
     layers: tuple[str, ...]
     scratch: str
@@ -52,20 +52,20 @@ class Plan:
     cpu_s: int = 3600
     permissions: tuple[str, ...] = ()
     write: tuple[str, ...] = ()
-    """Folders that it may write to besides its scratch folder."""
+    """Writable folders besides the scratch folder."""
     outside: tuple[str, ...] = ()
-    """The trainer's namespaces that it must not be in, as the kernel names them; none where it was started in them."""
+    """The trainer's namespaces that it must not share, by kernel name; empty if it was started without namespaces."""
     own_disk: bool = True
-    """Whether its writable folders are to be file systems of their own, of `file_mb` each."""
+    """Whether each writable folder is to be a separate file system of `file_mb`."""
 
     @property
     def folders(self) -> tuple[str, ...]:
-        """All that it may write to."""
+        """All writable folders."""
         return (self.scratch, *self.write)
 
     @property
     def may_have_children(self) -> bool:
-        """Whether it is not kept from starting processes."""
+        """Whether it is able to start processes."""
         return "subprocess" in self.permissions or "seccomp" not in self.layers or not seccomp.supported()
 
     def to_json(self) -> dict[str, Any]:
@@ -79,16 +79,16 @@ class Plan:
 
 @dataclass(slots=True)
 class HardeningResult:
-    """Layer -> how it was got, or why not."""
+    """Active layers (layer -> how) and missing ones (layer -> why)."""
 
     layers: dict[str, str] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
 
 
 def harden(plan: Plan, after_limits: Callable[[], None] = lambda: None) -> HardeningResult:
-    """Each layer in its order: limits first, the filter last, since it forbids what the others need.
+    """Apply the layers in order: limits first, the filter last, since it forbids what the others need.
 
-    `after_limits` is called once the folders are what they will be, before anything is forbidden.
+    `after_limits` is called once the folders are mounted, before anything is forbidden.
     """
     steps: dict[str, Callable[[Plan], str]] = {
         "namespaces": _check_namespaces,
@@ -98,54 +98,54 @@ def harden(plan: Plan, after_limits: Callable[[], None] = lambda: None) -> Harde
         "landlock": _restrict_files,
         "seccomp": _filter_calls,
     }
-    got = HardeningResult()
+    result = HardeningResult()
     for layer in plan.layers:
         try:
-            got.layers[layer] = steps[layer](plan)
-        except Exception as fault:  # a layer that this machine does not have is told, not raised
-            got.missing[layer] = f"{type(fault).__name__}: {fault}"
-            plan = replace(plan, outside=()) if layer == "namespaces" else plan  # the next layers must not build on it
+            result.layers[layer] = steps[layer](plan)
+        except Exception as fault:  # a layer that this machine lacks is reported, not raised
+            result.missing[layer] = f"{type(fault).__name__}: {fault}"
+            plan = replace(plan, outside=()) if layer == "namespaces" else plan  # the next layers must not rely on it
         if layer == "limits":
             after_limits()
-    return got
+    return result
 
 
 def _check_namespaces(plan: Plan) -> str:
-    """The one layer that is put on from without: looked at here, since only what is there counts."""
+    """Verify the one layer that is applied from outside."""
     if not plan.outside:
-        raise OSError("it was started in the trainer's namespaces")
+        raise OSError("the worker was started in the trainer's namespaces")
     kinds = [name.partition(":")[0] for name in plan.outside]
     shared = [
         kind for kind, name in zip(kinds, plan.outside, strict=True) if os.readlink(f"/proc/self/ns/{kind}") == name
     ]
     if shared:
-        raise OSError(f"it shares the trainer's {', '.join(shared)}")
+        raise OSError(f"the worker shares these namespaces with the trainer: {', '.join(shared)}")
     network = "" if "net" in kinds else "; the network is the host's, as permitted"
     return f"bubblewrap: {', '.join(kinds)}{network}"
 
 
 def _set_limits(plan: Plan) -> str:
-    wanted = plan.memory_mb * MEBIBYTE
+    memory = plan.memory_mb * MEBIBYTE
     _lower(resource.RLIMIT_CORE, 0)
     _lower(resource.RLIMIT_FSIZE, plan.file_mb * MEBIBYTE)
     _lower(resource.RLIMIT_NOFILE, MAX_DESCRIPTORS)
     _lower(resource.RLIMIT_CPU, plan.cpu_s)
     if sys.platform == "linux":
         address_space, data = _footprint()
-        _lower(resource.RLIMIT_DATA, data + wanted)
-        _lower(resource.RLIMIT_AS, address_space + wanted + ROOM_FOR_LIBRARIES_MB * MEBIBYTE)
+        _lower(resource.RLIMIT_DATA, data + memory)
+        _lower(resource.RLIMIT_AS, address_space + memory + ROOM_FOR_LIBRARIES_MB * MEBIBYTE)
         _lower(resource.RLIMIT_MSGQUEUE, 0)
     return f"memory, file size, descriptors, CPU time, {_limit_disk(plan)}"
 
 
 def _limit_disk(plan: Plan) -> str:
-    """Bubblewrap has mounted what is to be mounted in its namespaces."""
-    why = "" if plan.outside else "not asked for"
+    """Mount size-limited file systems; in namespaces, bubblewrap has already done so."""
+    reason = "" if plan.outside else "not requested"
     if plan.own_disk and not plan.outside:
-        why = disk.limit_folders(plan.folders, plan.file_mb)
-    if not why and all(disk.is_limited(folder, plan.file_mb) for folder in plan.folders):
+        reason = disk.limit_folders(plan.folders, plan.file_mb)
+    if not reason and all(disk.is_limited(folder, plan.file_mb) for folder in plan.folders):
         return OWN_DISK
-    return f"disk by measuring it{f': {why}' if why else ''}"
+    return f"disk by measuring it{f': {reason}' if reason else ''}"
 
 
 def _lower(which: int, value: int) -> None:
@@ -155,7 +155,7 @@ def _lower(which: int, value: int) -> None:
 
 
 def _footprint() -> tuple[int, int]:
-    """Bytes of address space and of private data that this process has now."""
+    """Bytes of address space and private data of this process."""
     with open("/proc/self/statm", encoding="ascii") as file:
         pages = [int(word) for word in file.read().split()]
     size = os.sysconf("SC_PAGE_SIZE")
@@ -180,7 +180,7 @@ def _restrict_files(plan: Plan) -> str:
 
 
 def readable_paths(read: Iterable[str], permissions: Collection[str]) -> list[str]:
-    """All that a worker may read: what it was given, and what every program needs."""
+    """Everything a worker may read: `read`, and what every program needs."""
     programs = PROGRAM_FOLDERS if "subprocess" in permissions else ()
     network = NETWORK_FILES if "network" in permissions else ()
     return [*read, *SYSTEM_FOLDERS, *SYSTEM_FILES, *programs, *network]
@@ -188,9 +188,9 @@ def readable_paths(read: Iterable[str], permissions: Collection[str]) -> list[st
 
 def _filter_calls(plan: Plan) -> str:
     if not seccomp.supported():
-        raise OSError("no filter is written for this processor")
+        raise OSError("there is no filter for this CPU architecture")
     scoped = bool(plan.outside) or ("landlock" in plan.layers and landlock.abi() >= landlock.SCOPES_SINCE)
-    # Shell programs live by chmod and touch; in a mount namespace these reach the program's own folders alone.
+    # Shell programs need chmod and touch; in a mount namespace these only affect the program's own folders.
     metadata = ("metadata",) if plan.outside and "subprocess" in plan.permissions else ()
     seccomp.install(os.getpid(), (*plan.permissions, *metadata), scoped=scoped)
     return "filter"

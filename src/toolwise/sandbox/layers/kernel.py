@@ -1,4 +1,4 @@
-"""The few calls of the kernel that Python has no name for, through ctypes. Used by a worker on itself."""
+"""Kernel calls that Python does not wrap, through ctypes. A worker applies them to itself."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def call_prctl(option: int, argument: int) -> None:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """SIGKILL when the thread that started us ends."""
+    """Request SIGKILL when the thread that started us ends."""
     call_prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it ended before we asked
         os._exit(1)
@@ -39,7 +39,7 @@ def set_no_new_privs() -> None:
 
 
 def drop_capabilities() -> None:
-    """Root without root's powers: what is left is what the owner of root's files may do."""
+    """Drop all capabilities: root keeps only what it may do as the owner of its files."""
     header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0)
     nothing = (ctypes.c_uint32 * 6)()
     if libc().capset(ctypes.byref(header), ctypes.byref(nothing)) != 0 and ctypes.get_errno() != errno.ENOSYS:

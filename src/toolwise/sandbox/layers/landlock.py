@@ -1,4 +1,4 @@
-"""Landlock, through raw system calls: what a worker may read and where it may write, for root as for anyone."""
+"""Landlock through raw system calls: limits what a worker may read and write, even as root."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 FIRST_RIGHTS = (1 << 13) - 1
 REFER, TRUNCATE, IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
 SOCKETS_AND_DEVICES = 1 << 6 | 1 << 9 | 1 << 10 | 1 << 11
-"""MAKE_CHAR, MAKE_SOCK, MAKE_FIFO, MAKE_BLOCK: nobody needs them in a scratch folder."""
+"""MAKE_CHAR, MAKE_SOCK, MAKE_FIFO, MAKE_BLOCK: not needed in a scratch folder."""
 FOR_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
 NET_TCP = 0b11
 ABSTRACT_SOCKETS, SIGNALS = 0b01, 0b10
-"""What may not cross the border of the sandbox."""
+"""Scopes: what may not leave the sandbox."""
 SCOPES_SINCE = 6
 PATH_BENEATH = 1
 
 
 def abi() -> int:
-    """The version that this kernel speaks; 0 where it speaks none."""
+    """The Landlock ABI version of this kernel; 0 if it has none."""
     try:
         version = libc().syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
     except (AttributeError, OSError):
@@ -47,14 +47,16 @@ def handled_rights(version: int) -> int:
 def restrict(
     read: Iterable[str], write: Iterable[str], *, devices: Iterable[str] = (), network: bool = False, run: bool = False
 ) -> int:
-    """Restricts this process for good to reading `read` and writing `write`. Returns the version it was done with."""
+    """Restrict this process, irrevocably, to reading `read` and writing `write`. Returns the ABI version."""
     version = abi()
     if version < 1:
         raise OSError("this kernel has no Landlock")
     rights = handled_rights(version)
-    net = NET_TCP if version >= 4 and not network else 0
+    net_rights = NET_TCP if version >= 4 and not network else 0
     scopes = (SIGNALS if network else SIGNALS | ABSTRACT_SOCKETS) if version >= SCOPES_SINCE else 0
-    attributes = struct.pack("=QQQ", rights, net, scopes)[: 8 if version < 4 else 16 if version < SCOPES_SINCE else 24]
+    attributes = struct.pack("=QQQ", rights, net_rights, scopes)[
+        : 8 if version < 4 else 16 if version < SCOPES_SINCE else 24
+    ]
     buffer = ctypes.create_string_buffer(attributes, len(attributes))
     ruleset = libc().syscall(LANDLOCK_CREATE_RULESET, buffer, ctypes.c_size_t(len(attributes)), ctypes.c_uint32(0))
     if ruleset < 0:
@@ -75,14 +77,14 @@ def restrict(
 
 def _allow(ruleset: int, path: str, rights: int) -> None:
     try:
-        beneath = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    except OSError:  # what is not there, or not ours to see, needs no permission
+        path_fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:  # missing or inaccessible paths need no rule
         return
     try:
-        if not stat.S_ISDIR(os.fstat(beneath).st_mode):
+        if not stat.S_ISDIR(os.fstat(path_fd).st_mode):
             rights &= FOR_FILES
-        rule = ctypes.create_string_buffer(struct.pack("=Qi", rights, beneath), 12)
+        rule = ctypes.create_string_buffer(struct.pack("=Qi", rights, path_fd), 12)
         if libc().syscall(LANDLOCK_ADD_RULE, ruleset, PATH_BENEATH, rule, ctypes.c_uint32(0)) != 0:
             raise_errno(f"landlock: {path}")
     finally:
-        os.close(beneath)
+        os.close(path_fd)

@@ -1,4 +1,4 @@
-"""Tries from inside a hardened worker what it must not be able to do. Only what fails as it should counts."""
+"""Tries, inside a hardened worker, what it must not be able to do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from toolwise.sandbox.layers.hardening import MEBIBYTE, Plan
 
 
 def probe_layers(plan: Plan) -> dict[str, str]:
-    """Layer -> "" where it holds, else what went through."""
+    """Layer -> "" if it holds, else what got through."""
     probes: dict[str, Callable[[Plan], str]] = {
         "namespaces": _probe_namespaces,
         "limits": _probe_limits,
@@ -30,8 +30,8 @@ def probe_layers(plan: Plan) -> dict[str, str]:
 
 def _probe_namespaces(plan: Plan) -> str:
     if os.path.lexists(os.path.join(os.path.dirname(plan.scratch), ".lock")):
-        return "the folder around the scratch folder could be seen"
-    return "" if os.getppid() == INIT else "processes outside could be seen"
+        return "the parent of the scratch folder was visible"
+    return "" if os.getppid() == INIT else "processes outside were visible"
 
 
 def _probe_limits(plan: Plan) -> str:
@@ -41,11 +41,11 @@ def _probe_limits(plan: Plan) -> str:
         return ""
     if sys.platform == "darwin":
         return "memory is not limited"
-    return "more memory than memory_mb could be had"
+    return "more memory than memory_mb could be allocated"
 
 
 def _probe_capabilities(plan: Plan) -> str:
-    return "root's powers are still there" if kernel.capabilities() else ""
+    return "root capabilities are still in effect" if kernel.capabilities() else ""
 
 
 def _probe_no_new_privs(plan: Plan) -> str:
@@ -69,13 +69,13 @@ def _probe_landlock(plan: Plan) -> str:
 
 def _probe_seccomp(plan: Plan) -> str:
     if "network" not in plan.permissions and not _refused(plan, lambda: socket.socket(socket.AF_INET).close()):
-        return "a socket could be had"
+        return "a socket could be opened"
     if "subprocess" not in plan.permissions:
         if not _refused(plan, lambda: subprocess.run(["/bin/true"], check=False)):
             return "a process could be started"
         if not _refused(plan, lambda: _fork()):
             return "a fork went through"
-    with mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE):  # what must go on working
+    with mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE):  # this must still work
         pass
     return ""
 
@@ -87,7 +87,7 @@ def _fork() -> None:
 
 
 def _refused(plan: Plan, attempt: Callable[[], object]) -> bool:
-    absent = (errno.EROFS, errno.ENOENT) if plan.outside else ()  # in a mount namespace most files are just not there
+    absent = (errno.EROFS, errno.ENOENT) if plan.outside else ()  # in a mount namespace most files do not exist
     try:
         attempt()
     except OSError as fault:

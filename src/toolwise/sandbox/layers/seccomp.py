@@ -1,5 +1,7 @@
-"""A seccomp filter put together here, instruction by instruction: refused calls fail with EPERM, so that the traceback
-of whoever made one names it. Installed by a worker in itself, after which neither it nor root can take it off."""
+"""Assembles the seccomp filter of a worker. Refused calls fail with EPERM, so that a traceback shows the caller.
+
+A worker installs the filter in itself; after that, neither the worker nor root can remove it.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,10 @@ ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050000, 0x80000000
 X32 = 0x40000000
 CLONE_FILES, CLONE_THREAD = 0x400, 0x10000
 CLONE_NAMESPACES = 0x7E020000
-"""NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET: in one of its own a process has root's powers."""
+"""NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET: in a new namespace a process has root capabilities."""
 SOCK_KIND = 0xF
 UNCHANGED = 0xFFFFFFFF
-"""Of setresuid and setresgid: leave this one as it is."""
+"""Argument of setresuid and setresgid: leave this id unchanged."""
 MAP_SHARED_ANONYMOUS = 0x21
 CLOSE_RANGE_UNSHARE = 2
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
@@ -30,9 +32,9 @@ PR_REFUSED = (1, 4, 23, 24, 28, 35, 36, 0x59616D61)
 """PDEATHSIG, DUMPABLE, CAPBSET_DROP, SECUREBITS (both ways), MM, CHILD_SUBREAPER, PTRACER."""
 FCNTL_REFUSED = (8, 10, 15, 1024, 1026)
 """F_SETOWN, F_SETSIG, F_SETOWN_EX: a descriptor can be made to send any signal to any process of the same user.
-F_SETLEASE and F_NOTIFY: whoever else opens the file waits, or is watched."""
+F_SETLEASE and F_NOTIFY: other processes that open the file would wait or be watched."""
 IOCTL_REFUSED = (0x8901, 0x8902, 0x5412, 0x541C)
-"""FIOSETOWN and SIOCSPGRP for the same reason; TIOCSTI and TIOCLINUX type into terminals."""
+"""FIOSETOWN and SIOCSPGRP for the same reason; TIOCSTI and TIOCLINUX inject input into terminals."""
 
 Instruction = tuple[int, int, int, int]
 
@@ -58,7 +60,7 @@ UNSUPPORTED = _return_action(REFUSE | errno.EOPNOTSUPP)
 
 
 def _refuse_values(index: int, values: Collection[int]) -> list[Instruction]:
-    """Refuses where the argument is one of `values`."""
+    """Refuse if the argument is one of `values`."""
     tests = [step for value in values for step in ((JUMP_EQUAL, 0, 1, value & 0xFFFFFFFF), EPERM)]
     return [_argument(index), *tests, RETURN_ALLOW]
 
@@ -68,21 +70,21 @@ def _only(index: int, value: int) -> list[Instruction]:
 
 
 def _allow_same_identity(identity: int) -> list[Instruction]:
-    """Lets a process become who it is: `posix_spawn` of make and others asks for that, and gives up without it."""
+    """Allow setting the current id: `posix_spawn`, as used by make and others, does that and fails without it."""
     same = [step for index in range(3) for step in (_argument(index), (JUMP_EQUAL, 1, 0, UNCHANGED), EPERM)]
     same[4] = (JUMP_EQUAL, 1, 0, identity)
     return [*same, RETURN_ALLOW]
 
 
 def _argument_filters(pid: int, permissions: Collection[str], scoped: bool) -> dict[str, list[Instruction]]:
-    """What decides about each call whose arguments matter."""
+    """The filter blocks for calls that depend on their arguments."""
     unix, stream = 1, 1
     blocks = {
         "kill": _only(0, pid),
         "tgkill": _only(0, pid),
-        # Of nobody else: whoever has the same user could have the trainer killed by its own limits.
+        # Only for itself: lowering the limits of the trainer (same user) could kill it.
         "prlimit64": [_argument(0), (JUMP_EQUAL, 2, 0, 0), (JUMP_EQUAL, 1, 0, pid), EPERM, RETURN_ALLOW],
-        # Such memory is kept by any page of it that stays mapped: the rest is nobody's, and counted nowhere.
+        # Any page that stays mapped keeps all of such memory allocated, and the rest is not accounted anywhere.
         "mmap": [
             _argument(3),
             (AND, 0, 0, MAP_SHARED_ANONYMOUS),
@@ -90,17 +92,17 @@ def _argument_filters(pid: int, permissions: Collection[str], scoped: bool) -> d
             EPERM,
             RETURN_ALLOW,
         ],
-        # As below: no thread has descriptors of its own, which /proc does not list with the process's.
+        # As with clone below: threads must not have separate descriptors, which /proc/PID/fd does not list.
         "close_range": [_argument(2), (JUMP_SET, 0, 1, CLOSE_RANGE_UNSHARE), EPERM, RETURN_ALLOW],
         "prctl": _refuse_values(0, PR_REFUSED),
         "fcntl": _refuse_values(1, FCNTL_REFUSED),
         "ioctl": _refuse_values(1, IOCTL_REFUSED),
         "setresuid": [EPERM],
         "setresgid": [EPERM],
-        "fallocate": [UNSUPPORTED],  # gigabytes in no time; whoever asks for it writes instead
+        "fallocate": [UNSUPPORTED],  # allocates gigabytes instantly; callers fall back to writing
     }
     if "subprocess" in permissions:
-        if scoped:  # Landlock, or a process namespace, lets signals reach only what the worker has started
+        if scoped:  # Landlock or a pid namespace limits signals to what the worker has started
             del blocks["kill"], blocks["tgkill"]
         blocks["setresuid"], blocks["setresgid"] = _allow_same_identity(os.getuid()), _allow_same_identity(os.getgid())
         process = [(JUMP_SET, 0, 1, CLONE_NAMESPACES), EPERM, RETURN_ALLOW]
@@ -108,10 +110,9 @@ def _argument_filters(pid: int, permissions: Collection[str], scoped: bool) -> d
         process = [EPERM]
     thread = [(JUMP_SET, 1, 0, CLONE_FILES), EPERM, RETURN_ALLOW]
     blocks["clone"] = [_argument(0), (JUMP_SET, 0, len(thread), CLONE_THREAD), *thread, *process]
-    blocks["clone3"] = [ENOSYS]  # glibc falls back from it, whose flags a filter cannot see, to clone
+    blocks["clone3"] = [ENOSYS]  # a filter cannot see its flags; glibc falls back to clone
     if "network" not in permissions:
-        # A stream pair can reach nothing but itself, and asyncio cannot live without one; a datagram pair can be
-        # pointed elsewhere.
+        # A stream pair reaches nothing but itself, and asyncio needs one; a datagram pair can be redirected.
         blocks["socketpair"] = [
             _argument(0),
             (JUMP_EQUAL, 1, 0, unix),
@@ -135,9 +136,9 @@ def _argument_filters(pid: int, permissions: Collection[str], scoped: bool) -> d
 
 
 def assemble(machine: str, pid: int, permissions: Collection[str] = (), *, scoped: bool = False) -> list[Instruction]:
-    """The filter of a worker with this process id. `scoped`: its signals reach nothing but what it started.
+    """The filter of a worker with this pid. `scoped`: its signals only reach what it started.
 
-    `permissions`: network, subprocess, and metadata (of files), which is nobody's to ask for.
+    `permissions`: network, subprocess, and metadata (of files), which users cannot request.
     """
     arch, column = syscalls.PROCESSORS[machine]
     program: list[Instruction] = [(LOAD, 0, 0, ARCH), (JUMP_EQUAL, 1, 0, arch), _return_action(KILL), (LOAD, 0, 0, NR)]
@@ -166,14 +167,14 @@ class _Program(ctypes.Structure):
 
 
 def compile_filter(steps: Sequence[Instruction]) -> tuple[ctypes.Array[ctypes.c_char], _Program]:
-    """What the kernel takes; the first is the memory that the second points to, to be kept until it has."""
+    """The program as the kernel expects it. Keep the buffer alive until it is installed: the program points to it."""
     code = b"".join(struct.pack("=HBBI", *step) for step in steps)
     buffer = ctypes.create_string_buffer(code, len(code))
     return buffer, _Program(len(steps), ctypes.addressof(buffer))
 
 
 def install(pid: int, permissions: Collection[str] = (), *, scoped: bool = False) -> None:
-    """Puts the filter on this process for good; no_new_privs must have been set."""
+    """Install the filter in this process, irrevocably; requires no_new_privs."""
     _buffer, program = compile_filter(assemble(platform.machine(), pid, permissions, scoped=scoped))
     if libc().prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0) != 0:
         raise_errno("seccomp")

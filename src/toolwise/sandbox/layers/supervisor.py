@@ -1,8 +1,8 @@
-"""The parent of a process that may start others: when that process ends, everything that it started ends with it.
+"""A supervisor process: the parent of a process that may start others. When its child ends, it kills all descendants.
 
-The kernel hands orphans to the nearest subreaper. So whatever a descendant does (a new session, an empty environment,
-a double fork, `CLONE_PARENT`), it stays beneath the supervisor, which kills what is left before it ends itself. It
-ends as its child ended, so that whoever waits for it learns how.
+The kernel reparents orphans to the nearest subreaper. So whatever a descendant does (a new session, an empty
+environment, a double fork, `CLONE_PARENT`), it stays below the supervisor, which kills what is left before it exits. It
+exits with the status of its child.
 """
 
 from __future__ import annotations
@@ -18,69 +18,68 @@ from typing import Any, NoReturn
 from toolwise.sandbox.layers.kernel import call_prctl, die_with_parent
 
 PROCESS_NAME = b"toolwise-watch"
-"""What `ps` calls a supervisor."""
+"""The name of a supervisor in `ps`."""
 SWEEP_S = 10.0
-"""After so long without an end the trainer takes over."""
+"""Give up after this time; the trainer takes over."""
 PR_SET_DUMPABLE, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 4, 15, 36
 IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2, signal.SIGALRM)
 KEEP_SUPERVISORS_SIGNAL = signal.SIGUSR1
-"""Tells a supervisor that its child forks workers with supervisors of their own, which may outlive that child."""
+"""Tells a supervisor that its child forks workers with their own supervisors, which may outlive that child."""
 ANY_CHILD = 0x40000000
-"""__WALL: children of every kind, also those that signal nothing when they end."""
-DYING_S = 0.02
-CROWD = 32
-"""Of a crowd that may fork faster than it is killed, the supervisor goes first where it is allowed to."""
+"""__WALL: all children, including those that send no SIGCHLD when they exit."""
+KILL_WAIT_S = 0.02
+MANY_PROCESSES = 32
+"""With more descendants than this, which may fork faster than they are killed, raise our priority if permitted."""
 PIDS_AHEAD = 4
-"""Process numbers looked at after one that ended: a process that forks and exits for ever is always a number ahead."""
+"""Pids to check after the last one that ended: a process that keeps forking and exiting is always one pid ahead."""
 
 
 def start_supervisor(start: dict[str, Any]) -> None:
-    """First thing in a process of the sandbox's: puts a supervisor above it where there is a `report` for it."""
+    """Called first in a sandbox process: put a supervisor above it if there is a `report` pipe."""
     if start["report"] is not None:
         supervise(start["life"], start["report"])
         start["parent"] = os.getppid()
 
 
-def supervise(lifeline_fd: int, report: int | None = None) -> None:
-    """Returns in a new child, in a session of its own. This process stays behind as its supervisor.
+def supervise(liveness_fd: int, report: int | None = None) -> None:
+    """Fork. Returns in the child, in a new session; this process stays behind as its supervisor.
 
-    `lifeline_fd` is the reading end of a pipe whose other end the trainer holds: once that is closed, all ends. On
-    `report` it
-    says that the child has ended, and then how many processes it found running beside it. After
-    `KEEP_SUPERVISORS_SIGNAL`, supervisors
-    beneath this one are left alone where the child ends or SIGTERM asks for the end, and not where the trainer is gone.
+    `liveness_fd` is the read end of a pipe whose write end the trainer holds: once that closes, everything is killed.
+    On `report` the supervisor writes that the child has ended, and then how many other processes were still running.
+    After `KEEP_SUPERVISORS_SIGNAL`, supervisors below this one survive the end of the child or SIGTERM, but not the end
+    of the trainer.
     """
     try:
         call_prctl(PR_SET_CHILD_SUBREAPER, 1)
-    except OSError:  # no kernel of Linux's own: what is left is found by session and environment, if at all
+    except OSError:  # not a real Linux kernel: leftovers are found by session and environment, if at all
         if report is not None:
             os.close(report)
         return
-    own = os.getpid()
-    # Until it is ready for them, signals wait: the child's code may run before.
+    own_pid = os.getpid()
+    # Block signals until the supervisor is ready for them: the child's code may run first.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGCHLD, KEEP_SUPERVISORS_SIGNAL, *IGNORED})
     child = os.fork()
     if child == 0:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.setsid()
-        die_with_parent(own)
+        die_with_parent(own_pid)
         if report is not None:
             os.close(report)
         return
     try:
-        _Supervisor(child, lifeline_fd, report).watch()
-    finally:  # nothing of the child's code may ever run here
-        os.kill(own, signal.SIGKILL)
+        _Supervisor(child, liveness_fd, report).watch()
+    finally:  # the child's code must never run here
+        os.kill(own_pid, signal.SIGKILL)
 
 
 class _Supervisor:
-    def __init__(self, child: int, lifeline_fd: int, report: int | None) -> None:
+    def __init__(self, child: int, liveness_fd: int, report: int | None) -> None:
         self._child, self._report, self._keeps_supervisors = child, report, False
         self._status: int | None = None
         self._seen_pids: set[int] = set()
         self._last_reaped = child
-        _close_fds_except({lifeline_fd} if report is None else {lifeline_fd, report})
-        call_prctl(PR_SET_DUMPABLE, 0)  # whoever has the same user must not read or change it
+        _close_fds_except({liveness_fd} if report is None else {liveness_fd, report})
+        call_prctl(PR_SET_DUMPABLE, 0)  # other processes of this user must not read or change it
         _set_process_name()
         self._woken, wake = os.pipe()
         for descriptor in (self._woken, wake):
@@ -93,11 +92,11 @@ class _Supervisor:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         self._poll = select.poll()
         self._poll.register(self._woken, select.POLLIN)
-        self._lifeline_fd = lifeline_fd
+        self._liveness_fd = liveness_fd
 
     def watch(self) -> NoReturn:
-        """Until the child has ended, the trainer is gone, or SIGTERM asks for the end."""
-        self._poll.register(self._lifeline_fd, 0)
+        """Wait until the child ends, the trainer is gone or SIGTERM arrives; then kill all descendants and exit."""
+        self._poll.register(self._liveness_fd, 0)
         self._reap()
         while self._status is None:
             ready = [descriptor for descriptor, _ in self._poll.poll()]
@@ -105,20 +104,20 @@ class _Supervisor:
             self._keeps_supervisors |= KEEP_SUPERVISORS_SIGNAL in signals
             if signal.SIGTERM in signals:
                 break
-            if self._lifeline_fd in ready:
+            if self._liveness_fd in ready:
                 self._keeps_supervisors = False
                 break
             self._reap()
-        self._poll.unregister(self._lifeline_fd)
+        self._poll.unregister(self._liveness_fd)
         self._write_report(b"ended ")
         self._sweep()
         self._write_report(b"%d" % len(self._seen_pids - {self._child}))
         _exit_like(self._status)
 
-    def _write_report(self, words: bytes) -> None:
+    def _write_report(self, data: bytes) -> None:
         if self._report is not None:
             with suppress(OSError):
-                os.write(self._report, words)
+                os.write(self._report, data)
 
     def _signals(self) -> bytes:
         with suppress(BlockingIOError):
@@ -126,7 +125,7 @@ class _Supervisor:
         return b""
 
     def _reap(self) -> bool:
-        """Buries the dead. False where nobody is left."""
+        """Reap ended children. False if there are no children left."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG | ANY_CHILD)
@@ -139,23 +138,23 @@ class _Supervisor:
                 self._status = status
 
     def _sweep(self) -> None:
-        """Kills what is beneath this process, pass by pass, until the kernel knows of no child any more."""
+        """Kill all descendants, pass by pass, until there are no children left."""
         until = time.monotonic() + SWEEP_S
         if self._status is None:
             _kill_with_group(self._child, self._child)
-            self._wait(DYING_S)  # most have started nothing, and nobody need be looked for
+            self._wait(KILL_WAIT_S)  # most children started nothing, so there is nothing to search for
         elif self._reap():
-            self._visit_descendants(kill=False)  # to count them: whole groups are killed at once
+            self._visit_descendants(kill=False)  # count them first: whole groups are killed at once
         while self._reap() and time.monotonic() < until:
-            found = self._kill_next() or self._visit_descendants(kill=True)
-            if not found and self._keeps_supervisors:
+            any_left = self._kill_next() or self._visit_descendants(kill=True)
+            if not any_left and self._keeps_supervisors:
                 return
-            if len(self._seen_pids) > CROWD:
+            if len(self._seen_pids) > MANY_PROCESSES:
                 _raise_priority()
             self._wait(0.001)
 
     def _wait(self, seconds: float) -> None:
-        """For the end of a child."""
+        """Wait for a child to end."""
         self._poll.poll(seconds * 1000)
         self._signals()
 
@@ -164,12 +163,12 @@ class _Supervisor:
         return any(self._visit_process(pid, {os.getpid()}, kill=True) for pid in range(last + 1, last + 1 + PIDS_AHEAD))
 
     def _visit_descendants(self, *, kill: bool) -> bool:
-        """All beneath this process. Small numbers first: of most processes the parent comes before them."""
-        beneath = {os.getpid()}
+        """Visit all descendants, in pid order: most parents have a lower pid than their children."""
+        family = {os.getpid()}
         for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
-            if self._visit_process(pid, beneath, kill=kill):
-                beneath.add(pid)
-        return len(beneath) > 1
+            if self._visit_process(pid, family, kill=kill):
+                family.add(pid)
+        return len(family) > 1
 
     def _visit_process(self, pid: int, parents: set[int], *, kill: bool) -> bool:
         try:
@@ -186,7 +185,7 @@ class _Supervisor:
 
 
 def _kill_with_group(pid: int, group: int) -> None:
-    """The group first: none of it can fork meanwhile."""
+    """Kill the group first, so that none of its members can fork meanwhile."""
     if group > 1 and group != os.getpgrp():
         with suppress(OSError):
             os.killpg(group, signal.SIGKILL)
@@ -200,13 +199,13 @@ def _raise_priority() -> None:
 
 
 def _stat(pid: int) -> tuple[bytes, int, int]:
-    """The state of a process, its parent and its group."""
+    """State, parent and process group of a process."""
     descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
     try:
-        words = os.read(descriptor, 1024).rpartition(b")")[2].split()
+        fields = os.read(descriptor, 1024).rpartition(b")")[2].split()
     finally:
         os.close(descriptor)
-    return words[0], int(words[1]), int(words[2])
+    return fields[0], int(fields[1]), int(fields[2])
 
 
 def _is_supervisor(pid: int) -> bool:
@@ -215,20 +214,20 @@ def _is_supervisor(pid: int) -> bool:
     return False
 
 
-def _close_fds_except(kept: set[int]) -> None:
-    """Of what it shares with its child: a channel is closed only when the last who has it is gone."""
+def _close_fds_except(keep: set[int]) -> None:
+    """Close the descriptors shared with the child: a channel closes only when its last holder does."""
     try:
         opened = {int(name) for name in os.listdir("/proc/self/fd")}
     except OSError:
         opened = set(range(1024))
-    for descriptor in opened - {0, 1, 2, *kept}:
-        with suppress(OSError):  # the one that the list was read from
+    for descriptor in opened - {0, 1, 2, *keep}:
+        with suppress(OSError):  # the one used for listing
             os.close(descriptor)
-    nothing = os.open(os.devnull, os.O_RDWR)
+    devnull = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
-        os.dup2(nothing, descriptor)
-    if nothing > 2:
-        os.close(nothing)
+        os.dup2(devnull, descriptor)
+    if devnull > 2:
+        os.close(devnull)
 
 
 def _set_process_name() -> None:
@@ -240,11 +239,11 @@ def _set_process_name() -> None:
 
 
 def _ignore_signal(*_: object) -> None:
-    """The number of the signal is in the pipe."""
+    """The wakeup pipe carries the signal number."""
 
 
 def _exit_like(status: int | None) -> NoReturn:
-    """Ends as the child did; as if killed where it did not end."""
+    """Exit with the child's status; as if killed if it did not end."""
     code = -signal.SIGKILL if status is None else os.waitstatus_to_exitcode(status)
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

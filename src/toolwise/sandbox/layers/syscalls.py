@@ -1,15 +1,15 @@
-"""The system calls that a worker is refused, by what they are for, with their numbers on each processor."""
+"""The system calls that a worker is denied, by purpose, with their numbers on each architecture."""
 
 from __future__ import annotations
 
 X86_64, AARCH64 = 0xC000003E, 0xC00000B7
-"""AUDIT_ARCH values: how the kernel names a processor to a filter."""
+"""AUDIT_ARCH values: how the kernel identifies the architecture to a filter."""
 
 PROCESSORS = {"x86_64": (X86_64, 0), "aarch64": (AARCH64, 1), "arm64": (AARCH64, 1)}
-"""What platform.machine() says -> the AUDIT_ARCH value and the column of the tables below."""
+"""platform.machine() -> the AUDIT_ARCH value and the column in the tables below."""
 
 LAST_KNOWN = 462
-"""Numbers above it came after these tables were written: they are answered as if the kernel had none."""
+"""Higher numbers are newer than these tables and fail with ENOSYS."""
 
 SyscallNumbers = dict[str, tuple[int | None, int | None]]
 
@@ -20,7 +20,7 @@ NETWORK: SyscallNumbers = {
     "listen": (50, 201),
     "accept": (43, 202),
     "accept4": (288, 242),
-    # A descriptor on its way through a socket keeps a file that nobody can see.
+    # A descriptor in flight through a socket keeps a file alive that cannot be seen.
     "sendmsg": (46, 211),
     "sendmmsg": (307, 269),
 }
@@ -122,9 +122,9 @@ ALWAYS_REFUSED: SyscallNumbers = {
     "clock_settime": (227, 112),
     "clock_adjtime": (305, 266),
     "adjtimex": (159, 171),
-    # A page in a pipe keeps the two megabytes that it is a part of, after they are unmapped.
+    # A page in a pipe keeps the 2 MB that it is part of allocated after they are unmapped.
     "vmsplice": (278, 75),
-    # memory shared by name
+    # named shared memory
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
     "shmget": (29, 194),
@@ -180,7 +180,7 @@ METADATA = frozenset(
     | {"utime", "utimes", "utimensat", "futimesat"}
     | {"setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr"}
 )
-"""Of those: what Landlock does not see. Harmless where all that is mounted for writing is the program's own."""
+"""The calls above that Landlock does not check. Harmless if all writable mounts belong to the program."""
 
 ARGUMENT_CHECKED: SyscallNumbers = {
     "clone": (56, 220),
@@ -199,7 +199,7 @@ ARGUMENT_CHECKED: SyscallNumbers = {
     "setresuid": (117, 147),
     "setresgid": (119, 149),
 }
-"""Allowed or not by their arguments: see seccomp.py."""
+"""Allowed depending on their arguments: see seccomp.py."""
 
 SECCOMP = (317, 277)
 LANDLOCK_CREATE_RULESET, LANDLOCK_ADD_RULE, LANDLOCK_RESTRICT_SELF = 444, 445, 446

@@ -1,1 +1,1 @@
-"""Programs that a model wrote: each in a fresh process, never in a reward's worker."""
+"""Runs programs written by a model: each in a fresh process, never in a reward's worker."""

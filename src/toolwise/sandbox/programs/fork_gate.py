@@ -1,4 +1,4 @@
-"""The trainer's end of a program's forks, where the program asks for each of them (`layers/births.py`)."""
+"""The trainer's end of the fork filter (`layers/fork_filter.py`): approves each fork of a program."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _LISTENER = struct.Struct("i")
 
 
 class ForkGate:
-    """Lets each fork through, and counts them."""
+    """Approves forks and counts them."""
 
     def __init__(self, closing: ExitStack) -> None:
         self.forks_seen = 0
-        """Since the program was last looked at."""
+        """Forks since the program's processes were last counted."""
         self._closing = closing
         self._channel: socket.socket | None = None
         self._listener: int | None = None
@@ -31,10 +31,10 @@ class ForkGate:
         return self.forks_seen >= MAX_PROCESSES
 
     def open(self, theirs: ExitStack) -> int:
-        """The end that the program is given, to be closed with `theirs`."""
-        ours, given = socket.socketpair()
-        self._channel = self._closing.enter_context(ours)
-        return theirs.enter_context(given).fileno()
+        """Create the channel. Returns the program's end, which is closed with `theirs`."""
+        own_end, child_end = socket.socketpair()
+        self._channel = self._closing.enter_context(own_end)
+        return theirs.enter_context(child_end).fileno()
 
     def listen(self, poll: select.poll) -> None:
         self._poll = poll
@@ -42,7 +42,7 @@ class ForkGate:
             poll.register(self._channel, select.POLLIN)
 
     def stop(self) -> None:
-        """From now on whoever forks waits for ever."""
+        """Stop answering: from now on every fork blocks forever."""
         for descriptor in (self._channel.fileno() if self._channel is not None else None, self._listener):
             if descriptor is not None:
                 with suppress(KeyError):
@@ -56,30 +56,30 @@ class ForkGate:
             elif descriptor == self._listener and event & select.POLLIN:
                 self._allow(descriptor)
             elif descriptor == self._listener and event & (select.POLLHUP | select.POLLNVAL):
-                self._poll.unregister(descriptor)  # nobody is left who could ask
+                self._poll.unregister(descriptor)  # no process is left that could fork
 
     def _receive(self, channel: socket.socket) -> int | None:
-        """None where births are free."""
-        # Not `recv_fds`: whatever else is started in this process must not inherit the listener.
-        said, given, _, _ = channel.recvmsg(1, socket.CMSG_LEN(_LISTENER.size), socket.MSG_CMSG_CLOEXEC)
-        if not said:
+        """The listener; None if forks are not held."""
+        # Not `recv_fds`: other processes started from here must not inherit the listener.
+        data, ancillary, _, _ = channel.recvmsg(1, socket.CMSG_LEN(_LISTENER.size), socket.MSG_CMSG_CLOEXEC)
+        if not data:
             return None
-        if not given:
-            raise SandboxError("a program's listener did not come through: are there too many open files?")
-        (listener,) = _LISTENER.unpack(given[0][2])
+        if not ancillary:
+            raise SandboxError("the fork listener of a program did not arrive: are there too many open files?")
+        (listener,) = _LISTENER.unpack(ancillary[0][2])
         self._closing.callback(os.close, listener)
         self._poll.register(listener, select.POLLIN)
         return int(listener)
 
     def _allow(self, listener: int) -> None:
-        """Those who wait already, without another round of everything else."""
+        """Answer all forks that are already waiting."""
         ready = select.poll()
         ready.register(listener, select.POLLIN)
         while not self.reached_limit:
             try:
                 allow_fork(listener)
             except OSError as fault:
-                raise SandboxError(f"a program's births cannot be answered: {fault}") from None
+                raise SandboxError(f"cannot approve a program's forks: {fault}") from None
             self.forks_seen += 1
             if not any(event & select.POLLIN for _, event in ready.poll(0)):
                 return

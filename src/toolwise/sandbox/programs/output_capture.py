@@ -1,4 +1,4 @@
-"""What a program prints, kept by one rule: the beginning and the end, and between them how much was left out."""
+"""Captures what a program prints: the beginning, the end and the number of bytes left out between them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ READ_CHUNK_BYTES = 1 << 16
 
 
 class OutputCapture:
-    """Reads one descriptor without ever waiting and keeps at most `max_bytes` bytes: the first half and the last
-    half."""
+    """Reads a descriptor without blocking and keeps at most `max_bytes`: the first half and the last half."""
 
     def __init__(self, descriptor: int, max_bytes: int) -> None:
         self.descriptor = descriptor
@@ -22,7 +21,7 @@ class OutputCapture:
         os.set_blocking(descriptor, False)
 
     def read(self) -> int | None:
-        """Takes what is there now; how many bytes, or None once nobody can write any more."""
+        """Read what is available. Returns the number of bytes, or None at end of file."""
         try:
             data = os.read(self.descriptor, READ_CHUNK_BYTES)
         except BlockingIOError:
@@ -38,12 +37,12 @@ class OutputCapture:
         return len(data) or None
 
     def drain(self) -> None:
-        """Takes what is left in the pipe once the program has ended."""
+        """Read what is left in the pipe after the program has ended."""
         while self.read():
             pass
 
     def text(self) -> str:
-        """As UTF-8; what is none is shown as �."""
+        """Decoded as UTF-8; invalid bytes become �."""
         left_out = self.total - len(self._head) - len(self._tail)
         if not left_out:
             return _to_text(self._head + self._tail)

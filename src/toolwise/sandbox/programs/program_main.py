@@ -1,6 +1,6 @@
-"""What runs in the process of one program that a model wrote: hardens itself, says so, and becomes the program.
+"""Entry point of a program's process: hardens itself, reports that, and runs the program.
 
-Started by `program_run.py` with few imports of its own: every call pays for them.
+Started by `run.py`. Imports little, since every call pays for it.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _OUT_OF_MEMORY = b'{"kind": "memory", "message": "it asked for more memory than 
 
 
 def main(start: dict[str, Any]) -> NoReturn:
-    """`start`: descriptors of the order, of what is told back and of the trainer's life; and the parent's id."""
+    """`start`: descriptors of the order, the status pipe and the trainer's liveness pipe, and the parent's pid."""
     die_with_trainer(start["life"], start["parent"])
-    status_fd = start["told"]
+    status_fd = start["status"]
     for descriptor in (start["life"], status_fd, start["folders"]):
         os.set_inheritable(descriptor, False)
     with os.fdopen(start["order"], "rb") as file:
         order = json.load(file)
     plan = Plan.from_json(order["plan"])
-    if start["births"] is not None:
-        require_fork_approval(start["births"])
-    got = harden(plan, lambda: _wait_for_files(start["folders"], plan.folders))
-    os.write(status_fd, json.dumps({"missing": got.missing}).encode() + b"\n")
-    if got.missing:
+    if start["forks"] is not None:
+        require_fork_approval(start["forks"])
+    result = harden(plan, lambda: _wait_for_files(start["folders"], plan.folders))
+    os.write(status_fd, json.dumps({"missing": result.missing}).encode() + b"\n")
+    if result.missing:
         os._exit(NOT_HARDENED)
     if order["language"] == "shell":
         shell = next(path for path in SHELLS if os.path.exists(path))
@@ -52,13 +52,13 @@ def main(start: dict[str, Any]) -> NoReturn:
 
 def _wait_for_files(channel: int, folders: tuple[str, ...]) -> None:
     send_folders(channel, folders, b"x")
-    if not os.read(channel, 1):  # its files do not fit, or the trainer is gone
+    if not os.read(channel, 1):  # the files do not fit, or the trainer is gone
         os._exit(NOT_HARDENED)
     os.close(channel)
 
 
 def _run(text: str, path: list[str], status_fd: int, permissions: tuple[str, ...]) -> int:
-    """Runs `text` as a script's, with the value of a last expression printed. Returns the exit status."""
+    """Run `text` as a script and print the value of a final expression. Returns the exit status."""
     sys.argv, sys.path[:] = [""], [os.getcwd(), *path]
     module = types.ModuleType("__main__")
     for name in [name for name in sys.modules if name.partition(".")[0] == "toolwise"]:
@@ -66,12 +66,12 @@ def _run(text: str, path: list[str], status_fd: int, permissions: tuple[str, ...
     sys.modules["__main__"] = module
     linecache.cache[PROGRAM_FILENAME] = (len(text), None, f"{text}\n".splitlines(keepends=True), PROGRAM_FILENAME)
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(line_buffering=True)  # what a program said before its deadline is worth having
+        sys.stdout.reconfigure(line_buffering=True)  # keep what a program printed before its deadline
     try:
         _execute(text, module.__dict__)
     except SystemExit:
         raise
-    except BaseException as fault:  # a stranger's code: anything may come
+    except BaseException as fault:  # untrusted code may raise anything
         _report_exception(fault, status_fd, permissions)
         return 1
     return 0
@@ -86,7 +86,7 @@ def _execute(text: str, names: dict[str, Any]) -> None:
 
 
 def _report_exception(fault: BaseException, status_fd: int, permissions: tuple[str, ...]) -> None:
-    """The traceback without our own frames, on stderr; and to the trainer what no exit status can say."""
+    """Print the traceback without our own frames to stderr; tell the trainer what an exit status cannot say."""
     trace = fault.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != PROGRAM_FILENAME:
         trace = trace.tb_next

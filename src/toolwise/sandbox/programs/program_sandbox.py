@@ -1,6 +1,6 @@
-"""Where programs that a model writes run: each in a fresh process, in a working folder that its rollout keeps.
+"""`ProgramSandbox`: runs programs written by a model, each in a fresh process in the working folder of its rollout.
 
-Never in a reward's worker: whoever shares a process with a grader can grade itself.
+Never in a reward's worker: code that shares a process with its grader can grade itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from toolwise.sandbox.targets import package_folder, readable_folders
 
 log = logging.getLogger("toolwise.sandbox")
 WORK_MOUNT, TEMPORARY_MOUNT = "/sandbox", "/tmp"
-"""What a program's folders are called in a mount namespace: the same in every rollout."""
+"""Paths of a program's folders in a mount namespace: the same in every rollout."""
 MAX_PROGRAM_BYTES = 100_000
 T = TypeVar("T")
 _alive: weakref.WeakSet[ProgramSandbox] = weakref.WeakSet()
@@ -39,9 +39,9 @@ _alive: weakref.WeakSet[ProgramSandbox] = weakref.WeakSet()
 class ProgramSandbox:
     """Runs programs in one language. Safe to use from several threads and event loops.
 
-    `timeout_s` is a program's own time; `memory_mb` what it may take, a shell's processes together; `file_mb` what its
-    folder may hold; of what it prints, `output_kb` of stdout and as much of stderr are kept. At most `at_once` programs
-    run at a time; others wait.
+    `timeout_s` limits the run time of a program; `memory_mb` its memory (all processes of a shell together); `file_mb`
+    the size of its folder. `output_kb` each of stdout and stderr are kept. At most `at_once` programs run at a time;
+    others wait.
     """
 
     def __init__(
@@ -59,14 +59,16 @@ class ProgramSandbox:
         at_once: int | None = None,
     ) -> None:
         if language not in get_args(Language):
-            raise SandboxError(f"programs in {language!r} cannot be run: there are {' and '.join(get_args(Language))}")
+            raise SandboxError(f"cannot run programs in {language!r}: use {' or '.join(get_args(Language))}")
         if min(timeout_s, memory_mb, file_mb, output_kb, 1 if at_once is None else at_once) <= 0:
-            raise SandboxError("a program's timeout_s, memory_mb, file_mb, output_kb and at_once must be more than 0")
+            raise SandboxError(
+                "a program's timeout_s, memory_mb, file_mb, output_kb and at_once must be greater than 0"
+            )
         self.language, self.tier, self.timeout_s, self.output_bytes = language, tier, timeout_s, output_kb * 1024
         self.permissions = _checked_permissions(language, tier, permissions)
         self._report = _checked_report(language, tier, self.permissions, require)
         layers = tuple(layer for layer in LAYERS[tier] if layer in self._report.layers)
-        readable = tuple(str(Path(place).expanduser().resolve()) for place in read)
+        readable = tuple(str(Path(path).expanduser().resolve()) for path in read)
         cpu_s = int(timeout_s * (os.cpu_count() or 1)) + 5
         own_disk = self._report.own_disk
         self._plan = Plan(layers, "", readable, memory_mb, file_mb, cpu_s, self.permissions, own_disk=own_disk)
@@ -81,34 +83,34 @@ class ProgramSandbox:
         self._running: set[StopSignal] = set()
 
     def report(self) -> Report:
-        """What was asked and what was got, layer by layer."""
+        """Requested and active layers."""
         return self._report
 
     def open_folder(self, files: Mapping[str, str] | None = None) -> WorkFolder:
-        """A folder for one rollout, with `files` (name -> text) in it; to be given back with `close_folder`."""
+        """Create a folder for one rollout, with `files` (name -> text) in it. Remove it with `close_folder`."""
         if self._closed:
-            raise SandboxError("this sandbox of programs is closed")
+            raise SandboxError("this program sandbox is closed")
         return self._folders.open(files or {})
 
     async def close_folder(self, folder: WorkFolder) -> None:
-        """Removes a folder with all that is in it."""
-        if not self._closed:  # which removed them all
+        """Remove a folder and everything in it."""
+        if not self._closed:  # close() has removed them all
             await _await_completion(self._executor().submit(self._folders.remove, folder))
 
     async def run(self, text: str, folder: WorkFolder) -> ProgramResult:
-        """Runs a program. Whoever cancels this ends the program, and comes back when nothing of it is left."""
+        """Run a program. Cancelling kills the program and returns once nothing of it is left."""
         stop = StopSignal()
         with self._lock:
             self._running.add(stop)
         try:
-            # Waiting while `at_once` others run is not the program's time.
+            # Time spent queueing behind `at_once` others does not count.
             work = exclude_pool_queue_time(lambda: self._run(text, folder, stop))
             result = await _await_completion(self._executor().submit(work), stop.request_stop)
         finally:
             with self._lock:
                 self._running.discard(stop)
         if result is None:
-            raise SandboxError("this sandbox of programs was closed while a program ran")
+            raise SandboxError("this program sandbox was closed while a program ran")
         return result
 
     def _run(self, text: str, folder: WorkFolder, stop: StopSignal) -> ProgramResult | None:
@@ -128,18 +130,18 @@ class ProgramSandbox:
             remove_in_background(temporary)
 
     def _make_spec(self, text: str, folder: WorkFolder, temporary: Path) -> ProgramSpec:
-        """The two folders have names of their own where there are namespaces, and their real ones elsewhere."""
+        """In namespaces the two folders have fixed paths; elsewhere their real ones."""
         layers, permissions, work = self._plan.layers, self.permissions, folder.work_path
         scratch, write, view = str(work), str(temporary), None
-        packages = tuple(place for place in readable_folders() if place != str(package_folder()))
+        packages = tuple(folder_path for folder_path in readable_folders() if folder_path != str(package_folder()))
         read = (*packages, *self._plan.read)
         if "namespaces" in layers:
             scratch, write = WORK_MOUNT, TEMPORARY_MOUNT
-            read += ("/proc",) if "subprocess" in permissions else ()  # of its own processes
-            seen = readable_paths((*read, str(package_folder())), permissions)
+            read += ("/proc",) if "subprocess" in permissions else ()  # it lists only its own processes
+            visible = readable_paths((*read, str(package_folder())), permissions)
             mounts = ((str(work), scratch), (str(temporary), write))
             file_mb = self._plan.file_mb if self._plan.own_disk else None
-            view = MountView(tuple(seen), mounts, scratch, "network" in permissions, file_mb)
+            view = MountView(tuple(visible), mounts, scratch, "network" in permissions, file_mb)
         limits = (self._plan.memory_mb, self._plan.file_mb, self._plan.cpu_s)
         plan = Plan(layers, scratch, read, *limits, permissions, (write,), host_namespaces(view), self._plan.own_disk)
         folders = (work, temporary)
@@ -148,14 +150,14 @@ class ProgramSandbox:
     def _executor(self) -> ThreadPoolExecutor:
         with self._lock:
             if self._closed:
-                raise SandboxError("this sandbox of programs is closed")
+                raise SandboxError("this program sandbox is closed")
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(self._at_once, thread_name_prefix="toolwise-program")
             return self._threads
 
     def close(self) -> None:
-        """Ends all programs and removes all folders."""
-        if self._pid != os.getpid():  # a fork's: they are the parent's
+        """End all programs and remove all folders."""
+        if self._pid != os.getpid():  # a forked child: they belong to the parent
             return
         with self._lock:
             self._closed = True
@@ -178,29 +180,29 @@ class ProgramSandbox:
 
 
 async def _await_completion(future: Future[T], stop: Callable[[], None] = lambda: None) -> T:
-    """What a thread's work gives. A cancellation stops the work, and is raised once the work has put itself away:
-    however often it comes."""
+    """Await the result of a thread. A cancellation stops the work and is raised once the work has cleaned up, even if
+    cancelled repeatedly."""
     waiter = asyncio.wrap_future(future)
     try:
         return await asyncio.shield(waiter)
     except asyncio.CancelledError:
         stop()
-        future.cancel()  # which counts only where it has not begun
+        future.cancel()  # works only if it has not started
         while not waiter.done():
             with suppress(asyncio.CancelledError):
                 await asyncio.wait({waiter})
         if not waiter.cancelled():
-            waiter.exception()  # nobody is left to hear of it
+            waiter.exception()  # retrieve it: no caller is left to handle it
         raise
 
 
-def _checked_permissions(language: Language, tier: Tier, given: Iterable[str]) -> tuple[str, ...]:
-    permissions = set(given)
+def _checked_permissions(language: Language, tier: Tier, requested: Iterable[str]) -> tuple[str, ...]:
+    permissions = set(requested)
     unknown = sorted(permissions - set(PERMISSIONS))
     if unknown:
-        raise SandboxError(f"there is no permission {unknown[0]!r}: there are {' and '.join(PERMISSIONS)}")
+        raise SandboxError(f"unknown permission {unknown[0]!r}: use {' or '.join(PERMISSIONS)}")
     if language == "shell" and tier == "namespaced":
-        permissions.add("subprocess")  # what it starts is locked in with it
+        permissions.add("subprocess")  # what it starts is in the same namespaces
     if language == "shell" and "subprocess" not in permissions:
         raise SandboxError(
             f"a shell starts processes: use tier='namespaced', or permissions=['subprocess'] with tier={tier!r}"
@@ -209,16 +211,16 @@ def _checked_permissions(language: Language, tier: Tier, given: Iterable[str]) -
 
 
 def _checked_report(language: Language, tier: Tier, permissions: tuple[str, ...], require: bool) -> Report:
-    """What there is, told where it is less than was asked, and refused where it is too little for strangers' code."""
+    """Probe this machine. Warns if layers are missing; raises if too few are left for untrusted code."""
     if tier == "off" or tier not in LAYERS or (language == "shell" and tier == "basic"):
-        least = "'namespaced' or 'standard'" if language == "shell" else "'namespaced', 'standard' or 'basic'"
-        raise SandboxError(f"programs that a model writes do not run in tier {tier!r}: use {least}")
+        tiers = "'namespaced' or 'standard'" if language == "shell" else "'namespaced', 'standard' or 'basic'"
+        raise SandboxError(f"programs written by a model cannot run in tier {tier!r}: use {tiers}")
     report = probe(tier, permissions)
     if require and not report.complete:
         raise SandboxError(f"{report} (require=True)")
     walls = {"namespaces"} if language == "shell" and tier == "namespaced" else {"namespaces", "landlock"}
-    held = {"limits", "no_new_privs", "seccomp"} <= set(report.layers) and walls & set(report.layers)
-    if tier != "basic" and not held:
+    isolated = {"limits", "no_new_privs", "seccomp"} <= set(report.layers) and walls & set(report.layers)
+    if tier != "basic" and not isolated:
         raise SandboxError(_missing_layers_message(language, report, walls))
     if tier == "basic" or not report.complete:
         log.warning("programs in %s: %s", language, report)
@@ -226,13 +228,13 @@ def _checked_report(language: Language, tier: Tier, permissions: tuple[str, ...]
 
 
 def _missing_layers_message(language: Language, report: Report, walls: set[str]) -> str:
-    """One line for a machine that isolates too little for a model's programs in this language."""
-    wanted = [layer for layer in report.missing if layer in {"limits", "no_new_privs", "seccomp"} | walls]
-    gaps = "; ".join(f"{report.missing[layer]} (needed: {LAYER_REQUIREMENTS[layer]})" for layer in wanted)
-    less = "tier='standard' with permissions=['subprocess']" if language == "shell" else "tier='basic'"
+    """One line for a machine that cannot isolate model-written programs in this language well enough."""
+    needed = [layer for layer in report.missing if layer in {"limits", "no_new_privs", "seccomp"} | walls]
+    gaps = "; ".join(f"{report.missing[layer]} (needed: {LAYER_REQUIREMENTS[layer]})" for layer in needed)
+    alternative = "tier='standard' with permissions=['subprocess']" if language == "shell" else "tier='basic'"
     return (
-        f"{language} programs of a model cannot run in tier {report.asked!r} here: {gaps}; "
-        f"or isolate them less with {less}, see docs/security.md"
+        f"{language} programs written by a model cannot run in tier {report.requested!r} here: {gaps}; "
+        f"or use weaker isolation with {alternative}, see docs/security.md"
     )
 
 

@@ -1,5 +1,4 @@
-"""One run of one program that a model wrote, from its start to its last trace. Blocks; `programs.py` keeps it in a
-thread."""
+"""Runs one program written by a model and waits for it. Blocks; `program_sandbox.py` runs it in a thread."""
 
 from __future__ import annotations
 
@@ -46,10 +45,10 @@ from toolwise.sandbox.targets import library_folders, package_folder
 Language = Literal["python", "shell"]
 Kind = Literal["ok", "exit", "timeout", "memory", "denied", "died", "too_big"]
 START_S = 60.0
-"""How long an interpreter may take to come up on a busy machine; the program has not begun by then."""
+"""How long an interpreter may take to start on a busy machine; the program is not running yet."""
 CHECK_INTERVAL_S = 0.1
 MEASURE_INTERVAL_S = 0.01
-"""How often a program's processes are looked at; and its folder, where it has to be measured."""
+"""How often a program's processes are checked (`CHECK_INTERVAL_S`), and its folder if it has to be measured."""
 MAX_OUTPUT_BYTES = 16 * MEBIBYTE
 MAX_STATUS_BYTES = 1 << 16
 _REPORTED_KINDS: dict[str, Kind] = {"memory": "memory", "denied": "denied", "too_big": "too_big"}
@@ -62,34 +61,34 @@ _BOOT = (
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """What came of a program. `stdout` and `stderr` keep their beginning and end; see `OutputCapture`."""
+    """The outcome of a program. `stdout` and `stderr` keep their beginning and end; see `OutputCapture`."""
 
     kind: Kind
     message: str
-    """One line for whoever wrote the program; "" where it went well."""
+    """One line for the author of the program; "" on success."""
     stdout: str = ""
     stderr: str = ""
     exit_status: int | None = None
-    """As a shell has it: 128 + n where signal n ended it; None where the sandbox did, or nothing was run."""
+    """As in a shell: 128 + n if signal n killed it; None if the sandbox ended it or nothing was run."""
     seconds: float = 0.0
     left_running: int = 0
-    """Processes that it had started and that still ran when it ended; they were ended with it."""
+    """Number of its processes that still ran when it ended; they were killed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramSpec:
-    """A program and the room that it runs in."""
+    """A program and the settings it runs with."""
 
     language: Language
     text: str
     plan: Plan
     view: MountView | None
     folders: tuple[Path, ...]
-    """The working folder, and that for temporary files."""
+    """The working folder and the temporary folder."""
     timeout_s: float
     output_bytes: int
     lock: threading.Lock = field(default_factory=threading.Lock, compare=False)
-    """Held while the working folder is copied: other programs may run in it."""
+    """Held while the working folder is copied: other programs may be using it."""
 
     @property
     def may_have_children(self) -> bool:
@@ -101,7 +100,7 @@ class ProgramSpec:
 
 
 class StopSignal:
-    """Ends a run from another thread."""
+    """Stops a run from another thread."""
 
     def __init__(self) -> None:
         self.stop_requested = False
@@ -116,7 +115,7 @@ class StopSignal:
 
     @contextmanager
     def wakeup_fd(self) -> Iterator[int]:
-        """A descriptor that is ready once it is asked. Only a run has one: those that wait may be thousands."""
+        """A descriptor that becomes readable on `request_stop`. Only for running programs: thousands may be queued."""
         read, write = os.pipe()
         with self._lock:
             self._write = write
@@ -130,7 +129,7 @@ class StopSignal:
 
 
 def run_program(spec: ProgramSpec, stop: StopSignal) -> ProgramResult | None:
-    """None where it was stopped. Whatever happens, no process is left when this returns."""
+    """Run a program. Returns None if it was stopped. Whatever happens, no process is left afterwards."""
     with ExitStack() as closing:
         run = _Run(spec, stop, closing.enter_context(stop.wakeup_fd()), closing)
         try:
@@ -151,25 +150,25 @@ class _Run:
         self._next_count = 0.0
         self._seconds = 0.0
         self._program_ended = False
-        """Whether it has ended by itself, and its supervisor ends what it left."""
+        """Whether the program has ended on its own and its supervisor is killing leftovers."""
         with ExitStack() as theirs:
             out, out_write = _pipe(closing, theirs)
             err, err_write = _pipe(closing, theirs)
-            told, told_write = _pipe(closing, theirs)
-            life_read, _ = _pipe(theirs, closing)
+            status, status_write = _pipe(closing, theirs)
+            liveness_read, _ = _pipe(theirs, closing)
             self._fork_gate = ForkGate(closing)
             self._disk = WorkDisk(spec.folders, spec.plan.file_mb, spec.lock, closing)
-            asking = self._fork_gate.open(theirs) if spec.needs_fork_approval else None
+            fork_channel = self._fork_gate.open(theirs) if spec.needs_fork_approval else None
             self._out, self._err = OutputCapture(out, spec.output_bytes), OutputCapture(err, spec.output_bytes)
-            self._status_output = OutputCapture(told, MAX_STATUS_BYTES)
+            self._status_output = OutputCapture(status, MAX_STATUS_BYTES)
             self._report = ReportPipe() if spec.may_have_children and SUPERVISION_AVAILABLE else None
             if self._report is not None:
                 closing.callback(self._report.close)
                 theirs.callback(self._report.close_child_end)
             child_fds = {
-                "told": told_write,
-                "life": life_read,
-                "births": asking,
+                "status": status_write,
+                "life": liveness_read,
+                "forks": fork_channel,
                 "report": None if self._report is None else self._report.theirs,
                 "folders": self._disk.open(theirs),
             }
@@ -177,23 +176,23 @@ class _Run:
 
     def _launch(self, out: int, err: int, child_fds: dict[str, int | None]) -> ProcessHandle:
         spec, keep = self._spec, library_folders()
-        home, *more = spec.plan.scratch, *spec.plan.write
+        home, *temporary = spec.plan.scratch, *spec.plan.write
         start: dict[str, Any] = {
             **child_fds,
             "parent": os.getpid() if spec.view is None else INIT,
             "path": [*keep, str(package_folder().parent)],
             "keep": keep,
         }
-        asked = {"plan": spec.plan.to_json(), "language": spec.language, "text": spec.text}
-        with tempfile.TemporaryFile() as file:  # not a pipe: a program of any length is there at once
-            file.write(json.dumps(asked).encode())
+        order = {"plan": spec.plan.to_json(), "language": spec.language, "text": spec.text}
+        with tempfile.TemporaryFile() as file:  # not a pipe: holds a program of any length without blocking
+            file.write(json.dumps(order).encode())
             file.seek(0)
             start["order"] = file.fileno()
             try:
                 return launch(
-                    # Not -I, which would ignore the hash seed; the rest of the environment is ours.
+                    # Not -I, which would ignore PYTHONHASHSEED; the rest of the environment is ours.
                     [sys.executable, "-s", "-P", "-S", "-B", "-c", _BOOT, json.dumps(start)],
-                    program_environment(home, more[0] if more else home, self.mark),
+                    program_environment(home, temporary[0] if temporary else home, self.mark),
                     spec.folders[0],
                     view=spec.view,
                     report=self._report,
@@ -203,10 +202,10 @@ class _Run:
                     pass_fds=(file.fileno(), *(number for number in child_fds.values() if number is not None)),
                 )
             except OSError as fault:
-                raise SandboxError(f"no process can be started for a program: {fault}") from None
+                raise SandboxError(f"cannot start a process for a program: {fault}") from None
 
     def watch(self) -> tuple[Kind, str] | None:
-        """Until it ends by itself, or must be ended: then the kind and the words for it."""
+        """Wait until it ends on its own (None) or must be killed (kind and message)."""
         poll = select.poll()
         ended = _open_pidfd(self.popen.pid)
         pipes = [captured.descriptor for captured in (self._out, self._err, self._status_output)]
@@ -224,7 +223,7 @@ class _Run:
                 os.close(ended)
 
     def _watch(self, poll: select.poll, ended: int | None) -> tuple[Kind, str] | None:
-        deadline, look = time.monotonic() + START_S, time.monotonic() + CHECK_INTERVAL_S
+        deadline, next_check = time.monotonic() + START_S, time.monotonic() + CHECK_INTERVAL_S
         while True:
             now = time.monotonic()
             if now >= deadline and self._program_ended:
@@ -235,16 +234,16 @@ class _Run:
                 if has_too_many_processes(self.popen, self.mark):
                     return "too_big", TOO_MANY_PROCESSES
                 self._fork_gate.forks_seen = 0
-            if now >= look:
-                began = time.thread_time()
+            if now >= next_check:
+                cpu_before = time.thread_time()
                 violation = self._check_usage(now)
                 if violation is not None:
                     return violation
-                # A tenth of a core at most. Not of the time that passed: a bomb would be looked at less the more it is.
-                every = CHECK_INTERVAL_S if self._disk.limited else MEASURE_INTERVAL_S
-                look = time.monotonic() + max(every, 10 * (time.thread_time() - began))
-            events = poll.poll(max(min(deadline, look) - time.monotonic(), 0) * 1000)
-            ready = [found for found, _ in events]
+                # At most a tenth of a core, in CPU time: by wall time, a larger fork bomb would be checked less often.
+                interval = CHECK_INTERVAL_S if self._disk.limited else MEASURE_INTERVAL_S
+                next_check = time.monotonic() + max(interval, 10 * (time.thread_time() - cpu_before))
+            events = poll.poll(max(min(deadline, next_check) - time.monotonic(), 0) * 1000)
+            ready = [descriptor for descriptor, _ in events]
             if self._stop.stop_requested:
                 return None
             self._fork_gate.answer(events)
@@ -264,14 +263,14 @@ class _Run:
                     poll.unregister(captured.descriptor)
             if self._out.total + self._err.total > MAX_OUTPUT_BYTES:
                 return "too_big", f"it printed more than {MAX_OUTPUT_BYTES // MEBIBYTE} MB and was ended"
-            if self._started_at is None and self._status_output.total:  # it is hardened: the program's own time begins
+            if self._started_at is None and self._status_output.total:  # hardening is done: the run time starts now
                 self._started_at = time.monotonic()
                 deadline = self._started_at + self._spec.timeout_s
             if ended in ready or (ended is None and self.popen.poll() is not None):
                 return None
 
     def _check_usage(self, now: float) -> tuple[Kind, str] | None:
-        if self._started_at is None:  # what looks like its /proc may still be the whole machine's
+        if self._started_at is None:  # until it is hardened, its /proc may still show the whole machine
             return None
         full = self._disk.overflow_reason(self._proc_folders)
         if full:
@@ -285,8 +284,8 @@ class _Run:
             return "too_big", TOO_MANY_THREADS
         if not self._spec.may_have_children:
             return None
-        grown = find_usage_violation(self.popen, self.mark, self._spec.plan.memory_mb)
-        return None if grown is None else (_REPORTED_KINDS[grown[0]], grown[1])
+        violation = find_usage_violation(self.popen, self.mark, self._spec.plan.memory_mb)
+        return None if violation is None else (_REPORTED_KINDS[violation[0]], violation[1])
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._started_at if self._started_at is not None else 0.0
@@ -297,19 +296,19 @@ class _Run:
         return [f"/proc/{self.popen.pid}"]
 
     def result(self, violation: tuple[Kind, str] | None, code: int) -> ProgramResult:
-        """After its end: what is still in the pipes, and what it came to."""
+        """After it has ended: read what is left in the pipes and determine the outcome."""
         for captured in (self._out, self._err, self._status_output):
             captured.drain()
         out, err = self._out.text(), self._err.text()
         full = self._disk.save_files()
-        if self._disk.full:  # it was not begun
+        if self._disk.full:  # it was never started
             return ProgramResult("too_big", full)
-        # The first line was written before the program began; what follows may be anybody's word.
+        # The first line was written before the program started; the program may have written the others.
         first, *later = [_read_line(line) for line in self._status_output.text().splitlines()] or [{}]
         if first.get("missing") != {}:
-            why = first.get("missing") or " ".join(err.split())[:300] or (violation and violation[1])
-            why = why or f"its process ended with status {code}"
-            raise SandboxError(f"a program could not be started in its sandbox: {why}")
+            reason = first.get("missing") or " ".join(err.split())[:300] or (violation and violation[1])
+            reason = reason or f"its process exited with status {code}"
+            raise SandboxError(f"a program could not be started in its sandbox: {reason}")
         if violation is None and full:
             violation = "too_big", full
         if violation is not None:
@@ -323,25 +322,25 @@ class _Run:
             return self.popen.leftover_count or 0
         return (self._report.read_count() or 0) if self._report is not None else 0
 
-    def _classify_exit(self, status: int, told: dict[str, Any]) -> tuple[Kind, str]:
+    def _classify_exit(self, status: int, report: dict[str, Any]) -> tuple[Kind, str]:
         if status == 0:
             return "ok", ""
-        kind = told.get("kind")
+        kind = report.get("kind")
         if isinstance(kind, str) and kind in _REPORTED_KINDS:
-            return _REPORTED_KINDS[kind], sanitize_text(told.get("message"), MAX_MESSAGE_CHARS) or kind
+            return _REPORTED_KINDS[kind], sanitize_text(report.get("message"), MAX_MESSAGE_CHARS) or kind
         if status - 128 not in set(signal.Signals):
             return "exit", f"it exited with status {status}"
         name = signal.Signals(status - 128).name
         by_signal: dict[str, tuple[Kind, str]] = {
             "SIGXCPU": ("timeout", "it used more CPU time than it has"),
             "SIGXFSZ": ("too_big", f"it wrote a file of more than {self._spec.plan.file_mb} MB"),
-            "SIGSYS": ("denied", "it made a system call of another processor's"),
+            "SIGSYS": ("denied", "it made a system call for a different CPU architecture"),
         }
         return by_signal.get(name, ("died", f"it was killed by {name}"))
 
 
 def _pipe(read_end: ExitStack, write_end: ExitStack) -> tuple[int, int]:
-    """A pipe whose ends are closed with these."""
+    """A pipe whose ends are closed by the given stacks."""
     read, write = os.pipe()
     read_end.callback(os.close, read)
     write_end.callback(os.close, write)
@@ -357,7 +356,7 @@ def _read_line(line: str) -> dict[str, Any]:
 
 
 def _open_pidfd(pid: int) -> int | None:
-    """A descriptor that is ready once the process has ended, but is not yet forgotten; None where there are none."""
+    """A pidfd, readable once the process has ended but before it is reaped; None if the platform has none."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):

@@ -1,4 +1,4 @@
-"""The disk of one run of a program: its rollout's files are put there before it begins and taken back after it."""
+"""The disk of one program run: the rollout's files are copied in before it starts and back after it ends."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from toolwise.sandbox.programs.copies import (
 )
 from toolwise.sandbox.scratch import FOLDER_FLAGS, empty_folder
 
-_ONE = struct.Struct("i")
+_INT = struct.Struct("i")
 
 
 class WorkDisk:
-    """`folders`: the rollout's working folder and that of temporary files; `lock` is held while the first is copied."""
+    """`folders`: the rollout's working folder and a temporary folder; `lock` is held while the first is copied."""
 
     def __init__(self, folders: Sequence[Path], file_mb: int, lock: Lock, closing: ExitStack) -> None:
         self._folders, self._file_mb, self._lock, self._closing = folders, file_mb, lock, closing
@@ -35,33 +35,33 @@ class WorkDisk:
         self._channel: socket.socket
         self._before: FolderState = {}
         self.full = ""
-        """Why the program cannot begin: its rollout's files do not fit."""
+        """Why the program cannot start: the rollout's files do not fit."""
 
     @property
     def limited(self) -> bool:
         return self._disk is not None and self._disk.limited
 
     def open(self, theirs: ExitStack) -> int:
-        """The end of a channel that the program is given, to be closed with `theirs`."""
-        ours, given = socket.socketpair()
-        self._channel = self._closing.enter_context(ours)
-        return theirs.enter_context(given).fileno()
+        """Create the channel. Returns the program's end, which is closed with `theirs`."""
+        own_end, child_end = socket.socketpair()
+        self._channel = self._closing.enter_context(own_end)
+        return theirs.enter_context(child_end).fileno()
 
     def listen(self, poll: select.poll) -> None:
         poll.register(self._channel, select.POLLIN)
 
     def answer(self, ready: Sequence[int], poll: select.poll) -> None:
-        """Once the program's process has made its folders what they are: fills them and lets it begin."""
+        """Once the program's process has mounted its folders, fill them and let it start."""
         if self._channel.fileno() not in ready:
             return
         poll.unregister(self._channel)
-        said, given, _, _ = self._channel.recvmsg(1, socket.CMSG_SPACE(2 * _ONE.size), socket.MSG_CMSG_CLOEXEC)
-        if not said:  # it ended
+        data, ancillary, _, _ = self._channel.recvmsg(1, socket.CMSG_SPACE(2 * _INT.size), socket.MSG_CMSG_CLOEXEC)
+        if not data:  # it ended
             return
-        received = [number for _, _, packed in given for (number,) in _ONE.iter_unpack(packed)]
-        if len(received) != len(self._folders):
-            raise SandboxError("a program's folders did not come through: are there too many open files?")
-        self._disk = Disk(self._folders, self._file_mb, received)
+        descriptors = [number for _, _, packed in ancillary for (number,) in _INT.iter_unpack(packed)]
+        if len(descriptors) != len(self._folders):
+            raise SandboxError("the folder descriptors of a program did not arrive: are there too many open files?")
+        self._disk = Disk(self._folders, self._file_mb, descriptors)
         self._closing.callback(self._disk.close)
         try:
             if self._disk.limited:
@@ -70,8 +70,8 @@ class WorkDisk:
             self.full = f"the files of its folder do not fit: {fault}"
             return
         except OSError as fault:
-            raise SandboxError(f"the files of a program's folder cannot be given to it: {fault}") from None
-        with suppress(OSError):  # it may have ended meanwhile
+            raise SandboxError(f"cannot copy the files of a program's folder to its disk: {fault}") from None
+        with suppress(OSError):  # it may have ended in the meantime
             self._channel.send(b"x")
 
     def _fill(self, inside: int) -> None:
@@ -84,28 +84,28 @@ class WorkDisk:
         return self._disk.overflow_reason(proc_folders) if self._disk is not None else ""
 
     def save_files(self) -> str:
-        """After its end: has the rollout's folder follow what the program did. "" or why it is emptied instead."""
+        """After its end, copy the program's changes to the rollout's folder. "" or why that was emptied instead."""
         if self._disk is None:
             return ""
         with self._lock, _open_folder(self._folders[0]) as outside:
             try:
-                full = self.full or self._disk.overflow_reason(lambda: ()) or self._copy_back(self._disk, outside)
+                reason = self.full or self._disk.overflow_reason(lambda: ()) or self._copy_back(self._disk, outside)
             except CopyLimitError as fault:
-                full = f"it filled its folder: {fault}"
+                reason = f"it filled its folder: {fault}"
             except OSError as fault:
-                raise SandboxError(f"the files of a program cannot be kept: {fault}") from None
-            if full and not empty_folder(outside):
+                raise SandboxError(f"cannot copy back the files of a program: {fault}") from None
+            if reason and not empty_folder(outside):
                 raise SandboxError(f"{self._folders[0]} cannot be emptied")
-        return full
+        return reason
 
     def _copy_back(self, disk: Disk, outside: int) -> str:
         if not disk.limited or not copy_changes(disk.folders[0], outside, self._before, self._file_mb * MEBIBYTE):
             return ""
-        together = Disk([self._folders[0]], self._file_mb)  # with what other calls have left there meanwhile
+        combined = Disk([self._folders[0]], self._file_mb)  # including files of concurrent calls
         try:
-            return together.overflow_reason(lambda: ())
+            return combined.overflow_reason(lambda: ())
         finally:
-            together.close()
+            combined.close()
 
 
 @contextmanager

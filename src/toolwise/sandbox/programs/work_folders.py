@@ -1,4 +1,4 @@
-"""The working folders of programs, one a rollout: made at its beginning, kept from call to call, removed at its end."""
+"""Working folders of programs, one per rollout: created at its start, kept between calls, removed at its end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from toolwise.sandbox.scratch import remove_in_background, remove_root
 
 @dataclass(frozen=True, slots=True)
 class WorkFolder:
-    """A rollout's own place; `files` is what its programs see of it."""
+    """The folder of one rollout; programs see only `work_path`."""
 
     path: Path
     lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
@@ -28,7 +28,7 @@ class WorkFolder:
 
 
 class WorkFolders:
-    """All folders of one sandbox, under a root that is there as long as one of them is. Safe to use from threads."""
+    """All folders of one sandbox, under a root that exists while any of them does. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock, self._pid = threading.Lock(), os.getpid()
@@ -37,7 +37,7 @@ class WorkFolders:
         self._numbers = itertools.count(1)
 
     def open(self, files: Mapping[str, str]) -> WorkFolder:
-        """A new folder with `files` (name -> text) in it."""
+        """Create a folder with `files` (name -> text) in it."""
         with self._lock:
             if self._root is None:
                 self._root = make_root()
@@ -46,14 +46,14 @@ class WorkFolders:
         try:
             folder.work_path.mkdir(parents=True, mode=0o700)
             for name, text in files.items():
-                _put(folder.work_path, name, text)
+                _write_file(folder.work_path, name, text)
         except BaseException:
             self.remove(folder)
             raise
         return folder
 
     def temporary(self, folder: WorkFolder) -> Path:
-        """A folder beside the rollout's for one call."""
+        """Create a temporary folder for one call, beside the working folder."""
         path = folder.path / f"tmp-{next(self._numbers)}"
         path.mkdir(mode=0o700)
         return path
@@ -67,23 +67,23 @@ class WorkFolders:
         self.close()
 
     def close(self) -> None:
-        """Removes all of them."""
+        """Remove all folders."""
         with self._lock:
             root, self._root = self._root, None
             self._open.clear()
         if root is None:
             return
-        if self._pid == os.getpid():  # else this is a fork, and they are the parent's
+        if self._pid == os.getpid():  # else this is a forked child: they belong to the parent
             remove_root(root[0])
         os.close(root[1])
 
 
-def _put(folder: Path, name: str, text: str) -> None:
-    place = PurePosixPath(name)
-    if not name or place.is_absolute() or ".." in place.parts or "\0" in name:
-        raise DataError(f"files: {name!r} is no name of a file in a working folder; write one like 'data/rows.csv'")
+def _write_file(folder: Path, name: str, text: str) -> None:
+    relative = PurePosixPath(name)
+    if not name or relative.is_absolute() or ".." in relative.parts or "\0" in name:
+        raise DataError(f"files: {name!r} is not a relative path in the working folder; write one like 'data/rows.csv'")
     if not isinstance(text, str):
-        raise DataError(f"files: {name} must be a text, got {type(text).__name__}")
-    path = folder / place
+        raise DataError(f"files: {name} must be a string, got {type(text).__name__}")
+    path = folder / relative
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8", errors="replace")

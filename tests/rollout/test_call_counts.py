@@ -42,7 +42,7 @@ def test_a_cost_that_is_none_is_refused(cost: Any) -> None:
 
 @pytest.mark.parametrize("count", [math.nan, -1, 1.5, "2", None])
 def test_a_count_that_is_none_is_refused(count: Any) -> None:
-    with pytest.raises(ValueError, match="give a whole number"):
+    with pytest.raises(ValueError, match="not a whole number"):
         CallCounts().add({"calls": {"search": count}})
 
 

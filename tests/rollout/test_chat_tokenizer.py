@@ -337,7 +337,7 @@ def test_a_tokenizer_without_a_template_is_refused() -> None:
 def test_a_tokenizer_without_eos_is_refused() -> None:
     tokenizer = small_tokenizer(CHATML)
     tokenizer.eos_token = None
-    with pytest.raises(ModelError, match="names no eos_token"):
+    with pytest.raises(ModelError, match="has no eos_token"):
         ChatTokenizer(tokenizer)
 
 

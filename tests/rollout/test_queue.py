@@ -184,7 +184,7 @@ def test_a_ticket_brings_one_group_once(verb: str) -> None:
         queue = queue_of(2)
         (ticket,) = await admit(queue, 1)
         queue.put(ticket, "")
-        with pytest.raises(ToolwiseError, match="group 0 is not under way"):
+        with pytest.raises(ToolwiseError, match="group 0 is not in progress"):
             queue.put(ticket, "") if verb == "put" else queue.withdraw(ticket)
 
     simulate(play())
@@ -242,13 +242,13 @@ def test_a_wait_that_is_cancelled_takes_nothing_with_it() -> None:
     "given_", [{"per_update": 0}, {"per_update": 1, "capacity": 0}, {"per_update": 1, "max_staleness": -1}]
 )
 def test_a_queue_that_could_never_work_is_refused(given_: dict[str, int]) -> None:
-    with pytest.raises(ToolwiseError, match="1 or more"):
+    with pytest.raises(ToolwiseError, match="at least 1"):
         RolloutQueue(**given_)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("capacity", "count"), [(1, 2), (10, 3)], ids=["more than fit in", "more than an update"])
 def test_more_than_can_ever_come_is_refused_and_not_waited_for(capacity: int, count: int) -> None:
-    with pytest.raises(ToolwiseError, match=f"{count} groups at once never come"):
+    with pytest.raises(ToolwiseError, match=f"cannot take {count} groups at once"):
         simulate(queue_of(2, capacity=capacity).take(count))
 
 

@@ -46,6 +46,6 @@ def test_a_file_of_something_else_is_one_line(tmp_path: Path) -> None:
     file = tmp_path / "steps.jsonl"
     save_steps(file, an_episode())
     file.write_text(file.read_text() + '{"a": 1}\n')
-    with pytest.raises(DataError, match=r"steps\.jsonl, line 3: .*is it a file of steps") as caught:
+    with pytest.raises(DataError, match=r"steps\.jsonl, line 3: .*written by save_steps") as caught:
         load_steps(file)
     assert "\n" not in str(caught.value)

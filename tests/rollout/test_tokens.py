@@ -344,7 +344,7 @@ def test_a_fork_that_was_not_taken_up_leaves_the_row_as_it_was() -> None:
 
 
 def test_a_reply_to_nothing_is_a_mistake() -> None:
-    with pytest.raises(RuntimeError, match="add before prompt"):
+    with pytest.raises(RuntimeError, match="called before prompt"):
         TokenBuffer(chat_of("chatml")).add([1], closed=True)
 
 

@@ -141,7 +141,7 @@ def test_system_may_be_asked_for_where_the_template_would_do_it() -> None:
     text = strip_guard_marks(chat.render([SYSTEM, USER], [TOOL]))
     assert chat.tool_prompt.where == "system"
     assert text.count("look_up_price") == 1
-    with pytest.raises(ConfigError, match="reads no calls"):
+    with pytest.raises(ConfigError, match="does not read calls"):
         chat.set_tool_prompt("system", "none")
 
 
@@ -168,12 +168,12 @@ LOSING = {
     "drops both": HEAD + "{% for m in rest if m.role != 'tool' %}" + TURN + END + TAIL,
 }
 REASONS = {
-    "skips": "leaves out what tools return",
-    "empties": "leaves out what tools return",
-    "refuses": "fails on the messages of tools: only user and assistant",
-    "alternates": "fails on the messages of tools: must alternate",
-    "drops calls": "leaves out the calls of tools",
-    "drops both": "leaves out the calls of tools",
+    "skips": "leaves out tool results",
+    "empties": "leaves out tool results",
+    "refuses": "fails on tool messages: only user and assistant",
+    "alternates": "fails on tool messages: must alternate",
+    "drops calls": "leaves out tool calls",
+    "drops both": "leaves out tool calls",
 }
 HOPELESS = HEAD + "{% for m in rest[:2] %}" + TURN + END + TAIL
 
@@ -232,7 +232,7 @@ def test_a_result_in_a_users_message_writes_no_tags() -> None:
 
 def test_a_template_that_fails_on_tools_is_not_said_to_ignore_them() -> None:
     fails = "{% if tools %}{{ raise_exception('no tools please') }}{% endif %}" + LOSING["drops calls"]
-    said = "the chat template fails when it is given tools: no tools please"
+    said = "the chat template fails when given tools: no tools please"
     assert said in chat_with(fails).tool_prompt.describe()
     assert said in chat_with(fails, "template").tool_prompt.describe()
 
@@ -381,7 +381,7 @@ def test_an_agent_sees_what_its_tools_return_whatever_its_template_does(tmp_path
         (
             "{% if tools %}{{ raise_exception('no tools please') }}{% endif %}" + LOSING["skips"],
             'rollout.tool_prompt="template"',
-            "fails when it is given tools: no tools please, and rollout.tool_prompt",
+            "fails when given tools: no tools please, and rollout.tool_prompt",
         ),
     ],
 )

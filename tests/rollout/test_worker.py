@@ -385,10 +385,13 @@ BAD_ANSWERS = {
     "nothing": (None, "TypeError"),
     "three things": (text("x")[:3], "ValueError"),
     "no type": (({"content": "x"}, "x", None, None), "KeyError: 'type'"),
-    "another type": (({"type": "dance"}, "x", None, None), "ValueError: an action of type 'dance'"),
+    "another type": (({"type": "dance"}, "x", None, None), "ValueError: unknown action type 'dance'"),
     "a call without a name": (({"type": "tool_call"}, "x", None, None), "KeyError: 'name'"),
     "content that is no text": (text(["x"]), "ValueError"),
-    "raw that is no text": (({"type": "text", "content": "x"}, 7, None, None), "ValueError: a raw output of type int"),
+    "raw that is no text": (
+        ({"type": "text", "content": "x"}, 7, None, None),
+        "ValueError: raw output must be a string or None, not int",
+    ),
 }
 
 

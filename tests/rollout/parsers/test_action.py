@@ -49,7 +49,7 @@ def test_what_was_written_is_read_back(action: str) -> None:
 
 
 def test_calls_have_no_words_here() -> None:
-    with pytest.raises(ValueError, match="give no calls"):
+    with pytest.raises(ValueError, match="pass no calls"):
         render_action("go", [ToolCall(name="f")])
 
 

@@ -65,7 +65,7 @@ def test_text_that_cannot_be_read_is_that_requests_own_trouble() -> None:
 
     good, bad = run(ask())
     assert len(good.token_ids) == 3
-    assert "cannot be read: UnicodeError" in str(bad)
+    assert "cannot be decoded: UnicodeError" in str(bad)
 
 
 def test_a_mask_keeps_a_reply_to_what_it_allows() -> None:
@@ -108,7 +108,7 @@ def test_what_just_fits_is_served() -> None:
 def test_a_score_without_tokens_is_refused() -> None:
     engine = counted(tiny("llama"))
     for prefix, continuation in (([1], []), ([], [1])):
-        with pytest.raises(PolicyError, match="must have a token at least"):
+        with pytest.raises(PolicyError, match="need at least one token"):
             run(engine.score(prefix, [continuation]))
     assert run(engine.score([1, 2], [])) == []
 

@@ -70,7 +70,7 @@ def test_what_looks_like_a_folder_must_be_one(path: str) -> None:
 
 
 def test_an_unknown_built_in_is_told_with_what_there_is() -> None:
-    with pytest.raises(ModelError, match="no built-in model 'big'; there is: builtin:small"):
+    with pytest.raises(ModelError, match="no built-in model 'big'; available: builtin:small"):
         locate("builtin:big")
 
 

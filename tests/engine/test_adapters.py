@@ -1,4 +1,4 @@
-"""LoRA adapters in the engine, with real peft: whatever decodes gives what the merged model gives."""
+"""LoRA adapters in the engine, with real peft: every decoder matches the merged model."""
 
 from __future__ import annotations
 

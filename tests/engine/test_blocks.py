@@ -1,4 +1,4 @@
-"""The tree of blocks: what is held, found, shared, copied and evicted; and every block accounted for."""
+"""The prefix tree: holding, finding, sharing, copying and evicting blocks, with every block accounted for."""
 
 from __future__ import annotations
 

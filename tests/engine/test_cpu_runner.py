@@ -1,4 +1,4 @@
-"""Decoding in windows: the same answers as the stock way, whoever comes, goes, stops or outgrows a window."""
+"""Decoding in windows gives the same results as the stock runner as requests come, go, stop or outgrow a window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The way of kernels, many steps ahead: the same answers as step by step. On a CPU the kernels are plain torch."""
+"""Decoding many steps ahead with kernels gives the same results as step by step. On a CPU the kernels are plain
+torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What callers meet: stops, refusals in one line, masks, counters."""
+"""The engine's API: stops, one-line errors, masks, counters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine says what transformers says: token for token, however requests are batched, cut, shared or put off."""
+"""The engine matches transformers token for token, however requests are batched, chunked, shared or preempted."""
 
 from __future__ import annotations
 

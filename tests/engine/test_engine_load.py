@@ -1,4 +1,4 @@
-"""Under load and faults: nobody starves, no block is lost, and one request's trouble is its own."""
+"""Under load and faults: no request starves, no block is lost, and a fault affects only its own request."""
 
 from __future__ import annotations
 

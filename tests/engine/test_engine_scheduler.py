@@ -1,4 +1,4 @@
-"""Who runs next: decoding first, chunks under a budget, the last to come gives way, followers wait for their leader."""
+"""Scheduling: decodes first, chunks within a budget, the latest is preempted, followers wait for their leader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a GPU, through kernels and captured steps: what transformers says, and what a learner would say."""
+"""On a GPU, with kernels and captured steps: the engine matches transformers and the learner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replies that follow a grammar: real llguidance, the model that ships, and what must not change beside them."""
+"""Replies constrained by a grammar: real llguidance, the built-in model, and requests that must not be affected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over blocks is attention over the sequences that they hold, in whatever groups it is computed."""
+"""Attention over blocks equals attention over the sequences they hold, however it is grouped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws keyed by seed and position, log-probs after temperature, masks, and faults that are a request's own."""
+"""Sampling keyed by seed and position, log-probs after temperature, masks, and faults per request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups by common blocks, against all partitions of small batches."""
+"""Groups by common blocks, checked against all partitions of small batches."""
 
 from __future__ import annotations
 

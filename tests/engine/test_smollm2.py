@@ -1,4 +1,4 @@
-"""A real pretrained model through the engine, beside transformers' `generate`: SmolLM2, where somebody has its folder.
+"""A real pretrained model through the engine, beside transformers' `generate`: SmolLM2, if its folder is available.
 
 TOOLWISE_SMOLLM2=FOLDER pytest -m long tests/engine/test_smollm2.py        scripts/make_smollm2.py makes the folder
 """

@@ -1,4 +1,4 @@
-"""Loading models: a folder, a hub name, or the one that ships; and what is said of what is none."""
+"""Loading models: a folder, a hub name, or the built-in one; and the errors for anything else."""
 
 from __future__ import annotations
 

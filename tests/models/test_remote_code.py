@@ -1,4 +1,4 @@
-"""Model folders that bring Python code along: it runs where a setting says so and nowhere else."""
+"""Model folders that contain Python code: it runs only if a setting allows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders whose files say what no model can be: one line, before memory or time is spent on it."""
+"""Folders whose files describe impossible models: a one-line error, before memory or time is spent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps' calls added up."""
+"""Totals of tool calls over the steps of an episode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From messages to tokens, once each: what was rendered bit by bit is what the template gives for the whole."""
+"""From messages to tokens: rendering turn by turn gives the same tokens as rendering the whole conversation."""
 
 from __future__ import annotations
 

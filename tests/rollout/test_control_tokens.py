@@ -1,4 +1,4 @@
-"""Nothing anybody says becomes a control token: in every template, over tokenizers that try hard to make it one."""
+"""Message text never becomes a control token: with every template, and with tokenizers that make it easy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a policy answers: read in all its forms, and refused where it makes no sense."""
+"""Policy answers: accepted in all their forms, rejected if malformed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a world says is bounded before it reaches the model; what it gives is counted or refused."""
+"""Observations are truncated before they reach the model; rewards and counts are validated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Between rollouts and training: complete groups, a bounded number, none too old, none lost, none twice."""
+"""The queue between rollouts and training: complete groups, a bounded number, none too stale, lost or duplicated."""
 
 from __future__ import annotations
 

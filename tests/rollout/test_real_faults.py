@@ -1,4 +1,4 @@
-"""A few real faults in real time, beside the simulation: each ends its own call or episode, and nobody else's."""
+"""A few real faults in real time, besides the simulation: each ends only its own call or episode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Thoughts that a server gives beside its text: kept, handed back in later turns, and written down."""
+"""Reasoning that a server returns separately: kept, sent back in later turns, and recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One request: its identity, its states, its deadline in virtual time, and what it keeps from those left behind."""
+"""One request: identity, states, deadline in virtual time, and late results of abandoned work."""
 
 from __future__ import annotations
 

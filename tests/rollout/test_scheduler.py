@@ -1,4 +1,4 @@
-"""Many episodes at once: in order, within their limits, and with every tool given back, whatever happened."""
+"""Many episodes at once: in order, within limits, and with every tool released whatever happens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps survive the way to a file and back."""
+"""Steps survive a round trip through a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat templates that do not end or make too much: refused in time, with little memory, and in one line."""
+"""Chat templates that never end or produce too much: refused in time, with little memory, and a one-line error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The append-only buffer of an episode's tokens, over real chat templates and tokenizers that lose what they get."""
+"""The append-only token buffer of an episode, with real chat templates and lossy tokenizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model is told of its tools, with templates that show them and templates that ignore them."""
+"""How a model sees its tools, with templates that show them and templates that ignore them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever other people's code raises or does to the event loop is its own rollout's outcome, and nobody else's."""
+"""Whatever user code raises or does to the event loop only affects its own rollout."""
 
 from __future__ import annotations
 

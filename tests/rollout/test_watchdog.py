@@ -1,4 +1,4 @@
-"""The watchdog names whoever blocks the event loop, and nobody else."""
+"""The watchdog reports the code that blocks the event loop, and nothing else."""
 
 from __future__ import annotations
 

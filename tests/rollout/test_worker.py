@@ -1,4 +1,4 @@
-"""One episode: every way it can end is a typed outcome, and its world is closed exactly once."""
+"""One episode: every ending is a typed outcome, and the environment is closed exactly once."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Lease:
 
 
 class BlockManager:
-    """`count` blocks of `size` tokens. Without `share` nothing is cached or reused; `full_blocks_only` shares only full
+    """`count` blocks of `size` tokens. Without `share` nothing is reused; `full_blocks_only` shares only full
     blocks."""
 
     def __init__(self, count: int, size: int, *, share: bool = True, full_blocks_only: bool = False) -> None:
@@ -63,8 +63,7 @@ class BlockManager:
         self._last_walk: tuple[Sequence[int], list[PrefixNode]] = (), []
         """The tokens of the last lookup and the nodes they matched."""
         self._cached = 0
-        """Nodes that no request holds. Their descendants are not held either, so each of them can be evicted
-        eventually."""
+        """Nodes that no request holds. Nor are their descendants, so each of them can be evicted eventually."""
 
     @property
     def available(self) -> int:
@@ -159,8 +158,7 @@ class BlockManager:
             self._release(previous_end)
 
     def share_tail(self, lease: Lease, tokens: Sequence[int], hidden: Any) -> None:
-        """Let other requests continue from the end of `tokens`, all of which are computed: copies the last block into
-        the tree."""
+        """Let other requests continue from the end of `tokens`, which are all computed: copies the last block."""
         if not self.share or self.full_blocks_only:
             return
         assert lease.held >= len(tokens), "cannot share tokens that are not computed"
@@ -218,8 +216,7 @@ class BlockManager:
     # --- the tree
 
     def _match(self, tokens: Sequence[int], end: int) -> tuple[list[PrefixNode], PrefixNode | None, int]:
-        """Full blocks of `tokens[:end]` in the tree, then the block that shares the longest prefix with the rest, to
-        copy."""
+        """Full blocks of `tokens[:end]` in the tree, then the block to copy: the one that matches most of the rest."""
         if not self.share:
             return [], None, 0
         path = self._walk(tokens, end)

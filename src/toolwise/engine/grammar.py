@@ -27,8 +27,7 @@ from toolwise.protocols import Sampling
 log = logging.getLogger("toolwise.engine")
 Language = Literal["json_schema", "regex", "lark"]
 WHITE_SPACE = " ?"
-"""White space between the parts of JSON: with more, a small model may never stop. A schema's "x-guidance" overrides
-it."""
+"""White space in JSON: with more, a small model may never stop. A schema's "x-guidance" overrides it."""
 
 MAX_COMPILED = 256
 """Compiled grammars kept in the cache: each task may have other tools."""
@@ -125,8 +124,7 @@ class Constraint:
         self._matcher, self._ends, self._size = matcher, tuple(ends), size
 
     def mask(self, sampling: Sampling) -> GrammarMask:
-        """Create the mask of one request. A reply ends with one of the stop tokens of `sampling`, where the grammar may
-        end."""
+        """Create the mask of one request. Its reply ends with one of the stop tokens, where the grammar may end."""
         stops = sampling.stop_token_ids
         if not stops or not 0 <= min(stops) <= max(stops) < self._size:
             raise GrammarError(

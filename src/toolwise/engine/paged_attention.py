@@ -61,8 +61,7 @@ class PagedContext:
 
 @cache
 def register_attention() -> str:
-    """Register `attend` and return its name. transformers creates no mask for a name that its mask interface does not
-    have."""
+    """Register `attend` and return its name. transformers creates no mask for a name its mask interface lacks."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION_NAME, attend)

@@ -12,8 +12,7 @@ from toolwise.engine.blocks import Lease
 from toolwise.protocols import Generation, Sampling
 
 LogitsMask = Callable[[Sequence[int]], Any]
-"""Maps the tokens sampled so far to a bool tensor over the vocabulary, true for allowed next tokens; None allows
-all."""
+"""Maps the tokens sampled so far to a bool tensor over the vocabulary, true for allowed ones; None allows all."""
 Kind = Literal["generate", "score", "read"]
 
 
@@ -37,8 +36,7 @@ class Request:
     future: asyncio.Future[Any]
     loop: asyncio.AbstractEventLoop
     targets: Sequence[int] = ()
-    """score: the tokens from position `prompt_length` on; the last of them need not be computed and is not in
-    `tokens`."""
+    """score: the tokens from position `prompt_length` on; the last one need not be computed and is not in `tokens`."""
     stop_strings: tuple[str, ...] = ()
     logits_mask: LogitsMask | None = None
     mean: bool = False

@@ -1,4 +1,4 @@
-"""Turns the output of a forward pass into results per request: a token, scores or a hidden state; tells which are
+"""Turns the output of a forward pass into tokens, scores or hidden states per request, and finds those that are
 done."""
 
 from __future__ import annotations

@@ -73,8 +73,7 @@ def _mix(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def draw(
     logits: Tensor, samplings: Sequence[Sampling], positions: Sequence[int], allowed: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Sample one token per row, with its log-prob after temperature; `allowed`: mask of the tokens that may be
-    sampled."""
+    """Sample one token per row, with its log-prob after temperature; `allowed` masks the tokens."""
     logprobs = torch.log_softmax(_apply_temperature(logits, [s.temperature for s in samplings]), dim=-1)
     masked = logprobs if allowed is None else _mask_logprobs(logprobs, allowed)
     if not any(s.do_sample for s in samplings):
@@ -94,15 +93,14 @@ def draw(
 
 
 def _mask_logprobs(logprobs: Tensor, allowed: Tensor) -> Tensor:
-    """Log-probs of the allowed tokens, shifted per row: what remains may be too unlikely for fp32. Unmasked rows stay
+    """Log-probs of the allowed tokens, shifted per row as they may be too unlikely for fp32. Unmasked rows stay
     exact."""
     masked = logprobs.masked_fill(~allowed, -torch.inf)
     return masked - masked.amax(-1, keepdim=True).masked_fill(allowed.all(-1, keepdim=True), 0.0)
 
 
 def _previous_float(total: Tensor) -> Tensor:
-    """The next smaller float, so that rounding never selects a token of zero probability after the last possible
-    one."""
+    """The next smaller float, so that rounding never selects a token of zero probability at the end."""
     return torch.nextafter(total, torch.zeros_like(total))
 
 

@@ -159,7 +159,7 @@ class Scheduler:
         return self.blocks.share and not request.sampled and request.pending >= min_pending
 
     def _has_room_for(self, request: Request) -> bool:
-        """Whether there is room for all its tokens and for one more block per running request; a lone request is always
+        """Whether there is room for its tokens plus one block per running request; a lone request is always
         admitted."""
         needed = self.blocks.needed(len(request.tokens) + 1) + len(self.running)
         return not self.running or needed <= self.blocks.available

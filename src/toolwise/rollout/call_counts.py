@@ -42,8 +42,7 @@ class CallCounts:
 
 
 def _limit_names(counts: Mapping[str, int], new: Mapping[str, int]) -> Mapping[str, int]:
-    """`new` with names that are safe to store: models and environments choose them, with no limit on length or
-    number."""
+    """`new` with names that are safe to store: models and environments choose their length and number."""
     for name, count in new.items():
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise ValueError(

@@ -72,8 +72,7 @@ class ControlTokens:
         return ids
 
     def _guard_end(self, text: str) -> str:
-        """Guard a string that ends like the start of a control token, so that text after it cannot complete the
-        token."""
+        """Guard a string that ends like the start of a control token, so that text after it cannot complete it."""
         body = text.rstrip()
         for n in range(min(self._longest, len(body)), 0, -1):
             if body[-n:] in self._beginnings:

@@ -168,8 +168,7 @@ class RolloutQueue(Generic[T]):
         return ready
 
     def _ready_by_finish_order(self, count: int) -> list[int]:
-        """In order of completion, except for groups whose slot will be needed by others that become too stale before
-        them."""
+        """In order of completion, but without taking the slots of groups that become too stale first."""
         tickets = [*self._in_progress.values(), *(ticket for ticket, _ in self._complete.values())]
         deadlines = Counter(self._updates_left(ticket) for ticket in tickets)
         spare, due = [], 0  # after i more updates: slots until then, minus the groups that must be out by then

@@ -86,8 +86,7 @@ def bound_template(source: str) -> nodes.Template:
 
 
 class _GenerationTag(Extension):
-    """{% generation %} marks what the assistant wrote, for loss masks, which are not used here: only its body is
-    kept."""
+    """{% generation %} marks what the assistant wrote, for loss masks, which are not used here: keeps its body."""
 
     tags = {"generation"}  # noqa: RUF012
 

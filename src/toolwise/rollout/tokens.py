@@ -73,8 +73,7 @@ class TokenBuffer:
         return Prefix(self._pending_turn.ids)
 
     def add(self, sampled: Sequence[int], *, closed: bool) -> Alignment:
-        """Append the reply to the last prompt and return how that prompt was aligned. `closed`: the last token ended
-        the turn."""
+        """Append the reply to the last prompt and return its alignment. `closed`: the last token ended the turn."""
         if self._pending_turn is None:
             raise RuntimeError("add() called before prompt(): there is no prompt to reply to")
         self._last_turn, self._pending_turn = self._pending_turn, None

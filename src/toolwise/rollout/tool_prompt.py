@@ -42,8 +42,7 @@ class ToolPrompt:
     results_from_user: bool = False
     """The template drops or rejects tool results: they are written as user messages."""
     reason: str = ""
-    """What the template gets wrong, worded to follow "the chat template …"; "" if it only needs to be given the
-    tools."""
+    """What the template gets wrong, worded to follow "the chat template …"; "" if it just takes the tools."""
     usable: bool = True
     """False if the template drops or rejects calls or results however they are written."""
 

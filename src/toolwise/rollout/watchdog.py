@@ -1,5 +1,4 @@
-"""Watches the event loop from a second thread and reports the code that blocks it: one blocking tool stalls every
-rollout."""
+"""Watches the event loop from a second thread and reports code that blocks it, because that stalls every rollout."""
 
 from __future__ import annotations
 

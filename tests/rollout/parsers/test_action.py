@@ -1,4 +1,4 @@
-"""Actions in words: what a world of text is told of what an agent wrote."""
+"""Text actions: what a text environment receives from the model output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every tool-call format promises: any text is read without a fault, in linear time, and calls come back whole."""
+"""Properties of every tool-call format: any text parses without error, in linear time, and calls round-trip."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON in the middle of a text, and where a leading thought ends: what the formats share."""
+"""JSON inside text, and where a leading thought ends: code shared by the formats."""
 
 from __future__ import annotations
 

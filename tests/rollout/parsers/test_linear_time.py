@@ -1,4 +1,4 @@
-"""Whatever a model writes is read in linear time, and without a fault: four times the text takes four times as long."""
+"""Any model output is parsed in linear time and without error: four times the text takes four times as long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistral's calls: a list behind a mark, or a name and its arguments."""
+"""Mistral's calls: a list after a mark, or a name and its arguments."""
 
 from __future__ import annotations
 

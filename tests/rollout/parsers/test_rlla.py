@@ -1,4 +1,4 @@
-"""RLLA's calls: one block, an object a line."""
+"""RLLA's calls: one block, one object per line."""
 
 from __future__ import annotations
 

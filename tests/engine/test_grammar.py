@@ -70,7 +70,7 @@ def reply(found: Generation) -> str:
 
 
 def generate(grammars: Sequence[Grammar | None], samplings: Sequence[Sampling], **settings: Any) -> list[Generation]:
-    """All at once, in one engine whose blocks are counted."""
+    """All at once, in one engine whose blocks are checked."""
     engine = counted(shipped()[0], **settings)
 
     async def ask() -> list[Generation]:
@@ -209,7 +209,7 @@ def test_preemption_and_chunks_leave_the_place_in_the_grammar() -> None:
 
 
 class Counting:
-    """llguidance's state, and how many tokens it was given at a time."""
+    """llguidance's state, recording how many tokens it gets at a time."""
 
     def __init__(self, state: Any) -> None:
         self.state, self.given = state, []

@@ -23,7 +23,7 @@ SIZE, HEAD = 4, 8
 def attended(
     chunks: list[tuple[int, int]], heads: int, key_heads: int, *, fixed_shapes: bool
 ) -> tuple[Any, Any, list[Any]]:
-    """What `attend` gives for (held, length) pieces, what SDPA over each whole sequence gives, and the groups."""
+    """The output of `attend` for (held, length) chunks, of SDPA over each whole sequence, and the groups."""
     torch.manual_seed(0)
     chunks = [chunks[i] for i in chunk_order(chunks)]
     total = sum(-(-(held + length) // SIZE) for held, length in chunks)

@@ -43,7 +43,7 @@ def test_rare_tokens_come_as_often_as_they_should() -> None:
 
 
 def test_the_largest_draw_still_has_a_probability() -> None:
-    """Behind the last token that can come there are others that cannot."""
+    """After the last possible token there are impossible ones."""
     logits = torch.full((1, 64), -torch.inf)
     logits[0, :3] = 0.0
     n = 3000

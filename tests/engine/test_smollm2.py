@@ -41,7 +41,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @cache
 def asked() -> tuple[Any, list[list[int]], list[list[int]]]:
-    """The model, the prompts, and what transformers says to them."""
+    """The model, the prompts, and the output of transformers."""
     model, chat = load_model(FOLDER, device="cpu")
     turns = [[{"role": "user", "content": question}] for question in QUESTIONS]
     tokenizer = chat.tokenizer

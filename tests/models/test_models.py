@@ -60,7 +60,7 @@ def test_places(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert locate(str(folder)) == str(folder)
     monkeypatch.chdir(tmp_path)
     assert locate("mine") == "mine"
-    assert locate("owner/name") == "owner/name"  # the hub's to find
+    assert locate("owner/name") == "owner/name"  # left to the hub
 
 
 @pytest.mark.parametrize("path", ["./nothing", "/nowhere/at/all", "~/nothing-here", "nothing", "a/b/c", ".."])

@@ -48,7 +48,7 @@ def change(file: Path, **changes: Any) -> None:
 
 @pytest.fixture
 def ran(tmp_path: Path) -> Path:
-    """What the code of the folder writes when it runs."""
+    """The file that the code of the folder writes when it runs."""
     return tmp_path / "ran"
 
 

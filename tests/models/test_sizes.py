@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refused(folder: Path) -> str:
-    """What is said, in one line, at once and without memory."""
+    """The error: one line, immediately, and without using memory."""
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     with pytest.raises(ModelError) as caught:
         load_model(str(folder), device="cpu")
@@ -105,7 +105,7 @@ def test_damaged_settings(folder: Path, name: str, text: str) -> None:
     ],
 )
 def test_files_of_gigabytes_are_not_read(folder: Path, name: str, size: int) -> None:
-    os.truncate(folder / name, size)  # sparse: it takes no room on the disk
+    os.truncate(folder / name, size)  # sparse: takes no disk space
     assert f"{name} has {size} bytes" in refused(folder)
 
 

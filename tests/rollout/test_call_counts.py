@@ -47,7 +47,7 @@ def test_a_count_that_is_none_is_refused(count: Any) -> None:
 
 
 def test_names_are_bounded_in_length_and_number() -> None:
-    """A model may call a tool of another name at every turn, each of any length."""
+    """A model may call a tool by a different name in every turn, each of any length."""
     counts = CallCounts()
     for number in range(3):
         counts.add({"calls": {f"{number}-{i}" + "x" * 5_000: 1 for i in range(200)}, "failed_calls": {"unknown": 200}})

@@ -47,7 +47,7 @@ TOOL = {"type": "function", "function": {"name": "f", "description": "", "parame
 
 
 def talk_of(template: str, texts: list[str]) -> list[Message]:
-    """A conversation that holds `texts` wherever text can stand."""
+    """A conversation with `texts` in every place that can hold text."""
     a, b, c, d, e = texts
     if template == "strict":
         roles: list[Any] = ["user", "assistant", "user", "assistant", "user"]

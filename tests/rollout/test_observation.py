@@ -25,7 +25,7 @@ class Speaker:
 
 
 class World(BaseEnv):
-    """Says and gives what it is told to, once."""
+    """Returns the given observation and reward, once."""
 
     def __init__(self, said: Any = "ok", reward: Any = 0.0, info: dict[str, Any] | None = None) -> None:
         self.said, self.reward, self.info = said, reward, info or {}

@@ -26,7 +26,7 @@ async def admit(queue: RolloutQueue[str], n: int) -> list[Ticket]:
 
 
 async def is_waiting(work: Coroutine[Any, Any, T]) -> bool:
-    """Whether it would wait now; it is ended either way."""
+    """Whether it would block now; it is cancelled either way."""
     task = asyncio.create_task(work)
     await asyncio.sleep(0.01)
     waits = not task.done()
@@ -124,7 +124,7 @@ def test_a_take_waits_for_the_slowest_of_its_groups() -> None:
 
 
 def test_a_fast_group_waits_where_a_slow_one_will_need_its_place() -> None:
-    """One group an update, up to two updates old: when the fourth is let in, the next two updates are spoken for."""
+    """One group per update, up to two updates old: when the fourth is admitted, the next two updates are full."""
 
     async def play() -> None:
         queue = queue_of(1, max_staleness=2, order="finished")
@@ -228,7 +228,7 @@ def test_a_wait_that_is_cancelled_takes_nothing_with_it() -> None:
         taking, admitting = asyncio.create_task(queue.take(1)), asyncio.create_task(queue.admit())
         await asyncio.sleep(1)
         queue.put(ticket, "kept")
-        for task in (taking, admitting):  # woken, and cancelled before they could look
+        for task in (taking, admitting):  # woken, and cancelled before they could check
             task.cancel()
         await asyncio.wait({taking, admitting})
         assert taking.cancelled()

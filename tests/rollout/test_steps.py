@@ -37,7 +37,7 @@ def test_steps_are_read_back_as_they_were_written(tmp_path: Path) -> None:
     assert [plain(step) for step in again] == [plain(step) for step in steps]
     assert len(again) == 2
     assert again[1].is_done
-    assert again[0].resulting_messages_history[-1].content == "42"  # what the calculator said
+    assert again[0].resulting_messages_history[-1].content == "42"  # the calculator's result
     assert again[0].step_info["assistant_turn_index"] == 0
     assert again[0].action_taken["tool_calls"][0]["function"]["name"] == "calculator"
 

@@ -130,7 +130,7 @@ def test_the_sandbox_stays_jinjas(template: str) -> None:
         text = ChatTokenizer(tokenizer(CHATML + template)).render([Message(role="user", content="x")])
     except ToolwiseError:
         return
-    assert text.endswith("assistant\n")  # what is unsafe is undefined, and written as nothing
+    assert text.endswith("assistant\n")  # unsafe values are undefined and render as nothing
 
 
 EVERYTHING = (

@@ -65,7 +65,7 @@ async def in_an_episode(call: ToolCall) -> None:
 
 
 def test_a_blocking_async_tool_is_named_by_its_line(caplog: pytest.LogCaptureFixture) -> None:
-    validate_arguments(rude.tool_schema, {"seconds": 0})  # what it imports takes its time too
+    validate_arguments(rude.tool_schema, {"seconds": 0})  # its imports take time too
     with caplog.at_level(logging.WARNING, logger="toolwise.rollout"):
         watchdog = watch(in_an_episode(ToolCall(name="rude", arguments={"seconds": 1.2})))
     assert watchdog.names[RUDE] == 1
@@ -78,7 +78,7 @@ def test_a_blocking_async_tool_is_named_by_its_line(caplog: pytest.LogCaptureFix
 
 def test_code_in_c_that_holds_the_interpreter_is_named_too() -> None:
     letters, took = 16, 0.0
-    while took < 0.5:  # long enough on this machine, and as much again with one letter more
+    while took < 0.5:  # long enough on this machine; one more letter doubles it
         letters, began = letters + 1, time.monotonic()
         re.match(r"(a+)+$", "a" * letters + "b")
         took = time.monotonic() - began

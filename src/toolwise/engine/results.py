@@ -51,7 +51,7 @@ class OutputProcessor:
         plan = plan | followers
         sampling = [r for r in plan if r.kind == "generate" and r in rows]
         if sampling:
-            self._draw(sampling, states[[rows[r][-1] for r in sampling]], version)
+            self._sample(sampling, states[[rows[r][-1] for r in sampling]], version)
         for request in plan:
             if request.kind != "generate" and request in rows:
                 request_states = states[rows[request]]
@@ -92,7 +92,7 @@ class OutputProcessor:
         up_to = request.prompt_length if self.blocks.full_blocks_only else None
         self.blocks.commit(request.lease, request.tokens, request.held + count, share_up_to=up_to)
 
-    def _draw(self, requests: list[Request], states: Tensor, version: int) -> None:
+    def _sample(self, requests: list[Request], states: Tensor, version: int) -> None:
         samples = sampler.sample(self.head(states), requests)
         for request, (token, logprob) in zip(requests, samples, strict=True):
             if request.fault is None:

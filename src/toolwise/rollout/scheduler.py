@@ -94,13 +94,13 @@ class RolloutScheduler:
             if len(group) == group_sizes[request.batch_data_id]:
                 completed.put_nowait(sorted(finished.pop(request.batch_data_id), key=lambda r: r.rollout_offset))
 
-        def tell(task: asyncio.Task[None]) -> None:
+        def report_failure(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and task.exception() is not None:
                 completed.put_nowait(task.exception() or RuntimeError())
 
         tasks = [spawn(run(request)) for request in requests]
         for task in tasks:
-            task.add_done_callback(tell)
+            task.add_done_callback(report_failure)
         try:
             with relaxed_gc():
                 for _ in group_sizes:

@@ -54,7 +54,7 @@ def test_calls_have_no_words_here() -> None:
 
 
 class Listening(BaseEnv):
-    """Notes what it is told."""
+    """Records the actions it receives."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []

@@ -93,7 +93,7 @@ def test_twice_the_text_takes_twice_as_long(name: str, family: str) -> None:
     def text(length: int) -> str:
         return head + unit * (length // len(unit)) + tail
 
-    if seconds(reader, text(24_000)) < 0.05:  # what takes a square of its length takes seconds
+    if seconds(reader, text(24_000)) < 0.05:  # quadratic code takes seconds
         return
     short = min(seconds(reader, text(24_000)) for _ in range(3))
     long = min(seconds(reader, text(96_000)) for _ in range(3))

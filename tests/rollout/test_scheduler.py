@@ -30,7 +30,7 @@ both_ways = pytest.mark.parametrize("lock_step", [False, True], ids=["free", "in
 
 
 class Ledger(BaseTool):
-    """Counts the calls on each instance; `nap(seconds, argument)` is how long a call takes."""
+    """Counts the calls on each instance; `naps` maps a method to the seconds it sleeps."""
 
     def __init__(self, name: str = "ledger", **naps: float) -> None:
         schema = FunctionSchema(name=name, parameters={"type": "object", "properties": {"x": {}}})

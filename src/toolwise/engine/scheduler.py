@@ -1,5 +1,4 @@
-"""Chooses the requests of the next forward pass and how many tokens of each: decodes, then running prompts, then new
-requests.
+"""Chooses the requests of the next forward pass and how many tokens of each: decodes, running prompts, new requests.
 
 Blocks are allocated as tokens are computed. When they run out, the latest request is preempted: its blocks are freed
 and it is recomputed later. The earliest request is never preempted, so every request makes progress.

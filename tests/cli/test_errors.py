@@ -224,7 +224,7 @@ def unknown_built_in_model(desk: Desk) -> list[object]:
     return desk.train({"model": {"path": "builtin:large"}})
 
 
-@case("model has no config.json", "Hugging Face's form")
+@case("model has no config.json", "Hugging Face format")
 def model_without_configuration(desk: Desk) -> list[object]:
     return desk.train({"model": {"path": str(desk.model("config.json"))}})
 

@@ -1,4 +1,4 @@
-"""LoRA adapters in the engine, with real peft: whatever decodes gives what the merged model gives."""
+"""LoRA adapters in the engine, with real peft: every decoder matches the merged model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def adapted(model: Any, targets: str = "all", rank: int = 3, alpha: float = 5.0)
 
 @torch.no_grad()
 def move(model: Any, seed: int = 0) -> None:
-    """As an update does: in place."""
+    """Like an update: in place."""
     draw = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         if "lora_" in name:
@@ -81,7 +81,7 @@ def test_an_engine_gives_what_the_merged_model_gives(family: str, runner: str, a
     model = model_of(family)
     kind, settings = RUNNERS[runner]
     engine = counted(model, **settings) if after else None
-    if engine is not None:  # which has decoded, and has something cached, before there are adapters
+    if engine is not None:  # it has decoded and cached something before there are adapters
         assert_draws_from(engine, model)
     adapters = adapted(model)
     engine = engine or counted(model, **settings)
@@ -113,7 +113,7 @@ def test_what_is_cached_is_forgotten_when_adapters_move(runner: str, told: bool)
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_prompts_are_read_and_continuations_scored_through_them(runner: str) -> None:
-    """What the router sees, and what thinking levels are compared by."""
+    """Used by the router and to compare thinking levels."""
     model = model_of("llama")
     adapters = adapted(model)
     plain, engine = merged(adapters), counted(model, **RUNNERS[runner][1])

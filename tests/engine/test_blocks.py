@@ -1,4 +1,4 @@
-"""The tree of blocks: what is held, found, shared, copied and evicted; and every block accounted for."""
+"""The prefix tree: holding, finding, sharing, copying and evicting blocks, with every block accounted for."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZE = 4
 
 
 def computed(blocks: BlockManager, tokens: list[int]) -> Lease:
-    """A request that found what there was and computed the rest."""
+    """A request that reused the cached prefix and computed the rest."""
     lease = blocks.open(tokens, end=len(tokens))
     assert blocks.extend(lease, len(tokens))
     blocks.commit(lease, tokens, len(tokens))
@@ -186,7 +186,7 @@ actions = st.lists(
 
 @given(st.integers(3, 14), st.booleans(), actions)
 def test_no_block_is_ever_lost(count: int, share: bool, steps: list[tuple[str, int]]) -> None:
-    """Any life of any requests: who holds what adds up, and what is found was computed by somebody."""
+    """Any sequence of requests: references add up, and every cached block was computed by a request."""
     blocks = BlockManager(count, SIZE, share=share)
     live: list[tuple[Lease, list[int]]] = []
     seen: set[tuple[int, ...]] = set()

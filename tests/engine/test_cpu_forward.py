@@ -1,4 +1,4 @@
-"""The lean forward is the stock one in fewer calls."""
+"""The lean CPU forward equals the stock forward."""
 
 from __future__ import annotations
 

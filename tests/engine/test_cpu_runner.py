@@ -1,4 +1,4 @@
-"""Decoding in windows: the same answers as the stock way, whoever comes, goes, stops or outgrows a window."""
+"""Decoding in windows gives the same results as the stock runner as requests come, go, stop or outgrow a window."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_later_turn_finds_in_blocks_what_windows_computed() -> None:
 
 
 def test_other_weights_are_seen_in_the_midst_of_it() -> None:
-    """What windows hold of the old weights must not be seen with the new ones."""
+    """Keys and values of the old weights in windows must not be used with the new ones."""
     model = tiny(seed=5)
     engine = windows(model)
 

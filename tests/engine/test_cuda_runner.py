@@ -1,4 +1,5 @@
-"""The way of kernels, many steps ahead: the same answers as step by step. On a CPU the kernels are plain torch."""
+"""Decoding many steps ahead with kernels gives the same results as step by step. On a CPU the kernels are plain
+torch."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ NEW = 41
 
 
 def tiny_for_kernels(family: str = "llama", seed: int = 0) -> Any:
-    """Heads of a size that kernels take."""
+    """Heads of a size that the kernels support."""
     return tiny(family, seed, **({} if family == "qwen3" else {"head_dim": 16}))
 
 
@@ -105,7 +106,7 @@ def test_looking_up_more_often_changes_nothing_but_how_soon_it_hears(
     found = generate_all(engine, prompts, samplings)
     assert [list(g.token_ids) for g in found] == [list(g.token_ids) for g in plain]
     assert isinstance(engine.runner, CudaRunner)
-    assert 1 in {rows for rows, _, _ in engine.runner.shapes}  # as others are done, steps get smaller
+    assert 1 in {rows for rows, _, _ in engine.runner.shapes}  # steps get smaller as requests finish
 
 
 def test_a_newcomer_is_heard_at_the_next_look(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +117,7 @@ def test_a_newcomer_is_heard_at_the_next_look(monkeypatch: pytest.MonkeyPatch) -
     ahead = engine.runner.decode_multi_step
 
     def timed(requests: Any, most: int, interrupted: Any) -> Any:
-        if not steps:  # somebody comes while the first are decoding
+        if not steps:  # a request arrives while the first ones decode
             engine._run_or_defer(lambda: None)
         tokens, logprobs = ahead(requests, most, interrupted)
         steps.append(max(map(len, tokens)))
@@ -138,7 +139,7 @@ def test_it_goes_on_after_weights_change_in_place_and_after_they_move() -> None:
     after = generate_all(engine, [PROMPTS[2]], greedy)[0]
     assert list(after.token_ids) == reference(other, PROMPTS[2], 12) != list(before.token_ids)
     assert after.policy_version == 1
-    for parameter in model.parameters():  # as `model.to` does
+    for parameter in model.parameters():  # like `model.to`
         parameter.data = parameter.data.clone()
     engine.drop_cache()
     assert list(generate_all(engine, [PROMPTS[2]], greedy)[0].token_ids) == list(after.token_ids)
@@ -168,7 +169,7 @@ def test_scores_and_states_are_those_of_the_stock_forward() -> None:
 
 def test_a_token_outside_the_vocabulary_stops_nothing() -> None:
     model = tiny_for_kernels()
-    stops = tuple(range(VOCABULARY, VOCABULARY + 9))  # more than the device knows
+    stops = tuple(range(VOCABULARY, VOCABULARY + 9))  # more than fit on the device
     found = generate_all(
         counted(model, fused=True), [PROMPTS[0]], [Sampling(max_new_tokens=9, do_sample=False, stop_token_ids=stops)]
     )

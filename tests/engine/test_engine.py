@@ -1,4 +1,4 @@
-"""What callers meet: stops, refusals in one line, masks, counters."""
+"""The engine's API: stops, one-line errors, masks, counters."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_text_that_cannot_be_read_is_that_requests_own_trouble() -> None:
 
     good, bad = run(ask())
     assert len(good.token_ids) == 3
-    assert "cannot be read: UnicodeError" in str(bad)
+    assert "cannot be decoded: UnicodeError" in str(bad)
 
 
 def test_a_mask_keeps_a_reply_to_what_it_allows() -> None:
@@ -108,7 +108,7 @@ def test_what_just_fits_is_served() -> None:
 def test_a_score_without_tokens_is_refused() -> None:
     engine = counted(tiny("llama"))
     for prefix, continuation in (([1], []), ([], [1])):
-        with pytest.raises(PolicyError, match="must have a token at least"):
+        with pytest.raises(PolicyError, match="need at least one token"):
             run(engine.score(prefix, [continuation]))
     assert run(engine.score([1, 2], [])) == []
 
@@ -137,7 +137,7 @@ def test_the_counters_count() -> None:
 
 def test_a_group_that_asks_the_same_is_answered_in_one_step() -> None:
     engine = counted(tiny("llama"))
-    engine.batch_wait_s = 0.2  # until all have asked
+    engine.batch_wait_s = 0.2  # until all requests have arrived
     ids = random_ids(21, 1)
     one = generate_all(engine, [ids] * 4, [Sampling(max_new_tokens=1, seed=n) for n in range(4)])
     assert engine.metrics()["engine/steps"] == 1.0
@@ -163,7 +163,7 @@ def test_a_mean_is_kept_for_others_only_when_all_of_it_is_computed() -> None:
 
 def test_means_of_different_prompts_do_not_wait_for_each_other() -> None:
     engine = counted(tiny("llama"))
-    engine.batch_wait_s = 0.2  # until all have asked
+    engine.batch_wait_s = 0.2  # until all requests have arrived
 
     async def many() -> Any:
         return await asyncio.gather(*(engine.encode(random_ids(12, n), pool="mean") for n in range(6)))
@@ -173,13 +173,13 @@ def test_means_of_different_prompts_do_not_wait_for_each_other() -> None:
 
 
 class Panic(BaseException):
-    """As a panic of a Rust extension is."""
+    """Stands for the panic of a Rust extension."""
 
 
 @pytest.mark.parametrize("fault", [RuntimeError, Panic, KeyboardInterrupt])
 def test_who_was_not_in_a_step_that_failed_is_answered(fault: type[BaseException]) -> None:
     engine = counted(tiny("llama"))
-    engine.batch_wait_s = 0.2  # until all have asked
+    engine.batch_wait_s = 0.2  # until all requests have arrived
     head, calls = engine.results.head, []
 
     def fails_once(states: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The engine says what transformers says: token for token, however requests are batched, cut, shared or put off."""
+"""The engine matches transformers token for token, however requests are batched, chunked, shared or preempted."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_logprobs_are_those_of_a_teacher_forced_pass(temperature: float) -> None
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_draw_does_not_depend_on_its_company(deterministic: bool) -> None:
-    """Deterministic, not even in the last bit; otherwise up to rounding, which no draw here is close enough to feel."""
+    """Deterministic: equal to the last bit; otherwise up to rounding, which changes no sample here."""
     model = tiny("llama")
     samplings = [Sampling(temperature=1.5, max_new_tokens=12, seed=i) for i in range(len(PROMPTS))]
 
@@ -144,9 +144,9 @@ def test_a_cache_that_is_kept_is_used_by_the_new_weights() -> None:
 
 
 def test_a_change_on_the_way_is_stamped_on_every_token_and_computed_anew() -> None:
-    """The tokens after the change are the new model's, given those before it."""
+    """The tokens after the change come from the new model, given those before it."""
     model, other = tiny("llama"), tiny("llama", seed=1)
-    engine = counted(model, fused=False)  # a token a step
+    engine = counted(model, fused=False)  # one token per step
     ids, new = PROMPTS[4], 40
     step, changed_after = engine.step, 12
 
@@ -168,7 +168,7 @@ def test_a_change_on_the_way_is_stamped_on_every_token_and_computed_anew() -> No
 
 
 def test_every_token_of_ten_turns_is_computed_once() -> None:
-    """Prefilled tokens are new tokens: what earlier turns saw and sampled is never computed again."""
+    """Only new tokens are prefilled: what earlier turns saw and sampled is never recomputed."""
     model = tiny("qwen2")
     engine = counted(model, blocks=400)
 
@@ -184,7 +184,7 @@ def test_every_token_of_ten_turns_is_computed_once() -> None:
 
     length, sampled, said = run(episode())
     metrics = engine.metrics()
-    # A turn's last token is not computed when it is sampled, and is part of what is new to the next turn.
+    # The last token of a turn is not computed when it is sampled, so it is new to the next turn.
     assert metrics["engine/prefilled_tokens"] == said + 9
     assert metrics["engine/decoded_tokens"] == sampled - 10
     assert metrics["engine/prefilled_tokens"] + metrics["engine/decoded_tokens"] == length - 1
@@ -193,7 +193,7 @@ def test_every_token_of_ten_turns_is_computed_once() -> None:
 def test_a_group_computes_its_prompt_once() -> None:
     model = tiny("llama")
     engine = counted(model)
-    engine.batch_wait_s = 0.1  # all are there before it begins, however busy the machine
+    engine.batch_wait_s = 0.1  # all have arrived before it starts, however busy the machine
     ids = random_ids(23, 5)
     found = generate_all(engine, [ids] * 8, [Sampling(max_new_tokens=5, seed=i, temperature=2.0) for i in range(8)])
     assert engine.metrics()["engine/prefilled_tokens"] == len(ids)

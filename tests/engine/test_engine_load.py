@@ -1,4 +1,4 @@
-"""Under load and faults: nobody starves, no block is lost, and one request's trouble is its own."""
+"""Under load and faults: no request starves, no block is lost, and a fault affects only its own request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from toolwise.protocols import Generation, Sampling
 
 
 async def storm(engine: Any, count: int, seed: int, *, at_once: int = 200) -> list[Any]:
-    """Requests of all lengths over a few prefixes, many of which are cancelled at any time."""
+    """Requests of all lengths over a few prefixes, many of them cancelled at random times."""
     drawn = random.Random(seed)
     stems = [random_ids(drawn.randrange(3, 20), i) for i in range(6)]
     gate = asyncio.Semaphore(at_once)
@@ -73,7 +73,7 @@ def test_ten_thousand_requests_and_cancellations_lose_no_block() -> None:
 
 
 def test_the_one_who_came_first_is_done_first_among_equals() -> None:
-    """A cache that has room for two: whoever comes later never overtakes for long."""
+    """A cache with room for two: later requests never overtake for long."""
     engine = counted(tiny("llama"), blocks=14, max_batch_tokens=32)
     done: list[int] = []
 
@@ -150,7 +150,7 @@ def test_a_request_whose_mask_fails_ends_alone() -> None:
 
 
 def test_a_request_that_gives_nan_ends_alone_and_spoils_no_block() -> None:
-    """Token 5 is broken; whoever has it gets a fault, and nobody else, then or later."""
+    """Token 5 is broken: only requests that contain it fail, then or later."""
     model = tiny("llama")
     with torch.no_grad():
         model.get_input_embeddings().weight[5] = torch.nan

@@ -1,4 +1,4 @@
-"""What a request asks of the next pass, and what it says when it is done."""
+"""What a request needs from the next forward pass, and its result."""
 
 from __future__ import annotations
 

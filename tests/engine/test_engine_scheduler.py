@@ -1,4 +1,4 @@
-"""Who runs next: decoding first, chunks under a budget, the last to come gives way, followers wait for their leader."""
+"""Scheduling: decodes first, chunks within a budget, the latest is preempted, followers wait for their leader."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def scheduler(blocks: int = 64, tokens: int = 16, requests: int = 8, **more: Any
 
 
 def computed(on: Scheduler, plan: Plan, *, draw: bool = True) -> None:
-    """What a forward pass would do: all of the plan is held, and those who are through get a token."""
+    """Stands in for a forward pass: everything planned is computed, and finished prompts get a token."""
     for r, count in plan.items():
         assert r.lease is not None
         on.blocks.commit(r.lease, r.tokens, r.held + count)

@@ -1,4 +1,4 @@
-"""On a GPU, through kernels and captured steps: what transformers says, and what a learner would say."""
+"""On a GPU, with kernels and captured steps: the engine matches transformers and the learner."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def on_gpu(family: str, dtype: torch.dtype = torch.float32) -> Any:
 
 @torch.inference_mode()
 def forced(model: Any, ids: list[int], found: Generation, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probs over the vocabulary at each sampled place."""
+    """Log-probs over the vocabulary at each sampled position."""
     whole = torch.tensor([[*ids, *found.token_ids]], device="cuda")
     logits = model(input_ids=whole).logits[0, len(ids) - 1 : -1]
     return torch.log_softmax(logits.float() / temperature, dim=-1)
@@ -87,7 +87,7 @@ def test_the_next_token_is_the_new_weights_and_graphs_stay() -> None:
 
 
 def with_adapters(model: Any, *targets: str) -> Adapters:
-    """Rank 4, and far enough from where they begin to tell."""
+    """Rank 4, and far enough from their initial values to matter."""
     adapters = Adapters(model, LoraSettings(4, 8.0, targets))
     move(model, seed=0)
     return adapters
@@ -95,7 +95,7 @@ def with_adapters(model: Any, *targets: str) -> Adapters:
 
 @torch.no_grad()
 def move(model: Any, seed: int) -> None:
-    """As an update does: in place, so that captured steps stay valid."""
+    """Like an update: in place, so that captured steps stay valid."""
     draw = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         if "lora_" in name:
@@ -106,7 +106,7 @@ def move(model: Any, seed: int) -> None:
 @pytest.mark.parametrize("targets", [(), ("q_proj", "down_proj")], ids=["all", "some"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_adapters_are_decoded_with_in_captured_steps(family: str, targets: tuple[str, ...], after: bool) -> None:
-    """What the merged model says, before and after they move, with prefixes cached in between."""
+    """Matches the merged model before and after the adapters change, with prefixes cached in between."""
     model = on_gpu(family)
     prompts = [*PROMPTS, *GROUPS]
     samplings = [greedily(model, NEW)] * len(prompts)

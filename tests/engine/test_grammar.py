@@ -1,4 +1,4 @@
-"""Replies that follow a grammar: real llguidance, the model that ships, and what must not change beside them."""
+"""Replies constrained by a grammar: real llguidance, the built-in model, and requests that must not be affected."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def reply(found: Generation) -> str:
 
 
 def generate(grammars: Sequence[Grammar | None], samplings: Sequence[Sampling], **settings: Any) -> list[Generation]:
-    """All at once, in one engine whose blocks are counted."""
+    """All at once, in one engine whose blocks are checked."""
     engine = counted(shipped()[0], **settings)
 
     async def ask() -> list[Generation]:
@@ -209,7 +209,7 @@ def test_preemption_and_chunks_leave_the_place_in_the_grammar() -> None:
 
 
 class Counting:
-    """llguidance's state, and how many tokens it was given at a time."""
+    """llguidance's state, recording how many tokens it gets at a time."""
 
     def __init__(self, state: Any) -> None:
         self.state, self.given = state, []
@@ -290,7 +290,7 @@ def test_a_grammar_that_fails_on_the_way_ends_its_request_alone() -> None:
 
     bad, good, free = run(ask())
     assert isinstance(bad, PolicyError)
-    assert "not what the grammar allowed" in str(bad)
+    assert "does not allow a sampled token" in str(bad)
     assert "\n" not in str(bad)
     assert re.fullmatch("[a-z]{30}", reply(good))
     assert len(free.token_ids) <= 5
@@ -344,13 +344,13 @@ def test_whoever_decodes_many_steps_ahead_leaves_requests_with_a_grammar_out(fus
         (Grammar.json_schema({"$ref": "#/$defs/x"}), r"Pointer '/\$defs/x' does not exist"),
         (Grammar.json_schema({"type": "integer", "minimum": 5, "maximum": 3}), "Unsatisfiable"),
         (Grammar("json_schema", "[1]"), "an object, true or false, not"),
-        (Grammar("json_schema", '{"a":\n 1,}'), "is no JSON: .*line 2 column 4"),
+        (Grammar("json_schema", '{"a":\n 1,}'), "is not valid JSON: .*line 2 column 4"),
         (Grammar.regex("ab(c"), r"at character 3 of 'ab\(c': unclosed group"),
         (Grammar.regex("(?=a)b"), "at character 1 .*look-around"),
         (Grammar.lark('start: "a"\n  | foo'), r"line \d, column \d+: unknown name"),
         (Grammar.lark("start: <|nope|>"), "line 1, column 8: unknown special token"),
         (Grammar.lark('other: "a"'), "no start rule"),
-        (Grammar.lark('start: start "a"'), "no reply at all"),
+        (Grammar.lark('start: start "a"'), "no reply can match it"),
         (Grammar.lark(""), "Empty grammar"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Pieces attend together where little is padding; and, where bits matter, in a shape that is their own affair."""
+"""Chunks are grouped with little padding, or, for bitwise reproducibility, in shapes that depend only on the chunk."""
 
 from __future__ import annotations
 

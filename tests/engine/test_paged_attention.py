@@ -1,4 +1,4 @@
-"""Attention over blocks is attention over the sequences that they hold, in whatever groups it is computed."""
+"""Attention over blocks equals attention over the sequences they hold, however it is grouped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZE, HEAD = 4, 8
 def attended(
     chunks: list[tuple[int, int]], heads: int, key_heads: int, *, fixed_shapes: bool
 ) -> tuple[Any, Any, list[Any]]:
-    """What `attend` gives for (held, length) pieces, what SDPA over each whole sequence gives, and the groups."""
+    """The output of `attend` for (held, length) chunks, of SDPA over each whole sequence, and the groups."""
     torch.manual_seed(0)
     chunks = [chunks[i] for i in chunk_order(chunks)]
     total = sum(-(-(held + length) // SIZE) for held, length in chunks)
@@ -102,7 +102,7 @@ def test_rows_that_are_padding_get_zeros() -> None:
 def test_what_is_not_plain_attention_is_refused(odd: dict[str, Any]) -> None:
     states = torch.zeros(1, 1, 1, HEAD)
     context = PagedContext([], [], torch.zeros(0))
-    with pytest.raises(ModelError, match="paged caches do not know"):
+    with pytest.raises(ModelError, match="paged cache does not support"):
         attend(SimpleNamespace(layer_idx=0), states, states, states, None, toolwise_paged=context, **odd)
 
 
@@ -112,7 +112,7 @@ def test_the_model_attends_in_its_own_way_while_an_engine_runs_it() -> None:
     assert runner.trunk.config._attn_implementation == "toolwise_paged"
     assert model.config._attn_implementation == "sdpa"
     ids = torch.tensor([[1, 2, 3]])
-    with pytest.raises(ModelError, match="paged caches"):
+    with pytest.raises(ModelError, match="paged cache"):
         runner.trunk(input_ids=ids, use_cache=False)
     model(input_ids=ids)
 

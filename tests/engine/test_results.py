@@ -1,4 +1,4 @@
-"""What a pass gave, to each its own: states that the tree had come first, ends are frozen for those who wait."""
+"""Results of a forward pass: cached hidden states come first, and prompt ends are kept for followers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One row for everybody: positions by depth, slots by table, and only the hidden states that somebody asked for."""
+"""One row for all requests: positions by depth, slots by block table, and only the needed hidden states."""
 
 from __future__ import annotations
 

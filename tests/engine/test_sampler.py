@@ -1,4 +1,4 @@
-"""Draws keyed by seed and position, log-probs after temperature, masks, and faults that are a request's own."""
+"""Sampling keyed by seed and position, log-probs after temperature, masks, and faults per request."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_rare_tokens_come_as_often_as_they_should() -> None:
 
 
 def test_the_largest_draw_still_has_a_probability() -> None:
-    """Behind the last token that can come there are others that cannot."""
+    """After the last possible token there are impossible ones."""
     logits = torch.full((1, 64), -torch.inf)
     logits[0, :3] = 0.0
     n = 3000

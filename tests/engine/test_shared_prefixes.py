@@ -1,4 +1,4 @@
-"""Groups by common blocks, against all partitions of small batches."""
+"""Groups by common blocks, checked against all partitions of small batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_who_shares_nothing_is_alone() -> None:
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.integers(0, 6)), max_size=7))
 def test_every_row_is_in_one_group_and_has_its_blocks(rows: list[tuple[list[int], int]]) -> None:
-    # A block's number says what stands before it, as in the tree of blocks.
+    # A block number implies the blocks before it, as in the prefix tree.
     tables = [[hash(tuple(path[: i + 1])) for i in range(len(path))] for path, _ in rows]
     full = [min(n, len(path)) for path, n in rows]
     groups = prefix_groups(tables, full) if rows else []

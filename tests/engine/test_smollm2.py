@@ -1,4 +1,4 @@
-"""A real pretrained model through the engine, beside transformers' `generate`: SmolLM2, where somebody has its folder.
+"""A real pretrained model through the engine, beside transformers' `generate`: SmolLM2, if its folder is available.
 
 TOOLWISE_SMOLLM2=FOLDER pytest -m long tests/engine/test_smollm2.py        scripts/make_smollm2.py makes the folder
 """
@@ -41,7 +41,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @cache
 def asked() -> tuple[Any, list[list[int]], list[list[int]]]:
-    """The model, the prompts, and what transformers says to them."""
+    """The model, the prompts, and the output of transformers."""
     model, chat = load_model(FOLDER, device="cpu")
     turns = [[{"role": "user", "content": question}] for question in QUESTIONS]
     tokenizer = chat.tokenizer

@@ -1,4 +1,4 @@
-"""Loading models: a folder, a hub name, or the one that ships; and what is said of what is none."""
+"""Loading models: a folder, a hub name, or the built-in one; and the errors for anything else."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_places(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert locate(str(folder)) == str(folder)
     monkeypatch.chdir(tmp_path)
     assert locate("mine") == "mine"
-    assert locate("owner/name") == "owner/name"  # the hub's to find
+    assert locate("owner/name") == "owner/name"  # left to the hub
 
 
 @pytest.mark.parametrize("path", ["./nothing", "/nowhere/at/all", "~/nothing-here", "nothing", "a/b/c", ".."])
@@ -70,7 +70,7 @@ def test_what_looks_like_a_folder_must_be_one(path: str) -> None:
 
 
 def test_an_unknown_built_in_is_told_with_what_there_is() -> None:
-    with pytest.raises(ModelError, match="no built-in model 'big'; there is: builtin:small"):
+    with pytest.raises(ModelError, match="no built-in model 'big'; available: builtin:small"):
         locate("builtin:big")
 
 

@@ -1,4 +1,4 @@
-"""Model folders that bring Python code along: it runs where a setting says so and nowhere else."""
+"""Model folders that contain Python code: it runs only if a setting allows it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def change(file: Path, **changes: Any) -> None:
 
 @pytest.fixture
 def ran(tmp_path: Path) -> Path:
-    """What the code of the folder writes when it runs."""
+    """The file that the code of the folder writes when it runs."""
     return tmp_path / "ran"
 
 
@@ -82,7 +82,7 @@ def test_a_yes_on_standard_input_allows_nothing(folder: Path, ran: Path, tmp_pat
     assert not (tmp_path / "out").exists()
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("toolwise:")]
-    assert "wants to run Python code of its own (configuration_own.py, modeling_own.py)" in line
+    assert "needs to run its own Python code (configuration_own.py, modeling_own.py)" in line
     assert "model.trust_remote_code = true allows it" in line
     assert "Do you wish" not in done.stdout + done.stderr
 
@@ -95,7 +95,7 @@ def test_a_yes_on_standard_input_allows_nothing(folder: Path, ran: Path, tmp_pat
 def test_a_tokenizers_code_does_not_run(folder: Path, ran: Path, mapped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("nobody is asked"))
     change(folder / "tokenizer_config.json", auto_map=mapped, tokenizer_class="OwnTokenizer")
-    with pytest.raises(ModelError, match=r"wants to run Python code of its own \(.*tokenization_own\.py"):
+    with pytest.raises(ModelError, match=r"needs to run its own Python code \(.*tokenization_own\.py"):
         load_model(str(folder), device="cpu")
     assert not ran.exists()
 
@@ -118,13 +118,13 @@ def test_the_setting_allows_it_and_says_what_runs(
     assert ran.exists()
     (said,) = [record.getMessage() for record in caplog.records if record.name == "toolwise.models"]
     assert "configuration_own.py, modeling_own.py" in said
-    assert "all your rights" in said
+    assert "all your permissions" in said
 
 
 @pytest.mark.parametrize("name", ["attn_implementation", "_attn_implementation"])
 def test_a_kernel_of_a_hub_is_code_too(folder: Path, name: str) -> None:
     change(folder / "config.json", **{name: "someone/kernel"})
-    with pytest.raises(ModelError, match=r"wants to run Python code of its own \(someone/kernel\)"):
+    with pytest.raises(ModelError, match=r"needs to run its own Python code \(someone/kernel\)"):
         load_model(str(folder), device="cpu")
 
 

@@ -1,4 +1,4 @@
-"""Folders whose files say what no model can be: one line, before memory or time is spent on it."""
+"""Folders whose files describe impossible models: a one-line error, before memory or time is spent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def refused(folder: Path) -> str:
-    """What is said, in one line, at once and without memory."""
+    """The error: one line, immediately, and without using memory."""
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     with pytest.raises(ModelError) as caught:
         load_model(str(folder), device="cpu")
@@ -39,20 +39,23 @@ ABSURD: dict[str, tuple[dict[str, Any], str]] = {
     "hidden_size 0": ({"hidden_size": 0}, "hidden_size is 0"),
     "hidden_size 10^12": ({"hidden_size": 10**12}, "hidden_size is 1000000000000"),
     "hidden_size of 400 digits": ({"hidden_size": 10**400}, "hidden_size is 1000"),
-    "hidden_size 10^6": ({"hidden_size": 10**6}, "more than all the weights beside it"),
+    "hidden_size 10^6": ({"hidden_size": 10**6}, "more than all the weights in the folder"),
     "hidden_size in words": ({"hidden_size": "many"}, "hidden_size is 'many'"),
     "hidden_size true": ({"hidden_size": True}, "hidden_size is True"),
     "hidden_size in a list": ({"hidden_size": [64, "x"]}, "hidden_size is 'x'"),
     "hidden_size NaN": ({"hidden_size": float("nan")}, "hidden_size is nan"),
     "hidden_size in an object": ({"hidden_size": {}}, "hidden_size is {}"),
     "vocab_size 10^12": ({"vocab_size": 10**12}, "vocab_size is 1000000000000"),
-    "vocab_size 10^8": ({"vocab_size": 10**8}, "more than all the weights beside it"),
-    "intermediate_size 10^7": ({"intermediate_size": 10**7}, "more than all the weights beside it"),
+    "vocab_size 10^8": ({"vocab_size": 10**8}, "more than all the weights in the folder"),
+    "intermediate_size 10^7": ({"intermediate_size": 10**7}, "more than all the weights in the folder"),
     "10^9 layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
-    "3,000 layers": ({"num_hidden_layers": 3_000}, "there are to be 3000 layers"),
+    "3,000 layers": ({"num_hidden_layers": 3_000}, "3000 layers but only"),
     "layers 1.5": ({"num_hidden_layers": 1.5}, "num_hidden_layers is 1.5"),
-    "heads that do not divide": ({"num_attention_heads": 7, "head_dim": None}, "does not divide into 7 heads"),
-    "key heads that do not divide": ({"num_attention_heads": 4, "num_key_value_heads": 3}, "do not divide into 3"),
+    "heads that do not divide": ({"num_attention_heads": 7, "head_dim": None}, "not divisible by 7 heads"),
+    "key heads that do not divide": (
+        {"num_attention_heads": 4, "num_key_value_heads": 3},
+        "not divisible by 3 key-value heads",
+    ),
     "10^9 heads": ({"num_attention_heads": 10**9}, "num_attention_heads is 1000000000"),
     "head_dim 10^9": ({"head_dim": 10**9}, "head_dim is 1000000000"),
     "rms_norm_eps NaN": ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
@@ -102,7 +105,7 @@ def test_damaged_settings(folder: Path, name: str, text: str) -> None:
     ],
 )
 def test_files_of_gigabytes_are_not_read(folder: Path, name: str, size: int) -> None:
-    os.truncate(folder / name, size)  # sparse: it takes no room on the disk
+    os.truncate(folder / name, size)  # sparse: takes no disk space
     assert f"{name} has {size} bytes" in refused(folder)
 
 

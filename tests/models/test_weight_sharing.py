@@ -1,4 +1,4 @@
-"""Copies of modules over the same weights: what is set on one is not seen by the other, but every update is."""
+"""Copies of modules over the same weights: settings are separate, updates are shared."""
 
 from __future__ import annotations
 

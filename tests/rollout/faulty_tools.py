@@ -1,4 +1,4 @@
-"""Tools that go wrong for real; loaded by worker processes."""
+"""Tools with real faults; loaded by worker processes."""
 
 from __future__ import annotations
 

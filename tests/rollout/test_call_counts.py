@@ -1,4 +1,4 @@
-"""Steps' calls added up."""
+"""Totals of tool calls over the steps of an episode."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def test_a_cost_that_is_none_is_refused(cost: Any) -> None:
 
 @pytest.mark.parametrize("count", [math.nan, -1, 1.5, "2", None])
 def test_a_count_that_is_none_is_refused(count: Any) -> None:
-    with pytest.raises(ValueError, match="give a whole number"):
+    with pytest.raises(ValueError, match="not a whole number"):
         CallCounts().add({"calls": {"search": count}})
 
 
 def test_names_are_bounded_in_length_and_number() -> None:
-    """A model may call a tool of another name at every turn, each of any length."""
+    """A model may call a tool by a different name in every turn, each of any length."""
     counts = CallCounts()
     for number in range(3):
         counts.add({"calls": {f"{number}-{i}" + "x" * 5_000: 1 for i in range(200)}, "failed_calls": {"unknown": 200}})

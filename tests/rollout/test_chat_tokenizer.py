@@ -1,4 +1,4 @@
-"""From messages to tokens, once each: what was rendered bit by bit is what the template gives for the whole."""
+"""From messages to tokens: rendering turn by turn gives the same tokens as rendering the whole conversation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FORGETFUL = """{%- for m in messages -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
 
-# Like Qwen3's: the assistant's turn gets an empty thought while it is the last, and loses it when it no longer is.
+# Like Qwen3's: the last assistant turn gets an empty thought, which is dropped in later turns.
 WAVERING = """{%- for m in messages -%}
 {{ '<|im_start|>' + m.role + '\n' }}
 {%- if m.role == 'assistant' and loop.last -%}{{ '<think>\n\n</think>\n\n' }}{%- endif -%}
@@ -112,7 +112,7 @@ def said(message: Message) -> str:
 
 
 def grow(chat: ChatTokenizer, talk: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> list[int]:
-    """The tokens of a conversation as a rollout gathers them: prompt, sampled, what came between, sampled, …"""
+    """The tokens of a conversation as a rollout collects them: prompt, sampled, continuation, sampled, …"""
     ids: list[int] = []
     news: list[Message] = []
     for message in talk:
@@ -271,7 +271,7 @@ ONE_CALL = (
 
 @pytest.mark.parametrize("template", [COUNTING, ONE_CALL + COUNTING], ids=["counting", "one call at once"])
 def test_what_follows_a_reply_is_rendered_in_its_own_conversation(template: str) -> None:
-    """Here each turn bears its number, which is known in context alone."""
+    """Each turn has its number, which depends on the context."""
     chat = ChatTokenizer(small_tokenizer(template))
     twice = TALK[2].model_copy(update={"tool_calls": (TALK[2].tool_calls or []) * 2})
     assert chat.tokenizer.decode(chat.encode_continuation(TALK[3:4], after=[*TALK[:2], twice])) == (
@@ -280,7 +280,7 @@ def test_what_follows_a_reply_is_rendered_in_its_own_conversation(template: str)
 
 
 def test_a_reply_is_found_by_its_call_where_that_is_all_a_template_writes() -> None:
-    """And where a result must come after a call, no reply of text alone could stand in for it."""
+    """If a result must follow a call, a text-only reply cannot replace the call."""
     dropping = CHATML.replace("(m.content or '')", "('' if m.tool_calls else m.content)")
     strict = (
         "{% set calls = messages | selectattr('tool_calls', 'defined') | list %}"
@@ -337,7 +337,7 @@ def test_a_tokenizer_without_a_template_is_refused() -> None:
 def test_a_tokenizer_without_eos_is_refused() -> None:
     tokenizer = small_tokenizer(CHATML)
     tokenizer.eos_token = None
-    with pytest.raises(ModelError, match="names no eos_token"):
+    with pytest.raises(ModelError, match="has no eos_token"):
         ChatTokenizer(tokenizer)
 
 

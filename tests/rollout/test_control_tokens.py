@@ -1,4 +1,4 @@
-"""Nothing anybody says becomes a control token: in every template, over tokenizers that try hard to make it one."""
+"""Message text never becomes a control token: with every template, and with tokenizers that make it easy."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TOOL = {"type": "function", "function": {"name": "f", "description": "", "parame
 
 
 def talk_of(template: str, texts: list[str]) -> list[Message]:
-    """A conversation that holds `texts` wherever text can stand."""
+    """A conversation with `texts` in every place that can hold text."""
     a, b, c, d, e = texts
     if template == "strict":
         roles: list[Any] = ["user", "assistant", "user", "assistant", "user"]

@@ -1,4 +1,4 @@
-"""What a policy answers: read in all its forms, and refused where it makes no sense."""
+"""Policy answers: accepted in all their forms, rejected if malformed."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ def test_a_reply_that_was_cut(reason: Any, cut: bool) -> None:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (({"type": "dance"}, "", None, None), "an action of type 'dance'"),
-        (({"type": "text"}, b"raw", None, None), "a raw output of type bytes"),
-        (({"type": "text", "content": 7}, "", None, None), "content of type int"),
-        (({"type": "text"}, "", [-1.0], None), "log-probs of type list"),
+        (({"type": "dance"}, "", None, None), "unknown action type 'dance'"),
+        (({"type": "text"}, b"raw", None, None), "raw output must be a string or None, not bytes"),
+        (({"type": "text", "content": 7}, "", None, None), "content must be a string, not int"),
+        (({"type": "text"}, "", [-1.0], None), "log-probs must be a TokenLogprobs or None, not list"),
         (({"type": "text"}, "", {"token_ids": 7}, None), "int"),
         (({"type": "text"}, "", {"prompt_ids": 7}, None), "int"),
         (({"type": "tool_call"}, "", None, None), "name"),

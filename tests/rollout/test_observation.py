@@ -1,4 +1,4 @@
-"""What a world says is bounded before it reaches the model; what it gives is counted or refused."""
+"""Observations are truncated before they reach the model; rewards and counts are validated."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Speaker:
 
 
 class World(BaseEnv):
-    """Says and gives what it is told to, once."""
+    """Returns the given observation and reward, once."""
 
     def __init__(self, said: Any = "ok", reward: Any = 0.0, info: dict[str, Any] | None = None) -> None:
         self.said, self.reward, self.info = said, reward, info or {}

@@ -1,4 +1,4 @@
-"""The table of tool-call formats, and the action that comes of what they read."""
+"""The table of tool-call formats, and the action built from a parsed reply."""
 
 from __future__ import annotations
 

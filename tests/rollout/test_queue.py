@@ -1,4 +1,4 @@
-"""Between rollouts and training: complete groups, a bounded number, none too old, none lost, none twice."""
+"""The queue between rollouts and training: complete groups, a bounded number, none too stale, lost or duplicated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def admit(queue: RolloutQueue[str], n: int) -> list[Ticket]:
 
 
 async def is_waiting(work: Coroutine[Any, Any, T]) -> bool:
-    """Whether it would wait now; it is ended either way."""
+    """Whether it would block now; it is cancelled either way."""
     task = asyncio.create_task(work)
     await asyncio.sleep(0.01)
     waits = not task.done()
@@ -124,7 +124,7 @@ def test_a_take_waits_for_the_slowest_of_its_groups() -> None:
 
 
 def test_a_fast_group_waits_where_a_slow_one_will_need_its_place() -> None:
-    """One group an update, up to two updates old: when the fourth is let in, the next two updates are spoken for."""
+    """One group per update, up to two updates old: when the fourth is admitted, the next two updates are full."""
 
     async def play() -> None:
         queue = queue_of(1, max_staleness=2, order="finished")
@@ -184,7 +184,7 @@ def test_a_ticket_brings_one_group_once(verb: str) -> None:
         queue = queue_of(2)
         (ticket,) = await admit(queue, 1)
         queue.put(ticket, "")
-        with pytest.raises(ToolwiseError, match="group 0 is not under way"):
+        with pytest.raises(ToolwiseError, match="group 0 is not in progress"):
             queue.put(ticket, "") if verb == "put" else queue.withdraw(ticket)
 
     simulate(play())
@@ -228,7 +228,7 @@ def test_a_wait_that_is_cancelled_takes_nothing_with_it() -> None:
         taking, admitting = asyncio.create_task(queue.take(1)), asyncio.create_task(queue.admit())
         await asyncio.sleep(1)
         queue.put(ticket, "kept")
-        for task in (taking, admitting):  # woken, and cancelled before they could look
+        for task in (taking, admitting):  # woken, and cancelled before they could check
             task.cancel()
         await asyncio.wait({taking, admitting})
         assert taking.cancelled()
@@ -242,13 +242,13 @@ def test_a_wait_that_is_cancelled_takes_nothing_with_it() -> None:
     "given_", [{"per_update": 0}, {"per_update": 1, "capacity": 0}, {"per_update": 1, "max_staleness": -1}]
 )
 def test_a_queue_that_could_never_work_is_refused(given_: dict[str, int]) -> None:
-    with pytest.raises(ToolwiseError, match="1 or more"):
+    with pytest.raises(ToolwiseError, match="at least 1"):
         RolloutQueue(**given_)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("capacity", "count"), [(1, 2), (10, 3)], ids=["more than fit in", "more than an update"])
 def test_more_than_can_ever_come_is_refused_and_not_waited_for(capacity: int, count: int) -> None:
-    with pytest.raises(ToolwiseError, match=f"{count} groups at once never come"):
+    with pytest.raises(ToolwiseError, match=f"cannot take {count} groups at once"):
         simulate(queue_of(2, capacity=capacity).take(count))
 
 

@@ -1,4 +1,4 @@
-"""A few real faults in real time, beside the simulation: each ends its own call or episode, and nobody else's."""
+"""A few real faults in real time, besides the simulation: each ends only its own call or episode."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def call(name: str, **arguments: Any) -> str:
 
 
 def script(bad: str) -> ScriptedPolicy:
-    """Task 0 makes the bad call, all others take a nap; then they answer."""
+    """Task 0 makes the bad call, all others sleep; then they answer."""
 
     def speak(messages: Sequence[Message]) -> str:
         if messages[-1].role == "tool":
@@ -53,7 +53,7 @@ def script(bad: str) -> ScriptedPolicy:
 
 
 def roll_out(scheduler: RolloutScheduler, *beside: Coroutine[Any, Any, None]) -> tuple[Rollout, list[Rollout], float]:
-    """The rollout with the fault, the others, and the seconds it all took."""
+    """The faulty rollout, the others, and the total seconds."""
     tasks = [Task(task_id=f"t{i}", prompt=[Message(role="user", content=str(i))]) for i in range(1 + OTHERS)]
 
     async def whole() -> list[Rollout]:
@@ -75,7 +75,7 @@ def assert_unaffected(others: Sequence[Rollout]) -> None:
 
 
 def is_gone(pid: int, limit_s: float = 20.0) -> bool:
-    """Whether it ends, or is a zombie, within that time."""
+    """Whether the process ends, or becomes a zombie, within the time limit."""
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
         try:

@@ -1,4 +1,4 @@
-"""Thoughts that a server gives beside its text: kept, handed back in later turns, and written down."""
+"""Reasoning that a server returns separately: kept, sent back in later turns, and recorded."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_server_reads_in_the_second_turn_what_it_thought_in_the_first() -> Non
 
 
 class Thinker:
-    """A policy of somebody's own that keeps its thoughts apart."""
+    """A user policy that returns its reasoning separately."""
 
     async def get_action(self, observation: Sequence[Message], available_tools_specs: Any = None) -> Any:
         if len(observation) > 1:

@@ -1,4 +1,4 @@
-"""One request: its identity, its states, its deadline in virtual time, and what it keeps from those left behind."""
+"""One request: identity, states, deadline in virtual time, and late results of abandoned work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ TASK = Task(task_id="t", prompt=[Message(role="user", content="?")])
 
 
 class Speaker:
-    """A policy that says "on" for ever, after a nap; deaf, it swallows its first cancellation and then takes longer."""
+    """A policy that says "on" forever, after a delay; if deaf, it swallows its first cancellation and then takes
+    longer."""
 
     def __init__(self, nap_s: float = 1.0, *, deaf_for_s: float | None = None, logprobs: Any = None) -> None:
         self.nap_s, self.deaf_for_s, self.logprobs = nap_s, deaf_for_s, logprobs
@@ -41,7 +42,7 @@ class Speaker:
 
 
 class Rooms(BaseEnv):
-    """A world without end; every other step is the user's."""
+    """An endless environment; every other step is an interaction."""
 
     def __init__(self, step_s: float = 1.0, rewards: Any = None) -> None:
         self.step_s, self.rewards = step_s, rewards
@@ -78,7 +79,7 @@ def made(policy: Any = None, env: BaseEnv | None = None, **more: Any) -> AsyncRo
 
 
 def run(request: AsyncRolloutRequest) -> float:
-    """Its end, in virtual seconds."""
+    """When it ends, in virtual seconds."""
 
     async def whole() -> float:
         await request.run()
@@ -223,7 +224,7 @@ def test_closing_has_its_own_time() -> None:
             await asyncio.sleep(1000)
 
     request = made(env=Sticky(), deadline_s=100.0, close_timeout_s=2.0, termination=Termination(max_steps=1))
-    assert run(request) == 2.0 + 2.0 + 2.0  # one turn, the rewards, the closing
+    assert run(request) == 2.0 + 2.0 + 2.0  # one turn, the rewards, closing
     assert request.stop_reason is StopReason.ENV_FAULT
     assert request.fault == "calc_reward: TimeoutError: took longer than 2 s"
 

@@ -1,4 +1,4 @@
-"""Many episodes at once: in order, within their limits, and with every tool given back, whatever happened."""
+"""Many episodes at once: in order, within limits, and with every tool released whatever happens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ both_ways = pytest.mark.parametrize("lock_step", [False, True], ids=["free", "in
 
 
 class Ledger(BaseTool):
-    """Counts what is done to each of its instances; `nap` says how long (seconds, argument) a call takes."""
+    """Counts the calls on each instance; `naps` maps a method to the seconds it sleeps."""
 
     def __init__(self, name: str = "ledger", **naps: float) -> None:
         schema = FunctionSchema(name=name, parameters={"type": "object", "properties": {"x": {}}})
@@ -72,7 +72,7 @@ class Ledger(BaseTool):
         return sum(n for (what, _), n in self.done.items() if what == verb)
 
     def assert_balanced(self) -> None:
-        """Every instance that was made was asked for its reward and released, once."""
+        """Every instance was asked for its reward and released exactly once."""
         made = {instance for verb, instance in self.done if verb == "created"}
         for instance in made:
             assert self.done["calc_reward", instance] == 1
@@ -167,7 +167,7 @@ def test_the_deadline_holds_and_the_others_go_on(lock_step: bool) -> None:
     late = [r for r in rollouts if r.batch_data_id == 1]
     assert {r.stop_reason for r in late} == {StopReason.DEADLINE}
     assert all(r.fault == "the episode took longer than 0.3 s" for r in late)
-    if not lock_step:  # in step, the others are held up beyond their own deadline
+    if not lock_step:  # in lock step the others are held up beyond their own deadlines
         assert {r.stop_reason for r in rollouts if r.batch_data_id != 1} == {StopReason.ANSWERED}
     tool.assert_balanced()
 
@@ -226,7 +226,7 @@ def test_when_all_is_cancelled_every_tool_is_still_given_back(verb: str, times: 
         with pytest.raises(asyncio.CancelledError):
             await everything
         alone = {task for task in asyncio.all_tasks() if task is not asyncio.current_task()}
-        assert len(alone) <= 1  # the test's own limit; nothing of the rollouts is still at work
+        assert len(alone) <= 1  # the test's own task; no rollout is still running
         return first, tool
 
     first, tool = run(cancel())
@@ -316,7 +316,7 @@ def told(rollout: Rollout) -> Any:
 
 def real_rollouts(*, lock_step: bool, temperature: float = 1.0) -> list[Rollout]:
     model, chat = loaded()
-    # A run that is `deterministic` has both: who is in a batch with whom is a matter of time otherwise.
+    # A `deterministic` run sets both: otherwise the batches depend on timing.
     policy = LocalPolicy(model, chat, Sampling(max_new_tokens=24, temperature=temperature), deterministic=lock_step)
     scheduler = RolloutScheduler(policy, build_tools(["calculator"]), max_episode_steps=3, lock_step=lock_step)
     tasks = [Task(task_id=f"t{i}", prompt=[Message(role="user", content=f"What is {i} + 17?")]) for i in range(4)]

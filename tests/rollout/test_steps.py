@@ -1,4 +1,4 @@
-"""Steps survive the way to a file and back."""
+"""Steps survive a round trip through a file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_steps_are_read_back_as_they_were_written(tmp_path: Path) -> None:
     assert [plain(step) for step in again] == [plain(step) for step in steps]
     assert len(again) == 2
     assert again[1].is_done
-    assert again[0].resulting_messages_history[-1].content == "42"  # what the calculator said
+    assert again[0].resulting_messages_history[-1].content == "42"  # the calculator's result
     assert again[0].step_info["assistant_turn_index"] == 0
     assert again[0].action_taken["tool_calls"][0]["function"]["name"] == "calculator"
 
@@ -46,6 +46,6 @@ def test_a_file_of_something_else_is_one_line(tmp_path: Path) -> None:
     file = tmp_path / "steps.jsonl"
     save_steps(file, an_episode())
     file.write_text(file.read_text() + '{"a": 1}\n')
-    with pytest.raises(DataError, match=r"steps\.jsonl, line 3: .*is it a file of steps") as caught:
+    with pytest.raises(DataError, match=r"steps\.jsonl, line 3: .*written by save_steps") as caught:
         load_steps(file)
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Chat templates that do not end or make too much: refused in time, with little memory, and in one line."""
+"""Chat templates that never end or produce too much: refused in time, with little memory, and a one-line error."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_templates_without_end_are_refused_at_load(template: str) -> None:
 def test_a_template_that_waits_for_a_word_to_loop_for_ever() -> None:
     trap = "{% if 'open' in messages[-1].content %}" + ENDLESS["nested loops"] + "{% endif %}"
     chat = ChatTokenizer(tokenizer(CHATML + trap))
-    with pytest.raises(ToolwiseError, match=r"has not ended after 0\.3 s"):
+    with pytest.raises(ToolwiseError, match=r"still runs after 0\.3 s"):
         chat.start([Message(role="user", content="open sesame")])
     assert "hello" in chat.render([Message(role="user", content="hello")])
 
@@ -130,7 +130,7 @@ def test_the_sandbox_stays_jinjas(template: str) -> None:
         text = ChatTokenizer(tokenizer(CHATML + template)).render([Message(role="user", content="x")])
     except ToolwiseError:
         return
-    assert text.endswith("assistant\n")  # what is unsafe is undefined, and written as nothing
+    assert text.endswith("assistant\n")  # unsafe values are undefined and render as nothing
 
 
 EVERYTHING = (
@@ -197,11 +197,11 @@ def test_long_texts_may_be_worked_on() -> None:
 def test_a_folder_with_such_a_template_ends_with_one_line(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(BUILTIN / "small", tmp_path / "mine"))
     (folder / "chat_template.jinja").write_text(CHATML + ENDLESS["nested loops"], encoding="utf-8")
-    with pytest.raises(ToolwiseError, match=rf"^the chat template of {folder} is refused: it has not ended after"):
+    with pytest.raises(ToolwiseError, match=rf"^the chat template of {folder} is refused: it still runs after"):
         load_model(str(folder), device="cpu")
     settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     (folder / "chat_template.jinja").unlink()
     settings["chat_template"] = CHATML + ENDLESS["doubling by ~"]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    with pytest.raises(ToolwiseError, match="is refused: it makes"):
+    with pytest.raises(ToolwiseError, match="is refused: it produces"):
         load_model(str(folder), device="cpu")

@@ -1,4 +1,4 @@
-"""Every ending of an episode, and which one counts where several meet."""
+"""Every way an episode ends, and which one counts if several apply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The append-only buffer of an episode's tokens, over real chat templates and tokenizers that lose what they get."""
+"""The append-only token buffer of an episode, with real chat templates and lossy tokenizers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Episode:
         return text
 
     def extends(self, at: int) -> bool:
-        """Whether the prompt of step `at` begins with all that the step before it had."""
+        """Whether the prompt of step `at` starts with all tokens of the previous step."""
         held = [*self.steps[at - 1][0], *self.steps[at - 1][1]]
         return self.steps[at][0][: len(held)] == held
 
@@ -178,7 +178,7 @@ def test_other_tools_that_the_template_does_not_show_change_nothing() -> None:
 
 def test_a_template_that_moves_the_tools_along_is_appended_to() -> None:
     episode = Episode(chat_of("mistral")).reply(" 4").say(AGAIN).reply(" 5", tools=[tool("search")])
-    # What stood before the first reply had the old tools: only a new row can say otherwise.
+    # The part before the first reply had the old tools: only a new row can change it.
     assert episode.alignments == ["first", "forked"]
     episode = Episode(chat_of("mistral")).reply(" 4").say(AGAIN).reply(" 5")
     assert episode.alignments == ["first", "realigned"]
@@ -235,7 +235,7 @@ def test_llama_holds_calls_and_results_though_it_leaves_text_out_beside_them() -
 
 
 def test_a_reply_that_the_template_refuses_does_not_end_the_episode() -> None:
-    """Two calls at once, where a template takes one: the model did say it, and what comes back can be said too."""
+    """Two calls at once, with a template that accepts one: the reply stands, and the results can still be added."""
     chat = chat_of("llama3", "tagged")
     with pytest.raises(ModelError, match="only supports single tool-calls"):
         chat.start([QUESTION, Message(role="assistant", tool_calls=[ToolCall(name="f")] * 2)])
@@ -324,7 +324,7 @@ def test_asking_again_changes_nothing_and_counts_nothing() -> None:
 
 
 def test_asking_again_with_other_news_leaves_the_first_attempts_tokens_alone() -> None:
-    """A request that was given up may still be read by the thread that was to serve it."""
+    """The thread serving an abandoned request may still read its prompt."""
     chat = chat_of("chatml")
     episode = Episode(chat).reply("4")
     abandoned = episode.buffer.prompt([*episode.talk, AGAIN, AGAIN])
@@ -344,7 +344,7 @@ def test_a_fork_that_was_not_taken_up_leaves_the_row_as_it_was() -> None:
 
 
 def test_a_reply_to_nothing_is_a_mistake() -> None:
-    with pytest.raises(RuntimeError, match="add before prompt"):
+    with pytest.raises(RuntimeError, match="called before prompt"):
         TokenBuffer(chat_of("chatml")).add([1], closed=True)
 
 
@@ -369,7 +369,7 @@ texts = st.lists(
 
 @st.composite
 def turns(draw: st.DrawFn) -> list[tuple[Any, str, bool, bool]]:
-    """(what is sampled, what is said then, whether the turn ended by itself, whether the other tools are on offer)"""
+    """(sampled tokens, messages that follow, whether the turn ended itself, whether other tools are offered)"""
     sampled = st.one_of(texts, st.lists(st.integers(0, 10_000), min_size=1, max_size=6))
     return draw(st.lists(st.tuples(sampled, texts, st.booleans(), st.booleans()), min_size=2, max_size=4))
 
@@ -385,12 +385,12 @@ def test_every_turn_extends_the_last_exactly_or_forks_and_is_counted(
     episode = Episode(chat, on_change=on_change)
     controls = chat.controls.ids
     for sampled, said, closed, other in script:
-        # Any tokens at all, control tokens among them; only the end of a turn cannot come in the middle of one.
+        # Any tokens, including control tokens; only the end-of-turn token cannot come in the middle.
         ids = [i % len(chat.tokenizer) for i in sampled] if isinstance(sampled, list) else chat.encode(sampled)
         tools = [tool("other")] if other else TOOLS
         try:
             episode.reply([i for i in ids if i != chat.end_id] or [5], tools=tools, closed=closed)
-        except ModelError:  # a new row is due, and the template refuses to write what the model did say
+        except ModelError:  # a new row is needed, and the template refuses to render the reply
             with pytest.raises(ModelError):
                 chat.start(episode.talk, tools)
             break
@@ -412,7 +412,7 @@ def test_every_turn_extends_the_last_exactly_or_forks_and_is_counted(
 
 
 def sampled_oddly(chat: ChatTokenizer, kind: str) -> list[int]:
-    """Tokens that encoding their own text does not give back."""
+    """Tokens that do not survive decoding and encoding."""
     core = chat.tokenizer.backend_tokenizer
     if kind == "dropping":
         return [core.token_to_id(c) for c in "is four"]
@@ -423,7 +423,7 @@ def sampled_oddly(chat: ChatTokenizer, kind: str) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["crossing", "folding", "folding_controls", "dropping"])
 def test_what_was_sampled_survives_a_tokenizer_that_would_lose_it(kind: str) -> None:
-    """Decoding and encoding again is not the identity here; the buffer does neither to what was sampled."""
+    """Decoding and encoding is not the identity here; the buffer does neither to sampled tokens."""
     chat = chat_of("llama3", kind)
     sampled = sampled_oddly(chat, kind)
     assert None not in sampled
@@ -435,7 +435,7 @@ def test_what_was_sampled_survives_a_tokenizer_that_would_lose_it(kind: str) -> 
 
 
 def test_a_token_that_the_whole_would_join_across_the_opening_is_counted() -> None:
-    """GPT-2's rule cuts the opening's two newlines apart as soon as something follows them."""
+    """GPT-2's pre-tokenizer splits the two newlines of the opening as soon as text follows them."""
     chat = chat_of("llama3", "crossing")
     episode = Episode(chat).reply("It is 4.").say(AGAIN).reply("Yes.")
     assert episode.alignments == ["first", "realigned"]

@@ -1,4 +1,4 @@
-"""Whatever other people's code raises or does to the event loop is its own rollout's outcome, and nobody else's."""
+"""Whatever user code raises or does to the event loop only affects its own rollout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BAD = "bad"
 
 
 class Panic(BaseException):
-    """What a panic of a Rust extension is."""
+    """Stands for the panic of a Rust extension."""
 
 
 class Mute(Exception):  # noqa: N818
@@ -43,7 +43,7 @@ class NameThatRaises(type):
 
 
 class Nameless(Exception, metaclass=NameThatRaises):  # noqa: N818
-    """Cannot even be called by its name."""
+    """An exception whose str() fails."""
 
 
 async def in_a_task() -> None:
@@ -103,7 +103,7 @@ RAISED: list[Callable[[], None]] = [
 
 
 class Bad(BaseTool):
-    """A tool that does `do` at one point of its life, for the episode of the bad task only."""
+    """A tool that runs `do` at one point of its life cycle, for the bad task's episode only."""
 
     def __init__(self, where: str, do: Callable[[], None]) -> None:
         self.where, self.do = where, do
@@ -188,7 +188,8 @@ def test_a_tool(where: str, do: Callable[[], None], *, lock_step: bool) -> None:
     bad = Bad(where, do)
     first, _ = roll_out(RolloutScheduler(ScriptedPolicy(speak), {"look": bad}, lock_step=lock_step))
     assert len(bad.released) == OTHERS + (where != "create" or do is cancel_itself)
-    if do is cancel_itself and where != "await":  # what does not wait any more is not stopped by that
+    # code that no longer awaits anything is not stopped by its cancellation
+    if do is cancel_itself and where != "await":
         assert first.stop_reason in (StopReason.ENV_FAULT, StopReason.ANSWERED)
     elif where in ("execute", "await"):
         assert first.stop_reason is StopReason.ANSWERED
@@ -231,7 +232,7 @@ def test_a_function_tool_in_a_thread(do: Callable[[], None]) -> None:
 
 
 class World(BaseEnv):
-    """Sees one action; `where` is what goes wrong."""
+    """An environment of one step; `where` is the method that fails."""
 
     def __init__(self, where: str, do: Callable[[], None]) -> None:
         self.where, self.do = where, do
@@ -344,7 +345,7 @@ def test_whoever_keeps_the_rollouts_ends_all_in_good_order(do: Callable[[], None
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_the_users_own_interrupt_ends_all(times: int) -> None:
-    """asyncio cancels at the first, which everybody heeds, and raises at the second."""
+    """asyncio cancels at the first interrupt, which all code obeys, and raises at the second."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     bad = Bad("await", lambda: [signal.raise_signal(signal.SIGINT) for _ in range(times)] and None)
 
@@ -362,7 +363,7 @@ def test_the_users_own_interrupt_ends_all(times: int) -> None:
 
 
 def test_a_fault_in_a_thread_that_runs_a_loop_of_its_own() -> None:
-    """As in a notebook, whose own loop keeps the main thread."""
+    """As in a notebook, whose event loop runs in the main thread."""
     found: list[Rollout] = []
     thread = threading.Thread(
         target=lambda: found.append(

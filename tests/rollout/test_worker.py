@@ -1,4 +1,4 @@
-"""One episode: every way it can end is a typed outcome, and its world is closed exactly once."""
+"""One episode: every ending is a typed outcome, and the environment is closed exactly once."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def add(a: int, b: int) -> tuple[str, float]:
 
 
 class World(BaseEnv):
-    """A text world that says what is done to it; `behave` is what each of its methods does instead."""
+    """A text environment that records the calls it gets; `behave` overrides its methods."""
 
     def __init__(self, **behave: Any) -> None:
         self.behave = behave
@@ -112,7 +112,7 @@ class StructuredWorld(World):
 
 
 class Giving:
-    """A policy that answers with whatever it was given: raises it, awaits it, or returns it."""
+    """A policy that raises, awaits or returns the given answer."""
 
     def __init__(self, answer: Any) -> None:
         self.answer = answer
@@ -385,10 +385,13 @@ BAD_ANSWERS = {
     "nothing": (None, "TypeError"),
     "three things": (text("x")[:3], "ValueError"),
     "no type": (({"content": "x"}, "x", None, None), "KeyError: 'type'"),
-    "another type": (({"type": "dance"}, "x", None, None), "ValueError: an action of type 'dance'"),
+    "another type": (({"type": "dance"}, "x", None, None), "ValueError: unknown action type 'dance'"),
     "a call without a name": (({"type": "tool_call"}, "x", None, None), "KeyError: 'name'"),
     "content that is no text": (text(["x"]), "ValueError"),
-    "raw that is no text": (({"type": "text", "content": "x"}, 7, None, None), "ValueError: a raw output of type int"),
+    "raw that is no text": (
+        ({"type": "text", "content": "x"}, 7, None, None),
+        "ValueError: raw output must be a string or None, not int",
+    ),
 }
 
 
@@ -515,7 +518,7 @@ def test_a_policy_that_does_not_heed_its_cancellation_is_left_behind(
 
 
 class Waiting(World):
-    """A world that waits in one of its methods until it is cancelled, or let go."""
+    """An environment that waits in one of its methods until it is cancelled or released."""
 
     def __init__(self, where: str) -> None:
         self.reached = asyncio.Event()
@@ -539,7 +542,7 @@ def test_a_cancelled_episode_still_closes_its_world(where: str, times: int) -> N
         for _ in range(times):
             episode.cancel()
             await asyncio.sleep(0.01)
-        if where in ("final_rewards", "close"):  # the end is not cut short
+        if where in ("final_rewards", "close"):  # finishing is not interrupted
             assert not episode.done()
             world.let_go.set()
         with pytest.raises(asyncio.CancelledError):
@@ -581,7 +584,7 @@ def test_finishing_twice_closes_once() -> None:
 
 
 class Sessions(ScriptedPolicy):
-    """Notes how its sessions are opened."""
+    """Records how its sessions are opened."""
 
     def __init__(self) -> None:
         super().__init__(["look", "look"])

@@ -1,4 +1,4 @@
-"""In-process generation over the learner's own weights: scheduler, blocks, runner, sampler, engine."""
+"""In-process generation on the learner's weights: scheduler, KV cache blocks, runner, sampler, engine."""
 
 from __future__ import annotations
 

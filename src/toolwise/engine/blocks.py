@@ -1,8 +1,8 @@
-"""Where keys and values live: fixed-size blocks, shared through a tree of what they hold.
+"""The KV cache: fixed-size blocks of keys and values, shared through a prefix tree.
 
-A node of the tree is one block and the tokens whose keys and values are in it; its path from the root is all that came
-before them. Requests hold the nodes of their path and write into blocks of their own, which join the tree when full.
-Nodes that nobody holds stay as a cache, and the oldest leaves give way when blocks run short.
+A node of the tree is one block and the tokens whose keys and values it holds; the path from the root gives the tokens
+before them. Requests hold the nodes of their path and write into private blocks, which join the tree when full. Nodes
+that no request holds stay as a cache, and the oldest leaves are evicted when blocks run short.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 TokenKey = tuple[int, ...]
 _NO_CHILDREN: dict[Any, Any] = {}
-"""A leaf's, of which there are many: never written to."""
+"""Shared by all leaves, of which there are many: never written to."""
 
 
 class PrefixNode:
-    """A block in the tree. One with fewer tokens than fit is a leaf that others copy and go on from."""
+    """A block in the tree. A partly filled block is a leaf that other requests copy and continue from."""
 
     __slots__ = ("block", "children", "hidden", "keys", "parent", "refs", "tokens")
 
@@ -27,43 +27,43 @@ class PrefixNode:
         self.parent, self.tokens, self.block = parent, tokens, block
         self.children: dict[TokenKey, PrefixNode] = _NO_CHILDREN
         self.keys: list[TokenKey] | None = None
-        """The children's keys in order, from when somebody looked: those with most in common are neighbours."""
+        """The children's keys, sorted on first use: those with the longest common prefix are neighbours."""
         self.refs = 0
-        """Leases that end here, and children that are held: whoever holds a node holds all above it."""
+        """Leases that end here plus children that are held: holding a node holds all its ancestors."""
         self.hidden: Any = None
-        """What the model made of the last token, where somebody asked: whoever ends here need not run it again."""
+        """Hidden state of the last token, if it was computed: a request that ends here need not run the model again."""
 
 
 @dataclass(slots=True)
 class Lease:
-    """What one request holds: nodes of the tree, then blocks of its own; `held` tokens of theirs are computed."""
+    """What one request holds: nodes of the tree, then private blocks; the first `held` tokens are computed."""
 
     path: list[PrefixNode] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
     table: list[int] = field(default_factory=list)
-    """All of their blocks, in order."""
+    """All blocks, in order."""
     held: int = 0
     hidden: Any = None
-    """The last token's hidden state, where the tree had all that was asked for."""
+    """The last token's hidden state, if the tree had the whole prompt."""
 
 
 class BlockManager:
-    """`count` blocks of `size` tokens. Without `share` nothing is kept or found; `full_blocks_only` shares full blocks
-    alone."""
+    """`count` blocks of `size` tokens. Without `share` nothing is reused; `full_blocks_only` shares only full
+    blocks."""
 
     def __init__(self, count: int, size: int, *, share: bool = True, full_blocks_only: bool = False) -> None:
         self.count, self.size, self.share, self.full_blocks_only = count, size, share, full_blocks_only
         self.copies: dict[int, int] = {}
-        """Block -> block whose content it is to get before the next forward pass; all at the same time."""
+        """Target block -> source block, to copy before the next forward pass; all copies happen at once."""
         self.evictions = 0
         self._free = list(range(count - 1, -1, -1))
         self._root = PrefixNode(None, (), -1)
         self._evictable: OrderedDict[PrefixNode, None] = OrderedDict()
-        """Leaves that nobody holds, the oldest first."""
+        """Leaves that no request holds, oldest first."""
         self._last_walk: tuple[Sequence[int], list[PrefixNode]] = (), []
-        """The tokens that were looked for last, and the nodes they led to."""
+        """The tokens of the last lookup and the nodes they matched."""
         self._cached = 0
-        """Nodes that nobody holds: whoever holds a node holds all above it, so each of them can be evicted in time."""
+        """Nodes that no request holds. Nor are their descendants, so each of them can be evicted eventually."""
 
     @property
     def available(self) -> int:
@@ -71,7 +71,7 @@ class BlockManager:
 
     @property
     def free(self) -> int:
-        """Blocks that hold nothing, not even as a cache."""
+        """Blocks that hold nothing, not even cached data."""
         return len(self._free)
 
     @property
@@ -81,10 +81,10 @@ class BlockManager:
     def needed(self, tokens: int) -> int:
         return -(-tokens // self.size)
 
-    # --- a request's life: open, extend, commit, close
+    # --- life cycle of a request: open, extend, commit, close
 
     def open(self, tokens: Sequence[int], *, end: int) -> Lease:
-        """Hold as much of `tokens[:end]` as the tree has; all of it only where the last hidden state is there too."""
+        """Hold as much of `tokens[:end]` as the tree has; all of it only if the last hidden state is cached too."""
         path, source, held = self._match(tokens, end)
         last = source if source is not None else path[-1] if path else None
         hidden = None
@@ -106,17 +106,17 @@ class BlockManager:
         return lease
 
     def next_block(self, tokens: Sequence[int], end: int) -> tuple[int, TokenKey]:
-        """The first block of `tokens[:end]` that the tree does not have: where it belongs, and what it will hold."""
+        """The first block of `tokens[:end]` that the tree lacks: its parent's id and the tokens it will hold."""
         path = self._walk(tokens, end)
         start = len(path) * self.size
         return id(path[-1] if path else self._root), tuple(tokens[start : min(end, start + self.size)])
 
     def missing(self, lease: Lease, length: int) -> int:
-        """Blocks that it lacks for `length` tokens."""
+        """Blocks the lease lacks for `length` tokens."""
         return max(0, self.needed(length) - len(lease.table))
 
     def extend(self, lease: Lease, length: int) -> bool:
-        """Room for `length` tokens, or nothing at all and False."""
+        """Allocate blocks for `length` tokens; allocates nothing and returns False if there are not enough."""
         missing = self.missing(lease, length)
         if not missing:
             return True
@@ -128,52 +128,52 @@ class BlockManager:
         return True
 
     def commit(self, lease: Lease, tokens: Sequence[int], held: int, *, share_up_to: int | None = None) -> None:
-        """`held` tokens are computed now: blocks that became full join the tree."""
+        """Record that `held` tokens are computed: blocks that became full join the tree."""
         lease.held = held
         if not self.share:
             return
         limit = held if share_up_to is None else min(held, share_up_to)
         path, size = lease.path, self.size
-        before, full = len(path), limit // size
-        if full <= before:
+        first, full = len(path), limit // size
+        if full <= first:
             return
-        parent = held_before = path[-1] if path else self._root
-        blocks, lease.own = lease.own[: full - before], lease.own[full - before :]
-        new = 0
-        for place, block in zip(range(before, full), blocks, strict=True):
-            key = tuple(tokens[place * size : (place + 1) * size])
+        parent = previous_end = path[-1] if path else self._root
+        blocks, lease.own = lease.own[: full - first], lease.own[full - first :]
+        added = 0
+        for index, block in zip(range(first, full), blocks, strict=True):
+            key = tuple(tokens[index * size : (index + 1) * size])
             node = parent.children.get(key)
             if node is None:
                 node = self._attach(parent, key, block)
-                node.refs = 1  # of the one after it, or of this lease
-                new += 1
-            else:  # somebody computed the same meanwhile: one of the two is enough
-                lease.table[place] = node.block
+                node.refs = 1  # from the next node, or from this lease
+                added += 1
+            else:  # another request computed the same block meanwhile: keep one of the two
+                lease.table[index] = node.block
                 self._free_block(block)
             path.append(node)
             parent = node
-        known = path[-1 - new] if len(path) > new else self._root
-        if known is not held_before:  # what is new hangs from a node that this lease holds through it
-            self._retain(known)
-            self._release(held_before)
+        existing = path[-1 - added] if len(path) > added else self._root
+        if existing is not previous_end:  # the lease holds the new nodes through their existing parent
+            self._retain(existing)
+            self._release(previous_end)
 
     def share_tail(self, lease: Lease, tokens: Sequence[int], hidden: Any) -> None:
-        """Make `tokens`, all computed, an end to go on from, for others as well: its last block is copied."""
+        """Let other requests continue from the end of `tokens`, which are all computed: copies the last block."""
         if not self.share or self.full_blocks_only:
             return
-        assert lease.held >= len(tokens), "what is not computed is nothing to go on from"
+        assert lease.held >= len(tokens), "cannot share tokens that are not computed"
         parent, key = self._split_tail(lease, tokens)
         if not key:
             parent.hidden = hidden
         elif key in parent.children:
             parent.children[key].hidden = hidden
-        elif self._free:  # a convenience, not worth evicting for
+        elif self._free:  # optional, so not worth an eviction
             block = self._free.pop()
             self._copy(lease.table[len(tokens) // self.size], block)
             self._insert(parent, key, block).hidden = hidden
 
     def close(self, lease: Lease, tokens: Sequence[int], hidden: Any = None, *, keep: bool = True) -> None:
-        """Give everything back. What is in the tree stays there as a cache, the last block too where `keep`."""
+        """Free everything. Nodes in the tree stay as a cache; with `keep`, the last block joins them."""
         if keep and self.share and not self.full_blocks_only:
             parent, key = self._split_tail(lease, tokens[: lease.held])
             if key and key not in parent.children and lease.own:
@@ -189,32 +189,34 @@ class BlockManager:
         lease.path, lease.own, lease.table, lease.held, lease.hidden = [], [], [], 0, None
 
     def clear(self) -> None:
-        """Forget all that nobody holds."""
+        """Drop everything that no request holds."""
         while self._evictable:
             self._evict(self._evictable.popitem(last=False)[0])
         self.copies.clear()
 
     def check(self, leases: Iterable[Lease]) -> None:
-        """Every block is in one place, and every node knows how many hold it; raises AssertionError otherwise."""
+        """Raises AssertionError unless every block is in exactly one place and every reference count is right."""
         nodes, held, own = list(self._nodes()), Counter[int](), []
         for lease in leases:
             held.update(id(node) for node in lease.path[-1:])
             own += lease.own
-            assert lease.table == [node.block for node in lease.path] + lease.own, "a table does not say what is held"
-        places = [*self._free, *own, *(node.block for node in nodes)]
-        assert sorted(places) == list(range(self.count)), "a block is lost, or is in two places"
+            assert lease.table == [node.block for node in lease.path] + lease.own, (
+                "a block table does not match its lease"
+            )
+        blocks = [*self._free, *own, *(node.block for node in nodes)]
+        assert sorted(blocks) == list(range(self.count)), "a block is lost or in two places"
         held.update(id(node.parent) for node in nodes if node.refs)
-        assert all(node.refs == held[id(node)] for node in nodes), "a node does not know how many hold it"
+        assert all(node.refs == held[id(node)] for node in nodes), "a reference count is wrong"
         assert self._cached == sum(not node.refs for node in nodes), "cached blocks are miscounted"
         assert set(self._evictable) == {n for n in nodes if not n.refs and not n.children}, (
-            "a leaf is not up for eviction"
+            "an unheld leaf is not evictable"
         )
         assert all(n.keys is None or sorted(n.children) == n.keys for n in nodes), "children are out of order"
 
     # --- the tree
 
     def _match(self, tokens: Sequence[int], end: int) -> tuple[list[PrefixNode], PrefixNode | None, int]:
-        """Full blocks of `tokens[:end]` in the tree, then the block that has most of what follows, to copy."""
+        """Full blocks of `tokens[:end]` in the tree, then the block to copy: the one that matches most of the rest."""
         if not self.share:
             return [], None, 0
         path = self._walk(tokens, end)
@@ -225,35 +227,36 @@ class BlockManager:
             return path, None, held
         if node.keys is None:
             node.keys = sorted(node.children)
-        place = bisect_left(node.keys, rest)
-        near = [(_common_length(key, rest), key) for key in node.keys[max(0, place - 1) : place + 1]]
-        common, key = max(near, default=(0, ()))
+        index = bisect_left(node.keys, rest)
+        candidates = [(_common_length(key, rest), key) for key in node.keys[max(0, index - 1) : index + 1]]
+        common, key = max(candidates, default=(0, ()))
         return (path, node.children[key], held + common) if common else (path, None, held)
 
     def _walk(self, tokens: Sequence[int], end: int) -> list[PrefixNode]:
-        """The nodes of the full blocks of `tokens[:end]`. Whoever comes next often begins like the one before."""
-        size, (known, walked) = self.size, self._last_walk
-        full = min(end // size, len(walked))
-        alike = full > 0 and (known is tokens or known[: full * size] == tokens[: full * size])
-        path = walked[:full] if alike else []
+        """The nodes of the full blocks of `tokens[:end]`. Starts from the last lookup, because consecutive prompts
+        often share a prefix."""
+        size, (last_tokens, last_path) = self.size, self._last_walk
+        full = min(end // size, len(last_path))
+        same_prefix = full > 0 and (last_tokens is tokens or last_tokens[: full * size] == tokens[: full * size])
+        path = last_path[:full] if same_prefix else []
         node = path[-1] if path else self._root
         while (len(path) + 1) * size <= end:
-            found = node.children.get(tuple(tokens[len(path) * size : (len(path) + 1) * size]))
-            if found is None:
+            child = node.children.get(tuple(tokens[len(path) * size : (len(path) + 1) * size]))
+            if child is None:
                 break
-            path.append(found)
-            node = found
+            path.append(child)
+            node = child
         self._last_walk = tokens, path[:]
         return path
 
     def _split_tail(self, lease: Lease, tokens: Sequence[int]) -> tuple[PrefixNode, TokenKey]:
-        """The node that a sequence ends in or under, and the tokens beyond it, fewer than a block."""
+        """The node of the last full block of a sequence, and the remaining tokens, fewer than a block."""
         full = len(tokens) // self.size
         parent = lease.path[full - 1] if full else self._root
         return parent, tuple(tokens[full * self.size :])
 
     def _insert(self, parent: PrefixNode, key: TokenKey, block: int) -> PrefixNode:
-        """A leaf that nobody holds yet."""
+        """Add a leaf that no request holds yet."""
         node = self._attach(parent, key, block)
         self._evictable.pop(parent, None)
         self._evictable[node] = None
@@ -289,17 +292,17 @@ class BlockManager:
             node = node.parent
 
     def _allocate_many(self, count: int) -> list[int]:
-        """As many as there are for sure."""
+        """Allocate `count` blocks, which must be available."""
         if len(self._free) >= count and not self.copies:
-            taken = self._free[: -count - 1 : -1]
+            blocks = self._free[: -count - 1 : -1]
             del self._free[-count:]
-            return taken
-        taken = []
+            return blocks
+        blocks = []
         for _ in range(count):
             block = self._allocate()
             assert block is not None
-            taken.append(block)
-        return taken
+            blocks.append(block)
+        return blocks
 
     def _allocate(self, protect: PrefixNode | None = None) -> int | None:
         if not self._free:
@@ -329,15 +332,15 @@ class BlockManager:
         self._free.append(block)
 
     def _copy(self, source: int, target: int) -> None:
-        """A block that is itself still to be copied has its content elsewhere."""
+        """If `source` itself is still waiting to be copied, copy from where its content is."""
         self.copies[target] = self.copies.get(source, source)
 
     def _nodes(self) -> Iterable[PrefixNode]:
-        waiting = list(self._root.children.values())
-        while waiting:
-            node = waiting.pop()
+        pending = list(self._root.children.values())
+        while pending:
+            node = pending.pop()
             yield node
-            waiting.extend(node.children.values())
+            pending.extend(node.children.values())
 
 
 def _common_length(a: TokenKey, b: TokenKey) -> int:

@@ -1,8 +1,7 @@
-"""One forward pass of a Llama, Qwen2 or Qwen3 on a CPU, a token a row, in as few calls as its own parameters allow.
+"""A lean forward pass of Llama, Qwen2 or Qwen3 on a CPU, one token per row.
 
-The stock forward takes several times as long for a small model as what it computes. `supports_cpu_forward` says which
-models these
-are; anything else goes the stock way.
+For a small model, the overhead of the stock forward takes several times as long as the computation.
+`supports_cpu_forward` tells which models are supported; all others use the stock forward.
 """
 
 from __future__ import annotations
@@ -23,41 +22,45 @@ from toolwise.kernels.llama import STATIC_ROPES, SUPPORTED_MODELS, is_linear_or_
 AttentionFn = Callable[[int, Tensor, Tensor, Tensor, float], Tensor]
 """(layer, query [rows, heads, size], key, value, scale) -> [rows, heads * size]"""
 Rope = tuple[Tensor, Tensor]
-"""cos and sin of each row's position, [rows, 1, size]; sin with the sign that rotating takes."""
+"""cos and sin of each row's position, [rows, 1, size]; sin carries the sign of the rotation."""
 
 
 def supports_cpu_forward(model: Any) -> bool:
-    """Whether its layers are what `CpuForward` computes: in fp32, rope by the position alone, linear projections with
-    or
+    """Whether `CpuForward` supports the model: fp32, rope that depends only on the position, linear projections with or
     without adapters."""
     weight = model.get_input_embeddings().weight
     if weight.device.type != "cpu" or weight.dtype != torch.float32 or type(model).__name__ not in SUPPORTED_MODELS:
         return False
     trunk = model.get_decoder()
-    kinds = set(getattr(trunk.config, "layer_types", None) or ("full_attention",))
+    attention_types = set(getattr(trunk.config, "layer_types", None) or ("full_attention",))
     parts = [part for layer in trunk.layers for part in (*layer.self_attn.children(), *layer.mlp.children())]
-    plain = all(is_linear_or_lora(part) for part in parts if hasattr(part, "in_features"))
-    activated = trunk.config.hidden_act == "silu"
-    return plain and activated and kinds == {"full_attention"} and trunk.rotary_emb.rope_type in STATIC_ROPES
+    linear_only = all(is_linear_or_lora(part) for part in parts if hasattr(part, "in_features"))
+    uses_silu = trunk.config.hidden_act == "silu"
+    return (
+        linear_only
+        and uses_silu
+        and attention_types == {"full_attention"}
+        and trunk.rotary_emb.rope_type in STATIC_ROPES
+    )
 
 
-def rope_per_step(trunk: Any, begins: np.ndarray[Any, Any], steps: int) -> list[Rope]:
-    """Of each step, a position further."""
-    positions = torch.from_numpy(begins + np.arange(steps)[:, None])
+def rope_per_step(trunk: Any, starts: np.ndarray[Any, Any], steps: int) -> list[Rope]:
+    """Rope of each step, one position further per step."""
+    positions = torch.from_numpy(starts + np.arange(steps)[:, None])
     cos, sin = trunk.rotary_emb(trunk.embed_tokens.weight, positions)
     sin[..., : sin.shape[-1] // 2].neg_()
     return list(zip(cos.unsqueeze(2), sin.unsqueeze(2), strict=True))
 
 
 class CpuForward:
-    """The parameters of a model as they are now, for the steps of one call: looking them up takes time too."""
+    """The current parameters of a model, collected once per call: looking them up takes time too."""
 
     def __init__(self, trunk: Any) -> None:
         self.embed, self.norm = _embedding(trunk.embed_tokens), _norm(trunk.norm)
         self.layers = [_Layer.of(layer) for layer in trunk.layers]
 
     def forward(self, ids: Tensor, rope: Rope, attend: AttentionFn) -> Tensor:
-        """[rows, width] for the head, from a token a row."""
+        """Final hidden states [rows, width], from one token per row."""
         states = self.embed(ids)
         for number, layer in enumerate(self.layers):
             normed = _apply_norm(states, layer.before_attention)
@@ -80,7 +83,7 @@ class _Layer:
     size: int
     scale: float
     projections: tuple[Projection, ...]
-    """Of queries, keys and values."""
+    """Projections of queries, keys and values."""
     query_norm: Norm | None
     key_norm: Norm | None
     out: Projection
@@ -114,7 +117,7 @@ def _norm(module: Any) -> Norm:
 
 
 def _projection(module: Any) -> Projection:
-    """The bare product, or the module itself where it adds something to it: an adapter."""
+    """The plain matrix product, or the module itself if it does more (an adapter)."""
     return partial(linear, weight=module.weight, bias=module.bias) if type(module) is Linear else module
 
 
@@ -128,6 +131,6 @@ def _apply_norm(states: Tensor, norm: Norm) -> Tensor:
 
 
 def _apply_rope(states: Tensor, rope: Rope) -> Tensor:
-    """Halves swapped, where stock code also turns the sign of one: here it is sin's."""
+    """Swap the halves; the sign that stock code applies to one of them is already in sin."""
     cos, sin = rope
     return torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, -1), sin)

@@ -1,8 +1,8 @@
-"""Decoding on a CPU: what each request attends to lies in a window of its own, kept from step to step.
+"""Decoding on a CPU: each request keeps its keys and values in a contiguous window from step to step.
 
-Small models are fast enough there for everything around them to count. So a Llama or Qwen's own parameters are called
-directly, many steps at a time, and keys and values are not gathered from their blocks for each of them: a window is
-filled once and grows by a token a step, which its block gets when the steps are done. Prompts go the stock way.
+Small models are so fast that overhead dominates. So the parameters of a Llama or Qwen are called directly, many steps
+at a time, and keys and values are not gathered from blocks for each step: a window is filled once and grows by one
+token per step, and the new tokens are copied to their blocks when the steps are done. Prompts use the stock forward.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from toolwise.engine.request import Request
 from toolwise.engine.runner import Runner
 
 SPARE_TOKENS = 64
-"""Tokens that a window has room for beyond what is held when it is given: moving takes time."""
+"""Spare room in a new window beyond the tokens held: moving to a larger one takes time."""
 MAX_WINDOW_BYTES = 2 << 30
-"""Of all windows, and never more than a quarter of the memory that is free."""
+"""Limit for all windows together; never more than a quarter of the free memory."""
 DecodedSteps = tuple[list[list[int]], list[list[float]]]
-"""Tokens and log-probs of each request."""
+"""Tokens and log-probs per request."""
 
 
 @dataclass(slots=True)
@@ -39,9 +39,9 @@ class KVWindows:
     windows: list[Tensor]
     """Keys of each layer, then values: [rows, width, heads, size]."""
     leases: list[Lease | None]
-    """Whose window a row is."""
+    """The owner of each row."""
     filled: list[int]
-    """How many of its tokens are in it."""
+    """Number of tokens in each row."""
 
     @classmethod
     def of(cls, width: int, windows: list[Tensor]) -> KVWindows:
@@ -49,18 +49,18 @@ class KVWindows:
         return cls(width, windows, [None] * rows, [0] * rows)
 
     def assign_rows(self, requests: Sequence[Request]) -> list[Request]:
-        """In the order of the rows that they get, the first ones: whoever has one of these keeps it."""
+        """Assign the first rows to `requests` and return these in row order; a request that has such a row keeps it."""
         owners = {id(lease): row for row, lease in enumerate(self.leases[: len(requests)]) if lease is not None}
         rows: dict[int, Request] = {}
-        new = []
+        unassigned = []
         for request in requests:
             row = owners.get(id(request.lease))
             if row is None:
-                new.append(request)
+                unassigned.append(request)
             else:
                 rows[row] = request
         free = (row for row in range(len(requests)) if row not in rows)
-        for request, row in zip(new, free, strict=True):
+        for request, row in zip(unassigned, free, strict=True):
             rows[row] = request
             self.leases[row], self.filled[row] = request.lease, 0
         return [rows[row] for row in range(len(requests))]
@@ -68,17 +68,17 @@ class KVWindows:
 
 @dataclass(slots=True)
 class WindowBatch:
-    """The requests on one shelf, for some steps."""
+    """The requests whose windows have one width, for some steps."""
 
     kv_windows: KVWindows
     requests: list[Request]
     rows: slice
-    """Where they stand in the batch."""
+    """Their rows in the batch."""
     held: list[int]
     write_offsets: Tensor = field(init=False)
-    """Where their next token goes, in all windows end to end."""
+    """Where each next token goes, in all windows laid end to end."""
     mask: Tensor | None = field(init=False, default=None)
-    """[rows, width], 0 for keys to be seen; None where all have as many."""
+    """[rows, width], 0 for visible keys and -inf for the rest; None if all rows have the same length."""
 
     def __post_init__(self) -> None:
         held, width = torch.tensor(self.held), self.kv_windows.width
@@ -89,7 +89,7 @@ class WindowBatch:
 
 
 class CpuRunner(Runner):
-    """As `Runner`, and many steps at once where all that is to do is to decode."""
+    """A `Runner` that can also decode many steps at once."""
 
     max_decode_steps = 32
 
@@ -108,11 +108,11 @@ class CpuRunner(Runner):
         return plain and request.pending == 1 and request.sampled > 0
 
     def has_room(self, requests: Sequence[Request]) -> bool:
-        """For windows of all."""
-        a_token = self.block_bytes // self.block_size
-        held = sum(kv_windows.width * len(kv_windows.leases) for kv_windows in self._windows_by_width.values())
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4 + held * a_token
-        return sum(_bucket_width(request.held + SPARE_TOKENS) for request in requests) * a_token <= min(
+        """Whether windows for all requests fit into memory."""
+        token_bytes = self.block_bytes // self.block_size
+        window_tokens = sum(kv_windows.width * len(kv_windows.leases) for kv_windows in self._windows_by_width.values())
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4 + window_tokens * token_bytes
+        return sum(_bucket_width(request.held + SPARE_TOKENS) for request in requests) * token_bytes <= min(
             MAX_WINDOW_BYTES, free
         )
 
@@ -120,60 +120,60 @@ class CpuRunner(Runner):
     def decode_multi_step(
         self, requests: Sequence[Request], steps: int, interrupted: Callable[[], bool]
     ) -> DecodedSteps:
-        """`steps` of each at most: until the first of them is done, or somebody else wants something."""
-        parts = self._assign_windows(requests)
-        seated = [request for part in parts for request in part.requests]
-        steps = min(steps, *(part.kv_windows.width - max(part.held) for part in parts))
+        """Decode up to `steps` tokens per request, until the first one is done or `interrupted`."""
+        batches = self._assign_windows(requests)
+        batch_order = [request for batch in batches for request in batch.requests]
+        steps = min(steps, *(batch.kv_windows.width - max(batch.held) for batch in batches))
         tokens: list[list[int]] = []
         logprobs: list[list[float]] = []
-        ids = [request.tokens[-1] for request in seated]
-        samplings, drawn = [request.sampling for request in seated], [request.sampled for request in seated]
-        steps = min(steps, *(s.max_new_tokens - count for s, count in zip(samplings, drawn, strict=True)))
-        ropes = rope_per_step(self.trunk, np.concatenate([part.held for part in parts]), steps)
-        lean = CpuForward(self.trunk)
+        ids = [request.tokens[-1] for request in batch_order]
+        samplings, sampled = [request.sampling for request in batch_order], [request.sampled for request in batch_order]
+        steps = min(steps, *(s.max_new_tokens - count for s, count in zip(samplings, sampled, strict=True)))
+        ropes = rope_per_step(self.trunk, np.concatenate([batch.held for batch in batches]), steps)
+        model = CpuForward(self.trunk)
         for step in range(steps):
-            states = lean.forward(torch.tensor(ids), ropes[step], self._attend(parts, step))
-            found, figures = sampler.draw(self.head(states), samplings, [count + step for count in drawn])
-            ids = found.tolist()
+            states = model.forward(torch.tensor(ids), ropes[step], self._attend(batches, step))
+            sampled_ids, step_logprobs = sampler.draw(self.head(states), samplings, [count + step for count in sampled])
+            ids = sampled_ids.tolist()
             tokens.append(ids)
-            logprobs.append(figures.tolist())
+            logprobs.append(step_logprobs.tolist())
             if interrupted() or any(i in s.stop_token_ids for i, s in zip(ids, samplings, strict=True)):
                 break
-        for part in parts:
-            self._copy_kv(part, part.held, [held + len(tokens) for held in part.held], to_blocks=True)
-        row_of = {request: row for row, request in enumerate(seated)}
+        for batch in batches:
+            self._copy_kv(batch, batch.held, [held + len(tokens) for held in batch.held], to_blocks=True)
+        row_of = {request: row for row, request in enumerate(batch_order)}
         rows = [row_of[request] for request in requests]
         return [[step[row] for step in tokens] for row in rows], [[step[row] for step in logprobs] for row in rows]
 
-    def _attend(self, parts: Sequence[WindowBatch], step: int) -> AttentionFn:
-        """Attention of one step: the new token joins its window, then each sees its window."""
+    def _attend(self, batches: Sequence[WindowBatch], step: int) -> AttentionFn:
+        """Attention of one step: write the new token into its window, then attend to the window."""
         queries_per_kv_head, width = self.heads // self.key_heads, self.key_heads * self.head_size
         views = []
-        for part in parts:
-            places, keys = part.write_offsets + step, max(part.held) + step + 1
+        for batch in batches:
+            offsets, keys = batch.write_offsets + step, max(batch.held) + step + 1
             mask = None
-            if part.mask is not None:
-                part.mask.view(-1)[places] = 0.0
-                mask = part.mask[:, None, None, :keys].expand(-1, 1, queries_per_kv_head, -1)
-            views.append((part, places, keys, mask))
+            if batch.mask is not None:
+                batch.mask.view(-1)[offsets] = 0.0
+                mask = batch.mask[:, None, None, :keys].expand(-1, 1, queries_per_kv_head, -1)
+            views.append((batch, offsets, keys, mask))
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
             outs = []
-            for part, places, keys, mask in views:
-                count = len(part.held)
-                pair = part.kv_windows.windows[layer], part.kv_windows.windows[self.layers + layer]
+            for batch, offsets, keys, mask in views:
+                count = len(batch.held)
+                pair = batch.kv_windows.windows[layer], batch.kv_windows.windows[self.layers + layer]
                 for window, new in zip(pair, (key, value), strict=True):
-                    window.view(-1, width).index_copy_(0, places, new[part.rows].reshape(count, width))
+                    window.view(-1, width).index_copy_(0, offsets, new[batch.rows].reshape(count, width))
                 k, v = (window[:count, :keys].transpose(1, 2) for window in pair)
-                q = query[part.rows].view(count, self.key_heads, queries_per_kv_head, self.head_size)
+                q = query[batch.rows].view(count, self.key_heads, queries_per_kv_head, self.head_size)
                 outs.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale))
             return (outs[0] if len(outs) == 1 else torch.cat(outs)).view(len(query), -1)
 
         return attend
 
     def _assign_windows(self, requests: Sequence[Request]) -> list[WindowBatch]:
-        """Everybody in a window of a fitting width, with all that is computed of theirs in it."""
-        homes = {
+        """Give every request a window of a suitable width that holds all its computed tokens."""
+        width_by_lease = {
             id(lease): width
             for width, kv_windows in self._windows_by_width.items()
             for lease in kv_windows.leases
@@ -181,47 +181,49 @@ class CpuRunner(Runner):
         }
         by_width: dict[int, list[Request]] = defaultdict(list)
         for request in requests:
-            home = homes.get(id(request.lease), 0)
-            by_width[home if home > request.held else _bucket_width(request.held + SPARE_TOKENS)].append(request)
-        kept, self._windows_by_width = self._windows_by_width, {}
-        parts, first = [], 0
+            current = width_by_lease.get(id(request.lease), 0)
+            by_width[current if current > request.held else _bucket_width(request.held + SPARE_TOKENS)].append(request)
+        previous, self._windows_by_width = self._windows_by_width, {}
+        batches, first = [], 0
         for width, members in by_width.items():
-            kv_windows = kept.get(width)
+            kv_windows = previous.get(width)
             if kv_windows is None or len(kv_windows.leases) < len(members):
                 shape = (1 << (len(members) - 1).bit_length(), width, self.key_heads, self.head_size)
                 kv_windows = KVWindows.of(width, [self._zeros(shape) for _ in range(2 * self.layers)])
             self._windows_by_width[width] = kv_windows
-            seated = kv_windows.assign_rows(members)
-            part = WindowBatch(
-                kv_windows, seated, slice(first, first + len(seated)), [request.held for request in seated]
+            ordered = kv_windows.assign_rows(members)
+            batch = WindowBatch(
+                kv_windows, ordered, slice(first, first + len(ordered)), [request.held for request in ordered]
             )
-            self._copy_kv(part, kv_windows.filled, part.held)
-            parts.append(part)
-            first += len(seated)
-        return parts
+            self._copy_kv(batch, kv_windows.filled, batch.held)
+            batches.append(batch)
+            first += len(ordered)
+        return batches
 
     def _copy_kv(
-        self, part: WindowBatch, begins: Sequence[int], ends: Sequence[int], *, to_blocks: bool = False
+        self, batch: WindowBatch, starts: Sequence[int], ends: Sequence[int], *, to_blocks: bool = False
     ) -> None:
-        """Keys and values of some tokens of each request, from blocks to windows or back."""
-        spans = [(row, np.arange(*span)) for row, span in enumerate(zip(begins, ends, strict=False))]
-        size, kv_windows = self.block_size, part.kv_windows
-        tables = [np.array(_block_table(request)) for request in part.requests]
-        in_windows = torch.from_numpy(np.concatenate([row * kv_windows.width + at for row, at in spans]))
-        in_blocks = torch.from_numpy(np.concatenate([tables[row][at // size] * size + at % size for row, at in spans]))
+        """Copy keys and values of some tokens of each request from blocks to windows, or back."""
+        spans = [(row, np.arange(*span)) for row, span in enumerate(zip(starts, ends, strict=False))]
+        size, kv_windows = self.block_size, batch.kv_windows
+        tables = [np.array(_block_table(request)) for request in batch.requests]
+        in_windows = torch.from_numpy(np.concatenate([row * kv_windows.width + positions for row, positions in spans]))
+        in_blocks = torch.from_numpy(
+            np.concatenate([tables[row][positions // size] * size + positions % size for row, positions in spans])
+        )
         kv_windows.filled[: len(ends)] = ends
         if not len(in_windows):
             return
         for window, cached in zip(kv_windows.windows, (*self.keys, *self.values), strict=True):
-            here, there = window.flatten(0, 1).flatten(1), cached.flatten(0, 1).flatten(1)
+            window_rows, block_rows = window.flatten(0, 1).flatten(1), cached.flatten(0, 1).flatten(1)
             if to_blocks:
-                there.index_copy_(0, in_blocks, here.index_select(0, in_windows))
+                block_rows.index_copy_(0, in_blocks, window_rows.index_select(0, in_windows))
             else:
-                here.index_copy_(0, in_windows, there.index_select(0, in_blocks))
+                window_rows.index_copy_(0, in_windows, block_rows.index_select(0, in_blocks))
 
 
 def _bucket_width(tokens: int) -> int:
-    """The next of few widths, each a quarter more than the one before: as much of a window may be padding."""
+    """Round up to one of a few widths, each a quarter larger than the previous: this bounds the padding."""
     width = 64
     while width < tokens:
         width = -(-width * 5 // 64) * 16

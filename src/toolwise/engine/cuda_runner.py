@@ -1,4 +1,4 @@
-"""The runner where a GPU has kernels for the model: prompts through the fused forward, replies many steps ahead."""
+"""The runner for GPUs with fused kernels for the model: fused prefill, and decoding many steps ahead."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from toolwise.kernels.llama import FusedDecoder, PagedCache, unsupported_reason
 
 
 def supports_fused_kernels(model: Any) -> bool:
-    """Whether there are kernels for this model where it is."""
+    """Whether there are fused kernels for this model on its device."""
     return unsupported_reason(model) is None and available(next(model.parameters()).device)
 
 
 class CudaRunner(Runner):
-    """As `Runner`, over the model's own parameters, laid side by side (kernels/llama.py)."""
+    """A `Runner` on the model's own parameters, concatenated for the fused kernels (kernels/llama.py)."""
 
     max_decode_steps = MAX_DECODE_STEPS
 
@@ -67,7 +67,7 @@ class CudaRunner(Runner):
     def decode_multi_step(
         self, requests: Sequence[Request], steps: int, interrupted: Callable[[], bool]
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Tokens and log-probs of each request, `steps` at most; room for them must be there."""
+        """Tokens and log-probs per request, at most `steps`; blocks for them must be allocated already."""
         fused, cache = self._ready()
         if self._multi_step is None:
             columns = -(-self.max_context // self.block_size)
@@ -76,11 +76,11 @@ class CudaRunner(Runner):
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
-        """Of the steps taken ahead since the cache was made."""
+        """Shapes of the multi-step graphs used since the cache was allocated."""
         return () if self._multi_step is None else tuple(self._multi_step.shapes)
 
     def _ready(self) -> tuple[FusedDecoder, PagedCache]:
-        """Made anew where parameters have moved: graphs know addresses, not names."""
+        """The decoder and cache, rebuilt if parameters have moved: CUDA graphs hold addresses."""
         if self._fused is None or self._layout != self._fused.storage_key():
             self._fused = FusedDecoder(self.model)
             self._layout = self._fused.storage_key()

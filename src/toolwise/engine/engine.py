@@ -1,6 +1,6 @@
-"""The engine: a thread steps through the model (schedule, run, process) for requests that come and go at any time.
+"""The engine: a thread steps the model (schedule, run, process) for requests that arrive and leave at any time.
 
-It computes with the learner's own parameters. After an update `weights_changed` clears the cache and recomputes the
+It uses the learner's parameters directly. After an update `weights_changed` clears the cache and recomputes the
 requests in progress; each token records the version of the weights that sampled it.
 """
 
@@ -33,14 +33,14 @@ from toolwise.untrusted.user_code import describe
 
 CPU_BATCH_TOKENS, MAX_GPU_BATCH_TOKENS = 4096, 65_536
 MAX_STEPS_WHILE_QUEUED = 8
-"""Steps ahead while others wait for a place: they should not wait long for those that are done."""
+"""Decode steps per scheduling round while other requests wait for a slot, so that finished ones make room soon."""
 MAX_EVICTING_STEPS = 32
 FIXED_ROWS = 64
-"""Rows of each forward pass where results must be the same to the bit."""
+"""Rows of each forward pass when results must be bitwise reproducible."""
 
 
 class Engine:
-    """`generate`, `score` and `encode` over one tree of cached blocks, for any event loop that asks."""
+    """`generate`, `score` and `encode` over one prefix cache, callable from any event loop."""
 
     def __init__(
         self,
@@ -56,10 +56,10 @@ class Engine:
         decode: Decode | None = None,
         fused: bool | None = None,
     ) -> None:
-        """`blocks` or `memory_mb` is the size of the cache, a share of what is free where neither is given;
-        `deterministic` makes a result the same to the bit whatever else runs; `decode` turns tokens into text, for
-        stop strings; `fused` takes the way of kernels, which a GPU that has them for this model takes by itself, and
-        False the model's stock forward throughout, where a CPU would decode many steps at a time."""
+        """`blocks` or `memory_mb` sets the cache size (default: a share of the free memory). `deterministic` makes
+        results bitwise identical whatever else runs. `decode` turns tokens into text, for stop strings. `fused`: True
+        uses the fused kernels, None uses them if the GPU supports them for this model, False uses the model's stock
+        forward throughout, without the multi-step decoding of the CPU runner."""
         if not supports_paged_attention(model):
             raise ModelError(
                 f"{type(model).__name__} does not attend through transformers' attention interface as plain causal "
@@ -97,18 +97,18 @@ class Engine:
         self.results = OutputProcessor(self.blocks, head, decode)
         self.steps = 0
         self._pending_actions: deque[Callable[[], None]] = deque()
-        """What the engine's thread is to do before its next step: take requests in, let them go, forget."""
+        """Actions for the engine's thread to run before its next step: add or cancel requests, clear the cache."""
         self._current_plan: Plan = {}
-        """Whose turn it is, to whom what goes wrong is told."""
+        """The requests in the current step: they get its error if it fails."""
         self._finished: list[Request] = []
         self._last_valid_prompt: list[int] = []
-        """The last one that was found to be of this model's tokens."""
+        """The last prompt whose token ids were checked."""
         self._lock = threading.Lock()
         self._working = False
-        # A thread of its own: tools that hang in the loop's shared ones must not keep the model from working.
+        # A separate thread: tools that hang in the default executor must not block the model.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="toolwise-engine")
 
-    # --- what callers ask
+    # --- public API
 
     async def generate(
         self,
@@ -118,15 +118,15 @@ class Engine:
         stop_strings: Sequence[str] = (),
         logits_mask: LogitsMask | None = None,
     ) -> Generation:
-        """Continue a prompt until a stop token, a stop string or its length; the one that stopped it is part of it."""
+        """Continue a prompt until a stop token or stop string, which is included, or the length limit."""
         if sampling.max_new_tokens < 1 or not sampling.temperature > 0:
             raise PolicyError("max_new_tokens must be at least 1 and temperature above 0 (do_sample=False is greedy)")
         if stop_strings and self.results.decode is None:
-            raise PolicyError("stop strings need the engine to read text: give Engine(decode=tokenizer.decode)")
-        request = self._request("generate", prompt_ids, sampling, more=sampling.max_new_tokens)
+            raise PolicyError("stop strings need a decode function: pass Engine(decode=tokenizer.decode)")
+        request = self._request("generate", prompt_ids, sampling, new_tokens=sampling.max_new_tokens)
         request.stop_strings, request.logits_mask = tuple(stop_strings), logits_mask
-        found: Generation = await self._submit(request)
-        return found
+        generation: Generation = await self._submit(request)
+        return generation
 
     async def score(
         self, prefix_ids: Sequence[int], continuations: Sequence[Sequence[int]], temperature: float = 1.0
@@ -135,22 +135,22 @@ class Engine:
         if not temperature > 0:
             raise PolicyError("temperature must be above 0")
         sampling = Sampling(temperature=temperature)
-        wanted = [self._score_request(prefix_ids, continuation, sampling) for continuation in continuations]
-        if len(wanted) > 1 and self.blocks.share:
+        requests = [self._score_request(prefix_ids, continuation, sampling) for continuation in continuations]
+        if len(requests) > 1 and self.blocks.share:
             await self.encode(prefix_ids)
-        found: list[ContinuationScores] = await asyncio.gather(*map(self._submit, wanted))
-        return found
+        scores: list[ContinuationScores] = await asyncio.gather(*map(self._submit, requests))
+        return scores
 
     async def encode(self, prompt_ids: Sequence[int], *, pool: Literal["last", "mean"] = "last") -> Tensor:
-        """[d] in fp32, what the model makes of a prompt. What is generated after the same prompt computes none of it
-        again; "mean" computes every token itself."""
+        """The hidden state of a prompt, [d] in fp32. Generating from the same prompt later reuses the computation;
+        "mean" recomputes every token."""
         request = self._request("read", prompt_ids, Sampling())
         request.mean = pool == "mean"
-        found: Tensor = await self._submit(request)
-        return found
+        hidden: Tensor = await self._submit(request)
+        return hidden
 
     def weights_changed(self, version: int, *, keep_cache: bool = False) -> None:
-        """The parameters are others now. `keep_cache` goes on with what the old ones computed."""
+        """Call after the parameters changed. `keep_cache` continues with keys and values computed by the old ones."""
 
         def change() -> None:
             self.version, self._weights = version, self._weights_fingerprint()
@@ -161,7 +161,7 @@ class Engine:
         self._run_or_defer(change)
 
     def drop_cache(self) -> None:
-        """Give the cache's memory back, at once where nobody generates; it comes again with the next request."""
+        """Free the memory of the cache, immediately if the engine is idle. The next request allocates it again."""
 
         def drop() -> None:
             self._clear_cache()
@@ -182,13 +182,13 @@ class Engine:
         }
 
     def check(self) -> None:
-        """Raises AssertionError where a block is lost or held twice; for tests, between steps."""
+        """Raises AssertionError if a block is lost or held twice; for tests, between steps."""
         self.blocks.check(r.lease for r in self.scheduler.running if r.lease is not None)
 
-    # --- what the engine's thread does
+    # --- engine thread
 
     def step(self) -> None:
-        """One turn: each line feeds the next."""
+        """One step: schedule, run, process the results."""
         self._current_plan = plan = self.scheduler.schedule()
         finished = self._decode_multi_step(plan)
         if finished is None:
@@ -198,36 +198,36 @@ class Engine:
         self._finish(finished)
 
     def _admit_followers(self) -> Plan:
-        more = self.scheduler.admit_followers()
-        self._current_plan |= more
-        return more
+        followers = self.scheduler.admit_followers()
+        self._current_plan |= followers
+        return followers
 
     def _run(self, plan: Plan) -> tuple[Tensor, dict[Request, list[int]]]:
         self._prepare()
         return self.runner.run(plan, self.scheduler.chunks)
 
     def _decode_multi_step(self, plan: Plan) -> list[Request] | None:
-        """Many steps at once, where all that is to do is to decode, and there is a way and room for it."""
+        """Decode many steps at once if all requests only decode and the runner can; otherwise None."""
         runner = self.runner
         if not isinstance(runner, CudaRunner | CpuRunner) or not plan or not all(map(runner.supports, plan)):
             return None
         if isinstance(runner, CpuRunner) and not runner.has_room(list(plan)):
             return None
         others = bool(self.scheduler.waiting) or len(plan) < len(self.scheduler.running)
-        most = MAX_STEPS_WHILE_QUEUED if others else runner.max_decode_steps
-        steps = self._reserve_steps({r: min(most, r.sampling.max_new_tokens - r.sampled) for r in plan})
+        max_steps = MAX_STEPS_WHILE_QUEUED if others else runner.max_decode_steps
+        steps = self._reserve_steps({r: min(max_steps, r.sampling.max_new_tokens - r.sampled) for r in plan})
         if not steps:
             return None
         self._prepare()
         tokens, logprobs = runner.decode_multi_step(list(plan), steps, lambda: bool(self._pending_actions))
         return self.results.process_multi_step(list(plan), tokens, logprobs, self.version)
 
-    def _reserve_steps(self, wanted: Mapping[Request, int]) -> int:
-        """Steps that all of them have room for, which they then hold; 0 where that is hardly any. What is cached gives
-        way for a few steps, not for many."""
-        steps = max(wanted.values())
+    def _reserve_steps(self, max_steps: Mapping[Request, int]) -> int:
+        """Reserve blocks and return the number of steps they suffice for; 0 if hardly any. Evicts cached blocks for a
+        few steps, but not for many."""
+        steps = max(max_steps.values())
         while True:
-            ends = {r: r.held + min(steps, most) for r, most in wanted.items()}
+            ends = {r: r.held + min(steps, limit) for r, limit in max_steps.items()}
             missing = sum(self.blocks.missing(_lease(r), end) for r, end in ends.items())
             if missing <= (self.blocks.free if steps > MAX_EVICTING_STEPS else self.blocks.available):
                 return steps if all(self.blocks.extend(_lease(r), end) for r, end in ends.items()) else 0
@@ -247,18 +247,18 @@ class Engine:
             self.scheduler.finish(request, keep=request.fault is None)
         if any(isinstance(request.fault, NaNLogitsError) for request in finished):
             self._clear_cache()
-            self.runner.release()  # what is NaN in a block spoils whoever gets it next, behind the mask
+            self.runner.release()  # NaNs in a block would corrupt the next request that gets it, even behind the mask
         self._finished += finished
 
     def _fail(self, fault: BaseException) -> None:
-        """Whoever was in the step hears of it, none waits for ever; the others are computed anew."""
+        """Fail the requests of the current step, so that none waits forever; the others are recomputed."""
         error = PolicyError(f"generation failed: {describe(fault)}")
-        victims = [r for r in self._current_plan if r in self.scheduler.running] or self.scheduler.requests
-        for request in victims:
+        failed = [r for r in self._current_plan if r in self.scheduler.running] or self.scheduler.requests
+        for request in failed:
             request.fault = error
             self.scheduler.finish(request, keep=False)
         self._clear_cache()
-        self._finished += victims
+        self._finished += failed
 
     def _clear_cache(self) -> None:
         for request in list(self.scheduler.running):
@@ -266,27 +266,27 @@ class Engine:
         self.blocks.clear()
 
     def _weights_fingerprint(self) -> tuple[int, int]:
-        """Changes whenever a parameter is written to or added, so that a change that nobody told of is not
-        overlooked: the number of parameters, and how often they were written to."""
+        """The number of parameters and how often they were written to. Changes whenever a parameter is written or
+        added, so that an unannounced update is noticed."""
         versions = [0 if p.is_inference() else p._version for p in self.model.parameters()]
         return len(versions), sum(versions)
 
     def _work(self) -> None:
         self._wait_for_arrivals()
         while True:
-            go_on = self._run_pending_actions()
-            # Not before: whoever has heard of the last result finds an engine at rest.
+            has_work = self._run_pending_actions()
+            # Delivered only now, so that a caller with the last result finds the engine idle.
             finished, self._finished = self._finished, []
             deliver(finished)
-            if not go_on:
+            if not has_work:
                 return
             try:
                 self.step()
-            except BaseException as fault:  # a panic too: whoever waits would wait for ever
+            except BaseException as fault:  # also a Rust panic: otherwise the callers would wait forever
                 self._fail(fault)
 
     def _run_pending_actions(self) -> bool:
-        """What came between two steps; False when there is nothing left to do."""
+        """Run the actions queued between two steps; False when there is nothing left to do."""
         with self._lock:
             if self._pending_actions and self._weights != (now := self._weights_fingerprint()):
                 self._weights = now
@@ -298,27 +298,27 @@ class Engine:
             return self._working
 
     def _wait_for_arrivals(self) -> None:
-        """Let everyone who is about to ask do so: wait while more keep coming. A step costs more than this."""
+        """Wait while requests keep arriving, so that they share the first step: a step costs more than this."""
         count = 0
         while count < len(self._pending_actions) < self.scheduler.max_requests:
             count = len(self._pending_actions)
             time.sleep(self.batch_wait_s)
 
-    # --- between the two
+    # --- hand-over between threads
 
-    def _run_or_defer(self, news: Callable[[], None]) -> None:
-        """Done now where the engine rests, by its own thread before the next step where it works."""
+    def _run_or_defer(self, action: Callable[[], None]) -> None:
+        """Run the action now if the engine is idle, otherwise on its thread before the next step."""
         with self._lock:
             if self._working:
-                self._pending_actions.append(news)
+                self._pending_actions.append(action)
             else:
-                news()
+                action()
 
     async def _submit(self, request: Request) -> Any:
         with self._lock:
             self._pending_actions.append(lambda: None if request.cancelled else self.scheduler.add(request))
-            begin, self._working = not self._working, True
-        if begin:
+            start, self._working = not self._working, True
+        if start:
             self._thread.submit(self._work)
         try:
             return await request.future
@@ -327,40 +327,40 @@ class Engine:
             self._run_or_defer(lambda: self.scheduler.finish(request))
             raise
 
-    def _request(self, kind: Any, prompt_ids: Sequence[int], sampling: Sampling, *, more: int = 0) -> Request:
-        """Refuse alone what would bring down the whole batch it is in."""
+    def _request(self, kind: Any, prompt_ids: Sequence[int], sampling: Sampling, *, new_tokens: int = 0) -> Request:
+        """Create a request. Rejects bad input here, before it can fail the whole batch."""
         ids = list(prompt_ids)
         if not ids:
-            raise PolicyError("a prompt of no tokens: give at least one message, or prompt_ids that are not empty")
-        body = len(ids) - self.blocks.size  # the others of a group ask with the same, but for the end
-        unknown = ids[body:] if body > 0 and ids[:body] == self._last_valid_prompt[:body] else ids
-        if not 0 <= min(unknown) <= max(unknown) < self.vocabulary:
+            raise PolicyError("the prompt has no tokens: give at least one message, or non-empty prompt_ids")
+        shared = len(ids) - self.blocks.size  # other requests of a group share all but the end
+        unchecked = ids[shared:] if shared > 0 and ids[:shared] == self._last_valid_prompt[:shared] else ids
+        if not 0 <= min(unchecked) <= max(unchecked) < self.vocabulary:
             raise PolicyError(
                 f"prompt_ids name tokens outside the model's {self.vocabulary}: are they another model's?"
             )
-        if unknown is ids:
+        if unchecked is ids:
             self._last_valid_prompt = ids.copy()
-        length = len(ids) + more
+        length = len(ids) + new_tokens
         if length > self.max_context:
             raise ContextFullError(
-                f"a prompt of {len(ids)} tokens and {more} new ones do not fit the model's {self.max_context}: "
+                f"a prompt of {len(ids)} tokens and {new_tokens} new ones do not fit the model's {self.max_context}: "
                 "shorten the prompt or lower rollout.max_new_tokens"
             )
         if self.blocks.needed(length) > self.blocks.count:
             raise ContextFullError(
-                f"a prompt of {len(ids)} tokens and {more} new ones do not fit the engine's cache of "
-                f"{self.blocks.count * self.blocks.size}: give it more memory, or shorten the prompt"
+                f"a prompt of {len(ids)} tokens and {new_tokens} new ones do not fit the engine's cache of "
+                f"{self.blocks.count * self.blocks.size} tokens: give it more memory, or shorten the prompt"
             )
         loop = asyncio.get_running_loop()
         return Request(kind, ids, len(ids), sampling, loop.create_future(), loop)
 
     def _score_request(self, prefix_ids: Sequence[int], continuation: Sequence[int], sampling: Sampling) -> Request:
-        whole = self._request("score", [*prefix_ids, *continuation], sampling)
-        whole.prompt_length, whole.targets = len(prefix_ids), tuple(continuation)
+        request = self._request("score", [*prefix_ids, *continuation], sampling)
+        request.prompt_length, request.targets = len(prefix_ids), tuple(continuation)
         if not prefix_ids or not continuation:
-            raise PolicyError("a prefix and each of its continuations must have a token at least")
-        whole.tokens.pop()
-        return whole
+            raise PolicyError("a prefix and each of its continuations need at least one token")
+        request.tokens.pop()
+        return request
 
 
 def _lease(request: Request) -> Lease:
@@ -369,24 +369,24 @@ def _lease(request: Request) -> Lease:
 
 
 def _batch_tokens(model: Any) -> int:
-    """Tokens of one forward pass: on a GPU as many as a twentieth of its memory has room for between two layers."""
+    """Tokens per forward pass: on a GPU as many as fit into a twentieth of its memory between two layers."""
     weight, config = model.get_input_embeddings().weight, model.get_decoder().config
     if weight.device.type != "cuda":
         return CPU_BATCH_TOKENS
-    widest = 6 * int(getattr(config, "intermediate_size", 0) or 4 * config.hidden_size) * weight.element_size()
-    room = torch.cuda.get_device_properties(weight.device).total_memory // 20
-    return int(min(MAX_GPU_BATCH_TOKENS, max(CPU_BATCH_TOKENS, room // widest)))
+    bytes_per_token = 6 * int(getattr(config, "intermediate_size", 0) or 4 * config.hidden_size) * weight.element_size()
+    memory = torch.cuda.get_device_properties(weight.device).total_memory // 20
+    return int(min(MAX_GPU_BATCH_TOKENS, max(CPU_BATCH_TOKENS, memory // bytes_per_token)))
 
 
 def deliver(finished: Iterable[Request]) -> None:
-    """To each event loop what its requests came for, in one call."""
+    """Hand each event loop the results of its requests, in one call per loop."""
     by_loop: dict[asyncio.AbstractEventLoop, list[Request]] = defaultdict(list)
     for request in finished:
         by_loop[request.loop].append(request)
     for loop, requests in by_loop.items():
         try:
             loop.call_soon_threadsafe(_resolve, requests)
-        except RuntimeError:  # the loop is closed, and nobody waits there any more
+        except RuntimeError:  # the loop is closed, so no caller waits there
             continue
 
 

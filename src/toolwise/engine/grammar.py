@@ -1,8 +1,8 @@
-"""Replies that follow a grammar (a JSON schema, a regular expression, Lark), through llguidance: an extra.
+"""Constrains replies to a grammar (a JSON schema, a regular expression, Lark) through llguidance, an optional extra.
 
     Vocabulary(tokenizer) ─► compile(Grammar) ─► Constraint.mask(sampling) ─► Engine.generate(logits_mask=…)
 
-A tokenizer's tables are built once, a grammar is compiled once, and each request gets a state of its own which moves on
+The tokenizer's tables are built once, a grammar is compiled once, and each request gets its own state, which advances
 token by token. The end of a turn is allowed only where the grammar may end.
 """
 
@@ -27,19 +27,19 @@ from toolwise.protocols import Sampling
 log = logging.getLogger("toolwise.engine")
 Language = Literal["json_schema", "regex", "lark"]
 WHITE_SPACE = " ?"
-"""Between the parts of JSON: with more of it a small model may go on for ever. A schema's "x-guidance" may say else."""
+"""White space in JSON: with more, a small model may never stop. A schema's "x-guidance" overrides it."""
 
 MAX_COMPILED = 256
-"""Grammars that are kept: tools may be others with each task."""
+"""Compiled grammars kept in the cache: each task may have other tools."""
 
 
 class GrammarError(PolicyError):
-    """A grammar that cannot be followed; the message says which, where in it, and why."""
+    """A grammar that cannot be used; the message says which, where and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a reply may be: `text` in one of three languages, `source` where it came from."""
+    """What a reply may be: `text` in one of three languages; `source` says where it came from, for messages."""
 
     language: Language
     text: str
@@ -51,17 +51,17 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str, source: str = "the regex") -> Grammar:
-        """The whole reply must match, in the syntax of Rust's regular expressions: no look-around, no references."""
+        """The whole reply must match. Syntax of Rust regular expressions: no look-around, no backreferences."""
         return cls("regex", pattern, source)
 
     @classmethod
     def lark(cls, text: str, source: str = "the grammar") -> Grammar:
-        """Lark as llguidance reads it: `start` is the reply, <name> one of the tokenizer's own tokens."""
+        """Lark as llguidance reads it: `start` is the reply, <name> a special token of the tokenizer."""
         return cls("lark", text, source)
 
 
 def grammar_from_config(settings: GrammarConfig) -> Grammar | Literal["tool_calls"] | None:
-    """What `rollout.grammar` asks for; None where it asks for nothing."""
+    """The grammar configured in `rollout.grammar`, if any."""
     if settings.tool_calls:
         return "tool_calls"
     if settings.regex:
@@ -81,17 +81,17 @@ def _read(path: Path, key: str) -> str:
 
 
 class Vocabulary:
-    """A tokenizer's tables, built once (a second for 150,000 tokens), and the grammars compiled over them."""
+    """A tokenizer's tables, built once (one second for 150,000 tokens), and the grammars compiled with them."""
 
     def __init__(self, tokenizer: Any, size: int | None = None) -> None:
-        """`size` is the model's vocabulary, which may have more tokens than the tokenizer knows."""
+        """`size` is the model's vocabulary size, which may exceed the tokenizer's."""
         self.size = len(tokenizer) if size is None else size
         self._library = _llguidance()
         self._ll_tokenizer = _ll_tokenizer(self._library, tokenizer, self.size)
         self._compiled: dict[Grammar, Constraint] = {}
 
     def compile(self, grammar: Grammar) -> Constraint:
-        """Ready for any number of requests; the same one where it was compiled not long before."""
+        """Compile a grammar for any number of requests; recent ones are cached."""
         if grammar not in self._compiled:
             if len(self._compiled) >= MAX_COMPILED:
                 self._compiled.pop(next(iter(self._compiled)))
@@ -105,61 +105,61 @@ class Vocabulary:
             translated = matcher.grammar_from_json_schema(grammar.text, {"whitespace_pattern": WHITE_SPACE})
         else:
             translated = getattr(matcher, f"grammar_from_{grammar.language}")(grammar.text)
-        found = matcher(self._ll_tokenizer, translated, log_level=0)
-        if found.is_error():
-            raise GrammarError(f"{grammar.source}: {_grammar_error_message(grammar, found.get_error())}")
-        trial = found.deep_copy()
+        compiled = matcher(self._ll_tokenizer, translated, log_level=0)
+        if compiled.is_error():
+            raise GrammarError(f"{grammar.source}: {_grammar_error_message(grammar, compiled.get_error())}")
+        trial = compiled.deep_copy()
         trial.compute_bitmask()
         if trial.is_error():
-            raise GrammarError(f"{grammar.source}: no reply at all follows it, {_first_line(trial.get_error())}")
-        for warning in found.get_grammar_warnings():
+            raise GrammarError(f"{grammar.source}: no reply can match it: {_first_line(trial.get_error())}")
+        for warning in compiled.get_grammar_warnings():
             log.warning("%s: %s", grammar.source, _first_line(warning))
-        return found
+        return compiled
 
 
 class Constraint:
-    """A compiled grammar, which begins anew for each request."""
+    """A compiled grammar; each request starts it from the beginning."""
 
     def __init__(self, matcher: Any, ends: Sequence[int], size: int) -> None:
         self._matcher, self._ends, self._size = matcher, tuple(ends), size
 
     def mask(self, sampling: Sampling) -> GrammarMask:
-        """For one request. A reply ends with one of the sampling's stop tokens, where the grammar may end."""
+        """Create the mask of one request. Its reply ends with one of the stop tokens, where the grammar may end."""
         stops = sampling.stop_token_ids
         if not stops or not 0 <= min(stops) <= max(stops) < self._size:
             raise GrammarError(
-                f"a reply under a grammar ends with a stop token of the model's {self._size}, and stop_token_ids are "
-                f"{list(stops)}: name the one that ends a turn"
+                f"a grammar needs stop tokens from the model's vocabulary of {self._size}, but stop_token_ids are "
+                f"{list(stops)}: give the token that ends a turn"
             )
         return GrammarMask(self._matcher.deep_copy(), stops, self._ends, self._size)
 
 
 class GrammarMask:
-    """One request's place in its grammar; called with all that it has sampled, reads what is new."""
+    """The state of one request in its grammar. Call it with all tokens sampled so far; it consumes the new ones."""
 
     def __init__(self, state: Any, stops: Sequence[int], ends: Sequence[int], size: int) -> None:
         self._state, self._stops, self._size = state, tuple(stops), size
         self._other_eos = [end for end in ends if end not in self._stops]
-        """What ends a text for the tokenizer and not for this request."""
+        """Tokens that end a text for the tokenizer but not for this request."""
         self._consumed = 0
 
     def __call__(self, sampled: Sequence[int]) -> Tensor:
         if len(sampled) < self._consumed:
-            raise GrammarError("a mask belongs to one request: take another from the constraint")
+            raise GrammarError("a mask belongs to one request: create a new one with Constraint.mask()")
         if not self._state.consume_tokens(list(sampled[self._consumed :])):
-            raise GrammarError(f"a token is not what the grammar allowed: {_first_line(self._state.get_error())}")
+            raise GrammarError(f"the grammar does not allow a sampled token: {_first_line(self._state.get_error())}")
         self._consumed = len(sampled)
         bits = np.frombuffer(self._state.compute_bitmask(), np.uint8)
         if self._state.is_error():
-            raise GrammarError(f"the grammar leads nowhere from here: {_first_line(self._state.get_error())}")
-        may = np.unpackbits(bits, count=self._size, bitorder="little").view(np.bool_)
-        may[self._other_eos] = False
+            raise GrammarError(f"the grammar allows no next token: {_first_line(self._state.get_error())}")
+        allowed = np.unpackbits(bits, count=self._size, bitorder="little").view(np.bool_)
+        allowed[self._other_eos] = False
         for stop in self._stops:
-            may[stop] = self._may_end(stop, named=bool(may[stop]))
-        return torch.from_numpy(may)
+            allowed[stop] = self._may_end(stop, named=bool(allowed[stop]))
+        return torch.from_numpy(allowed)
 
     def _may_end(self, stop: int, *, named: bool) -> bool:
-        """Where the grammar is done, or would be with this token, which it names itself."""
+        """Whether the grammar is complete, or would be after this token, if the grammar itself names it."""
         if self._state.is_accepting() or not named:
             return bool(self._state.is_accepting())
         after = self._state.deep_copy()
@@ -175,56 +175,56 @@ def _llguidance() -> Any:
 
 
 class _TokenizerAdapter:
-    """What llguidance asks of a tokenizer: the bytes of each token, and how a text is cut into tokens.
+    """What llguidance needs from a tokenizer: the bytes of each token, and how to tokenise a text.
 
-    Its own reader takes <tool_call> in a text for the token of that name, which no text may become, and then stumbles
-    over it: such a text is cut otherwise.
+    Its own adapter reads <tool_call> in a text as the token of that name, which text must not become, and then fails on
+    it: such a text is tokenised greedily instead.
     """
 
     bos_token_id = None
 
-    def __init__(self, own: Any, added: Sequence[str]) -> None:
-        self._own = own
+    def __init__(self, base: Any, added: Sequence[str]) -> None:
+        self._own = base
         self._added = re.compile("|".join(map(re.escape, added)) or r"(?!)")
-        self.eos_token_id: int = own.eos_token
-        self.tokens = [own.decode_bytes([token]) for token in range(own.vocab_size)]
-        self.special_token_ids = [token for token in range(own.vocab_size) if own.is_special_token(token)]
+        self.eos_token_id: int = base.eos_token
+        self.tokens = [base.decode_bytes([token]) for token in range(base.vocab_size)]
+        self.special_token_ids = [token for token in range(base.vocab_size) if base.is_special_token(token)]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        if isinstance(text, bytes):  # so is asked which of the two it takes
-            raise TypeError("a text, not bytes")
-        cut: list[int] = self._own.greedy_tokenize(text) if self._added.search(text) else self._own.tokenize_str(text)
-        return cut
+        if isinstance(text, bytes):  # llguidance probes which of the two is accepted
+            raise TypeError("expected str, not bytes")
+        ids: list[int] = self._own.greedy_tokenize(text) if self._added.search(text) else self._own.tokenize_str(text)
+        return ids
 
 
 def _ll_tokenizer(library: Any, tokenizer: Any, size: int) -> Any:
     try:
         from llguidance.hf import from_tokenizer
 
-        own = from_tokenizer(tokenizer, n_vocab=size)
+        base = from_tokenizer(tokenizer, n_vocab=size)
         words = [str(token) for token in tokenizer.added_tokens_decoder.values()]
-        tokens = library.TokenizerWrapper(_TokenizerAdapter(own, [word for word in words if word]))
-        return library.LLTokenizer(tokens, n_vocab=size, eos_token=own.eos_tokens)
-    except Exception as fault:  # whatever it stumbles over
+        tokens = library.TokenizerWrapper(_TokenizerAdapter(base, [word for word in words if word]))
+        return library.LLTokenizer(tokens, n_vocab=size, eos_token=base.eos_tokens)
+    except Exception as fault:  # it can raise anything
         name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
         raise ModelError(
-            f"llguidance cannot read the tokenizer of {name}, and a grammar needs it: {_first_line(str(fault))} "
-            "(a fast tokenizer over bytes is wanted)"
+            f"llguidance cannot read the tokenizer of {name}, which a grammar needs: {_first_line(str(fault))} "
+            "(use a fast byte-level tokenizer)"
         ) from fault
 
 
 def _check_schema(grammar: Grammar) -> None:
-    """llguidance says what is wrong with a schema, and not where."""
+    """Check the schema first: llguidance reports what is wrong with a schema, but not where."""
     from jsonschema import Draft202012Validator, SchemaError
     from jsonschema.validators import validator_for
 
     try:
         schema = json.loads(grammar.text)
     except (ValueError, RecursionError) as fault:
-        raise GrammarError(f"{grammar.source} is no JSON: {fault}") from None
+        raise GrammarError(f"{grammar.source} is not valid JSON: {fault}") from None
     if not isinstance(schema, dict | bool):
         raise GrammarError(
-            f"{grammar.source}: a JSON schema is an object, true or false, not {_first_line(str(schema))}"
+            f"{grammar.source}: a JSON schema must be an object, true or false, not {_first_line(str(schema))}"
         )
     try:
         validator_for(schema, default=Draft202012Validator).check_schema(schema)
@@ -233,26 +233,26 @@ def _check_schema(grammar: Grammar) -> None:
 
 
 def _grammar_error_message(grammar: Grammar, error: str) -> str:
-    """llguidance's error in one line, with its place."""
+    """llguidance's error in one line, with its location."""
     reason = _first_line(error)
     if grammar.language == "json_schema":
         keys = re.findall(r'"([^"]+)"', reason) if reason.startswith("Unimplemented keys") else []
-        places = [place for place, key in _schema_keys(json.loads(grammar.text), "$") if key in keys]
-        return f"at {places[0]}: {reason}" if places else reason
+        paths = [path for path, key in _schema_keys(json.loads(grammar.text), "$") if key in keys]
+        return f"at {paths[0]}: {reason}" if paths else reason
     if grammar.language == "regex":
         # "    a(b", "     ^", "error: unclosed group": the pattern and the caret under it are indented by four
-        told = re.search(r"^ {4}( *)\^+\s*\nerror: (.*)$", error, re.MULTILINE)
-        return f"at character {len(told[1]) + 1} of {grammar.text!r}: {told[2]}" if told else reason
-    place = re.match(r"(?:at )?(\d+)\((\d+)\): (.*)", reason)
-    return f"line {place[1]}, column {place[2]}: {place[3]}" if place else reason
+        match = re.search(r"^ {4}( *)\^+\s*\nerror: (.*)$", error, re.MULTILINE)
+        return f"at character {len(match[1]) + 1} of {grammar.text!r}: {match[2]}" if match else reason
+    position = re.match(r"(?:at )?(\d+)\((\d+)\): (.*)", reason)
+    return f"line {position[1]}, column {position[2]}: {position[3]}" if position else reason
 
 
 def _schema_keys(schema: Any, path: str) -> Iterator[tuple[str, str]]:
     for key, value in schema.items() if isinstance(schema, dict) else ():
         yield f"{path}.{key}", key
         yield from _schema_keys(value, f"{path}.{key}")
-    for place, value in enumerate(schema if isinstance(schema, list) else ()):
-        yield from _schema_keys(value, f"{path}[{place}]")
+    for index, value in enumerate(schema if isinstance(schema, list) else ()):
+        yield from _schema_keys(value, f"{path}[{index}]")
 
 
 def _first_line(text: str) -> str:

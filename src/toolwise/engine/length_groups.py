@@ -1,4 +1,4 @@
-"""Which pieces of a batch attend together on a CPU: those of like length, so that little of a call is padding."""
+"""Groups the chunks of a batch by length for attention on a CPU, so that little of each call is padding."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ import torch
 from torch import Tensor
 
 MAX_PADDING_FRACTION = 0.25
-"""Share of a group's keys that may be padding before it is worth a call of its own."""
+"""Fraction of a group's keys that may be padding before a separate call is cheaper."""
 FREE_PADDING_KEYS = 512
-"""As many padded keys cost no more than a call."""
+"""Padding up to this many keys costs no more than a separate call."""
 MAX_GROUP_KEY_BYTES = 3 << 19
-"""Keys of one layer that a group gathers at most: they are still in the core's own cache when they are read."""
+"""Keys of one layer that a group gathers at most: they are still in the CPU cache when they are read."""
 
 
 @dataclass(slots=True)
 class Group:
-    """Pieces that attend in one call: `tokens` of the row, as [rows, queries], to blocks [rows, columns]."""
+    """Chunks that attend in one call: `tokens` of the row, as [rows, queries], to blocks [rows, columns]."""
 
     tokens: slice
     rows: int
     queries: int
     padded: Tensor | None
-    """[rows * queries] where each query stands in `tokens`, where pieces differ in length."""
+    """[rows * queries] index of each query in `tokens`, if chunks differ in length."""
     real: Tensor | None
-    """Which of them are no padding."""
+    """Indices of the queries that are not padding."""
     blocks: Tensor
     """[rows * columns]"""
     keys: int
-    """How many keys of these blocks any query sees."""
+    """Number of keys of these blocks that any query sees."""
     mask: Tensor | None
-    """[rows, 1, queries, keys], 0 where a query sees a key; None where all see all, or all begin with nothing held."""
+    """[rows, 1, queries, keys], 0 where a query sees a key; None if all see all, or if attention is purely causal."""
     causal: bool
 
 
 def chunk_order(chunks: Sequence[tuple[int, int]]) -> list[int]:
-    """The order in which (held, length) stand in the row, so that each group is one stretch of it."""
+    """The order of the (held, length) chunks in the row, so that each group is contiguous."""
     return sorted(range(len(chunks)), key=lambda i: (chunks[i][1], chunks[i][0]))
 
 
@@ -53,11 +53,9 @@ def group_chunks(
     max_keys: int = 1 << 30,
     fixed_shapes: bool = False,
 ) -> list[Group]:
-    """Groups of neighbours with little padding, of `max_keys` where there are several in it. `queries_per_kv_head`:
-    query heads a
-    key head. With `fixed_shapes` a piece is computed in a shape that depends on itself alone, so that its company does
-    not
-    change a bit of it."""
+    """Group neighbouring chunks with little padding, up to `max_keys` per group of several. `queries_per_kv_head`:
+    query heads per key head. With `fixed_shapes` the shape of a computation depends only on the chunk itself, so that
+    the rest of the batch cannot change its result."""
     groups: list[Group] = []
     first = token = 0
     while first < len(held):
@@ -66,29 +64,31 @@ def group_chunks(
             if fixed_shapes
             else _end_of_group(held, lengths, first, max_keys)
         )
-        here = slice(first, last)
-        tokens = slice(token, token + sum(lengths[here]))
-        made = _group(held[here], lengths[here], tables[here], block_size, whole_blocks=fixed_shapes)
+        members = slice(first, last)
+        tokens = slice(token, token + sum(lengths[members]))
+        group = _group(held[members], lengths[members], tables[members], block_size, whole_blocks=fixed_shapes)
         groups.append(
-            replace(made, tokens=tokens, mask=_mask(made, held[here], queries_per_kv_head, dtype, always=fixed_shapes))
+            replace(
+                group, tokens=tokens, mask=_mask(group, held[members], queries_per_kv_head, dtype, always=fixed_shapes)
+            )
         )
         first, token = last, tokens.stop
     return groups
 
 
 def _end_of_group(held: Sequence[int], lengths: Sequence[int], first: int, max_keys: int) -> int:
-    """Where the group of `first` ends for the sake of padding."""
+    """End of the group that starts at `first`, chosen to limit padding."""
     last, real = first + 1, held[first] + lengths[first]
-    most = real
+    longest_so_far = real
     while last < len(held):
-        end, queries = held[last] + lengths[last], lengths[last]
-        longest = max(most, end)
+        keys, queries = held[last] + lengths[last], lengths[last]
+        longest = max(longest_so_far, keys)
         if longest * (last + 1 - first) > max_keys:
             break
-        padded, wanted = longest * (last + 1 - first) * queries, (real + end) * queries
-        if padded > wanted * (1 + MAX_PADDING_FRACTION) + FREE_PADDING_KEYS or queries > 1.5 * lengths[first]:
+        padded, useful = longest * (last + 1 - first) * queries, (real + keys) * queries
+        if padded > useful * (1 + MAX_PADDING_FRACTION) + FREE_PADDING_KEYS or queries > 1.5 * lengths[first]:
             break
-        last, real, most = last + 1, real + end, longest
+        last, real, longest_so_far = last + 1, real + keys, longest
     return last
 
 
@@ -116,29 +116,29 @@ def _group(
     columns = -(-keys // block_size)
     blocks = np.zeros((rows, columns), dtype=np.int64)
     for row, table in enumerate(tables):
-        few = table[:columns]
-        blocks[row, : len(few)] = few
+        used = table[:columns]
+        blocks[row, : len(used)] = used
     padded = real = None
     if counts.min() < queries:
-        place = np.arange(queries)
-        inside = np.minimum(place, counts[:, None] - 1)
+        index = np.arange(queries)
+        clipped = np.minimum(index, counts[:, None] - 1)
         offsets = np.concatenate([[0], counts.cumsum()[:-1]])
-        padded = torch.from_numpy((offsets[:, None] + inside).ravel())
-        real = torch.from_numpy(np.flatnonzero(place < counts[:, None]))
+        padded = torch.from_numpy((offsets[:, None] + clipped).ravel())
+        real = torch.from_numpy(np.flatnonzero(index < counts[:, None]))
     causal = not starts.any() and queries > 1
     keys = columns * block_size if whole_blocks and not causal else keys
-    where = torch.from_numpy(blocks.ravel())
-    return Group(slice(0), rows, queries, padded, real, where, keys, None, causal)
+    block_ids = torch.from_numpy(blocks.ravel())
+    return Group(slice(0), rows, queries, padded, real, block_ids, keys, None, causal)
 
 
 def _mask(
     group: Group, held: Sequence[int], queries_per_kv_head: int, dtype: torch.dtype, *, always: bool
 ) -> Tensor | None:
-    """The heads that share keys are further queries, one after the other."""
+    """Query heads that share a key head are laid out as additional queries."""
     if group.causal or (group.queries == 1 and not always and min(held) + 1 == group.keys):
         return None
-    places = torch.tensor(held)[:, None] + torch.arange(group.queries)
-    hidden = places[:, :, None] < torch.arange(group.keys)
+    positions = torch.tensor(held)[:, None] + torch.arange(group.queries)
+    hidden = positions[:, :, None] < torch.arange(group.keys)
     mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
     return (
         mask[:, None]

@@ -1,7 +1,7 @@
-"""Attention over the paged cache, under transformers' attention interface as "toolwise_paged".
+"""Attention over the paged KV cache, registered with transformers' attention interface as "toolwise_paged".
 
-All requests stand one after the other in one row. Their keys and values are first written where the batch says; each
-request then attends to its own blocks, in Triton kernels on a GPU, and on a CPU in groups of like lengths through SDPA.
+All requests are concatenated in one row. Their keys and values are first written to the batch's slots; each request
+then attends to its own blocks: in Triton kernels on a GPU, through SDPA in groups of similar length on a CPU.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ ATTENTION_NAME = "toolwise_paged"
 
 
 class Scratch:
-    """Memory that is written anew by each layer: fresh memory would be given by the system page by page, which takes
-    several times as long as filling it."""
+    """A buffer reused by all layers: the OS would provide fresh memory page by page, which takes several times as long
+    as filling it."""
 
     def __init__(self) -> None:
         self._held: Tensor | None = None
@@ -35,34 +35,33 @@ class Scratch:
 
 @dataclass(slots=True)
 class PagedContext:
-    """What attention must know of a batch: where tokens are written and what each piece may see."""
+    """What attention needs to know about a batch: where tokens are written and what each chunk may see."""
 
     keys: list[Tensor]
     values: list[Tensor]
-    """The cache, a layer each: [blocks, block size, heads, size]."""
+    """The cache, per layer [blocks, block size, heads, head size]."""
     slots: Tensor
-    """[T] int64: block * block size + place."""
+    """[T] int64: block * block size + offset."""
     block_tables: Tensor | None = None
-    """[pieces, columns] int32, where kernels attend."""
+    """[chunks, columns] int32, for the kernels."""
     query_starts: Tensor | None = None
-    """[pieces + 1] int32"""
+    """[chunks + 1] int32"""
     context_lengths: Tensor | None = None
-    """[pieces] int32: keys that the last query of each piece sees, itself included."""
+    """[chunks] int32: keys that the last query of each chunk sees, including itself."""
     max_query_length: int = 0
-    """Tokens of the longest piece."""
+    """Tokens of the longest chunk."""
     decoding: bool = False
-    """Every piece is one token."""
+    """Every chunk is one token."""
     groups: list[Group] = field(default_factory=list)
     scratch: tuple[Scratch, Scratch] = field(default_factory=lambda: (Scratch(), Scratch()))
-    """Where a group's keys and values are gathered."""
+    """Buffers for the gathered keys and values of a group."""
     calls: int = 0
-    """How often an attention layer asked: a model that does not ask did not see this context."""
+    """Calls by attention layers: a layer that does not call did not use the paged cache."""
 
 
 @cache
 def register_attention() -> str:
-    """The name under which a model's layers find `attend`. transformers makes no mask for a name that its mask
-    interface does not know."""
+    """Register `attend` and return its name. transformers creates no mask for a name its mask interface lacks."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION_NAME, attend)
@@ -70,18 +69,20 @@ def register_attention() -> str:
 
 
 def supports_paged_attention(model: Any) -> bool:
-    """Whether each layer is a plain causal attention that asks the attention interface."""
+    """Whether each layer is plain causal attention through the attention interface."""
     try:
         trunk = model.get_decoder()
     except (AttributeError, NotImplementedError):
         return False
     config = trunk.config
-    kinds = set(getattr(config, "layer_types", None) or ("full_attention",))
-    plain = kinds == {"full_attention"} and not getattr(config, "attn_logit_softcapping", None)
+    attention_types = set(getattr(config, "layer_types", None) or ("full_attention",))
+    plain = attention_types == {"full_attention"} and not getattr(config, "attn_logit_softcapping", None)
     window = getattr(config, "sliding_window", None) if not getattr(config, "layer_types", None) else None
-    odd = any(hasattr(module, name) for module in trunk.modules() for name in ("sinks", "relative_attention_bias"))
-    odd = odd or bool(getattr(config, "kv_lora_rank", None))
-    return plain and not window and not odd and bool(getattr(trunk, "_supports_attention_backend", False))
+    unsupported = any(
+        hasattr(module, name) for module in trunk.modules() for name in ("sinks", "relative_attention_bias")
+    )
+    unsupported = unsupported or bool(getattr(config, "kv_lora_rank", None))
+    return plain and not window and not unsupported and bool(getattr(trunk, "_supports_attention_backend", False))
 
 
 def attend(
@@ -95,10 +96,13 @@ def attend(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """[1, heads, T, size] in, [1, T, heads, size] out, as transformers asks of an attention function."""
+    """[1, heads, T, size] in, [1, T, heads, size] out, the signature of attention functions in transformers."""
     context = toolwise_paged
     if context is None or others.get("sliding_window") or others.get("softcap") or others.get("s_aux") is not None:
-        raise ModelError(f"{type(module).__name__} attends in a way that paged caches do not know: engine=transformers")
+        raise ModelError(
+            f"{type(module).__name__} uses attention that the paged cache does not support: "
+            'set rollout.engine = "transformers"'
+        )
     context.calls += 1
     keys, values = context.keys[module.layer_idx], context.values[module.layer_idx]
     query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
@@ -139,8 +143,8 @@ def _attend_group(
     key_heads = keys.shape[2]
     if group.padded is not None:
         query = query[group.padded]
-    k, v = (_gather_blocks(cached, group, room) for cached, room in zip((keys, values), scratch, strict=True))
-    # The heads that share keys are further queries of theirs: nothing is repeated.
+    k, v = (_gather_blocks(cached, group, buffer) for cached, buffer in zip((keys, values), scratch, strict=True))
+    # Query heads that share a key head become additional queries: nothing is repeated.
     q = query.view(group.rows, group.queries, key_heads, heads // key_heads, size).permute(0, 2, 3, 1, 4)
     if group.causal:
         out = scaled_dot_product_attention(
@@ -155,7 +159,7 @@ def _attend_group(
 
 
 def _gather_blocks(cached: Tensor, group: Group, scratch: Scratch) -> Tensor:
-    """[rows, key heads, keys, size]: whole blocks at a time, which is as fast as memory can be copied."""
+    """[rows, key heads, keys, size]: gathers whole blocks, at the speed of a memory copy."""
     blocks = cached.flatten(1)
     out = scratch.reserve(len(group.blocks) * blocks.shape[1], blocks).view(-1, blocks.shape[1])
     torch.index_select(blocks, 0, group.blocks, out=out)

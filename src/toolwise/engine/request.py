@@ -1,4 +1,4 @@
-"""One piece of work for the engine: tokens to continue, to score or to read, and what has come of it so far."""
+"""One request to the engine: tokens to continue, to score or to encode, and the results so far."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from toolwise.engine.blocks import Lease
 from toolwise.protocols import Generation, Sampling
 
 LogitsMask = Callable[[Sequence[int]], Any]
-"""From the tokens sampled so far to a bool tensor over the vocabulary, true where the next may be; None: anywhere."""
+"""Maps the tokens sampled so far to a bool tensor over the vocabulary, true for allowed ones; None allows all."""
 Kind = Literal["generate", "score", "read"]
 
 
 @dataclass(frozen=True, slots=True)
 class ContinuationScores:
-    """What the model says of tokens that somebody else chose: one figure a token, after temperature."""
+    """Scores of given tokens, one number per token, after temperature."""
 
     logprobs: Sequence[float]
     entropies: Sequence[float]
@@ -26,7 +26,8 @@ class ContinuationScores:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """`tokens[:lease.held]` are computed; when all are, the request gets what it came for: a token more, or its end."""
+    """`tokens[:lease.held]` are computed. Once all are, the request gets its result: its next token, or its final
+    scores or hidden state."""
 
     kind: Kind
     tokens: list[int]
@@ -35,24 +36,24 @@ class Request:
     future: asyncio.Future[Any]
     loop: asyncio.AbstractEventLoop
     targets: Sequence[int] = ()
-    """score: the tokens after `prompt_length - 1`; the last of them need not be computed and is not in `tokens`."""
+    """score: the tokens from position `prompt_length` on; the last one need not be computed and is not in `tokens`."""
     stop_strings: tuple[str, ...] = ()
     logits_mask: LogitsMask | None = None
     mean: bool = False
-    """read: the mean of all hidden states in place of the last one; reads every token, cached or not."""
+    """read: the mean of all hidden states instead of the last one; computes every token, cached or not."""
 
     number: int = -1
-    """The order of arrival, which decides who goes first and who gives way."""
+    """Order of arrival: decides who goes first and who is preempted."""
     lease: Lease | None = None
     has_followers: bool = False
-    """Others wait for this prompt: its end is to be kept for them."""
+    """Other requests wait for this prompt: its end must be kept for them."""
     cancelled: bool = False
     stopped: bool = False
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     entropies: array[float] = field(default_factory=lambda: array("f"))
     versions: array[int] = field(default_factory=lambda: array("q"))
     hidden: Any = None
-    """Of the last computed token; for a mean the sum."""
+    """Hidden state of the last computed token; the sum of all for a mean."""
     fault: Exception | None = None
 
     @property
@@ -70,20 +71,20 @@ class Request:
 
     @property
     def first_output_position(self) -> int:
-        """The first position whose hidden state is asked for."""
+        """The first position whose hidden state is needed."""
         if self.kind == "score":
             return self.prompt_length - 1 + len(self.logprobs)
         return 0 if self.mean else len(self.tokens) - 1
 
     @property
     def reusable_tokens(self) -> int:
-        """How many tokens need not be computed where the tree has them."""
+        """Number of tokens that can come from the prefix cache."""
         if self.kind == "score":
             return self.prompt_length
         return 0 if self.mean else len(self.tokens)
 
     def reset_computed(self) -> None:
-        """Its blocks are gone: what was sampled stays, all else is computed anew."""
+        """Its blocks were freed: sampled tokens stay, everything else is recomputed."""
         self.lease = None
         self.hidden = None
         if self.kind == "score":

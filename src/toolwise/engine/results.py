@@ -1,4 +1,5 @@
-"""What a forward pass gave, to each its own: a token, scores or a hidden state; and who is done with that."""
+"""Turns the output of a forward pass into tokens, scores or hidden states per request, and finds those that are
+done."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from toolwise.untrusted.user_code import describe
 
 Decode = Callable[[Sequence[int]], str]
 _MAX_CHARACTER_TOKENS = 8
-"""Tokens that may stand for one character beyond those that a stop string itself can have."""
+"""Extra tokens to decode beyond the bytes of the longest stop string: one character can take several tokens."""
 
 
 class OutputProcessor:
@@ -35,8 +36,9 @@ class OutputProcessor:
         version: int,
         before_sync: Callable[[], Plan] = dict,
     ) -> list[Request]:
-        """Those who are done, each with its result or its fault. `before_sync` is asked before a device is waited for,
-        when what is in the plan is in the tree: who else, with nothing left to compute, is to get a result as well."""
+        """Returns the finished requests, each with its result or fault. `before_sync` runs before the device is waited
+        for, when the plan's prompts are in the tree: it returns further requests that have nothing left to compute and
+        get a result too."""
         states, rows = _add_cached_states(plan, states, rows)
         for request, count in plan.items():
             self._commit(request, count)
@@ -44,35 +46,35 @@ class OutputProcessor:
                 request.has_followers = False
                 assert request.lease is not None
                 self.blocks.share_tail(request.lease, request.tokens, states[rows[request][-1]].clone())
-        more = before_sync()
-        states, rows = _add_cached_states(more, states, rows)
-        plan = plan | more
-        drawing = [r for r in plan if r.kind == "generate" and r in rows]
-        if drawing:
-            self._draw(drawing, states[[rows[r][-1] for r in drawing]], version)
+        followers = before_sync()
+        states, rows = _add_cached_states(followers, states, rows)
+        plan = plan | followers
+        sampling = [r for r in plan if r.kind == "generate" and r in rows]
+        if sampling:
+            self._sample(sampling, states[[rows[r][-1] for r in sampling]], version)
         for request in plan:
             if request.kind != "generate" and request in rows:
-                here = states[rows[request]]
+                request_states = states[rows[request]]
                 if request.kind == "score":
-                    self._score(request, here)
+                    self._score(request, request_states)
                 else:
-                    self._read(request, here)
+                    self._read(request, request_states)
         return [r for r in plan if r.fault is not None or self._done(r)]
 
     def process_multi_step(
         self, requests: Sequence[Request], tokens: Sequence[list[int]], logprobs: Sequence[list[float]], version: int
     ) -> list[Request]:
-        """As `process_step`, of many steps at once."""
-        for request, new, figures in zip(requests, tokens, logprobs, strict=True):
+        """Like `process_step`, for many steps at once."""
+        for request, new_tokens, new_logprobs in zip(requests, tokens, logprobs, strict=True):
             assert request.lease is not None
-            self.decoded_tokens += len(new) - (not request.sampled)
+            self.decoded_tokens += len(new_tokens) - (not request.sampled)
             self.prefilled_tokens += not request.sampled
-            held = request.held + len(new)
-            request.tokens.extend(new)
-            request.logprobs.extend(figures)
-            request.versions.extend([version] * len(new))
-            request.stopped = new[-1] in request.sampling.stop_token_ids
-            if math.isnan(sum(figures)):
+            held = request.held + len(new_tokens)
+            request.tokens.extend(new_tokens)
+            request.logprobs.extend(new_logprobs)
+            request.versions.extend([version] * len(new_tokens))
+            request.stopped = new_tokens[-1] in request.sampling.stop_token_ids
+            if math.isnan(sum(new_logprobs)):
                 request.fault = sampler.NaNLogitsError()
             self.blocks.commit(request.lease, request.tokens, held)
         return [r for r in requests if r.fault is not None or self._done(r)]
@@ -85,14 +87,14 @@ class OutputProcessor:
         else:
             self.prefilled_tokens += count
         assert request.lease is not None
-        # A reply is computed token by token, which rounds otherwise than a prompt would: shared by the block alone
-        # where results must be the same to the bit.
+        # Reply tokens are computed one by one, which rounds differently than a prompt does: do not share them when
+        # results must be bitwise reproducible.
         up_to = request.prompt_length if self.blocks.full_blocks_only else None
         self.blocks.commit(request.lease, request.tokens, request.held + count, share_up_to=up_to)
 
-    def _draw(self, requests: list[Request], states: Tensor, version: int) -> None:
-        drawn = sampler.sample(self.head(states), requests)
-        for request, (token, logprob) in zip(requests, drawn, strict=True):
+    def _sample(self, requests: list[Request], states: Tensor, version: int) -> None:
+        samples = sampler.sample(self.head(states), requests)
+        for request, (token, logprob) in zip(requests, samples, strict=True):
             if request.fault is None:
                 request.tokens.append(token)
                 request.logprobs.append(logprob)
@@ -106,16 +108,16 @@ class OutputProcessor:
         longest = max(len(stop.encode()) for stop in request.stop_strings) + _MAX_CHARACTER_TOKENS
         try:
             text = self.decode(request.tokens[max(request.prompt_length, len(request.tokens) - longest) :])
-        except BaseException as fault:  # somebody else's code
-            request.fault = PolicyError(f"the text of a request cannot be read: {describe(fault)}")
+        except BaseException as fault:  # user code
+            request.fault = PolicyError(f"the tokens of a request cannot be decoded: {describe(fault)}")
             return False
         return any(stop in text for stop in request.stop_strings)
 
     def _score(self, request: Request, states: Tensor) -> None:
-        for few in torch.split(states, sampler.MAX_LOGIT_ROWS):
-            begun = len(request.logprobs)
-            targets = request.targets[begun : begun + len(few)]
-            logprobs, entropies = sampler.score(self.head(few), targets, request.sampling.temperature)
+        for chunk in torch.split(states, sampler.MAX_LOGIT_ROWS):
+            start = len(request.logprobs)
+            targets = request.targets[start : start + len(chunk)]
+            logprobs, entropies = sampler.score(self.head(chunk), targets, request.sampling.temperature)
             request.logprobs.extend(logprobs)
             request.entropies.extend(entropies)
             if any(value != value for value in logprobs):
@@ -137,14 +139,14 @@ class OutputProcessor:
 def _add_cached_states(
     plan: Plan, states: Tensor, rows: dict[Request, list[int]]
 ) -> tuple[Tensor, dict[Request, list[int]]]:
-    """Hidden states that the tree had stand before those that were computed."""
-    stored: list[Any] = []
+    """Add the hidden states that came from the cache to the computed ones."""
+    cached_states: list[Any] = []
     for request in plan:
         if request.lease is not None and request.lease.hidden is not None:
-            rows[request] = [len(states) + len(stored), *rows.get(request, ())]
-            stored.append(request.lease.hidden)
+            rows[request] = [len(states) + len(cached_states), *rows.get(request, ())]
+            cached_states.append(request.lease.hidden)
             request.lease.hidden = None
-    if stored:
-        found = torch.stack(stored)
-        states = torch.cat([states, found]) if len(states) else found
+    if cached_states:
+        stacked = torch.stack(cached_states)
+        states = torch.cat([states, stacked]) if len(states) else stacked
     return states, rows

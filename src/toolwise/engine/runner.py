@@ -1,6 +1,6 @@
-"""One forward pass for everybody: a plan's tokens in one row through the stock model, over the paged cache.
+"""Runs one forward pass: the tokens of a plan as one row through the stock model, over the paged cache.
 
-`prepare` makes the tensors and `forward` runs them, so that a step of a fixed shape can be captured and replayed.
+`prepare` creates the tensors and `forward` runs them, so that a step of a fixed shape can be captured and replayed.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ class Inputs:
     positions: Tensor
     context: PagedContext
     output_rows: Tensor
-    """[R] tokens of the row whose hidden states somebody asked for."""
+    """[R] indices of the tokens whose hidden states are needed."""
 
 
 class Runner:
-    """The model, and the cache that its attention reads and writes: a layer each [blocks, block size, heads, size]."""
+    """The model and its KV cache: per layer [blocks, block size, heads, head size]."""
 
     def __init__(self, model: Any, block_size: int, *, fixed_rows: int | None = None) -> None:
         self.model = model
         self.refresh()
         self.block_size = block_size
         self.fixed_rows = fixed_rows
-        """Forward passes have as many rows, padded: a product's rounding depends on its shape."""
+        """Pad each forward pass to this many rows: the rounding of a matrix product depends on its shape."""
         weight = model.get_input_embeddings().weight
         self.device, self.dtype = weight.device, weight.dtype
         self.uses_block_tables = self.device.type == "cuda"
-        """Attention reads block tables by itself, and nothing is gathered for it."""
+        """Attention reads block tables directly, so nothing needs to be gathered for it."""
         config = self.trunk.config
         self.layers = int(config.num_hidden_layers)
         self.heads = int(config.num_attention_heads)
@@ -62,7 +62,7 @@ class Runner:
         self.values: list[Tensor] = []
 
     def refresh(self) -> None:
-        """Follow the model's modules, which may be others now: adapters were put into it."""
+        """Copy the model's modules again: they change when adapters are added."""
         self.trunk = shared_copy(self.model.get_decoder(), attention=register_attention())
 
     @property
@@ -70,7 +70,7 @@ class Runner:
         return 2 * self.layers * self.block_size * self.key_heads * self.head_size * int(self.dtype.itemsize)
 
     def blocks_for(self, memory_mb: int | None) -> int:
-        """How many blocks fit, by default into a share of the memory that is free now."""
+        """Number of blocks that fit into `memory_mb`, by default a share of the free memory."""
         if memory_mb is not None:
             return (memory_mb << 20) // self.block_bytes
         if self.device.type == "cuda":
@@ -79,7 +79,7 @@ class Runner:
         return min(free // 4, MAX_CPU_CACHE_BYTES) // self.block_bytes
 
     def allocate(self, blocks: int) -> None:
-        """Zeros and not whatever was there: what a mask hides is still multiplied, and 0 * NaN is NaN."""
+        """Zeros, not uninitialised memory: masked values are still multiplied, and 0 * NaN is NaN."""
         shape = (blocks, self.block_size, self.key_heads, self.head_size)
         self.keys, self.values = ([self._zeros(shape) for _ in range(self.layers)] for _ in range(2))
 
@@ -87,7 +87,7 @@ class Runner:
         self.keys, self.values = [], []
 
     def copy(self, copies: dict[int, int]) -> None:
-        """Block contents, all at the same time."""
+        """Copy block contents (target -> source), all at once."""
         if not copies:
             return
         target = torch.tensor(list(copies), device=self.device)
@@ -97,30 +97,30 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: Plan, chunks: SplitChunks) -> tuple[Tensor, dict[Request, list[int]]]:
-        """Hidden states that somebody asked for, and whose they are."""
+        """The needed hidden states, and the rows of each request."""
         inputs, rows = self.prepare(plan, chunks)
         if inputs is None:
             return torch.empty(0), rows
         return self.forward(inputs), rows
 
     def prepare(self, plan: Plan, chunks: SplitChunks) -> tuple[Inputs | None, dict[Request, list[int]]]:
-        parts = [(request, *piece) for request, count in plan.items() if count for piece in chunks(request, count)]
+        parts = [(request, *chunk) for request, count in plan.items() if count for chunk in chunks(request, count)]
         if not parts:
             return None, {}
         parts = [parts[i] for i in chunk_order([(start, length) for _, start, length in parts])]
         ids: list[int] = []
         output_rows: list[int] = []
-        found: dict[Request, list[tuple[int, range]]] = {}
+        outputs: dict[Request, list[tuple[int, range]]] = {}
         for request, start, length in parts:
             end = start + length
             first = max(start, request.first_output_position)
             if first < end:
-                begun = len(ids) - start
-                found.setdefault(request, []).append((first, range(len(output_rows), len(output_rows) + end - first)))
-                output_rows.extend(range(begun + first, begun + end))
+                offset = len(ids) - start
+                outputs.setdefault(request, []).append((first, range(len(output_rows), len(output_rows) + end - first)))
+                output_rows.extend(range(offset + first, offset + end))
             ids += request.tokens[start:end] if length > 1 else (request.tokens[start],)
-        # Pieces of one request may stand in another order than its tokens.
-        rows = {request: [row for _, some in sorted(its) for row in some] for request, its in found.items()}
+        # Chunks of one request may be in a different order than its tokens.
+        rows = {request: [row for _, indices in sorted(spans) for row in indices] for request, spans in outputs.items()}
         positions, slots = self._positions_and_slots(parts)
         padding = max(0, (self.fixed_rows or 0) - len(ids))
         inputs = Inputs(
@@ -145,14 +145,14 @@ class Runner:
     def _positions_and_slots(
         self, parts: list[tuple[Request, int, int]]
     ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Position and slot of each token."""
+        """Position and cache slot of each token."""
         size = self.block_size
         positions = np.concatenate([np.arange(start, start + length) for _, start, length in parts])
         if len(positions) == len(parts):
             blocks = np.array([_lease(r).table[start // size] for r, start, _ in parts], dtype=np.int64)
         else:
-            found = [np.array(_lease(r).table)[np.arange(start, start + n) // size] for r, start, n in parts]
-            blocks = np.concatenate(found)
+            block_ids = [np.array(_lease(r).table)[np.arange(start, start + n) // size] for r, start, n in parts]
+            blocks = np.concatenate(block_ids)
         return positions, blocks * size + positions % size
 
     def _context(self, parts: list[tuple[Request, int, int]], slots: Tensor) -> PagedContext:
@@ -184,13 +184,13 @@ class Runner:
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
         if self.device.type != "cpu":
             return torch.zeros(shape, dtype=self.dtype, device=self.device)
-        # Pages of zeros come from the system as they are touched; torch would write all of them now.
+        # The OS maps zero pages as they are touched; torch would write all of them now.
         size = int(np.prod(shape)) * self.dtype.itemsize
         return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(self.dtype).view(shape)
 
 
 def padded_tables(tables: Sequence[Sequence[int]]) -> np.ndarray[Any, Any]:
-    """[tables, longest]: one a row, zeros behind."""
+    """[tables, longest]: one table per row, padded with zeros."""
     lengths = np.array([len(table) for table in tables])
     padded = np.zeros((len(tables), lengths.max()), dtype=np.int32)
     padded[np.arange(padded.shape[1]) < lengths[:, None]] = np.fromiter(chain.from_iterable(tables), dtype=np.int32)

@@ -1,7 +1,7 @@
-"""Who runs in the next forward pass, and how many tokens of each: those who decode, then prompts, then newcomers.
+"""Chooses the requests of the next forward pass and how many tokens of each: decodes, running prompts, new requests.
 
-Memory is taken as tokens come, and when it is short the request that came last gives way: its blocks go back, and it
-is computed again later. The one that came first always has its way, so everyone's turn comes.
+Blocks are allocated as tokens are computed. When they run out, the latest request is preempted: its blocks are freed
+and it is recomputed later. The earliest request is never preempted, so every request makes progress.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from toolwise.engine.blocks import BlockManager, TokenKey
 from toolwise.engine.request import Request
 
 Plan = dict[Request, int]
-"""Tokens to compute of each request; 0 where the tree has all and the request only gets what it came for."""
+"""Tokens to compute per request; 0 if the prefix cache has all of them and the request only needs its result."""
 
 
 class Scheduler:
-    """`fixed_chunks`: a prompt is computed in blocks and a reply token by token, whatever there is room for."""
+    """`fixed_chunks`: compute prompts block by block and replies token by token, however much room there is."""
 
     def __init__(
         self, blocks: BlockManager, *, max_batch_tokens: int, max_requests: int, fixed_chunks: bool = False
@@ -27,14 +27,14 @@ class Scheduler:
         self.max_requests = max_requests
         self.fixed_chunks = fixed_chunks
         self.running: list[Request] = []
-        """In the order of arrival."""
+        """In order of arrival."""
         self.waiting: list[Request] = []
-        """In the order of arrival too: whoever had to give way is before those who came later."""
+        """In order of arrival too: a preempted request comes before those that arrived later."""
         self.preemptions = 0
         self.reused_tokens = 0
         self._arrivals = 0
         self._followers: list[Request] = []
-        """Who waits for what others compute."""
+        """Requests that wait for a prefix another request is computing."""
 
     @property
     def requests(self) -> list[Request]:
@@ -50,24 +50,24 @@ class Scheduler:
         prompts = [r for r in self.running if r.pending != 1]
         room = self.max_batch_tokens
         for request in (*decoding, *prompts):
-            if request.lease is not None:  # it may have had to give way meanwhile
+            if request.lease is not None:  # may have been preempted meanwhile
                 room -= self._schedule_running(request, plan, room)
         self._followers = []
         self._admit(plan, room, list(self.waiting))
         return plan
 
     def admit_followers(self) -> Plan:
-        """Those who waited for a prompt that is in the tree by now, though a device may still be computing it. Who has
-        nothing to compute of its own is told; the others run next time."""
+        """Admit requests that waited for a prompt which is now in the tree, though a device may still be computing it.
+        Returns those with nothing left to compute; the others run in the next step."""
         plan: Plan = {}
         self._admit(plan, self.max_batch_tokens - len(self.running), [r for r in self._followers if r in self.waiting])
         return {request: count for request, count in plan.items() if not count}
 
     def finish(self, request: Request, *, keep: bool = True) -> None:
-        """It is done, failed or cancelled: everything it holds is given back now."""
+        """Remove a request that is done, failed or cancelled, and free all its blocks."""
         if request.lease is not None:
-            ends_here = request.kind == "read" and request.held == len(request.tokens) and not request.mean
-            self.blocks.close(request.lease, request.tokens, request.hidden if ends_here else None, keep=keep)
+            is_prompt_end = request.kind == "read" and request.held == len(request.tokens) and not request.mean
+            self.blocks.close(request.lease, request.tokens, request.hidden if is_prompt_end else None, keep=keep)
             request.lease = None
         for queue in (self.running, self.waiting):
             if request in queue:
@@ -82,7 +82,7 @@ class Scheduler:
         self.preemptions += 1
 
     def chunks(self, request: Request, count: int) -> Iterator[tuple[int, int]]:
-        """(start, length) of what is attended at a time, `count` tokens in all."""
+        """(start, length) of each chunk of `count` tokens, attended one at a time."""
         if not self.fixed_chunks:
             yield request.held, count
             return
@@ -96,19 +96,19 @@ class Scheduler:
         return min(self.blocks.size - start % self.blocks.size, max(request.prompt_length - start, 1))
 
     def _count_to_compute(self, request: Request, budget: int) -> int:
-        """How many tokens of a request to compute when there is room for `budget`."""
+        """Number of tokens to compute for a request with room for `budget`."""
         if not self.fixed_chunks:
             return min(request.pending, budget)
         count = 0
         while count < request.pending:
-            piece = self._chunk_length(request, request.held + count)
-            if count + piece > budget:
+            length = self._chunk_length(request, request.held + count)
+            if count + length > budget:
                 break
-            count += piece
+            count += length
         return count
 
     def _schedule_running(self, request: Request, plan: Plan, room: int) -> int:
-        """By how many tokens the plan has grown; it shrinks where others had to give way."""
+        """Returns the number of tokens added to the plan; negative if others had to be preempted."""
         count = self._count_to_compute(request, room)
         if not count:
             return 0
@@ -128,11 +128,9 @@ class Scheduler:
         for request in waiting:
             if budget <= 0 or len(self.running) >= self.max_requests:
                 return
-            place = self.blocks.next_block(request.tokens, request.reusable_tokens or request.prompt_length)
-            if (
-                request.reusable_tokens and place in leaders
-            ):  # what it needs is being computed: next time it will be there
-                leaders[place].has_followers = True
+            block = self.blocks.next_block(request.tokens, request.reusable_tokens or request.prompt_length)
+            if request.reusable_tokens and block in leaders:  # being computed: cached by the next step
+                leaders[block].has_followers = True
                 self._followers.append(request)
                 continue
             if not self._has_room_for(request):
@@ -149,17 +147,18 @@ class Scheduler:
             plan[request] = count
             budget -= count
             if self._is_prefilling(request):
-                leaders[place] = request
+                leaders[block] = request
 
     def _leaders(self) -> dict[tuple[int, TokenKey], Request]:
-        """Requests whose prompt is being computed, by the block that comes next in the tree."""
+        """Requests whose prompt is being computed, by the next block they add to the tree."""
         return {self.blocks.next_block(r.tokens, r.prompt_length): r for r in self.running if self._is_prefilling(r)}
 
     def _is_prefilling(self, request: Request) -> bool:
-        shared = self.blocks.size if self.blocks.full_blocks_only else 1
-        return self.blocks.share and not request.sampled and request.pending >= shared
+        min_pending = self.blocks.size if self.blocks.full_blocks_only else 1
+        return self.blocks.share and not request.sampled and request.pending >= min_pending
 
     def _has_room_for(self, request: Request) -> bool:
-        """Room for all its tokens and for those who run to go on; a lone request is let in whatever there is."""
+        """Whether there is room for its tokens plus one block per running request; a lone request is always
+        admitted."""
         needed = self.blocks.needed(len(request.tokens) + 1) + len(self.running)
         return not self.running or needed <= self.blocks.available

@@ -1,7 +1,7 @@
-"""Who shares the beginning of whom: requests of a decode step in groups whose first blocks are the same.
+"""Groups the requests of a decode step by shared prefix, so that each group's common blocks are read once.
 
-A group's common blocks are then read once a step (`kernels.shared_prefix_decode`). What counts is how many reads of a
-block are saved, so a system prompt that all have is worth less than the longer prompts that a few have each.
+The kernel `kernels.shared_prefix_decode` reads them once per step. Groups maximise the number of block reads saved, so
+a system prompt that all requests share can be worth less than the longer prompts that a few of them share.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroup:
-    """`members` of a step, by number, whose first `blocks` blocks are the same."""
+    """Requests of a step, by index, whose first `blocks` blocks are the same."""
 
     members: tuple[int, ...]
     blocks: int
@@ -24,15 +24,15 @@ class PrefixGroup:
 
 
 def prefix_groups(tables: Sequence[Sequence[int]], full: Sequence[int]) -> list[PrefixGroup]:
-    """Every request in one group, alone with nothing shared where that is best. `full[i]`: blocks of `tables[i]` that
-    nothing will be written to."""
+    """Put every request in one group, alone with nothing shared if that is best. `full[i]`: number of blocks of
+    `tables[i]` that will not be written to."""
     return _split_group(tables, full, tuple(range(len(tables))), 0)
 
 
 def _split_group(
     tables: Sequence[Sequence[int]], full: Sequence[int], members: tuple[int, ...], depth: int
 ) -> list[PrefixGroup]:
-    """Groups of members that have `depth` blocks in common."""
+    """Split `members`, which have `depth` blocks in common, into groups."""
     if len(members) == 1:
         return [PrefixGroup(members, 0)]
     end = min(full[i] for i in members)
@@ -41,12 +41,12 @@ def _split_group(
         depth = max(depth, end)
     while depth < end and all(tables[i][depth] == first[depth] for i in members):
         depth += 1
-    together = PrefixGroup(members, depth)
+    one_group = PrefixGroup(members, depth)
     parts: dict[int, list[int]] = defaultdict(list)
     for i in members:
-        # Those that end here go on with nobody: a number of their own.
+        # A request that ends here shares no further blocks: give it a unique key.
         parts[tables[i][depth] if depth < full[i] else -1 - i].append(i)
     if len(parts) == len(members):
-        return [together] if depth else [PrefixGroup((i,), 0) for i in members]
-    apart = [group for part in parts.values() for group in _split_group(tables, full, tuple(part), depth)]
-    return apart if sum(group.saved_reads for group in apart) > together.saved_reads else [together]
+        return [one_group] if depth else [PrefixGroup((i,), 0) for i in members]
+    split = [group for part in parts.values() for group in _split_group(tables, full, tuple(part), depth)]
+    return split if sum(group.saved_reads for group in split) > one_group.saved_reads else [one_group]

@@ -1,4 +1,4 @@
-"""Loading models: a folder, a hub name, or the small one that ships with the package. Names are imported on use."""
+"""Loads models from a folder, from a hub by name, or the small one that ships with the package. Lazy imports."""
 
 from __future__ import annotations
 

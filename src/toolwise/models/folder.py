@@ -1,4 +1,4 @@
-"""Where a model is, and whether what lies there can be one: found out before any of it is loaded."""
+"""Locates a model and validates its folder before anything is loaded."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from toolwise.models.sizes import check_sizes
 
 BUILTIN = Path(__file__).parent
 MAX_CONFIG_BYTES = 20_000_000
-"""Of config.json and the small files beside it; the largest that are published have one hundredth of it."""
+"""Limit for config.json and the small files beside it; the largest published ones have a hundredth of this."""
 MAX_TOKENIZER_BYTES = 500_000_000
 MAX_TEMPLATE_BYTES = 1_000_000
 
 
 def locate(path: str) -> str:
-    """Where a model is. What looks like a folder must be one; anything else is left to the hub."""
+    """The folder or hub name of a model. A path that looks like a folder must be one; anything else is a hub name."""
     if path.startswith("builtin:"):
         name = path.removeprefix("builtin:")
         folder = BUILTIN / name
         if not (folder / "config.json").is_file():
             known = ", ".join(f"builtin:{p.parent.name}" for p in sorted(BUILTIN.glob("*/config.json")))
-            raise ModelError(f"there is no built-in model {name!r}; there is: {known}")
+            raise ModelError(f"there is no built-in model {name!r}; available: {known}")
         return str(folder)
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -37,9 +37,9 @@ def locate(path: str) -> str:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse what is no model, or one whose files say what no model can be."""
+    """Raise ModelError if the folder is not a model, or if its files describe an impossible one."""
     if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} has no config.json: it is no model folder in Hugging Face's form")
+        raise ModelError(f"{folder} has no config.json: it is not a model folder in Hugging Face format")
     config = read_json_object(folder / "config.json")
     if not isinstance(config.get("model_type"), str) and "auto_map" not in config:
         raise ModelError(f"{folder / 'config.json'} has no model_type: it does not say what kind of model it is")
@@ -52,7 +52,7 @@ def check_folder(folder: Path) -> None:
 
 
 def read_json_object(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """The object in a JSON file of a model's folder."""
+    """Read a JSON object from a file of a model folder."""
     _check_file_size(path, max_bytes)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -64,7 +64,7 @@ def read_json_object(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> dict[str,
 
 
 def _tensor_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor, from the heads of the files alone."""
+    """The shape of each tensor, read from the file headers only."""
     from safetensors import SafetensorError, safe_open
 
     shapes: dict[str, tuple[int, ...]] = {}
@@ -94,7 +94,7 @@ def _check_tokenizer(folder: Path) -> None:
 def _check_file_size(path: Path, max_bytes: int) -> None:
     size = path.stat().st_size
     if size > max_bytes:
-        raise ModelError(f"{path} has {size} bytes, more than the {max_bytes} that such a file may have: it is damaged")
+        raise ModelError(f"{path} has {size} bytes, more than the limit of {max_bytes} for such a file: it is damaged")
 
 
 def _first_line(fault: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Loading models: a folder, a hub name, or the small one that ships with the package."""
+"""Loads models from a folder, from a hub by name, or the small one that ships with the package."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from toolwise.rollout.chat_tokenizer import ChatTokenizer
 def load_model(
     path: str, *, device: str = "auto", dtype: str = "float32", trust_remote_code: bool = False
 ) -> tuple[Any, ChatTokenizer]:
-    """The model, ready to generate and to be trained, and its tokenizer.
+    """Load a model, ready for generation and training, and its tokenizer.
 
-    Python code of the folder runs only with `trust_remote_code`, in this process and with all its rights.
+    Python code in the folder runs only with `trust_remote_code`, in this process and with all its permissions.
     """
     import torch
     from transformers.utils import logging as transformers_logging
@@ -36,29 +36,29 @@ def load_model(
         model = model.to(device)
     except ModelError:
         raise
-    except BaseException as fault:  # transformers raises all sorts; the person needs the folder and the reason
-        if not isinstance(fault, Exception) and type(fault).__name__ != "PanicException":  # of a library in Rust
+    except BaseException as fault:  # transformers raises many types; the user needs the folder and the reason
+        if not isinstance(fault, Exception) and type(fault).__name__ != "PanicException":  # raised by Rust libraries
             raise
         if "trust_remote_code" in str(fault):
             raise remote_code_error(path, location) from fault
         reason = str(fault).strip().splitlines()[0] if str(fault).strip() else type(fault).__name__
         raise ModelError(f"the model {path!r} cannot be loaded: {reason}") from fault
     missing = sorted(report["missing_keys"])
-    if missing:  # transformers would make them up at random and go on
+    if missing:  # transformers would initialise them at random and continue
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError(f"the model {path!r} lacks the weights {missing[0]}{more}: its folder is damaged")
     return model.eval(), ChatTokenizer(tokenizer)
 
 
-def _load(location: str, dtype: Any, trusted: bool) -> tuple[Any, Any, dict[str, Any]]:
-    """`trust_remote_code` is always said: left out, transformers asks on standard input."""
+def _load(location: str, dtype: Any, trust_remote_code: bool) -> tuple[Any, Any, dict[str, Any]]:
+    """Always passes `trust_remote_code`: without it, transformers asks on standard input."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
     if not Path(location).is_dir():
-        with suppress(OSError):  # not there, or adapters alone: the next line says it, or finds their model
+        with suppress(OSError):  # missing, or adapters only: from_pretrained reports it, or finds their base model
             check_sizes(PretrainedConfig.get_config_dict(location)[0], location, None)
-    tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=trusted)
+    tokenizer = AutoTokenizer.from_pretrained(location, trust_remote_code=trust_remote_code)
     model, report = AutoModelForCausalLM.from_pretrained(
-        location, dtype=dtype, use_safetensors=True, output_loading_info=True, trust_remote_code=trusted
+        location, dtype=dtype, use_safetensors=True, output_loading_info=True, trust_remote_code=trust_remote_code
     )
     return model, tokenizer, report

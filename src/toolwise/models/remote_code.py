@@ -1,4 +1,4 @@
-"""Models that bring Python code along. It runs only where a setting says so, and then it is said which code."""
+"""Models that come with Python code: it runs only if a setting allows it, and is always named in a warning."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger("toolwise.models")
 
 
 def remote_code_files(location: str) -> list[str]:
-    """The Python files that the settings of a local folder name for loading it, and kernels of a hub's."""
+    """Python files that the configs of a local folder refer to, and hub kernels."""
     folder = Path(location)
     names: dict[str, None] = {}
     for file in ("config.json", "tokenizer_config.json"):
@@ -24,31 +24,33 @@ def remote_code_files(location: str) -> list[str]:
 
 
 def remote_code_error(path: str, location: str) -> ModelError:
-    wants = ", ".join(remote_code_files(location)) or "files beside its weights"
+    files = ", ".join(remote_code_files(location)) or "files beside its weights"
     return ModelError(
-        f"the model {path!r} wants to run Python code of its own ({wants}): read it first; "
+        f"the model {path!r} needs to run its own Python code ({files}): review it first; "
         "model.trust_remote_code = true allows it (sft: --trust-remote-code)"
     )
 
 
 def check_hub_kernels(path: str, location: str) -> None:
-    """Code that a hub would deliver is not asked for by transformers: refused here."""
+    """Reject kernels from a hub: transformers would load them without asking."""
     if any("/" in name and not name.endswith(".py") for name in remote_code_files(location)):
         raise remote_code_error(path, location)
 
 
 def warn_remote_code(path: str, location: str) -> None:
-    """Said every time, and louder than the log's usual level lets through."""
-    names = remote_code_files(location) if Path(location).is_dir() else ["whatever the hub has for it"]
+    """Logged every time, as a warning so that the default log level shows it."""
+    names = remote_code_files(location) if Path(location).is_dir() else ["any code the hub has for it"]
     if names:
         log.warning(
-            "model.trust_remote_code is set: Python code of %s runs with all your rights: %s", path, ", ".join(names)
+            "model.trust_remote_code is set: Python code of %s runs with all your permissions: %s",
+            path,
+            ", ".join(names),
         )
 
 
 def _referenced_code(settings: Mapping[str, Any]) -> Iterator[str]:
-    mapped = settings.get("auto_map")
-    for entry in mapped.values() if isinstance(mapped, dict) else [mapped]:
+    auto_map = settings.get("auto_map")
+    for entry in auto_map.values() if isinstance(auto_map, dict) else [auto_map]:
         for reference in entry if isinstance(entry, list) else [entry]:
             if isinstance(reference, str):  # [owner/name--]module.Class
                 yield f"{reference.rpartition('.')[0]}.py"

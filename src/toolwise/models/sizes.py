@@ -1,5 +1,5 @@
-"""The sizes that a config.json names, against what can be and against the weights that are there: a model is laid out
-by its config.json before its weights are looked at, and memory is taken for whatever it says."""
+"""Checks the sizes in a config.json for plausibility and against the weights. A model is allocated from its config.json
+before its weights are read, so wrong sizes could use up all memory."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ MAX_SIZES = {
     "intermediate_size": 1 << 24,
     "max_position_embeddings": 1 << 32,
 }
-"""Far beyond any model there is; what is larger is a mistake or malice."""
+"""Far beyond any existing model; anything larger is an error or an attack."""
 FINITE_KEYS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "rope_theta", "initializer_range")
 MAX_TIED_LAYERS = 200
-"""So many may share their weights; more must have a tensor each."""
+"""Up to this many layers may share weights; beyond it each layer must have a tensor."""
 MAX_PACKED_WEIGHTS = 64
-"""Weights in one stored number, at most: 64 bits hold 64 of one bit."""
+"""Weights packed into one stored number, at most: 64 one-bit weights in 64 bits."""
 
 
 def check_sizes(config: Mapping[str, Any], path: Path | str, weights: Mapping[str, tuple[int, ...]] | None) -> None:
-    """Refuse sizes that are none, or that do not go with each other or with `weights` (None: they are not known)."""
+    """Raise ModelError for sizes that are invalid, inconsistent, or do not match `weights` (None: unknown)."""
     for where, part in _sub_configs(config, ""):
-        for name, most in MAX_SIZES.items():
-            _check_number(part.get(name), f"{path}: {where}{name}", most)
+        for name, limit in MAX_SIZES.items():
+            _check_number(part.get(name), f"{path}: {where}{name}", limit)
         for name in FINITE_KEYS:
             _check_finite(part.get(name), f"{path}: {where}{name}")
         _check_heads(part, f"{path}: {where}")
@@ -45,17 +45,17 @@ def check_sizes(config: Mapping[str, Any], path: Path | str, weights: Mapping[st
 
 
 def _sub_configs(config: Mapping[str, Any], where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The model's, and those of what it is made of: text_config, vision_config, …"""
+    """The config itself and those of its parts: text_config, vision_config, …"""
     yield where, config
     for name, value in config.items():
         if isinstance(value, dict) and name.endswith("_config") and where.count(".") < 4:
             yield from _sub_configs(value, f"{where}{name}.")
 
 
-def _check_number(value: Any, where: str, most: int) -> None:
-    for number in value if isinstance(value, list) else [value]:  # some have one a layer
-        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= most):
-            raise ModelError(f"{where} is {number!r:.40}, not a whole number from 1 to {most}: the folder is damaged")
+def _check_number(value: Any, where: str, limit: int) -> None:
+    for number in value if isinstance(value, list) else [value]:  # some models have one per layer
+        if number is not None and (isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= limit):
+            raise ModelError(f"{where} is {number!r:.40}, not a whole number from 1 to {limit}: the folder is damaged")
 
 
 def _check_finite(value: Any, where: str) -> None:
@@ -67,23 +67,23 @@ def _check_finite(value: Any, where: str) -> None:
 def _check_heads(part: Mapping[str, Any], where: str) -> None:
     width, heads, groups = _first(part, WIDTH_KEYS), _first(part, HEAD_KEYS), _first(part, ("num_key_value_heads",))
     if width and heads and not part.get("head_dim") and width % heads:
-        raise ModelError(f"{where}a hidden size of {width} does not divide into {heads} heads: the folder is damaged")
+        raise ModelError(f"{where}hidden size {width} is not divisible by {heads} heads: the folder is damaged")
     if heads and groups and heads % groups:
-        raise ModelError(f"{where}{heads} heads do not divide into {groups} for keys and values: the folder is damaged")
+        raise ModelError(f"{where}{heads} heads are not divisible by {groups} key-value heads: the folder is damaged")
 
 
 def _check_weights(part: Mapping[str, Any], where: str, weights: Mapping[str, tuple[int, ...]]) -> None:
-    there = MAX_PACKED_WEIGHTS * sum(math.prod(shape) for shape in weights.values())
+    capacity = MAX_PACKED_WEIGHTS * sum(math.prod(shape) for shape in weights.values())
     width, depth = _first(part, WIDTH_KEYS) or 1, _first(part, DEPTH_KEYS) or 1
     for name in ("vocab_size", "intermediate_size"):
         size = _first(part, (name,)) or 1
-        if width * size > there:
+        if width * size > capacity:
             raise ModelError(
-                f"{where}{name} is {size} and the hidden size {width}, more than all the weights beside it: "
+                f"{where}{name} {size} times hidden size {width} is more than all the weights in the folder: "
                 "the folder is damaged"
             )
     if depth > max(MAX_TIED_LAYERS, len(weights)):
-        raise ModelError(f"{where}there are to be {depth} layers and there are {len(weights)} tensors: it is damaged")
+        raise ModelError(f"{where}{depth} layers but only {len(weights)} tensors: the folder is damaged")
 
 
 def _first(part: Mapping[str, Any], names: tuple[str, ...]) -> int | None:

@@ -1,4 +1,4 @@
-"""Episodes: a policy and a world, turn by turn. Names are imported on use."""
+"""Rollouts: episodes of a policy in an environment, one or many at a time. Submodules are imported on first use."""
 
 from __future__ import annotations
 

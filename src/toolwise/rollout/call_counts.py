@@ -1,4 +1,4 @@
-"""What an episode's calls add up to: calls and failures by tool, their cost, and the time they waited for a worker."""
+"""Totals of an episode's tool calls: calls and failures per tool, cost, and time spent waiting for a worker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CallCounts:
     queue_s: list[float] = field(default_factory=list)
 
     def add(self, info: dict[str, Any]) -> None:
-        """A step's `info`. The time in the queue is taken out: it says something of the machine, not of the step."""
+        """Add a step's `info`. Removes `queue_s` from it: queueing time describes the machine, not the step."""
         add_counts(self.calls, _limit_names(self.calls, info.get("calls") or {}))
         add_counts(self.failed, _limit_names(self.failed, info.get("failed_calls") or {}))
         self.cost += _cost_of(info.get("cost") or 0.0)
@@ -41,26 +41,26 @@ class CallCounts:
         )
 
 
-def _limit_names(counts: Mapping[str, int], more: Mapping[str, int]) -> Mapping[str, int]:
-    """`more` under names that can be kept: models and worlds write them, at any length and as many as they like."""
-    for name, count in more.items():
+def _limit_names(counts: Mapping[str, int], new: Mapping[str, int]) -> Mapping[str, int]:
+    """`new` with names that are safe to store: models and environments choose their length and number."""
+    for name, count in new.items():
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise ValueError(
-                f"the count of {truncate_text(str(name), MAX_NAME_CHARS)!r} is {count!r:.80}: give a whole number"
+                f"the count of {truncate_text(str(name), MAX_NAME_CHARS)!r} is {count!r:.80}, not a whole number >= 0"
             )
-    if len(counts) + len(more) <= MAX_DISTINCT_NAMES and all(len(name) <= MAX_NAME_CHARS for name in more):
-        return more
-    kept: dict[str, int] = {}
-    for name, count in more.items():
+    if len(counts) + len(new) <= MAX_DISTINCT_NAMES and all(len(name) <= MAX_NAME_CHARS for name in new):
+        return new
+    limited: dict[str, int] = {}
+    for name, count in new.items():
         short = truncate_text(name, MAX_NAME_CHARS)
-        place = short if short in counts or len(counts) + len(kept) < MAX_DISTINCT_NAMES else OTHER_NAMES
-        kept[place] = kept.get(place, 0) + count
-    return kept
+        key = short if short in counts or len(counts) + len(limited) < MAX_DISTINCT_NAMES else OTHER_NAMES
+        limited[key] = limited.get(key, 0) + count
+    return limited
 
 
 def _cost_of(value: Any) -> float:
-    """A step's cost, refused where it is none: a NaN would spoil the budget of the whole run in silence."""
+    """A step's cost, validated: a NaN would silently corrupt the budget of the whole run."""
     cost = float(value)
     if not 0 <= cost <= MAX_SCORE:
-        raise ValueError(f"the cost {cost} does not lie between 0 and {MAX_SCORE:g}")
+        raise ValueError(f"cost {cost} is not between 0 and {MAX_SCORE:g}")
     return cost

@@ -1,8 +1,8 @@
-"""Control tokens are the chat template's alone: whatever anybody says in a conversation is encoded as ordinary text.
+"""Only the chat template can write control tokens: text in messages is always encoded as ordinary text.
 
-`guard` marks where text would become a control token; a template then carries the marks along like any other letter;
-`encode` cuts the rendered text at the marks, so that no piece holds a control token that the template did not write.
-Nothing is changed in what the model reads: the pieces decode to the text as it was.
+`guard` marks the places where text would become a control token. The template carries the marks along like any other
+character, and `encode` cuts the rendered text at the marks, so that no piece holds a control token that the template
+did not write. The model reads the same text: the pieces decode to the original.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Iterable
 from typing import Any
 
 GUARD_MARK = "\ufdd0"
-"""A code point that Unicode keeps out of text for good. Found in a message all the same, it becomes U+FFFD."""
+"""A Unicode noncharacter, never used in text. If a message contains it anyway, it becomes U+FFFD."""
 
 
 class ControlTokens:
-    """The control tokens of one tokenizer: those it flags as special, its eos, bos and pad among them.
+    """The control tokens of one tokenizer: those flagged as special, including eos, bos and pad.
 
-    Tags that a tokenizer adds without the flag, such as `<tool_call>`, are text to everyone but tools: what a tool
-    returns cannot write those either.
+    Tags that a tokenizer adds without the flag, such as `<tool_call>`, may appear in any text except tool results: a
+    tool must not be able to write those either.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -33,19 +33,19 @@ class ControlTokens:
         self._control_or_tag = _any_of([*self.texts, *tags])
         self._beginnings = frozenset(text[:n] for text in self.texts for n in range(1, len(text)))
         self._longest = max(map(len, self._beginnings), default=0)
-        # Where text is normalised before tokens are looked for, other spellings of a token become it too.
+        # If text is normalised before tokens are matched, other spellings of a token become that token too.
         backend = getattr(tokenizer, "backend_tokenizer", None)
         normalises = backend is not None and backend.normalizer is not None
         self._normalizes_specials = normalises and any(t.normalized for t in added.values() if t.special)
 
     def guard(self, text: str, *, tags: bool = False) -> str:
-        """`text` with marks where it would become a control token (`tags`: or any other added token)."""
+        """`text` with marks where it would become a control token (with `tags`, or any other added token)."""
         text = text.replace(GUARD_MARK, "\ufffd")
-        if not text.isascii():  # half a character is no text, and no tokenizer takes it
+        if not text.isascii():  # tokenizers reject lone surrogates
             text = text.encode("utf-8", "replace").decode("utf-8")
-        wanted = self._control_or_tag if tags else self._control
-        while wanted.search(text):  # what is left of one token may hold another
-            text = wanted.sub(_insert_mark, text)
+        pattern = self._control_or_tag if tags else self._control
+        while pattern.search(text):  # the remainder of one token may hold another
+            text = pattern.sub(_insert_mark, text)
         text = self._guard_end(text)
         if self._normalizes_specials and any(self._has_control_token(piece) for piece in text.split(GUARD_MARK)):
             letters = [c for c in text if c != GUARD_MARK]
@@ -53,7 +53,7 @@ class ControlTokens:
         return text
 
     def guard_all(self, value: Any) -> Any:
-        """`value` with each string in it guarded, keys too: arguments, and the schemas of other people's tools."""
+        """`value` with every string guarded, including keys: for arguments and the schemas of user tools."""
         if isinstance(value, str):
             return self.guard(value)
         if isinstance(value, dict):
@@ -63,7 +63,7 @@ class ControlTokens:
         return value
 
     def encode(self, text: str, end_text: str) -> list[int]:
-        """The tokens of rendered text. Pieces are encoded as what they are, the middle of something."""
+        """The tokens of rendered text. Each piece is encoded as a continuation, not as the start of a text."""
         first, *rest = text.split(GUARD_MARK)
         ids = self._encode(first)
         for piece in rest:
@@ -72,12 +72,12 @@ class ControlTokens:
         return ids
 
     def _guard_end(self, text: str) -> str:
-        """A string that ends as a control token begins must not be completed by what a template writes after it."""
+        """Guard a string that ends like the start of a control token, so that text after it cannot complete it."""
         body = text.rstrip()
         for n in range(min(self._longest, len(body)), 0, -1):
             if body[-n:] in self._beginnings:
-                at = len(body) - n + 1
-                return text[:at] + GUARD_MARK + text[at:]
+                position = len(body) - n + 1
+                return text[:position] + GUARD_MARK + text[position:]
         return text
 
     def _has_control_token(self, text: str) -> bool:
@@ -85,13 +85,13 @@ class ControlTokens:
         return any(i in self.ids and i != unknown for i in self._encode(text))
 
     def _encode(self, text: str) -> list[int]:
-        # Not verbose: what is too long for the model is said by whoever asks it, not by the tokenizer's warning.
+        # Not verbose: the policy reports prompts that are too long for the model, so the tokenizer need not warn.
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return ids
 
 
 def strip_guard_marks(text: str) -> str:
-    """Rendered text as people read it."""
+    """Rendered text without the marks."""
     return text.replace(GUARD_MARK, "")
 
 
@@ -100,6 +100,6 @@ def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
-def _insert_mark(found: re.Match[str]) -> str:
-    text = found.group()
+def _insert_mark(match: re.Match[str]) -> str:
+    text = match.group()
     return text[0] + GUARD_MARK + text[1:] if len(text) > 1 else "\ufffd"

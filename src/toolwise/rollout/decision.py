@@ -1,4 +1,4 @@
-"""What a policy answered, read and found whole: between a policy and the request that asked it."""
+"""`PolicyDecision`: a policy's answer, validated for the rollout request that asked for it."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ PolicyAnswer = tuple[dict[str, Any], str | None, dict[str, Any] | None, float | 
 
 
 class PolicyDecision(NamedTuple):
-    """An action and what came with it. A tuple, since one is made every turn."""
+    """An action with its raw text, log-probs and value estimate. A tuple, because one is created every turn."""
 
     action: dict[str, Any]
     raw: str | None
     logprobs: dict[str, Any] | None
     value: float | None
     message: Message
-    """The action as the conversation has it."""
+    """The action as an assistant message."""
 
     @classmethod
     def from_answer(cls, answer: PolicyAnswer) -> PolicyDecision:
-        """Raises where the policy's word makes no sense."""
+        """Raises ValueError if the policy's answer is malformed."""
         action, raw, logprobs, value = answer
         if action["type"] not in ("text", "tool_call", "terminate"):
-            raise ValueError(f"an action of type {action['type']!r}; give text, tool_call or terminate")
+            raise ValueError(f"unknown action type {action['type']!r}: use text, tool_call or terminate")
         if raw is not None and not isinstance(raw, str):
-            raise ValueError(f"a raw output of type {type(raw).__name__}; give a string or None")
+            raise ValueError(f"raw output must be a string or None, not {type(raw).__name__}")
         if logprobs is not None and not isinstance(logprobs, dict):
-            raise ValueError(f"log-probs of type {type(logprobs).__name__}; give a TokenLogprobs or None")
+            raise ValueError(f"log-probs must be a TokenLogprobs or None, not {type(logprobs).__name__}")
         if logprobs is not None:
             for key in ("prompt_ids", "token_ids"):
-                count_tokens(logprobs, key)  # where that fails, it is here that it can still be told whose fault it is
-        given = action.get("tool_calls") or ()
-        calls = [call if isinstance(call, ToolCall) else ToolCall.model_validate(call) for call in given]
-        if action["type"] == "tool_call" and not calls:  # one call may be told by its name and arguments alone
+                count_tokens(logprobs, key)  # raises here if malformed, where the policy can still be blamed
+        raw_calls = action.get("tool_calls") or ()
+        calls = [call if isinstance(call, ToolCall) else ToolCall.model_validate(call) for call in raw_calls]
+        if action["type"] == "tool_call" and not calls:  # a single call may be given by name and arguments alone
             calls = [ToolCall(id="call_0", name=action["name"], arguments=action.get("arguments") or {})]
         if calls:
             action = {**action, "tool_calls": calls}
         content = action.get("content") or ""
         if not isinstance(content, str):
-            raise ValueError(f"content of type {type(content).__name__}; give a string")
-        thought = action.get("reasoning_content") or None
-        if thought is not None and not isinstance(thought, str):
-            raise ValueError(f"reasoning_content of type {type(thought).__name__}; give a string")
-        said = Message.unchecked("assistant", content, tool_calls=calls or None, reasoning_content=thought)
-        return cls(action, raw, logprobs, value, said)
+            raise ValueError(f"content must be a string, not {type(content).__name__}")
+        reasoning = action.get("reasoning_content") or None
+        if reasoning is not None and not isinstance(reasoning, str):
+            raise ValueError(f"reasoning_content must be a string, not {type(reasoning).__name__}")
+        message = Message.unchecked("assistant", content, tool_calls=calls or None, reasoning_content=reasoning)
+        return cls(action, raw, logprobs, value, message)
 
     @property
     def sampled_tokens(self) -> int:
@@ -53,11 +53,11 @@ class PolicyDecision(NamedTuple):
 
     @property
     def hit_length_limit(self) -> bool:
-        """The reply reached its length before its end."""
+        """The reply was cut off at its length limit."""
         return (self.logprobs or {}).get("finish_reason") == "length"
 
 
 def count_tokens(logprobs: dict[str, Any] | None, key: str) -> int:
-    """How many ids there are under `key`; none where the policy gives none."""
+    """Number of ids under `key`; 0 if the policy gives none."""
     ids = (logprobs or {}).get(key)
     return 0 if ids is None else len(ids)

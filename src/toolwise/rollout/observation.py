@@ -1,4 +1,4 @@
-"""What a world says, as messages: no longer than any model could read, and without halves of characters."""
+"""Observations as messages, truncated to `MAX_OBSERVATION_CHARS` and free of lone surrogates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from toolwise.untrusted.bounds import MAX_OBSERVATION_CHARS, truncate_text
 
 
 def observation_messages(observation: str | Sequence[Message]) -> Iterable[Message]:
-    """A text is the user's word; nothing said is no message."""
+    """A string becomes a user message; an empty one gives no message."""
     if isinstance(observation, str):
         return [Message(role="user", content=truncate_text(observation, MAX_OBSERVATION_CHARS))] if observation else []
     return map(_truncate, as_messages(observation))

@@ -1,10 +1,10 @@
-"""Between rollouts and training: complete groups, a bounded number of them, none staler than allowed.
+"""Queue between rollouts and training: holds a bounded number of complete groups, none staler than allowed.
 
-Staleness is bounded by admission and not by throwing work away. An update uses `per_update` groups, so the groups that
-the next v updates will use are known in advance: the k-th group to be admitted is learned from at version
-k // per_update at the latest. It is let in only once that is at most `max_staleness` ahead of the current version.
-Groups that were taken and not learned from give their place back. Given out as they finish, a slow group could be
-passed by for ever: a faster one waits where the slow one will need its place.
+Staleness is bounded by admission, not by discarding work. An update uses `per_update` groups, so the groups that the
+next v updates will use are known in advance: the k-th admitted group is trained on at version k // per_update at the
+latest. It is admitted only once that is at most `max_staleness` ahead of the current version. Groups that were taken
+but not trained on give their slot back. In order of completion a slow group could be overtaken forever, so a faster
+group waits when the slow one will need its slot.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Order = Literal["admitted", "finished"]
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """The right to make one group: its number, and the policy's version when it was given."""
+    """Permission to produce one group: its number, and the policy version at admission."""
 
     number: int
     version: int
@@ -31,27 +31,27 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class Delivery(Generic[T]):
-    """A complete group as the trainer takes it."""
+    """A complete group as the trainer receives it."""
 
     ticket: Ticket
     group: T
     staleness: int
-    """Updates made between the group's admission and now."""
+    """Updates between the group's admission and now."""
 
 
 class RolloutQueue(Generic[T]):
-    """`admit` before a group is begun, `put` when it is complete, `take` to learn from it, `advance` after the update,
-    which takes `per_update` groups.
+    """`admit` before starting a group, `put` when it is complete, `take` to train on it, `advance` after the update,
+    which uses `per_update` groups.
 
-    `capacity` bounds the groups that are under way or waiting. `order` gives them out as they were admitted, or as they
-    were finished. One producer's fault is passed to the trainer by `fail`.
+    `capacity` bounds the groups in progress or waiting. `order` delivers them in order of admission or of completion.
+    `fail` passes a producer's error to the trainer.
     """
 
     def __init__(
         self, *, per_update: int, capacity: int | None = None, max_staleness: int = 0, order: Order = "admitted"
     ) -> None:
         if per_update < 1 or max_staleness < 0 or (capacity is not None and capacity < 1):
-            raise ToolwiseError("a queue needs per_update and capacity of 1 or more, and a max_staleness of 0 or more")
+            raise ToolwiseError("per_update and capacity must be at least 1, and max_staleness at least 0")
         self.per_update, self.max_staleness, self.order = per_update, max_staleness, order
         self.capacity = capacity if capacity is not None else per_update * (1 + max_staleness)
         self.version = 0
@@ -61,7 +61,7 @@ class RolloutQueue(Generic[T]):
         self._complete: dict[int, tuple[Ticket, T]] = {}
         self._next = 0
         self._remaining = per_update
-        """Groups that the coming update still wants."""
+        """Groups that the coming update still needs."""
         self._skipped: set[int] = set()
         self._fault: BaseException | None = None
         self._waiters: list[asyncio.Future[None]] = []
@@ -72,7 +72,7 @@ class RolloutQueue(Generic[T]):
 
     @property
     def waiting(self) -> int:
-        """Complete groups that nobody has taken yet."""
+        """Complete groups that have not been taken yet."""
         return len(self._complete)
 
     @property
@@ -81,7 +81,7 @@ class RolloutQueue(Generic[T]):
         return fresh and self.in_progress + self.waiting < self.capacity
 
     async def admit(self) -> Ticket:
-        """Waits until a group that is begun now will be fresh enough when it is learned from."""
+        """Wait until a group started now will be fresh enough when it is trained on."""
         await self._until(lambda: self._can_admit)
         ticket = Ticket(self._admitted, self.version)
         self._admitted += 1
@@ -89,29 +89,29 @@ class RolloutQueue(Generic[T]):
         return ticket
 
     def put(self, ticket: Ticket, group: T) -> None:
-        """A complete group. Each ticket brings one, once."""
+        """Add a complete group. Each ticket is good for one."""
         self._remove_ticket(ticket)
         self._complete[ticket.number] = (ticket, group)
         self._wake_waiters()
 
     def withdraw(self, ticket: Ticket) -> None:
-        """The group cannot be had: its place is free again."""
+        """The group will not be produced: its slot is free again."""
         self._remove_ticket(ticket)
         self._skipped.add(ticket.number)
         self._returned += 1
         self._wake_waiters()
 
     def fail(self, fault: BaseException) -> None:
-        """No more groups will come: whoever waits for one hears why."""
+        """No more groups will come: `take` raises `fault`."""
         self._fault = fault
         self._wake_waiters()
 
     async def take(self, count: int) -> list[Delivery[T]]:
-        """`count` complete groups, as soon as there are so many."""
+        """Wait for `count` complete groups and return them."""
         if count > min(self._remaining, self.capacity):
             raise ToolwiseError(
-                f"{count} groups at once never come: the update wants {self._remaining} more, and {self.capacity} "
-                f"fit in"
+                f"cannot take {count} groups at once: the update needs {self._remaining} more, and the queue holds "
+                f"{self.capacity}"
             )
         await self._until(lambda: len(self._ready_numbers(count)) == count or self._fault is not None)
         numbers = self._ready_numbers(count)
@@ -127,7 +127,7 @@ class RolloutQueue(Generic[T]):
         return [Delivery(ticket, group, self.version - ticket.version) for ticket, group in taken]
 
     def return_unused(self, count: int) -> None:
-        """Of what was taken, so many groups were not learned from: as many more may come for this update."""
+        """`count` of the taken groups were not trained on: as many more may come for this update."""
         self._returned += count
         self._remaining += count
         self._wake_waiters()
@@ -139,7 +139,7 @@ class RolloutQueue(Generic[T]):
         self._wake_waiters()
 
     def state_dict(self) -> dict[str, int]:
-        """Between updates. Groups under way or waiting are not in it: whoever resumes begins them again."""
+        """Call it between updates. Groups in progress or waiting are not included: a resumed run starts them again."""
         unfinished = self.in_progress + self.waiting
         return {
             "version": self.version,
@@ -151,7 +151,7 @@ class RolloutQueue(Generic[T]):
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.version = state["version"]
         self._admitted = self._next = state["admitted"]
-        # Past updates count as if they had used as many groups as the coming ones, which may be of another size.
+        # Past updates count as if they had used as many groups as the coming ones, whose size may differ.
         self._returned = state["given_back"] - self.version * (
             self.per_update - state.get("per_update", self.per_update)
         )
@@ -159,36 +159,36 @@ class RolloutQueue(Generic[T]):
     def _ready_numbers(self, count: int) -> list[int]:
         if self.order == "finished":
             return self._ready_by_finish_order(count)
-        found: list[int] = []
+        ready: list[int] = []
         number = self._next
-        while len(found) < count and (number in self._complete or number in self._skipped):
+        while len(ready) < count and (number in self._complete or number in self._skipped):
             if number in self._complete:
-                found.append(number)
+                ready.append(number)
             number += 1
-        return found
+        return ready
 
     def _ready_by_finish_order(self, count: int) -> list[int]:
-        """As they were finished, but for those whose place will be needed by others that grow too old before them."""
+        """In order of completion, but without taking the slots of groups that become too stale first."""
         tickets = [*self._in_progress.values(), *(ticket for ticket, _ in self._complete.values())]
-        ages = Counter(self._updates_left(ticket) for ticket in tickets)
-        spare, due = [], 0  # after how many more updates -> places until then, less the groups that must be out by then
+        deadlines = Counter(self._updates_left(ticket) for ticket in tickets)
+        spare, due = [], 0  # after i more updates: slots until then, minus the groups that must be out by then
         for updates in range(self.max_staleness):
-            due += ages[updates]
+            due += deadlines[updates]
             spare.append(self._remaining + updates * self.per_update - due)
-        found: list[int] = []
+        ready: list[int] = []
         for number, (ticket, _) in self._complete.items():
-            before = self._updates_left(ticket)
-            if len(found) < count and min(spare[:before], default=1) > 0:
-                found.append(number)
-                spare[:before] = [places - 1 for places in spare[:before]]
-        return found
+            updates_left = self._updates_left(ticket)
+            if len(ready) < count and min(spare[:updates_left], default=1) > 0:
+                ready.append(number)
+                spare[:updates_left] = [slots - 1 for slots in spare[:updates_left]]
+        return ready
 
     def _updates_left(self, ticket: Ticket) -> int:
-        """How many updates a group may still miss."""
+        """Number of updates a group may still miss."""
         return max(0, ticket.version + self.max_staleness - self.version)
 
     async def _until(self, ready: Callable[[], bool]) -> None:
-        """First come, first served: those who wait are woken in order, and each looks again."""
+        """First come, first served: waiters are woken in order, and each checks again."""
         while not ready():
             woken = asyncio.get_running_loop().create_future()
             self._waiters.append(woken)
@@ -198,10 +198,10 @@ class RolloutQueue(Generic[T]):
                 self._waiters.remove(woken)
 
     def _wake_waiters(self) -> None:
-        for listener in self._waiters:
-            if not listener.done():
-                listener.set_result(None)
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
     def _remove_ticket(self, ticket: Ticket) -> None:
         if self._in_progress.pop(ticket.number, None) is None:
-            raise ToolwiseError(f"group {ticket.number} is not under way: a ticket brings one group, once")
+            raise ToolwiseError(f"group {ticket.number} is not in progress: each ticket is good for one group")

@@ -38,14 +38,12 @@ log = logging.getLogger("toolwise.rollout")
 T = TypeVar("T")
 
 _YIELD_INTERVAL_S = 0.002
-"""After which an episode lets the others have their turn, whatever it does."""
+"""An episode that never waits yields to the others after this long."""
 CLOSE_TIMEOUT_S = 30.0
-"""What the last rewards and the release of an episode's tools may take, each, after its end."""
+"""Time limit for the final rewards, and again for releasing the tools, after an episode has ended."""
 
 
 class RequestState(StrEnum):
-    """Where an episode stands."""
-
     PENDING = "pending"
     RUNNING = "running"
     TOOL_CALLING = "tool_calling"
@@ -59,7 +57,7 @@ class AsyncRolloutRequest:
 
     `run` plays the whole episode; `start`, `decide`, `act` and `finish` are its parts, for callers that run many in
     lock step. They raise only when cancelled from outside: any fault becomes a `stop_reason`. `deadline_s` covers the
-    whole episode, waiting included; afterwards its tools still give their rewards and are released, each within
+    whole episode, waiting included; then the tools report their rewards and are released, each within
     `close_timeout_s`.
     """
 
@@ -103,7 +101,7 @@ class AsyncRolloutRequest:
         self._session: AgentPolicy | None = None
         self._decision: PolicyDecision | None = None
         self._pending_observation: Prefix[Message] | None = None
-        """What the policy saw of a step that is not noted yet."""
+        """What the policy saw before a step that is not recorded yet."""
         self._state_key: str | None = None
         self._counts = CallCounts()
         self._started_at: float | None = None
@@ -117,11 +115,11 @@ class AsyncRolloutRequest:
 
     @property
     def done(self) -> bool:
-        """Whether it is over, or coming to its end."""
+        """Whether the episode has ended or is ending."""
         return self.stop_reason is not None or self._finish_task is not None
 
     async def run(self) -> None:
-        """From beginning to end."""
+        """Play the episode from start to finish."""
         try:
             await self._run_until_deadline(self._drive())
         finally:
@@ -137,7 +135,7 @@ class AsyncRolloutRequest:
         await self._run_until_deadline(self._act())
 
     async def finish(self) -> None:
-        """Ask for the last rewards and free the world: once, and to the end, however often somebody cancels."""
+        """Collect final rewards and release the environment: once, and completely even if the caller is cancelled."""
         if self._finish_task is None:
             self._finish_task = spawn(self._finish())
         cancelled = False
@@ -152,18 +150,18 @@ class AsyncRolloutRequest:
     def stop(self, reason: StopReason, fault: str | None = None) -> None:
         self.stop_reason, self.fault = reason, fault or self.fault
 
-    # The course of an episode. Everything runs in one task, so that a turn costs little; the deadline is kept from
-    # outside. Work that did not heed it may come back long after the episode is over: it finds `_finish_task` set.
+    # The episode itself. Everything runs in one task, so that a turn is cheap; the deadline is enforced from outside.
+    # Work that ignored its cancellation may return long after the episode has ended: it finds `_finish_task` set.
 
     async def _drive(self) -> None:
         await self._start()
-        turn_ends = self._now() + _YIELD_INTERVAL_S
+        yield_at = self._now() + _YIELD_INTERVAL_S
         while not self.done:
             await self._decide()
             await self._act()
-            if self._now() > turn_ends:  # a policy and a world that never wait must not keep others, and the clock, out
+            if self._now() > yield_at:  # let other episodes and timers run even if this one never waits
                 await asyncio.sleep(0)
-                turn_ends = self._now() + _YIELD_INTERVAL_S
+                yield_at = self._now() + _YIELD_INTERVAL_S
 
     async def _start(self) -> None:
         self._now()
@@ -186,7 +184,7 @@ class AsyncRolloutRequest:
             self.messages.extend(observation_messages(observation))
 
     async def _decide(self) -> None:
-        """Ask the policy."""
+        """Get the next action from the policy."""
         if self.done:
             return
         try:
@@ -197,7 +195,7 @@ class AsyncRolloutRequest:
         try:
             if self._session is None:
                 self._session = self._open_session()
-            if self.limits.model.limit is not None:  # asked here and not there: a coroutine a turn is worth the words
+            if self.limits.model.limit is not None:  # checked here to save a coroutine per turn
                 await self._slot.acquire(self.limits.model)
             try:
                 answer = await self._session.get_action(Prefix(self.messages), specs)
@@ -210,7 +208,7 @@ class AsyncRolloutRequest:
         _raise_if_cancelled()
 
     async def _act(self) -> None:
-        """Carry out what was decided, and note the step, whatever came of it."""
+        """Carry out the decision and record the step, whatever the outcome."""
         decision = self._decision
         if decision is None or self.done:
             return
@@ -227,17 +225,17 @@ class AsyncRolloutRequest:
         except BaseException as fault:
             self._record_fault(fault, StopReason.ENV_FAULT, "step: ")
         _raise_if_cancelled()
-        self._record_step(None, {})  # where the world failed: what was decided is kept all the same
+        self._record_step(None, {})  # the environment failed: record the decision all the same
 
     async def _step_env(self, decision: PolicyDecision) -> None:
         action, env = decision.action, self.env
         interacting = env.phase_of(action) == "interaction"
         self._set_state(RequestState.INTERACTING if interacting else RequestState.TOOL_CALLING)
-        move = action if env.structured_actions else action.get("content") or ""
+        env_action = action if env.structured_actions else action.get("content") or ""
         if self.limits.env.limit is not None:
             await self._slot.acquire(self.limits.env)
         try:
-            observation, reward, env_done, info = await env.step(move)
+            observation, reward, env_done, info = await env.step(env_action)
         finally:
             self._slot.release()
         if self._finish_task is not None:
@@ -254,55 +252,55 @@ class AsyncRolloutRequest:
         self._record_step(reward, info)
 
     def _open_session(self) -> AgentPolicy:
-        if not hasattr(self.policy, "session"):  # what `isinstance(…, SessionPolicy)` asks, at a hundredth of its cost
+        if not hasattr(self.policy, "session"):  # same as isinstance(…, SessionPolicy), 100 times faster
             return self.policy
         policy = cast("SessionPolicy", self.policy)
-        # Ids that came with the task stand for its own prompt: neither for a routed one, nor for what `reset` added.
-        own = self.task.prompt_ids is not None and self.messages == list(self.task.prompt)
-        prompt_ids = self.task.prompt_ids if own else None
+        # prompt_ids belong to the task's original prompt, not to a routed one or to what `reset` added.
+        unchanged = self.task.prompt_ids is not None and self.messages == list(self.task.prompt)
+        prompt_ids = self.task.prompt_ids if unchanged else None
         return policy.session(seed=self.seed, do_sample=self.do_sample, prompt_ids=prompt_ids)
 
-    # What goes wrong.
+    # Faults.
 
     async def _run_until_deadline(self, work: Coroutine[Any, Any, None]) -> None:
-        """A part of the episode, ended at its deadline."""
+        """Run a part of the episode until the deadline."""
         late = TimeoutError(f"the episode took longer than {self.deadline_s:g} s")
-        left = self.deadline_s - (self._now() - (self._started_at or 0.0))
+        remaining_s = self.deadline_s - (self._now() - (self._started_at or 0.0))
         try:
-            await run_with_deadline(left, work, late)
+            await run_with_deadline(remaining_s, work, late)
         except Exception as fault:
-            if fault is not late:  # other people's faults are told where they happen: this one is ours
+            if fault is not late:  # errors in user code are recorded where they happen: this one is ours
                 log.error("%s\n%s", self.rollout_id, format_with_traceback(fault))
             self.stop(*((StopReason.DEADLINE, str(late)) if fault is late else (StopReason.ENV_FAULT, describe(fault))))
         finally:
-            self._slot.release()  # in the name of work that was left behind: it must not keep the others out for ever
+            self._slot.release()  # on behalf of abandoned work, which must not block the others forever
 
     def _record_fault(self, fault: BaseException, default_reason: StopReason, where: str = "") -> None:
-        """A fault in other people's code is a typed outcome, never a crash of the run."""
+        """An error in user code becomes a stop reason; it never crashes the run."""
         if isinstance(fault, asyncio.CancelledError):
             _raise_if_cancelled()
         if is_closing(fault):
             raise fault
-        reason, said = default_reason, f"{where}{describe(as_exception(fault))}"
+        reason, message = default_reason, f"{where}{describe(as_exception(fault))}"
         if isinstance(fault, ContextFullError):
-            reason, said = StopReason.MAX_TOKENS if self.steps else StopReason.PROMPT_TOO_LONG, str(fault)
+            reason, message = StopReason.MAX_TOKENS if self.steps else StopReason.PROMPT_TOO_LONG, str(fault)
         if self._finish_task is None:
-            self.stop(reason, said)
+            self.stop(reason, message)
 
-    # The end.
+    # Ending.
 
     async def _finish(self) -> None:
-        if self._pending_observation is not None:  # the deadline, or somebody, ended the step before it was noted
+        if self._pending_observation is not None:  # the step was cut off before it was recorded
             self._record_step(None, {})
         try:
-            given = await self._with_close_timeout(call_user_code(self.env.final_rewards))
-            self.tool_rewards = {name: reward for name in given if (reward := validate_reward(given[name])) is not None}
-        except Exception as fault:  # no reward to be had from a broken tool: say so and leave it out of the update
+            raw = await self._with_close_timeout(call_user_code(self.env.final_rewards))
+            self.tool_rewards = {name: reward for name in raw if (reward := validate_reward(raw[name])) is not None}
+        except Exception as fault:  # a broken tool gives no reward: report it and leave the episode out of the update
             if self.stop_reason is None or self.stop_reason.trainable:
                 self.stop(StopReason.ENV_FAULT, f"calc_reward: {describe(fault)}")
         try:
             await self._with_close_timeout(call_user_code(self.env.close))
-        except Exception as fault:  # the episode is over and whole; what could not be freed is still said
+        except Exception as fault:  # the episode itself is complete; still report what could not be released
             self.fault = self.fault or f"close: {describe(fault)}"
             log.warning("task %s: %s", self.task.task_id, self.fault)
         self._ended_at = self._now()
@@ -320,7 +318,7 @@ class AsyncRolloutRequest:
         )
 
     def to_rollout(self) -> Rollout:
-        """What the episode came to."""
+        """The finished episode as a `Rollout`."""
         return Rollout(
             rollout_id=self.rollout_id,
             group_id=self.group_id,
@@ -339,13 +337,13 @@ class AsyncRolloutRequest:
 
     @property
     def usage(self) -> Usage:
-        began = self._started_at if self._started_at is not None else self._now()
-        return self._counts.usage(self.steps, (self._ended_at if self._ended_at is not None else self._now()) - began)
+        start = self._started_at if self._started_at is not None else self._now()
+        return self._counts.usage(self.steps, (self._ended_at if self._ended_at is not None else self._now()) - start)
 
     # Bookkeeping.
 
     def _now(self) -> float:
-        """The event loop's own clock, which a simulation may set."""
+        """The event loop's clock, which a simulation may control. The first call starts the episode's time."""
         now = asyncio.get_running_loop().time()
         if self._started_at is None:
             self._started_at = now
@@ -357,13 +355,13 @@ class AsyncRolloutRequest:
             return
         try:
             call_user_code(self.on_state, self)
-        except Exception as fault:  # whoever watches an episode must not end it
+        except Exception as fault:  # a failing callback must not end the episode
             log.warning("%s: on_state: %s", self.rollout_id, describe(fault))
 
     def _record_step(self, reward: float | None, info: dict[str, Any]) -> None:
-        """Write the step down: once, and not after the end."""
-        decision, seen = self._decision, self._pending_observation
-        if decision is None or seen is None:
+        """Append the step: once, and not after the end."""
+        decision, observation = self._decision, self._pending_observation
+        if decision is None or observation is None:
             return
         self._decision = self._pending_observation = None
         if self._state_key is not None:
@@ -371,7 +369,7 @@ class AsyncRolloutRequest:
         self.steps.append(
             StepData.unchecked(
                 system_step_index=len(self.steps),
-                observation_data=seen,
+                observation_data=observation,
                 action_taken=decision.action,
                 raw_policy_output=decision.raw,
                 resulting_messages_history=Prefix(self.messages),

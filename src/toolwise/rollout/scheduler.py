@@ -1,4 +1,4 @@
-"""Many episodes at once: `n` a prompt, given back in the order (prompt, offset) whatever finished first."""
+"""Runs many episodes at once: `n` per prompt, returned in order of (prompt, offset) whatever finished first."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ _GC_THRESHOLD = 50_000
 
 @dataclass(frozen=True, slots=True)
 class RolloutScheduler:
-    """Runs the episodes of a batch. `lock_step` makes all take each turn together: slower tools hold the others up,
-    and the batches the model sees no longer depend on timing."""
+    """Runs the episodes of a batch. With `lock_step` all episodes take each turn together: slow tools hold up the
+    others, but the batches the model sees no longer depend on timing."""
 
     policy: AgentPolicy
     tools: Mapping[str, BaseTool]
@@ -38,15 +38,15 @@ class RolloutScheduler:
     deadline_s: float = 600.0
     tool_timeout_s: float = 30.0
     max_tokens: int | None = None
-    """Sampled tokens of one episode."""
+    """Sampled tokens per episode."""
     max_invalid_in_a_row: int = 3
     max_result_chars: int = 4000
     limits: Limits = field(default_factory=Limits)
     make_env: Callable[[RouteDecision], BaseEnv] | None = None
-    """The world of an episode; without it the tools are the world."""
+    """Creates the environment of an episode; by default a `ToolEnv` over `tools`."""
     lock_step: bool = False
     on_state: StateCallback | None = None
-    """Told of every change of every request's state."""
+    """Called on every state change of every request."""
 
     async def roll_out(
         self,
@@ -55,7 +55,7 @@ class RolloutScheduler:
         do_sample: bool = True,
         on_done: Callable[[Rollout], None] = lambda rollout: None,
     ) -> list[Rollout]:
-        """All rollouts, in order."""
+        """Run all episodes and return their rollouts in order."""
         groups = [group async for group in self.groups(decisions, do_sample=do_sample, on_done=on_done)]
         return sorted(
             (rollout for group in groups for rollout in group), key=lambda r: (r.batch_data_id, r.rollout_offset)
@@ -68,7 +68,7 @@ class RolloutScheduler:
         do_sample: bool = True,
         on_done: Callable[[Rollout], None] = lambda rollout: None,
     ) -> AsyncIterator[list[Rollout]]:
-        """The rollouts of each decision, as groups become complete. Whoever stops listening ends the rest."""
+        """Yield the rollouts of each decision as groups become complete. Closing the iterator cancels the rest."""
         requests = self.requests(decisions, do_sample=do_sample)
         if self.lock_step:
             for rollouts in await self._run_lock_step(requests, len(decisions)):
@@ -77,44 +77,44 @@ class RolloutScheduler:
                 yield rollouts
             return
         gate = Gate(self.max_concurrent)
-        whole: asyncio.Queue[list[Rollout] | BaseException] = asyncio.Queue()
-        missing = {place: decision.n for place, decision in enumerate(decisions)}
-        done: dict[int, list[Rollout]] = {place: [] for place in missing}
-        for n in missing.values():
-            if n == 0:  # nobody will ever complete it
-                whole.put_nowait([])
+        completed: asyncio.Queue[list[Rollout] | BaseException] = asyncio.Queue()
+        group_sizes = {index: decision.n for index, decision in enumerate(decisions)}
+        finished: dict[int, list[Rollout]] = {index: [] for index in group_sizes}
+        for n in group_sizes.values():
+            if n == 0:  # no request will ever complete it
+                completed.put_nowait([])
 
         async def run(request: AsyncRolloutRequest) -> None:
             async with gate:
                 await request.run()
             rollout = request.to_rollout()
             call_user_code(on_done, rollout)
-            group = done[request.batch_data_id]
+            group = finished[request.batch_data_id]
             group.append(rollout)
-            if len(group) == missing[request.batch_data_id]:
-                whole.put_nowait(sorted(done.pop(request.batch_data_id), key=lambda r: r.rollout_offset))
+            if len(group) == group_sizes[request.batch_data_id]:
+                completed.put_nowait(sorted(finished.pop(request.batch_data_id), key=lambda r: r.rollout_offset))
 
-        def tell(task: asyncio.Task[None]) -> None:
+        def report_failure(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and task.exception() is not None:
-                whole.put_nowait(task.exception() or RuntimeError())
+                completed.put_nowait(task.exception() or RuntimeError())
 
         tasks = [spawn(run(request)) for request in requests]
         for task in tasks:
-            task.add_done_callback(tell)
+            task.add_done_callback(report_failure)
         try:
             with relaxed_gc():
-                for _ in missing:
-                    found = await whole.get()
-                    if isinstance(found, BaseException):
-                        raise found
-                    yield found
+                for _ in group_sizes:
+                    group_or_error = await completed.get()
+                    if isinstance(group_or_error, BaseException):
+                        raise group_or_error
+                    yield group_or_error
         finally:
             for task in tasks:
                 task.cancel()
-            await _wait_all(tasks)  # each frees its tools before the fault, or the cancellation, goes on
+            await _wait_all(tasks)  # each releases its tools before the error or cancellation propagates
 
     def requests(self, decisions: Sequence[RouteDecision], *, do_sample: bool = True) -> list[AsyncRolloutRequest]:
-        """`n` requests a decision, ready to run; all of one decision see the same world."""
+        """`n` requests per decision, ready to run; all requests of a decision see the same environment."""
         return [
             self._request(decision, batch_data_id, offset, do_sample)
             for batch_data_id, decision in enumerate(decisions)
@@ -122,7 +122,7 @@ class RolloutScheduler:
         ]
 
     async def _run_lock_step(self, requests: Sequence[AsyncRolloutRequest], groups: int) -> list[list[Rollout]]:
-        """Ended once where somebody cancels, and then waited for: a second cancellation must not reach its work."""
+        """On cancellation, cancel the work once and wait for it: a second cancellation must not reach it."""
         work = spawn(self._run_turns(requests, groups))
         try:
             await asyncio.wait({work})
@@ -178,7 +178,7 @@ class RolloutScheduler:
             return self._tool_env(decision)
         try:
             return call_user_code(self.make_env, decision)
-        except ToolwiseError:  # for a person to put right
+        except ToolwiseError:  # a configuration error for the user to fix
             raise
         except Exception as fault:
             return FailedEnv(fault)
@@ -196,13 +196,13 @@ class RolloutScheduler:
 
 
 class FailedEnv(BaseEnv):
-    """In place of a world that could not be made: its episode ends before it begins."""
+    """Stands in for an environment that could not be created: its episode ends before it starts."""
 
     def __init__(self, fault: Exception) -> None:
         self.fault = fault
 
     async def reset(self) -> str:
-        raise RuntimeError(f"the environment could not be made: {describe(self.fault)}")
+        raise RuntimeError(f"the environment could not be created: {describe(self.fault)}")
 
     async def step(self, action: Any) -> NoReturn:
         raise RuntimeError("there is no environment")
@@ -210,19 +210,19 @@ class FailedEnv(BaseEnv):
 
 @contextmanager
 def relaxed_gc() -> Iterator[None]:
-    """Thousands of episodes keep what they make: looking through all of it for garbage every 700 objects, as Python
-    does by default, takes as long as the work itself."""
-    before = gc.get_threshold()
-    if 0 < before[0] < _GC_THRESHOLD:  # neither switched off nor set higher, by us or by somebody who knows better
-        gc.set_threshold(_GC_THRESHOLD, *before[1:])
+    """Collect garbage less often: thousands of episodes keep what they allocate, and scanning it every 700 objects, as
+    Python does by default, takes as long as the work itself."""
+    previous = gc.get_threshold()
+    if 0 < previous[0] < _GC_THRESHOLD:  # neither disabled nor already set higher
+        gc.set_threshold(_GC_THRESHOLD, *previous[1:])
     try:
         yield
     finally:
-        gc.set_threshold(*before)
+        gc.set_threshold(*previous)
 
 
 async def _wait_all(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """Waits for all to end, however often somebody cancels the waiting."""
+    """Wait for all tasks to finish, however often the caller is cancelled meanwhile."""
     cancelled = False
     while pending := [task for task in tasks if not task.done()]:
         try:

@@ -1,4 +1,4 @@
-"""Steps as JSON lines: written after an episode, read back as they were but for shared memory and packed arrays."""
+"""Save and load steps as JSON lines. They read back equal, except that shared memory and packed arrays are lost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from toolwise.types import StepData
 
 
 def save_steps(path: str | Path, steps: Iterable[StepData]) -> None:
-    """One step a line."""
+    """One step per line."""
     lines = "".join(f"{step.model_dump_json()}\n" for step in steps)
     Path(path).write_text(lines, encoding="utf-8")
 
@@ -26,5 +26,7 @@ def load_steps(path: str | Path) -> Sequence[StepData]:
             except ValidationError as fault:
                 first = fault.errors()[0]
                 where = ".".join(map(str, first["loc"]))
-                raise DataError(f"{path}, line {number}: {where}: {first['msg']}; is it a file of steps?") from None
+                raise DataError(
+                    f"{path}, line {number}: {where}: {first['msg']}; was this file written by save_steps?"
+                ) from None
     return steps

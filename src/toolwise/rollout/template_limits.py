@@ -1,9 +1,9 @@
-"""Chat templates come with a model, and are programs: theirs must end. jinja's sandbox keeps them from the process;
-what it does not bound is time and memory.
+"""Limits on chat templates. They come with a model and are programs: jinja's sandbox keeps them away from the process,
+but does not bound time and memory.
 
-`bound_template` parses a template and puts a check where each loop, call, filter and operator of it computes: CPU time
-and the characters that it makes are counted against a `Budget`, and what one step could make too much of is refused
-before it is made. The tree that comes out is rendered by whoever renders templates, in jinja's sandbox.
+`bound_template` parses a template and inserts a check at each loop, call, filter and operator: CPU time and the
+characters produced are charged to a `Budget`, and an operation that could produce too much at once is refused before it
+runs. The resulting tree is rendered in jinja's sandbox, like any other template.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from jinja2.visitor import NodeTransformer
 from toolwise.errors import TemplateLimitError
 
 MAX_TEMPLATE_CHARS = 200_000
-"""Characters; published ones have up to thirty thousand."""
+"""Published templates have up to thirty thousand."""
 MAX_CPU_S = 10.0
 MAX_RENDER_CHARS = 1 << 28
-"""What all steps of a rendering together may make, beside 256 characters for each of the conversation's."""
+"""Characters that all steps of a rendering may produce, plus 256 per character of the conversation."""
 MAX_STEP_CHARS = 1 << 28
-"""What one step may make."""
+"""Characters that one step may produce."""
 MAX_ITEMS = 1 << 18
-"""In a value with lists and objects in it."""
+"""Items in a nested value."""
 ITEM_CHARS = 16
-"""What one place in a list counts as."""
+"""Characters charged per list item."""
 MAX_BITS = 100_000
 EXPANDING_OPERATIONS = frozenset(
     (
@@ -43,13 +43,13 @@ EXPANDING_OPERATIONS = frozenset(
         *("rjust", "slice", "sum", "translate", "urlize", "wordwrap", "xmlattr", "zfill"),
     )
 )
-"""Filters and methods whose result can be as large as the product of what they are given."""
+"""Filters and methods whose result can be as large as the product of their arguments."""
 _WIDTH = re.compile(r"\d{5,}")
 _current = threading.local()
 
 
 class Budget:
-    """What one rendering may take."""
+    """What one rendering may use."""
 
     def __init__(self, chars: int) -> None:
         self.chars = MAX_RENDER_CHARS + 256 * chars
@@ -60,24 +60,24 @@ class Budget:
         self.chars -= chars
         self.steps += 1
         if self.chars < 0:
-            raise TemplateLimitError("it makes more text than a conversation can be: does it repeat itself?")
+            raise TemplateLimitError("it produces more text than any conversation needs: does it repeat itself?")
         if self.steps % 16 == 0 and time.thread_time() > self._ends:
-            raise TemplateLimitError(f"it has not ended after {MAX_CPU_S:g} s of computing: does it loop for ever?")
+            raise TemplateLimitError(f"it still runs after {MAX_CPU_S:g} s of CPU time: does it loop forever?")
 
 
 @contextmanager
 def budget(chars: int) -> Iterator[None]:
-    """Whatever bounded template is rendered within, by this thread, is held to one budget."""
-    before = getattr(_current, "budget", None)
+    """Bounded templates rendered inside, by this thread, share one budget."""
+    previous = getattr(_current, "budget", None)
     _current.budget = Budget(chars)
     try:
         yield
     finally:
-        _current.budget = before
+        _current.budget = previous
 
 
 def bound_template(source: str) -> nodes.Template:
-    """The template as a tree with checks in it."""
+    """The template as a syntax tree with checks inserted."""
     if len(source) > MAX_TEMPLATE_CHARS:
         raise TemplateLimitError(f"it has {len(source)} characters, more than {MAX_TEMPLATE_CHARS}")
     environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
@@ -86,7 +86,7 @@ def bound_template(source: str) -> nodes.Template:
 
 
 class _GenerationTag(Extension):
-    """{% generation %} marks what the assistant wrote, for masks that are not made here: its body stands alone."""
+    """{% generation %} marks what the assistant wrote, for loss masks, which are not used here: keeps its body."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -112,7 +112,7 @@ class _CheckInserter(NodeTransformer):
     def check_callblock(self, node: nodes.CallBlock) -> nodes.Node:
         call = node.call
         self.check_for(node)
-        node.call = call  # it must stay a call itself: jinja hands it the block
+        node.call = call  # must stay a plain call: jinja passes the block to it
         return node
 
     def check_output(self, node: nodes.Output) -> nodes.Node:
@@ -172,12 +172,12 @@ class _CheckInserter(NodeTransformer):
 
     def check_filter(self, node: nodes.Filter) -> nodes.Node:
         self.generic_visit(node)
-        if node.node is None:  # of a block
+        if node.node is None:  # applied to a block
             if node.name in EXPANDING_OPERATIONS:
-                raise TemplateLimitError(f"the filter {node.name} is not for blocks here")
+                raise TemplateLimitError(f"it applies the filter {node.name} to a block, which is not allowed here")
             return node
-        given = [nodes.ContextReference(), nodes.Const(node.name), node.node, *node.args]
-        return nodes.Call(_imported_name("filtered"), given, node.kwargs, node.dyn_args, node.dyn_kwargs)
+        arguments = [nodes.ContextReference(), nodes.Const(node.name), node.node, *node.args]
+        return nodes.Call(_imported_name("filtered"), arguments, node.kwargs, node.dyn_args, node.dyn_kwargs)
 
 
 def _texts(node: nodes.Node) -> Iterator[nodes.TemplateData]:
@@ -198,23 +198,23 @@ def _call(name: str, *arguments: nodes.Expr) -> nodes.Call:
     return nodes.Call(_imported_name(name), list(arguments), [], None, None)
 
 
-# What follows is called from rendered templates, by name.
+# Rendered templates call the following functions by name.
 
 
 def step(chars: int = 0) -> None:
-    held: Budget | None = getattr(_current, "budget", None)
-    if held is not None:
-        held.step(chars)
+    current: Budget | None = getattr(_current, "budget", None)
+    if current is not None:
+        current.step(chars)
 
 
 def charged(value: Any) -> Any:
-    """A value that holds only what was there before."""
+    """Charge for a value that only holds existing objects."""
     step(_shallow_size(value))
     return value
 
 
 def emit(value: Any) -> Any:
-    """A value that is written out, or that may hold another one more than once."""
+    """Charge for a value that is written out, or that may hold an object more than once."""
     step(size_of(value))
     return value
 
@@ -241,7 +241,7 @@ def mul(left: Any, right: Any) -> Any:
     return charged(left * right)
 
 
-def pow(left: Any, right: Any) -> Any:  # as jinja names it
+def pow(left: Any, right: Any) -> Any:  # jinja's name for it
     if isinstance(left, int) and isinstance(right, int):
         _check_bits(left.bit_length() * abs(right))
     return left**right
@@ -254,13 +254,13 @@ def mod(left: Any, right: Any) -> Any:
 
 
 def called(context: Context, function: Any, /, *arguments: Any, **named: Any) -> Any:
-    """A call by the sandbox, which judges the function; a string's method is looked at first."""
+    """Call through the sandbox, which decides whether the function is safe; string methods are checked here first."""
     kind = type(function)
     inner = getattr(function, "__wrapped__", function) if kind is types.FunctionType else function
     if type(inner) is types.BuiltinMethodType and isinstance(inner.__self__, str):
         _check_arguments(inner.__name__, [inner.__self__, *arguments, *named.values()])
     elif kind is types.FunctionType and function.__name__ == "generate_lorem_ipsum":
-        raise TemplateLimitError("lipsum is not for chat templates")
+        raise TemplateLimitError("it calls lipsum, which is not allowed in chat templates")
     value = context.environment.call(context, function, *arguments, **named)  # type: ignore[attr-defined]
     step(_shallow_size(value))
     return value
@@ -270,7 +270,7 @@ def filtered(context: Context, name: str, /, *arguments: Any, **named: Any) -> A
     function = context.environment.filters.get(name)
     if function is None:
         raise TemplateAssertionError(f"No filter named {name!r}.", 0)
-    if name != "map" or len(arguments) > 1:  # of attributes it makes nothing new
+    if name != "map" or len(arguments) > 1:  # map over an attribute creates nothing new
         _check_arguments(name, [*arguments, *named.values()])
     value = context.call(function, *arguments, **named)
     step(_shallow_size(value))
@@ -298,46 +298,46 @@ written_charged = _written(charged)
 written_emit = emit
 
 
-def _check_arguments(name: str, given: list[Any]) -> None:
+def _check_arguments(name: str, arguments: list[Any]) -> None:
     if name in ("format", "format_map"):
-        _check_format(given[0], given[1:])
+        _check_format(arguments[0], arguments[1:])
     elif name in EXPANDING_OPERATIONS:
-        _check_growth(_growth(name, given), 1)
+        _check_growth(_growth(name, arguments), 1)
     elif name in ("string", "tojson", "pprint"):
-        step(sum(map(size_of, given)))
+        step(sum(map(size_of, arguments)))
 
 
-def _growth(name: str, given: list[Any]) -> int:
-    """An upper bound of what the filter or method makes of what it is given."""
-    if name == "replace" and all(isinstance(value, str) for value in given[:3]) and len(given) > 2:
-        text, old, new = map(str, given[:3])
+def _growth(name: str, arguments: list[Any]) -> int:
+    """An upper bound on the size of the result of a filter or method."""
+    if name == "replace" and all(isinstance(value, str) for value in arguments[:3]) and len(arguments) > 2:
+        text, old, new = map(str, arguments[:3])
         return len(text) + text.count(old) * len(new)
     if name == "join":
-        glue = sum(len(value) for value in given if isinstance(value, str))
-        lists = [value for value in given if isinstance(value, list | tuple | dict)]
+        glue = sum(len(value) for value in arguments if isinstance(value, str))
+        lists = [value for value in arguments if isinstance(value, list | tuple | dict)]
         return sum(size_of(value) + len(value) * glue for value in lists)
     product = 1
-    for value in given:
+    for value in arguments:
         product *= max(1, abs(value) if isinstance(value, int) else size_of(value))
     return product
 
 
 def size_of(value: Any) -> int:
-    """Characters that it is written with, or nearly; what is larger than a rendering may be is refused on the way."""
+    """Approximate number of characters the value is written with; raises on values larger than a rendering may be."""
     if isinstance(value, str):
         return len(value)
-    size, seen, waiting = 0, 0, [value]
-    while waiting:
-        item = waiting.pop()
+    size, seen, pending = 0, 0, [value]
+    while pending:
+        item = pending.pop()
         size += len(item) if isinstance(item, str) else 1
         if isinstance(item, dict):
-            waiting += item.keys()
-            waiting += item.values()
+            pending += item.keys()
+            pending += item.values()
         elif isinstance(item, list | tuple):
-            waiting += item
+            pending += item
         seen += 1
-        if len(waiting) + seen > MAX_ITEMS:
-            raise TemplateLimitError("it makes a value that is larger than a conversation can be")
+        if len(pending) + seen > MAX_ITEMS:
+            raise TemplateLimitError("it builds a value larger than any conversation")
     return size
 
 
@@ -349,7 +349,7 @@ def _shallow_size(value: Any) -> int:
 
 def _check_growth(size: int, times: int) -> None:
     if size * times > MAX_STEP_CHARS:
-        raise TemplateLimitError("it makes more text in one step than a conversation can be")
+        raise TemplateLimitError("it produces more text in one step than any conversation needs")
 
 
 def _check_format(text: str, values: Any) -> None:
@@ -360,4 +360,4 @@ def _check_format(text: str, values: Any) -> None:
 
 def _check_bits(bits: int) -> None:
     if bits > MAX_BITS:
-        raise TemplateLimitError("it computes with numbers of more than thirty thousand digits")
+        raise TemplateLimitError("it computes with numbers of more than 30,000 digits")

@@ -1,4 +1,4 @@
-"""When an episode ends, and why: each ending a `StopReason`, asked for before and after the world has its turn."""
+"""When an episode ends, and why: rules checked before and after the environment acts, each with its `StopReason`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from toolwise.untrusted.patterns import Pattern
 
 @dataclass(slots=True)
 class Termination:
-    """One episode's endings. It counts; the deadline, and faults, are the request's own business."""
+    """Termination rules and counters of one episode. The request itself handles the deadline and faults."""
 
     max_steps: int = 10
     max_tokens: int | None = None
-    """Sampled over the whole episode."""
+    """Sampled tokens over the whole episode."""
     regex: Pattern | re.Pattern[str] | None = None
-    """A task's is a `Pattern`, matched in linear time: it comes with the data, and what it reads from a model."""
+    """A task's regex is a `Pattern`, matched in linear time: it comes from the data and reads model output."""
     max_invalid_in_a_row: int = 3
     _steps: int = field(default=0, init=False)
     _tokens: int = field(default=0, init=False)
     _invalid_in_a_row: int = field(default=0, init=False)
 
     def stop_before_step(self, decision: PolicyDecision) -> StopReason | None:
-        """Endings that the decision itself brings about: the world does not see it."""
+        """Endings caused by the decision itself: the environment does not see it."""
         self._tokens += decision.sampled_tokens
         if decision.action["type"] == "terminate":
             return StopReason.TERMINATED
@@ -39,7 +39,7 @@ class Termination:
     def stop_after_step(
         self, decision: PolicyDecision, env_done: bool, info: dict[str, Any], *, structured: bool
     ) -> StopReason | None:
-        """Endings that the world brings about."""
+        """Endings caused by the environment."""
         self._invalid_in_a_row = 0 if info.get("is_action_valid", True) else self._invalid_in_a_row + 1
         if info.get("critical_error"):
             return StopReason.CRITICAL_ERROR
@@ -53,7 +53,7 @@ class Termination:
         return None
 
     def count_step(self) -> StopReason | None:
-        """Endings of an episode that might go on, and may not."""
+        """Count a step; ends an episode that could continue but has reached a limit."""
         self._steps += 1
         if self._steps >= self.max_steps:
             return StopReason.MAX_STEPS

@@ -1,19 +1,20 @@
-"""The tokens of one episode: a buffer that only ever grows, in which nothing sampled is tokenised again.
+"""The tokens of one episode: an append-only buffer in which sampled tokens are never tokenised again.
 
-A policy asks for the `prompt` of its next turn, samples, and `add`s what it sampled. Each turn's prompt begins with all
-that the turn before it saw and sampled, to the token, or it begins a new row. Which of the two it was is counted;
-a turn is judged by what has changed since the turn before it:
+A policy asks for the `prompt` of its next turn, samples, and `add`s the sampled tokens. Each turn's prompt either
+starts with exactly the tokens that the previous turn saw and sampled, or starts a new row. Each turn is counted by what
+changed since the previous one:
 
-- clean: the template, asked to write the whole conversation, writes just what the buffer holds, and goes on from there.
-- realigned: it would write the last reply or earlier turns otherwise (other tokens for the same text, calls in another
-  spelling, thoughts left out). The buffer keeps what was sampled, and gets what the template writes after the reply.
-- forked: what stood before the reply is no longer so (other tools on offer, a history that somebody edited), which no
-  appending can say. A new row begins with the whole conversation as the template writes it now.
+- clean: rendering the whole conversation gives exactly the buffer's tokens, followed by new ones.
+- realigned: the template would write the last reply or earlier turns differently (other tokens for the same text, other
+  spelling of calls, thoughts left out). The buffer keeps the sampled tokens and appends what the template writes after
+  the reply.
+- forked: the part before the reply has changed (other tools, an edited history), so appending is not enough. A new row
+  starts with the whole conversation as the template writes it now.
 
-`on_change="fork"` begins a new row also where the template itself would write other text for what has been said, as
+`on_change="fork"` also starts a new row when the template itself would write different text for earlier turns, as
 Qwen3's does when it drops earlier thoughts: the model then always sees what a server would show it, and a rollout
-becomes several rows. The default, "append", keeps one row a rollout: cheaper, and each token is learned from in the
-context it was sampled in, either way.
+becomes several rows. The default, "append", keeps one row per rollout, which is cheaper. Either way each token is
+trained on in the context it was sampled in.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ OnChange = Literal["append", "fork"]
 
 @dataclass(frozen=True, slots=True)
 class _TurnPrompt:
-    """A prompt that has been asked for, and what it rests on."""
+    """The prompt of one turn and what it was built from."""
 
     ids: array[int]
     text: str | None
-    """The template's word on the conversation; None where it has none."""
+    """The rendered conversation; None if the template refuses it."""
     message_count: int
-    """How many messages there were: the reply is the next."""
+    """Number of messages in the prompt: the reply is the next one."""
     tools: Tools
     alignment: Alignment
 
@@ -55,7 +56,7 @@ class TokenBuffer:
         self.chat = chat
         self.on_change = on_change
         self.counts: Counter[Alignment] = Counter()
-        """How the turns of this episode stood."""
+        """Number of turns per alignment."""
         self._prompt_ids = prompt_ids
         self._ids = array("i")
         self._committed_length = 0
@@ -65,23 +66,23 @@ class TokenBuffer:
         self._pending_turn: _TurnPrompt | None = None
 
     def prompt(self, messages: Sequence[Message], tools: Tools = None) -> Prefix[int]:
-        """All that the model is to see before its next reply. `messages` is the whole conversation so far."""
+        """Tokens of the next turn's prompt. `messages` is the whole conversation so far."""
         self._pending_turn = (
             self._first(messages, tools) if self._last_turn is None else self._next(self._last_turn, messages, tools)
         )
         return Prefix(self._pending_turn.ids)
 
     def add(self, sampled: Sequence[int], *, closed: bool) -> Alignment:
-        """Take in the reply to the last prompt; `closed`: its last token ended the turn. Says how the prompt stood."""
+        """Append the reply to the last prompt and return its alignment. `closed`: the last token ended the turn."""
         if self._pending_turn is None:
-            raise RuntimeError("add before prompt: there is nothing that this could be the reply to")
+            raise RuntimeError("add() called before prompt(): there is no prompt to reply to")
         self._last_turn, self._pending_turn = self._pending_turn, None
         self._ids = self._last_turn.ids
         self._ids.extend(sampled)
         self._committed_length = len(self._ids)
         self._sampled, self._closed = list(sampled), closed
         if self._last_turn.alignment == "forked":
-            self._prompt_ids = None  # the row is the template's from here on
+            self._prompt_ids = None  # from here on the row starts with rendered text
         self.counts[self._last_turn.alignment] += 1
         return self._last_turn.alignment
 
@@ -96,24 +97,24 @@ class TokenBuffer:
 
     def _next(self, last: _TurnPrompt, messages: Sequence[Message], tools: Tools) -> _TurnPrompt:
         if len(messages) <= last.message_count or messages[last.message_count].role != "assistant":
-            return self._start_row(messages, tools, "forked")  # the conversation no longer has the reply
+            return self._start_row(messages, tools, "forked")  # the reply is no longer in the conversation
         try:
             text: str | None = self.chat.render(messages, tools)
         except ModelError:
-            text = None  # a template may refuse a reply that the model did give; what follows it can still be said
-        news = self._continuation(last, text)
-        if news is not None:
-            return _TurnPrompt(self._extend_ids(news), text, len(messages), tools, "clean")
+            text = None  # a template may refuse a reply that the model did give; what follows it can still be rendered
+        new_ids = self._continuation(last, text)
+        if new_ids is not None:
+            return _TurnPrompt(self._extend_ids(new_ids), text, len(messages), tools, "clean")
         if self._history_changed(last, text, messages, tools):
             return self._start_row(messages, tools, "forked")
         after = self.chat.encode_continuation(
             messages[last.message_count + 1 :], tools, after=messages[: last.message_count + 1]
         )
-        news = after if self._closed else [self.chat.end_id, *after]
-        return _TurnPrompt(self._extend_ids(news), text, len(messages), tools, "realigned")
+        new_ids = after if self._closed else [self.chat.end_id, *after]
+        return _TurnPrompt(self._extend_ids(new_ids), text, len(messages), tools, "realigned")
 
     def _continuation(self, last: _TurnPrompt, text: str | None) -> list[int] | None:
-        """What the template writes after the buffer, where it writes the buffer's own tokens first."""
+        """Tokens the template adds after the buffer, if it reproduces the buffer exactly; otherwise None."""
         if last.text is None or text is None or not text.startswith(last.text):
             return None
         tail = self.chat.tail(last.text)
@@ -126,9 +127,9 @@ class TokenBuffer:
         )
 
     def _history_changed(self, last: _TurnPrompt, text: str | None, messages: Sequence[Message], tools: Tools) -> bool:
-        """Whether what the model saw before its last reply is no longer what it is to see."""
+        """Whether the part before the last reply would be rendered differently now."""
         if self._prompt_ids is not None:
-            return False  # ids that came with a task are nobody's rendering: there is nothing to compare with
+            return False  # prompt_ids given with a task were not rendered here: there is nothing to compare with
         if last.text is None:
             return tools != last.tools
         if self.chat.render(messages[: last.message_count], tools) != last.text:
@@ -136,17 +137,17 @@ class TokenBuffer:
         return self.on_change == "fork" and text is not None and not self._same_text(last.text, text)
 
     def _same_text(self, last: str, text: str) -> bool:
-        """Whether the template still writes what was said, if perhaps with other tokens."""
+        """Whether the template still writes the same text for prompt and reply, even if tokenised differently."""
         reply = self.chat.decode(self._sampled[:-1] if self._closed else self._sampled)
         return strip_guard_marks(text).startswith(strip_guard_marks(last + reply))
 
-    def _extend_ids(self, news: Sequence[int]) -> array[int]:
-        """The buffer with `news` after it. What an attempt before this one left there is used again, or left behind
-        in a buffer of its own: somebody may still be reading it."""
-        waiting = self._ids[self._committed_length :]
-        if waiting and waiting.tolist() != list(news):
+    def _extend_ids(self, new_ids: Sequence[int]) -> array[int]:
+        """The buffer followed by `new_ids`. Tokens left by an earlier attempt are reused if equal; otherwise the buffer
+        is copied first, because a `Prefix` handed out earlier may still be read."""
+        pending = self._ids[self._committed_length :]
+        if pending and pending.tolist() != list(new_ids):
             self._ids = self._ids[: self._committed_length]
-            waiting = array("i")
-        if not waiting:
-            self._ids.extend(news)
+            pending = array("i")
+        if not pending:
+            self._ids.extend(new_ids)
         return self._ids

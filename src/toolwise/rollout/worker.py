@@ -1,4 +1,4 @@
-"""`RLRolloutWorker`: one episode of one task against any policy and world, as document 3 has it."""
+"""`RLRolloutWorker`: runs one episode of one task with any policy and environment."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from toolwise.untrusted.patterns import compile_pattern
 class RLRolloutWorker(AsyncRolloutRequest):
     """Runs one episode of `task_definition` with `agent_policy`.
 
-    `run_episode` gives (steps, messages, ground truth); what else happened stands in `stop_reason`, `usage`,
-    `tool_rewards` and `fault`. Without `env` its world is the tools in `tools`.
+    `run_episode` returns (steps, messages, ground truth); `stop_reason`, `usage`, `tool_rewards` and `fault` hold the
+    rest of the outcome. Without `env` the environment is a `ToolEnv` over `tools`.
     """
 
     def __init__(
@@ -59,6 +59,6 @@ class RLRolloutWorker(AsyncRolloutRequest):
 def build_termination(
     task: Task, max_steps: int, *, max_tokens: int | None = None, max_invalid_in_a_row: int = 3
 ) -> Termination:
-    """The endings of one episode of `task`."""
+    """The termination rules for one episode of `task`."""
     regex = compile_pattern(task.termination_regex) if task.termination_regex else None
     return Termination(max_steps, max_tokens, regex, max_invalid_in_a_row)

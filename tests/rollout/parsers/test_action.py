@@ -1,4 +1,4 @@
-"""Actions in words: what a world of text is told of what an agent wrote."""
+"""Text actions: what a text environment receives from the model output."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def test_what_was_written_is_read_back(action: str) -> None:
 
 
 def test_calls_have_no_words_here() -> None:
-    with pytest.raises(ValueError, match="give no calls"):
+    with pytest.raises(ValueError, match="pass no calls"):
         render_action("go", [ToolCall(name="f")])
 
 
 class Listening(BaseEnv):
-    """Notes what it is told."""
+    """Records the actions it receives."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []

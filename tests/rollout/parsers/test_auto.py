@@ -1,4 +1,4 @@
-"""Which format a template, a vocabulary or a text is in."""
+"""Detecting the format of a template, a vocabulary or a text."""
 
 from __future__ import annotations
 

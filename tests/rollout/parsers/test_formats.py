@@ -1,4 +1,4 @@
-"""What every tool-call format promises: any text is read without a fault, in linear time, and calls come back whole."""
+"""Properties of every tool-call format: any text parses without error, in linear time, and calls round-trip."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_nothing_a_model_may_write_raises(name: str, text: str) -> None:
     assert [c.id for c in calls] == [f"call_{i}" for i in range(len(calls))]
     assert type(content) is str
     assert all(type(c.arguments) in (str, dict) for c in calls)
-    # It can be kept: written down as strict JSON, and read back the same.
+    # It can be stored: written as strict JSON and read back unchanged.
     message = Message(role="assistant", content=content, tool_calls=calls or None)
     for call in calls:
         json.dumps(call.arguments, allow_nan=False)
@@ -136,7 +136,7 @@ def test_without_calls_only_the_content_is_written(name: str, content: str) -> N
 def test_a_reply_that_is_cut_off_makes_no_call_that_was_not_written(
     name: str, wanted: list[tuple[str, dict[str, Any]]], data: st.DataObject
 ) -> None:
-    """Wherever it is cut: the calls before the cut as they were, and nothing out of the strings of the rest."""
+    """Wherever the text is cut: the calls before the cut are unchanged, and nothing is parsed from strings after it."""
     text = RENDERERS[name]("Now:", made(wanted))
     _, calls = PARSERS[name](text[: data.draw(st.integers(0, len(text)))])
     readable = [(c.name, c.arguments) for c in calls if isinstance(c.arguments, dict)]
@@ -153,7 +153,7 @@ def test_a_reply_that_is_cut_off_makes_no_call_that_was_not_written(
 def test_a_thought_may_show_calls_and_makes_none(
     name: str, wanted: list[tuple[str, dict[str, Any]]], opening: str, mention: str, real: bool
 ) -> None:
-    """Also where the prompt opened the thought, so that only its end is in the text."""
+    """Also if the prompt opened the thought, so that only its end is in the text."""
     calls = made(wanted)
     shown = RENDERERS[mention]("", calls)
     thought = f"{opening}I could write {shown} but no, that <tool_call> is not it.</think>"
@@ -230,7 +230,7 @@ HEAVY = [
 
 
 def seconds(name: str, text: str) -> float:
-    """Of this process's own time, the best of a few: what others do on the machine is not the parser's."""
+    """CPU time of this process, the best of a few runs: other load on the machine must not count."""
 
     def once() -> float:
         began = time.process_time()
@@ -241,7 +241,7 @@ def seconds(name: str, text: str) -> float:
 
 
 def grows_linearly(name: str, start: str, unit: str, end: str) -> bool:
-    """Eight times the text takes nowhere near 64 times as long. What takes no time to speak of is not compared."""
+    """Eight times the text takes far less than 64 times as long. Negligible times are not compared."""
     short, long = (start + unit * (size // len(unit)) + end for size in (15_000, 120_000))
     return (taken := seconds(name, long)) < 0.1 or taken < 24 * seconds(name, short)
 

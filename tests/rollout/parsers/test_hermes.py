@@ -1,4 +1,4 @@
-"""Hermes and Qwen: one JSON object a block. Whatever a model may write is read, kept or named: never a crash."""
+"""Hermes and Qwen: one JSON object per block. Any model output is parsed, kept or reported, without a crash."""
 
 from __future__ import annotations
 

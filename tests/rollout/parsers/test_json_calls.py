@@ -1,4 +1,4 @@
-"""JSON in the middle of a text, and where a leading thought ends: what the formats share."""
+"""JSON inside text, and where a leading thought ends: code shared by the formats."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_raw_newline_inside_a_string_is_no_json() -> None:
 
 
 def test_a_bad_value_costs_no_more_at_the_end_of_a_long_text() -> None:
-    """The decoder's own errors look through all that came before for lines, twice: 20 MB a time."""
+    """The decoder's errors scan all preceding text for line breaks, twice: 20 MB each time."""
     source = JsonSource("x" * 20_000_000 + "{")
     began = time.process_time()
     assert not any(decode(source, len(source) - 1) for _ in range(3000))

@@ -1,4 +1,4 @@
-"""Whatever a model writes is read in linear time, and without a fault: four times the text takes four times as long."""
+"""Any model output is parsed in linear time and without error: four times the text takes four times as long."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_twice_the_text_takes_twice_as_long(name: str, family: str) -> None:
     def text(length: int) -> str:
         return head + unit * (length // len(unit)) + tail
 
-    if seconds(reader, text(24_000)) < 0.05:  # what takes a square of its length takes seconds
+    if seconds(reader, text(24_000)) < 0.05:  # quadratic code takes seconds
         return
     short = min(seconds(reader, text(24_000)) for _ in range(3))
     long = min(seconds(reader, text(96_000)) for _ in range(3))

@@ -1,4 +1,4 @@
-"""Llama 3's calls: JSON, bare or behind a tag, and lists of Python calls."""
+"""Llama 3's calls: JSON, bare or after a tag, and lists of Python calls."""
 
 from __future__ import annotations
 

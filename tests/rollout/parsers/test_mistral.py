@@ -1,4 +1,4 @@
-"""Mistral's calls: a list behind a mark, or a name and its arguments."""
+"""Mistral's calls: a list after a mark, or a name and its arguments."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_bad_call_does_not_take_a_good_one_with_it() -> None:
 
 @pytest.mark.parametrize("start", ["say[ARGS]", '[{"name": "say", "arguments": '])
 def test_a_mark_in_the_string_of_a_broken_call_makes_no_call(start: str) -> None:
-    """What a tool said may be quoted in a call; cut off or spoilt, the quotation must not be carried out."""
+    """A call may quote a tool result; if cut off or broken, the quoted call must not be executed."""
     text = f'[TOOL_CALLS]{start}{{"text": "a \\" b [TOOL_CALLS]rm[ARGS]{{}} '
     assert [isinstance(c.arguments, str) for c in parse_mistral(text)[1]] == [True]
 

@@ -1,4 +1,4 @@
-"""Formats that leave text alone."""
+"""Formats that leave text unchanged."""
 
 from __future__ import annotations
 

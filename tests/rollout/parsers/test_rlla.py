@@ -1,4 +1,4 @@
-"""RLLA's calls: one block, an object a line."""
+"""RLLA's calls: one block, one object per line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def named(name: str) -> str:
 
 
 def outline(text: str) -> list[str]:
-    """Names of the calls that could be read, text of those that could not."""
+    """Names of the parsed calls, text of those that could not be parsed."""
     return [call.name or str(call.arguments) for call in parse_rlla(text)[1]]
 
 
@@ -71,7 +71,7 @@ def test_a_single_call_may_run_over_lines() -> None:
 
 
 def test_one_of_several_calls_may_not() -> None:
-    """So a line that lacks its end cannot take the next one with it."""
+    """So an incomplete line cannot swallow the next one."""
     lines = ['{"name": "f", "parameters": {"a":', named("g"), "}}"]
     assert outline(block(named("e"), *lines)) == ["e", lines[0], "g", lines[2]]
 

@@ -1,8 +1,8 @@
-"""What a policy wrote -> what it decided. One small module a tool-call format, chosen by name from `PARSERS`.
+"""Parsers for tool calls in model output: one small module per format, chosen by name from `PARSERS`.
 
-A parser takes any text and never raises: what cannot be read is a call that keeps its text as its arguments, so that
-the model reads an error and the fault is counted. A renderer goes the other way: parse(render(content, calls)) gives
-the content and the calls back.
+A parser accepts any text and never raises: a call that cannot be parsed keeps its text as its arguments, so that the
+model sees an error and the failure is counted. A renderer does the reverse: parse(render(content, calls)) returns the
+content and the calls.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PARSERS: dict[str, Callable[[str], ParsedReply]] = {
     "openai": parse_openai,
     "none": parse_none,
 }
-"""The names that `rollout.tool_parser` takes."""
+"""The names accepted by `rollout.tool_parser`."""
 
 RENDERERS: dict[str, Callable[[str, Sequence[ToolCall]], str]] = {
     "hermes": render_hermes,
@@ -65,10 +65,10 @@ RENDERERS: dict[str, Callable[[str, Sequence[ToolCall]], str]] = {
 
 
 def to_action(content: str, calls: list[ToolCall], reasoning: str = "") -> dict[str, Any]:
-    """The action dictionary that policies hand to environments. `reasoning`: thoughts that are not in `content`."""
-    thought = {"reasoning_content": reasoning} if reasoning else {}
+    """The action dictionary that policies pass to environments. `reasoning`: thoughts that are not in `content`."""
+    reasoning_field = {"reasoning_content": reasoning} if reasoning else {}
     if not calls:
-        return {"type": "text", "content": content, **thought}
+        return {"type": "text", "content": content, **reasoning_field}
     first = calls[0]
     return {
         "type": "tool_call",
@@ -76,5 +76,5 @@ def to_action(content: str, calls: list[ToolCall], reasoning: str = "") -> dict[
         "name": first.name,
         "arguments": first.arguments,
         "tool_calls": calls,
-        **thought,
+        **reasoning_field,
     }

@@ -1,4 +1,4 @@
-"""`<action>go north</action>`: what an agent does in a world of words."""
+"""`<action>go north</action>`: actions in a text world."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _MARKS = mark_pattern(MARK)
 
 
 def parse_action(text: str) -> ParsedReply:
-    """The words in the last block after the thought, and never a call.
+    """Return the text of the last block after the thought, and never a call.
 
-    The action is `{"type": "text", "content": "go north"}`: the world reads the words and nothing around them. What
-    the model wrote in full, its thought included, is the step's `raw_policy_output`. A block that is not closed (a
-    stop string may have taken its end) goes to the end of the text; without a block all that follows the thought is
-    the action, and the world's to judge.
+    The action is `{"type": "text", "content": "go north"}`: the environment sees only these words. The full output,
+    including the thought, is the step's `raw_policy_output`. An unclosed block (a stop string may have removed its end)
+    runs to the end of the text. Without a block, everything after the thought is the action, and the environment judges
+    it.
     """
     _, body = split_reasoning(text, _MARKS)
     words = _OPENING.split(body)[-1]
@@ -31,5 +31,5 @@ def parse_action(text: str) -> ParsedReply:
 
 def render_action(content: str, calls: Sequence[ToolCall]) -> str:
     if calls:
-        raise ValueError("the action format has words for actions and none for calls; give no calls")
+        raise ValueError("the action format cannot express tool calls: pass no calls")
     return f"<action>{content}</action>"

@@ -1,4 +1,4 @@
-"""Which format? From a chat template once, where there is one (`detect_parser`); else from each text (`parse_auto`)."""
+"""Detects the tool-call format: once from a chat template (`detect_parser`), or from each text (`parse_auto`)."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ _FORMAT_MARKERS = {
     "<|header_start|>": "llama3",
     "<action>": "action",
 }
-"""What templates and vocabularies have in them, the surest first: models tuned from Llama keep its tokens."""
+"""Markers in templates and vocabularies, most reliable first: models fine-tuned from Llama keep its tokens."""
 
 _UNSUPPORTED_FORMATS = re.compile(r"<function=|<arg_key>")
-"""Formats inside `<tool_call>` that are not JSON (Qwen3-Coder's and GLM's) and that nothing here reads."""
+"""Formats inside `<tool_call>` that are not JSON (Qwen3-Coder's and GLM's) and that no parser here reads."""
 
 
 def detect_parser(template: str | Mapping[str, str] | None, tokens: Iterable[str] = ()) -> str:
     """The parser's name for a chat template (or several by name), else for a tokenizer's added tokens.
 
-    "auto" where neither says: then each text is looked at by itself.
+    "auto" if neither tells: each text is then inspected separately.
     """
-    written = template if isinstance(template, str) else "\n".join((template or {}).values())
-    if _UNSUPPORTED_FORMATS.search(written):
+    template_text = template if isinstance(template, str) else "\n".join((template or {}).values())
+    if _UNSUPPORTED_FORMATS.search(template_text):
         return "auto"
-    for text in (written, "\n".join(tokens)):
-        for sign, name in _FORMAT_MARKERS.items():
-            if sign in text:
+    for text in (template_text, "\n".join(tokens)):
+        for marker, name in _FORMAT_MARKERS.items():
+            if marker in text:
                 return name
     return "auto"
 
 
 def parse_auto(text: str) -> ParsedReply:
-    """As the format whose mark comes first after the thought; a text without any is only stripped."""
+    """Parse as the format whose mark comes first after the thought; text without a mark is only stripped."""
     return _format_of(text)(text)
 
 
@@ -68,7 +68,7 @@ def _format_of(text: str) -> Callable[[str], ParsedReply]:
     if first is None:
         return parse_hermes
     if first[0].lower() == "<tool_call>":
-        found = decode(body, first.end())
-        if found and isinstance(found.value, dict) and "arguments" not in found.value:
+        match = decode(body, first.end())
+        if match and isinstance(match.value, dict) and "arguments" not in match.value:
             return parse_rlla
     return _PARSERS[first[0].lower()]

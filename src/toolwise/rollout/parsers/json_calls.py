@@ -1,8 +1,8 @@
-"""What the formats share: JSON in the middle of a text, the leading thought, and calls out of either. For `parsers`.
+"""Shared by the parsers: finding JSON inside text, splitting off the leading thought, and extracting calls.
 
-Whatever a model may write is read in time linear in its length. Values are only looked for behind a mark such as
-`<tool_call>`, and no mark is JSON: of two searches that are both still going, one stands inside a string and the other
-outside of it, and at the next mark the one outside ends. So every character is looked at a bounded number of times.
+Any text is read in time linear in its length. Values are only searched for after a mark such as `<tool_call>`, and no
+mark is valid JSON: of two searches that both continue past a mark, one is inside a string and the other outside, and
+the one outside ends at the next mark. So every character is read a bounded number of times.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import Any, NamedTuple
 from toolwise.messages import ToolCall
 
 ParsedReply = tuple[str, list[ToolCall]]
-"""The text beside the calls, and the calls. A call that cannot be read keeps its text as its arguments."""
+"""The text outside the calls, and the calls. A call that cannot be parsed keeps its text as its arguments."""
 RawCall = tuple[str, dict[str, Any] | str]
-"""A name and arguments; no name and some text where nothing could be read."""
+"""Name and arguments; an empty name and the text if it could not be parsed."""
 
 MAX_DEPTH = 100
-"""Objects in objects. Deeper ones would be read here and then fail wherever less of the stack is left."""
+"""Nesting depth. Deeper values would parse here and then fail where less of the stack is left."""
 MAX_DIGITS = 640
-"""Of a whole number: what Python turns into text and back under any setting."""
+"""Digits of an integer: what Python converts to text and back under any setting."""
 
 _THINK = r"(?P<opening><think>|\[THINK\])|(?P<closing></think>|\[/THINK\])"
 _SPACE = re.compile(r"\s*")
 _FENCE = re.compile(r"```\w*\s*")
 _FENCE_END = re.compile(r"\s*```")
-# Possessive: what is given back of white space after a failure would be tried again, at each place of it.
+# Possessive: otherwise white space would be given back after a failure and tried again at every position.
 _NEXT_VALUE = re.compile(r"\s*+(?:;\s*+)?+(?=\{)")
 _TOO_LONG = object()
 
 
 class JsonSource(str):
-    """Text to find JSON in. The decoder's errors count the lines before them, at every bad call anew, for nobody."""
+    """Text to find JSON in. Disables the line count of decoder errors: slow for every bad call, and never used."""
 
     __slots__ = ()
 
@@ -57,25 +57,25 @@ def _integer(digits: str) -> Any:
 _DECODER = json.JSONDecoder(parse_int=_integer)
 
 
-def decode(source: JsonSource, at: int) -> JsonMatch | None:
-    """The JSON value at `at`, in a code fence or not, and where it ends; None where there is none, or half of one."""
-    at = skip_space(source, at)
-    fence = _FENCE.match(source, at)
+def decode(source: JsonSource, start: int) -> JsonMatch | None:
+    """The JSON value at `start`, with or without a code fence, and where it ends; None if missing or incomplete."""
+    start = skip_space(source, start)
+    fence = _FENCE.match(source, start)
     try:
-        value, end = _DECODER.raw_decode(source, fence.end() if fence else at)
+        value, end = _DECODER.raw_decode(source, fence.end() if fence else start)
     except (ValueError, RecursionError):
         return None
     fence_end = _FENCE_END.match(source, end) if fence else None
     return JsonMatch(value, fence_end.end() if fence_end else end)
 
 
-def skip_space(text: str, at: int) -> int:
-    space = _SPACE.match(text, at)
-    return space.end() if space else at
+def skip_space(text: str, start: int) -> int:
+    space = _SPACE.match(text, start)
+    return space.end() if space else start
 
 
 def is_storable(value: Any) -> bool:
-    """Whether others can keep a value: finite, whole characters, numbers and nesting within bounds."""
+    """Whether a value can be stored: finite, no lone surrogates, numbers and nesting within bounds."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [
@@ -96,21 +96,21 @@ def is_storable(value: Any) -> bool:
 
 
 def to_call(value: Any, text: str) -> RawCall:
-    """The call that a JSON value stands for; else its `text`, unread."""
+    """The call that a JSON value describes; its raw `text` if it is not one."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not is_storable(value):
         return "", text
     return value["name"], to_arguments(value.get("arguments", value.get("parameters", {})))
 
 
-def to_arguments(given: Any) -> dict[str, Any] | str:
-    """Arguments as an object, be it written as JSON in a string; anything else as text."""
-    if isinstance(given, dict):
-        return given
-    if not isinstance(given, str):
-        return json.dumps(given, ensure_ascii=False)
-    found = decode(JsonSource(given), 0)
-    whole = found is not None and not given[found.end :].strip()
-    return found.value if found and whole and isinstance(found.value, dict) and is_storable(found.value) else given
+def to_arguments(value: Any) -> dict[str, Any] | str:
+    """Arguments as an object, also if given as JSON in a string; anything else as text."""
+    if isinstance(value, dict):
+        return value
+    if not isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    match = decode(JsonSource(value), 0)
+    complete = match is not None and not value[match.end :].strip()
+    return match.value if match and complete and isinstance(match.value, dict) and is_storable(match.value) else value
 
 
 def number_calls(calls: Iterable[RawCall]) -> list[ToolCall]:
@@ -118,7 +118,7 @@ def number_calls(calls: Iterable[RawCall]) -> list[ToolCall]:
 
 
 def dump_call(name: str, arguments: dict[str, Any] | str, key: str = "arguments") -> str:
-    """A call as JSON; one that could not be read as it was written."""
+    """A call as JSON; a call that could not be parsed as it was written."""
     if not name and isinstance(arguments, str):
         return arguments
     return json.dumps({"name": name, key: arguments}, ensure_ascii=False)
@@ -129,49 +129,50 @@ def join(*parts: str) -> str:
 
 
 def replace_surrogates(text: str) -> str:
-    """`text` with "?" for halves of characters, which nobody could write down."""
+    """`text` with "?" for lone surrogates, which cannot be encoded."""
     return text.encode("utf-8", "replace").decode()
 
 
 def mark_pattern(call: str) -> re.Pattern[str]:
-    """Finds where thoughts begin and end, and where calls begin: what `split_reasoning` goes by."""
+    """Pattern for `split_reasoning`: where thoughts start and end, and where calls start."""
     return re.compile(f"{_THINK}|(?P<call>{call})", re.IGNORECASE | re.ASCII)
 
 
 def split_reasoning(text: str, marked: re.Pattern[str]) -> tuple[str, JsonSource]:
-    """The leading thought, with what stands before it, and the rest, in which calls are looked for.
+    """Split into the leading thought, with the text before it, and the rest, in which calls are searched for.
 
-    A thought may have been opened in the prompt: then only its end is here. One that never ends is all there is. An
-    end inside a call's own JSON is a string and no end, and a thought that begins after a call is not the leading one.
+    A thought may have been opened in the prompt: then only its end is here. A thought that never ends is the whole
+    text. An end tag inside a call's JSON is part of a string, and a thought that starts after a call is not the leading
+    one.
     """
     source = JsonSource(replace_surrogates(text))
-    at, opened, called = 0, -1, False
-    while mark := marked.search(source, at):
-        at = mark.end()
+    position, opened_at, seen_call = 0, -1, False
+    while mark := marked.search(source, position):
+        position = mark.end()
         if mark.lastgroup == "closing":
-            return source[:at], JsonSource(source[at:])
+            return source[:position], JsonSource(source[position:])
         if mark.lastgroup == "opening":
-            if called:
+            if seen_call:
                 break
-            opened = mark.start() if opened < 0 else opened
-        elif opened < 0:
-            after = _skip_values(source, at)
-            called = called or after > at
-            at = max(after, at + (mark.end() == mark.start()))  # a mark may be a place and not a word
-    if opened >= 0 and not source[:opened].strip():
+            opened_at = mark.start() if opened_at < 0 else opened_at
+        elif opened_at < 0:
+            end = _skip_values(source, position)
+            seen_call = seen_call or end > position
+            position = max(end, position + (mark.end() == mark.start()))  # a mark may match the empty string
+    if opened_at >= 0 and not source[:opened_at].strip():
         return source[:], JsonSource("")
     return "", source
 
 
-def _skip_values(source: JsonSource, at: int) -> int:
-    """Where the JSON values that begin at `at` end: one a line, or with `;` between them."""
-    while found := decode(source, at):
-        at = found.end
-        following = _NEXT_VALUE.match(source, at)
-        if not following:
+def _skip_values(source: JsonSource, position: int) -> int:
+    """End of the JSON values that start at `position`: one per line, or separated by `;`."""
+    while match := decode(source, position):
+        position = match.end
+        separator = _NEXT_VALUE.match(source, position)
+        if not separator:
             break
-        at = following.end()
-    return at
+        position = separator.end()
+    return position
 
 
 def collect_calls(
@@ -180,13 +181,13 @@ def collect_calls(
     opening: re.Pattern[str],
     read: Callable[[JsonSource, int], tuple[Sequence[RawCall], int]],
 ) -> ParsedReply:
-    """Everything in `body` that `read` finds behind an `opening`, as calls; what is left of it, behind `head`."""
+    """Parse what `read` finds after each `opening` in `body` as calls; the remaining text is appended to `head`."""
     outside: list[str] = []
     calls: list[RawCall] = []
-    at = 0
-    while mark := opening.search(body, at):
-        outside.append(body[at : mark.start()])
-        found, at = read(body, mark.end())
-        calls.extend(found)
-    outside.append(body[at:])
+    position = 0
+    while mark := opening.search(body, position):
+        outside.append(body[position : mark.start()])
+        new_calls, position = read(body, mark.end())
+        calls.extend(new_calls)
+    outside.append(body[position:])
     return head + "".join(outside).strip(), number_calls(calls)

@@ -1,6 +1,6 @@
-"""Llama 3: `{"name": …, "parameters": {…}}`, bare or behind `<|python_tag|>`, several with `;` between them.
+"""Llama 3: `{"name": …, "parameters": {…}}`, bare or after `<|python_tag|>`, several separated by `;`.
 
-Also what its later versions write: `[f(a=1), g()]`.
+Also the `[f(a=1), g()]` of its later versions.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _SEPARATOR = re.compile(r"\s*+(?:(?:;|<\|python_tag\|>)\s*+)*+(?=\{)|\s*+;", re.
 
 
 def parse_llama3(text: str) -> ParsedReply:
-    """Bare calls are read only where a reply begins with them: JSON in the middle of a sentence is an example."""
+    """Bare calls are read only at the start of a reply: JSON in the middle of a sentence is an example."""
     text = _cut_end_of_turn(replace_surrogates(text))
-    # What begins as a list of calls is no thought, whatever its strings say.
+    # Text that starts as a list of calls is not a thought, whatever its strings contain.
     head, body = ("", JsonSource(text)) if _PYTHONIC.match(text) else split_reasoning(text, _MARKS)
     if _PYTHONIC.match(body):
         return head, number_calls(_read_python(body.strip()))
@@ -62,16 +62,16 @@ def render_llama3(content: str, calls: Sequence[ToolCall]) -> str:
 
 
 def begins_bare(body: JsonSource) -> bool:
-    """Whether a reply begins with a call: a whole one, or one that was spoilt after its name.
+    """Whether a reply starts with a call: a complete one, or one that breaks after its name.
 
-    A whole object with a name may be an answer about somebody; one with arguments as well is a call.
+    A complete object with a name may be an answer about a person; with arguments as well it is a call.
     """
     if not _OBJECT.match(body):
         return False
-    found = decode(body, 0)
-    if found is None:
+    match = decode(body, 0)
+    if match is None:
         return _BROKEN_CALL.match(body) is not None
-    keys = found.value.keys()
+    keys = match.value.keys()
     return "name" in keys and ("parameters" in keys or "arguments" in keys)
 
 
@@ -80,44 +80,44 @@ def begins_pythonic(body: str) -> bool:
 
 
 def _cut_end_of_turn(text: str) -> str:
-    """A policy takes off the token that ended a turn; of Llama's two it may know only one."""
-    ending = next((end for end in _ENDS_OF_TURN if text.rstrip().endswith(end)), None)
-    return text.rstrip().removesuffix(ending) if ending else text
+    """Remove the end-of-turn token: the policy may know only one of Llama's two."""
+    token = next((end for end in _ENDS_OF_TURN if text.rstrip().endswith(end)), None)
+    return text.rstrip().removesuffix(token) if token else text
 
 
-def _read_tagged(source: JsonSource, at: int) -> tuple[list[RawCall], int]:
-    if _OBJECT.match(source, at):
-        return _read_objects(source, at)
+def _read_tagged(source: JsonSource, start: int) -> tuple[list[RawCall], int]:
+    if _OBJECT.match(source, start):
+        return _read_objects(source, start)
     # Llama's built-in tools: brave_search.call(query="…")
-    calls = _read_python(source[at:].strip())
+    calls = _read_python(source[start:].strip())
     return [(name.removesuffix(".call"), arguments) for name, arguments in calls], len(source)
 
 
-def _read_objects(source: JsonSource, at: int) -> tuple[list[RawCall], int]:
+def _read_objects(source: JsonSource, position: int) -> tuple[list[RawCall], int]:
     calls: list[RawCall] = []
     while True:
-        found = decode(source, at)
-        if found is None:
-            if rest := source[at:].strip():
+        match = decode(source, position)
+        if match is None:
+            if rest := source[position:].strip():
                 calls.append(("", rest))
             return calls, len(source)
-        calls.append(to_call(found.value, source[at : found.end].strip()))
-        separator = _SEPARATOR.match(source, found.end)
+        calls.append(to_call(match.value, source[position : match.end].strip()))
+        separator = _SEPARATOR.match(source, match.end)
         if separator is None:
-            return calls, found.end
-        at = separator.end()
+            return calls, match.end
+        position = separator.end()
 
 
 def _read_python(code: str) -> list[RawCall]:
     try:
         return [(call.name, _to_json_arguments(call)) for call in parse_python_calls(code)] or [("", code)]
-    except (ValueError, TypeError, RecursionError):  # TypeError: a literal that is no JSON, such as a set
+    except (ValueError, TypeError, RecursionError):  # TypeError: a literal that is not JSON, such as a set
         return [("", code)]
 
 
 def _to_json_arguments(call: ToolCall) -> dict[str, object]:
-    """The arguments as JSON has them: tuples become lists, keys strings."""
+    """The arguments as JSON: tuples become lists, keys become strings."""
     arguments: dict[str, object] = json.loads(json.dumps(call.arguments, allow_nan=False))
     if not is_storable(arguments):
-        raise ValueError("the arguments cannot be kept")
+        raise ValueError("the arguments cannot be stored")
     return arguments

@@ -1,4 +1,4 @@
-"""Mistral: `[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]`, and the newer `[TOOL_CALLS]name[ARGS]{…}`, one a call."""
+"""Mistral: `[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]`, or, newer, `[TOOL_CALLS]name[ARGS]{…}` for each call."""
 
 from __future__ import annotations
 
@@ -34,49 +34,49 @@ _MARKS = mark_pattern(MARK)
 
 
 def parse_mistral(text: str) -> ParsedReply:
-    """A list with anything else in it is one bad call; of a named call the name is known even where it is a bad one."""
+    """A list that holds anything but calls is one bad call; a named call with bad arguments keeps its name."""
     head, body = split_reasoning(text, _MARKS)
     return collect_calls(head, body, _OPENING, _read)
 
 
 def render_mistral(content: str, calls: Sequence[ToolCall]) -> str:
-    """The list form, which every version of the models reads."""
+    """The list form, which every version of the models understands."""
     listed = ", ".join(dump_call(call.name, call.arguments) for call in calls)
     return join(content, f"{TAG} [{listed}]" if calls else "")
 
 
-def _read(source: JsonSource, at: int) -> tuple[list[RawCall], int]:
-    named = _NAMED_CALL.match(source, at)
+def _read(source: JsonSource, start: int) -> tuple[list[RawCall], int]:
+    named = _NAMED_CALL.match(source, start)
     if named:
-        return _read_named(source, at, named.end())
-    found = decode(source, at)
-    if found is None:
-        end = _next_call(source, at)
-        return [("", source[at:end].strip())], end
-    text = source[at : found.end].strip()
-    values = found.value if isinstance(found.value, list) and found.value else [found.value]
+        return _read_named(source, start, named.end())
+    match = decode(source, start)
+    if match is None:
+        end = _next_call(source, start)
+        return [("", source[start:end].strip())], end
+    text = source[start : match.end].strip()
+    values = match.value if isinstance(match.value, list) and match.value else [match.value]
     calls = [to_call(value, "") for value in values]
-    # All or nothing: a list that is half wrong would otherwise stand once in each of its bad calls.
-    return [("", text)] if ("", "") in calls else calls, found.end
+    # All or nothing: otherwise a half-wrong list would be repeated in each of its bad calls.
+    return [("", text)] if ("", "") in calls else calls, match.end
 
 
-def _read_named(source: JsonSource, at: int, arguments_at: int) -> tuple[list[RawCall], int]:
-    match = _NAME_ALONE.search(source, at)
+def _read_named(source: JsonSource, start: int, arguments_start: int) -> tuple[list[RawCall], int]:
+    match = _NAME_ALONE.search(source, start)
     name = match[0] if match else ""
-    found = decode(source, arguments_at)
-    if found is None:
-        end = _next_call(source, arguments_at)
-        return [(name, source[arguments_at:end].strip())], end
-    whole = isinstance(found.value, dict) and is_storable(found.value)
-    return [(name, found.value if whole else source[arguments_at : found.end].strip())], found.end
+    decoded = decode(source, arguments_start)
+    if decoded is None:
+        end = _next_call(source, arguments_start)
+        return [(name, source[arguments_start:end].strip())], end
+    valid = isinstance(decoded.value, dict) and is_storable(decoded.value)
+    return [(name, decoded.value if valid else source[arguments_start : decoded.end].strip())], decoded.end
 
 
-def _next_call(source: JsonSource, at: int) -> int:
-    """Where what cannot be read ends. A mark between quotes is a broken call's own string, and no call to make."""
-    inside = False
-    for step in _QUOTE_OR_OPENING.finditer(source, at):
-        if step[0] == '"':
-            inside = not inside
-        elif step[0][0] == "[" and not inside:
-            return step.start()
+def _next_call(source: JsonSource, start: int) -> int:
+    """End of unreadable text. A mark between quotes belongs to a string of the broken call and starts no new one."""
+    in_string = False
+    for match in _QUOTE_OR_OPENING.finditer(source, start):
+        if match[0] == '"':
+            in_string = not in_string
+        elif match[0][0] == "[" and not in_string:
+            return match.start()
     return len(source)

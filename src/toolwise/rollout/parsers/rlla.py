@@ -1,4 +1,4 @@
-"""RLLA (ToolRL): one `<tool_call>` block with a JSON object a line, `{"name": …, "parameters": {…}}`."""
+"""RLLA (ToolRL): one `<tool_call>` block with one JSON object per line, `{"name": …, "parameters": {…}}`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _STOP = re.compile(rf"\n|{CLOSING_TAG}", re.IGNORECASE | re.ASCII)
 
 
 def parse_rlla(text: str) -> ParsedReply:
-    """Every line of a block is a call; a line that cannot be read is one that keeps its text, and spoils no other."""
+    """Every line of a block is a call; one that cannot be parsed keeps its text and does not affect the others."""
     head, body = split_reasoning(text, MARKS)
-    # JSON may run over lines, a call here may not: as many characters, and a value that ends with its line.
+    # JSON may span lines, but a call here may not: replace newlines, so that a value must end with its line.
     lines = JsonSource(body.replace("\n", "\0"))
 
-    def read(source: JsonSource, at: int) -> tuple[list[RawCall], int]:
-        return read_single_value(source, at, decode(source, at)) or _read_lines(source, lines, at)
+    def read(source: JsonSource, start: int) -> tuple[list[RawCall], int]:
+        return read_single_value(source, start, decode(source, start)) or _read_lines(source, lines, start)
 
     return collect_calls(head, body, OPENING, read)
 
@@ -43,19 +43,19 @@ def render_rlla(content: str, calls: Sequence[ToolCall]) -> str:
     return join(content, "<tool_call>", *lines, "</tool_call>")
 
 
-def _read_lines(source: JsonSource, lines: JsonSource, at: int) -> tuple[list[RawCall], int]:
+def _read_lines(source: JsonSource, single_lines: JsonSource, position: int) -> tuple[list[RawCall], int]:
     calls: list[RawCall] = []
     while True:
-        between = _BETWEEN.match(source, at)
-        at = between.end() if between else at
-        closing = CLOSING.match(source, at)
-        if closing or ends_in_partial_tag(source, at):
+        between = _BETWEEN.match(source, position)
+        position = between.end() if between else position
+        closing = CLOSING.match(source, position)
+        if closing or ends_in_partial_tag(source, position):
             return calls or [("", "")], closing.end() if closing else len(source)
-        found = decode(lines, at)
-        if found and (_LINE_END.match(source, found.end) or ends_in_partial_tag(source, found.end)):
-            end = found.end
+        match = decode(single_lines, position)
+        if match and (_LINE_END.match(source, match.end) or ends_in_partial_tag(source, match.end)):
+            end = match.end
         else:
-            stop = _STOP.search(source, found.end if found else at)
-            end, found = stop.start() if stop else len(source), None
-        calls.append(to_call(found.value if found else None, source[at:end].strip()))
-        at = end
+            stop = _STOP.search(source, match.end if match else position)
+            end, match = stop.start() if stop else len(source), None
+        calls.append(to_call(match.value if match else None, source[position:end].strip()))
+        position = end

@@ -28,7 +28,7 @@ from toolwise.types import (
 torch.set_num_threads(1)
 PAD = 0
 LR = ActorSettings(lr=1e-2, canary="off")
-"""Tests that learn twice from the same rollouts do what the canary is there to stop."""
+"""With the mismatch check off, for tests that learn twice from the same rollouts."""
 
 
 def tiny_model(seed: int = 0, **changes: Any) -> LlamaForCausalLM:

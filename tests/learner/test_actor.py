@@ -455,7 +455,7 @@ def test_what_was_skipped_is_named(caplog: pytest.LogCaptureFixture) -> None:
     actor = Actor(tiny_model(), LR)
     good, bad = sample(actor.model, [1.0, -1.0])
     actor.update([good, poison(bad)])
-    assert "skipped: the gradient's norm is nan; rollouts r1" in caplog.text
+    assert "skipped an update of the actor: the gradient norm is nan; rollouts r1" in caplog.text
     assert "r0" not in caplog.text
 
 
@@ -613,6 +613,6 @@ def test_after_loading_weights_tokens_are_drawn_from_them(tmp_path: Path) -> Non
 
 def test_weights_of_another_shape_are_refused_in_one_line(tmp_path: Path) -> None:
     tiny_model(hidden_size=16).save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match="holds another model") as caught:
+    with pytest.raises(CheckpointError, match="holds a different model") as caught:
         Actor(tiny_model(), LR).load_weights(tmp_path)
     assert "\n" not in str(caught.value)

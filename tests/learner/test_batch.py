@@ -106,7 +106,9 @@ def test_nothing_is_a_batch_too() -> None:
 def test_a_column_of_the_wrong_length_is_named() -> None:
     [given] = sample(tiny_model(), [1.0])
     short = replace(given, returns=tuple(a[:-1] for a in given.advantages))
-    with pytest.raises(ToolwiseError, match="rollout r0, step 0: 1 returns for 2 sampled tokens; give one for each"):
+    with pytest.raises(
+        ToolwiseError, match="rollout r0, step 0: 1 returns for 2 sampled tokens; there must be one per token"
+    ):
         build_batch([short])
 
 

@@ -171,5 +171,5 @@ def test_k1_as_a_loss_is_refused_before_any_work() -> None:
 
 
 def test_a_critic_with_other_tokens_is_refused() -> None:
-    with pytest.raises(ConfigError, match="somewhere knows 9 tokens and the policy 48"):
+    with pytest.raises(ConfigError, match="somewhere has a vocabulary of 9 tokens and the policy 48"):
         build(config(critic={"path": "somewhere"}), Gae())

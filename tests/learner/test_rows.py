@@ -192,7 +192,7 @@ def test_the_split_leaves_its_input_in_order() -> None:
         ({"token_ids": [2], "logprobs": [-0.1]}, "gives no prompt_ids"),
         ({"prompt_ids": [1], "token_ids": None, "logprobs": [-0.1]}, "gives no token_ids"),
         ({"prompt_ids": [1], "token_ids": [2, 3], "logprobs": [-0.1]}, "2 sampled tokens"),
-        ({"prompt_ids": [1], "token_ids": [2, 3], "logprobs": [-0.1, None]}, "not each has a log-prob"),
+        ({"prompt_ids": [1], "token_ids": [2, 3], "logprobs": [-0.1, None]}, "every sampled token needs one"),
     ],
 )
 def test_a_rollout_without_token_ids_is_refused_with_one_clear_line(broken: dict[str, Any], words: str) -> None:

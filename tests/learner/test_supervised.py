@@ -167,7 +167,7 @@ def test_batches_have_their_tokens_and_go_through_everything_each_epoch() -> Non
 
 @pytest.mark.parametrize("examples", [[], [example(100)]])
 def test_nothing_to_teach_is_said_instead_of_waited_for(examples: list[Example]) -> None:
-    with pytest.raises(DataError, match="nothing to teach"):
+    with pytest.raises(DataError, match="nothing to train on"):
         next(batches(examples, SftSettings(row_tokens=10)))
 
 

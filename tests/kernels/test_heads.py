@@ -1,4 +1,4 @@
-"""Heads turned by position and attentions merged: against other ways to say the same; on a GPU the kernels too."""
+"""rotate and merge against equivalent formulas; on a GPU also the kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_turning_by_an_angle_and_back_changes_nothing() -> None:
 
 
 def parts(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
-    """Attention of three tokens to six keys, and of two of them to four more; and to all of these."""
+    """Attention of three tokens to six keys, of two of them to four more, and to all of these at once."""
     q, k, v = (torch.randn(n, 2, 8, dtype=torch.float64) for n in (3, 10, 10))
     scores = torch.einsum("qhd,khd->hqk", q, k)
 

@@ -1,4 +1,4 @@
-"""Arrays on their way to a device."""
+"""Copying arrays to a device."""
 
 from __future__ import annotations
 

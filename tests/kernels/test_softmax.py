@@ -1,4 +1,4 @@
-"""Sums over a row of logits and their gradient: against autograd in fp64; on a GPU the kernel against plain torch."""
+"""Log-sum-exp and entropy with their gradient, against autograd in fp64; on a GPU the kernel against plain torch."""
 
 from __future__ import annotations
 

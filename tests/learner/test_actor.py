@@ -1,4 +1,4 @@
-"""The actor: what it computes agrees with what the policy sampled, and what it learns depends on that alone."""
+"""The actor: its log-probs agree with the policy's, and updates depend on the rollouts alone."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from toolwise.types import (
 torch.set_num_threads(1)
 
 
-# The same weights give the same log-probs, here and where tokens are drawn.
+# The same weights give the same log-probs in the learner and in the policy.
 
 
 def real_rollouts(temperature: float) -> tuple[Any, list[CreditedRollout]]:
-    """Episodes with real tools, by the policy that training uses, over the model that ships."""
+    """Episodes with real tools, sampled by the local policy from the bundled model."""
     model, chat = load_model("builtin:small", device="cpu")
     policy = LocalPolicy(model, chat, Sampling(temperature, max_new_tokens=24))
     scheduler = RolloutScheduler(policy, build_tools(["calculator", "search"]), max_episode_steps=4)
@@ -160,7 +160,7 @@ def test_activation_checkpointing_changes_nothing_but_memory() -> None:
         list(generate_batch(actor.model, [[5, 6, 7]], [greedy], pad_id=PAD, policy_version=0)[0].token_ids)
         for actor in (plain, again)
     ]
-    assert said[0] == said[1]  # generation under it still has its cache
+    assert said[0] == said[1]  # generation still uses its cache
 
 
 def test_the_loss_is_the_mean_over_sampled_tokens() -> None:
@@ -219,7 +219,7 @@ def test_an_update_leaves_the_rollouts_alone() -> None:
 
 
 def test_a_masked_row_has_no_gradient_even_where_it_is_not_a_number() -> None:
-    """NaN times 0 is NaN: what is masked must not be computed with, not be multiplied away."""
+    """NaN · 0 is NaN: masked tokens must be left out of the computation, not multiplied by 0."""
     model = tiny_model()
     credited = sample(model, [1.0, -1.0])
     masked = credit([([5, 6, 7], [], [])], float("nan"))
@@ -233,7 +233,7 @@ def test_a_masked_row_has_no_gradient_even_where_it_is_not_a_number() -> None:
 
 
 def off_policy(shift: float, *, seed: int = 0) -> tuple[Any, list[CreditedRollout]]:
-    """Rollouts whose log-probs stand `shift` from the learner's: they were drawn elsewhere."""
+    """Rollouts whose log-probs differ by `shift` from the learner's, as if sampled elsewhere."""
     model = tiny_model()
     found = []
     for c in sample(model, [1.0, -0.5, 0.7], seed=seed):
@@ -287,11 +287,11 @@ def test_old_log_probs_taken_before_the_first_step_serve_all_steps() -> None:
 
 def test_without_annotation_several_steps_have_nothing_to_compare_with() -> None:
     model, credited = off_policy(0.0)
-    with pytest.raises(ToolwiseError, match="annotate them before"):
+    with pytest.raises(ToolwiseError, match=r"call annotate\(\) before"):
         Actor(model, replace(LR, ppo_epochs=2, old_logprobs="recompute")).update(credited)
 
 
-# Annotation: only what is asked for.
+# Annotation: only what is needed.
 
 
 def test_nothing_is_annotated_that_nobody_asked_for() -> None:
@@ -300,7 +300,7 @@ def test_nothing_is_annotated_that_nobody_asked_for() -> None:
     [first, _] = Actor(model, LR).annotate(scored)
     assert (first.old_logprobs, first.ref_logprobs, first.values) == (None, None, None)
     one_step = Actor(model, replace(LR, old_logprobs="recompute"))
-    assert one_step.annotate(scored)[0].old_logprobs is None  # the step's own log-probs will do
+    assert one_step.annotate(scored)[0].old_logprobs is None  # the step's own log-probs suffice
 
 
 def test_annotations_stand_step_by_step_beside_what_was_sampled() -> None:
@@ -338,7 +338,7 @@ def test_an_update_makes_good_tokens_likelier_and_bad_ones_less_likely() -> None
 
 
 def test_tokens_from_outside_are_never_learned() -> None:
-    """The tokens between two turns are read, not taught: with no advantage on the second turn, its context is moot."""
+    """Tokens between turns are context, not targets: without an advantage on turn two, its context is irrelevant."""
     model = tiny_model()
     [whole] = sample(model, [1.0])
     first = replace(whole, advantages=(whole.advantages[0], np.zeros_like(whole.advantages[1])))
@@ -410,7 +410,7 @@ def test_dropout_does_not_put_the_ratio_off_one() -> None:
     assert not actor.model.training
 
 
-# What is not a number is skipped and counted.
+# NaN and inf are skipped and counted.
 
 
 def poison(credited: CreditedRollout) -> CreditedRollout:
@@ -426,7 +426,7 @@ def test_a_gradient_that_is_not_a_number_is_skipped_and_counted() -> None:
     assert actor.skipped_updates == 1
     assert metrics["actor/skipped_updates"] == 1.0
     assert not math.isfinite(metrics["actor/grad_norm"])
-    assert not actor.optimizer.adamw.state  # nothing was averaged in
+    assert not actor.optimizer.adamw.state  # the moments are untouched
     assert all(p.grad is None for p in actor.model.parameters())
 
 
@@ -470,12 +470,12 @@ def test_a_spike_is_skipped_counted_and_named(caplog: pytest.LogCaptureFixture) 
     assert metrics["actor/skipped_spikes"] == metrics["actor/skipped_updates"] == 1.0
     assert metrics["actor/update_norm"] == 0.0
     assert same(weights(actor.model), before)
-    assert "times the usual" in caplog.text
+    assert "times the median" in caplog.text
     assert "rollouts r0" in caplog.text
 
 
 def test_gradients_are_clipped_to_their_norm() -> None:
-    """The figure is the norm before clipping; a far tighter clip gives the same direction."""
+    """The metric is the norm before clipping; a much tighter clip gives the same direction."""
     model = tiny_model()
     credited = sample(model, [5.0, -5.0])
     loose, tight = (Actor(copy.deepcopy(model), ActorSettings(max_grad_norm=norm)) for norm in (1e9, 1e-3))
@@ -493,7 +493,7 @@ def test_gradients_are_clipped_to_their_norm() -> None:
 
 @pytest.fixture
 def plain_kernels() -> Iterator[None]:
-    """Some machines name bf16 instructions that they then refuse to run; torch's own kernels need none."""
+    """Some machines report bf16 instructions that they cannot run; torch's own kernels need none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with torch.backends.mkldnn.flags(enabled=False):
@@ -537,7 +537,7 @@ def test_half_precision_continues_bit_identically(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("plain_kernels")
 def test_weights_loaded_into_half_precision_are_what_is_trained_on(tmp_path: Path) -> None:
-    """Without the state beside them, fp32 copies must follow the weights."""
+    """Without the optimiser state, fp32 masters must follow the loaded weights."""
     source, target = (Actor(tiny_model(seed).bfloat16(), ActorSettings(lr=1e-9)) for seed in (0, 1))
     credited = sample(source.model, [1.0, -1.0])
     source.save_model(tmp_path)
@@ -550,7 +550,7 @@ def test_weights_loaded_into_half_precision_are_what_is_trained_on(tmp_path: Pat
 
 
 def through_disk(actor: Actor, fresh: Actor, folder: Path) -> Actor:
-    """What a run does when it stops and goes on."""
+    """What a run does when it stops and resumes."""
     registry = StateRegistry()
     registry.register("actor", actor)
     saved = checkpoint.save(folder, 1, registry.state_dict(), extra_files={"model": actor.save_model})
@@ -597,7 +597,7 @@ def test_plain_transformers_loads_what_was_saved(tmp_path: Path) -> None:
 
 
 def test_after_loading_weights_tokens_are_drawn_from_them(tmp_path: Path) -> None:
-    """No stale cache: the policy that shares the model says what a fresh one would."""
+    """No stale cache: the policy that shares the model generates what a fresh one would."""
     source, target = tiny_model(0), tiny_model(1)
     greedy = Sampling(do_sample=False, max_new_tokens=12)
 

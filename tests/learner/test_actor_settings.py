@@ -1,4 +1,4 @@
-"""What follows from the actor's settings."""
+"""Derived properties of the actor's settings."""
 
 from __future__ import annotations
 

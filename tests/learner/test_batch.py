@@ -1,4 +1,4 @@
-"""Rows and columns: every number stands beside the token it belongs to."""
+"""Rows and columns: every value lines up with its token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toolwise.types import CreditedRollout
 
 
 def numbered(rollout: CreditedRollout, start: int) -> CreditedRollout:
-    """Advantages that say which token they belong to."""
+    """Advantages that identify their token."""
     found, at = [], start
     for array in rollout.advantages:
         found.append(np.arange(at, at + len(array), dtype=np.float32))
@@ -100,7 +100,7 @@ def test_nothing_is_a_batch_too() -> None:
     assert (len(batch), batch.rows, batch.trainable_rows()) == (0, [], [])
     assert list(batch.packed([], MicroBatchSettings())) == []
     assert batch.predicted_tokens([]).tolist() == []
-    assert batch.returns is not None  # of no rollouts, all have returns
+    assert batch.returns is not None  # vacuously: there are no rollouts
 
 
 def test_a_column_of_the_wrong_length_is_named() -> None:

@@ -1,4 +1,4 @@
-"""A learner from a configuration: every setting arrives, and what was not asked for is not made."""
+"""Building a learner from a configuration: every setting arrives, and nothing unneeded is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Given continuations scored in packed passes: what they share once, whatever the passes are."""
+"""Continuations scored in packed passes: shared prefixes are computed once, and packing does not change the scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The critic foresees what it was shown, and learns apart from the actor."""
+"""The critic learns to predict returns, separately from the actor."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_it_does_not_touch_the_policy() -> None:
     model = tiny_model()
     before = weights(model)
     critic = Critic(copy.deepcopy(model), FAST)
-    for step in (1, 2):  # in the first, a head of zeros lets nothing through to the trunk
+    for step in (1, 2):  # in the first, the zero head passes no gradient to the trunk
         critic.update(annotated(critic, with_returns(sample(model, [0.0]), [1.0])), step)
     assert same(weights(model), before)
     assert not same(weights(critic.model), before)
@@ -145,7 +145,7 @@ def learner(seed: int = 0) -> Actor:
 
 
 def turn(actor: Actor, seed: int) -> dict[str, float]:
-    """One whole PPO step: annotate, GAE, update."""
+    """A full PPO step: annotate, GAE, update."""
     scored = [
         replace(c.annotated.scored, result=c.annotated.scored.result.model_copy(update={"score": float(i % 2)}))
         for i, c in enumerate(sample(tiny_model(), [0.0] * 4, seed=seed))
@@ -181,7 +181,7 @@ def test_another_critic_than_the_checkpoint_s_is_refused() -> None:
     with pytest.raises(CheckpointError, match="critic"):
         Actor(tiny_model(), LR).load_state_dict(state)
     other = Actor(tiny_model(), LR, critic=Critic(tiny_model(hidden_size=16), FAST))
-    with pytest.raises(CheckpointError, match="another trunk"):
+    with pytest.raises(CheckpointError, match="different trunk"):
         other.load_state_dict(state)
 
 

@@ -1,4 +1,4 @@
-"""Two processes over gloo learn what one would have learned from all their rollouts."""
+"""Two processes over gloo learn the same as one process with all the rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A name for weights: equal for equal ones, another after the smallest update."""
+"""Weight fingerprints: equal for equal weights, different after the smallest update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KL in the reward: what each estimator sees of it, by hand."""
+"""KL in the reward: what each estimator sees, worked by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from toolwise.types import AnnotatedRollout, CreditedRollout, RolloutThinking
 
 
 def annotated(score: float, reference: Sequence[Sequence[float]], *, name: str = "r") -> AnnotatedRollout:
-    """A rollout of as many turns, whose tokens were all drawn at a log-prob of −1."""
+    """A rollout with one turn per entry, whose tokens were all sampled at a log-prob of −1."""
     turns = [([5] * (3 + turn), [6] * len(part), [-1.0] * len(part)) for turn, part in enumerate(reference)]
     plain = credit(turns, 0.0, name=name).annotated
     scored = replace(plain.scored, result=plain.scored.result.model_copy(update={"score": score}))
@@ -112,7 +112,7 @@ def test_without_reference_log_probs_there_is_no_price() -> None:
 
 
 def test_the_price_pushes_along_the_gradient_of_kl() -> None:
-    """One-token rollouts, each token as often as the policy draws it: the update's gradient is that of β·KL."""
+    """One-token rollouts, each token as often as the policy samples it: the update's gradient is that of β·KL."""
     model, prompt = tiny_model(), [5, 6, 7]
     actor = Actor(model, replace(LR, kl="reward", kl_coef=0.5, max_grad_norm=1e9, dual_clip=None))
     with torch.no_grad():
@@ -143,7 +143,7 @@ def test_the_price_pushes_along_the_gradient_of_kl() -> None:
 
 @pytest.mark.parametrize("gate", ["signed", "success"])
 def test_who_succeeded_is_asked_of_the_scores_that_the_reward_gave(gate: Any) -> None:
-    """Both reach 1.0 and have left the reference; the price of that is in A_traj, and closes no gate."""
+    """Both reach 1.0 and have left the reference; the KL cost is in A_traj and closes no gate."""
     group = [annotated(1.0, [[-2.0] * 6], name="a"), annotated(1.0, [[-3.0] * 6], name="b")]
     step = thinking_step(3, {1: -3.0, 2: -2.0, 3: -1.0, 4: -2.0})
     group = [replace(r, thinking=RolloutThinking((step,))) for r in group]
@@ -154,7 +154,7 @@ def test_who_succeeded_is_asked_of_the_scores_that_the_reward_gave(gate: Any) ->
 
 @dataclass(frozen=True)
 class Labelled:
-    """An estimator of a user's, who means something else by a name of ours."""
+    """A user's estimator with a field that happens to share one of our names."""
 
     trajectory: bool = True
     needs: frozenset[Any] = frozenset()
@@ -164,7 +164,7 @@ class Labelled:
 
 
 class Plain:
-    """One that is no dataclass."""
+    """An estimator that is not a dataclass."""
 
     inner = Labelled()
     needs: frozenset[Any] = frozenset()

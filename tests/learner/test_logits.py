@@ -55,12 +55,12 @@ def test_certainty_is_finite(way: Any) -> None:
 @WAYS
 @pytest.mark.parametrize("confidence", [0.5, 0.9, 0.99, 0.999, 0.9999])
 def test_what_a_confident_token_asks_survives_half_precision(way: Any, confidence: float) -> None:
-    """At the drawn token the gradient is 1 − p: rounded once, and not the difference of two that were."""
+    """At the sampled token the gradient is 1 − p: rounded once, not the difference of two rounded numbers."""
     rest = torch.log(torch.tensor((1 - confidence) / 7))
     logits = torch.cat([torch.log(torch.tensor([confidence])), rest.expand(7)])[None].bfloat16()
     exact = torch.log_softmax(logits.double(), -1)[0]
     logits.requires_grad_()
-    twice = torch.tensor([0, 0])  # two rollouts drew the same
+    twice = torch.tensor([0, 0])  # two rollouts sampled the same token
     logprobs, _ = way.apply(logits, twice, twice, 1.0)
     [grad] = torch.autograd.grad(logprobs.sum(), logits)
     wanted = -2 * exact.exp()
@@ -72,10 +72,10 @@ def test_what_a_confident_token_asks_survives_half_precision(way: Any, confidenc
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("peak", [0.0, 8.0, 16.0])
 def test_the_kernels_say_what_plain_torch_says(dtype: torch.dtype, peak: float) -> None:
-    """Rows of 50,001 logits whose drawn tokens are anything from one in many to nearly certain."""
+    """Rows of 50,001 logits whose sampled tokens range from very unlikely to nearly certain."""
     of = torch.arange(600, device="cuda") // 2
     targets = torch.randint(0, 50_001, (600,), device="cuda")
-    targets[1::4] = targets[::4]  # some rows drew the same token twice
+    targets[1::4] = targets[::4]  # some rows have the same target twice
     logits = torch.randn(300, 50_001, device="cuda")
     logits[of, targets] += peak
     logits = logits.to(dtype)

@@ -1,4 +1,4 @@
-"""LoRA with real peft: adapters learn, the model beneath does not, and what is saved is a plain model."""
+"""LoRA with real peft: adapters learn, the base model does not, and the saved model is a plain one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each token weighs, by hand, and what the weights do not depend on."""
+"""The weight of each token, worked by hand, and what it does not depend on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rows make up an optimiser step."""
+"""How rows are split into optimiser steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mismatch check stops a run whose policy and learner disagree before any weight moves, and names the likely cause."""
+"""The mismatch check stops a run whose policy and learner disagree, before any weight moves, and names the cause."""
 
 from __future__ import annotations
 

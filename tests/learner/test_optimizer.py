@@ -1,4 +1,4 @@
-"""The optimiser: the norms it tells are those that are, whatever the precision, and its state is all of it."""
+"""The optimiser: the reported norms are correct in every precision, and its state is complete."""
 
 from __future__ import annotations
 

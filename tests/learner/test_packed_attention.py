@@ -34,7 +34,7 @@ def states(tokens: int, heads: int = 4, key_heads: int = 2, size: int = 8) -> li
 def written_out(
     query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment], window: int | None, softcap: float | None
 ) -> Tensor:
-    """One mask of all against all."""
+    """A full mask over all pairs."""
     tokens = query.shape[2]
     seen = torch.zeros(tokens, tokens, dtype=torch.bool)
     for segment in segments:
@@ -58,7 +58,7 @@ def gradients(out: Tensor, given: Sequence[Tensor]) -> list[Tensor]:
 
 @st.composite
 def trees(draw: st.DrawFn) -> list[Segment]:
-    """Segments as packing lays them: each continues the one before it, cut short somewhere."""
+    """Segments as packing lays them out: each continues a prefix of the one before it."""
     segments: list[Segment] = []
     spans: list[tuple[int, int]] = []
     total = 0

@@ -1,4 +1,4 @@
-"""Packing: every sampled token once for each row, no token twice, never more than the budget."""
+"""Packing: every sampled token once per row, no token computed twice, never over the budget."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def row(prompt: list[int], reply: list[int]) -> Tokens:
 
 @st.composite
 def tokens(draw: st.DrawFn) -> Tokens:
-    """Few ids, so that rows share much: prompts, sampled tokens, all of themselves."""
+    """Few distinct ids, so that rows share prompts, sampled tokens or everything."""
     ids = draw(st.lists(st.integers(0, 2), max_size=8))
     return Tokens(ids, draw(st.lists(st.booleans(), min_size=len(ids), max_size=len(ids))))
 
@@ -120,7 +120,7 @@ def test_a_prefix_too_long_for_the_budget_is_computed_again() -> None:
 
 
 def test_groups_are_not_torn_apart_to_fill_a_micro_batch_up() -> None:
-    groups = [[row([g] * 20, [100 + k, k, k, k]) for k in range(4)] for g in range(5)]  # 20 + 4 x 3 tokens a group
+    groups = [[row([g] * 20, [100 + k, k, k, k]) for k in range(4)] for g in range(5)]  # 20 + 4 x 3 tokens per group
     batches = pack([r for group in groups for r in group], 80)
     assert sorted(packed.T for packed in batches) == [32, 64, 64]
 

@@ -1,4 +1,4 @@
-"""The reference stays where the policy began."""
+"""The reference stays at the initial policy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_there_is_no_copy_unless_somebody_asks() -> None:
 
 
 def test_a_resumed_run_is_held_to_where_the_run_began(tmp_path: Path) -> None:
-    """The reference is made before the checkpoint's weights come in."""
+    """The reference is built before the checkpoint's weights are loaded."""
     first = Actor(tiny_model(), replace(LR, kl="loss", kl_coef=0.01))
     credited = sample(first.model, [1.0, -1.0])
     scored = [c.annotated.scored for c in credited]

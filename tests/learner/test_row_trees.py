@@ -1,4 +1,4 @@
-"""Rows as nodes: cut where rows part, read whole, side by side where the tree is simple."""
+"""The layout by node: rows are split where they diverge, and readers of a node are adjacent in simple trees."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1,
 
 
 def ordered(rows: list[list[int]]) -> tuple[list[Array], list[int]]:
-    """In lexicographic order, and what each shares with the one before it."""
+    """Rows in lexicographic order, and how many tokens each shares with the one before it."""
 
     def common(a: list[int], b: list[int]) -> int:
         return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
@@ -99,7 +99,7 @@ def test_rows_part_where_others_parted_a_few_tokens_before(shared: list[int], wa
 
 
 def groups(system: int, prompt: int, reply: int, count: int = 10, size: int = 4) -> tuple[list[int], list[int]]:
-    """What rows share, and their lengths, where all prompts begin with the same tokens."""
+    """Shared lengths and row lengths when all prompts begin with the same tokens."""
     shared = [0, *([prompt] * (size - 1) + [system]) * count][:-1]
     return shared, [prompt + reply] * (count * size)
 
@@ -131,7 +131,7 @@ def test_what_is_not_shared_any_more_is_bounded(shared: list[int], own: int) -> 
 
 
 def test_a_chain_of_turns_goes_on_sharing() -> None:
-    """Each level of it is small against all that hangs below; to drop each would compute everything many times."""
+    """Each level is small compared with what is below; dropping all of them would compute everything many times."""
     turns = np.arange(20)
     shared, lengths = 200 * turns, 200 * (turns + 1) + 50
     assert reduce_sharing(shared, lengths).tolist() == shared.tolist()

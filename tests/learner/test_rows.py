@@ -92,7 +92,7 @@ def test_a_changed_prompt_starts_a_new_row() -> None:
 
 
 def test_a_rewritten_reply_starts_a_new_row() -> None:
-    """A template that drops a thought from an earlier turn: what was sampled is no longer what is seen."""
+    """A template that drops a thought from an earlier turn: the prompt no longer contains what was sampled."""
     first, second = build_rows([credited([([1, 2], [3, 4]), ([1, 2, 4, 8], [5])])])
     assert first.sampled == [False, False, True, True]
     assert second.sampled == [False] * 4 + [True]
@@ -142,7 +142,7 @@ def test_building_leaves_rollouts_alone() -> None:
 
 @st.composite
 def episodes(draw: st.DrawFn) -> list[Turn]:
-    """Turns that extend each other, save where one begins anew."""
+    """Turns that extend each other, except where one starts over."""
     turns: list[Turn] = []
     seen: list[int] = []
     tokens = st.lists(st.integers(0, 3), min_size=1, max_size=4)
@@ -188,9 +188,9 @@ def test_the_split_leaves_its_input_in_order() -> None:
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
-        ({"content": "text", "finish_reason": "stop"}, "gives no prompt_ids and no token_ids and no logprobs"),
-        ({"token_ids": [2], "logprobs": [-0.1]}, "gives no prompt_ids"),
-        ({"prompt_ids": [1], "token_ids": None, "logprobs": [-0.1]}, "gives no token_ids"),
+        ({"content": "text", "finish_reason": "stop"}, "returned no prompt_ids and no token_ids and no logprobs"),
+        ({"token_ids": [2], "logprobs": [-0.1]}, "returned no prompt_ids"),
+        ({"prompt_ids": [1], "token_ids": None, "logprobs": [-0.1]}, "returned no token_ids"),
         ({"prompt_ids": [1], "token_ids": [2, 3], "logprobs": [-0.1]}, "2 sampled tokens"),
         ({"prompt_ids": [1], "token_ids": [2, 3], "logprobs": [-0.1, None]}, "every sampled token needs one"),
     ],
@@ -215,7 +215,7 @@ def test_only_what_is_to_be_learned_from_needs_tokens() -> None:
 def test_advantages_that_do_not_fit_the_tokens_are_refused() -> None:
     good = credited([([1], [2, 3])])
     bad = CreditedRollout(good.annotated, good.steps, (np.zeros(1, dtype=np.float32),))
-    with pytest.raises(ToolwiseError, match="step 0: the estimator gives 1 advantages for 2 sampled tokens"):
+    with pytest.raises(ToolwiseError, match="step 0: the estimator returned 1 advantages for 2 sampled tokens"):
         build_rows([bad])
 
 

@@ -1,4 +1,4 @@
-"""The learning rate over a run, by hand."""
+"""Learning-rate schedules, worked by hand."""
 
 from __future__ import annotations
 

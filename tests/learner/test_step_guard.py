@@ -1,4 +1,4 @@
-"""Steps that must not be taken are skipped, counted and named; all others are taken."""
+"""Bad steps are skipped, counted and logged; all others are taken."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_steps_without_gradient_do_not_make_the_next_one_a_spike() -> None:
 
 
 def test_what_clipping_leaves_alone_is_no_spike() -> None:
-    """Where groups agree, gradients are tiny; the step in which one does not is the one to learn from."""
+    """If all rollouts of a group score the same, gradients are tiny; a normal step after that is not a spike."""
     guard = Guard(10.0, floor=1.0)
     calm(guard, norm=1e-6)
     assert guard.admits(0.9)

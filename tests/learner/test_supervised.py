@@ -1,4 +1,4 @@
-"""Supervised learning: what is taught, how conversations share a row without seeing each other, and that it learns."""
+"""SFT: which tokens are trained on, how conversations share a row without attending to each other, that it learns."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def say(role: Any, content: str, **more: Any) -> Message:
 
 
 def example(length: int, start: int = 1) -> Example:
-    """A conversation of which the second half is taught."""
+    """A conversation whose second half is trained on."""
     return Example(list(range(start, start + length)), [at >= length // 2 for at in range(length)])
 
 
@@ -61,7 +61,7 @@ CONVERSATION = [
 ]
 
 
-# What is taught.
+# Which tokens are trained on.
 
 
 def test_only_what_the_assistant_wrote_is_taught_its_end_token_included(small: tuple[Any, ChatTokenizer]) -> None:
@@ -91,7 +91,7 @@ def test_a_conversation_reads_as_the_template_writes_it(small: tuple[Any, ChatTo
     tools = [{"type": "function", "function": {"name": "search", "parameters": {"properties": {"query": {}}}}}]
     found = tokenize_conversation(chat, CONVERSATION, tools)
     whole = chat.tokenizer.apply_chat_template(
-        [chat._plain(m) for m in CONVERSATION], tools=tools, tokenize=False, add_generation_prompt=False
+        [chat._to_template_dict(m) for m in CONVERSATION], tools=tools, tokenize=False, add_generation_prompt=False
     )
     text = chat.tokenizer.decode(found.ids, skip_special_tokens=False)
     assert whole.startswith(text)
@@ -99,7 +99,7 @@ def test_a_conversation_reads_as_the_template_writes_it(small: tuple[Any, ChatTo
 
 
 def test_a_conversation_is_tokenized_as_a_rollout_would_have_been(small: tuple[Any, ChatTokenizer]) -> None:
-    """The prompt the policy sees at its second turn is the beginning of what is taught."""
+    """The prompt the policy sees at its second turn is a prefix of the training sequence."""
     chat = small[1]
     found = tokenize_conversation(chat, CONVERSATION)
     first = chat.start(CONVERSATION[:1])
@@ -120,7 +120,7 @@ def test_what_comes_after_the_last_reply_is_left_out(small: tuple[Any, ChatToken
 def test_a_conversation_without_an_assistant_teaches_nothing(
     messages: list[Message], small: tuple[Any, ChatTokenizer]
 ) -> None:
-    with pytest.raises(DataError, match="without an assistant"):
+    with pytest.raises(DataError, match="no assistant message"):
         tokenize_conversation(small[1], messages)
 
 
@@ -142,7 +142,7 @@ def test_a_conversation_too_long_for_a_row_is_cut_at_its_end() -> None:
 
 
 def test_a_conversation_of_which_nothing_taught_is_left_takes_no_room() -> None:
-    """A row without a taught token would have a loss of 0 / 0."""
+    """A row without a token to train on would have a loss of 0 / 0."""
     rows = list(pack_examples([example(4), example(100), example(4)], 8))
     assert rows == [[example(4), example(4)]]
 
@@ -237,7 +237,7 @@ def test_padding_changes_no_logits(small: tuple[Any, ChatTokenizer]) -> None:
     assert torch.isfinite(beside).all()
 
 
-# Teaching.
+# Training.
 
 
 def test_the_rate_warms_up_and_falls_to_a_tenth() -> None:

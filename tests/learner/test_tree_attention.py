@@ -1,4 +1,4 @@
-"""Attention in parts, with a plain kernel in place of the GPU's: whole rows' attention and gradient."""
+"""Attention in parts, with a plain kernel instead of the GPU's, against full attention and its gradient."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Tokens:
 
 
 class Plain:
-    """What the kernel computes, in sums that one can read."""
+    """The kernel, written out plainly."""
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, part: AttentionPart, scale: float
@@ -59,7 +59,7 @@ class Plain:
         part: AttentionPart,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The flash backward: weights by the log-sum-exp that it is given, which need not be this part's own."""
+        """The flash backward: weights come from the log-sum-exp passed in, which need not be this part's own."""
         query, key, value = states
         found: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
         lengths = part.cu_seqlens_q.diff().tolist()

@@ -1,4 +1,4 @@
-"""Thoughts of the other levels: forced, cut before the action, never shown it; what fails leaves, and is told why."""
+"""Alternative thoughts: level forced, cut before the action, never shown it; failures carry a reason."""
 
 from __future__ import annotations
 

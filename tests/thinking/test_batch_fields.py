@@ -1,4 +1,4 @@
-"""Document 5's fields: the quantity that was asked for, at every token of its row."""
+"""RLVCR batch fields: the requested quantity at every token of its row."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ def test_advantages_are_not_made_up() -> None:
 
 @pytest.mark.parametrize(("lengths", "advantages"), [([2], [0.5, 0.5]), ([2, 3], [0.5])])
 def test_one_number_is_not_spread_over_several_steps(lengths: list[int], advantages: list[float]) -> None:
-    with pytest.raises(ValueError, match="for 2 steps; give one for each"):
+    with pytest.raises(ValueError, match="for 2 steps; pass one per step"):
         thinking_fields(STEPS, lengths, advantages=advantages)

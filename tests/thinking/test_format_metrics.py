@@ -1,4 +1,4 @@
-"""Format validity: the figures, and the reward as a run would use it."""
+"""Format validity: the metrics, and the reward as a run uses it."""
 
 from __future__ import annotations
 

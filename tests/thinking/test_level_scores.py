@@ -1,5 +1,5 @@
-"""The same action under four contexts: equal to a plain loop, exact for the level that was used, and never a number
-where there is none."""
+"""The same action under four contexts: equal to a plain loop, exact for the level that was used, and None without a
+score."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_action_scores_under_its_own_level_what_it_was_drawn_with() -> None:
     found = levels([step])
     drawn = step.logprobs[step.spans.action.start : step.spans.action.stop]
     assert_fp32_close(found.groups[0].used.action_logprobs, drawn)
-    assert found.own_gap < fp32_bound(drawn).max()
+    assert found.action_gap < fp32_bound(drawn).max()
     assert small()[1].decode(step.action_ids) == "go left"
 
 
@@ -86,7 +86,7 @@ def test_the_action_scores_under_its_own_level_what_it_was_drawn_with() -> None:
     ],
 )
 def test_what_a_model_writes_before_its_action_stands_in_all_contexts(between: str, tail: str) -> None:
-    """Otherwise its own level would be compared with contexts that it never writes."""
+    """Otherwise the used level would be compared with contexts that the policy never writes."""
     _, chat = small()
     asked: list[ScoringRequest] = []
 
@@ -159,13 +159,13 @@ def test_a_writer_that_saw_the_action_is_caught_by_what_its_thoughts_are_worth()
             likely = [p for others in alternatives for other in others for p in other.logprobs]
             assert asyncio.run(work).thought_gap < fp32_bound(likely).max()
         else:
-            with pytest.raises(LeakError, match="their writer saw something else"):
+            with pytest.raises(LeakError, match="generated from something else"):
                 asyncio.run(work)
 
 
 def test_a_tag_that_shares_a_token_with_the_thought_is_written_anew_at_the_border() -> None:
     class Codec:
-        """Characters as tokens, but for one token that reaches over the border."""
+        """Characters as tokens, except for one token that spans the border."""
 
         end_id = 0
         glued = 500
@@ -215,7 +215,7 @@ def test_a_tag_that_shares_a_token_with_the_thought_is_written_anew_at_the_borde
 
 
 def test_thoughts_say_nothing_of_each_other() -> None:
-    """A group's scores do not depend on which other steps are scored beside it."""
+    """A group's scores do not depend on which other steps are scored with it."""
     together = levels([read(reply, index=i) for i, reply in enumerate(REPLIES)]).groups[0]
     alone = levels([read(REPLIES[0])]).groups[0]
     for a, b in zip(together.scores, alone.scores, strict=True):

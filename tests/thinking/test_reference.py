@@ -1,4 +1,4 @@
-"""The slow reference: what it draws it also scores, padded or not."""
+"""The slow reference: it scores its own samples with the same log-probs, padded or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reader: what it finds in replies as they should be, in replies of every wrong kind, and in any text at all."""
+"""The reply parser on valid replies, on every kind of format fault, and on arbitrary text."""
 
 from __future__ import annotations
 

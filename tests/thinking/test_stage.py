@@ -1,4 +1,4 @@
-"""The whole stage: rollouts in, deliberations and figures out; its price moves and survives a crash."""
+"""The full stage: rollouts in, `RolloutThinking` and metrics out; λ adapts and is restored from a checkpoint."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_validation_is_measured_and_nothing_thought_over() -> None:
 def test_a_thought_that_names_the_action_is_counted() -> None:
     words = {2: "I shall go left</think>", 3: "no</think>", 4: "I shall go left</think>"}
     _, metrics = think(stage(ScriptedThinker(words)), usable=ROLLOUTS[:1])
-    # Two thoughts at the first step, three at the second, whose action is another one.
+    # Two thoughts at the first step; three at the second, which has a different action.
     assert metrics["thinking/alternatives_name_action"] == pytest.approx(2 / 5)
 
 
@@ -93,12 +93,12 @@ def test_a_budget_moves_the_price_of_the_next_step() -> None:
     assert (found["a"].price, metrics["thinking/lambda"]) == (0.0, 0.0)
     made.end_step()
     spent = metrics["thinking/tokens_per_step"]
-    assert made.current_price == pytest.approx(0.1 * (spent - 0.5))
+    assert made.current_lambda == pytest.approx(0.1 * (spent - 0.5))
     again, _ = think(made)
-    assert again["a"].price == made.current_price
+    assert again["a"].price == made.current_lambda
     other = stage(price=Multiplier(Budget(limit=0.5, unit="tokens", rate=0.1)))
     other.load_state_dict(made.state_dict())
-    assert other.current_price == made.current_price
+    assert other.current_lambda == made.current_lambda
     assert metrics["thinking/tokens/budget"] == 0.5
 
 

@@ -1,4 +1,4 @@
-"""Which steps are thought over again, and that a bound on tokens holds whatever is written."""
+"""Which steps get alternatives, and that the token budget holds whatever is generated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def names(steps: list) -> list[tuple[str, int]]:
 
 def test_steps_are_read_as_they_were_sampled() -> None:
     [step] = parse_steps([scored(1.0, step_kind="hard")], small()[1])
-    assert (step.reading.level, step.reading.action, step.kind) == (3, "go left", "hard")
+    assert (step.reply.level, step.reply.action, step.kind) == (3, "go left", "hard")
     assert step.thinking_tokens == len(small()[1].encode("I look for the key"))
     assert small()[1].decode(step.tail_ids) == "<action>go left"
     assert step.comparable
@@ -36,13 +36,13 @@ def test_a_step_without_level_or_action_cannot_be_compared(reply: str) -> None:
 def test_a_policy_without_log_probs_is_told_of() -> None:
     step = step_data()
     step = step.model_copy(update={"policy_logprobs": {"token_ids": [1], "prompt_ids": [1]}})
-    with pytest.raises(NoLogprobsError, match="gives no logprobs"):
+    with pytest.raises(NoLogprobsError, match="returned no logprobs"):
         parse_step("r", "g", 0, step, small()[1])
 
 
 def test_a_policy_of_text_alone_is_told_of() -> None:
     mute = step_data().model_copy(update={"policy_logprobs": None})
-    with pytest.raises(NoLogprobsError, match="text and no log-probs"):
+    with pytest.raises(NoLogprobsError, match="text without log-probs"):
         parse_steps([replace(scored(1.0), steps=(mute, mute))], small()[1])
     assert parse_steps([], small()[1]) == []
 
@@ -101,4 +101,4 @@ def test_without_a_bound_all_are_written_at_once() -> None:
 def test_that_not_one_step_can_be_paid_for_is_told(caplog: pytest.LogCaptureFixture) -> None:
     done, _ = asyncio.run(write_within_budget(writer(), [read()], 79))
     assert done == []
-    assert "one may take 80 tokens and max_added_tokens leaves 79" in caplog.text
+    assert "one step may take 80 tokens but max_added_tokens allows 79" in caplog.text

@@ -142,12 +142,12 @@ def _with_fused_rotary(forward: Any) -> Any:
 
 
 def _apply_rotary(
-    theirs: Rotate, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: Any, **options: Any
+    theirs: Rotate, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """q and k [1, heads, T, size], cos and sin [1, T, size]. Falls back to `theirs` for inputs that are not packed."""
     packed = q.dim() == 4 and len(q) == len(k) == 1 and cos.shape == sin.shape == (1, *q.shape[2:]) == (1, *k.shape[2:])
-    if others or options or not packed or not available(q.device):
-        return theirs(q, k, cos, sin, *others, **options)
+    if args or options or not packed or not available(q.device):
+        return theirs(q, k, cos, sin, *args, **options)
     angles = cos[0].contiguous(), sin[0].contiguous()
     rotated = (RotateHalf.apply(x.squeeze(0).transpose(0, 1), *angles) for x in (q, k))  # type: ignore[no-untyped-call]
     q, k = (x.transpose(0, 1)[None] for x in rotated)

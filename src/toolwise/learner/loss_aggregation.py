@@ -22,20 +22,20 @@ from toolwise.learner import distributed
 Aggregation = Literal["token", "step", "rollout", "constant"]
 
 
-def token_weights(how: Aggregation, steps: Tensor, rollouts: Tensor, *, length: int | None = None) -> Tensor:
+def token_weights(aggregation: Aggregation, steps: Tensor, rollouts: Tensor, *, length: int | None = None) -> Tensor:
     """One weight per token of a mini-batch, given the indices of its step and its rollout."""
-    if how not in get_args(Aggregation):
-        raise ConfigError(f"actor.loss_aggregation is {how!r}: use one of {', '.join(get_args(Aggregation))}")
-    if how == "constant" and not length:
+    if aggregation not in get_args(Aggregation):
+        raise ConfigError(f"actor.loss_aggregation is {aggregation!r}: use one of {', '.join(get_args(Aggregation))}")
+    if aggregation == "constant" and not length:
         raise ConfigError('actor.loss_aggregation = "constant" needs actor.loss_length, the token count to divide by')
     step_sizes, rollout_sizes = _members(steps), _members(rollouts)
     counts = (len(steps), _distinct(step_sizes), _distinct(rollout_sizes))
     tokens, step_count, rollout_count = distributed.sum_over_ranks([float(count) for count in counts], steps.device)
-    if how == "token":
+    if aggregation == "token":
         return torch.full((len(steps),), 1.0 / max(tokens, 1.0), device=steps.device)
-    if how == "step":
+    if aggregation == "step":
         return step_sizes.mul(max(step_count, 1.0)).reciprocal()
-    if how == "rollout":
+    if aggregation == "rollout":
         return rollout_sizes.mul(max(rollout_count, 1.0)).reciprocal()
     return torch.full((len(steps),), 1.0 / (max(rollout_count, 1.0) * float(length or 1)), device=steps.device)
 

@@ -131,7 +131,7 @@ def diagnose(evidence: Evidence) -> tuple[Cause, str]:
 
 
 def _best_temperature(evidence: Evidence) -> tuple[float, float]:
-    """The temperature with the smallest gap, and that gap: a grid search, then bisection around the best point."""
+    """The temperature with the smallest gap, and that gap: a grid search, then ever smaller steps around the best."""
     gaps = {temperature: evidence.probe(temperature) for temperature in {*TEMPERATURES, evidence.temperature}}
     best = min(gaps, key=gaps.__getitem__)
     width = 0.2 * best

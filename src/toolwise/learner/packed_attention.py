@@ -152,7 +152,7 @@ class _AttentionOptions:
 
 
 def _to_common_dtype(*states: Tensor) -> tuple[Tensor, ...]:
-    """Under autocast, rotary embeddings leave queries and keys in fp32 beside values in half precision."""
+    """Cast to one dtype: under autocast, rotary embeddings leave queries and keys in fp32, values in half precision."""
     device_type = states[0].device.type
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else states[-1].dtype
     return tuple(s.to(dtype) for s in states)

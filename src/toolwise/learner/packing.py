@@ -93,9 +93,9 @@ def micro_batches(
     `share_prefixes=False` every row is computed in full. `nodes` chooses the layout for kernels that attend to shared
     prefixes in place (`forward.prefers_node_layout`). Lazy, so that a GPU computes one while the next is prepared.
     """
-    sampled = {i: at for i, row in enumerate(rows) if len(at := _sampled_at(row))}
+    sampled = {i: positions for i, row in enumerate(rows) if len(positions := _sampled_at(row))}
     ids = {i: np.fromiter(rows[i].ids, np.int64, len(rows[i].ids)) for i in sampled}
-    needed = {i: ids[i][: at[-1]] for i, at in sampled.items()}
+    needed = {i: ids[i][: positions[-1]] for i, positions in sampled.items()}
     order = list(sampled)
     shared = np.zeros(len(order), dtype=np.int64)
     if share_prefixes:
@@ -113,8 +113,10 @@ def micro_batches(
 def _sampled_at(row: TokenRow) -> Array:
     """Positions of a row's sampled tokens, without the first token of the row, which nothing predicts."""
     sampled = row.sampled  # lists go through bytes, which takes a third of the time
-    at = np.flatnonzero(np.frombuffer(bytes(sampled), bool) if isinstance(sampled, list) else np.asarray(sampled, bool))
-    return at[at > 0].astype(np.int64)
+    positions = np.flatnonzero(
+        np.frombuffer(bytes(sampled), bool) if isinstance(sampled, list) else np.asarray(sampled, bool)
+    )
+    return positions[positions > 0].astype(np.int64)
 
 
 def _common_prefix_length(a: Array, b: Array) -> int:

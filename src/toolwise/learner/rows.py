@@ -71,17 +71,17 @@ def _rows_of(rollout: CreditedRollout) -> Iterator[Row]:
 def _tokens_of(step: StepData, rollout_id: str) -> tuple[list[int], list[int], list[float]]:
     """The step's prompt ids, sampled ids and log-probs; raises if any is missing."""
     record = step.policy_logprobs or {}
-    where = f"rollout {rollout_id}, step {step.system_step_index}"
+    location = f"rollout {rollout_id}, step {step.system_step_index}"
     missing = [key for key in ("prompt_ids", "token_ids", "logprobs") if record.get(key) is None]
     if missing:
         raise PolicyError(
-            f"{where}: the policy returned no {' and no '.join(missing)}, and training needs them: use the local "
+            f"{location}: the policy returned no {' and no '.join(missing)}, and training needs them: use the local "
             "policy, or a server that returns token ids and log-probs"
         )
     sampled, logprobs = list(record["token_ids"]), list(record["logprobs"])
     if len(sampled) != len(logprobs) or None in logprobs:
         raise PolicyError(
-            f"{where}: got {len(sampled)} sampled tokens but {len(logprobs)} log-probs, or some are missing; every "
+            f"{location}: got {len(sampled)} sampled tokens but {len(logprobs)} log-probs, or some are missing; every "
             "sampled token needs one"
         )
     return list(record["prompt_ids"]), sampled, logprobs

@@ -162,7 +162,7 @@ def test_a_second_decoder_moves_nothing_and_a_cast_is_noticed() -> None:
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        (MistralForCausalLM(MistralConfig(**SHAPE)), "none of"),
+        (MistralForCausalLM(MistralConfig(**SHAPE)), "not one of"),
         (LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="gelu")), "gelu"),
         (LlamaForCausalLM(LlamaConfig(**SHAPE | {"head_dim": 24})), "head size 24"),
         (Qwen2ForCausalLM(Qwen2Config(**SHAPE | {"hidden_size": 96}, use_sliding_window=True, sliding_window=8,

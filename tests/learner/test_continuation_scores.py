@@ -20,7 +20,7 @@ CONTEXTS = [
 ]
 
 
-def test_equal_to_one_at_a_time_however_they_are_cut() -> None:
+def test_scores_equal_one_at_a_time_for_any_micro_batch_size() -> None:
     model = tiny_model()
     exact = deepcopy(model).double()
     for cut in (

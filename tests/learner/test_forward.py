@@ -303,7 +303,7 @@ def test_activation_checkpointing_gives_the_same_gradients_and_does_run_layers_a
     assert [(m.training, getattr(m, "_gradient_checkpointing_func", None)) for m in model.modules()] == before
 
 
-def test_the_model_attends_in_its_own_way_again_afterwards() -> None:
+def test_the_model_s_own_attention_is_restored() -> None:
     model = model_of("llama")
     ids = torch.tensor([[4, 5, 6, 7]])
     before = model(input_ids=ids).logits
@@ -313,7 +313,7 @@ def test_the_model_attends_in_its_own_way_again_afterwards() -> None:
     assert torch.equal(model(input_ids=ids).logits, before)
 
 
-def test_the_model_attends_in_its_own_way_again_after_a_fault() -> None:
+def test_the_model_s_own_attention_is_restored_after_an_error() -> None:
     model = model_of("llama")
     packed = pack([Tokens([4, VOCABULARY + 5, 6], [False, True, True])], 10)[0]
     with pytest.raises(IndexError):
@@ -321,7 +321,7 @@ def test_the_model_attends_in_its_own_way_again_after_a_fault() -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_model_that_does_not_hand_the_layout_on_is_refused_and_not_believed() -> None:
+def test_a_model_that_does_not_pass_the_layout_on_is_rejected() -> None:
     model = copy.deepcopy(model_of("llama"))
     model.model.layers[1].self_attn.config = copy.deepcopy(model.config)
     packed = pack([Tokens([4, 5, 6], [False, True, True])], 10)[0]
@@ -329,7 +329,7 @@ def test_a_model_that_does_not_hand_the_layout_on_is_refused_and_not_believed() 
         hidden_states(model, packed)
 
 
-def test_a_model_whose_attention_we_cannot_lay_out_is_computed_padded() -> None:
+def test_a_model_with_unsupported_attention_is_computed_padded() -> None:
     torch.manual_seed(0)
     sinks = {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 4, "layer_types": SLIDING}
     config = transformers.GptOssConfig(**TINY | sinks)

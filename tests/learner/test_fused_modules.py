@@ -110,11 +110,11 @@ def test_only_a_copy_of_the_modules_is_fused(monkeypatch: pytest.MonkeyPatch) ->
     assert exchanged(model) == 0
 
 
-def test_where_there_are_no_kernels_nothing_is_exchanged() -> None:
+def test_without_kernels_nothing_is_patched() -> None:
     assert exchanged(fused_copy(tiny_model())) == 0
 
 
-def test_what_somebody_else_has_exchanged_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_already_patched_forward_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     anywhere(monkeypatch)
     model = tiny_model()
     model.model.norm.forward = theirs = lambda x: x
@@ -123,7 +123,7 @@ def test_what_somebody_else_has_exchanged_stays(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("module", [Doubled(), Gated(nn.GELU()), nn.Linear(4, 4)])
-def test_what_computes_something_else_is_left_alone(module: nn.Module, dtype: torch.dtype) -> None:
+def test_modules_with_another_formula_are_not_patched(module: nn.Module, dtype: torch.dtype) -> None:
     assert fused_forward(copy.deepcopy(module).to(dtype)) is None
 
 
@@ -138,7 +138,7 @@ def test_the_gradient_of_the_activation_is_that_of_its_formula() -> None:
     assert torch.autograd.gradcheck(SiluMul.apply, (gate, up))
 
 
-def test_queries_and_keys_are_turned_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_and_keys_are_rotated_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     anywhere(monkeypatch)
     turned: list[bool] = []
 
@@ -168,7 +168,7 @@ def test_rotations_of_other_kinds_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize(("rows", "size"), [(2, 8), (1, 4)])
-def test_what_is_not_packed_goes_the_models_own_way(rows: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpacked_inputs_use_the_model_s_own_rotary(rows: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of rows; angles for a part of each head."""
     anywhere(monkeypatch)
     asked = []

@@ -167,13 +167,13 @@ def held(**settings: Any) -> tuple[float, Actor]:
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
-def test_a_kl_loss_holds_the_policy_back(estimator: str) -> None:
+def test_a_kl_loss_constrains_the_policy(estimator: str) -> None:
     free, _ = held()
     near, _ = held(kl="loss", kl_estimator=estimator, kl_coef=1.0)
     assert near < 0.5 * free
 
 
-def test_the_coefficient_survives() -> None:
+def test_the_coefficient_is_saved_and_restored() -> None:
     _, actor = held(kl="loss", kl_coef=0.1, kl_target=1e-6, kl_horizon=10)
     assert actor.kl.value > 0.1
     fresh = Actor(tiny_model(), replace(LR, kl="loss", kl_coef=0.1))

@@ -64,7 +64,7 @@ def test_kl_in_the_reward_adds_nothing_here() -> None:
     assert torch.equal(terms.total, terms.policy)
 
 
-def test_figures_of_micro_batches_add_up_to_those_of_the_whole() -> None:
+def test_metrics_of_micro_batches_add_up() -> None:
     whole, parts = MetricSums(torch.device("cpu")), MetricSums(torch.device("cpu"))
     weights = torch.tensor([0.25, 0.75])
     terms = policy_loss_terms(PLAIN, 0.0, batch(), BOTH, NOW, ENTROPY)

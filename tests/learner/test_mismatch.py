@@ -121,12 +121,12 @@ def test_it_can_warn_or_be_off(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize(("gap", "fits"), [(0.9e-3, True), (1.1e-3, False)])
-def test_the_bound_in_full_precision_is_on_the_largest_gap(gap: float, fits: bool) -> None:
+def test_in_fp32_the_limit_is_on_the_largest_gap(gap: float, fits: bool) -> None:
     assert passes(torch.tensor([0.0] * 99 + [gap]), torch.float32) is fits
 
 
 @pytest.mark.parametrize(("gap", "fits"), [(0.049, True), (0.051, False)])
-def test_the_bound_in_half_precision_is_on_the_mean(gap: float, fits: bool) -> None:
+def test_in_half_precision_the_limit_is_on_the_mean_gap(gap: float, fits: bool) -> None:
     assert passes(torch.full((100,), gap), torch.bfloat16) is fits
     assert passes(torch.tensor([0.0] * 99 + [100 * gap]), torch.bfloat16) is fits
 

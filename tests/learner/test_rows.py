@@ -108,7 +108,7 @@ def test_after_a_fork_later_turns_extend_the_new_row() -> None:
     assert [row.ids for row in rows] == [[1, 2], [5, 6, 7, 8]]
 
 
-def test_steps_without_tokens_are_passed_over() -> None:
+def test_steps_without_tokens_are_skipped() -> None:
     [row] = build_rows([credited([None, ([1], [2]), None, ([1, 2, 3], [4]), None])])
     assert row.ids == [1, 2, 3, 4]
     assert row.logprobs == [0, -0.1, 0, -0.2]
@@ -123,7 +123,7 @@ def test_rollouts_never_share_a_row() -> None:
     assert [(row.rollout_id, row.ids) for row in rows] == [("a", [1, 2]), ("b", [1, 2, 3, 4])]
 
 
-def test_the_compact_forms_that_policies_hand_over_are_taken() -> None:
+def test_compact_array_forms_are_accepted() -> None:
     buffer = array("i", [1, 2, 3, 4])
     [row] = build_rows([credited([(Prefix(buffer, 2), array("i", [3]))])])  # type: ignore[list-item]
     assert row.ids == [1, 2, 3]
@@ -155,7 +155,7 @@ def episodes(draw: st.DrawFn) -> list[Turn]:
 
 
 @given(episodes())
-def test_every_sampled_token_stands_in_exactly_one_row_after_exactly_what_was_seen(turns: list[Turn]) -> None:
+def test_every_sampled_token_is_in_exactly_one_row_after_its_exact_prompt(turns: list[Turn]) -> None:
     rows = build_rows([credited(list(turns))])
     places = [(row, at) for row in rows for at, sampled in enumerate(row.sampled) if sampled]
     expected = [(seen + sampled[:i], token) for seen, sampled in turns for i, token in enumerate(sampled)]

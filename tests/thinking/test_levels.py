@@ -67,7 +67,7 @@ def changed(tmp_path: Path, old: str, new: str) -> Path:
     return path
 
 
-def test_a_file_of_ones_own_replaces_it(tmp_path: Path) -> None:
+def test_a_custom_file_replaces_the_built_in_one(tmp_path: Path) -> None:
     levels = load_levels(changed(tmp_path, "<think>State: {state}</think>", "<think>Ich sehe {sight} — gut.</think>"))
     assert levels.by_number(2).parts == ("sight",)
     assert levels.by_number(2).write("geh", {"sight": "die Tür"}) == (
@@ -97,7 +97,7 @@ def test_a_file_of_ones_own_replaces_it(tmp_path: Path) -> None:
         ("[[level]]", "[level]", "cannot read"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_told_in_one_line(tmp_path: Path, old: str, new: str, told: str) -> None:
+def test_errors_in_a_file_are_one_line(tmp_path: Path, old: str, new: str, told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_levels(changed(tmp_path, old, new))
     assert told in str(caught.value)

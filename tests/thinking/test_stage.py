@@ -38,7 +38,7 @@ def test_every_step_has_its_level_and_the_comparable_ones_a_group() -> None:
     assert [score.level for score in found["a"].steps[0].group.scores] == [1, 2, 3, 4]
 
 
-def test_only_what_will_be_learned_from_is_thought_over_and_all_is_counted() -> None:
+def test_only_usable_rollouts_get_alternatives_but_all_are_counted() -> None:
     model = ScriptedThinker()
     found, metrics = think(stage(model), usable=ROLLOUTS[:1])
     assert list(found) == ["a"]
@@ -61,7 +61,7 @@ def test_figures() -> None:
     assert metrics["thinking/names_action"] == 0.0
 
 
-def test_a_validation_is_measured_and_nothing_thought_over() -> None:
+def test_validation_is_measured_without_alternatives() -> None:
     model = ScriptedThinker()
     found = stage(model).measure(ROLLOUTS)
     assert found["thinking/hard/level_3_share"] == 0.5
@@ -76,7 +76,7 @@ def test_a_thought_that_names_the_action_is_counted() -> None:
     assert metrics["thinking/alternatives_name_action"] == pytest.approx(2 / 5)
 
 
-def test_the_bound_on_added_tokens_is_kept() -> None:
+def test_the_limit_on_added_tokens_holds() -> None:
     for most in (0.5, 1.0):
         _, metrics = think(stage(max_added_tokens=most))
         assert metrics["thinking/added_tokens_ratio"] <= most
@@ -86,7 +86,7 @@ def test_diversity_fades_over_the_run() -> None:
     assert [think(stage(), training_step)[0]["a"].anneal for training_step in (0, 5, 10, 20)] == [1.0, 0.5, 0.0, 0.0]
 
 
-def test_a_budget_moves_the_price_of_the_next_step() -> None:
+def test_a_budget_moves_lambda_for_the_next_step() -> None:
     price = Multiplier(Budget(limit=0.5, unit="tokens", rate=0.1))
     made = stage(price=price)
     found, metrics = think(made)
@@ -102,7 +102,7 @@ def test_a_budget_moves_the_price_of_the_next_step() -> None:
     assert metrics["thinking/tokens/budget"] == 0.5
 
 
-def test_a_fixed_price_needs_no_budget() -> None:
+def test_a_fixed_lambda_needs_no_budget() -> None:
     made = ThinkingStage(writer(), StageSettings(price=0.25, max_added_tokens=None))
     assert think(made)[0]["a"].price == 0.25
     made.end_step()
@@ -128,7 +128,7 @@ def test_what_comes_out_is_what_the_estimator_reads() -> None:
     assert [won[0] == x for x in won.tolist()] == [True] * said + [False] * (len(won) - said)
 
 
-def test_the_same_turn_again_gives_the_same() -> None:
+def test_a_repeated_step_gives_the_same_result() -> None:
     (a, _), (b, _) = think(stage()), think(stage())
     one, two = (x["a"].steps[0].group for x in (a, b))
     assert [s.action_logprob for s in one.scores] == [s.action_logprob for s in two.scores]

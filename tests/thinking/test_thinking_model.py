@@ -63,6 +63,6 @@ def test_the_engine_prefills_each_history_once() -> None:
     assert counted["reused_tokens"] >= 5 * (len(before) // 16) * 16
 
 
-def test_a_policy_of_text_alone_is_refused() -> None:
+def test_a_text_only_policy_is_rejected() -> None:
     with pytest.raises(NoLogprobsError, match="returns text without log-probs"):
         require_token_generator(ScriptedPolicy(["go left"]))

@@ -125,9 +125,9 @@ async def evaluate(run: Any, job: Job) -> dict[str, Any]:
     }
     for step in parse_steps(scored, run.chat):
         steps[step.rollout_id].append(step)
-        if step.kind in levels and step.reading.level is not None:
-            levels[step.kind][step.reading.level] += 1
-            right[step.kind][step.reading.level] += optimal[step.rollout_id, step.index]
+        if step.kind in levels and step.reply.level is not None:
+            levels[step.kind][step.reply.level] += 1
+            right[step.kind][step.reply.level] += optimal[step.rollout_id, step.index]
     by_house = sorted(scored, key=lambda s: s.rollout.batch_data_id)
     every = [step for s in by_house for step in steps[s.rollout.rollout_id]]
     return {
@@ -136,7 +136,7 @@ async def evaluate(run: Any, job: Job) -> dict[str, Any]:
         "thinking_tokens": [sum(step.thinking_tokens for step in steps[s.rollout.rollout_id]) for s in by_house],
         "levels": {kind: [count[level] for level in (1, 2, 3, 4)] for kind, count in levels.items()},
         "right": {kind: [count[level] for level in (1, 2, 3, 4)] for kind, count in right.items()},
-        "format_valid": sum(step.reading.valid for step in every) / max(1, len(every)),
+        "format_valid": sum(step.reply.valid for step in every) / max(1, len(every)),
     }
 
 

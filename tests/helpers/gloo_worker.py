@@ -1,4 +1,4 @@
-"""One of several processes that learn together: run by test_ranks.py as `gloo_worker.py RANK WORLD FOLDER`."""
+"""One of several data-parallel processes, run by test_distributed.py as `gloo_worker.py RANK WORLD FOLDER`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CASES: dict[str, tuple[dict[str, Any], int | None]] = {
 
 @cache
 def rollouts() -> list[CreditedRollout]:
-    """Of different lengths, with returns for a critic."""
+    """Rollouts of different lengths, with returns for a critic."""
     found = sample(tiny_model(), [1.0, -0.5, 2.0, -1.5, 0.3], groups_of=2)
     return [
         replace(c, returns=tuple(np.linspace(0, i + 1, len(a), dtype=np.float32) for a in c.advantages))
@@ -54,7 +54,7 @@ def learn(case: str, rank: int, world: int) -> tuple[dict[str, torch.Tensor], di
     metrics = actor.update([replace(c, annotated=a) for c, a in zip(mine, annotated, strict=True)])
     found = {}
     for name, optimizer in (("actor", actor.optimizer), ("critic", critic.optimizer)):
-        # After one step AdamW's first average is a tenth of the gradient.
+        # After one step, AdamW's first moment is a tenth of the gradient.
         states = [optimizer.adamw.state[master]["exp_avg"].flatten() for master in optimizer.masters]
         found[f"{name}.gradient"] = 10 * torch.cat(states)
         found[f"{name}.weights"] = torch.cat([master.detach().flatten() for master in optimizer.masters])

@@ -1,4 +1,4 @@
-"""Tiny models and episodes drawn from them: what tests of the learner learn from."""
+"""Tiny models and episodes sampled from them, for tests of the learner."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from toolwise.types import (
 torch.set_num_threads(1)
 PAD = 0
 LR = ActorSettings(lr=1e-2, canary="off")
-"""Tests that learn twice from the same rollouts do what the canary is there to stop."""
+"""With the mismatch check off, for tests that learn twice from the same rollouts."""
 
 
 def tiny_model(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
@@ -59,7 +59,7 @@ def credit(
     group: str = "g",
     version: int | None = None,
 ) -> CreditedRollout:
-    """A rollout of (seen, sampled, log-probs) turns."""
+    """A rollout of (prompt ids, sampled ids, log-probs) turns."""
     steps = tuple(
         StepData(
             system_step_index=index,
@@ -93,8 +93,8 @@ def sample(
     groups_of: int | None = None,
     version: int | None = None,
 ) -> list[CreditedRollout]:
-    """Episodes of different lengths, drawn from `model`, with tokens from outside between the turns; those of a group
-    share their prompt."""
+    """Episodes of different lengths sampled from `model`, with other tokens between the turns; a group shares its
+    prompt."""
     rng = np.random.default_rng(seed)
     found = []
     for place, advantage in enumerate(advantages):
@@ -121,7 +121,7 @@ def same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
 
 
 def gradients(actor: Actor, credited: Sequence[CreditedRollout]) -> tuple[torch.Tensor, float]:
-    """The whole gradient that one update accumulates, before clipping, and its loss."""
+    """The full gradient that one update accumulates, before clipping, and its loss."""
     found: dict[int, torch.Tensor] = {}
 
     def keep(place: int) -> Any:

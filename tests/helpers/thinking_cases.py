@@ -1,4 +1,4 @@
-"""A real model and tokenizer, replies at each level as they would have been sampled, and writers of every kind."""
+"""A real model and tokenizer, replies at each level as if sampled, and various alternative writers."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def exact() -> Any:
 
 
 def exact_logprobs(prefix: Sequence[int], ids: Sequence[int], temperature: float) -> torch.Tensor:
-    """Of all tokens, for each of `ids`: one sequence at a time, in float64, without padding, packing or a cache."""
+    """Log-probs of all tokens at each of `ids`: one sequence at a time, in float64, no padding, packing or cache."""
     with torch.no_grad():
         logits = exact()(input_ids=torch.tensor([[*prefix, *ids]])).logits[0, len(prefix) - 1 : -1]
     return torch.log_softmax(logits / temperature, -1)
 
 
 def teacher_forced(prefix: Sequence[int], ids: Sequence[int], temperature: float = 1.0) -> list[float]:
-    """The exact log-probs: what all else must agree with."""
+    """The exact log-probs, the reference for all others."""
     return exact_logprobs(prefix, ids, temperature).gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()
 
 
@@ -62,7 +62,7 @@ def history(words: str = "You are in a hall.") -> list[int]:
 
 
 def step_data(reply: str = REPLY, *, before: Sequence[int] | None = None, index: int = 0, **info: Any) -> StepData:
-    """A step whose tokens have the log-probs that the model gives them."""
+    """A step whose tokens have the model's log-probs."""
     _, chat = small()
     seen = list(before if before is not None else history())
     ids = [*chat.encode(reply), chat.end_id]
@@ -101,9 +101,9 @@ def scored(
 
 @dataclass
 class ScriptedThinker:
-    """Writes given words at each level, as likely as the model finds them; scores with the model itself.
+    """Writes given words at each level, with the model's log-probs; scores with the model itself.
 
-    `peek` tokens are slipped in after the history: a writer that sees more than it should."""
+    `peek` tokens are inserted after the history: a writer that sees more than it should."""
 
     words: Mapping[int, str] = field(default_factory=lambda: THOUGHTS)
     peek: str = ""

@@ -1,4 +1,4 @@
-"""Heads turned by position and attentions merged: against other ways to say the same; on a GPU the kernels too."""
+"""rotate and merge against equivalent formulas; on a GPU also the kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_a_rotation_and_its_transpose_keep_the_inner_product() -> None:
     torch.testing.assert_close((forth * y).sum(), (x * back).sum())
 
 
-def test_turning_by_an_angle_and_back_changes_nothing() -> None:
+def test_rotating_and_rotating_back_changes_nothing() -> None:
     x, angle = torch.randn(5, 3, 8, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64).repeat(1, 2)
     turned = torch_reference.rotate(x, angle.cos(), angle.sin())
     torch.testing.assert_close(torch_reference.rotate(turned, angle.cos(), -angle.sin()), x)
@@ -26,7 +26,7 @@ def test_turning_by_an_angle_and_back_changes_nothing() -> None:
 
 
 def parts(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
-    """Attention of three tokens to six keys, and of two of them to four more; and to all of these."""
+    """Attention of three tokens to six keys, of two of them to four more, and to all of these at once."""
     q, k, v = (torch.randn(n, 2, 8, dtype=torch.float64) for n in (3, 10, 10))
     scores = torch.einsum("qhd,khd->hqk", q, k)
 
@@ -53,7 +53,7 @@ def test_two_attentions_are_merged_into_one() -> None:
 @pytest.mark.parametrize(("heads", "size"), [(9, 64), (3, 64), (32, 128), (5, 80)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("back", [False, True])
-def test_the_kernel_turns_as_plain_torch_does(heads: int, size: int, dtype: torch.dtype, back: bool) -> None:
+def test_the_rotate_kernel_agrees_with_plain_torch(heads: int, size: int, dtype: torch.dtype, back: bool) -> None:
     for x in (torch.randn(70, heads, size), torch.randn(heads, 70, size).transpose(0, 1)):
         cos, sin = torch.randn(2, 70, size, device="cuda", dtype=dtype)
         mine = x.to("cuda", dtype)
@@ -66,7 +66,7 @@ def test_the_kernel_turns_as_plain_torch_does(heads: int, size: int, dtype: torc
 
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_kernel_merges_as_plain_torch_does(dtype: torch.dtype) -> None:
+def test_the_merge_kernel_agrees_with_plain_torch(dtype: torch.dtype) -> None:
     out, lse, more, its, _, _, places = (t.cuda() for t in parts())
     ours = [out.to(dtype), lse.float()]
     theirs = [t.clone() for t in ours]
@@ -79,7 +79,7 @@ def test_the_kernel_merges_as_plain_torch_does(dtype: torch.dtype) -> None:
 
 @needs_gpu
 @pytest.mark.parametrize("first", [0, 1, 16, 37])
-def test_the_kernel_merges_tokens_that_stand_side_by_side(first: int) -> None:
+def test_the_merge_kernel_handles_contiguous_tokens(first: int) -> None:
     out, lse = torch.randn(80, 3, 64, device="cuda"), torch.randn(3, 80, device="cuda")
     more, its = torch.randn(20, 3, 64, device="cuda"), torch.randn(3, 20, device="cuda")
     theirs = out.clone(), lse.clone()

@@ -1,4 +1,4 @@
-"""Arrays on their way to a device."""
+"""Copying arrays to a device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [np.int32, np.int64, np.float32])
-def test_what_arrives_is_what_was_sent(device: str, dtype: type) -> None:
+def test_values_are_copied_unchanged(device: str, dtype: type) -> None:
     values = np.arange(12, dtype=dtype).reshape(3, 4)
     for sent in (values, values.T, values[:0], values[::2, 1:]):
         found = to_device(sent, device)

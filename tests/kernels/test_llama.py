@@ -45,7 +45,7 @@ def build(name: str) -> Any:
 
 
 def shake(model: Any) -> None:
-    """Norms and biases away from ones and zeros, so that leaving one out shows."""
+    """Norms and biases away from ones and zeros, so that omitting one shows."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -64,7 +64,7 @@ def slot(table: torch.Tensor, position: int) -> int:
 
 
 def prefill(decoder: FusedDecoder, cache: PagedCache, rows: list[list[int]], tables: torch.Tensor, chunk: int) -> Any:
-    """Every prompt in chunks; the hidden state of every token, row by row."""
+    """Prefill every prompt in chunks; the hidden state of every token, per row."""
     done = [0] * len(rows)
     hidden: list[list[torch.Tensor]] = [[] for _ in rows]
     while any(d < len(r) for d, r in zip(done, rows, strict=True)):
@@ -123,7 +123,7 @@ def test_a_shared_prefix_gives_the_stock_logits() -> None:
 
 
 def weight_of(decoder: FusedDecoder) -> torch.Tensor:
-    """Of queries, keys and values in the first layer."""
+    """Projections to queries, keys and values in the first layer."""
     found: torch.Tensor = decoder.layers[0].qkv.keywords["weight"]  # type: ignore[attr-defined]  # a partial
     return found
 
@@ -162,7 +162,7 @@ def test_a_second_decoder_moves_nothing_and_a_cast_is_noticed() -> None:
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        (MistralForCausalLM(MistralConfig(**SHAPE)), "none of"),
+        (MistralForCausalLM(MistralConfig(**SHAPE)), "not one of"),
         (LlamaForCausalLM(LlamaConfig(**SHAPE, hidden_act="gelu")), "gelu"),
         (LlamaForCausalLM(LlamaConfig(**SHAPE | {"head_dim": 24})), "head size 24"),
         (Qwen2ForCausalLM(Qwen2Config(**SHAPE | {"hidden_size": 96}, use_sliding_window=True, sliding_window=8,

@@ -1,4 +1,4 @@
-"""Tokens that arrive with a decode step: as if they had been rotated and stored before it."""
+"""New tokens of a decode step: the same result as rotating and storing them first."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_attention_rotates_and_stores_them_first(norm: bool) -> None:
     q, k, v = qkv.split([HEADS, KEY_HEADS, KEY_HEADS], dim=1)
     new = NewTokens(k, v, cos, sin, slots, *weights, 1e-6)
     found = torch_reference.paged_attention_decode(q, *ours, TABLES, lengths, 0.3, new=new)
-    torch.testing.assert_close(qkv, before, rtol=0, atol=0)  # what was given is not written to
+    torch.testing.assert_close(qkv, before, rtol=0, atol=0)  # the inputs are not modified
 
     theirs = [cache.clone() for cache in caches]
     torch_reference.rope_and_store(

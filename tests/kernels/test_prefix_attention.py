@@ -1,4 +1,4 @@
-"""Decoding over shared prefixes, with tokens that are not rotated and stored yet: on a GPU, against plain torch."""
+"""Decoding over shared prefixes with new tokens, on a GPU, against plain torch."""
 
 from __future__ import annotations
 

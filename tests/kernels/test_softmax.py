@@ -1,4 +1,4 @@
-"""Sums over a row of logits and their gradient: against autograd in fp64; on a GPU the kernel against plain torch."""
+"""Log-sum-exp and entropy with their gradient, against autograd in fp64; on a GPU the kernel against plain torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_sums_and_gradient_are_those_of_autograd() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_kernel_says_what_plain_torch_says(dtype: torch.dtype) -> None:
+def test_the_kernel_agrees_with_plain_torch(dtype: torch.dtype) -> None:
     logits, of, targets = rows(dtype).cuda(), OF.cuda(), TARGETS.cuda()
     a, b = torch.randn(2, 5, device="cuda")
     sums = torch_reference.softmax_sums(logits, 1.4)

@@ -1,4 +1,4 @@
-"""The actor: what it computes agrees with what the policy sampled, and what it learns depends on that alone."""
+"""The actor: its log-probs agree with the policy's, and updates depend on the rollouts alone."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from toolwise.types import (
 torch.set_num_threads(1)
 
 
-# The same weights give the same log-probs, here and where tokens are drawn.
+# The same weights give the same log-probs in the learner and in the policy.
 
 
 def real_rollouts(temperature: float) -> tuple[Any, list[CreditedRollout]]:
-    """Episodes with real tools, by the policy that training uses, over the model that ships."""
+    """Episodes with real tools, sampled by the local policy from the bundled model."""
     model, chat = load_model("builtin:small", device="cpu")
     policy = LocalPolicy(model, chat, Sampling(temperature, max_new_tokens=24))
     scheduler = RolloutScheduler(policy, build_tools(["calculator", "search"]), max_episode_steps=4)
@@ -85,7 +85,7 @@ def test_ratio_is_one_for_the_same_weights_at_any_temperature(temperature: float
     assert metrics["actor/kl"] == pytest.approx(0.0, abs=1e-4)
 
 
-def test_what_else_is_in_the_batch_does_not_change_log_probs() -> None:
+def test_log_probs_do_not_depend_on_the_rest_of_the_batch() -> None:
     model = tiny_model()
     actor = Actor(model, ActorSettings())
     credited = sample(model, [1.0] * 4)
@@ -135,7 +135,7 @@ def test_loss_and_gradient_do_not_depend_on_the_split_into_micro_batches(
     assert loss == pytest.approx(expected_loss, rel=1e-5)
 
 
-def test_shared_prefixes_give_the_flat_form_s_loss_and_gradient_with_fewer_tokens() -> None:
+def test_shared_prefixes_give_the_same_loss_and_gradient_with_fewer_tokens() -> None:
     model = tiny_model()
     credited = sample(model, [1.0, -0.5, 2.0, -1.5, 0.3, -0.2, 0.7, 0.1], groups_of=4)
     shared, flat = (Actor(copy.deepcopy(model), replace(LR, share_prefixes=share)) for share in (True, False))
@@ -160,7 +160,7 @@ def test_activation_checkpointing_changes_nothing_but_memory() -> None:
         list(generate_batch(actor.model, [[5, 6, 7]], [greedy], pad_id=PAD, policy_version=0)[0].token_ids)
         for actor in (plain, again)
     ]
-    assert said[0] == said[1]  # generation under it still has its cache
+    assert said[0] == said[1]  # generation still uses its cache
 
 
 def test_the_loss_is_the_mean_over_sampled_tokens() -> None:
@@ -181,7 +181,7 @@ def test_rows_without_sampled_tokens_change_nothing() -> None:
     assert same(weights(plain.model), weights(with_masked.model))
 
 
-def test_fully_masked_rows_alone_give_finite_figures_and_move_nothing() -> None:
+def test_fully_masked_rows_alone_give_finite_metrics_and_no_update() -> None:
     actor = Actor(tiny_model(), replace(LR, weight_decay=0.0))
     before = weights(actor.model)
     metrics = actor.update([credit([([5, 6, 7], [], [])], 3.0)])
@@ -190,13 +190,13 @@ def test_fully_masked_rows_alone_give_finite_figures_and_move_nothing() -> None:
     assert same(weights(actor.model), before)
 
 
-def test_nothing_to_learn_from_is_still_a_version() -> None:
+def test_an_empty_update_still_advances_the_version() -> None:
     actor = Actor(tiny_model(), LR)
     assert actor.update([]) == {"actor/updates": 0.0}
     assert actor.version == 1
 
 
-def test_zero_advantages_move_nothing() -> None:
+def test_zero_advantages_change_no_weights() -> None:
     actor = Actor(tiny_model(), LR)
     before = weights(actor.model)
     metrics = actor.update(sample(actor.model, [0.0, 0.0]))
@@ -219,7 +219,7 @@ def test_an_update_leaves_the_rollouts_alone() -> None:
 
 
 def test_a_masked_row_has_no_gradient_even_where_it_is_not_a_number() -> None:
-    """NaN times 0 is NaN: what is masked must not be computed with, not be multiplied away."""
+    """NaN · 0 is NaN: masked tokens must be left out of the computation, not multiplied by 0."""
     model = tiny_model()
     credited = sample(model, [1.0, -1.0])
     masked = credit([([5, 6, 7], [], [])], float("nan"))
@@ -233,7 +233,7 @@ def test_a_masked_row_has_no_gradient_even_where_it_is_not_a_number() -> None:
 
 
 def off_policy(shift: float, *, seed: int = 0) -> tuple[Any, list[CreditedRollout]]:
-    """Rollouts whose log-probs stand `shift` from the learner's: they were drawn elsewhere."""
+    """Rollouts whose log-probs differ by `shift` from the learner's, as if sampled elsewhere."""
     model = tiny_model()
     found = []
     for c in sample(model, [1.0, -0.5, 0.7], seed=seed):
@@ -250,7 +250,7 @@ WIDE = replace(LR, clip_low=0.99, clip_high=99.0, dual_clip=None, max_grad_norm=
 
 
 @pytest.mark.parametrize("shift", [-0.3, 0.2])
-def test_the_correction_counts_once_whichever_way_it_is_made(shift: float) -> None:
+def test_the_importance_correction_is_applied_once(shift: float) -> None:
     """π/π_rollout, or (π/π_old)·(π_old/π_rollout): the same number, since π_old is π in the first step."""
     model, credited = off_policy(shift)
     plain, _ = gradients(Actor(copy.deepcopy(model), replace(WIDE, old_logprobs="rollout")), credited)
@@ -260,7 +260,7 @@ def test_the_correction_counts_once_whichever_way_it_is_made(shift: float) -> No
     torch.testing.assert_close(plain, on_policy * math.exp(-shift), rtol=1e-4, atol=1e-6)
 
 
-def test_the_weight_is_capped_and_told() -> None:
+def test_the_importance_weight_is_capped_and_reported() -> None:
     model, credited = off_policy(-3.0)
     capped = replace(WIDE, old_logprobs="recompute", importance_cap=1.5)
     gradient, _ = gradients(Actor(copy.deepcopy(model), capped), credited)
@@ -285,25 +285,25 @@ def test_old_log_probs_taken_before_the_first_step_serve_all_steps() -> None:
     assert abs(metrics["actor/kl"]) > 1e-4
 
 
-def test_without_annotation_several_steps_have_nothing_to_compare_with() -> None:
+def test_several_steps_without_old_log_probs_are_rejected() -> None:
     model, credited = off_policy(0.0)
-    with pytest.raises(ToolwiseError, match="annotate them before"):
+    with pytest.raises(ToolwiseError, match=r"call annotate\(\) before"):
         Actor(model, replace(LR, ppo_epochs=2, old_logprobs="recompute")).update(credited)
 
 
-# Annotation: only what is asked for.
+# Annotation: only what is needed.
 
 
-def test_nothing_is_annotated_that_nobody_asked_for() -> None:
+def test_only_needed_annotations_are_computed() -> None:
     model = tiny_model()
     scored = [c.annotated.scored for c in sample(model, [1.0, -1.0])]
     [first, _] = Actor(model, LR).annotate(scored)
     assert (first.old_logprobs, first.ref_logprobs, first.values) == (None, None, None)
     one_step = Actor(model, replace(LR, old_logprobs="recompute"))
-    assert one_step.annotate(scored)[0].old_logprobs is None  # the step's own log-probs will do
+    assert one_step.annotate(scored)[0].old_logprobs is None  # the step's own log-probs suffice
 
 
-def test_annotations_stand_step_by_step_beside_what_was_sampled() -> None:
+def test_annotations_align_with_the_sampled_tokens_of_each_step() -> None:
     model = tiny_model()
     credited = sample(model, [1.0, -1.0, 0.5])
     actor = Actor(model, LR, needs=frozenset({"old_logprobs", "ref_logprobs"}))
@@ -337,8 +337,8 @@ def test_an_update_makes_good_tokens_likelier_and_bad_ones_less_likely() -> None
     assert actor.version == 1
 
 
-def test_tokens_from_outside_are_never_learned() -> None:
-    """The tokens between two turns are read, not taught: with no advantage on the second turn, its context is moot."""
+def test_tokens_between_turns_are_never_trained_on() -> None:
+    """Tokens between turns are context, not targets: without an advantage on turn two, its context is irrelevant."""
     model = tiny_model()
     [whole] = sample(model, [1.0])
     first = replace(whole, advantages=(whole.advantages[0], np.zeros_like(whole.advantages[1])))
@@ -387,7 +387,7 @@ def test_ratios_outside_the_clip_are_counted_and_stop_pushing() -> None:
 
 
 @pytest.mark.parametrize(("epochs", "mini_batches", "updates"), [(1, 1, 1), (1, 3, 3), (2, 2, 4), (1, 99, 4)])
-def test_optimiser_steps_a_batch(epochs: int, mini_batches: int, updates: int) -> None:
+def test_number_of_optimiser_steps_per_batch(epochs: int, mini_batches: int, updates: int) -> None:
     actor = Actor(tiny_model(), replace(LR, ppo_epochs=epochs, mini_batches=mini_batches))
     metrics = actor.update(sample(actor.model, [1.0, -1.0, 0.5, -0.5]))
     assert metrics["actor/updates"] == updates
@@ -402,7 +402,7 @@ def test_the_rate_warms_up_over_updates() -> None:
     assert actor.optimizer.adamw.param_groups[0]["lr"] == pytest.approx(0.008)
 
 
-def test_dropout_does_not_put_the_ratio_off_one() -> None:
+def test_dropout_does_not_change_the_ratio() -> None:
     actor = Actor(tiny_model(attention_dropout=0.5), ActorSettings(lr=1e-9))
     metrics = actor.update(sample(actor.model, [1.0, -1.0]))
     assert metrics["actor/clip_frac"] == 0.0
@@ -410,7 +410,7 @@ def test_dropout_does_not_put_the_ratio_off_one() -> None:
     assert not actor.model.training
 
 
-# What is not a number is skipped and counted.
+# NaN and inf are skipped and counted.
 
 
 def poison(credited: CreditedRollout) -> CreditedRollout:
@@ -426,11 +426,11 @@ def test_a_gradient_that_is_not_a_number_is_skipped_and_counted() -> None:
     assert actor.skipped_updates == 1
     assert metrics["actor/skipped_updates"] == 1.0
     assert not math.isfinite(metrics["actor/grad_norm"])
-    assert not actor.optimizer.adamw.state  # nothing was averaged in
+    assert not actor.optimizer.adamw.state  # the moments are untouched
     assert all(p.grad is None for p in actor.model.parameters())
 
 
-def test_after_a_skipped_update_learning_goes_on_as_if_it_had_not_been() -> None:
+def test_a_skipped_update_leaves_no_trace() -> None:
     credited = sample(tiny_model(), [1.0, -1.0])
     clean, shaken = (Actor(tiny_model(), LR) for _ in range(2))
     shaken.update([poison(c) for c in credited])
@@ -451,11 +451,11 @@ def test_one_bad_mini_batch_costs_one_update_only() -> None:
     assert all(torch.isfinite(w).all() for w in after)
 
 
-def test_what_was_skipped_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_skipped_update_names_its_rollouts(caplog: pytest.LogCaptureFixture) -> None:
     actor = Actor(tiny_model(), LR)
     good, bad = sample(actor.model, [1.0, -1.0])
     actor.update([good, poison(bad)])
-    assert "skipped: the gradient's norm is nan; rollouts r1" in caplog.text
+    assert "skipped an update of the actor: the gradient norm is nan; rollouts r1" in caplog.text
     assert "r0" not in caplog.text
 
 
@@ -470,12 +470,12 @@ def test_a_spike_is_skipped_counted_and_named(caplog: pytest.LogCaptureFixture) 
     assert metrics["actor/skipped_spikes"] == metrics["actor/skipped_updates"] == 1.0
     assert metrics["actor/update_norm"] == 0.0
     assert same(weights(actor.model), before)
-    assert "times the usual" in caplog.text
+    assert "times the median" in caplog.text
     assert "rollouts r0" in caplog.text
 
 
 def test_gradients_are_clipped_to_their_norm() -> None:
-    """The figure is the norm before clipping; a far tighter clip gives the same direction."""
+    """The metric is the norm before clipping; a much tighter clip gives the same direction."""
     model = tiny_model()
     credited = sample(model, [5.0, -5.0])
     loose, tight = (Actor(copy.deepcopy(model), ActorSettings(max_grad_norm=norm)) for norm in (1e9, 1e-3))
@@ -493,7 +493,7 @@ def test_gradients_are_clipped_to_their_norm() -> None:
 
 @pytest.fixture
 def plain_kernels() -> Iterator[None]:
-    """Some machines name bf16 instructions that they then refuse to run; torch's own kernels need none."""
+    """Some machines report bf16 instructions that they cannot run; torch's own kernels need none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with torch.backends.mkldnn.flags(enabled=False):
@@ -501,7 +501,7 @@ def plain_kernels() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("plain_kernels")
-def test_half_precision_weights_do_not_swallow_small_updates() -> None:
+def test_half_precision_weights_do_not_lose_small_updates() -> None:
     model = tiny_model().bfloat16()
     credited = sample(model, [1.0, -1.0, 0.5])
     before = weights(model)
@@ -537,7 +537,7 @@ def test_half_precision_continues_bit_identically(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("plain_kernels")
 def test_weights_loaded_into_half_precision_are_what_is_trained_on(tmp_path: Path) -> None:
-    """Without the state beside them, fp32 copies must follow the weights."""
+    """Without the optimiser state, fp32 masters must follow the loaded weights."""
     source, target = (Actor(tiny_model(seed).bfloat16(), ActorSettings(lr=1e-9)) for seed in (0, 1))
     credited = sample(source.model, [1.0, -1.0])
     source.save_model(tmp_path)
@@ -550,7 +550,7 @@ def test_weights_loaded_into_half_precision_are_what_is_trained_on(tmp_path: Pat
 
 
 def through_disk(actor: Actor, fresh: Actor, folder: Path) -> Actor:
-    """What a run does when it stops and goes on."""
+    """What a run does when it stops and resumes."""
     registry = StateRegistry()
     registry.register("actor", actor)
     saved = checkpoint.save(folder, 1, registry.state_dict(), extra_files={"model": actor.save_model})
@@ -563,7 +563,7 @@ def through_disk(actor: Actor, fresh: Actor, folder: Path) -> Actor:
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_two_updates_are_one_update_saved_loaded_and_one_more(on_disk: bool, tmp_path: Path) -> None:
+def test_resuming_between_two_updates_changes_nothing(on_disk: bool, tmp_path: Path) -> None:
     settings = replace(LR, warmup_steps=3, mini_batches=2, weight_decay=0.01, entropy_coef=0.01, seed=5)
     batches = [sample(tiny_model(), [1.0, -1.0, 0.5, -0.3], seed=seed) for seed in (1, 2)]
     straight = Actor(tiny_model(), settings)
@@ -596,8 +596,8 @@ def test_plain_transformers_loads_what_was_saved(tmp_path: Path) -> None:
     assert same(weights(LlamaForCausalLM.from_pretrained(tmp_path)), weights(actor.model))
 
 
-def test_after_loading_weights_tokens_are_drawn_from_them(tmp_path: Path) -> None:
-    """No stale cache: the policy that shares the model says what a fresh one would."""
+def test_after_loading_weights_the_policy_samples_from_them(tmp_path: Path) -> None:
+    """No stale cache: the policy that shares the model generates what a fresh one would."""
     source, target = tiny_model(0), tiny_model(1)
     greedy = Sampling(do_sample=False, max_new_tokens=12)
 
@@ -613,6 +613,6 @@ def test_after_loading_weights_tokens_are_drawn_from_them(tmp_path: Path) -> Non
 
 def test_weights_of_another_shape_are_refused_in_one_line(tmp_path: Path) -> None:
     tiny_model(hidden_size=16).save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match="holds another model") as caught:
+    with pytest.raises(CheckpointError, match="holds a different model") as caught:
         Actor(tiny_model(), LR).load_weights(tmp_path)
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""What follows from the actor's settings."""
+"""Derived properties of the actor's settings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from toolwise.learner.actor_settings import ActorSettings
 from toolwise.learner.batch import MicroBatchSettings
 
 
-def test_how_rows_are_cut() -> None:
+def test_micro_batch_settings() -> None:
     settings = ActorSettings(micro_batch_tokens=7, share_prefixes=False, logit_chunk_tokens=3)
     assert settings.micro_batch == MicroBatchSettings(7, share_prefixes=False, chunk_tokens=3)
 

@@ -1,4 +1,4 @@
-"""Rows and columns: every number stands beside the token it belongs to."""
+"""Rows and columns: every value lines up with its token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toolwise.types import CreditedRollout
 
 
 def numbered(rollout: CreditedRollout, start: int) -> CreditedRollout:
-    """Advantages that say which token they belong to."""
+    """Advantages that identify their token."""
     found, at = [], start
     for array in rollout.advantages:
         found.append(np.arange(at, at + len(array), dtype=np.float32))
@@ -55,7 +55,7 @@ def test_columns_by_hand() -> None:
     ],
 )
 @pytest.mark.parametrize("rows", [[0, 1, 2], [2, 0], [1]])
-def test_micro_batches_know_where_their_tokens_stand(cut: MicroBatchSettings, rows: list[int]) -> None:
+def test_micro_batches_index_their_tokens_in_the_columns(cut: MicroBatchSettings, rows: list[int]) -> None:
     batch = example()
     seen = []
     for packed, places in batch.packed(rows, cut):
@@ -67,14 +67,14 @@ def test_micro_batches_know_where_their_tokens_stand(cut: MicroBatchSettings, ro
     assert sorted(seen) == batch.predicted_tokens(rows).tolist()
 
 
-def test_a_token_that_nothing_stands_before_is_not_predicted() -> None:
+def test_a_token_without_context_is_not_predicted() -> None:
     batch = build_batch([credit([([], [7, 8], [-0.1, -0.2])], 1.0), credit([([], [7], [-0.1])], 1.0)])
     assert batch.has_context.tolist() == [False, True, False]
     assert batch.trainable_rows() == [0]
     assert batch.predicted_tokens([0]).tolist() == [1]
 
 
-def test_a_column_comes_apart_as_it_was_put_together() -> None:
+def test_splitting_a_column_per_step_inverts_concatenation() -> None:
     credited = [numbered(c, 10 * i) for i, c in enumerate(sample(tiny_model(), [1.0, 1.0, 1.0]))]
     batch = build_batch(credited)
     parts = batch.per_step(batch.advantages, [c.steps for c in credited])
@@ -82,7 +82,7 @@ def test_a_column_comes_apart_as_it_was_put_together() -> None:
         assert [a.tolist() for a in found] == [a.tolist() for a in c.advantages]
 
 
-def test_steps_without_tokens_are_passed_over() -> None:
+def test_steps_without_tokens_are_skipped() -> None:
     [given] = sample(tiny_model(), [1.0])
     silent = given.steps[0].model_copy(update={"policy_logprobs": None})
     rollout = replace(
@@ -95,22 +95,24 @@ def test_steps_without_tokens_are_passed_over() -> None:
     assert sorted(set(batch.step.tolist())) == [1, 2]
 
 
-def test_nothing_is_a_batch_too() -> None:
+def test_an_empty_batch() -> None:
     batch = build_batch([])
     assert (len(batch), batch.rows, batch.trainable_rows()) == (0, [], [])
     assert list(batch.packed([], MicroBatchSettings())) == []
     assert batch.predicted_tokens([]).tolist() == []
-    assert batch.returns is not None  # of no rollouts, all have returns
+    assert batch.returns is not None  # vacuously: there are no rollouts
 
 
 def test_a_column_of_the_wrong_length_is_named() -> None:
     [given] = sample(tiny_model(), [1.0])
     short = replace(given, returns=tuple(a[:-1] for a in given.advantages))
-    with pytest.raises(ToolwiseError, match="rollout r0, step 0: 1 returns for 2 sampled tokens; give one for each"):
+    with pytest.raises(
+        ToolwiseError, match="rollout r0, step 0: 1 returns for 2 sampled tokens; there must be one per token"
+    ):
         build_batch([short])
 
 
-def test_scored_rollouts_make_rows_before_there_is_credit() -> None:
+def test_scored_rollouts_without_advantages_make_rows() -> None:
     credited = sample(tiny_model(), [1.0, -1.0])
     batch = build_batch(with_zero_advantages([c.annotated.scored for c in credited]))
     assert batch.advantages.tolist() == [0.0] * len(batch)

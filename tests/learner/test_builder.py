@@ -1,4 +1,4 @@
-"""A learner from a configuration: every setting arrives, and what was not asked for is not made."""
+"""Building a learner from a configuration: every setting arrives, and nothing unneeded is built."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_defaults_of_the_file_are_those_of_the_learner() -> None:
     assert ActorConfig().canary == "stop"
 
 
-def test_zero_turns_a_bound_off() -> None:
+def test_zero_disables_a_limit() -> None:
     found = actor_settings(config(actor={"dual_clip": 0, "spike_factor": 0}))
     assert (found.dual_clip, found.spike_factor, found.lora) == (None, None, None)
     assert critic_settings(config(critic={"value_clip": 0})).value_clip is None
@@ -157,7 +157,7 @@ def test_an_estimator_that_needs_values_gets_a_critic_with_weights_of_its_own(pe
     assert not {w.data_ptr() for w in actor.critic.model.parameters()} & {w.data_ptr() for w in model.parameters()}
 
 
-def test_kl_in_the_reward_stands_around_the_estimator_with_the_learner_s_coefficient() -> None:
+def test_kl_in_the_reward_wraps_the_estimator_with_the_learner_s_coefficient() -> None:
     actor, estimator = build(config(algorithm={"kl": "reward", "kl_coef": 0.3}), Grpo())
     assert isinstance(estimator, KlRewardEstimator)
     assert estimator.coefficient is actor.kl
@@ -171,5 +171,5 @@ def test_k1_as_a_loss_is_refused_before_any_work() -> None:
 
 
 def test_a_critic_with_other_tokens_is_refused() -> None:
-    with pytest.raises(ConfigError, match="somewhere knows 9 tokens and the policy 48"):
+    with pytest.raises(ConfigError, match="somewhere has a vocabulary of 9 tokens and the policy 48"):
         build(config(critic={"path": "somewhere"}), Gae())

@@ -1,4 +1,4 @@
-"""Given continuations scored in packed passes: what they share once, whatever the passes are."""
+"""Continuations scored in packed passes: shared prefixes are computed once, and packing does not change the scores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONTEXTS = [
 ]
 
 
-def test_equal_to_one_at_a_time_however_they_are_cut() -> None:
+def test_scores_equal_one_at_a_time_for_any_micro_batch_size() -> None:
     model = tiny_model()
     exact = deepcopy(model).double()
     for cut in (

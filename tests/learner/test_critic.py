@@ -1,4 +1,4 @@
-"""The critic foresees what it was shown, and learns apart from the actor."""
+"""The critic learns to predict returns, separately from the actor."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def annotated(critic: Critic, credited: Sequence[CreditedRollout]) -> Batch:
     return replace(batch, values=critic.values(batch))
 
 
-def test_it_begins_by_foreseeing_nothing() -> None:
+def test_initial_values_are_zero() -> None:
     critic = Critic(tiny_model(), FAST)
     batch = build_batch(sample(tiny_model(), [1.0, -1.0]))
     assert critic.values(batch).tolist() == [0.0] * len(batch)
 
 
-def test_it_learns_the_returns_it_was_shown() -> None:
+def test_it_learns_the_returns() -> None:
     critic = Critic(tiny_model(), FAST)
     credited = with_returns(sample(tiny_model(), [0.0, 0.0, 0.0]), [1.0, -1.0, 0.5])
     first = critic.update(annotated(critic, credited), 1)
@@ -59,7 +59,7 @@ def test_it_learns_the_returns_it_was_shown() -> None:
     assert (batch.values - batch.returns).abs().mean() < 0.2
 
 
-def test_a_value_knows_what_stands_before_its_token_and_nothing_after() -> None:
+def test_a_value_depends_only_on_earlier_tokens() -> None:
     critic = Critic(tiny_model(), FAST)
     torch.nn.init.normal_(critic.head.weight)
     one, other = (credit([([5, 6, 7], [8, last, 11], [-1.0] * 3)], 0.0) for last in (9, 10))
@@ -71,7 +71,7 @@ def test_a_value_knows_what_stands_before_its_token_and_nothing_after() -> None:
 @pytest.mark.parametrize(
     "cut", [MicroBatchSettings(1), MicroBatchSettings(40), MicroBatchSettings(10_000, share_prefixes=False)]
 )
-def test_neither_values_nor_gradients_depend_on_the_cut(cut: MicroBatchSettings) -> None:
+def test_values_and_gradients_do_not_depend_on_micro_batches(cut: MicroBatchSettings) -> None:
     model = tiny_model()
     credited = with_returns(sample(model, [0.0] * 4, groups_of=2), [1.0, -1.0, 0.5, 2.0])
 
@@ -92,7 +92,7 @@ def test_neither_values_nor_gradients_depend_on_the_cut(cut: MicroBatchSettings)
     assert found[2] == pytest.approx(loss, rel=1e-5)
 
 
-def test_per_turn_only_the_first_token_of_each_turn_is_judged() -> None:
+def test_per_turn_only_the_first_token_of_each_turn_has_a_loss() -> None:
     model = tiny_model()
     credited = sample(model, [0.0, 0.0])
     nonsense = [
@@ -107,7 +107,7 @@ def test_per_turn_only_the_first_token_of_each_turn_is_judged() -> None:
     assert metrics["critic/loss"] < 0.05
 
 
-def test_the_value_clip_holds_back() -> None:
+def test_the_value_clip_limits_the_update() -> None:
     model = tiny_model()
     credited = with_returns(sample(model, [0.0] * 4), [5.0] * 4)
     critic = Critic(model, replace(FAST, lr=0.1, value_clip=0.2, epochs=12))
@@ -119,7 +119,7 @@ def test_it_does_not_touch_the_policy() -> None:
     model = tiny_model()
     before = weights(model)
     critic = Critic(copy.deepcopy(model), FAST)
-    for step in (1, 2):  # in the first, a head of zeros lets nothing through to the trunk
+    for step in (1, 2):  # in the first, the zero head passes no gradient to the trunk
         critic.update(annotated(critic, with_returns(sample(model, [0.0]), [1.0])), step)
     assert same(weights(model), before)
     assert not same(weights(critic.model), before)
@@ -145,7 +145,7 @@ def learner(seed: int = 0) -> Actor:
 
 
 def turn(actor: Actor, seed: int) -> dict[str, float]:
-    """One whole PPO step: annotate, GAE, update."""
+    """A full PPO step: annotate, GAE, update."""
     scored = [
         replace(c.annotated.scored, result=c.annotated.scored.result.model_copy(update={"score": float(i % 2)}))
         for i, c in enumerate(sample(tiny_model(), [0.0] * 4, seed=seed))
@@ -159,7 +159,7 @@ def test_gae_and_a_critic_make_ppo() -> None:
     assert metrics["critic/loss"] > 0.0
 
 
-def test_two_turns_are_one_turn_saved_loaded_and_one_more(tmp_path: Path) -> None:
+def test_resuming_between_two_updates_changes_nothing(tmp_path: Path) -> None:
     straight = learner()
     turn(straight, 1)
     expected = turn(straight, 2)
@@ -181,7 +181,7 @@ def test_another_critic_than_the_checkpoint_s_is_refused() -> None:
     with pytest.raises(CheckpointError, match="critic"):
         Actor(tiny_model(), LR).load_state_dict(state)
     other = Actor(tiny_model(), LR, critic=Critic(tiny_model(hidden_size=16), FAST))
-    with pytest.raises(CheckpointError, match="another trunk"):
+    with pytest.raises(CheckpointError, match="different trunk"):
         other.load_state_dict(state)
 
 

@@ -1,4 +1,4 @@
-"""The learner on a GPU, in half precision: the whole way, with everything turned on."""
+"""The learner on a GPU in half precision, end to end, with all options on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("aggregation", ["token", "step", "rollout", "constant"])
-def test_a_whole_update(dtype: torch.dtype, aggregation: Any) -> None:
+def test_a_full_update(dtype: torch.dtype, aggregation: Any) -> None:
     model = tiny_model(head_dim=16).to("cuda", dtype)
     settings = replace(
         LR,
@@ -55,8 +55,8 @@ def test_a_whole_update(dtype: torch.dtype, aggregation: Any) -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adapters_learn_from_what_the_engine_draws_through_them(dtype: torch.dtype, checkpointing: bool) -> None:
-    """Fifty updates with real peft: engine, learner and reference over one model, the canary at every update."""
+def test_adapters_learn_from_the_engine_s_samples(dtype: torch.dtype, checkpointing: bool) -> None:
+    """Fifty updates with real peft: engine, learner and reference over one model, mismatch check at every update."""
     model = tiny_model(head_dim=16).to("cuda", dtype)
     engine = Engine(model, blocks=256)
     settings = replace(

@@ -1,4 +1,4 @@
-"""Two processes over gloo learn what one would have learned from all their rollouts."""
+"""Two processes over gloo learn the same as one process with all the rollouts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", [case for case in gloo_worker.CASES if case != "many"])
-def test_gradients_and_figures_are_those_of_one_process(learned: Path, case: str) -> None:
+def test_gradients_and_metrics_equal_those_of_one_process(learned: Path, case: str) -> None:
     expected, metrics = gloo_worker.learn(case, 0, 1)
     for rank in (0, 1):
         found = load_file(learned / f"{case}-{rank}.safetensors")
@@ -58,12 +58,12 @@ def test_all_processes_hold_the_same_weights_afterwards(learned: Path, case: str
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_several_steps_are_as_many_in_every_process(learned: Path) -> None:
+def test_all_processes_take_the_same_number_of_steps(learned: Path) -> None:
     told = [json.loads((learned / f"many-{rank}.json").read_text()) for rank in (0, 1)]
     assert [metrics["actor/updates"] for metrics in told] == [3.0, 3.0]
 
 
-def test_alone_nothing_is_summed() -> None:
+def test_a_single_process_sums_nothing() -> None:
     assert not distributed.is_distributed()
     assert distributed.sum_over_ranks([1.0, 2.0]) == distributed.max_over_ranks([1.0, 2.0]) == [1.0, 2.0]
     weight = torch.nn.Parameter(torch.zeros(2))

@@ -1,4 +1,4 @@
-"""A name for weights: equal for equal ones, another after the smallest update."""
+"""Weight fingerprints: equal for equal weights, different after the smallest update."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from learner_cases import tiny_model
 from toolwise.learner.fingerprint import checksum, fingerprint, matches
 
 
-def test_the_same_weights_have_the_same_name_wherever_they_are() -> None:
+def test_equal_weights_have_equal_fingerprints() -> None:
     assert fingerprint(tiny_model()) == fingerprint(copy.deepcopy(tiny_model()))
     assert fingerprint(tiny_model()) != fingerprint(tiny_model(seed=1))
 
 
-def test_a_small_update_gives_another_name() -> None:
+def test_a_small_update_changes_the_fingerprint() -> None:
     model = tiny_model()
     before = fingerprint(model)
     with torch.no_grad():
@@ -26,7 +26,7 @@ def test_a_small_update_gives_another_name() -> None:
     assert not matches(model, before)
 
 
-def test_a_copy_of_less_precision_is_judged_by_what_it_can_hold() -> None:
+def test_a_lower_precision_copy_matches_in_its_precision() -> None:
     model = tiny_model()
     half = copy.deepcopy(model).bfloat16()
     assert fingerprint(half).startswith("bfloat16:")
@@ -34,7 +34,7 @@ def test_a_copy_of_less_precision_is_judged_by_what_it_can_hold() -> None:
     assert not matches(tiny_model(seed=1), fingerprint(half))
 
 
-def test_what_is_no_fingerprint_matches_nothing() -> None:
+def test_an_invalid_fingerprint_matches_nothing() -> None:
     assert not matches(tiny_model(), "")
     assert not matches(tiny_model(), "nonsense:12")
 
@@ -50,7 +50,7 @@ def test_a_checksum_notices_one_bit_and_nothing_else(dtype: torch.dtype) -> None
     assert checksum(model.parameters()) != before
 
 
-def test_a_checksum_notices_changes_that_add_up_to_nothing() -> None:
+def test_a_checksum_detects_changes_that_cancel_out() -> None:
     model = tiny_model()
     before = checksum(model.parameters())
     weight = next(w for w in model.parameters() if w.ndim == 2)
@@ -59,7 +59,7 @@ def test_a_checksum_notices_changes_that_add_up_to_nothing() -> None:
     assert checksum(model.parameters()) != before
 
 
-def test_a_checksum_is_of_what_learns() -> None:
+def test_a_checksum_covers_trainable_weights_only() -> None:
     model = tiny_model()
     frozen = next(model.parameters()).requires_grad_(False)
     before = checksum(model.parameters())

@@ -71,14 +71,14 @@ class Tokens:
 
 @cache
 def model_of(family: str) -> Any:
-    """In double precision, of which the norms and rotary embeddings of most families keep single precision only."""
+    """In double precision, though the norms and rotary embeddings of most families compute in single precision."""
     name, changes = FAMILIES[family]
     torch.manual_seed(7)
     options = {"vocab_size": VOCABULARY} | changes if name == "GPT2" else TINY | changes
     config = getattr(transformers, f"{name}Config")(**options)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64, experts_implementation="eager")
     with torch.no_grad():
-        for weight in model.parameters():  # fresh weights are so small that every row says the same
+        for weight in model.parameters():  # fresh weights are so small that all rows would give the same output
             weight.add_(torch.randn_like(weight) * 0.15)
     return model.eval()
 
@@ -90,7 +90,7 @@ def shipped() -> Any:
 
 @st.composite
 def forests(draw: st.DrawFn) -> list[Tokens]:
-    """Groups with a prompt in common, and rows that fork, end early, or are the same, inside of what was sampled."""
+    """Groups with a shared prompt, and rows that fork, end early or coincide within the sampled tokens."""
     few = st.integers(3, 5)
     rows: list[Tokens] = []
     for _ in range(draw(st.integers(1, 3))):
@@ -126,7 +126,7 @@ def loss_of(where: list[tuple[int, int]], logprobs: Tensor, entropy: Tensor, wan
 
 
 def by_transformers(model: Any, rows: Sequence[Tokens], temperature: float, wanted: Loss) -> dict[str, Any]:
-    """Rows through the model as it comes: padded, where its own attention can bear a row of nothing but padding."""
+    """Rows through the stock model: padded, if its attention can handle a row of only padding."""
     model.zero_grad()
     padded = model.config._attn_implementation == "sdpa"
     width = max(len(row.ids) for row in rows)
@@ -162,7 +162,7 @@ def by_us(
 
 
 def distance(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
-    """Of two gradients, relative to the norm of the second."""
+    """Distance of two gradients, relative to the norm of the second."""
     apart = [float((ours["gradients"][name].double() - g.double()).norm()) for name, g in theirs["gradients"].items()]
     return math.hypot(*apart) / math.hypot(*(float(g.double().norm()) for g in theirs["gradients"].values()))
 
@@ -179,7 +179,7 @@ def assert_same(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float, 
     whole = math.hypot(*size.values())
     assert math.hypot(*apart.values()) <= tolerance * whole
     for name, gap in apart.items():
-        # A gradient that is all but zero (that of a key's bias is) has no digits of its own.
+        # A gradient that is almost zero (that of a key's bias is) has no significant digits.
         assert gap <= 2 * tolerance * max(size[name], 0.01 * whole), name
 
 
@@ -204,7 +204,7 @@ def test_log_probs_and_gradients_are_those_of_plain_transformers(
 
 @cache
 def sampled_rows() -> list[tuple[Tokens, list[float]]]:
-    """What the shipped model says at length to three questions, and with which log-probs."""
+    """Long replies of the bundled model to three questions, with log-probs."""
     model, chat = load_model("builtin:small", device="cpu")
     questions = ["What is 12 + 7?", "What is the capital of France?", "What is 3 * 14?"]
     prompts = [p for q in questions for p in [chat.start([Message(role="user", content=q)], None)] * 4]
@@ -221,7 +221,7 @@ def sampled_rows() -> list[tuple[Tokens, list[float]]]:
 def test_in_single_precision_gradients_of_the_shipped_model_are_near_those_in_double_precision(
     cuts: list[tuple[int, int]], budget: int
 ) -> None:
-    """Rows that end anywhere in what was sampled: some the beginning of others, some the same.
+    """Rows that end anywhere within the sampled tokens: some are prefixes of others, some are equal.
 
     All whole rows are among them, since where the model is all but certain a gradient is a difference of two numbers
     that agree to many digits. How far single precision is off depends on the rows (5e-6 to 2e-5 of the gradient's norm
@@ -247,7 +247,7 @@ def long_rows() -> list[Tokens]:
     rows = []
     for _ in range(1):
         prompt = [rng.randrange(2000) for _ in range(60)]
-        for length in (3, 20, 600):  # 600 tokens are more than one mask holds
+        for length in (3, 20, 600):  # 600 tokens do not fit in one mask
             reply = [rng.randrange(2000) for _ in range(length)]
             rows.append(Tokens(prompt + reply, [False] * 60 + [True] * length))
     return rows
@@ -303,7 +303,7 @@ def test_activation_checkpointing_gives_the_same_gradients_and_does_run_layers_a
     assert [(m.training, getattr(m, "_gradient_checkpointing_func", None)) for m in model.modules()] == before
 
 
-def test_the_model_attends_in_its_own_way_again_afterwards() -> None:
+def test_the_model_s_own_attention_is_restored() -> None:
     model = model_of("llama")
     ids = torch.tensor([[4, 5, 6, 7]])
     before = model(input_ids=ids).logits
@@ -313,7 +313,7 @@ def test_the_model_attends_in_its_own_way_again_afterwards() -> None:
     assert torch.equal(model(input_ids=ids).logits, before)
 
 
-def test_the_model_attends_in_its_own_way_again_after_a_fault() -> None:
+def test_the_model_s_own_attention_is_restored_after_an_error() -> None:
     model = model_of("llama")
     packed = pack([Tokens([4, VOCABULARY + 5, 6], [False, True, True])], 10)[0]
     with pytest.raises(IndexError):
@@ -321,7 +321,7 @@ def test_the_model_attends_in_its_own_way_again_after_a_fault() -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_model_that_does_not_hand_the_layout_on_is_refused_and_not_believed() -> None:
+def test_a_model_that_does_not_pass_the_layout_on_is_rejected() -> None:
     model = copy.deepcopy(model_of("llama"))
     model.model.layers[1].self_attn.config = copy.deepcopy(model.config)
     packed = pack([Tokens([4, 5, 6], [False, True, True])], 10)[0]
@@ -329,7 +329,7 @@ def test_a_model_that_does_not_hand_the_layout_on_is_refused_and_not_believed() 
         hidden_states(model, packed)
 
 
-def test_a_model_whose_attention_we_cannot_lay_out_is_computed_padded() -> None:
+def test_a_model_with_unsupported_attention_is_computed_padded() -> None:
     torch.manual_seed(0)
     sinks = {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 4, "layer_types": SLIDING}
     config = transformers.GptOssConfig(**TINY | sinks)
@@ -354,6 +354,6 @@ def test_nothing_sampled_gives_nothing() -> None:
 
 
 def test_packing_and_the_forward_pass_need_no_more_than_torch_and_transformers() -> None:
-    """They run where nothing else of the package's needs is installed."""
+    """They import without the package's other dependencies."""
     program = "import sys; sys.modules['pydantic'] = None; import toolwise.learner.forward, toolwise.learner.packing"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

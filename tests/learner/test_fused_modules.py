@@ -1,4 +1,4 @@
-"""Norms and MLPs in few passes: the same numbers and gradients, in the model's own modules, and nobody else's."""
+"""Fused norms and MLPs: the same values and gradients, and only the learner's copy of the model is patched."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GP
 class Row:
     def __init__(self, seed: int) -> None:
         draw = torch.Generator().manual_seed(seed)
-        beginning = [3, 4, 5, 6, 7]  # which all share
+        beginning = [3, 4, 5, 6, 7]  # shared by all
         self.ids = beginning + torch.randint(1, 20, (6,), generator=draw).tolist()
         self.sampled = [False] * 5 + [True] * 6
 
 
 class Doubled(nn.Module):
-    """Looks like a norm and is none that we know: Gemma's, say."""
+    """Looks like a norm but has a different formula, like Gemma's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,14 +47,14 @@ class Gated(nn.Module):
         self.act_fn = act_fn
         with torch.no_grad():
             for weight in self.parameters():
-                weight.normal_(std=0.005)  # so that what it says is small
+                weight.normal_(std=0.005)  # so that its output is small
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
 
 
 def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, over the kernels' plain forms."""
+    """As on a GPU, but with the torch reference kernels."""
     monkeypatch.setattr(fused_modules, "available", lambda device: True)
 
 
@@ -95,7 +95,7 @@ def test_an_update_is_the_same(checkpointing: bool, monkeypatch: pytest.MonkeyPa
     for name, gradient in gradients.items():
         torch.testing.assert_close(others[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
     norms = 2 * model.config.num_hidden_layers
-    tried = norms + 1  # whether each is what it looks like
+    tried = norms + 1  # each is checked once
     assert len(calls) == tried + norms * (1 + checkpointing) + 1
 
 
@@ -110,11 +110,11 @@ def test_only_a_copy_of_the_modules_is_fused(monkeypatch: pytest.MonkeyPatch) ->
     assert exchanged(model) == 0
 
 
-def test_where_there_are_no_kernels_nothing_is_exchanged() -> None:
+def test_without_kernels_nothing_is_patched() -> None:
     assert exchanged(fused_copy(tiny_model())) == 0
 
 
-def test_what_somebody_else_has_exchanged_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_already_patched_forward_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     anywhere(monkeypatch)
     model = tiny_model()
     model.model.norm.forward = theirs = lambda x: x
@@ -123,7 +123,7 @@ def test_what_somebody_else_has_exchanged_stays(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("module", [Doubled(), Gated(nn.GELU()), nn.Linear(4, 4)])
-def test_what_computes_something_else_is_left_alone(module: nn.Module, dtype: torch.dtype) -> None:
+def test_modules_with_another_formula_are_not_patched(module: nn.Module, dtype: torch.dtype) -> None:
     assert fused_forward(copy.deepcopy(module).to(dtype)) is None
 
 
@@ -138,7 +138,7 @@ def test_the_gradient_of_the_activation_is_that_of_its_formula() -> None:
     assert torch.autograd.gradcheck(SiluMul.apply, (gate, up))
 
 
-def test_queries_and_keys_are_turned_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queries_and_keys_are_rotated_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     anywhere(monkeypatch)
     turned: list[bool] = []
 
@@ -168,7 +168,7 @@ def test_rotations_of_other_kinds_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize(("rows", "size"), [(2, 8), (1, 4)])
-def test_what_is_not_packed_goes_the_models_own_way(rows: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unpacked_inputs_use_the_model_s_own_rotary(rows: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch of rows; angles for a part of each head."""
     anywhere(monkeypatch)
     asked = []
@@ -179,7 +179,7 @@ def test_what_is_not_packed_goes_the_models_own_way(rows: int, size: int, monkey
 
 def test_the_gradient_of_a_rotation_is_that_of_its_formula() -> None:
     x = torch.randn(3, 2, 8, dtype=torch.float64, requires_grad=True)
-    cos, sin = torch.randn(2, 3, 8, dtype=torch.float64)  # any: its halves need not be alike
+    cos, sin = torch.randn(2, 3, 8, dtype=torch.float64)  # arbitrary: the halves need not be equal
     assert torch.autograd.gradcheck(RotateHalf.apply, (x, cos, sin))
     across = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda y: RotateHalf.apply(y.transpose(0, 1), cos, sin), (across,))

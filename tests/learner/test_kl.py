@@ -1,4 +1,4 @@
-"""KL to a reference: which estimator may stand where, by its expected gradient; a coefficient that holds a target."""
+"""KL to a reference: which estimator fits where, by its expected gradient; a coefficient that holds a target."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def true_gradient(forwards: bool = True) -> Tensor:
 
 
 def expected_gradient(loss: Callable[[Tensor, Tensor], Tensor], *, in_reward: bool = False) -> Tensor:
-    """Exact: the gradient that each token would give, weighed by how often π draws it."""
+    """Exact: each token's gradient, weighted by its probability under π."""
     logits = LOGITS.clone().requires_grad_()
     logp = torch.log_softmax(logits, -1)
     drawn = logp.exp().detach()
@@ -85,7 +85,7 @@ def test_k1_as_a_loss_is_refused_with_a_way_out() -> None:
     assert "\n" not in str(caught.value)
     with pytest.raises(ConfigError, match="mean gradient of zero"):
         Actor(tiny_model(), replace(LR, kl="loss", kl_estimator="k1"))
-    Actor(tiny_model(), replace(LR, kl="reward", kl_estimator="k1"))  # where it is right
+    Actor(tiny_model(), replace(LR, kl="reward", kl_estimator="k1"))  # where it is correct
 
 
 def test_an_unknown_estimator_is_refused() -> None:
@@ -119,7 +119,7 @@ def test_however_large_a_batch_it_stays_above_zero() -> None:
 
 
 def bandit(coefficient: KlCoefficient, steps: int) -> list[float]:
-    """A policy of eight arms that is paid for one of them, held back by k2 as a loss; KL after each step."""
+    """A bandit policy with eight arms, one rewarded, constrained by a k2 loss; KL after each step."""
     generator = torch.Generator().manual_seed(0)
     reference = torch.log_softmax(torch.zeros(8), -1)
     logits = torch.zeros(8, requires_grad=True)
@@ -145,14 +145,14 @@ def test_the_coefficient_holds_its_target() -> None:
             tail = bandit(KlCoefficient(begin, target=target, horizon=200), 600)[-200:]
             assert sum(tail) / len(tail) == pytest.approx(target, rel=0.15)
     free = bandit(KlCoefficient(0.0), 600)[-1]
-    assert free > 1.2  # unpaid, it goes far beyond both
+    assert free > 1.2  # without a penalty, it goes far beyond both
 
 
 # In the actor.
 
 
 def held(**settings: Any) -> tuple[float, Actor]:
-    """How far the policy stands from where it began after a few updates on its own samples."""
+    """KL to the initial policy after a few updates on its own samples."""
     model = tiny_model()
     actor = Actor(model, replace(LR, lr=3e-3, **settings), needs=frozenset({"ref_logprobs"}))
     kl = 0.0
@@ -167,13 +167,13 @@ def held(**settings: Any) -> tuple[float, Actor]:
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
-def test_a_kl_loss_holds_the_policy_back(estimator: str) -> None:
+def test_a_kl_loss_constrains_the_policy(estimator: str) -> None:
     free, _ = held()
     near, _ = held(kl="loss", kl_estimator=estimator, kl_coef=1.0)
     assert near < 0.5 * free
 
 
-def test_the_coefficient_survives() -> None:
+def test_the_coefficient_is_saved_and_restored() -> None:
     _, actor = held(kl="loss", kl_coef=0.1, kl_target=1e-6, kl_horizon=10)
     assert actor.kl.value > 0.1
     fresh = Actor(tiny_model(), replace(LR, kl="loss", kl_coef=0.1))

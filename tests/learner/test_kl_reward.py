@@ -1,4 +1,4 @@
-"""KL in the reward: what each estimator sees of it, by hand."""
+"""KL in the reward: what each estimator sees, worked by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from toolwise.types import AnnotatedRollout, CreditedRollout, RolloutThinking
 
 
 def annotated(score: float, reference: Sequence[Sequence[float]], *, name: str = "r") -> AnnotatedRollout:
-    """A rollout of as many turns, whose tokens were all drawn at a log-prob of −1."""
+    """A rollout with one turn per entry, whose tokens were all sampled at a log-prob of −1."""
     turns = [([5] * (3 + turn), [6] * len(part), [-1.0] * len(part)) for turn, part in enumerate(reference)]
     plain = credit(turns, 0.0, name=name).annotated
     scored = replace(plain.scored, result=plain.scored.result.model_copy(update={"score": score}))
@@ -50,7 +50,7 @@ def test_an_estimator_over_scores_sees_each_score_less_its_cost() -> None:
     assert priced.credit(group)[1]["kl/cost"] == pytest.approx(0.05)
 
 
-def test_the_score_itself_stays_what_the_reward_said() -> None:
+def test_the_original_score_is_kept() -> None:
     group = [annotated(1.0, [[-2.0]], name="a"), annotated(0.0, [[0.0]], name="b")]
     credited = KlRewardEstimator(Grpo(), KlCoefficient(0.1))(group)
     assert [c.annotated for c in credited] == group
@@ -79,7 +79,7 @@ def test_an_estimator_over_steps_charges_each_step() -> None:
         assert [float(a[0]) for a in second.advantages] == pytest.approx([0.0, -0.1])
 
 
-def test_a_coefficient_that_moves_is_taken_as_it_stands() -> None:
+def test_the_current_coefficient_is_used() -> None:
     group = [annotated(1.0, [[-2.0]], name="a"), annotated(1.0, [[-1.0]], name="b")]
     coefficient = KlCoefficient(0.0)
     priced = KlRewardEstimator(Grpo(norm_by_std=False), coefficient)
@@ -88,7 +88,7 @@ def test_a_coefficient_that_moves_is_taken_as_it_stands() -> None:
     assert float(priced(group)[0].advantages[0][0]) == pytest.approx(-0.5)
 
 
-def test_it_stands_for_the_estimator_it_holds() -> None:
+def test_it_delegates_to_the_inner_estimator() -> None:
     priced = KlRewardEstimator(Gae(), KlCoefficient(0.1))
     assert priced.needs == {"values", "ref_logprobs"}
     assert isinstance(priced, MeasuredEstimator)
@@ -97,7 +97,7 @@ def test_it_stands_for_the_estimator_it_holds() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_the_estimator_reports_is_passed_on() -> None:
+def test_the_estimator_s_metrics_are_passed_on() -> None:
     group = [annotated(1.0, [[-2.0]], name="a"), annotated(0.0, [[-1.0]], name="b")]
     _, metrics = KlRewardEstimator(Gigpo(), KlCoefficient(0.1)).credit(group)
     assert "gigpo/frac_singleton" in metrics
@@ -105,14 +105,14 @@ def test_what_the_estimator_reports_is_passed_on() -> None:
     assert KlRewardEstimator(ReinforcePlusPlus(), KlCoefficient(0.1)).credit(group)[1].keys() == {"kl/cost"}
 
 
-def test_without_reference_log_probs_there_is_no_price() -> None:
+def test_reference_log_probs_are_required() -> None:
     bare = replace(annotated(1.0, [[-1.0]]), ref_logprobs=None)
     with pytest.raises(ToolwiseError, match="rollout r has no reference log-probs"):
         KlRewardEstimator(Grpo(), KlCoefficient(0.1))([bare])
 
 
-def test_the_price_pushes_along_the_gradient_of_kl() -> None:
-    """One-token rollouts, each token as often as the policy draws it: the update's gradient is that of β·KL."""
+def test_the_penalty_follows_the_gradient_of_kl() -> None:
+    """One-token rollouts, each token as often as the policy samples it: the update's gradient is that of β·KL."""
     model, prompt = tiny_model(), [5, 6, 7]
     actor = Actor(model, replace(LR, kl="reward", kl_coef=0.5, max_grad_norm=1e9, dual_clip=None))
     with torch.no_grad():
@@ -142,8 +142,8 @@ def test_the_price_pushes_along_the_gradient_of_kl() -> None:
 
 
 @pytest.mark.parametrize("gate", ["signed", "success"])
-def test_who_succeeded_is_asked_of_the_scores_that_the_reward_gave(gate: Any) -> None:
-    """Both reach 1.0 and have left the reference; the price of that is in A_traj, and closes no gate."""
+def test_success_is_judged_by_the_original_scores(gate: Any) -> None:
+    """Both reach 1.0 and have left the reference; the KL cost is in A_traj and closes no gate."""
     group = [annotated(1.0, [[-2.0] * 6], name="a"), annotated(1.0, [[-3.0] * 6], name="b")]
     step = thinking_step(3, {1: -3.0, 2: -2.0, 3: -1.0, 4: -2.0})
     group = [replace(r, thinking=RolloutThinking((step,))) for r in group]
@@ -154,7 +154,7 @@ def test_who_succeeded_is_asked_of_the_scores_that_the_reward_gave(gate: Any) ->
 
 @dataclass(frozen=True)
 class Labelled:
-    """An estimator of a user's, who means something else by a name of ours."""
+    """A user's estimator with a field that happens to share one of our names."""
 
     trajectory: bool = True
     needs: frozenset[Any] = frozenset()
@@ -164,7 +164,7 @@ class Labelled:
 
 
 class Plain:
-    """One that is no dataclass."""
+    """An estimator that is not a dataclass."""
 
     inner = Labelled()
     needs: frozenset[Any] = frozenset()
@@ -174,7 +174,7 @@ class Plain:
 
 
 @pytest.mark.parametrize("estimator", [Labelled(), Plain()])
-def test_an_estimator_of_ones_own_sees_scores_less_their_cost(estimator: Any) -> None:
+def test_a_custom_estimator_sees_scores_minus_their_cost(estimator: Any) -> None:
     group = [annotated(1.0, [[-2.0, -3.0]], name="a"), annotated(0.0, [[0.0, 0.0]], name="b")]
     first, second = KlRewardEstimator(estimator, KlCoefficient(0.1))(group)
     assert [float(c.advantages[0][0]) for c in (first, second)] == pytest.approx([0.25, -0.25])

@@ -37,7 +37,7 @@ def test_values_and_gradients_are_those_of_autograd(temperature: float, weights:
 
 
 @WAYS
-def test_half_precision_logits_are_judged_in_single(way: Any) -> None:
+def test_half_precision_logits_are_computed_in_single_precision(way: Any) -> None:
     logits = torch.randn(4, 6).bfloat16().requires_grad_()
     logprobs, entropy = way.apply(logits, OF, TARGETS, 1.0)
     assert logprobs.dtype == entropy.dtype == torch.float32
@@ -54,13 +54,13 @@ def test_certainty_is_finite(way: Any) -> None:
 
 @WAYS
 @pytest.mark.parametrize("confidence", [0.5, 0.9, 0.99, 0.999, 0.9999])
-def test_what_a_confident_token_asks_survives_half_precision(way: Any, confidence: float) -> None:
-    """At the drawn token the gradient is 1 − p: rounded once, and not the difference of two that were."""
+def test_the_gradient_of_a_confident_token_survives_half_precision(way: Any, confidence: float) -> None:
+    """At the sampled token the gradient is 1 − p: rounded once, not the difference of two rounded numbers."""
     rest = torch.log(torch.tensor((1 - confidence) / 7))
     logits = torch.cat([torch.log(torch.tensor([confidence])), rest.expand(7)])[None].bfloat16()
     exact = torch.log_softmax(logits.double(), -1)[0]
     logits.requires_grad_()
-    twice = torch.tensor([0, 0])  # two rollouts drew the same
+    twice = torch.tensor([0, 0])  # two rollouts sampled the same token
     logprobs, _ = way.apply(logits, twice, twice, 1.0)
     [grad] = torch.autograd.grad(logprobs.sum(), logits)
     wanted = -2 * exact.exp()
@@ -71,11 +71,11 @@ def test_what_a_confident_token_asks_survives_half_precision(way: Any, confidenc
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("peak", [0.0, 8.0, 16.0])
-def test_the_kernels_say_what_plain_torch_says(dtype: torch.dtype, peak: float) -> None:
-    """Rows of 50,001 logits whose drawn tokens are anything from one in many to nearly certain."""
+def test_the_kernels_agree_with_plain_torch(dtype: torch.dtype, peak: float) -> None:
+    """Rows of 50,001 logits whose sampled tokens range from very unlikely to nearly certain."""
     of = torch.arange(600, device="cuda") // 2
     targets = torch.randint(0, 50_001, (600,), device="cuda")
-    targets[1::4] = targets[::4]  # some rows drew the same token twice
+    targets[1::4] = targets[::4]  # some rows have the same target twice
     logits = torch.randn(300, 50_001, device="cuda")
     logits[of, targets] += peak
     logits = logits.to(dtype)

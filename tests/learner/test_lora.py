@@ -1,4 +1,4 @@
-"""LoRA with real peft: adapters learn, the model beneath does not, and what is saved is a plain model."""
+"""LoRA with real peft: adapters learn, the base model does not, and the saved model is a plain one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_without_peft_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
         Actor(tiny_model(), ADAPTED)
 
 
-def test_only_adapters_learn_and_the_policy_draws_through_them() -> None:
+def test_only_adapters_learn_and_the_policy_samples_through_them() -> None:
     model = tiny_model()
     base = {name: w.detach().clone() for name, w in model.named_parameters()}
     actor = Actor(model, ADAPTED)
@@ -67,7 +67,7 @@ def test_the_reference_is_the_model_without_its_adapters() -> None:
     assert all(id(weight) in kept for weight in actor.reference.parameters()), "no second copy of the weights"
 
 
-def test_the_reference_can_be_asked_while_the_policy_draws_through_its_adapters() -> None:
+def test_the_reference_runs_while_the_policy_samples_through_its_adapters() -> None:
     """Neither switches anything in the model that both run."""
     model = tiny_model()
     actor = Actor(model, replace(ADAPTED, kl="loss"))
@@ -94,7 +94,7 @@ def annotated(actor: Actor, credited: Sequence[CreditedRollout]) -> list[Annotat
     return actor.annotate([c.annotated.scored for c in credited])
 
 
-def test_adapters_begin_by_their_seed_and_nobody_elses_draws_change() -> None:
+def test_adapters_are_seeded_without_touching_the_global_random_state() -> None:
     torch.manual_seed(1)
     wanted = torch.rand(3).tolist()
     torch.manual_seed(1)

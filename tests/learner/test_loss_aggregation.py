@@ -1,4 +1,4 @@
-"""What each token weighs, by hand, and what the weights do not depend on."""
+"""The weight of each token, worked by hand, and what it does not depend on."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_hand_worked_table(how: Any) -> None:
 
 
 @pytest.mark.parametrize("how", TABLE)
-def test_nothing_weighs_nothing(how: Any) -> None:
+def test_no_tokens_have_no_weights(how: Any) -> None:
     none = torch.zeros(0, dtype=torch.long)
     assert token_weights(how, none, none, length=10).tolist() == []
 
@@ -49,7 +49,7 @@ def test_all_but_the_constant_one_are_means(lengths: list[list[int]]) -> None:
         assert float(weights.sum()) == pytest.approx(1.0, abs=1e-5)
 
 
-def test_numbers_of_steps_and_rollouts_are_names_and_no_more() -> None:
+def test_weights_do_not_depend_on_the_values_of_the_indices() -> None:
     for how in ("step", "rollout"):
         plain = token_weights(how, STEPS, ROLLOUTS)  # type: ignore[arg-type]
         renamed = token_weights(how, STEPS * 7 + 100, 5 - ROLLOUTS)  # type: ignore[arg-type]

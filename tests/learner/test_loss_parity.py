@@ -1,4 +1,4 @@
-"""The losses and their gradients beside verl's and TRL's on random inputs, run in their own environment."""
+"""The losses and their gradients against verl's and TRL's on random inputs, run in a separate environment."""
 
 from __future__ import annotations
 

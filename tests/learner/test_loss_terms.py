@@ -1,4 +1,4 @@
-"""What an update minimises, token by token, by hand; and figures that add up over micro-batches."""
+"""The per-token loss, worked by hand, and metrics that add up over micro-batches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BOTH = torch.tensor([0, 1])
 
 
 def batch(**columns: Any) -> Batch:
-    """One rollout of two tokens, drawn at −1.1 and −2.0, with an advantage of 2."""
+    """One rollout of two tokens, sampled at −1.1 and −2.0, with an advantage of 2."""
     found = build_batch([credit([([5, 6], [7, 8], [-1.1, -2.0])], 2.0)])
     return replace(found, **{name: torch.tensor(values) for name, values in columns.items()})
 
@@ -30,14 +30,14 @@ def test_the_rollouts_log_probs_are_old_and_nothing_else_is_weighed() -> None:
     terms = policy_loss_terms(PLAIN, 0.0, batch(), BOTH, NOW, ENTROPY)
     assert terms.policy.tolist() == pytest.approx([-2.0 * math.exp(0.1), -2.0], rel=1e-5)
     assert torch.equal(terms.total, terms.policy)
-    assert terms.figures["kl"].tolist() == pytest.approx([-0.1, 0.0], abs=1e-6)
-    assert "importance_weight" not in terms.figures
+    assert terms.metrics["kl"].tolist() == pytest.approx([-0.1, 0.0], abs=1e-6)
+    assert "importance_weight" not in terms.metrics
 
 
 def test_recomputed_ones_are_old_and_the_rest_is_a_weight() -> None:
     settings = replace(PLAIN, old_logprobs="recompute", importance_cap=1.2)
     terms = policy_loss_terms(settings, 0.0, batch(old_logprobs=[-1.05, -1.0]), BOTH, NOW, ENTROPY)
-    assert terms.figures["importance_weight"].tolist() == pytest.approx([math.exp(0.05), 1.2], rel=1e-5)
+    assert terms.metrics["importance_weight"].tolist() == pytest.approx([math.exp(0.05), 1.2], rel=1e-5)
     ratios = [math.exp(0.05), math.exp(-1.0)]
     expected = [-2.0 * r * w for r, w in zip(ratios, [math.exp(0.05), 1.2], strict=True)]
     assert terms.policy.tolist() == pytest.approx(expected, rel=1e-5)
@@ -47,7 +47,7 @@ def test_in_a_single_step_the_log_probs_of_now_are_old() -> None:
     now = NOW.clone().requires_grad_()
     terms = policy_loss_terms(replace(PLAIN, old_logprobs="recompute"), 0.0, batch(), BOTH, now, ENTROPY)
     terms.policy.sum().backward()
-    assert terms.figures["kl"].tolist() == [0.0, 0.0]
+    assert terms.metrics["kl"].tolist() == [0.0, 0.0]
     assert now.grad is not None
     assert now.grad.tolist() == pytest.approx([-2.0 * math.exp(0.1), -2.0], rel=1e-5)
 
@@ -64,13 +64,13 @@ def test_kl_in_the_reward_adds_nothing_here() -> None:
     assert torch.equal(terms.total, terms.policy)
 
 
-def test_figures_of_micro_batches_add_up_to_those_of_the_whole() -> None:
+def test_metrics_of_micro_batches_add_up() -> None:
     whole, parts = MetricSums(torch.device("cpu")), MetricSums(torch.device("cpu"))
     weights = torch.tensor([0.25, 0.75])
     terms = policy_loss_terms(PLAIN, 0.0, batch(), BOTH, NOW, ENTROPY)
     whole.add(terms, weights, 7)
     for at in (0, 1):
-        one = LossTerms(terms.policy[at : at + 1], terms.total, {k: v[at : at + 1] for k, v in terms.figures.items()})
+        one = LossTerms(terms.policy[at : at + 1], terms.total, {k: v[at : at + 1] for k, v in terms.metrics.items()})
         parts.add(one, weights[at : at + 1], 3 + at)
     assert parts.means(PLAIN, 2) == pytest.approx(whole.means(PLAIN, 2))
     assert whole.means(PLAIN, 2)["entropy"] == pytest.approx(0.6)

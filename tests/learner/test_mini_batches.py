@@ -1,4 +1,4 @@
-"""Which rows make up an optimiser step."""
+"""How rows are split into optimiser steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def steps(found: Batch, count: int, epochs: int = 1, seed: str = "0") -> list[li
     return list(mini_batches(found, count=count, epochs=epochs, seed=seed))
 
 
-def test_each_epoch_goes_through_every_row_once_and_each_in_an_order_of_its_own() -> None:
+def test_each_epoch_covers_every_row_once_in_a_new_order() -> None:
     found = batch(8)
     seen = steps(found, 4, epochs=4)
     epochs = [seen[at : at + 4] for at in range(0, 16, 4)]
@@ -32,14 +32,14 @@ def test_one_step_takes_all_rows_in_their_order() -> None:
     assert steps(batch(5), 1, epochs=2) == [[0, 1, 2, 3, 4]] * 2
 
 
-def test_groups_stay_together_where_there_are_enough_of_them() -> None:
+def test_groups_stay_together_if_there_are_enough() -> None:
     found = batch(12, groups_of=3)
     for step in steps(found, 2):
         groups = [found.group_of_rollout[found.rollout_of_row[row]] for row in step]
         assert sorted(groups.count(name) for name in set(groups)) == [3, 3]
 
 
-def test_fewer_groups_than_steps_are_taken_apart() -> None:
+def test_with_fewer_groups_than_steps_groups_are_split() -> None:
     assert [len(step) for step in steps(batch(6, groups_of=3), 3)] == [2, 2, 2]
 
 
@@ -55,7 +55,7 @@ def test_rows_of_one_rollout_are_in_the_same_step() -> None:
     assert sorted(map(tuple, steps(found, 3))) == [(0, 1), (2, 3), (4, 5)]
 
 
-def test_rows_without_anything_to_learn_are_in_none() -> None:
+def test_rows_without_trainable_tokens_are_left_out() -> None:
     masked = credit([([5, 6, 7], [], [])], 1.0)
     found = build_batch([masked, *sample(tiny_model(), [1.0, 1.0]), masked])
     assert steps(found, 1) == [[1, 2]]

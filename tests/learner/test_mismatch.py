@@ -1,4 +1,4 @@
-"""The canary stops a run whose policy and learner disagree, before any weight moves, and says what it looks like."""
+"""The mismatch check stops a run whose policy and learner disagree, before any weight moves, and names the cause."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from learner_cases import credit, same, sample, tiny_model, weights
 from toolwise.errors import ToolwiseError
 from toolwise.learner.actor import Actor, ActorSettings
 from toolwise.learner.fingerprint import fingerprint
-from toolwise.learner.mismatch import Canary, CanaryError, Evidence, diagnose
+from toolwise.learner.mismatch import Evidence, MismatchError, MismatchMonitor, diagnose
 from toolwise.types import CreditedRollout
 
 torch.set_num_threads(1)
@@ -24,8 +24,8 @@ STOP = ActorSettings(lr=1e-2)
 Change = Callable[[list[float]], list[float]]
 
 
-def retold(credited: CreditedRollout, change: Change, *, version: int | None = None) -> CreditedRollout:
-    """The same tokens with other log-probs."""
+def with_logprobs(credited: CreditedRollout, change: Change, *, version: int | None = None) -> CreditedRollout:
+    """The same tokens with changed log-probs."""
     turns = [
         (s.policy_logprobs["prompt_ids"], s.policy_logprobs["token_ids"], change(s.policy_logprobs["logprobs"]))
         for s in credited.steps
@@ -34,9 +34,9 @@ def retold(credited: CreditedRollout, change: Change, *, version: int | None = N
     return credit(turns, float(credited.advantages[0][0]), name=credited.rollout.rollout_id, version=version)
 
 
-def stopped(actor: Actor, credited: list[CreditedRollout]) -> CanaryError:
+def stopped(actor: Actor, credited: list[CreditedRollout]) -> MismatchError:
     before = weights(actor.model)
-    with pytest.raises(CanaryError) as caught:
+    with pytest.raises(MismatchError) as caught:
         actor.update(credited)
     assert "\n" not in str(caught.value)
     assert isinstance(caught.value, ToolwiseError)
@@ -45,7 +45,7 @@ def stopped(actor: Actor, credited: list[CreditedRollout]) -> CanaryError:
     return caught.value
 
 
-def test_where_they_agree_it_reports_and_lets_pass() -> None:
+def test_agreement_is_reported_and_passes() -> None:
     model = tiny_model()
     metrics = Actor(model, STOP).update(sample(model, [1.0, -1.0], version=0))
     assert metrics["canary/logprob_gap_mean"] <= metrics["canary/logprob_gap_max"] < 1e-4
@@ -57,40 +57,40 @@ def test_stale_weights_by_their_version() -> None:
     held = copy.deepcopy(model)
     actor = Actor(model, replace(STOP, lr=0.05))
     actor.update(sample(held, [1.0, -1.0], seed=1, version=0))
-    told = stopped(actor, sample(held, [1.0, -1.0, 0.5], seed=2, version=0))
-    assert told.cause == "stale weights"
-    assert "policy version 0, the learner is at 1" in str(told)
+    error = stopped(actor, sample(held, [1.0, -1.0, 0.5], seed=2, version=0))
+    assert error.cause == "stale weights"
+    assert "policy version 0, the learner is at 1" in str(error)
 
 
-def test_another_temperature_is_found_out_and_named() -> None:
+def test_diagnoses_another_temperature() -> None:
     model = tiny_model()
-    told = stopped(Actor(model, STOP), sample(model, [1.0, -1.0, 0.5, 0.2], temperature=0.7))
-    assert told.cause == "temperature"
-    assert "they agree at temperature 0.7 and the learner takes 1" in str(told)
+    error = stopped(Actor(model, STOP), sample(model, [1.0, -1.0, 0.5, 0.2], temperature=0.7))
+    assert error.cause == "temperature"
+    assert "they agree at temperature 0.7 but the learner uses 1" in str(error)
 
 
-def test_log_probs_before_temperature_are_found_out_too() -> None:
+def test_diagnoses_logprobs_taken_before_temperature() -> None:
     model = tiny_model()
     raw = Actor(model, STOP)
     credited = sample(model, [1.0, -1.0, 0.5], temperature=1.5)
     flat = iter(raw.logprobs(credited).tolist())
-    untempered = [retold(c, lambda old: [next(flat) for _ in old]) for c in credited]
-    told = stopped(Actor(model, replace(STOP, temperature=1.5)), untempered)
-    assert told.cause == "temperature"
-    assert "temperature 1 and the learner takes 1.5" in str(told)
+    untempered = [with_logprobs(c, lambda old: [next(flat) for _ in old]) for c in credited]
+    error = stopped(Actor(model, replace(STOP, temperature=1.5)), untempered)
+    assert error.cause == "temperature"
+    assert "temperature 1 but the learner uses 1.5" in str(error)
 
 
 def test_truncated_sampling_makes_tokens_likelier_and_never_less_likely() -> None:
     model = tiny_model()
     credited = sample(model, [1.0, -1.0, 0.5, 0.1], turns=4)
-    nucleus = [retold(c, lambda old: [value + 0.3 * (i % 2) for i, value in enumerate(old)]) for c in credited]
+    nucleus = [with_logprobs(c, lambda old: [value + 0.3 * (i % 2) for i, value in enumerate(old)]) for c in credited]
     assert stopped(Actor(model, STOP), nucleus).cause == "top-p or top-k"
 
 
 def test_another_precision_is_a_small_gap_everywhere() -> None:
     model = tiny_model()
     credited = sample(model, [1.0, -1.0, 0.5])
-    rounded = [retold(c, lambda old: torch.tensor(old).bfloat16().tolist()) for c in credited]
+    rounded = [with_logprobs(c, lambda old: torch.tensor(old).bfloat16().tolist()) for c in credited]
     assert stopped(Actor(model, STOP), rounded).cause == "precision"
 
 
@@ -100,9 +100,9 @@ def test_rows_whose_prompt_is_not_what_the_policy_saw() -> None:
     [bad] = sample(model, [1.0], seed=7, turns=1)
     tokens = bad.steps[0].policy_logprobs or {}
     other = credit([([2, *tokens["prompt_ids"]], tokens["token_ids"], tokens["logprobs"])], 1.0, name="bad")
-    told = stopped(Actor(model, STOP), [*good, other])
-    assert told.cause == "template"
-    assert "1 of 4 rows disagree" in str(told)
+    error = stopped(Actor(model, STOP), [*good, other])
+    assert error.cause == "template"
+    assert "1 of 4 rows disagree" in str(error)
 
 
 def test_another_model_altogether() -> None:
@@ -110,7 +110,7 @@ def test_another_model_altogether() -> None:
     assert stopped(Actor(tiny_model(seed=1), STOP), credited).cause == "other weights"
 
 
-def test_it_can_warn_or_be_silent(caplog: pytest.LogCaptureFixture) -> None:
+def test_it_can_warn_or_be_off(caplog: pytest.LogCaptureFixture) -> None:
     credited = sample(tiny_model(), [1.0, -1.0])
     with caplog.at_level(logging.WARNING):
         metrics = Actor(tiny_model(seed=1), replace(STOP, canary="off")).update(credited)
@@ -121,17 +121,17 @@ def test_it_can_warn_or_be_silent(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize(("gap", "fits"), [(0.9e-3, True), (1.1e-3, False)])
-def test_the_bound_in_full_precision_is_on_the_largest_gap(gap: float, fits: bool) -> None:
+def test_in_fp32_the_limit_is_on_the_largest_gap(gap: float, fits: bool) -> None:
     assert passes(torch.tensor([0.0] * 99 + [gap]), torch.float32) is fits
 
 
 @pytest.mark.parametrize(("gap", "fits"), [(0.049, True), (0.051, False)])
-def test_the_bound_in_half_precision_is_on_the_mean(gap: float, fits: bool) -> None:
+def test_in_half_precision_the_limit_is_on_the_mean_gap(gap: float, fits: bool) -> None:
     assert passes(torch.full((100,), gap), torch.bfloat16) is fits
     assert passes(torch.tensor([0.0] * 99 + [100 * gap]), torch.bfloat16) is fits
 
 
-def test_what_is_not_a_number_does_not_pass_for_agreement() -> None:
+def test_nan_gaps_do_not_pass() -> None:
     assert not passes(torch.tensor([0.0, float("nan")]), torch.float32)
     assert not passes(torch.tensor([0.0, float("nan")]), torch.bfloat16)
 
@@ -144,13 +144,13 @@ def evidence(gaps: torch.Tensor, **changes: Any) -> Evidence:
 
 def passes(gaps: torch.Tensor, dtype: torch.dtype) -> bool:
     try:
-        Canary("stop").check_logprobs(evidence(gaps), dtype)
-    except CanaryError:
+        MismatchMonitor("stop").check_logprobs(evidence(gaps), dtype)
+    except MismatchError:
         return False
     return True
 
 
-def test_versions_that_nobody_told_are_no_reason() -> None:
+def test_unknown_versions_do_not_count_as_stale() -> None:
     assert diagnose(evidence(torch.full((9,), 2.0)))[0] == "other weights"
 
 
@@ -160,12 +160,12 @@ def test_versions_that_nobody_told_are_no_reason() -> None:
 def test_a_policy_that_reports_other_weights_stops_the_run() -> None:
     model, elsewhere = tiny_model(), tiny_model(seed=1)
     credited = sample(model, [1.0, -1.0])
-    told = stopped(Actor(model, STOP, policy_fingerprint=lambda: fingerprint(elsewhere)), credited)
-    assert told.cause == "stale weights"
-    assert fingerprint(elsewhere) in str(told)
+    error = stopped(Actor(model, STOP, policy_fingerprint=lambda: fingerprint(elsewhere)), credited)
+    assert error.cause == "stale weights"
+    assert fingerprint(elsewhere) in str(error)
 
 
-def test_a_policy_that_reports_the_learner_s_weights_or_none_goes_on() -> None:
+def test_a_policy_that_reports_the_learner_s_weights_or_none_continues() -> None:
     for report in (lambda model: fingerprint(model), lambda model: None):
         model = tiny_model()
         actor = Actor(model, STOP, policy_fingerprint=lambda report=report, model=model: report(model))

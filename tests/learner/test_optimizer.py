@@ -1,4 +1,4 @@
-"""The optimiser: the norms it tells are those that are, whatever the precision, and its state is all of it."""
+"""The optimiser: the reported norms are correct in every precision, and its state is complete."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pull(held: list[torch.nn.Parameter], seed: int) -> None:
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_the_update_norm_is_how_far_the_weights_went(weight_decay: float) -> None:
+def test_the_update_norm_is_the_distance_the_weights_moved(weight_decay: float) -> None:
     held = weights()
     optimizer = Optimizer(held, OptimizerSettings(lr=0.01, weight_decay=weight_decay))
     for step in range(1, 5):
@@ -69,7 +69,7 @@ def test_frozen_weights_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_going_on_from_a_saved_state_is_going_on(dtype: torch.dtype) -> None:
+def test_resuming_from_a_saved_state_changes_nothing(dtype: torch.dtype) -> None:
     settings = OptimizerSettings(lr=0.01, lr_schedule="cosine", schedule_steps=6, weight_decay=0.01)
 
     def run(held: list[torch.nn.Parameter], optimizer: Optimizer, steps: range) -> None:
@@ -90,7 +90,7 @@ def test_going_on_from_a_saved_state_is_going_on(dtype: torch.dtype) -> None:
     assert all(torch.equal(a, b) for a, b in zip(straight, second, strict=True))
 
 
-def test_a_new_rate_holds_over_the_one_in_a_saved_state() -> None:
+def test_a_new_learning_rate_overrides_the_saved_one() -> None:
     moved = []
     for rate in (0.01, 0.1):
         held = weights()

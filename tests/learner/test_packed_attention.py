@@ -34,7 +34,7 @@ def states(tokens: int, heads: int = 4, key_heads: int = 2, size: int = 8) -> li
 def written_out(
     query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment], window: int | None, softcap: float | None
 ) -> Tensor:
-    """One mask of all against all."""
+    """A full mask over all pairs."""
     tokens = query.shape[2]
     seen = torch.zeros(tokens, tokens, dtype=torch.bool)
     for segment in segments:
@@ -58,7 +58,7 @@ def gradients(out: Tensor, given: Sequence[Tensor]) -> list[Tensor]:
 
 @st.composite
 def trees(draw: st.DrawFn) -> list[Segment]:
-    """Segments as packing lays them: each continues the one before it, cut short somewhere."""
+    """Segments as packing lays them out: each continues a prefix of the one before it."""
     segments: list[Segment] = []
     spans: list[tuple[int, int]] = []
     total = 0
@@ -84,7 +84,7 @@ def trees(draw: st.DrawFn) -> list[Segment]:
     softcap=st.sampled_from([None, 1.5]),
     keep=st.booleans(),
 )
-def test_each_token_sees_its_path_and_what_stands_before_it_in_its_segment(
+def test_each_token_sees_its_path_and_earlier_tokens_of_its_segment(
     segments: list[Segment], key_heads: int, window: int | None, softcap: float | None, keep: bool
 ) -> None:
     given = states(segments[-1].stop, key_heads=key_heads)
@@ -98,7 +98,7 @@ def test_each_token_sees_its_path_and_what_stands_before_it_in_its_segment(
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
 
 
-def test_segments_longer_than_a_mask_are_taken_in_parts() -> None:
+def test_segments_longer_than_a_mask_are_split() -> None:
     segments = [Segment(0, 20), Segment(20, 20 + 2 * QUERY_CHUNK + 7, ((0, 15),))]
     given = states(segments[-1].stop, heads=1, key_heads=1, size=4)
     layout = Layout.of(segments, "cpu")
@@ -137,7 +137,7 @@ def test_gathered_keys_are_kept_for_the_backward_pass_only_when_asked(
     assert all(gradient.isfinite().all() for gradient in gradients(out, given))
 
 
-def test_an_attention_with_more_to_it_is_refused() -> None:
+def test_unsupported_attention_features_are_rejected() -> None:
     layout = Layout.of(FORK, "cpu")
     with pytest.raises(ModelError, match="Identity"):
         attend(MODULE, *states(12), None, toolwise_layout=layout, s_aux=torch.zeros(4))
@@ -200,7 +200,7 @@ def kernel_of_torch_2_11(
 
 @pytest.mark.parametrize("window", [None, 2])
 @pytest.mark.parametrize("takes_gqa", [False, True])
-def test_the_kernel_is_asked_for_what_segments_see(
+def test_the_kernel_is_called_with_the_segments_layout(
     window: int | None, takes_gqa: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def kernel(*given: Any, enable_gqa: bool = False, **options: Any) -> Tensor:
@@ -218,7 +218,7 @@ def test_the_kernel_is_asked_for_what_segments_see(
         torch.testing.assert_close(a, b)
 
 
-def test_this_torch_has_the_kernel_that_a_gpu_is_given() -> None:
+def test_this_torch_has_the_varlen_kernel() -> None:
     assert packed_attention._varlen() is not None
 
 

@@ -1,4 +1,4 @@
-"""Packing: every sampled token once for each row, no token twice, never more than the budget."""
+"""Packing: every sampled token once per row, no token computed twice, never over the budget."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def row(prompt: list[int], reply: list[int]) -> Tokens:
 
 @st.composite
 def tokens(draw: st.DrawFn) -> Tokens:
-    """Few ids, so that rows share much: prompts, sampled tokens, all of themselves."""
+    """Few distinct ids, so that rows share prompts, sampled tokens or everything."""
     ids = draw(st.lists(st.integers(0, 2), max_size=8))
     return Tokens(ids, draw(st.lists(st.booleans(), min_size=len(ids), max_size=len(ids))))
 
@@ -49,7 +49,7 @@ def prefixes(rows: list[tuple[int, ...]]) -> set[tuple[int, ...]]:
 
 
 @given(st.lists(tokens(), max_size=8), st.integers(1, 40), st.booleans(), st.booleans())
-def test_every_sampled_token_stands_there_once_and_is_predicted_by_what_came_before_it(
+def test_every_sampled_token_appears_once_and_is_predicted_from_its_prefix(
     rows: list[Tokens], budget: int, share: bool, nodes: bool
 ) -> None:
     found = []
@@ -64,7 +64,7 @@ def test_every_sampled_token_stands_there_once_and_is_predicted_by_what_came_bef
 
 
 @given(st.lists(tokens(), max_size=8))
-def test_with_room_for_all_no_token_is_computed_twice_and_none_for_nothing(rows: list[Tokens]) -> None:
+def test_with_enough_room_no_token_is_computed_twice_or_needlessly(rows: list[Tokens]) -> None:
     batches = pack(rows, 10_000)
     assert sum(packed.T for packed in batches) == len(prefixes([needed(row) for row in rows]))
     assert len(batches) <= 1
@@ -119,8 +119,8 @@ def test_a_prefix_too_long_for_the_budget_is_computed_again() -> None:
     assert sorted(int(i) for packed in batches for i in packed.row.unique()) == [0, 1, 2, 3]
 
 
-def test_groups_are_not_torn_apart_to_fill_a_micro_batch_up() -> None:
-    groups = [[row([g] * 20, [100 + k, k, k, k]) for k in range(4)] for g in range(5)]  # 20 + 4 x 3 tokens a group
+def test_groups_are_not_split_to_fill_a_micro_batch() -> None:
+    groups = [[row([g] * 20, [100 + k, k, k, k]) for k in range(4)] for g in range(5)]  # 20 + 4 x 3 tokens per group
     batches = pack([r for group in groups for r in group], 80)
     assert sorted(packed.T for packed in batches) == [32, 64, 64]
 

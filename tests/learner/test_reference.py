@@ -1,4 +1,4 @@
-"""The reference stays where the policy began."""
+"""The reference stays at the initial policy."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def test_a_frozen_copy_does_not_follow_the_policy() -> None:
     assert not held.training
 
 
-def test_there_is_no_copy_unless_somebody_asks() -> None:
+def test_no_reference_is_copied_unless_needed() -> None:
     assert Actor(tiny_model(), LR).reference is None
     assert Actor(tiny_model(), replace(LR, kl="loss")).reference is not None
     assert Actor(tiny_model(), LR, needs=frozenset({"ref_logprobs"})).reference is not None
 
 
-def test_a_resumed_run_is_held_to_where_the_run_began(tmp_path: Path) -> None:
-    """The reference is made before the checkpoint's weights come in."""
+def test_a_resumed_run_keeps_the_same_reference(tmp_path: Path) -> None:
+    """The reference is built before the checkpoint's weights are loaded."""
     first = Actor(tiny_model(), replace(LR, kl="loss", kl_coef=0.01))
     credited = sample(first.model, [1.0, -1.0])
     scored = [c.annotated.scored for c in credited]

@@ -1,4 +1,4 @@
-"""Rows as nodes: cut where rows part, read whole, side by side where the tree is simple."""
+"""The layout by node: rows are split where they diverge, and readers of a node are adjacent in simple trees."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), min_size=1,
 
 
 def ordered(rows: list[list[int]]) -> tuple[list[Array], list[int]]:
-    """In lexicographic order, and what each shares with the one before it."""
+    """Rows in lexicographic order, and how many tokens each shares with the one before it."""
 
     def common(a: list[int], b: list[int]) -> int:
         return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
@@ -30,7 +30,7 @@ def spans(laid: FlatTree) -> list[tuple[int, int]]:
 
 
 @given(ROWS)
-def test_each_row_stands_there_whole_and_nothing_twice(rows: list[list[int]]) -> None:
+def test_each_row_is_complete_and_no_token_is_duplicated(rows: list[list[int]]) -> None:
     arrays, shared = ordered(rows)
     laid = layout_by_node(arrays, shared)
     if laid is None:
@@ -43,7 +43,7 @@ def test_each_row_stands_there_whole_and_nothing_twice(rows: list[list[int]]) ->
 
 
 @given(ROWS)
-def test_whoever_reads_a_segment_reads_all_of_it_and_together(rows: list[list[int]]) -> None:
+def test_readers_of_a_segment_read_all_of_it_and_are_adjacent(rows: list[list[int]]) -> None:
     laid = layout_by_node(*ordered(rows))
     if laid is None:
         return
@@ -51,7 +51,7 @@ def test_whoever_reads_a_segment_reads_all_of_it_and_together(rows: list[list[in
     assert all(part.unique_keys for part in attention_parts(laid.segments, "cpu")[1:])
 
 
-def test_prompts_stand_before_all_replies_so_that_nothing_need_be_gathered() -> None:
+def test_prompts_come_before_all_replies_so_nothing_is_gathered() -> None:
     rows = [[1, 1, 1, 5, 5], [1, 1, 1, 6], [1, 1, 1, 7, 7], [2, 2, 5], [2, 2, 6], [3, 3, 3]]
     laid = layout_by_node(*ordered(rows))
     assert laid is not None
@@ -62,7 +62,7 @@ def test_prompts_stand_before_all_replies_so_that_nothing_need_be_gathered() -> 
     assert shared.cu_seqlens_q.tolist() == [0, 5, 7]
 
 
-def test_so_do_a_system_prompt_prompts_and_replies() -> None:
+def test_a_system_prompt_prompts_and_replies_need_no_gathering() -> None:
     rows = [[9, 9, *prompt, reply] for prompt in ([1, 1], [2, 2]) for reply in (5, 6, 7)]
     laid = layout_by_node(*ordered(rows))
     assert laid is not None
@@ -72,7 +72,7 @@ def test_so_do_a_system_prompt_prompts_and_replies() -> None:
     assert (prompts.keys, prompts.queries) == (slice(2, 6), slice(6, 12))
 
 
-def test_two_of_those_trees_stand_one_after_the_other() -> None:
+def test_two_such_trees() -> None:
     rows = [[first, first, *prompt, reply] for first in (8, 9) for prompt in ([1, 1], [2, 2]) for reply in (5, 6)]
     laid = layout_by_node(*ordered(rows))
     assert laid is not None
@@ -94,12 +94,12 @@ def test_a_deep_tree_is_left_as_it_is() -> None:
         ([0, 5, 0, 7], [0, 5, 0, 7]),
     ],
 )
-def test_rows_part_where_others_parted_a_few_tokens_before(shared: list[int], wanted: list[int]) -> None:
+def test_short_branches_are_dropped(shared: list[int], wanted: list[int]) -> None:
     assert reduce_sharing(np.array(shared), np.full(len(shared), 1060)).tolist() == wanted
 
 
 def groups(system: int, prompt: int, reply: int, count: int = 10, size: int = 4) -> tuple[list[int], list[int]]:
-    """What rows share, and their lengths, where all prompts begin with the same tokens."""
+    """Shared lengths and row lengths when all prompts begin with the same tokens."""
     shared = [0, *([prompt] * (size - 1) + [system]) * count][:-1]
     return shared, [prompt + reply] * (count * size)
 
@@ -110,12 +110,12 @@ def test_a_short_system_prompt_is_computed_for_each_group() -> None:
     assert found.tolist() == [0 if common == 100 else common for common in shared]
 
 
-def test_a_long_one_once() -> None:
+def test_a_long_system_prompt_is_computed_once() -> None:
     shared, lengths = groups(system=600, prompt=1000, reply=200)
     assert reduce_sharing(np.array(shared), np.array(lengths)).tolist() == shared
 
 
-def test_a_level_below_one_that_stays_may_go() -> None:
+def test_a_level_below_a_kept_one_may_be_dropped() -> None:
     inner, lengths = groups(system=4100, prompt=5000, reply=500, count=3)
     shared = [*inner, 4000, *inner[1:]]
     found = reduce_sharing(np.array(shared), np.array(lengths * 2))
@@ -123,22 +123,22 @@ def test_a_level_below_one_that_stays_may_go() -> None:
 
 
 @given(st.lists(st.integers(0, 200), max_size=30), st.integers(1, 90))
-def test_what_is_not_shared_any_more_is_bounded(shared: list[int], own: int) -> None:
+def test_the_extra_tokens_are_bounded(shared: list[int], own: int) -> None:
     shared[:1] = [0] * len(shared[:1])
     before, lengths = np.array(shared, dtype=np.int64), np.array(shared, dtype=np.int64) + own
     after = reduce_sharing(before, lengths)
     assert (lengths - after).sum() <= (1 + MIN_LEVEL_SAVING) * (lengths - before).sum()
 
 
-def test_a_chain_of_turns_goes_on_sharing() -> None:
-    """Each level of it is small against all that hangs below; to drop each would compute everything many times."""
+def test_a_chain_of_turns_keeps_sharing() -> None:
+    """Each level is small compared with what is below; dropping all of them would compute everything many times."""
     turns = np.arange(20)
     shared, lengths = 200 * turns, 200 * (turns + 1) + 50
     assert reduce_sharing(shared, lengths).tolist() == shared.tolist()
 
 
 @given(st.lists(st.integers(0, 200), max_size=30))
-def test_whoever_shares_something_shares_no_more_than_before(shared: list[int]) -> None:
+def test_sharing_is_never_increased(shared: list[int]) -> None:
     shared[:1] = [0] * len(shared[:1])
     found = reduce_sharing(np.array(shared, dtype=np.int64), np.full(len(shared), 201)).tolist()
     assert all(after <= before for before, after in zip(shared, found, strict=True))

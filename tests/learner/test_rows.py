@@ -92,7 +92,7 @@ def test_a_changed_prompt_starts_a_new_row() -> None:
 
 
 def test_a_rewritten_reply_starts_a_new_row() -> None:
-    """A template that drops a thought from an earlier turn: what was sampled is no longer what is seen."""
+    """A template that drops a thought from an earlier turn: the prompt no longer contains what was sampled."""
     first, second = build_rows([credited([([1, 2], [3, 4]), ([1, 2, 4, 8], [5])])])
     assert first.sampled == [False, False, True, True]
     assert second.sampled == [False] * 4 + [True]
@@ -108,7 +108,7 @@ def test_after_a_fork_later_turns_extend_the_new_row() -> None:
     assert [row.ids for row in rows] == [[1, 2], [5, 6, 7, 8]]
 
 
-def test_steps_without_tokens_are_passed_over() -> None:
+def test_steps_without_tokens_are_skipped() -> None:
     [row] = build_rows([credited([None, ([1], [2]), None, ([1, 2, 3], [4]), None])])
     assert row.ids == [1, 2, 3, 4]
     assert row.logprobs == [0, -0.1, 0, -0.2]
@@ -123,7 +123,7 @@ def test_rollouts_never_share_a_row() -> None:
     assert [(row.rollout_id, row.ids) for row in rows] == [("a", [1, 2]), ("b", [1, 2, 3, 4])]
 
 
-def test_the_compact_forms_that_policies_hand_over_are_taken() -> None:
+def test_compact_array_forms_are_accepted() -> None:
     buffer = array("i", [1, 2, 3, 4])
     [row] = build_rows([credited([(Prefix(buffer, 2), array("i", [3]))])])  # type: ignore[list-item]
     assert row.ids == [1, 2, 3]
@@ -142,7 +142,7 @@ def test_building_leaves_rollouts_alone() -> None:
 
 @st.composite
 def episodes(draw: st.DrawFn) -> list[Turn]:
-    """Turns that extend each other, save where one begins anew."""
+    """Turns that extend each other, except where one starts over."""
     turns: list[Turn] = []
     seen: list[int] = []
     tokens = st.lists(st.integers(0, 3), min_size=1, max_size=4)
@@ -155,7 +155,7 @@ def episodes(draw: st.DrawFn) -> list[Turn]:
 
 
 @given(episodes())
-def test_every_sampled_token_stands_in_exactly_one_row_after_exactly_what_was_seen(turns: list[Turn]) -> None:
+def test_every_sampled_token_is_in_exactly_one_row_after_its_exact_prompt(turns: list[Turn]) -> None:
     rows = build_rows([credited(list(turns))])
     places = [(row, at) for row in rows for at, sampled in enumerate(row.sampled) if sampled]
     expected = [(seen + sampled[:i], token) for seen, sampled in turns for i, token in enumerate(sampled)]
@@ -188,11 +188,11 @@ def test_the_split_leaves_its_input_in_order() -> None:
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
-        ({"content": "text", "finish_reason": "stop"}, "gives no prompt_ids and no token_ids and no logprobs"),
-        ({"token_ids": [2], "logprobs": [-0.1]}, "gives no prompt_ids"),
-        ({"prompt_ids": [1], "token_ids": None, "logprobs": [-0.1]}, "gives no token_ids"),
+        ({"content": "text", "finish_reason": "stop"}, "returned no prompt_ids and no token_ids and no logprobs"),
+        ({"token_ids": [2], "logprobs": [-0.1]}, "returned no prompt_ids"),
+        ({"prompt_ids": [1], "token_ids": None, "logprobs": [-0.1]}, "returned no token_ids"),
         ({"prompt_ids": [1], "token_ids": [2, 3], "logprobs": [-0.1]}, "2 sampled tokens"),
-        ({"prompt_ids": [1], "token_ids": [2, 3], "logprobs": [-0.1, None]}, "not each has a log-prob"),
+        ({"prompt_ids": [1], "token_ids": [2, 3], "logprobs": [-0.1, None]}, "every sampled token needs one"),
     ],
 )
 def test_a_rollout_without_token_ids_is_refused_with_one_clear_line(broken: dict[str, Any], words: str) -> None:
@@ -215,7 +215,7 @@ def test_only_what_is_to_be_learned_from_needs_tokens() -> None:
 def test_advantages_that_do_not_fit_the_tokens_are_refused() -> None:
     good = credited([([1], [2, 3])])
     bad = CreditedRollout(good.annotated, good.steps, (np.zeros(1, dtype=np.float32),))
-    with pytest.raises(ToolwiseError, match="step 0: the estimator gives 1 advantages for 2 sampled tokens"):
+    with pytest.raises(ToolwiseError, match="step 0: the estimator returned 1 advantages for 2 sampled tokens"):
         build_rows([bad])
 
 

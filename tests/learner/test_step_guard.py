@@ -1,4 +1,4 @@
-"""Steps that must not be taken are skipped, counted and named; all others are taken."""
+"""Bad steps are skipped, counted and logged; all others are taken."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ def calm(guard: Guard, count: int = MIN_HISTORY, norm: float = 1.0) -> None:
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf, -math.inf])
-def test_what_is_not_a_number_is_never_a_step(norm: float, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_norm_that_is_not_finite_is_skipped(norm: float, caplog: pytest.LogCaptureFixture) -> None:
     guard = Guard(None)
     assert not guard.admits(norm, lambda: ["a", "b", "a"])
     assert (guard.not_numbers, guard.spikes, guard.skipped) == (1, 0, 1)
     assert "rollouts a, b" in caplog.text
 
 
-def test_a_spike_is_so_many_times_the_median_of_what_came_before() -> None:
+def test_a_spike_exceeds_a_multiple_of_the_running_median() -> None:
     guard = Guard(10.0)
     calm(guard)
     assert guard.admits(9.9)
@@ -31,7 +31,7 @@ def test_a_spike_is_so_many_times_the_median_of_what_came_before() -> None:
     assert guard.spikes == 1
 
 
-def test_before_there_is_anything_usual_nothing_is_out_of_line() -> None:
+def test_without_enough_history_nothing_is_a_spike() -> None:
     guard = Guard(2.0)
     calm(guard, MIN_HISTORY - 1)
     assert guard.admits(1e9)
@@ -43,15 +43,15 @@ def test_steps_without_gradient_do_not_make_the_next_one_a_spike() -> None:
     assert guard.admits(5.0)
 
 
-def test_what_clipping_leaves_alone_is_no_spike() -> None:
-    """Where groups agree, gradients are tiny; the step in which one does not is the one to learn from."""
+def test_a_norm_below_the_clip_is_no_spike() -> None:
+    """If all rollouts of a group score the same, gradients are tiny; a normal step after that is not a spike."""
     guard = Guard(10.0, floor=1.0)
     calm(guard, norm=1e-6)
     assert guard.admits(0.9)
     assert not guard.admits(1.1)
 
 
-def test_a_new_usual_is_learned_and_not_skipped_for_ever() -> None:
+def test_a_lasting_new_level_is_accepted() -> None:
     guard = Guard(10.0)
     calm(guard, HISTORY_SIZE)
     taken = [guard.admits(100.0) for _ in range(HISTORY_SIZE)]
@@ -59,9 +59,9 @@ def test_a_new_usual_is_learned_and_not_skipped_for_ever() -> None:
     assert taken[-1]
 
 
-def test_many_names_are_cut_short(caplog: pytest.LogCaptureFixture) -> None:
+def test_long_lists_of_rollouts_are_shortened(caplog: pytest.LogCaptureFixture) -> None:
     Guard(None, owner="critic").admits(math.nan, lambda: [f"r{i}" for i in range(9)])
-    assert "an update of the critic is skipped" in caplog.text
+    assert "skipped an update of the critic" in caplog.text
     assert "r4 and 4 more" in caplog.text
 
 
@@ -72,7 +72,7 @@ def test_names_are_asked_for_only_when_they_are_needed() -> None:
     assert Guard(None).admits(1.0, never)
 
 
-def test_what_it_remembers_survives_as_plain_data() -> None:
+def test_its_state_is_saved_as_plain_data() -> None:
     guard, fresh = Guard(10.0), Guard(10.0)
     calm(guard)
     guard.admits(math.nan)

@@ -1,4 +1,4 @@
-"""Supervised learning: what is taught, how conversations share a row without seeing each other, and that it learns."""
+"""SFT: which tokens are trained on, how conversations share a row without attending to each other, that it learns."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def say(role: Any, content: str, **more: Any) -> Message:
 
 
 def example(length: int, start: int = 1) -> Example:
-    """A conversation of which the second half is taught."""
+    """A conversation whose second half is trained on."""
     return Example(list(range(start, start + length)), [at >= length // 2 for at in range(length)])
 
 
@@ -61,10 +61,10 @@ CONVERSATION = [
 ]
 
 
-# What is taught.
+# Which tokens are trained on.
 
 
-def test_only_what_the_assistant_wrote_is_taught_its_end_token_included(small: tuple[Any, ChatTokenizer]) -> None:
+def test_only_assistant_tokens_are_trained_on_including_the_end_token(small: tuple[Any, ChatTokenizer]) -> None:
     chat = small[1]
     found = tokenize_conversation(chat, CONVERSATION)
     taught: list[list[int]] = [[]]
@@ -86,7 +86,7 @@ def test_only_what_the_assistant_wrote_is_taught_its_end_token_included(small: t
     assert "Answer" not in untaught
 
 
-def test_a_conversation_reads_as_the_template_writes_it(small: tuple[Any, ChatTokenizer]) -> None:
+def test_a_conversation_decodes_to_the_template_s_text(small: tuple[Any, ChatTokenizer]) -> None:
     chat = small[1]
     tools = [{"type": "function", "function": {"name": "search", "parameters": {"properties": {"query": {}}}}}]
     found = tokenize_conversation(chat, CONVERSATION, tools)
@@ -99,7 +99,7 @@ def test_a_conversation_reads_as_the_template_writes_it(small: tuple[Any, ChatTo
 
 
 def test_a_conversation_is_tokenized_as_a_rollout_would_have_been(small: tuple[Any, ChatTokenizer]) -> None:
-    """The prompt the policy sees at its second turn is the beginning of what is taught."""
+    """The prompt the policy sees at its second turn is a prefix of the training sequence."""
     chat = small[1]
     found = tokenize_conversation(chat, CONVERSATION)
     first = chat.start(CONVERSATION[:1])
@@ -117,10 +117,10 @@ def test_what_comes_after_the_last_reply_is_left_out(small: tuple[Any, ChatToken
 
 
 @pytest.mark.parametrize("messages", [[], [say("user", "Hello?")], [say("system", "Be brief."), say("user", "Hm")]])
-def test_a_conversation_without_an_assistant_teaches_nothing(
+def test_a_conversation_without_an_assistant_message_is_rejected(
     messages: list[Message], small: tuple[Any, ChatTokenizer]
 ) -> None:
-    with pytest.raises(DataError, match="without an assistant"):
+    with pytest.raises(DataError, match="no assistant message"):
         tokenize_conversation(small[1], messages)
 
 
@@ -141,8 +141,8 @@ def test_a_conversation_too_long_for_a_row_is_cut_at_its_end() -> None:
     assert kept == Example([1, 2, 3, 4, 5, 6, 7], [False] * 5 + [True] * 2)
 
 
-def test_a_conversation_of_which_nothing_taught_is_left_takes_no_room() -> None:
-    """A row without a taught token would have a loss of 0 / 0."""
+def test_a_truncated_conversation_without_targets_is_dropped() -> None:
+    """A row without a token to train on would have a loss of 0 / 0."""
     rows = list(pack_examples([example(4), example(100), example(4)], 8))
     assert rows == [[example(4), example(4)]]
 
@@ -166,15 +166,15 @@ def test_batches_have_their_tokens_and_go_through_everything_each_epoch() -> Non
 
 
 @pytest.mark.parametrize("examples", [[], [example(100)]])
-def test_nothing_to_teach_is_said_instead_of_waited_for(examples: list[Example]) -> None:
-    with pytest.raises(DataError, match="nothing to teach"):
+def test_nothing_to_train_on_raises_instead_of_looping(examples: list[Example]) -> None:
+    with pytest.raises(DataError, match="nothing to train on"):
         next(batches(examples, SftSettings(row_tokens=10)))
 
 
 # Rows as tensors.
 
 
-def test_positions_restart_and_labels_are_what_is_taught() -> None:
+def test_positions_restart_and_labels_are_the_assistant_tokens() -> None:
     batch = collate([[example(4, 10), example(3, 20)], [example(5, 30)]], PAD)
     assert batch["input_ids"].tolist() == [[10, 11, 12, 13, 20, 21, 22], [30, 31, 32, 33, 34, PAD, PAD]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 3, 4, 0, 0]]
@@ -196,7 +196,7 @@ def test_the_mask_lets_no_token_see_later_ones_or_another_conversation() -> None
     ]
 
 
-def test_every_padded_place_sees_something() -> None:
+def test_every_padded_position_attends_to_something() -> None:
     """A row of the mask without a single True makes attention divide 0 by 0."""
     mask = collate([[example(2)], [example(6)]], PAD)["attention_mask"]
     assert mask.any(-1).all()
@@ -237,7 +237,7 @@ def test_padding_changes_no_logits(small: tuple[Any, ChatTokenizer]) -> None:
     assert torch.isfinite(beside).all()
 
 
-# Teaching.
+# Training.
 
 
 def test_the_rate_warms_up_and_falls_to_a_tenth() -> None:
@@ -249,7 +249,7 @@ def test_the_rate_warms_up_and_falls_to_a_tenth() -> None:
     assert rates[100] == pytest.approx(0.1)
 
 
-def test_the_first_loss_is_the_mean_over_taught_tokens(small: tuple[Any, ChatTokenizer]) -> None:
+def test_the_first_loss_is_the_mean_over_assistant_tokens(small: tuple[Any, ChatTokenizer]) -> None:
     model, chat = fresh_model(), small[1]
     found = [tokenize_conversation(chat, CONVERSATION), tokenize_conversation(chat, CONVERSATION[:2])]
     losses, count = 0.0, 0
@@ -281,7 +281,7 @@ def test_two_conversations_are_learned_by_heart(small: tuple[Any, ChatTokenizer]
         assert chat.decode(out[0, prompt.shape[1] :].tolist()) == answer
 
 
-def test_teaching_is_the_same_each_time(small: tuple[Any, ChatTokenizer]) -> None:
+def test_training_is_deterministic(small: tuple[Any, ChatTokenizer]) -> None:
     examples = [tokenize_conversation(small[1], CONVERSATION)]
     settings = SftSettings(steps=3, batch_tokens=128, row_tokens=128)
     one, two = (list(sft_steps(fresh_model(), examples, settings, pad_id=small[1].pad_id)) for _ in range(2))

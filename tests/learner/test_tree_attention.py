@@ -1,4 +1,4 @@
-"""Attention in parts, with a plain kernel in place of the GPU's: whole rows' attention and gradient."""
+"""Attention in parts, with a plain kernel instead of the GPU's, against full attention and its gradient."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Tokens:
 
 
 class Plain:
-    """What the kernel computes, in sums that one can read."""
+    """The kernel, written out plainly."""
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, part: AttentionPart, scale: float
@@ -59,7 +59,7 @@ class Plain:
         part: AttentionPart,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The flash backward: weights by the log-sum-exp that it is given, which need not be this part's own."""
+        """The flash backward: weights come from the log-sum-exp passed in, which need not be this part's own."""
         query, key, value = states
         found: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
         lengths = part.cu_seqlens_q.diff().tolist()
@@ -105,7 +105,7 @@ def states_of(count: int, heads: int, key_heads: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2)])
-def test_parts_attend_and_learn_as_whole_rows_do(name: str, heads: tuple[int, int]) -> None:
+def test_parts_equal_full_attention_and_its_gradient(name: str, heads: tuple[int, int]) -> None:
     segments = TREES[name]
     states = states_of(segments[-1].stop, *heads)
     grad = torch.randn(segments[-1].stop, heads[0], SIZE, dtype=torch.float64)
@@ -123,7 +123,7 @@ def test_parts_attend_and_learn_as_whole_rows_do(name: str, heads: tuple[int, in
 
 
 @pytest.mark.parametrize("rows", [GROUPS, SYSTEM, FOREST])
-def test_so_do_the_parts_of_rows_laid_out_as_nodes(rows: list[list[int]]) -> None:
+def test_parts_of_the_layout_by_node_equal_full_attention(rows: list[list[int]]) -> None:
     [packed] = pack([Tokens(row, [False] * 3 + [True] * (len(row) - 3)) for row in rows], 1000, nodes=True)
     states = states_of(packed.T, 4, 2)
     grad = torch.randn(packed.T, 4, SIZE, dtype=torch.float64)
@@ -136,7 +136,7 @@ def test_so_do_the_parts_of_rows_laid_out_as_nodes(rows: list[list[int]]) -> Non
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
-def test_readers_of_one_path_ask_it_together() -> None:
+def test_readers_of_one_path_share_one_sequence() -> None:
     own, shared = attention_parts(TREES["one prompt"], "cpu")
     assert own.cu_seqlens_q.tolist() == own.cu_seqlens_k.tolist() == [0, 9, 13, 14, 20]
     assert shared.cu_seqlens_q.tolist() == [0, 11]

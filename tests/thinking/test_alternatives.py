@@ -1,4 +1,4 @@
-"""Thoughts of the other levels: forced, cut before the action, never shown it; what fails leaves, and is told why."""
+"""Alternative thoughts: level forced, cut before the action, never shown it; failures carry a reason."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def test_the_other_three_levels_are_written_each_from_the_history_and_its_level(
     assert model.asked == [[*history(), *chat.encode(DEFAULT_LEVELS.by_number(k).opening)] for k in (2, 4)]
 
 
-def test_nothing_the_writer_is_given_names_the_action() -> None:
+def test_the_prompt_of_an_alternative_never_contains_the_action() -> None:
     model = ScriptedThinker()
     write(model)
     assert all("go left" not in small()[1].decode(ids) for ids in model.asked)
 
 
-def test_a_thought_is_cut_before_the_action_where_its_writer_went_on() -> None:
+def test_a_thought_is_cut_if_generation_continues_into_the_action() -> None:
     _, chat = small()
     found = write(ScriptedThinker({**THOUGHTS, 2: "State: a hall</think><action>go right</action>"}))
     assert found[2].text == "<level>2</level><think>State: a hall</think>"
@@ -64,7 +64,7 @@ def test_level_one_has_no_thought_and_costs_nothing() -> None:
         ("State <action>go left</action></think>", "malformed"),
     ],
 )
-def test_what_is_no_thought_is_told_apart_and_has_no_tokens(words: str, why: str) -> None:
+def test_failed_thoughts_have_a_reason_and_no_tokens(words: str, why: str) -> None:
     found = write(ScriptedThinker({**THOUGHTS, 2: words}), max_new_tokens=12)
     assert found[2].failure == why
     assert list(found[2].head_ids) == []
@@ -80,7 +80,7 @@ def test_a_reply_that_ends_without_closing_its_thought_is_unclosed() -> None:
 
 
 @pytest.mark.parametrize(("fault", "why"), [(ContextFullError("full"), "context_full"), (PolicyError("no"), "fault")])
-def test_a_writer_that_cannot_is_counted_and_no_crash(fault: Exception, why: str) -> None:
+def test_a_failing_generation_is_recorded_and_does_not_raise(fault: Exception, why: str) -> None:
     class Broken(ScriptedThinker):
         async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
             raise fault
@@ -101,7 +101,7 @@ def test_a_prompt_with_the_action_in_it_is_a_leak() -> None:
         check_no_leak(step, shown, opening)
 
 
-def test_each_alternative_has_a_draw_of_its_own_and_the_same_again() -> None:
+def test_each_alternative_has_its_own_reproducible_seed() -> None:
     class Seeds(ScriptedThinker):
         async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
             seeds.append(sampling.seed)
@@ -135,7 +135,7 @@ def test_whether_a_thought_names_the_action(thought: str | None, action: str | N
     assert mentions_action(thought, action) is named
 
 
-def test_the_end_of_a_thought_is_found_as_the_reader_finds_it() -> None:
+def test_the_end_of_a_thought_is_found_as_by_parse_reply() -> None:
     shouted = ScriptedThinker(dict.fromkeys(THOUGHTS, "State: a hall</THINK><action>go left"))
     [others] = asyncio.run(writer(shouted).write([read()]))
     for other in others:

@@ -1,4 +1,4 @@
-"""Document 5's fields: the quantity that was asked for, at every token of its row."""
+"""RLVCR batch fields: the requested quantity at every token of its row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_the_three_quantities_are_told_apart() -> None:
     np.testing.assert_array_equal(given["thinking_level_entropies"][0], [0.5, 0.5, 0])
 
 
-def test_a_step_without_a_group_has_no_number() -> None:
+def test_a_step_without_a_group_has_nan() -> None:
     for field in (
         thinking_fields(STEPS, [2, 3], quantity="action_logprob"),
         thinking_fields(STEPS, [2, 3], advantages=[0.5, np.nan]),
@@ -33,12 +33,12 @@ def test_costs_are_thinking_tokens_and_padding_is_nothing() -> None:
     assert found.tolist() == [[6, 6, 0, 0, 0], [0, 0, 0, 0, 0]]
 
 
-def test_advantages_are_not_made_up() -> None:
+def test_missing_advantages_are_rejected() -> None:
     with pytest.raises(ValueError, match="estimator"):
         thinking_fields(STEPS, [2, 3])
 
 
 @pytest.mark.parametrize(("lengths", "advantages"), [([2], [0.5, 0.5]), ([2, 3], [0.5])])
-def test_one_number_is_not_spread_over_several_steps(lengths: list[int], advantages: list[float]) -> None:
-    with pytest.raises(ValueError, match="for 2 steps; give one for each"):
+def test_mismatched_lengths_are_rejected(lengths: list[int], advantages: list[float]) -> None:
+    with pytest.raises(ValueError, match="for 2 steps; pass one per step"):
         thinking_fields(STEPS, lengths, advantages=advantages)

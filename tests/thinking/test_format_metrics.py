@@ -1,4 +1,4 @@
-"""Format validity: the figures, and the reward as a run would use it."""
+"""Format validity: the metrics, and the reward as a run uses it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def said(*texts: str) -> list[Message]:
     return messages
 
 
-def test_the_figures_of_some_replies() -> None:
+def test_metrics_of_some_replies() -> None:
     texts = [GOOD, GOOD, "<level>1</level><action>b</action>", "<level>7</level><think>a</think><action>b</action>"]
     assert format_metrics([parse_reply(text) for text in texts]) == {
         "thinking/format_valid": 0.75,
@@ -32,11 +32,11 @@ def test_the_figures_of_some_replies() -> None:
     }
 
 
-def test_no_replies_have_no_figures() -> None:
+def test_no_replies_have_no_metrics() -> None:
     assert format_metrics([]) == {}
 
 
-def test_replies_without_any_level_have_shares_of_nothing() -> None:
+def test_replies_without_a_level_have_zero_shares() -> None:
     assert format_metrics([parse_reply("go")])["thinking/level_1_share"] == 0.0
 
 
@@ -48,14 +48,14 @@ def test_the_reward_is_the_share_of_valid_replies_and_each_step_has_its_part() -
     assert result.metrics["format_valid"].score == 0.5
 
 
-def test_a_call_that_a_parser_took_out_is_the_action() -> None:
+def test_an_extracted_tool_call_counts_as_the_action() -> None:
     call = ToolCall(id="call_0", name="search", arguments={"query": "x"})
     message = Message(role="assistant", content="<level>2</level><think>look it up</think>", tool_calls=[call])
     assert format_reward([message]).score == 1.0
     assert format_reward([message.model_copy(update={"tool_calls": None})]).score == 0.0
 
 
-def test_silence_earns_nothing() -> None:
+def test_no_assistant_message_scores_zero() -> None:
     assert format_reward(said()).score == 0.0
 
 

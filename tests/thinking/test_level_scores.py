@@ -1,5 +1,5 @@
-"""The same action under four contexts: equal to a plain loop, exact for the level that was used, and never a number
-where there is none."""
+"""The same action under four contexts: equal to a plain loop, exact for the level that was used, and None without a
+score."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_scores_equal_an_unbatched_loop(way: str, temperature: float) -> None:
             assert_fp32_close(score.action_logprob, np.mean(wanted))
 
 
-def test_the_action_scores_under_its_own_level_what_it_was_drawn_with() -> None:
+def test_the_action_s_log_probs_under_the_used_level_are_the_sampled_ones() -> None:
     step = read()
     found = levels([step])
     drawn = step.logprobs[step.spans.action.start : step.spans.action.stop]
@@ -85,8 +85,8 @@ def test_the_action_scores_under_its_own_level_what_it_was_drawn_with() -> None:
         (" ", "<tool_call>{}</tool_call>"),
     ],
 )
-def test_what_a_model_writes_before_its_action_stands_in_all_contexts(between: str, tail: str) -> None:
-    """Otherwise its own level would be compared with contexts that it never writes."""
+def test_text_before_the_action_is_in_all_contexts(between: str, tail: str) -> None:
+    """Otherwise the used level would be compared with contexts that the policy never writes."""
     _, chat = small()
     asked: list[ScoringRequest] = []
 
@@ -114,7 +114,7 @@ def test_all_contexts_of_all_steps_are_one_call() -> None:
     assert model.scorings == 1
 
 
-def test_the_opening_tag_stands_in_the_context_and_is_not_scored() -> None:
+def test_the_opening_tag_is_context_and_not_scored() -> None:
     _, chat = small()
     for score in levels([read()]).groups[0].scores:
         assert chat.decode(score.context_ids) == "<action>"
@@ -149,7 +149,7 @@ def test_a_score_that_is_no_number_leaves_the_group() -> None:
     assert found.failures == {"not_a_number": 1}
 
 
-def test_a_writer_that_saw_the_action_is_caught_by_what_its_thoughts_are_worth() -> None:
+def test_a_leak_is_detected_by_the_thoughts_log_probs() -> None:
     steps = [read(reply, index=i) for i, reply in enumerate(REPLIES)]
     honest, peeking = ScriptedThinker(), ScriptedThinker(peek="The right action is go left. Say why.")
     for model in (honest, peeking):
@@ -159,13 +159,13 @@ def test_a_writer_that_saw_the_action_is_caught_by_what_its_thoughts_are_worth()
             likely = [p for others in alternatives for other in others for p in other.logprobs]
             assert asyncio.run(work).thought_gap < fp32_bound(likely).max()
         else:
-            with pytest.raises(LeakError, match="their writer saw something else"):
+            with pytest.raises(LeakError, match="generated from something else"):
                 asyncio.run(work)
 
 
-def test_a_tag_that_shares_a_token_with_the_thought_is_written_anew_at_the_border() -> None:
+def test_a_tag_that_shares_a_token_with_the_thought_is_re_tokenised() -> None:
     class Codec:
-        """Characters as tokens, but for one token that reaches over the border."""
+        """Characters as tokens, except for one token that spans the border."""
 
         end_id = 0
         glued = 500
@@ -214,8 +214,8 @@ def test_a_tag_that_shares_a_token_with_the_thought_is_written_anew_at_the_borde
     assert len(found.groups[0].scores) == 2
 
 
-def test_thoughts_say_nothing_of_each_other() -> None:
-    """A group's scores do not depend on which other steps are scored beside it."""
+def test_scores_do_not_depend_on_other_steps() -> None:
+    """A group's scores do not depend on which other steps are scored with it."""
     together = levels([read(reply, index=i) for i, reply in enumerate(REPLIES)]).groups[0]
     alone = levels([read(REPLIES[0])]).groups[0]
     for a, b in zip(together.scores, alone.scores, strict=True):

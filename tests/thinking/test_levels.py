@@ -1,4 +1,4 @@
-"""The levels: those that ship, what a template file may say, and what is told where it is wrong."""
+"""The built-in levels, valid template files, and error messages for invalid ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_what_a_level_writes_is_read_back(number: int, action: str, part: str) -
 
 
 def test_a_part_that_is_missing_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"level 3 \(reflect\) wants 'goal' in its thought"):
+    with pytest.raises(ConfigError, match=r"level 3 \(reflect\) needs the part 'goal' in its thought"):
         DEFAULT_LEVELS.by_number(3).write("go", {"state": "here"})
 
 
@@ -67,7 +67,7 @@ def changed(tmp_path: Path, old: str, new: str) -> Path:
     return path
 
 
-def test_a_file_of_ones_own_replaces_it(tmp_path: Path) -> None:
+def test_a_custom_file_replaces_the_built_in_one(tmp_path: Path) -> None:
     levels = load_levels(changed(tmp_path, "<think>State: {state}</think>", "<think>Ich sehe {sight} — gut.</think>"))
     assert levels.by_number(2).parts == ("sight",)
     assert levels.by_number(2).write("geh", {"sight": "die Tür"}) == (
@@ -80,20 +80,24 @@ def test_a_file_of_ones_own_replaces_it(tmp_path: Path) -> None:
     ("old", "new", "told"),
     [
         ('name = "act"\n', "", "level 1: must have exactly name, instruction, skeleton"),
-        ('name = "act"', "name = 3", "level 1: name must be text"),
-        ('instruction = "say what the state is"', 'instruction = " "', "level 2: instruction must be text"),
+        ('name = "act"', "name = 3", "level 1: name must be a non-empty string"),
+        (
+            'instruction = "say what the state is"',
+            'instruction = " "',
+            "level 2: instruction must be a non-empty",
+        ),
         ("<level>2</level>", "<level>3</level>", "level 2: the skeleton must be <level>2</level><think>…</think>"),
         ("<level>1</level>", "<level>1</level><think>hm</think>", "level 1: the skeleton must be"),
         ("<think>State: {state}</think>", "", "level 2: the skeleton must be"),
         ("<think>State:", "<think><think>State:", "level 2: the skeleton must be"),
         ("<action>{action}", "<action>action", "level 1: the skeleton must be"),
         ("State: {state}</think>", "I {action}</think>", "level 2: the skeleton has {action} in its thought"),
-        ("{levels}", "levels", "prompt must be text with {levels} in it"),
-        ("prompt =", "promt =", "has 'promt'; it may have prompt and four"),
+        ("{levels}", "levels", "prompt must be a string that contains {levels}"),
+        ("prompt =", "promt =", "has an unknown key 'promt'; only prompt and four"),
         ("[[level]]", "[level]", "cannot read"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_told_in_one_line(tmp_path: Path, old: str, new: str, told: str) -> None:
+def test_errors_in_a_file_are_one_line(tmp_path: Path, old: str, new: str, told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_levels(changed(tmp_path, old, new))
     assert told in str(caught.value)

@@ -1,4 +1,4 @@
-"""The slow reference: what it draws it also scores, padded or not."""
+"""The slow reference: it scores its own samples with the same log-probs, padded or not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolwise.thinking.thinking_model import ScoringRequest
 
 
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
-def test_drawn_and_scored_log_probs_agree(padding: str) -> None:
+def test_sampled_and_scored_log_probs_agree(padding: str) -> None:
     model = ReferenceModel(small()[0], padding)  # type: ignore[arg-type]
     drawn = asyncio.run(model.generate(history(), Sampling(temperature=0.8, max_new_tokens=5, seed=3)))
     contexts = [ScoringRequest(history(), (drawn.token_ids, [*drawn.token_ids, 5, 6]))]
@@ -24,7 +24,7 @@ def test_drawn_and_scored_log_probs_agree(padding: str) -> None:
     assert_fp32_close(found.logprobs, teacher_forced(history(), drawn.token_ids, 0.8))
 
 
-def test_it_stops_where_it_is_told_and_greedy_is_greedy() -> None:
+def test_stop_tokens_and_greedy_sampling() -> None:
     model = ReferenceModel(small()[0])
     first = asyncio.run(model.generate(history(), Sampling(do_sample=False, max_new_tokens=3)))
     assert (len(first.token_ids), first.finish_reason) == (3, "length")

@@ -1,4 +1,4 @@
-"""The reader: what it finds in replies as they should be, in replies of every wrong kind, and in any text at all."""
+"""The reply parser on valid replies, on every kind of format fault, and on arbitrary text."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ GOOD = L2 + "<think>the door is open</think><action>go left</action>"
         ("<level>1</level>42", 1, None, "42", "answer"),
     ],
 )  # fmt: skip
-def test_a_reply_as_it_should_be(text: str, level: int, thought: str | None, action: str, kind: str) -> None:
+def test_valid_replies(text: str, level: int, thought: str | None, action: str, kind: str) -> None:
     reading = parse_reply(text)
     assert (reading.level, reading.thought, reading.action, reading.kind) == (level, thought, action, kind)
     assert reading.valid
@@ -87,7 +87,7 @@ def test_a_reply_as_it_should_be(text: str, level: int, thought: str | None, act
         (L2 + '<think>a</think><tool_call>{"na', "unclosed_action", 2, "a", '<tool_call>{"na'),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_said_and_the_rest_is_read(
+def test_faults_are_listed_and_the_rest_is_parsed(
     text: str, faults: str, level: int | None, thought: str | None, action: str | None
 ) -> None:
     reading = parse_reply(text)
@@ -103,7 +103,7 @@ def test_spans_cut_the_text_into_its_parts() -> None:
     assert GOOD[slice(*spans.head)] == "<level>2</level><think>the door is open</think>"
 
 
-def test_the_whole_call_is_scored_and_of_an_action_only_its_words() -> None:
+def test_a_tool_call_is_scored_with_its_tags_an_action_without() -> None:
     text = '<level>1</level>\n<tool_call>{"name": "f"}</tool_call>'
     spans = parse_reply(text).spans
     assert spans.action is not None
@@ -112,7 +112,7 @@ def test_the_whole_call_is_scored_and_of_an_action_only_its_words() -> None:
 
 
 @pytest.mark.parametrize("action", ["<action> go </action>", "Answer: 42", "<tool_call>{}</tool_call>"])
-def test_white_space_before_the_action_is_not_the_heads(action: str) -> None:
+def test_white_space_before_the_action_is_not_part_of_the_head(action: str) -> None:
     for head in ("<level>2</level> <think>a</think>", "<level>1</level>"):
         assert parse_reply(f"{head}\n\n{action}").spans.head == (0, len(head))
 
@@ -159,7 +159,7 @@ def test_a_valid_reply_has_all_its_parts(text: str) -> None:
 
 
 @given(st.lists(st.one_of(tags.filter(lambda tag: "tool" not in tag), st.text(max_size=4)), max_size=14).map("".join))
-def test_the_world_is_given_the_action_that_is_scored(text: str) -> None:
+def test_the_environment_receives_the_action_that_is_scored(text: str) -> None:
     reading = parse_reply(text)
     if reading.valid and reading.kind == "action":
         assert parse_action(text)[0] == (reading.action or "").encode("utf-8", "replace").decode()

@@ -1,4 +1,4 @@
-"""The whole stage: rollouts in, deliberations and figures out; its price moves and survives a crash."""
+"""The full stage: rollouts in, `RolloutThinking` and metrics out; λ adapts and is restored from a checkpoint."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_step_has_its_level_and_the_comparable_ones_a_group() -> None:
     assert [score.level for score in found["a"].steps[0].group.scores] == [1, 2, 3, 4]
 
 
-def test_only_what_will_be_learned_from_is_thought_over_and_all_is_counted() -> None:
+def test_only_usable_rollouts_get_alternatives_but_all_are_counted() -> None:
     model = ScriptedThinker()
     found, metrics = think(stage(model), usable=ROLLOUTS[:1])
     assert list(found) == ["a"]
@@ -61,7 +61,7 @@ def test_figures() -> None:
     assert metrics["thinking/names_action"] == 0.0
 
 
-def test_a_validation_is_measured_and_nothing_thought_over() -> None:
+def test_validation_is_measured_without_alternatives() -> None:
     model = ScriptedThinker()
     found = stage(model).measure(ROLLOUTS)
     assert found["thinking/hard/level_3_share"] == 0.5
@@ -72,11 +72,11 @@ def test_a_validation_is_measured_and_nothing_thought_over() -> None:
 def test_a_thought_that_names_the_action_is_counted() -> None:
     words = {2: "I shall go left</think>", 3: "no</think>", 4: "I shall go left</think>"}
     _, metrics = think(stage(ScriptedThinker(words)), usable=ROLLOUTS[:1])
-    # Two thoughts at the first step, three at the second, whose action is another one.
+    # Two thoughts at the first step; three at the second, which has a different action.
     assert metrics["thinking/alternatives_name_action"] == pytest.approx(2 / 5)
 
 
-def test_the_bound_on_added_tokens_is_kept() -> None:
+def test_the_limit_on_added_tokens_holds() -> None:
     for most in (0.5, 1.0):
         _, metrics = think(stage(max_added_tokens=most))
         assert metrics["thinking/added_tokens_ratio"] <= most
@@ -86,23 +86,23 @@ def test_diversity_fades_over_the_run() -> None:
     assert [think(stage(), training_step)[0]["a"].anneal for training_step in (0, 5, 10, 20)] == [1.0, 0.5, 0.0, 0.0]
 
 
-def test_a_budget_moves_the_price_of_the_next_step() -> None:
+def test_a_budget_moves_lambda_for_the_next_step() -> None:
     price = Multiplier(Budget(limit=0.5, unit="tokens", rate=0.1))
     made = stage(price=price)
     found, metrics = think(made)
     assert (found["a"].price, metrics["thinking/lambda"]) == (0.0, 0.0)
     made.end_step()
     spent = metrics["thinking/tokens_per_step"]
-    assert made.current_price == pytest.approx(0.1 * (spent - 0.5))
+    assert made.current_lambda == pytest.approx(0.1 * (spent - 0.5))
     again, _ = think(made)
-    assert again["a"].price == made.current_price
+    assert again["a"].price == made.current_lambda
     other = stage(price=Multiplier(Budget(limit=0.5, unit="tokens", rate=0.1)))
     other.load_state_dict(made.state_dict())
-    assert other.current_price == made.current_price
+    assert other.current_lambda == made.current_lambda
     assert metrics["thinking/tokens/budget"] == 0.5
 
 
-def test_a_fixed_price_needs_no_budget() -> None:
+def test_a_fixed_lambda_needs_no_budget() -> None:
     made = ThinkingStage(writer(), StageSettings(price=0.25, max_added_tokens=None))
     assert think(made)[0]["a"].price == 0.25
     made.end_step()
@@ -128,7 +128,7 @@ def test_what_comes_out_is_what_the_estimator_reads() -> None:
     assert [won[0] == x for x in won.tolist()] == [True] * said + [False] * (len(won) - said)
 
 
-def test_the_same_turn_again_gives_the_same() -> None:
+def test_a_repeated_step_gives_the_same_result() -> None:
     (a, _), (b, _) = think(stage()), think(stage())
     one, two = (x["a"].steps[0].group for x in (a, b))
     assert [s.action_logprob for s in one.scores] == [s.action_logprob for s in two.scores]

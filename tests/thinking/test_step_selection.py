@@ -1,4 +1,4 @@
-"""Which steps are thought over again, and that a bound on tokens holds whatever is written."""
+"""Which steps get alternatives, and that the token budget holds whatever is generated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def names(steps: list) -> list[tuple[str, int]]:
 
 def test_steps_are_read_as_they_were_sampled() -> None:
     [step] = parse_steps([scored(1.0, step_kind="hard")], small()[1])
-    assert (step.reading.level, step.reading.action, step.kind) == (3, "go left", "hard")
+    assert (step.reply.level, step.reply.action, step.kind) == (3, "go left", "hard")
     assert step.thinking_tokens == len(small()[1].encode("I look for the key"))
     assert small()[1].decode(step.tail_ids) == "<action>go left"
     assert step.comparable
@@ -33,16 +33,16 @@ def test_a_step_without_level_or_action_cannot_be_compared(reply: str) -> None:
     assert not read(reply).comparable
 
 
-def test_a_policy_without_log_probs_is_told_of() -> None:
+def test_a_policy_without_log_probs_is_rejected() -> None:
     step = step_data()
     step = step.model_copy(update={"policy_logprobs": {"token_ids": [1], "prompt_ids": [1]}})
-    with pytest.raises(NoLogprobsError, match="gives no logprobs"):
+    with pytest.raises(NoLogprobsError, match="returned no logprobs"):
         parse_step("r", "g", 0, step, small()[1])
 
 
-def test_a_policy_of_text_alone_is_told_of() -> None:
+def test_a_text_only_policy_is_rejected() -> None:
     mute = step_data().model_copy(update={"policy_logprobs": None})
-    with pytest.raises(NoLogprobsError, match="text and no log-probs"):
+    with pytest.raises(NoLogprobsError, match="text without log-probs"):
         parse_steps([replace(scored(1.0), steps=(mute, mute))], small()[1])
     assert parse_steps([], small()[1]) == []
 
@@ -66,7 +66,7 @@ def test_all_mixed_and_successful() -> None:
     assert names(by_score) == [("same", 0), ("won", 0), ("won", 1)]
 
 
-def test_a_share_is_drawn_and_the_same_again() -> None:
+def test_a_random_share_is_reproducible() -> None:
     steps, rollouts = batch()
     first = choose_steps(steps, rollouts, share=0.5, seed="a")
     assert len(first) == 2
@@ -86,19 +86,19 @@ def test_no_more_is_generated_than_allowed(most: int) -> None:
     assert len(done) == min(6, most // 80)  # two thoughts of at most 40 tokens each, all used up
 
 
-def test_what_one_wave_leaves_the_next_one_uses() -> None:
+def test_unspent_tokens_go_to_the_next_wave() -> None:
     steps = [read(index=i) for i in range(6)]
     done, _ = asyncio.run(write_within_budget(writer(), steps, 170))
     assert len(done) > 170 // 80
 
 
-def test_without_a_bound_all_are_written_at_once() -> None:
+def test_without_a_limit_all_are_generated_at_once() -> None:
     steps = [read(index=i) for i in range(3)]
     done, written = asyncio.run(write_within_budget(writer(), steps, None))
     assert (done, [len(others) for others in written]) == (steps, [3, 3, 3])
 
 
-def test_that_not_one_step_can_be_paid_for_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_it_warns_if_not_a_single_step_fits(caplog: pytest.LogCaptureFixture) -> None:
     done, _ = asyncio.run(write_within_budget(writer(), [read()], 79))
     assert done == []
-    assert "one may take 80 tokens and max_added_tokens leaves 79" in caplog.text
+    assert "one step may take 80 tokens but max_added_tokens allows 79" in caplog.text

@@ -1,4 +1,4 @@
-"""Who can think otherwise: the engine, computing each history once; a policy beside a scorer; not one of text alone."""
+"""Models for the thinking stage: the engine, which computes each history once; a policy with a scorer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_engine_and_pair_score_as_a_plain_loop_does(temperature: float) -> None:
 def test_the_engine_prefills_each_history_once() -> None:
     model, chat = small()
     engine = Engine(model, blocks=256, decode=chat.decode)
-    engine.batch_wait_s = 0.2  # until all have asked
+    engine.batch_wait_s = 0.2  # until all requests are in
     thinker = EngineModel(engine, ("</think>",))
     before = history("You are in a hall with three doors and a table, and on the table lies a map of the house.")
     openings = [chat.encode(f"<level>{k}</level><think>") for k in (2, 3, 4)]
@@ -63,6 +63,6 @@ def test_the_engine_prefills_each_history_once() -> None:
     assert counted["reused_tokens"] >= 5 * (len(before) // 16) * 16
 
 
-def test_a_policy_of_text_alone_is_refused() -> None:
-    with pytest.raises(NoLogprobsError, match="gives text and no log-probs"):
+def test_a_text_only_policy_is_rejected() -> None:
+    with pytest.raises(NoLogprobsError, match="returns text without log-probs"):
         require_token_generator(ScriptedPolicy(["go left"]))

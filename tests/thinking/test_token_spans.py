@@ -1,4 +1,4 @@
-"""Spans of text to tokens: with a real tokenizer, with characters of many tokens and tokens of many characters."""
+"""Text spans to token spans: with a real tokenizer, multi-token characters and multi-character tokens."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def test_the_parts_of_a_reply_are_found_among_its_tokens(chat: ChatTokenizer) ->
     assert chat.decode([ids[i] for i in spans.thought]) == "State: the door is open. 你好"
     assert chat.decode([ids[i] for i in spans.action]) == "go left"
     assert chat.decode([ids[i] for i in spans.head]) == text.partition("<action>")[0]
-    assert spans.action.start == spans.head.stop + 1  # `<action>` stands between them
+    assert spans.action.start == spans.head.stop + 1  # `<action>` is between them
 
 
-def test_parts_that_are_not_there_have_no_tokens(chat: ChatTokenizer) -> None:
+def test_missing_parts_have_no_tokens(chat: ChatTokenizer) -> None:
     spans = token_spans(encode(chat, "<level>1</level><action></action>"), chat.decode)
     assert (len(spans.level), len(spans.thought), len(spans.action), len(spans.head)) == (1, 0, 0, 3)
     nothing = token_spans([], chat.decode)
@@ -58,7 +58,7 @@ def test_ids_that_the_tokenizer_would_not_have_chosen(chat: ChatTokenizer) -> No
     assert len(spans.action) == 3
 
 
-def test_a_token_across_the_border_belongs_to_the_span_and_not_to_the_head() -> None:
+def test_a_token_across_the_border_is_in_the_span_but_not_in_the_head() -> None:
     pieces = ["<level>1</level><act", "ion>g", "o</", "action>"]
 
     def decode(ids: Sequence[int]) -> str:
@@ -67,12 +67,12 @@ def test_a_token_across_the_border_belongs_to_the_span_and_not_to_the_head() -> 
     ids = range(len(pieces))
     spans = token_spans(ids, decode)
     assert list(spans.action) == [1, 2]
-    assert list(spans.head) == []  # the first token goes on into the action's tag
+    assert list(spans.head) == []  # the first token extends into the action's tag
 
 
 @given(text=st.text(min_size=1, max_size=12), data=st.data())
-def test_bytes_as_tokens_cover_just_the_characters_they_write(text: str, data: st.DataObject) -> None:
-    """The worst tokenizer: a token a byte, so that most prefixes end in half a character."""
+def test_byte_tokens_cover_exactly_their_characters(text: str, data: st.DataObject) -> None:
+    """The worst tokenizer: one token per byte, so that most prefixes end within a character."""
     raw = text.encode("utf-8", "replace")
     whole = raw.decode("utf-8", "replace")
 
@@ -85,6 +85,6 @@ def test_bytes_as_tokens_cover_just_the_characters_they_write(text: str, data: s
     assert bytes(raw[i] for i in found) == whole[start:end].encode()
 
 
-def test_a_reading_is_used_where_it_is_given(chat: ChatTokenizer) -> None:
+def test_a_parsed_reply_is_used_if_given(chat: ChatTokenizer) -> None:
     ids = encode(chat, "<level>2</level><think>a</think><action>go</action>")
     assert token_spans(ids, chat.decode, parse_reply(chat.decode(ids))) == token_spans(ids, chat.decode)

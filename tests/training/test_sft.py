@@ -95,7 +95,7 @@ def test_no_conversations_are_said_and_not_waited_for(tmp_path: Path) -> None:
         ({"messages": ["hello"]}, r"field messages\[0\]"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "wizard", "content": "b"}]}, r"field messages\[1\]"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant"}]}, r"field messages\[1\]\.content"),
-        ({"messages": [{"role": "user", "content": "only a question"}]}, "field messages: .*without an assistant"),
+        ({"messages": [{"role": "user", "content": "only a question"}]}, "field messages: .*no assistant message"),
         ({"prompt": None, "response": None}, r"field messages\[0\]\.content"),
         (talk("a", "b") | {"tools": ["calculator"]}, "field tools"),
         (talk("a", "b") | {"tools": "calculator"}, "field tools"),

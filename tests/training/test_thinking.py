@@ -236,11 +236,11 @@ def test_the_price_moves_and_is_saved_with_the_run() -> None:
     run = recite(make(algorithm=sections))
     asyncio.run(train_step(run))
     assert run.thinking is not None
-    assert run.thinking.current_price > 0
+    assert run.thinking.current_lambda > 0
     other = make(algorithm=sections)
     other.registry().load_state_dict(run.registry().state_dict())
     assert other.thinking is not None
-    assert other.thinking.current_price == run.thinking.current_price
+    assert other.thinking.current_lambda == run.thinking.current_lambda
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-"""Arithmetic in one pass over memory: paged attention, cache writes, norms, activation and sampling, for a GPU.
+"""Fused GPU kernels: paged attention, cache writes, norms, activations and sampling, one pass over memory each.
 
-Each name is a function over tensors that writes its result and nothing else, but for the cache where it says so. On a
-GPU it is a Triton kernel that needs no host synchronisation and can be captured in a CUDA graph; anywhere else it is
-plain torch (`torch_reference`), the same formula in the same order of rounding.
+Each function writes only its result, and the KV cache where documented. On a GPU it is a Triton kernel that needs no
+host synchronisation and can be captured in a CUDA graph; elsewhere it is plain torch (`torch_reference`), with the same
+formula and the same order of rounding.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
     "store_kv",
 ]
 
-_HOMES = {
+_MODULES = {
     "add_rms_norm": "pointwise",
     "merge": "heads",
     "paged_attention_decode": "decode_attention",
@@ -72,13 +72,13 @@ def available(device: torch.device | str) -> bool:
 
 
 def kernel(name: str, device: torch.device | str) -> Any:
-    """The function `name` for tensors on `device`: look it up once where calls are many."""
-    home = _HOMES[name] if available(device) else "torch_reference"
-    return getattr(import_module(f"toolwise.kernels.{home}"), name)
+    """The implementation of `name` for `device`; look it up once if you call it often."""
+    module = _MODULES[name] if available(device) else "torch_reference"
+    return getattr(import_module(f"toolwise.kernels.{module}"), name)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def dispatch(first: torch.Tensor, *args: Any, **options: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Writing keys and values into the paged cache, alone or together with rope (and Qwen3's norm of each head).
+"""Writes keys and values to the paged KV cache, alone or fused with rope (and Qwen3's per-head norm).
 
-    slot = block · block_size + offset;  rope: x' = x·cos + rotate_half(x)·sin, rounded as transformers rounds
+    slot = block · block_size + offset;  rope: x' = x·cos + rotate_half(x)·sin, rounded as in transformers
 
-Slot −1 marks a row of padding: nothing is written.
+Slot −1 marks a padding row, which is not written.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,import-not-found,import-untyped"
@@ -45,7 +45,7 @@ def _rope_and_store(
     query = load_rotated(q_at, sign, turn, lean, q_weight, real, eps, DIM, NORM)
     key = load_rotated(k_at, sign, turn, lean, k_weight, kv_real, eps, DIM, NORM)
     value = tl.load(v + token * v_stride + kv_head * DIM + d, mask=kv_real, other=0.0)
-    # Both halves of a vector are read before either is overwritten, by whichever thread.
+    # All threads must have read both halves of a vector before any overwrites them.
     tl.debug_barrier()
     tl.store(q_at + d, query, mask=real)
     tl.store(k_at + d, key, mask=kv_real)
@@ -57,7 +57,7 @@ def _rope_and_store(
 def store_kv(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """Put k, v [T, KVH, D] at `slots` [T] of the caches [NB, BS, KVH, D]."""
+    """Write k, v [T, KVH, D] to `slots` [T] of the caches [NB, BS, KVH, D]."""
     k, v = contiguous_heads(k), contiguous_heads(v)
     tokens, kv_heads, dim = k.shape
     if tokens:
@@ -82,7 +82,7 @@ def rope_and_store(
     k_weight: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Rotate q [T, H, D] and k [T, KVH, D] in place by cos, sin [T, D] and put k, v into the caches.
+    """Rotate q [T, H, D] and k [T, KVH, D] in place by cos, sin [T, D], and write k, v to the caches.
 
     With `q_weight` and `k_weight` [D], each head is RMS-normalised first (Qwen3). Rows may be slices of one tensor.
     """

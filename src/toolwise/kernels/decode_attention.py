@@ -1,12 +1,12 @@
-"""Grouped-query attention of one new token a request over a paged cache: flash-decoding.
+"""Flash-decoding: grouped-query attention of one new token per request over a paged KV cache.
 
     o = softmax(q Kᵀ · scale) V, one pass over the keys with a running maximum m and sum l:
     m' = max(m, s),  l' = l·2^(m−m') + 2^(s−m'),  o' = o·2^(m−m') + 2^(s−m')·v
 
-A step is bound by reading the cache once, so the query heads of one key-value head are rows of one program (padded to
-the 16 rows of a matrix instruction) and share what it loads. Where requests × heads are too few programs for the chip,
+A decode step is limited by reading the cache, so the query heads of one key-value head are rows of one program (padded
+to the 16 rows of a matrix instruction) and share its loads. If requests × heads are too few programs to fill the GPU,
 the keys are split and the parts merged by their log-sum-exp: o = Σ 2^(lse_i − lse) o_i. Lengths are read on the device
-and grids come from shapes alone, so every launch can live in a CUDA graph.
+and grids depend on shapes alone, so every launch can be captured in a CUDA graph.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,import-not-found,import-untyped"
@@ -29,7 +29,7 @@ MAX_SPLITS = 32
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a kernel is cut: keys loaded at a time, warps of a program, tiles in flight."""
+    """Tile sizes: keys per tile, warps per program, pipeline stages."""
 
     keys: int = 64
     warps: int = 2
@@ -41,7 +41,7 @@ def attend(
     q, acc, top, total, k_cache, v_cache, table, first, last, limits, kv_head, scale,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Carry the running softmax (acc, top, total; base 2) of the rows of q over the keys first..last."""
+    """Continue the running softmax (acc, top, total; base 2) of the rows of q over the keys first..last."""
     d = tl.arange(0, DIM)
     for start in range(first, last, KEYS):
         keys = start + tl.arange(0, KEYS)
@@ -65,7 +65,7 @@ def attend(
 
 @triton.jit
 def load_rotated(rows, partner_sign, cos, sin, weight, mask, eps, DIM: tl.constexpr, NORM: tl.constexpr):
-    """Rotate-half rope of [n, DIM] vectors at the row pointers `rows` [n, 1], rounded as transformers rounds."""
+    """Rotate-half rope of [n, DIM] vectors at the row pointers `rows` [n, 1], rounded as in transformers."""
     d = tl.arange(0, DIM)[None, :]
     partner = (d + DIM // 2) % DIM
     x = tl.load(rows + d, mask=mask, other=0.0)
@@ -98,7 +98,7 @@ def _decode(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
     KEYS: tl.constexpr, SPLITS: tl.constexpr, PARTIAL: tl.constexpr, NEW: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Program (kv head, split, request). NEW: q and the new key are rotated and the token stored here too."""
+    """Program (kv head, split, request). NEW: also rotate q and the new key, and write the token to the cache."""
     kv_head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     request = request.to(tl.int64)
     row, d = tl.arange(0, ROWS), tl.arange(0, DIM)
@@ -124,7 +124,7 @@ def _decode(
             target = (slot * KV_HEADS + kv_head) * DIM + d[None, :]
             tl.store(k_cache + target, key, mask=slot >= 0)
             tl.store(v_cache + target, value, mask=slot >= 0)
-            # The new token opens the running softmax: it is never read back from the cache.
+            # The new token starts the running softmax; it is not read back from the cache.
             top = tl.sum(mine.to(tl.float32) * key.to(tl.float32), 1) * scale
             total += 1.0
             acc += value.to(tl.float32)
@@ -159,12 +159,12 @@ def _merge_splits(
 
 
 def contiguous_heads(x: torch.Tensor) -> torch.Tensor:
-    """[T, heads, D] whose heads lie one after the other: slices of a joined product do, transposed views are copied."""
+    """x [T, heads, D] with contiguous heads. Slices of a fused projection already are; transposed views are copied."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
 def splits_for(programs: int, most_keys: int, tiles: Tiles, wanted: int = TARGET_PROGRAMS) -> int:
-    """A power of two of parts that fills the chip, none smaller than one tile of keys."""
+    """The number of splits (a power of two) that fills the GPU, with at least one tile of keys each."""
     splits = 1
     while programs * splits < wanted and splits < MAX_SPLITS and splits * tiles.keys < most_keys:
         splits *= 2
@@ -172,7 +172,7 @@ def splits_for(programs: int, most_keys: int, tiles: Tiles, wanted: int = TARGET
 
 
 def merge_splits(parts: torch.Tensor, lse: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Partial outputs [B, slots, H, D] and their log-sum-exps [B, slots, H] into [B, H, D]."""
+    """Merge partial outputs [B, slots, H, D] with log-sum-exps [B, slots, H] into `out` [B, H, D]."""
     batch, slots, heads, dim = parts.shape
     padded = triton.next_power_of_2(slots)
     _merge_splits[(heads, batch)](parts, lse, out, heads, slots, padded, dim, num_warps=1 if padded <= 8 else 4)
@@ -184,7 +184,7 @@ def decode_into(
     scale: float, out: torch.Tensor, lse: torch.Tensor | None, slot_at: int, splits: int, tiles: Tiles,
     new: NewTokens | None = None,
 ) -> None:  # fmt: skip
-    """Launch the kernel: whole outputs into [B, H, D], or parts into slots of [B, slots, H, D] when `lse` is given."""
+    """Launch the kernel: final outputs into [B, H, D], or partial ones into [B, slots, H, D] if `lse` is given."""
     batch, heads, dim = q.shape
     _, block, kv_heads, _ = k_cache.shape
     group = heads // kv_heads
@@ -215,7 +215,7 @@ def paged_attention_decode(
 ) -> torch.Tensor:
     """Attention of q[B, H, D] over each request's first `lengths` keys; with `new`, also rope and the cache write.
 
-    `splits` fixes how the keys are cut: with it, a request's bits do not depend on how many others are in the batch.
+    Fixing `splits` makes a request's result bitwise independent of the batch size.
     """
     tiles, q = tiles or Tiles(), contiguous_heads(q)
     batch, heads, dim = q.shape

@@ -1,7 +1,7 @@
-"""What a learner does to each head of each token, in one pass over memory each.
+"""Per-head kernels of the learner, one pass over memory each.
 
-rotate: (x₁, x₂) → (x₁ c₁ − x₂ s₁, x₂ c₂ + x₁ s₂), the halves of a head turned by its token's angles; or its transpose
-merge:  o ← o · exp(l − L) + o' · exp(l' − L), l ← L = log(exp l + exp l'): attention to some keys and to others, as one
+rotate: (x₁, x₂) → (x₁ c₁ − x₂ s₁, x₂ c₂ + x₁ s₂), rotate-half rope of each head; or its transpose
+merge:  o ← o · exp(l − L) + o' · exp(l' − L), l ← L = log(exp l + exp l'): merge attention over two sets of keys
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,import-not-found,import-untyped"
@@ -18,7 +18,7 @@ def _rotate(
     x, cos, sin, out, token_stride, head_stride, angle_stride,
     HEADS: tl.constexpr, HALF: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """Program (token): all of its heads."""
+    """Program (token): all heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     head, at = tl.arange(0, PADDED)[:, None], tl.arange(0, WIDE)[None, :]
     inside = (head < HEADS) & (at < HALF)
@@ -46,7 +46,7 @@ def _merge(
     out, lse, new_out, new_lse, token_index, tokens, queries,
     HEADS: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr, SIDE_BY_SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Program (query): all heads of the token that asks. `token_index` is the first, where they stand side by side."""
+    """Program (query): all heads of one query token. SIDE_BY_SIDE: `token_index` is the first of contiguous tokens."""
     query = tl.program_id(0).to(tl.int64)
     token = token_index + query if SIDE_BY_SIDE else tl.load(token_index + query)
     head = tl.arange(0, PADDED)
@@ -66,14 +66,14 @@ def _merge(
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool = False) -> torch.Tensor:
-    """x [T, H, D], whose last dimension stands in one piece; cos and sin [T, D]. [T, H, D] in one piece."""
+    """x [T, H, D], contiguous in its last dimension; cos and sin [T, D]. Returns a contiguous [T, H, D]."""
     tokens, heads, size = x.shape
-    assert size % 2 == 0, "halves"
-    assert x.stride(2) == cos.stride(1) == sin.stride(1) == 1, "in one piece"
-    assert cos.stride(0) == sin.stride(0), "in one piece"
+    assert size % 2 == 0, "the head size must be even"
+    assert x.stride(2) == cos.stride(1) == sin.stride(1) == 1, "the last dimension must be contiguous"
+    assert cos.stride(0) == sin.stride(0), "cos and sin must have the same stride"
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if tokens:
-        with torch.cuda.device_of(x):  # Triton launches where the current device is
+        with torch.cuda.device_of(x):  # Triton launches on the current device
             _rotate[(tokens,)](
                 x, cos, sin, out, x.stride(0), x.stride(1), cos.stride(0), heads, size // 2,
                 triton.next_power_of_2(heads), triton.next_power_of_2(size // 2), back, num_warps=4,
@@ -88,12 +88,11 @@ def merge(
     new_lse: torch.Tensor,
     token_index: torch.Tensor | slice,
 ) -> None:
-    """Into out [T, H, D] and lse [H, T] at `token_index` [Q], of which none is twice, more [Q, H, D] and its [H, Q].
-    All in
-    one piece, the sums in fp32."""
+    """Merge new_out [Q, H, D] with new_lse [H, Q] into out [T, H, D] and lse [H, T] at `token_index` [Q], which has no
+    duplicates. All tensors are contiguous; sums are in fp32."""
     tokens, heads, size = out.shape
     where = token_index.start if isinstance(token_index, slice) else token_index.contiguous()
-    assert all(t.is_contiguous() for t in (out, lse, new_out, new_lse)), "in one piece"
+    assert all(t.is_contiguous() for t in (out, lse, new_out, new_lse)), "all tensors must be contiguous"
     queries = new_out.shape[0]
     if queries:
         with torch.cuda.device_of(out):

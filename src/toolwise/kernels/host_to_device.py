@@ -1,4 +1,4 @@
-"""From the host's memory to where kernels run."""
+"""Copies from host to device."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 
 
 def to_device(values: np.ndarray[Any, Any], device: torch.device | str) -> torch.Tensor:
-    """A tensor on the device, which goes on with what it is doing: from pageable memory a copy would wait for it."""
-    found = torch.from_numpy(np.ascontiguousarray(values))
+    """Copy to the device without blocking: via pinned memory, since a copy from pageable memory would wait for the
+    device."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values))
     if torch.device(device).type == "cuda":
-        found = found.pin_memory()
-    return found.to(device, non_blocking=True)
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

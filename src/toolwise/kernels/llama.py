@@ -1,10 +1,10 @@
-"""A decoder forward over a stock Llama, Qwen2 or Qwen3's own modules, in the fewest launches: the engine's fast path.
+"""The engine's fast path: a decoder forward with few kernel launches over a stock Llama, Qwen2 or Qwen3 model.
 
-Nothing is copied. `FusedDecoder(model)` moves each layer's q, k, v weights (and gate, up) next to each other in one
-tensor and makes the parameters views of it (`param.data = view`): one product does the work of three, while optimisers
-that update in place, `load_state_dict` and `save_pretrained` see the same parameters as before. Whatever gives a
-parameter new storage (`model.to`) undoes the layout: compare `storage_key` and make a new one, which restores it.
-`unsupported_reason` says in one line why a model cannot take this path; its stock forward then serves.
+Weights are not duplicated. `FusedDecoder(model)` moves each layer's q, k, v weights (and gate, up) into one tensor and
+makes the parameters views of it (`param.data = view`): one matmul does the work of three, while in-place optimisers,
+`load_state_dict` and `save_pretrained` see the same parameters as before. Anything that gives a parameter new storage
+(`model.to`) undoes the layout: compare `storage_key` and build a new decoder, which restores it. `unsupported_reason`
+says why a model cannot use this path; its stock forward is used then.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from toolwise.kernels.new_tokens import NewTokens
 
 SUPPORTED_MODELS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
-"""Rope whose angles depend on the position alone, so that a table of them serves every request."""
+"""Rope types whose angles depend on the position alone, so that one table serves every request."""
 
 ProjectionFn = Callable[[torch.Tensor], torch.Tensor]
 Attend = Callable[[int, torch.Tensor], torch.Tensor]
-"""(layer, its q, k, v rows [T, H + 2·KVH, D]) -> [T, H, D]: rope, cache write and attention of one layer."""
+"""(layer index, q, k, v rows [T, H + 2·KVH, D]) -> [T, H, D]: rope, cache write and attention of one layer."""
 
 
 @dataclass(frozen=True)
 class PagedCache:
-    """Every layer's keys and values [blocks, block size, kv heads, head dim], and the rope table [positions, D]."""
+    """Keys and values per layer, [blocks, block size, kv heads, head dim], and the rope table [positions, D]."""
 
     keys: Sequence[torch.Tensor]
     values: Sequence[torch.Tensor]
@@ -43,7 +43,8 @@ class PagedCache:
 
 @dataclass(frozen=True)
 class PrefixGroups:
-    """Groups that share their first blocks, as `shared_prefix_decode` takes them; the step's tables are the tails."""
+    """Groups that share their first blocks, as arguments of `shared_prefix_decode`; the step's own block tables are the
+    tails."""
 
     tables: torch.Tensor
     lengths: torch.Tensor
@@ -53,28 +54,28 @@ class PrefixGroups:
 
 
 def unsupported_reason(model: Any) -> str | None:
-    """Why this model needs its stock forward, or None."""
+    """Why this model needs its stock forward; None if it does not."""
     config = model.config
     if type(model).__name__ not in SUPPORTED_MODELS:
-        return f"{type(model).__name__} is none of {', '.join(SUPPORTED_MODELS)}"
+        return f"{type(model).__name__} is not one of {', '.join(SUPPORTED_MODELS)}"
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act}, not silu"
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
-        return "some of its layers attend through a window"
+        return "some of its layers use sliding-window attention"
     if model.model.rotary_emb.rope_type not in STATIC_ROPES:
-        return f"its rope ({model.model.rotary_emb.rope_type}) changes with the length"
+        return f"its rope ({model.model.rotary_emb.rope_type}) depends on the sequence length"
     dim = model.model.layers[0].self_attn.head_dim
     if dim < 16 or dim & (dim - 1):
-        return f"its head size {dim} is not a power of two from 16 up"
+        return f"its head size {dim} is not a power of two of at least 16"
     for layer in model.model.layers:
         parts = (*_attention_inputs(layer), layer.self_attn.o_proj, *_mlp_inputs(layer), layer.mlp.down_proj)
         if not all(map(is_linear_or_lora, parts)):
-            return "its projections are not linear layers, with adapters or without"
+            return "its projections are not linear layers (with or without LoRA)"
     return None
 
 
 def is_linear_or_lora(part: Any) -> bool:
-    """Whether a layer is a plain linear one, or a LoRA adapter over one, which peft keeps as its `base_layer`."""
+    """Whether a layer is a plain linear layer, or a LoRA adapter over one (peft's `base_layer`)."""
     return type(getattr(part, "base_layer", part)) is nn.Linear
 
 
@@ -87,12 +88,12 @@ def _mlp_inputs(layer: Any) -> tuple[Any, ...]:
 
 
 def _common_storage(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The one tensor that these are consecutive slices of, or None."""
-    at = tensors[0].data_ptr()
+    """The tensor that these are consecutive slices of, or None."""
+    address = tensors[0].data_ptr()
     for tensor in tensors:
-        if tensor.data_ptr() != at or not tensor.is_contiguous() or _storage(tensor) != _storage(tensors[0]):
+        if tensor.data_ptr() != address or not tensor.is_contiguous() or _storage(tensor) != _storage(tensors[0]):
             return None
-        at += tensor.numel() * tensor.element_size()
+        address += tensor.numel() * tensor.element_size()
     first = tensors[0].detach()
     return first.as_strided((sum(len(t) for t in tensors), *first.shape[1:]), first.stride())
 
@@ -102,23 +103,23 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _fuse_parameters(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    """One tensor over all of them; they become views of it where they are not yet."""
-    whole = _common_storage(parameters)
-    if whole is not None:
-        return whole
-    # An inference tensor under a parameter could never be trained again.
+    """One tensor over all parameters, which become views of it unless they already are."""
+    fused = _common_storage(parameters)
+    if fused is not None:
+        return fused
+    # A parameter backed by an inference tensor could never be trained again.
     with torch.inference_mode(False), torch.no_grad():
-        whole = torch.cat([p.data for p in parameters])
+        fused = torch.cat([p.data for p in parameters])
         start = 0
         for parameter in parameters:
-            parameter.data = whole[start : start + len(parameter)]
+            parameter.data = fused[start : start + len(parameter)]
             start += len(parameter)
-    return whole
+    return fused
 
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """What one layer's launches read: views of the model's own parameters."""
+    """The weights of one layer: views of the model's own parameters."""
 
     input_norm: torch.Tensor
     qkv: ProjectionFn
@@ -131,12 +132,12 @@ class FusedLayer:
 
 
 class FusedDecoder:
-    """The model's layers as few launches; made once a layout and cheap to make again."""
+    """Runs the model's layers with few kernel launches. Built once per weight layout, and cheap to rebuild."""
 
     def __init__(self, model: Any) -> None:
         reason = unsupported_reason(model)
         if reason is not None:
-            raise PolicyError(f"the fused forward does not fit this model: {reason}; use its stock forward")
+            raise PolicyError(f"the fused forward does not support this model: {reason}; use its stock forward")
         config = model.config
         attention = model.model.layers[0].self_attn
         self.model = model
@@ -151,11 +152,11 @@ class FusedDecoder:
         self.shared_decode: Callable[..., torch.Tensor] = kernel("shared_prefix_decode", device)
 
     def storage_key(self) -> tuple[int, ...]:
-        """Changes when a parameter has moved, so that captured graphs and this object are stale."""
+        """Changes when a parameter gets new storage, which makes captured graphs and this object stale."""
         return tuple(p.data_ptr() for p in self.model.parameters())
 
     def forward(self, ids: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Token ids [T] to normed hidden states [T, W]; `attend` keeps the cache."""
+        """Token ids [T] to normed hidden states [T, W]; `attend` handles the cache."""
         residual: torch.Tensor = self.model.model.embed_tokens(ids)
         hidden: torch.Tensor = self.rms_norm(residual, self.layers[0].input_norm, self.eps)
         after = [layer.input_norm for layer in self.layers[1:]] + [self.model.model.norm.weight]
@@ -177,17 +178,18 @@ class FusedDecoder:
         lengths: torch.Tensor,
         prefixes: PrefixGroups | None = None,
     ) -> torch.Tensor:
-        """One new token a request: ids, positions, slots, lengths [B], these with the new token (tails' if shared)."""
+        """One new token per request: ids, positions, slots, lengths [B]. Lengths include the new token; with `prefixes`
+        they are those of the tails."""
         cos, sin = cache.cos[positions], cache.sin[positions]
 
         def attend(index: int, qkv: torch.Tensor) -> torch.Tensor:
-            held = cache.keys[index], cache.values[index]
+            kv_cache = cache.keys[index], cache.values[index]
             q, new = qkv[:, : self.heads], self._new_tokens(index, qkv, cos, sin, slots)
             if prefixes is None:
-                return self.decode(q, *held, block_tables, lengths, self.scale, new=new)
+                return self.decode(q, *kv_cache, block_tables, lengths, self.scale, new=new)
             shared = (prefixes.tables, prefixes.lengths, prefixes.member_starts, prefixes.members)
             return self.shared_decode(
-                q, *held, *shared, prefixes.max_members, block_tables, lengths, self.scale, new=new
+                q, *kv_cache, *shared, prefixes.max_members, block_tables, lengths, self.scale, new=new
             )
 
         return self.forward(ids, attend)
@@ -203,7 +205,7 @@ class FusedDecoder:
         context_lengths: torch.Tensor,
         max_query_length: int,
     ) -> torch.Tensor:
-        """Chunks of prompts one after the other: ids, positions, slots [T]; see `paged_attention_prefill`."""
+        """Concatenated prompt chunks: ids, positions, slots [T]; see `paged_attention_prefill`."""
         cos, sin = cache.cos[positions], cache.sin[positions]
 
         def attend(index: int, qkv: torch.Tensor) -> torch.Tensor:
@@ -220,7 +222,7 @@ class FusedDecoder:
         return logits
 
     def rope_table(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The model's own cos and sin for every position, [positions, D], in its dtype."""
+        """The model's cos and sin for every position, [positions, D], in its dtype."""
         weight = self.model.model.embed_tokens.weight
         ids = torch.arange(positions, device=weight.device)[None]
         cos, sin = self.model.model.rotary_emb(weight, ids)
@@ -270,7 +272,7 @@ def _fused_layer(layer: Any) -> FusedLayer:
 
 
 def _fused_projection(parts: Sequence[Any]) -> ProjectionFn:
-    """What layers with the same input give, side by side: in one product, or one by one where they have adapters."""
+    """Concatenated outputs of layers with the same input: in one matmul, or one by one if they have adapters."""
     if any(type(part) is not nn.Linear for part in parts):
         return lambda x: torch.cat([part(x) for part in parts], dim=-1)
     biased = [part.bias is not None for part in parts]

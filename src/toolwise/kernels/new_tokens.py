@@ -1,4 +1,4 @@
-"""What a decode step brings along, where rope and the cache write are part of attention."""
+"""Inputs of a decode step whose attention kernel also applies rope and writes the KV cache."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 @dataclass(frozen=True)
 class NewTokens:
-    """One a request: keys and values [B, KVH, D] not rotated yet, as the queries are not; angles [B, D]; and the slot
-    of each, −1 where nothing is to be written. The weights are those of Qwen3's norm of each head."""
+    """One token per request: keys and values [B, KVH, D] before rope (like the queries), cos and sin [B, D], and the
+    cache slot, −1 to write nothing. The weights are those of Qwen3's per-head norm."""
 
     k: torch.Tensor
     v: torch.Tensor

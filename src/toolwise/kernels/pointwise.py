@@ -1,4 +1,4 @@
-"""Norms and activation of a decoder layer, one pass over memory each, rounded as transformers rounds.
+"""Norms and activation of a decoder layer, one pass over memory each, rounded as in transformers.
 
 rms_norm(x) = w · bf16(x / √(mean x² + ε));  add_rms_norm: r' = x + r, rms_norm(r');  silu_mul: bf16(silu(g)) · u
 """
@@ -63,7 +63,7 @@ def _warps(width: int) -> int:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm over the last dimension of x[..., W]: a model's hidden states, or the heads of q and k."""
+    """RMS norm over the last dimension of x[..., W]: hidden states, or the heads of q and k."""
     width = x.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = x.reshape(-1, width)
@@ -90,7 +90,7 @@ def add_rms_norm(
 
 
 def silu_mul(gate_up: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
-    """silu(gate) · up, from [T, 2F] with the gate first or from two tensors [T, F]."""
+    """silu(gate) · up, from one tensor [T, 2F] with the gate first, or from two tensors [T, F]."""
     if up is None:
         gate, up = gate_up.chunk(2, dim=-1)
     else:
@@ -107,10 +107,10 @@ def silu_mul(gate_up: torch.Tensor, up: torch.Tensor | None = None) -> torch.Ten
 
 
 def silu_mul_backward(gate: torch.Tensor, up: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of silu(gate) · up with respect to both, from tensors of one shape that stand in one piece."""
+    """Gradients of silu(gate) · up with respect to both; all tensors are contiguous and have the same shape."""
     grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
     if gate.numel():
-        with torch.cuda.device_of(gate):  # Triton launches where the current device is
+        with torch.cuda.device_of(gate):  # Triton launches on the current device
             _silu_mul_backward[(triton.cdiv(gate.numel(), 2048),)](
                 gate, up, grad, grad_gate, grad_up, gate.numel(), 2048, num_warps=8
             )

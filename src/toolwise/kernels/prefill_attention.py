@@ -1,8 +1,8 @@
-"""Causal attention of whole chunks of prompts over a paged cache that already holds what came before them.
+"""Causal prefill attention: chunks of prompts over a paged KV cache that already holds the earlier tokens.
 
-    query i of a sequence (of n in the chunk, c keys in the cache with the chunk's own) sees keys 0 .. c − n + i
+    query i of a sequence (n queries in the chunk, c keys in the cache including the chunk's) sees keys 0 .. c − n + i
 
-One program takes a tile of queries of one head through the keys: whole tiles without a mask, then the diagonal's.
+Each program processes a tile of queries of one head: full key tiles without a mask first, then those on the diagonal.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,import-not-found,import-untyped"
@@ -65,10 +65,10 @@ def paged_attention_prefill(
     rows: int | None = None,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
-    """Attention of q[T, H, D], sequences one after the other at `query_starts[S+1]`, over `context_lengths[S]` keys.
+    """Attention of q[T, H, D], sequences concatenated at `query_starts[S+1]`, over `context_lengths[S]` keys.
 
-    The chunk's own keys must be in the cache, and count in its context length. A sequence may be empty. Give the
-    longest one's length: without it the grid has room for one of T tokens.
+    The chunk's own keys must already be in the cache and count towards its context length. A sequence may be empty.
+    Pass `max_query_length` to keep the grid small: without it, it is sized for a sequence of T tokens.
     """
     tiles, q = tiles or Tiles(keys=64, warps=8, stages=3), contiguous_heads(q)
     tokens, heads, dim = q.shape

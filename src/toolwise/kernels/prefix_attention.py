@@ -1,9 +1,9 @@
-"""Decode attention where the requests of a group share their first blocks: the common keys are read once a group.
+"""Decode attention for groups of requests that share their first blocks: shared keys are read once per group.
 
     o = merge(attention of the group's stacked queries over the shared blocks, attention of each over its own tail)
 
 The queries of all members (times the heads of a key-value head) are rows of one program, so a prompt of P tokens
-shared by n rollouts costs P reads instead of n·P; log-sum-exps put prefix and tail together exactly.
+shared by n rollouts costs P reads instead of n·P; prefix and tail are merged exactly by log-sum-exp.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,import-not-found,import-untyped"
@@ -29,7 +29,7 @@ from toolwise.kernels.new_tokens import NewTokens
 
 MAX_ROWS = 64
 PREFIX_PROGRAMS = 264
-"""Half of what a lone request's attention wants: each has more to compute, and every part is one more to merge."""
+"""Half of TARGET_PROGRAMS: each program has more to compute, and every split is one more to merge."""
 
 
 @triton.jit(do_not_specialize=["slots_in_all"])
@@ -40,7 +40,7 @@ def _prefix(
     KEYS: tl.constexpr, SPLITS: tl.constexpr, NEW: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Program (kv head, row tile × split, group): ROWS of the group's members × heads over one part of the prefix. NEW:
-    the queries are rotated here."""
+    also rotate the queries."""
     kv_head, group = tl.program_id(0), tl.program_id(2)
     tile, split = tl.program_id(1) // SPLITS, tl.program_id(1) % SPLITS
     start = tl.load(starts + group)
@@ -88,12 +88,12 @@ def shared_prefix_decode(
     tail_splits: int | None = None,
     new: NewTokens | None = None,
 ) -> torch.Tensor:
-    """Attention of q[B, H, D], request b of group g over prefix g's keys and then its own tail's; with `new`, also rope
-    and the cache write, as `paged_attention_decode` does them.
+    """Attention of q[B, H, D]: request b of group g over the keys of prefix g, then those of its own tail; with `new`,
+    also rope and the cache write, as in `paged_attention_decode`.
 
     Groups g = 0..G-1: blocks `prefix_tables[G, MAXP]`, `prefix_lengths[G]` keys, rows `members[starts[g]:starts[g+1]]`
-    of the batch (int32). Every row of the batch must be a member once; one that shares nothing goes into a group whose
-    prefix length is 0. Groups past the last have equal starts. `max_members` bounds a group's size (grid).
+    of the batch (int32). Every row of the batch must be a member exactly once; one that shares nothing goes into a
+    group with prefix length 0. Unused groups at the end have equal starts. `max_members` bounds a group's size (grid).
     """
     tiles, q = tiles or Tiles(), contiguous_heads(q)
     batch, heads, dim = q.shape

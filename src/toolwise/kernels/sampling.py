@@ -1,10 +1,10 @@
-"""Drawing the next token of every request, and its log-prob, in two launches over the logits.
+"""Samples the next token of every request, with its log-prob, in two launches over the logits.
 
     p = softmax(logits / T) in fp32; u = splitmix64(seed, position) in [0, 1); token = first i with Σ_{j≤i} p_j > u·Σp
 
-The first launch leaves each tile of the vocabulary's maximum, its place and Σ exp; the second, one program a request,
-adds the tiles in order, finds the one u falls in and then the token inside it, sums in fp64. Nothing depends on other
-rows, so a request's draw depends on its logits, seed and position alone.
+The first launch computes each vocabulary tile's maximum, its index and Σ exp; the second, one program per request, adds
+the tiles in order, finds the one that u falls into and then the token inside it, with sums in fp64. Rows are
+independent, so a request's token depends only on its logits, seed and position.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,misc,import-not-found,import-untyped"
@@ -20,7 +20,7 @@ TILE = 2048
 
 @triton.jit
 def uniform(seed, position):
-    """`toolwise.policies.transformers_generation.uniforms` on the device: splitmix64, twice."""
+    """`toolwise.policies.transformers_generation.uniforms` on the device: splitmix64, applied twice."""
     state = seed.to(tl.uint64) + 0x9E3779B97F4A7C15
     state = mix64(state)
     state = mix64(state ^ ((position.to(tl.uint64) + 1) * 0xD1342543DE82EF95))
@@ -38,13 +38,13 @@ def mix64(x):
 def _tile_stats(
     logits, temperatures, tops, argmaxes, sums, stride, VOCAB: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr
 ):
-    """Program (tile, request): the tile's maximum after temperature, its first place, and Σ exp(x − maximum)."""
+    """Program (tile, request): the tile's maximum after temperature, its first index, and Σ exp(x − maximum)."""
     tile, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
     at = tile * TILE + tl.arange(0, TILE)
     x = tl.load(logits + request * stride + at, mask=at < VOCAB, other=float("-inf")).to(tl.float32)
     x = x / tl.load(temperatures + request)
     top = tl.max(x, 0)
-    # A tile of −∞ alone must sum to 0, not NaN.
+    # A tile of only −∞ must sum to 0, not NaN.
     total = tl.sum(tl.where(x == float("-inf"), 0.0, tl.exp(x - top)), 0)
     tl.store(tops + request * TILES + tile, top)
     tl.store(argmaxes + request * TILES + tile, tile * TILE + tl.argmax(x, 0))
@@ -67,7 +67,7 @@ def _draw(
     total = tl.sum(mass, 0)
     goal = uniform(tl.load(seeds + request), tl.load(positions + request)) * total
     chosen = tl.min(tl.where((through > goal) & (mass > 0.0), t, TILES_PADDED), 0)
-    # Rounding can leave goal at the very end: then the last tile with any mass has it.
+    # Rounding can put goal at the very end: then take the last tile with any mass.
     chosen = tl.where(chosen == TILES_PADDED, tl.maximum(tl.max(tl.where(mass > 0.0, t, 0), 0), 0), chosen)
     before = tl.sum(tl.where(t < chosen, mass, 0.0), 0)
     temperature = tl.load(temperatures + request)
@@ -94,9 +94,9 @@ def sample(
     positions: torch.Tensor,
     greedy: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token a row of logits[B, V] and its log-prob after temperature, drawn by (seed, position) or the likeliest.
+    """One token per row of logits[B, V] and its log-prob after temperature; sampled by (seed, position), or greedy.
 
-    Tokens int64 [B], log-probs fp32 [B] (NaN where the logits hold a NaN). `seeds` int64 hold the 64 bits of the seed.
+    Returns tokens int64 [B] and log-probs fp32 [B] (NaN if the logits contain NaN). `seeds` holds 64 bits as int64.
     """
     batch, vocab = logits.shape
     tiles = triton.cdiv(vocab, TILE)

@@ -1,4 +1,4 @@
-"""What a learner asks of a row of logits, read once, never copied to fp32: log Σ exp and entropy, and their gradient.
+"""Log-sum-exp and entropy of each row of logits, and their gradient: logits are read once and never copied to fp32.
 
 x = scale · logits;  lse = log Σ exp x;  log p = x − lse;  H = − Σ p log p
 backward: − p (a + b (log p + H)) + Σ a_t at t, the gradient of Σ a_t log p_t + b · H with respect to x; a = Σ a_t
@@ -17,7 +17,7 @@ TILE = 4096
 
 @triton.jit
 def _softmax_sums(logits, lse, entropy, stride, scale, VOCAB: tl.constexpr, TILE: tl.constexpr):
-    """Program (row): the sums so far stand relative to the largest x so far, and move when it does."""
+    """Program (row): online sums relative to the running maximum of x, rescaled when it changes."""
     row = tl.program_id(0).to(tl.int64)
     top = float("-inf")
     total = 0.0
@@ -43,7 +43,7 @@ def _softmax_sums_backward(
     logits, lse, entropy, row_grad_logprob, row_grad_entropy, starts, targets, weights, grad, stride, scale,
     VOCAB: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, tile). What a token that was drawn asks is added before anything is rounded: 1 − p may be small."""
+    """Program (row, tile). Gradients of sampled tokens are added before rounding, since 1 − p may be small."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * TILE + tl.arange(0, TILE)
     x = tl.load(logits + row * stride + at, mask=at < VOCAB, other=float("-inf"))
@@ -61,7 +61,7 @@ def softmax_sums(logits: torch.Tensor, scale: float) -> tuple[torch.Tensor, torc
     rows, vocabulary = logits.shape
     lse, entropy = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
     if rows:
-        with torch.cuda.device_of(logits):  # Triton launches where the current device is
+        with torch.cuda.device_of(logits):  # Triton launches on the current device
             _softmax_sums[(rows,)](logits, lse, entropy, logits.stride(0), scale, vocabulary, TILE, num_warps=8)
     return lse, entropy
 
@@ -76,7 +76,7 @@ def softmax_sums_backward(
     grad_logprob: torch.Tensor,
     grad_entropy: torch.Tensor,
 ) -> torch.Tensor:
-    """[N, V] as the logits are. `row_index`, in ascending order, is the row of each token that was drawn."""
+    """Gradient [N, V] in the dtype of the logits. `row_index`, ascending, is the row of each sampled token."""
     rows, vocabulary = logits.shape
     grad = torch.empty(rows, vocabulary, dtype=logits.dtype, device=logits.device)
     if not rows:

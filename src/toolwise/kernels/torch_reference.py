@@ -1,4 +1,4 @@
-"""The kernels again in plain torch: what each must compute, and what runs where there is no GPU."""
+"""The kernels in plain torch: the reference for tests, and the implementation without a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def gather(cache: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tenso
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, *, causal: bool = False
 ) -> torch.Tensor:
-    """q[n, H, D] over k, v[c, KVH, D]; causal: the queries are the last n of the c positions."""
+    """q[n, H, D] over k, v[c, KVH, D]; if causal, the queries are the last n of the c positions."""
     n, heads, _ = q.shape
     repeats = heads // k.shape[1]
     k, v = (x.repeat_interleave(repeats, 1).transpose(0, 1) for x in (k, v))
@@ -130,7 +130,7 @@ def rope_and_store(
 
 
 def _rope_and_store_new(q: torch.Tensor, new: NewTokens, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
-    """The queries, rotated; and the new tokens are in the cache."""
+    """Write the new tokens to the cache and return the rotated queries."""
     q, k = q.clone(), new.k.clone()
     rope_and_store(
         q, k, new.v, new.cos, new.sin, k_cache, v_cache, new.slots,
@@ -145,10 +145,10 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, back: bool 
         t.to(wide).chunk(2, dim=-1) for t in (x, cos[:, None], sin[:, None])
     )  # fmt: skip
     if back:
-        turned = [first * c1 + second * s2, second * c2 - first * s1]
+        rotated = [first * c1 + second * s2, second * c2 - first * s1]
     else:
-        turned = [first * c1 - second * s1, second * c2 + first * s2]
-    return torch.cat(turned, dim=-1).to(x.dtype)
+        rotated = [first * c1 - second * s1, second * c2 + first * s2]
+    return torch.cat(rotated, dim=-1).to(x.dtype)
 
 
 def merge(
@@ -159,10 +159,10 @@ def merge(
     token_index: torch.Tensor | slice,
 ) -> None:
     before = lse[:, token_index]
-    whole = torch.logaddexp(before, new_lse)
-    kept, added = (torch.exp(some - whole).t()[:, :, None] for some in (before, new_lse))
-    out[token_index] = (out[token_index] * kept + new_out * added).to(out.dtype)
-    lse[:, token_index] = whole
+    total = torch.logaddexp(before, new_lse)
+    old_weight, new_weight = (torch.exp(part - total).t()[:, :, None] for part in (before, new_lse))
+    out[token_index] = (out[token_index] * old_weight + new_out * new_weight).to(out.dtype)
+    lse[:, token_index] = total
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -212,8 +212,8 @@ def softmax_sums_backward(
 
 
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """`toolwise.policies.transformers_generation.uniforms` on int64 tensors, whose products wrap and whose shifts are
-    signed."""
+    """`toolwise.policies.transformers_generation.uniforms` on int64 tensors, where products wrap around and shifts are
+    arithmetic."""
 
     def signed(constant: int) -> int:
         return constant - (1 << 64) if constant >> 63 else constant
@@ -241,6 +241,6 @@ def sample(
     logprobs = torch.log_softmax(logits.float() / temperatures[:, None], dim=-1)
     cumulative = logprobs.double().exp().cumsum(-1)
     goal = (uniforms(seeds, positions) * cumulative[:, -1])[:, None]
-    drawn = torch.searchsorted(cumulative, goal, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
-    tokens = torch.where(greedy, logprobs.argmax(-1), drawn)
+    sampled = torch.searchsorted(cumulative, goal, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
+    tokens = torch.where(greedy, logprobs.argmax(-1), sampled)
     return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1)

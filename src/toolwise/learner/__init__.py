@@ -1,1 +1,1 @@
-"""Learning: rows from rollouts, losses, and the actor that owns the weights."""
+"""Turns rollouts into training rows and updates the policy: batching, losses, actor, critic, optimiser."""

@@ -1,4 +1,5 @@
-"""The actor: owns the weights, annotates scored rollouts with what only it knows, and learns from credited ones."""
+"""The actor owns the policy's weights: it annotates scored rollouts with log-probs and values, and learns from credited
+ones."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from toolwise.learner.lora import Adapters
 from toolwise.learner.loss_aggregation import token_weights
 from toolwise.learner.loss_terms import MetricSums, policy_loss_terms
 from toolwise.learner.mini_batches import mini_batches
-from toolwise.learner.mismatch import Canary, Evidence
+from toolwise.learner.mismatch import Evidence, MismatchMonitor
 from toolwise.learner.optimizer import Optimizer
 from toolwise.learner.packing import Packed
 from toolwise.learner.reference import build_reference
@@ -38,17 +39,17 @@ MAX_PROBE_ROWS = 8
 
 @dataclass(frozen=True, slots=True)
 class MiniBatchResult:
-    """What one optimiser step has computed beside its gradients."""
+    """What the forward pass of one optimiser step computes besides gradients."""
 
-    figures: Metrics
+    metrics: Metrics
     logprobs: Tensor
-    """Of all tokens of the batch; not a number for those of other steps."""
+    """One per token of the batch; NaN for tokens of other mini-batches."""
     loss_share: Tensor
-    """What each rollout has in the loss."""
+    """Each rollout's share of the loss."""
 
 
 class Actor:
-    """Shares its model with the local policy: what an update changes, the next token is drawn from."""
+    """Shares its model with the local policy, so the next sampled token already uses the updated weights."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class Actor:
         policy_fingerprint: Callable[[], str | None] | None = None,
         extra_parameters: Sequence[Tensor] = (),
     ) -> None:
-        """`extra_parameters` are weights of others that its optimiser moves too."""
+        """`extra_parameters` are weights outside `model` that the actor's optimiser updates too."""
         if settings.kl == "loss":
             check_kl_loss(settings.kl_estimator)
         self.model = model
@@ -70,11 +71,11 @@ class Actor:
         self.adapters = None if settings.lora is None else Adapters(model, settings.lora)
         self.optimizer = Optimizer([*model.parameters(), *extra_parameters], settings)
         self.kl = KlCoefficient(settings.kl_coef, settings.kl_target, settings.kl_horizon)
-        self.canary = Canary(settings.canary, policy_fingerprint=policy_fingerprint)
+        self.mismatch = MismatchMonitor(settings.canary, policy_fingerprint=policy_fingerprint)
         self.required_annotations = needs | _required_by_settings(settings, critic)
         self.reference = build_reference(model, self.adapters) if "ref_logprobs" in self.required_annotations else None
         if "values" in self.required_annotations and critic is None:
-            raise ConfigError("the estimator needs values and the learner has no critic: give it one")
+            raise ConfigError("the advantage estimator needs values but the actor has no critic: pass one")
         if settings.activation_checkpointing:
             _checkpoint_activations(model)
 
@@ -83,16 +84,16 @@ class Actor:
         return self.optimizer.guard.skipped
 
     def weights_checksum(self) -> str:
-        """Of the model's weights that learn (with LoRA the adapters): the same until one of them changes."""
+        """Checksum of the trainable weights (with LoRA, the adapters): it changes whenever one of them does."""
         return checksum(self.model.parameters())
 
     @property
     def device(self) -> torch.device:
-        found: torch.device = next(self.model.parameters()).device
-        return found
+        device: torch.device = next(self.model.parameters()).device
+        return device
 
     def annotate(self, scored: Sequence[ScoredRollout]) -> list[AnnotatedRollout]:
-        """Steps J, K and L of document 4: only what the estimator or the settings ask for is computed."""
+        """Add old log-probs, reference log-probs and values, each only if the estimator or the settings need it."""
         require_tokens(scored)
         if not self.required_annotations or not scored:
             return [AnnotatedRollout(s) for s in scored]
@@ -105,44 +106,45 @@ class Actor:
         if self.critic is not None:
             columns["values"] = batch.per_step(self.critic.values(batch), steps)
         return [
-            AnnotatedRollout(s, **{name: found[number] for name, found in columns.items()})
-            for number, s in enumerate(scored)
+            AnnotatedRollout(s, **{name: per_rollout[index] for name, per_rollout in columns.items()})
+            for index, s in enumerate(scored)
         ]
 
     def update(self, credited: Sequence[CreditedRollout]) -> Metrics:
-        """Steps M1, M2 and N: the critic, the actor, the figures."""
+        """Update the critic, then the actor; return their metrics."""
         batch = build_batch(credited, self.device)
         at_version, self.version = self.version, self.version + 1
         [tokens] = distributed.sum_over_ranks([float(len(batch.trainable_rows()))], self.device)
         if not tokens:
             return {"actor/updates": 0.0}
         self._check(batch)
-        self.canary.check_weights(self.model)
+        self.mismatch.check_weights(self.model)
         metrics = {} if self.critic is None else self.critic.update(batch, self.version)
         sums: dict[str, float] = {}
         updates = 0
         s = self.settings
-        # The model stays as the policy uses it: dropout would put the ratio off 1 before any weight has moved.
+        # The model stays in the policy's mode: dropout would move the ratio off 1 before any weight has moved.
         for rows in mini_batches(batch, count=s.mini_batches, epochs=s.ppo_epochs, seed=f"{s.seed}/{self.version}"):
             step = self._gradients(batch, rows)
             if not updates:
-                metrics |= self._run_canary(batch, rows, step.logprobs, at_version)
+                metrics |= self._check_mismatch(batch, rows, step.logprobs, at_version)
             norms = self.optimizer.step(self.version, partial(suspects, batch, rows, step.loss_share))
-            for name, value in (step.figures | norms).items():
+            for name, value in (step.metrics | norms).items():
                 sums[name] = sums.get(name, 0.0) + value
             updates += 1
         means = {name: value / updates for name, value in sums.items()}
         return metrics | self._report(batch, means, updates)
 
     def dry_run_update(self, credited: Sequence[CreditedRollout]) -> Metrics:
-        """The forward and backward pass of an update, canary included. No weight and no optimiser state changes."""
+        """Run the forward and backward pass of an update and the mismatch check, without changing weights or optimiser
+        state."""
         batch = build_batch(credited, self.device)
         rows = batch.trainable_rows()
         if not rows:
             return {}
         self._check(batch)
         try:
-            return self._run_canary(batch, rows, self._gradients(batch, rows).logprobs, self.version)
+            return self._check_mismatch(batch, rows, self._gradients(batch, rows).logprobs, self.version)
         finally:
             self.optimizer.zero_grad()
 
@@ -159,7 +161,8 @@ class Actor:
         return metrics
 
     def _update_kl(self, batch: Batch) -> Metrics:
-        """How far the policy that drew these tokens stood from the reference, and β for the next of them."""
+        """Measure the KL between the policy that sampled these tokens and the reference, and adapt β for the next
+        update."""
         assert batch.ref_logprobs is not None
         tokens = batch.predicted_tokens(batch.trainable_rows())
         old = batch.rollout_logprobs if batch.old_logprobs is None else batch.old_logprobs
@@ -172,7 +175,7 @@ class Actor:
         return metrics
 
     def _gradients(self, batch: Batch, rows: list[int]) -> MiniBatchResult:
-        """Of one optimiser step: those of all micro-batches, added up."""
+        """Accumulate the gradients of one optimiser step over its micro-batches."""
         s = self.settings
         tokens = batch.predicted_tokens(rows)
         weights = torch.zeros(len(batch), device=self.device)
@@ -182,14 +185,14 @@ class Actor:
         logprobs = torch.full((len(batch),), torch.nan, device=self.device)
         loss_share = torch.zeros(len(batch.rollout_ids), device=self.device)
         sums = MetricSums(self.device)
-        for packed, places in batch.packed(rows, s.micro_batch, nodes=prefers_node_layout(self.model)):
-            found, entropy = self._forward(self.model, packed)
-            terms = policy_loss_terms(s, self.kl.value, batch, places, found, entropy)
-            weight = weights[places]
+        for packed, columns in batch.packed(rows, s.micro_batch, nodes=prefers_node_layout(self.model)):
+            new_logprobs, entropy = self._forward(self.model, packed)
+            terms = policy_loss_terms(s, self.kl.value, batch, columns, new_logprobs, entropy)
+            weight = weights[columns]
             (terms.total * weight).sum().backward()  # type: ignore[no-untyped-call]
             self.optimizer.accumulate_gradients()
-            logprobs[places] = found.detach()
-            loss_share.index_add_(0, batch.rollout[places], terms.total.detach().abs() * weight)
+            logprobs[columns] = new_logprobs.detach()
+            loss_share.index_add_(0, batch.rollout[columns], terms.total.detach().abs() * weight)
             sums.add(terms, weight, packed.T)
         return MiniBatchResult(sums.means(s, len(tokens)), logprobs, loss_share)
 
@@ -199,28 +202,28 @@ class Actor:
         return token_logprobs(model, hidden, packed, temperature or s.temperature, chunk_tokens=s.logit_chunk_tokens)
 
     def logprobs(self, rollouts: Sequence[CreditedRollout]) -> Tensor:
-        """Of all sampled tokens, step after step, under the weights of now."""
+        """Log-probs of all sampled tokens under the current weights, in step order."""
         return self._logprobs(self.model, build_batch(rollouts, self.device))
 
     @torch.no_grad()
     def _logprobs(
         self, model: Any, batch: Batch, rows: Sequence[int] | None = None, temperature: float | None = None
     ) -> Tensor:
-        found = torch.zeros(len(batch), device=self.device)
+        logprobs = torch.zeros(len(batch), device=self.device)
         rows = batch.trainable_rows() if rows is None else rows
-        for packed, places in batch.packed(rows, self.settings.micro_batch, nodes=prefers_node_layout(model)):
-            found[places] = self._forward(model, packed, temperature)[0]
-        return found
+        for packed, columns in batch.packed(rows, self.settings.micro_batch, nodes=prefers_node_layout(model)):
+            logprobs[columns] = self._forward(model, packed, temperature)[0]
+        return logprobs
 
-    def _run_canary(self, batch: Batch, rows: list[int], logprobs: Tensor, version: int) -> Metrics:
-        """The canary, on what the first optimiser step has computed anyway; no weight has moved yet."""
+    def _check_mismatch(self, batch: Batch, rows: list[int], logprobs: Tensor, version: int) -> Metrics:
+        """Compare the rollout's log-probs with those the first optimiser step computed, before any weight moves."""
         tokens = batch.predicted_tokens(rows)
-        few = rows[:: max(1, len(rows) // MAX_PROBE_ROWS)]
-        some = batch.predicted_tokens(few)
+        probe_rows = rows[:: max(1, len(rows) // MAX_PROBE_ROWS)]
+        probe_tokens = batch.predicted_tokens(probe_rows)
 
         def probe(temperature: float) -> float:
-            found = self._logprobs(self.model, batch, few, temperature)
-            return float((found - batch.rollout_logprobs)[some].abs().mean())
+            logprobs = self._logprobs(self.model, batch, probe_rows, temperature)
+            return float((logprobs - batch.rollout_logprobs)[probe_tokens].abs().mean())
 
         evidence = Evidence(
             gaps=(logprobs - batch.rollout_logprobs)[tokens],
@@ -231,7 +234,7 @@ class Actor:
             probe=probe,
         )
         try:
-            return self.canary.check_logprobs(evidence, self.model.dtype)
+            return self.mismatch.check_logprobs(evidence, self.model.dtype)
         except ToolwiseError:
             self.optimizer.zero_grad()
             raise
@@ -239,12 +242,12 @@ class Actor:
     def _check(self, batch: Batch) -> None:
         s = self.settings
         if s.old_logprobs == "recompute" and batch.old_logprobs is None and not s.one_step:
-            raise ToolwiseError("these rollouts have no old log-probs: annotate them before they are credited")
+            raise ToolwiseError("the rollouts have no old log-probs: call annotate() before computing advantages")
         if self.reference is not None and batch.ref_logprobs is None:
-            raise ToolwiseError("these rollouts have no reference log-probs: annotate them before they are credited")
+            raise ToolwiseError("the rollouts have no reference log-probs: call annotate() before computing advantages")
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything but the weights, which `save_model` writes in a form that others can read."""
+        """Everything but the weights, which `save_model` writes in the `transformers` format."""
         state: dict[str, Any] = {
             "version": self.version,
             "optimizer": self.optimizer.state_dict(),
@@ -260,7 +263,7 @@ class Actor:
         for name, part in (("critic", self.critic), ("adapters", self.adapters)):
             if (part is None) != (name not in state):
                 has = "has none" if part is not None else "has one"
-                raise CheckpointError(f"the run and the checkpoint differ in `{name}` (the checkpoint {has})")
+                raise CheckpointError(f"the run and the checkpoint differ in `{name}`: the checkpoint {has}")
             if part is not None:
                 part.load_state_dict(state[name])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -268,33 +271,36 @@ class Actor:
         self.version = state["version"]
 
     def save_model(self, folder: Path) -> None:
-        """The weights as a folder that plain `transformers` loads; adapters are merged in."""
+        """Save the weights as a folder that plain `transformers` loads, with adapters merged in."""
         if self.adapters is None:
             self.model.save_pretrained(folder)
         else:
             self.adapters.save_merged(folder)
 
     def load_weights(self, folder: Path) -> None:
-        """Weights that `save_model` wrote, into the model the policy shares."""
+        """Load weights written by `save_model` into the model, in place, so the policy sees them too."""
         if self.adapters is not None:
-            return  # the model beneath never changes, and the adapters came with the state
+            return  # the base model never changes, and load_state_dict restores the adapters
         saved = type(self.model).from_pretrained(
             folder, dtype=self.model.dtype, use_safetensors=True, trust_remote_code=False
         )
         try:
             self.model.load_state_dict(saved.state_dict())
-        except RuntimeError as fault:
-            reason = str(fault).splitlines()[-1].strip()
-            raise CheckpointError(f"{folder} holds another model than the run's: {reason}") from fault
+        except RuntimeError as error:
+            reason = str(error).splitlines()[-1].strip()
+            raise CheckpointError(f"{folder} holds a different model from the run's: {reason}") from error
         self.optimizer.sync_masters()
 
 
 def suspects(batch: Batch, rows: Sequence[int], loss_share: Tensor) -> list[str]:
-    """Rollouts of a step, those that pull hardest first; what is not a number pulls hardest of all."""
-    here = sorted({batch.rollout_of_row[row] for row in rows})
-    pulls = dict(zip(here, torch.nan_to_num(loss_share[here], nan=torch.inf).tolist(), strict=True))
-    wild = [number for number in here if pulls[number] == torch.inf]
-    return [batch.rollout_ids[number] for number in wild or sorted(here, key=pulls.__getitem__, reverse=True)[:3]]
+    """Rollouts to blame for a skipped step: those whose loss is not finite, else the three with the largest share."""
+    rollouts = sorted({batch.rollout_of_row[row] for row in rows})
+    shares = dict(zip(rollouts, torch.nan_to_num(loss_share[rollouts], nan=torch.inf).tolist(), strict=True))
+    not_finite = [rollout for rollout in rollouts if shares[rollout] == torch.inf]
+    return [
+        batch.rollout_ids[rollout]
+        for rollout in not_finite or sorted(rollouts, key=shares.__getitem__, reverse=True)[:3]
+    ]
 
 
 def _required_by_settings(settings: ActorSettings, critic: Critic | None) -> frozenset[Annotation]:
@@ -311,6 +317,6 @@ def _required_by_settings(settings: ActorSettings, critic: Critic | None) -> fro
 def _checkpoint_activations(model: Any) -> None:
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise ConfigError(
-            f"actor.activation_checkpointing: {type(model).__name__} cannot compute its layers again; turn it off"
+            f"actor.activation_checkpointing: {type(model).__name__} does not support it; set it to false"
         )
     model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -1,4 +1,4 @@
-"""How the actor learns: all that `[actor]` and the KL of `[algorithm]` say, as one value."""
+"""Settings of the actor's update: `[actor]` and the KL options of `[algorithm]` in one dataclass."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ KlMode = Literal["none", "reward", "loss"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActorSettings(OptimizerSettings):
-    """How to update."""
-
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = 3.0
     entropy_coef: float = 0.0
     ppo_epochs: int = 1
     mini_batches: int = 1
-    """Optimiser steps an epoch."""
+    """Optimiser steps per epoch."""
     loss_aggregation: Aggregation = "token"
     loss_length: int | None = None
     old_logprobs: Literal["rollout", "recompute"] = "rollout"
@@ -49,5 +47,5 @@ class ActorSettings(OptimizerSettings):
 
     @property
     def one_step(self) -> bool:
-        """Whether a batch makes a single optimiser step: what is old is then what the step itself computes."""
+        """Whether each batch gets a single optimiser step: then the step's own log-probs are the old ones."""
         return self.ppo_epochs == self.mini_batches == 1

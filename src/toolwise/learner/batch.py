@@ -1,6 +1,6 @@
-"""Rollouts as the learner sees them: rows of tokens, and beside them flat columns over all sampled tokens.
+"""A batch of rollouts for the learner: rows of tokens, plus flat columns with one entry per sampled token.
 
-The sampled tokens of all rows, row after row, are those of all steps, step after step: one order for every column.
+All columns share one order: sampled tokens row by row, which is also step by step.
 """
 
 from __future__ import annotations
@@ -25,33 +25,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchSettings:
-    """How rows are cut into what is computed at a time: it changes speed and memory, never a result."""
+    """How rows are split into micro-batches. Affects speed and memory, never results."""
 
     max_tokens: int = 16_384
     share_prefixes: bool = True
     chunk_tokens: int | None = None
-    """Whose logits exist at a time; None leaves it to the device."""
+    """Tokens whose logits are in memory at a time; None chooses by device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Columns are [tokens]; `None` where nobody gave such a thing."""
+    """Columns are [tokens]; None where the rollouts do not have that field."""
 
     rows: list[Row]
     rollout_ids: list[str]
-    """Rollout ids, by rollout."""
     rollout_of_row: list[int]
     group_of_rollout: list[str]
     row: Tensor
     step: Tensor
-    """The number of the token's step, counted through the whole batch."""
+    """Index of the token's step, counted over the whole batch."""
     rollout: Tensor
     first: Tensor
-    """Whether it is the first token of its step."""
+    """Whether the token is the first of its step."""
     has_context: Tensor
-    """Whether something stands before it in its row."""
+    """Whether another token precedes it in its row."""
     version: Tensor
-    """Of the policy that drew it; −1 where it did not say."""
+    """Version of the policy that sampled it; −1 if unknown."""
     advantages: Tensor
     rollout_logprobs: Tensor
     old_logprobs: Tensor | None
@@ -59,9 +58,9 @@ class Batch:
     values: Tensor | None
     returns: Tensor | None
     sampled_index: Tensor
-    """For each position of each row, end to end: which sampled token stands there."""
+    """For each position of the concatenated rows: the index of the sampled token there."""
     row_starts: Tensor
-    """Where each row begins in `sampled_index`."""
+    """Offset of each row in `sampled_index`."""
 
     def __len__(self) -> int:
         return len(self.row)
@@ -71,11 +70,11 @@ class Batch:
         return self.row.device
 
     def trainable_rows(self) -> list[int]:
-        """Rows with a token to learn: one that something stands before."""
-        return [number for number, row in enumerate(self.rows) if any(row.sampled[1:])]
+        """Rows with a token to learn from, i.e. a sampled token that has a predecessor."""
+        return [index for index, row in enumerate(self.rows) if any(row.sampled[1:])]
 
     def predicted_tokens(self, rows: Sequence[int]) -> Tensor:
-        """Which tokens are predicted in these rows. The first of a row never is: nothing stands before it."""
+        """Indices of the tokens predicted in these rows. A row's first token has no context and is left out."""
         chosen = torch.zeros(len(self.rows), dtype=torch.bool, device=self.device)
         chosen[list(rows)] = True
         return torch.nonzero(chosen[self.row] & self.has_context).squeeze(-1)
@@ -83,12 +82,12 @@ class Batch:
     def packed(
         self, rows: Sequence[int], micro_batch: MicroBatchSettings, *, nodes: bool = False
     ) -> Iterator[tuple[Packed, Tensor]]:
-        """These rows in micro-batches, each with the places that its sampled tokens have in the columns."""
+        """Yield micro-batches of these rows, each with the column indices of its sampled tokens."""
         if not rows:
             return
         chosen = torch.tensor(list(rows), device=self.device)
         parts = micro_batches(
-            [self.rows[number] for number in rows],
+            [self.rows[index] for index in rows],
             micro_batch.max_tokens,
             share_prefixes=micro_batch.share_prefixes,
             device=self.device,
@@ -98,18 +97,18 @@ class Batch:
             yield part, self.sampled_index[self.row_starts[chosen[part.row]] + part.at]
 
     def per_step(self, column: Tensor, steps: Sequence[Sequence[StepData]]) -> list[tuple[Floats, ...]]:
-        """A column cut up again, one array a step, for each rollout."""
-        flat, at = column.float().cpu().numpy(), 0
-        found = []
-        for of_rollout in steps:
-            ends = at + np.cumsum([0, *(_count(step) for step in of_rollout)])
-            found.append(tuple(flat[begin:end] for begin, end in pairwise(ends)))
-            at = int(ends[-1])
-        return found
+        """Split a column into one array per step, for each rollout."""
+        flat, offset = column.float().cpu().numpy(), 0
+        rollouts = []
+        for rollout_steps in steps:
+            ends = offset + np.cumsum([0, *(_count(step) for step in rollout_steps)])
+            rollouts.append(tuple(flat[begin:end] for begin, end in pairwise(ends)))
+            offset = int(ends[-1])
+        return rollouts
 
 
 def with_zero_advantages(scored: Sequence[ScoredRollout]) -> list[CreditedRollout]:
-    """Scored rollouts in the form that rows are built from."""
+    """Wrap scored rollouts so that rows can be built from them."""
     return [
         CreditedRollout(AnnotatedRollout(s), s.steps, tuple(np.zeros(_count(step), np.float32) for step in s.steps))
         for s in scored
@@ -117,44 +116,48 @@ def with_zero_advantages(scored: Sequence[ScoredRollout]) -> list[CreditedRollou
 
 
 def build_batch(credited: Sequence[CreditedRollout], device: Any = "cpu") -> Batch:
-    """All columns that every rollout has."""
+    """Build rows and columns. An optional column is None unless every rollout has it."""
     rows_of = [build_rows([rollout]) for rollout in credited]
-    rows = [row for found in rows_of for row in found]
+    rows = [row for rollout_rows in rows_of for row in rollout_rows]
     steps = [step for rollout in credited for step in rollout.steps]
     counts = np.array([_count(step) for step in steps], dtype=np.int64)
-    of_step = np.repeat([i for i, rollout in enumerate(credited) for _ in rollout.steps] or [0], counts if steps else 0)
+    rollout_of_token = np.repeat(
+        [i for i, rollout in enumerate(credited) for _ in rollout.steps] or [0], counts if steps else 0
+    )
     sampled = np.concatenate([np.array(row.sampled, dtype=bool) for row in rows]) if rows else np.zeros(0, bool)
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
     row_starts = np.cumsum(lengths) - lengths
     positions = np.arange(lengths.sum()) - np.repeat(row_starts, lengths)
 
-    def place(values: Any, dtype: torch.dtype = torch.long) -> Tensor:
+    def to_tensor(values: Any, dtype: torch.dtype = torch.long) -> Tensor:
         return torch.as_tensor(np.ascontiguousarray(values)).to(device=device, dtype=dtype)
 
     def column(name: str, arrays: Sequence[Any]) -> Tensor | None:
-        return place(_concatenate_column(name, credited, arrays), torch.float32) if _all_present(arrays) else None
+        return to_tensor(_concatenate_column(name, credited, arrays), torch.float32) if _all_present(arrays) else None
 
     annotated = [rollout.annotated for rollout in credited]
     starts = np.concatenate([np.arange(count) == 0 for count in counts]) if len(counts) else np.zeros(0, bool)
     return Batch(
         rows=rows,
         rollout_ids=[rollout.rollout.rollout_id for rollout in credited],
-        rollout_of_row=[number for number, found in enumerate(rows_of) for _ in found],
+        rollout_of_row=[index for index, rollout_rows in enumerate(rows_of) for _ in rollout_rows],
         group_of_rollout=[rollout.rollout.group_id for rollout in credited],
-        row=place(np.repeat(np.arange(len(rows)), lengths)[sampled]),
-        step=place(np.repeat(np.arange(len(steps)), counts)),
-        rollout=place(of_step),
-        first=place(starts, torch.bool),
-        has_context=place(positions[sampled] > 0, torch.bool),
-        version=place(np.repeat([_version(step) for step in steps], counts) if steps else np.zeros(0)),
-        advantages=place(_concatenate_column("advantages", credited, [r.advantages for r in credited]), torch.float32),
-        rollout_logprobs=place(_rollout_logprobs(steps), torch.float32),
+        row=to_tensor(np.repeat(np.arange(len(rows)), lengths)[sampled]),
+        step=to_tensor(np.repeat(np.arange(len(steps)), counts)),
+        rollout=to_tensor(rollout_of_token),
+        first=to_tensor(starts, torch.bool),
+        has_context=to_tensor(positions[sampled] > 0, torch.bool),
+        version=to_tensor(np.repeat([_version(step) for step in steps], counts) if steps else np.zeros(0)),
+        advantages=to_tensor(
+            _concatenate_column("advantages", credited, [r.advantages for r in credited]), torch.float32
+        ),
+        rollout_logprobs=to_tensor(_rollout_logprobs(steps), torch.float32),
         old_logprobs=column("old log-probs", [a.old_logprobs for a in annotated]),
         ref_logprobs=column("reference log-probs", [a.ref_logprobs for a in annotated]),
         values=column("values", [a.values for a in annotated]),
         returns=column("returns", [r.returns for r in credited]),
-        sampled_index=place(np.cumsum(sampled) - 1),
-        row_starts=place(row_starts),
+        sampled_index=to_tensor(np.cumsum(sampled) - 1),
+        row_starts=to_tensor(row_starts),
     )
 
 
@@ -163,8 +166,8 @@ def _count(step: StepData) -> int:
 
 
 def _version(step: StepData) -> int:
-    found = (step.policy_logprobs or {}).get("policy_version")
-    return -1 if found is None else int(found)
+    version = (step.policy_logprobs or {}).get("policy_version")
+    return -1 if version is None else int(version)
 
 
 def _rollout_logprobs(steps: Sequence[StepData]) -> Any:
@@ -177,13 +180,13 @@ def _all_present(arrays: Sequence[Any]) -> bool:
 
 
 def _concatenate_column(name: str, credited: Sequence[CreditedRollout], arrays: Sequence[Any]) -> Any:
-    """One flat array, checked: a column that is off by one would teach every later token something else."""
-    for rollout, of_rollout in zip(credited, arrays, strict=True):
-        for step, array in zip(rollout.steps, of_rollout, strict=True):
+    """Concatenate into one flat array. Lengths are checked: an off-by-one would shift every later token."""
+    for rollout, per_step in zip(credited, arrays, strict=True):
+        for step, array in zip(rollout.steps, per_step, strict=True):
             if len(array) != _count(step):
                 raise ToolwiseError(
                     f"rollout {rollout.rollout.rollout_id}, step {step.system_step_index}: {len(array)} {name} for "
-                    f"{_count(step)} sampled tokens; give one for each"
+                    f"{_count(step)} sampled tokens; there must be one per token"
                 )
-    parts = [np.asarray(array, dtype=np.float32) for of_rollout in arrays for array in of_rollout]
+    parts = [np.asarray(array, dtype=np.float32) for per_step in arrays for array in per_step]
     return np.concatenate(parts) if parts else np.zeros(0, np.float32)

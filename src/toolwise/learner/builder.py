@@ -1,4 +1,4 @@
-"""The learner of a run, put together from its configuration and the model that the policy draws from."""
+"""Builds a run's learner from its configuration and the policy's model."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def build_learner(
     policy_fingerprint: Callable[[], str | None] | None = None,
     extra_parameters: Sequence[Any] = (),
 ) -> tuple[Actor, AdvantageEstimator]:
-    """The actor, with a critic and a reference where they are asked for; and the estimator, with a price on leaving
-    the reference where KL is in the reward. `load_critic` loads the model at `critic.path`;
-    `extra_parameters` are weights of others that the actor's optimiser moves too."""
+    """Return the actor, with a critic and a reference if needed, and the estimator, wrapped with a KL penalty if KL is
+    in the reward. `load_critic` loads the model at `critic.path`; `extra_parameters` are weights outside `model` that
+    the actor's optimiser updates too."""
     critic = None
     if "values" in estimator.needs:
         path = config.critic.path
@@ -37,7 +37,7 @@ def build_learner(
         _check_vocabulary(trunk, model, path)
         critic = Critic(trunk, critic_settings(config, per=getattr(estimator, "per", "token")))
     settings = actor_settings(config)
-    # A model that our attention cannot serve is computed padded: there a shared prefix would not fit the budget.
+    # A model that our attention does not support runs on padded rows, where shared prefixes would exceed the budget.
     settings = replace(settings, share_prefixes=settings.share_prefixes and can_share_prefixes(model))
     actor = Actor(
         model,
@@ -47,8 +47,8 @@ def build_learner(
         policy_fingerprint=policy_fingerprint,
         extra_parameters=extra_parameters,
     )
-    priced = KlRewardEstimator(estimator, actor.kl) if config.algorithm.kl == "reward" else estimator
-    return actor, priced
+    wrapped = KlRewardEstimator(estimator, actor.kl) if config.algorithm.kl == "reward" else estimator
+    return actor, wrapped
 
 
 def actor_settings(config: RunConfig) -> ActorSettings:
@@ -109,6 +109,9 @@ def critic_settings(config: RunConfig, *, per: Any = "token") -> CriticSettings:
 
 
 def _check_vocabulary(trunk: Any, model: Any, path: str) -> None:
-    own, wanted = (int(m.get_input_embeddings().weight.shape[0]) for m in (trunk, model))
-    if own < wanted:
-        raise ConfigError(f"critic.path: {path} knows {own} tokens and the policy {wanted}: use a model with the same")
+    size, policy_size = (int(m.get_input_embeddings().weight.shape[0]) for m in (trunk, model))
+    if size < policy_size:
+        raise ConfigError(
+            f"critic.path: {path} has a vocabulary of {size} tokens and the policy {policy_size}; use a model with the "
+            "same vocabulary"
+        )

@@ -1,5 +1,5 @@
-"""Teacher-forced scores of given continuations: log-prob and entropy of each token, all in packed passes, what
-continuations have in common computed once. What the thinking stage scores actions with."""
+"""Teacher-forced scores of given continuations: log-prob and entropy of each token, in packed passes that compute
+shared prefixes once. The thinking stage scores actions with it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ class _Row:
 
 
 class ContinuationScorer:
-    """Over the learner's own model. `computed_tokens` and `total_tokens` count tokens: how many went through the
-    trunk, and how many
-    there were to score with all their prefixes."""
+    """Scores with the learner's model. `computed_tokens` counts tokens that went through the trunk, `total_tokens` all
+    tokens of all continuations with their prefixes."""
 
     def __init__(self, model: Any, micro_batch: MicroBatchSettings | None = None) -> None:
         self.model = model
@@ -40,7 +39,7 @@ class ContinuationScorer:
             for c in contexts
             for ids in c.continuations
         ]
-        found = [np.zeros((2, len(row.ids)), np.float32) for row in rows]
+        row_scores = [np.zeros((2, len(row.ids)), np.float32) for row in rows]
         device = next(self.model.parameters()).device
         share = self.micro_batch.share_prefixes and can_share_prefixes(self.model)
         nodes = prefers_node_layout(self.model)
@@ -51,14 +50,14 @@ class ContinuationScorer:
             logprobs, entropies = token_logprobs(
                 self.model, hidden, packed, temperature, chunk_tokens=self.micro_batch.chunk_tokens
             )
-            both = torch.stack([logprobs, entropies]).float().cpu().numpy()
-            of_row, at = packed.row.cpu().numpy(), packed.at.cpu().numpy()
-            for number in np.unique(of_row):
-                mine = of_row == number
-                found[number][:, at[mine]] = both[:, mine]
+            values = torch.stack([logprobs, entropies]).float().cpu().numpy()
+            of_row, position = packed.row.cpu().numpy(), packed.at.cpu().numpy()
+            for index in np.unique(of_row):
+                in_row = of_row == index
+                row_scores[index][:, position[in_row]] = values[:, in_row]
             self.computed_tokens += packed.T
         self.total_tokens += sum(len(row.ids) for row in rows)
-        scores = iter(found)
+        scores = iter(row_scores)
         return [
             tuple(TokenScores(*next(scores)[:, len(c.prefix_ids) :].copy()) for _ in c.continuations) for c in contexts
         ]

@@ -1,7 +1,7 @@
-"""The critic: foresees what a rollout will still earn, at the token before each sampled one. Only `gae` asks for it.
+"""The critic predicts the return at the token before each sampled one. Only `gae` uses it.
 
-A trunk of its own (a copy of the policy's, or a smaller model with the same tokens) under a linear head that begins at
-zero, with its own optimiser: its large errors must not pull at the policy's weights.
+It has its own trunk (a copy of the policy's, or a smaller model with the same vocabulary), a linear head initialised to
+zero and its own optimiser, so that its large early errors do not disturb the policy's weights.
 """
 
 from __future__ import annotations
@@ -25,21 +25,19 @@ from toolwise.protocols import Metrics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticSettings(OptimizerSettings):
-    """How the critic learns."""
-
     lr: float = 1e-5
     value_clip: float | None = 0.2
     epochs: int = 1
     mini_batches: int = 1
     per: Literal["token", "turn"] = "token"
-    """A value for every sampled token, or for the first of each turn alone: what the estimator asks for."""
+    """Learn a value for every sampled token, or only for the first of each turn; the estimator decides."""
     micro_batch: MicroBatchSettings = field(default_factory=MicroBatchSettings)
     seed: int = 0
 
 
 class Critic:
     def __init__(self, model: Any, settings: CriticSettings) -> None:
-        """`model` is the critic's own from here on."""
+        """Takes ownership of `model`."""
         self.settings = settings
         self.model = model.eval().requires_grad_(False)
         self.trunk = model.get_decoder().requires_grad_(True)
@@ -52,23 +50,23 @@ class Critic:
 
     @torch.no_grad()
     def values(self, batch: Batch) -> Tensor:
-        """One for each sampled token of the batch, before it is drawn."""
-        found = torch.zeros(len(batch), device=batch.device)
-        for packed, places in batch.packed(
+        """One value per sampled token of the batch, predicted before the token is sampled."""
+        values = torch.zeros(len(batch), device=batch.device)
+        for packed, columns in batch.packed(
             batch.trainable_rows(), self.settings.micro_batch, nodes=prefers_node_layout(self.model)
         ):
-            found[places] = self._values(packed)
-        return found
+            values[columns] = self._values(packed)
+        return values
 
     def _values(self, packed: Any) -> Tensor:
         hidden = hidden_states(self.model, packed)[packed.source]
-        found: Tensor = self.head(hidden.float()).squeeze(-1)
-        return found
+        values: Tensor = self.head(hidden.float()).squeeze(-1)
+        return values
 
     def update(self, batch: Batch, version: int) -> Metrics:
         if batch.returns is None or batch.values is None:
             raise ToolwiseError(
-                "the critic has no returns to learn from: use an estimator that gives them (gae), or no critic"
+                "the critic has no returns to learn from: use an estimator that computes them (gae), or no critic"
             )
         s = self.settings
         sums: dict[str, float] = {}
@@ -102,12 +100,12 @@ class Critic:
         weights = torch.zeros(len(batch), device=batch.device)
         weights[tokens] = token_weights("token", batch.step[tokens], batch.rollout[tokens])
         sums = torch.zeros(2, device=batch.device)
-        for packed, places in batch.packed(rows, self.settings.micro_batch, nodes=prefers_node_layout(self.model)):
-            values, weight = self._values(packed), weights[places]
+        for packed, columns in batch.packed(rows, self.settings.micro_batch, nodes=prefers_node_layout(self.model)):
+            values, weight = self._values(packed), weights[columns]
             losses, clipped = clipped_value_loss(
-                values, batch.values[places], batch.returns[places], clip=self.settings.value_clip
+                values, batch.values[columns], batch.returns[columns], clip=self.settings.value_clip
             )
-            # Where the weight is 0 a loss that is not a number must not count either.
+            # A NaN loss must not count where the weight is 0 (0 * NaN is NaN).
             losses = torch.where(weight > 0, losses, 0.0)
             loss = (losses * weight).sum()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -127,21 +125,21 @@ class Critic:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for part, module in (("trunk", self.trunk), ("head", self.head)):
-            own = dict(module.named_parameters())
-            if own.keys() != state[part].keys() or any(own[k].shape != state[part][k].shape for k in own):
-                raise CheckpointError(f"the checkpoint's critic has another {part} than the run's: check critic.path")
-            for name, weight in own.items():
+            current = dict(module.named_parameters())
+            if current.keys() != state[part].keys() or any(current[k].shape != state[part][k].shape for k in current):
+                raise CheckpointError(f"the checkpoint's critic has a different {part}: check critic.path")
+            for name, weight in current.items():
                 weight.copy_(state[part][name])
         self.optimizer.load_state_dict(state["optimizer"])
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """1: it foresaw everything; 0: no better than a constant; below that worse. 0 where all returns are equal."""
+    """1: perfect; 0: no better than a constant; negative: worse. 0 if all returns are equal."""
     v, r = values.double(), returns.double()
-    left = r - v
-    sums = [float(x) for x in (len(r), r.sum(), r.square().sum(), left.sum(), left.square().sum())]
+    residuals = r - v
+    sums = [float(x) for x in (len(r), r.sum(), r.square().sum(), residuals.sum(), residuals.square().sum())]
     n, r1, r2, e1, e2 = distributed.sum_over_ranks(sums, values.device)
     if n < 2:
         return 0.0
-    spread = r2 / n - (r1 / n) ** 2
-    return 0.0 if spread <= 1e-12 else 1.0 - (e2 / n - (e1 / n) ** 2) / spread
+    variance = r2 / n - (r1 / n) ** 2
+    return 0.0 if variance <= 1e-12 else 1.0 - (e2 / n - (e1 / n) ** 2) / variance

@@ -1,7 +1,7 @@
-"""Several processes that learn together: sums over all of them, and nothing at all where there is one.
+"""Reductions over data-parallel processes; no-ops in a single process.
 
-Each process holds the same weights and its own rollouts. Losses are divided by counts over all processes, so that
-gradients are summed, not averaged, and come out as one process would have computed them.
+Each process holds the same weights and its own rollouts. Losses are divided by counts over all processes, so gradients
+are summed, not averaged, and equal those of a single process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def is_distributed() -> bool:
 
 
 def sum_over_ranks(values: Sequence[float], device: torch.device | str = "cpu") -> list[float]:
-    """Each value, summed over all processes. All of them must ask at the same point."""
+    """Sum each value over all processes. A collective: all processes must call it at the same point."""
     return _all_reduce(values, device, dist.ReduceOp.SUM)
 
 
@@ -27,7 +27,7 @@ def max_over_ranks(values: Sequence[float], device: torch.device | str = "cpu") 
 
 
 def sum_gradients(weights: Iterable[Tensor]) -> None:
-    """A weight that this process has no gradient for (it had no rows) counts as zero."""
+    """All-reduce the gradients. A missing gradient (this process had no rows) counts as zero."""
     if not is_distributed():
         return
     for weight in weights:
@@ -36,10 +36,10 @@ def sum_gradients(weights: Iterable[Tensor]) -> None:
         dist.all_reduce(weight.grad)
 
 
-def _all_reduce(values: Sequence[float], device: torch.device | str, how: dist.ReduceOp.RedOpType) -> list[float]:
+def _all_reduce(values: Sequence[float], device: torch.device | str, op: dist.ReduceOp.RedOpType) -> list[float]:
     if not is_distributed():
         return list(values)
-    held = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(held, op=how)
-    found: list[float] = held.tolist()
-    return found
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op=op)
+    result: list[float] = tensor.tolist()
+    return result

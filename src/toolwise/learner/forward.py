@@ -1,7 +1,7 @@
-"""The forward pass of the learner: a packed micro-batch through the model, and log-probs of its sampled tokens.
+"""The learner's forward pass: hidden states of a packed micro-batch and log-probs of its sampled tokens.
 
-Each token goes through the trunk once, whoever shares it. Logits exist for tokens that predict a sampled one, a chunk
-at a time, and are computed again in the backward pass where they are large.
+Each token goes through the trunk once, however many rows share it. Logits are computed only for tokens that predict a
+sampled one, a chunk at a time, and recomputed in the backward pass when they are large.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from toolwise.learner.packing import Packed
 from toolwise.models.weight_sharing import shared_copy
 
 CHUNK_TOKENS, CHUNK_BYTES = 1024, 1 << 29
-"""Whose logits exist at a time: at least so many tokens, and on a GPU, where few keep it waiting, so many bytes."""
+"""Logits are computed in chunks of at least this many tokens; on a GPU, which small chunks leave idle, of this many
+bytes."""
 SMALL_BYTES = 1 << 24
-"""Of all logits of a micro-batch: so few are kept for the backward pass, since making them again takes time."""
+"""Up to this size, the logits of a micro-batch are kept for the backward pass instead of recomputed."""
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def can_share_prefixes(model: Any) -> bool:
-    """Whether each of its layers is a causal attention that we can compute; where not, rows are computed padded."""
+    """Whether our packed attention supports every layer of the model; if not, rows are computed padded."""
     trunk = model.get_decoder()
     plain = set(getattr(trunk.config, "layer_types", None) or ()) <= KNOWN_LAYERS
     sinks = any(hasattr(module, "sinks") for module in trunk.modules())
@@ -36,8 +37,8 @@ def can_share_prefixes(model: Any) -> bool:
 
 
 def prefers_node_layout(model: Any) -> bool:
-    """Whether its attention reads what rows share where it stands (branches.py), so that they are best laid out for
-    that: full layers, in half precision, on a GPU."""
+    """Whether attention reads shared prefixes in place (`tree_attention`), for which rows are best laid out by node:
+    full attention, half precision, on a GPU."""
     config, weight = model.get_decoder().config, next(model.parameters())
     full = "full_attention" in (getattr(config, "layer_types", None) or ("full_attention",))
     plain = not getattr(config, "attn_logit_softcapping", None)
@@ -45,41 +46,43 @@ def prefers_node_layout(model: Any) -> bool:
 
 
 def hidden_states(model: Any, packed: Packed) -> Tensor:
-    """[T, d]: what the trunk of a causal language model makes of each token, ready for its head."""
+    """[T, d]: the last hidden state of each token, ready for the LM head."""
     trunk = model.get_decoder()
     if not can_share_prefixes(model):
         return _padded(trunk, packed)
-    own = shared_copy(trunk, attention=implementation())
-    fuse(own, trunk)
-    layout = Layout.of(packed.segments, packed.ids.device, keep_gathered=_recompute_layers(own))
-    out = own(input_ids=packed.ids[None], position_ids=packed.positions[None], use_cache=False, toolwise_layout=layout)
-    if layout.calls != trunk.config.num_hidden_layers:  # whatever the others attended to, it was not this
+    copied = shared_copy(trunk, attention=implementation())
+    fuse(copied, trunk)
+    layout = Layout.of(packed.segments, packed.ids.device, keep_gathered=_recompute_layers(copied))
+    out = copied(
+        input_ids=packed.ids[None], position_ids=packed.positions[None], use_cache=False, toolwise_layout=layout
+    )
+    if layout.calls != trunk.config.num_hidden_layers:  # the other layers used a different attention
         raise ModelError(
-            f"{type(trunk).__name__}: {layout.calls} of {trunk.config.num_hidden_layers} layers attended to packed "
-            "rows as laid out, so that nothing it says can be trusted: use another model"
+            f"{type(trunk).__name__}: only {layout.calls} of {trunk.config.num_hidden_layers} layers used the packed "
+            "attention, so its results would be wrong: use another model"
         )
-    states: Tensor = out.last_hidden_state.squeeze(0)  # whose gradient is a view, that of [0] a copy
+    states: Tensor = out.last_hidden_state.squeeze(0)  # the gradient of squeeze is a view, that of [0] a copy
     return states
 
 
-def _recompute_layers(own: Any) -> bool:
-    """Activation checkpointing on a copy of a trunk whose model has it enabled; gives whether it has.
+def _recompute_layers(trunk: Any) -> bool:
+    """Set up activation checkpointing on the copied trunk if its model has it enabled; return whether it does.
 
-    It must not wait for training mode, as it does in transformers: dropout would come with it. The layer that is run
-    again in the backward pass is the copy's, and so attends by layout and is fused again.
+    transformers checkpoints only in training mode, which would also turn on dropout, so we set the flags ourselves. The
+    backward pass recomputes the copy's layers, which use the packed attention and the fused modules.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    modules = [module for module in own.modules() if getattr(module, "gradient_checkpointing", False)]
+    modules = [module for module in trunk.modules() if getattr(module, "gradient_checkpointing", False)]
     for module in modules:
         module._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
-        # The flag of the layer itself, not of what is in it: it decides this and nothing else.
+        # Only the layer's own flag, not its submodules': it controls checkpointing and nothing else.
         module.training = module.training or isinstance(module, GradientCheckpointingLayer)
     return bool(modules)
 
 
 def _padded(trunk: Any, packed: Packed) -> Tensor:
-    """Each segment after its path, in a row of its own: for models that attend in ways we cannot lay out."""
+    """Run each segment with its path as a separate padded row, for models that packed attention does not support."""
     device = packed.ids.device
     rows = [torch.cat([packed.ids[a:b] for a, b in (*s.path, (s.start, s.stop))]) for s in packed.segments]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
@@ -92,29 +95,31 @@ def _padded(trunk: Any, packed: Packed) -> Tensor:
 def token_logprobs(
     model: Any, hidden: Tensor, packed: Packed, temperature: float, *, chunk_tokens: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """[S] log-prob of each sampled token, and the entropy of what it was drawn from; after temperature, in fp32."""
+    """[S] log-prob of each sampled token and [S] entropy of its distribution; after temperature, in fp32."""
     head = logits_head(model)
 
-    def of_chunk(states: Tensor, of: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return logprobs_and_entropy(head(states), of, targets, temperature)
+    def of_chunk(states: Tensor, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return logprobs_and_entropy(head(states), rows, targets, temperature)
 
     states = hidden[packed.predictors]
     vocabulary = int(model.get_decoder().config.vocab_size)
     small = len(states) * vocabulary * 4 <= SMALL_BYTES
     if chunk_tokens is None:
-        bytes_a_token = vocabulary * states.element_size()
-        chunk_tokens = max(CHUNK_TOKENS, CHUNK_BYTES // bytes_a_token if states.is_cuda else 0)
-    found: list[tuple[Tensor, Tensor]] = []
-    done = 0
+        bytes_per_token = vocabulary * states.element_size()
+        chunk_tokens = max(CHUNK_TOKENS, CHUNK_BYTES // bytes_per_token if states.is_cuda else 0)
+    chunks: list[tuple[Tensor, Tensor]] = []
+    offset = 0
     for start in range(0, len(packed.predicted), chunk_tokens):
-        here = slice(done, done + sum(packed.predicted[start : start + chunk_tokens]))
-        few = states[start : start + chunk_tokens]
-        of, targets = packed.predicted_by[here] - start, packed.target[here]
+        span = slice(offset, offset + sum(packed.predicted[start : start + chunk_tokens]))
+        chunk_states = states[start : start + chunk_tokens]
+        rows, targets = packed.predicted_by[span] - start, packed.target[span]
         if small:
-            found.append(of_chunk(few, of, targets))
+            chunks.append(of_chunk(chunk_states, rows, targets))
         else:
-            found.append(checkpoint(of_chunk, few, of, targets, use_reentrant=False, preserve_rng_state=False))
-        done = here.stop
-    if not found:
+            chunks.append(
+                checkpoint(of_chunk, chunk_states, rows, targets, use_reentrant=False, preserve_rng_state=False)
+            )
+        offset = span.stop
+    if not chunks:
         return hidden.new_zeros(0, dtype=torch.float32), hidden.new_zeros(0, dtype=torch.float32)
-    return torch.cat([logprobs for logprobs, _ in found]), torch.cat([entropy for _, entropy in found])
+    return torch.cat([logprobs for logprobs, _ in chunks]), torch.cat([entropy for _, entropy in chunks])

@@ -1,12 +1,12 @@
-"""Norms, activations and positions of a decoder in one pass over memory each, where transformers takes five to ten: on
-a GPU.
+"""Fused norms, MLP activations and rotary embeddings on a GPU: one pass over memory each instead of five to ten.
 
-The model's own parameters, in a copy of its modules that only the learner runs: there `forward` is exchanged, and the
-function in it that turns queries and keys by their positions; and only where it is the plain formula, which is tried on
-a few numbers and not read off a name.
+Patches a copy of the model's modules that shares its parameters and that only the learner runs: it replaces `forward`,
+and the rotary function that `forward` calls. A module is patched only if it computes the plain formula, which is
+checked on a few inputs rather than by class name.
 
-    norm   w · x / √(mean x² + ε), rounded once          MLP   down(silu(gate x) · up x)          positions
-    `RotateHalf`
+    norm     w · x / √(mean x² + ε), rounded once
+    MLP      down(silu(gate x) · up x)
+    rotary   `RotateHalf`
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from toolwise.kernels.torch_reference import rotate
 Forward = Callable[[Tensor], Tensor]
 Rotate = Callable[..., tuple[Tensor, Tensor]]
 ROTARY_FUNCTION = "apply_rotary_pos_emb"
-"""What transformers calls it in the file of every model that has it."""
+"""Name of the rotary function in every transformers model file that has one."""
 _FORMULA_CHECKS: WeakKeyDictionary[Module, bool] = WeakKeyDictionary()
-"""Modules that were tried, and whether they are what they look like."""
+"""Modules already checked -> whether they compute the plain formula."""
 
 
-def fuse(own: Module, original: Module) -> None:
-    """The norms, MLPs and rotations of `own`, fused where there are kernels; nothing changes elsewhere. `own` is a
-    copy of `original` that nobody else runs (`shared_copy`), so that whatever is tried is tried once."""
+def fuse(copied: Module, original: Module) -> None:
+    """Patch the norms, MLPs and rotary embeddings of `copied`; do nothing on devices without kernels. `copied` is a
+    `shared_copy` of `original`; checks run on `original`, so each module is checked only once."""
     if not available(next(original.parameters()).device):
         return
-    for module, tried in zip(own.modules(), original.modules(), strict=True):
+    for module, source in zip(copied.modules(), original.modules(), strict=True):
         if "forward" in vars(module):
-            continue  # somebody else's exchange stays
-        if fused_forward(tried) is not None:
+            continue  # already patched by someone else
+        if fused_forward(source) is not None:
             module.forward = _build_fused_forward(module)
         else:
-            rotating = _with_fused_rotary(type(module).forward)
-            if rotating is not None:
-                module.forward = MethodType(rotating, module)
+            rotary_forward = _with_fused_rotary(type(module).forward)
+            if rotary_forward is not None:
+                module.forward = MethodType(rotary_forward, module)
 
 
 def fused_forward(module: Any) -> Forward | None:
-    """What the module computes, in few passes; None where it is none of these, or computes something else."""
+    """A fused `forward` for the module, or None if it is no norm or MLP with the plain formula."""
     if hasattr(module, "variance_epsilon"):
         return (
             _build_fused_forward(module)
@@ -76,8 +76,8 @@ def _norm(module: Any) -> Forward:
 
 def _mlp(module: Any, product: Callable[..., Tensor]) -> Forward:
     def forward(x: Tensor) -> Tensor:
-        found: Tensor = module.down_proj(product(module.gate_proj(x), module.up_proj(x)))
-        return found
+        out: Tensor = module.down_proj(product(module.gate_proj(x), module.up_proj(x)))
+        return out
 
     return forward
 
@@ -98,26 +98,26 @@ def _matches_formula(module: Module, formula: Forward, weight: Any) -> bool:
 
 @torch.no_grad()
 def _same_outputs(theirs: Any, ours: Forward, weight: Tensor) -> bool:
-    """Whether both say the same of a few hidden states, up to rounding, relative to what they say: it may be small."""
-    few = torch.linspace(-3.0, 3.0, 2 * weight.shape[-1], device=weight.device).view(2, -1).to(weight.dtype)
+    """Whether both give the same output for a few hidden states, up to rounding relative to the output's size."""
+    inputs = torch.linspace(-3.0, 3.0, 2 * weight.shape[-1], device=weight.device).view(2, -1).to(weight.dtype)
     try:
-        wanted, found = theirs(few).float(), ours(few).float()
-    except Exception:  # somebody else's code, which wants other things than hidden states
+        expected, actual = theirs(inputs).float(), ours(inputs).float()
+    except Exception:  # model code that may expect other inputs
         return False
-    if wanted.shape != found.shape:
+    if expected.shape != actual.shape:
         return False
-    return bool((wanted - found).abs().max() <= 4 * torch.finfo(weight.dtype).eps * wanted.abs().max())
+    return bool((expected - actual).abs().max() <= 4 * torch.finfo(weight.dtype).eps * expected.abs().max())
 
 
 class SiluMul(torch.autograd.Function):
-    """silu(gate) · up. Of the three tensors that autograd would keep it keeps the two that are there anyway."""
+    """silu(gate) · up. Saves only the two inputs, where autograd would save a third tensor."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         gate, up = gate.contiguous(), up.contiguous()
         ctx.save_for_backward(gate, up)
-        found: Tensor = kernel("silu_mul", gate.device)(gate.flatten(0, -2), up.flatten(0, -2))
-        return found.view_as(gate)
+        out: Tensor = kernel("silu_mul", gate.device)(gate.flatten(0, -2), up.flatten(0, -2))
+        return out.view_as(gate)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -127,39 +127,41 @@ class SiluMul(torch.autograd.Function):
 
 @cache
 def _with_fused_rotary(forward: Any) -> Any:
-    """The same function, in which the name of the model's rotation stands for ours; None where it has none."""
+    """A copy of `forward` that calls our rotary function instead of the model's; None if it calls none."""
     if not isinstance(forward, FunctionType) or ROTARY_FUNCTION not in forward.__code__.co_names:
         return None
     theirs = forward.__globals__.get(ROTARY_FUNCTION)
     if theirs is None or not _is_rotate_half(theirs):
         return None
-    names = {**forward.__globals__, ROTARY_FUNCTION: partial(_apply_rotary, theirs)}
-    found = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    found.__kwdefaults__ = forward.__kwdefaults__
-    return found
+    patched_globals = {**forward.__globals__, ROTARY_FUNCTION: partial(_apply_rotary, theirs)}
+    patched = FunctionType(
+        forward.__code__, patched_globals, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    patched.__kwdefaults__ = forward.__kwdefaults__
+    return patched
 
 
 def _apply_rotary(
-    theirs: Rotate, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: Any, **options: Any
+    theirs: Rotate, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """[1, heads, T, size] in and out, [1, T, size] of cosines and sines. What is not packed rows goes to `theirs`."""
+    """q and k [1, heads, T, size], cos and sin [1, T, size]. Falls back to `theirs` for inputs that are not packed."""
     packed = q.dim() == 4 and len(q) == len(k) == 1 and cos.shape == sin.shape == (1, *q.shape[2:]) == (1, *k.shape[2:])
-    if others or options or not packed or not available(q.device):
-        return theirs(q, k, cos, sin, *others, **options)
+    if args or options or not packed or not available(q.device):
+        return theirs(q, k, cos, sin, *args, **options)
     angles = cos[0].contiguous(), sin[0].contiguous()
-    turned = (RotateHalf.apply(x.squeeze(0).transpose(0, 1), *angles) for x in (q, k))  # type: ignore[no-untyped-call]
-    q, k = (x.transpose(0, 1)[None] for x in turned)
+    rotated = (RotateHalf.apply(x.squeeze(0).transpose(0, 1), *angles) for x in (q, k))  # type: ignore[no-untyped-call]
+    q, k = (x.transpose(0, 1)[None] for x in rotated)
     return q, k
 
 
 class RotateHalf(torch.autograd.Function):
-    """[T, heads, size], the halves of each head turned by the angles of its token, [T, size]."""
+    """Rotate-half rope of x [T, heads, size] by cos and sin [T, size]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        found: Tensor = kernel("rotate", x.device)(_contiguous_heads(x), cos, sin)
-        return found
+        out: Tensor = kernel("rotate", x.device)(_contiguous_heads(x), cos, sin)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -172,17 +174,17 @@ def _contiguous_heads(x: Tensor) -> Tensor:
 
 @cache
 def _is_rotate_half(theirs: Rotate) -> bool:
-    """Some turn neighbours, or a part of each head."""
-    drawn = torch.Generator().manual_seed(0)
+    """Whether a model's rotary function is rotate-half: some rotate neighbouring pairs, or only part of each head."""
+    generator = torch.Generator().manual_seed(0)
     q, k, cos, sin = (
-        torch.rand((1, *shape), generator=drawn, dtype=torch.float32, device="cpu")
+        torch.rand((1, *shape), generator=generator, dtype=torch.float32, device="cpu")
         for shape in ((2, 3, 8), (1, 3, 8), (3, 8), (3, 8))
     )
     try:
-        turned = theirs(q, k, cos, sin)
+        rotated = theirs(q, k, cos, sin)
         return all(
-            torch.allclose(one[0].transpose(0, 1), rotate(x[0].transpose(0, 1), cos[0], sin[0]), atol=1e-6)
-            for one, x in zip(turned, (q, k), strict=True)
+            torch.allclose(out[0].transpose(0, 1), rotate(x[0].transpose(0, 1), cos[0], sin[0]), atol=1e-6)
+            for out, x in zip(rotated, (q, k), strict=True)
         )
-    except Exception:  # somebody else's code, which wants other things
+    except Exception:  # model code that may expect other inputs
         return False

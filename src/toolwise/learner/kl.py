@@ -1,17 +1,17 @@
-"""How far the policy π has gone from a reference, token by token (Schulman 2020, "Approximating KL divergence").
+"""Per-token KL between the policy π and a reference (Schulman 2020, "Approximating KL divergence").
 
-With r = log π − log π_ref at a token drawn from π, three estimators of KL(π ‖ π_ref), all exact in the mean but k2:
+With r = log π − log π_ref at a token sampled from π, three estimators of KL(π ‖ π_ref); k1 and k3 are unbiased:
 
     k1 = r              k2 = ½·r²              k3 = exp(−r) − 1 + r ≥ 0
 
-What may be minimised is another matter, since the tokens are drawn from π too (each line is a test):
+Their gradients are another matter, since the tokens are sampled from π too (each line is a test):
 
-    in the reward   −β·k1      E[k1·∇log π] = ∇KL: right
-    as a loss        β·k2      E[∇k2] = E[r·∇log π] = ∇KL: right
-    as a loss        β·k3      E[∇k3] = ∇KL(π_ref ‖ π), the other way round: biased, and weak where π_ref is small
-    as a loss        β·k1      E[∇k1] = E[∇log π] = 0: noise that holds nothing back; refused
+    in the reward   −β·k1      E[k1·∇log π] = ∇KL: correct
+    as a loss        β·k2      E[∇k2] = E[r·∇log π] = ∇KL: correct
+    as a loss        β·k3      E[∇k3] = ∇KL(π_ref ‖ π), the reverse KL: biased, and weak where π_ref is small
+    as a loss        β·k1      E[∇k1] = E[∇log π] = 0: pure noise, no constraint; rejected
 
-All this is for tokens drawn from π itself: true in an update's first optimiser step, and nearly so after it.
+This assumes tokens sampled from π itself: exact in an update's first optimiser step, approximate afterwards.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    gap = logprobs - ref_logprobs
-    return torch.expm1((-gap).clamp(max=MAX_LOG_RATIO)) + gap
+    log_ratio = logprobs - ref_logprobs
+    return torch.expm1((-log_ratio).clamp(max=MAX_LOG_RATIO)) + log_ratio
 
 
 def kl_loss(name: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -49,8 +49,8 @@ def kl_loss(name: str, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 def check_kl_loss(name: str) -> None:
     if name == "k1":
         raise ConfigError(
-            'algorithm.kl_estimator = "k1" as a loss has a mean gradient of zero and would hold nothing back: use '
-            '"k2", or put k1 in the reward with algorithm.kl = "reward"'
+            'algorithm.kl_estimator = "k1" as a loss has a mean gradient of zero and would not constrain the policy: '
+            'use "k2", or put k1 in the reward with algorithm.kl = "reward"'
         )
     if name not in LOSSES:
         raise ConfigError(f"algorithm.kl_estimator is {name!r}: use one of {', '.join(LOSSES)}")
@@ -58,21 +58,21 @@ def check_kl_loss(name: str) -> None:
 
 @dataclass(slots=True)
 class KlCoefficient:
-    """β, fixed or (with a target) adapted: Ziegler et al. 2019, arXiv 1909.08593.
+    """β, fixed or, with a target, adaptive (Ziegler et al. 2019, arXiv 1909.08593).
 
-    β ← β·(1 + clip(KL/target − 1, ±0.2)·n/horizon) after a step of n rollouts that stood KL from the reference.
+    β ← β·(1 + clip(KL/target − 1, ±0.2)·n/horizon) after a step of n rollouts with mean KL to the reference.
     """
 
     value: float
     target: float | None = None
-    """Nats a token."""
+    """Nats per token."""
     horizon: int = 1000
-    """Rollouts: five times as many change β by a factor of e at most."""
+    """In rollouts: five times this many change β by at most a factor of e."""
 
     def adapt(self, kl: float, rollouts: int) -> None:
         if self.target is not None:
-            off = min(0.2, max(-0.2, kl / self.target - 1.0))
-            self.value *= min(2.0, max(0.5, 1.0 + off * rollouts / self.horizon))
+            error = min(0.2, max(-0.2, kl / self.target - 1.0))
+            self.value *= min(2.0, max(0.5, 1.0 + error * rollouts / self.horizon))
 
     def state_dict(self) -> dict[str, Any]:
         return {"value": self.value}

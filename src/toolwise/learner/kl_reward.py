@@ -1,7 +1,7 @@
-"""KL in the reward: every sampled token costs β·(log π_old − log π_ref), the estimator k1, before credit is given.
+"""KL penalty in the reward: each sampled token costs β·(log π_old − log π_ref), the k1 estimator.
 
-An estimator that has a field `kl_coef` charges each token or each step itself. One over scores sees each rollout's
-score less what its tokens cost together. Stands around the run's estimator; β is the learner's, and may move.
+It wraps the run's advantage estimator. An estimator with a field `kl_coef` charges each token or step itself; for any
+other, the total cost of a rollout's tokens is subtracted from its score. β belongs to the learner and may adapt.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from toolwise.types import AnnotatedRollout, CreditedRollout
 
 @dataclass(frozen=True, slots=True)
 class KlRewardEstimator:
-    """An estimator, and the price of leaving the reference."""
+    """An advantage estimator with a KL penalty."""
 
     inner: AdvantageEstimator
     coefficient: KlCoefficient
@@ -49,7 +49,7 @@ class KlRewardEstimator:
 
 @dataclass(frozen=True, slots=True)
 class _ScorePenaltyEstimator:
-    """An estimator over scores, for one batch: it sees each less what its tokens cost together."""
+    """Runs an estimator on scores from which each rollout's total KL cost is subtracted; built for one batch."""
 
     inner: AdvantageEstimator
     beta: float
@@ -65,13 +65,13 @@ class _ScorePenaltyEstimator:
         credited, metrics = credit(
             self.inner, [_subtract_cost(rollout, _cost(rollout, self.beta)) for rollout in rollouts]
         )
-        # The score stays what the reward said; only credit has seen the price.
-        return [replace(found, annotated=rollout) for found, rollout in zip(credited, rollouts, strict=True)], metrics
+        # Keep the original scores in the result: only the advantages see the penalty.
+        return [replace(result, annotated=rollout) for result, rollout in zip(credited, rollouts, strict=True)], metrics
 
 
 def with_kl_penalty(estimator: Any, beta: float) -> Any:
-    """The same at a price: on each token or step where it has a field for it; else around the estimator that it holds,
-    so that what it asks of scores itself, such as who succeeded, it asks of those the reward gave; else on scores."""
+    """Set `kl_coef` on the estimator if it has that field; else wrap the estimator it contains, so that the outer one
+    still sees the original scores (e.g. to tell which rollouts succeeded); else subtract the cost from the scores."""
     settings = _init_fields(estimator)
     if "kl_coef" in settings:
         return replace(estimator, kl_coef=beta)
@@ -82,7 +82,7 @@ def with_kl_penalty(estimator: Any, beta: float) -> Any:
 
 
 def _init_fields(estimator: Any) -> set[str]:
-    """What it can be made anew with; nothing where it is no dataclass."""
+    """Names of the constructor fields; empty if it is not a dataclass."""
     return {field.name for field in fields(estimator) if field.init} if is_dataclass(estimator) else set()
 
 

@@ -1,6 +1,6 @@
-"""From hidden states to log-probs: the head of a causal language model, and what a token drawn from it was worth.
+"""From hidden states to log-probs: the LM head, and the log-prob and entropy of sampled tokens.
 
-Works on a chunk of tokens at a time; `forward` cuts the chunks.
+Works on one chunk of tokens at a time; `forward` splits the chunks.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from toolwise.kernels import available, kernel
 
 
 def logits_head(model: Any) -> Callable[[Tensor], Tensor]:
-    """From hidden states to logits, with what some families do to them after the projection."""
+    """A function from hidden states to logits, including the scaling or capping that some model families apply."""
     projection, config = model.get_output_embeddings(), model.get_decoder().config
     cap = getattr(config, "final_logit_softcapping", None)  # Gemma
     factor = getattr(config, "logit_scale", None) or 1.0  # Cohere
     divisor = getattr(config, "logits_scaling", None) or 1.0  # Granite
 
     def logits(states: Tensor) -> Tensor:
-        found: Tensor = projection(states)
+        logits: Tensor = projection(states)
         if factor != 1.0 or divisor != 1.0:
-            found = found * (factor / divisor)
-        return found if cap is None else torch.tanh(found / cap) * cap
+            logits = logits * (factor / divisor)
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     return logits
 
@@ -34,11 +34,10 @@ def logprobs_and_entropy(
     logits: Tensor, row_index: Tensor, targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target under row `row_index` of the logits, and that row's entropy; after temperature, in fp32.
-    `row_index` is
-    in ascending order."""
-    way = FusedLogprobEntropy if available(logits.device) else LogprobEntropy
-    found: tuple[Tensor, Tensor] = way.apply(logits, row_index, targets, temperature)  # type: ignore[no-untyped-call]
-    return found
+    `row_index` must be ascending."""
+    function = FusedLogprobEntropy if available(logits.device) else LogprobEntropy
+    result: tuple[Tensor, Tensor] = function.apply(logits, row_index, targets, temperature)  # type: ignore[no-untyped-call]
+    return result
 
 
 class LogprobEntropy(torch.autograd.Function):
@@ -46,7 +45,7 @@ class LogprobEntropy(torch.autograd.Function):
 
         ∂ log p_t / ∂x = 1[t] − p        ∂H / ∂x = − p (log p + H)
 
-    By hand, because what autograd would keep and compute over a whole vocabulary is several times as much.
+    Written by hand because autograd would store and compute several times as much over the whole vocabulary.
     """
 
     @staticmethod
@@ -68,20 +67,22 @@ class LogprobEntropy(torch.autograd.Function):
         grad_logprob, grad_entropy = (None if g is None else g / ctx.temperature for g in grads)
         if grad_logprob is None and grad_entropy is None:
             return None, None, None, None
-        by_row = _sum_by_row(grad_logprob, row_index, entropy)
+        row_grad_logprob = _sum_by_row(grad_logprob, row_index, entropy)
         if grad_entropy is None:
-            grad = p * -by_row[:, None]
+            grad = p * -row_grad_logprob[:, None]
         else:
-            of_row = _sum_by_row(grad_entropy, row_index, entropy)
-            logp = p.clamp(min=torch.finfo(p.dtype).tiny).log_()  # a token that cannot come adds nothing
-            grad = (logp + entropy[:, None]).mul_(of_row[:, None]).add_(by_row[:, None]).neg_().mul_(p)
+            row_grad_entropy = _sum_by_row(grad_entropy, row_index, entropy)
+            logp = p.clamp(min=torch.finfo(p.dtype).tiny).log_()  # p = 0 adds nothing
+            grad = (
+                (logp + entropy[:, None]).mul_(row_grad_entropy[:, None]).add_(row_grad_logprob[:, None]).neg_().mul_(p)
+            )
         if grad_logprob is not None:
             grad.index_put_((row_index, targets), grad_logprob, accumulate=True)
         return grad.to(ctx.dtype), None, None, None
 
 
 class FusedLogprobEntropy(torch.autograd.Function):
-    """The same by kernels that read the logits as they are: nothing the size of a vocabulary is made in fp32."""
+    """The same with fused kernels that read the logits in their own dtype: no [rows, vocabulary] tensor in fp32."""
 
     @staticmethod
     def forward(
@@ -99,12 +100,14 @@ class FusedLogprobEntropy(torch.autograd.Function):
         logits, lse, entropy, row_index, targets = ctx.saved_tensors
         if all(grad is None for grad in grads):
             return None, None, None, None
-        asked = (torch.zeros_like(entropy[row_index]) if grad is None else grad / ctx.temperature for grad in grads)
+        token_grads = (
+            torch.zeros_like(entropy[row_index]) if grad is None else grad / ctx.temperature for grad in grads
+        )
         backward = kernel("softmax_sums_backward", logits.device)
-        return backward(logits, 1.0 / ctx.temperature, lse, entropy, row_index, targets, *asked), None, None, None
+        return backward(logits, 1.0 / ctx.temperature, lse, entropy, row_index, targets, *token_grads), None, None, None
 
 
 def _sum_by_row(grad: Tensor | None, row_index: Tensor, like: Tensor) -> Tensor:
-    """What the tokens drawn from each row ask of it together."""
-    found = torch.zeros_like(like)
-    return found if grad is None else found.index_add_(0, row_index, grad)
+    """Sum the gradients of the tokens sampled from each row."""
+    sums = torch.zeros_like(like)
+    return sums if grad is None else sums.index_add_(0, row_index, grad)

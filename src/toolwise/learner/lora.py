@@ -1,4 +1,4 @@
-"""LoRA (Hu et al. 2021, arXiv 2106.09685) through peft: small adapters learn, the model they sit in stays as it is."""
+"""LoRA (Hu et al. 2021, arXiv 2106.09685) through peft: small adapters learn, the base model stays frozen."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class LoraSettings:
     rank: int = 16
     alpha: float = 32.0
     target_modules: tuple[str, ...] = ()
-    """Names of layers; none: all linear ones but the head."""
+    """Names of layers; empty means all linear layers but the head."""
     seed: int = 0
-    """Adapters begin at random."""
+    """For the random initialisation of the adapters."""
 
 
 class Adapters:
-    """Put into `model` in place: whoever runs the model, such as the local policy, draws through them too."""
+    """LoRA adapters inserted into `model` in place, so the local policy samples through them too."""
 
     def __init__(self, model: Any, settings: LoraSettings) -> None:
         self.peft = _peft()
@@ -33,41 +33,43 @@ class Adapters:
         config = self.peft.LoraConfig(
             r=settings.rank,
             lora_alpha=settings.alpha,
-            lora_dropout=0.0,  # dropout would put the ratio off 1
+            lora_dropout=0.0,  # dropout would move the ratio off 1
             target_modules=list(settings.target_modules) or "all-linear",
             task_type="CAUSAL_LM",
         )
         try:
-            with torch.random.fork_rng(devices=[]):  # its own seed, and nobody else's draws change
+            with torch.random.fork_rng(devices=[]):  # seeded, without touching the global random state
                 torch.manual_seed(settings.seed)
                 self.wrapped = self.peft.get_peft_model(model, config)
-        except ValueError as fault:
-            reason = str(fault).splitlines()[0]
-            raise ConfigError(f"actor.lora.target_modules does not fit {type(model).__name__}: {reason}") from fault
+        except ValueError as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"actor.lora.target_modules does not fit {type(model).__name__}: {reason}") from error
         self.wrapped.eval()
-        ends = (model.get_input_embeddings(), model.get_output_embeddings())
-        if getattr(model.config, "tie_word_embeddings", False) and any(hasattr(end, "base_layer") for end in ends):
+        embeddings = (model.get_input_embeddings(), model.get_output_embeddings())
+        if getattr(model.config, "tie_word_embeddings", False) and any(
+            hasattr(module, "base_layer") for module in embeddings
+        ):
             raise ConfigError(
-                "actor.lora.target_modules names the embeddings or the head, which share their weights in this model: "
-                "adapters of one could not be merged without changing the other; leave both out"
+                "actor.lora.target_modules includes the embeddings or the head, which share their weights in this "
+                "model: merging the adapters of one would change the other; leave both out"
             )
 
     def base_model(self) -> Any:
-        """The model as it is without them: a copy of its modules over the same weights."""
-        adapter = self.peft.tuners.tuners_utils.BaseTunerLayer
+        """The model without adapters: a copy of its modules over the same weights."""
+        adapter_type = self.peft.tuners.tuners_utils.BaseTunerLayer
 
-        def beneath(module: Any) -> Any:
-            return module.get_base_layer() if isinstance(module, adapter) else module
+        def base_layer(module: Any) -> Any:
+            return module.get_base_layer() if isinstance(module, adapter_type) else module
 
-        return shared_copy(self.model, substitute=beneath)
+        return shared_copy(self.model, substitute=base_layer)
 
     def save_merged(self, folder: Path) -> None:
-        """A plain model with the adapters added in. Merged in a copy: adding and taking away again is not exact."""
+        """Save a plain model with the adapters merged in. Merges a copy, since merging and unmerging is not exact."""
         copy.deepcopy(self.wrapped).merge_and_unload().save_pretrained(folder)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = self.peft.get_peft_model_state_dict(self.wrapped)
-        return found
+        state: dict[str, torch.Tensor] = self.peft.get_peft_model_state_dict(self.wrapped)
+        return state
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         self.peft.set_peft_model_state_dict(self.wrapped, state)

@@ -1,12 +1,12 @@
-"""The losses of PPO (Schulman et al. 2017, arXiv 1707.06347), per token. With ρ = exp(log π − log π_old):
+"""PPO losses (Schulman et al. 2017, arXiv 1707.06347), per token. With ρ = exp(log π − log π_old):
 
-    policy     L = −min(ρ·A, clip(ρ, 1 − ε_low, 1 + ε_high)·A)      and for A < 0 never more than −c·A (dual clip,
-                                                                    Ye et al. 2019, arXiv 1912.09729)
+    policy     L = −min(ρ·A, clip(ρ, 1 − ε_low, 1 + ε_high)·A)      and for A < 0 at most −c·A (dual clip, Ye et al.
+                                                                    2019, arXiv 1912.09729)
     value      L = ½·max((V − R)², (V_old + clip(V − V_old, ±ε) − R)²)
-    weight     w = min(π_old / π_rollout, C), detached              where π_old is not what the tokens were drawn with
+    weight     w = min(π_old / π_rollout, C), detached              if π_old is not the policy that sampled the tokens
 
-One importance correction, never two: either the rollout's own log-probs are log π_old and there is no w, or log π_old
-is taken again by the learner and w carries the rest. Nothing here sums over tokens: `aggregation.py` weighs them.
+There is one importance correction, never two: either the rollout's log-probs are log π_old and there is no w, or the
+learner recomputes log π_old and w corrects for the rest. Nothing here sums over tokens; see `loss_aggregation`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 MAX_LOG_RATIO = 20.0
-"""Beyond this a ratio is 5e8 and says nothing more; unbounded it overflows, and infinity times 0 is not a number."""
+"""exp(20) = 5e8 is already meaningless as a ratio; unbounded it would overflow, and inf · 0 is NaN."""
 
 
 def clipped_policy_loss(
@@ -27,30 +27,30 @@ def clipped_policy_loss(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Per-token losses, and where a clip was active."""
+    """Per-token losses, and a mask of where a clip is active."""
     ratio = torch.exp((logprobs - old_logprobs).clamp(max=MAX_LOG_RATIO))
-    bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
-    plain = ratio * advantages
-    gain, active = torch.minimum(plain, bounded), bounded < plain
+    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
+    unclipped = ratio * advantages
+    gain, is_clipped = torch.minimum(unclipped, clipped), clipped < unclipped
     if dual_clip is not None:
         floor = dual_clip * advantages
-        far = (advantages < 0) & (gain < floor)
-        gain, active = torch.where(far, floor, gain), active | far
-    return -gain, active
+        below_floor = (advantages < 0) & (gain < floor)
+        gain, is_clipped = torch.where(below_floor, floor, gain), is_clipped | below_floor
+    return -gain, is_clipped
 
 
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Per-token losses, and where the clip was active: there a value has moved far enough for one update."""
-    plain = (values - returns).square()
+    """Per-token losses, and a mask of where the clip is active."""
+    unclipped = (values - returns).square()
     if clip is None:
-        return 0.5 * plain, torch.zeros_like(plain, dtype=torch.bool)
-    near = old_values + (values - old_values).clamp(-clip, clip)
-    bounded = (near - returns).square()
-    return 0.5 * torch.maximum(plain, bounded), bounded > plain
+        return 0.5 * unclipped, torch.zeros_like(unclipped, dtype=torch.bool)
+    clipped_values = old_values + (values - old_values).clamp(-clip, clip)
+    clipped = (clipped_values - returns).square()
+    return 0.5 * torch.maximum(unclipped, clipped), clipped > unclipped
 
 
 def importance_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, cap: float) -> Tensor:
-    """How much likelier the learner's π_old finds each token than the policy that drew it, at most `cap`; detached."""
+    """π_old / π_rollout for each token, capped at `cap` and detached."""
     return torch.exp((old_logprobs - rollout_logprobs).detach().clamp(max=MAX_LOG_RATIO)).clamp(max=cap)

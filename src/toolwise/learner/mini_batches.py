@@ -1,5 +1,5 @@
-"""Which rows make up each optimiser step. Groups stay together where there are enough of them, since their rollouts
-share a prompt that is then computed once; a rollout always does."""
+"""Splits a batch's rows into optimiser steps. The rows of a rollout always stay together; so do groups, if there are
+enough of them, because their shared prompt is then computed once."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from toolwise.learner.batch import Batch
 
 
 def mini_batches(batch: Batch, *, count: int, epochs: int, seed: str) -> Iterator[list[int]]:
-    """Rows of `count` steps an epoch (fewer where there are fewer rollouts), each epoch in an order of its own.
+    """Yield the rows of `count` steps per epoch (fewer if there are fewer rollouts), reshuffled each epoch.
 
-    Processes that learn together take equally many steps: where one has too few rollouts, some of its steps are empty.
+    All processes take the same number of steps: a process with too few rollouts yields some empty ones.
     """
     rng = Random(seed)
     groups: dict[str, list[int]] = {}
@@ -22,8 +22,8 @@ def mini_batches(batch: Batch, *, count: int, epochs: int, seed: str) -> Iterato
         rollout = batch.rollout_of_row[row]
         groups.setdefault(batch.group_of_rollout[rollout], []).append(row)
         rollouts.setdefault(rollout, []).append(row)
-    [most] = distributed.max_over_ranks([float(len(rollouts))], batch.device)
-    count = min(count, int(most))
+    [max_rollouts] = distributed.max_over_ranks([float(len(rollouts))], batch.device)
+    count = min(count, int(max_rollouts))
     units = list(groups.values()) if len(groups) >= count else list(rollouts.values())
     for _ in range(epochs):
         order = list(units)

@@ -1,5 +1,5 @@
-"""The canary: do policy and learner agree on what the same weights give the same tokens? Looked at in every update,
-before any weight moves. Where they do not, everything learned is wrong, and nothing else would say so."""
+"""Train–inference mismatch: checks in every update, before any weight moves, that policy and learner compute the same
+log-probs for the same tokens. If they do not, training silently optimises the wrong objective."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ MEAN_GAP_HALF = 0.05
 TEMPERATURES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0)
 
 
-class CanaryError(ToolwiseError):
-    """Policy and learner disagree; `cause` is what it looks like."""
+class MismatchError(ToolwiseError):
+    """Policy and learner disagree; `cause` is the likely reason."""
 
     def __init__(self, message: str, cause: Cause) -> None:
         super().__init__(message)
@@ -35,26 +35,29 @@ class CanaryError(ToolwiseError):
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One entry a token; `gaps` are the learner's log-probs less the policy's."""
+    """What the check compares. Tensors have one entry per token; `gaps` are the learner's log-probs minus the
+    policy's."""
 
     gaps: Tensor
     rows: Tensor
     versions: Tensor
-    """Of the policy, −1 where it did not say."""
+    """Version of the policy that sampled the token, −1 if unknown."""
     version: int
-    """The learner's."""
+    """The learner's version."""
     temperature: float
     probe: Callable[[float], float]
-    """The mean gap if the learner took its log-probs at another temperature."""
+    """Mean absolute gap if the learner computed its log-probs at the given temperature."""
 
 
-class Canary:
+class MismatchMonitor:
+    """Compares the policy's weights and log-probs with the learner's, and stops the run or warns if they differ."""
+
     def __init__(self, reaction: Reaction, *, policy_fingerprint: Callable[[], str | None] | None = None) -> None:
         self.reaction = reaction
         self.policy_fingerprint = policy_fingerprint
 
     def check_weights(self, model: Any) -> None:
-        """A policy that can say which weights it holds must hold the learner's."""
+        """Compare weight fingerprints, if the policy reports one."""
         reported = self.policy_fingerprint() if self.policy_fingerprint and self.reaction != "off" else None
         if reported is not None and not matches(model, reported):
             self._react(
@@ -64,74 +67,77 @@ class Canary:
             )
 
     def check_logprobs(self, evidence: Evidence, dtype: torch.dtype) -> dict[str, float]:
-        """The figures of this update; beyond the bound of the precision the run stops, or is told of it."""
+        """Return the gap metrics. A gap above the limit for this precision raises an error or logs a warning."""
         gaps = evidence.gaps.abs()
         device = gaps.device
         total, count = distributed.sum_over_ranks([float(gaps.sum()), float(len(gaps))], device)
-        [most] = distributed.max_over_ranks([float(gaps.max()) if len(gaps) else 0.0], device)
+        [largest] = distributed.max_over_ranks([float(gaps.max()) if len(gaps) else 0.0], device)
         mean = total / max(count, 1.0)
-        figures = {"canary/logprob_gap_mean": mean, "canary/logprob_gap_max": most}
+        metrics = {"canary/logprob_gap_mean": mean, "canary/logprob_gap_max": largest}
         half = torch.finfo(dtype).bits < 32
-        gap, bound, kind = (mean, MEAN_GAP_HALF, "mean") if half else (most, MAX_GAP_FP32, "largest")
-        if self.reaction != "off" and not gap <= bound:
-            cause, told = diagnose(evidence) if len(gaps) else ("other weights", "see the other processes")
+        gap, limit, kind = (mean, MEAN_GAP_HALF, "mean") if half else (largest, MAX_GAP_FP32, "largest")
+        if self.reaction != "off" and not gap <= limit:
+            cause, advice = (
+                diagnose(evidence) if len(gaps) else ("other weights", "see the logs of the other processes")
+            )
             self._react(
                 f"{cause}: policy and learner disagree on the log-probs of the same tokens ({kind} gap {gap:.3g}, "
-                f"bound {bound:g} in {str(dtype).removeprefix('torch.')}); {told}",
+                f"limit {limit:g} in {str(dtype).removeprefix('torch.')}); {advice}",
                 cause,
             )
-        return figures
+        return metrics
 
     def _react(self, message: str, cause: Cause) -> None:
         if self.reaction == "stop":
-            raise CanaryError(f'{message} (actor.canary = "warn" goes on regardless)', cause)
+            raise MismatchError(f'{message} (set actor.canary = "warn" to continue anyway)', cause)
         log.warning("%s", message)
 
 
 def diagnose(evidence: Evidence) -> tuple[Cause, str]:
-    """What the gap looks like, and what to do about it."""
+    """Return the likely cause of the gap and what to do about it."""
     gaps, versions = evidence.gaps, evidence.versions
     size = gaps.abs()
     mean = float(size.mean())
-    other = sorted(set(versions[(versions >= 0) & (versions != evidence.version)].tolist()))
-    if other:
+    stale = sorted(set(versions[(versions >= 0) & (versions != evidence.version)].tolist()))
+    if stale:
         return "stale weights", (
-            f"tokens were drawn by policy version {', '.join(map(str, other))}, the learner is at {evidence.version}: "
-            "load the learner's weights into the policy after each update"
+            f"tokens were sampled by policy version {', '.join(map(str, stale))}, the learner is at "
+            f"{evidence.version}: load the learner's weights into the policy after each update"
         )
     if not torch.isfinite(size).all():
-        return "other weights", "some log-probs are not numbers: look for them in the rollouts and in the model"
-    at, left = _best_temperature(evidence)
-    if left < 0.1 * mean and at != evidence.temperature:
+        return "other weights", "some log-probs are not finite: look for NaN or inf in the rollouts and in the model"
+    best_temperature, remaining_gap = _best_temperature(evidence)
+    if remaining_gap < 0.1 * mean and best_temperature != evidence.temperature:
         return "temperature", (
-            f"they agree at temperature {at:.3g} and the learner takes {evidence.temperature:g}: sample at "
-            "rollout.temperature, and give log-probs after it"
+            f"they agree at temperature {best_temperature:.3g} but the learner uses {evidence.temperature:g}: sample "
+            "at rollout.temperature and report log-probs after temperature"
         )
-    bound = max(MAX_GAP_FP32, 0.01 * mean)
-    if float((gaps > bound).float().mean()) < 0.01 < float((gaps < -bound).float().mean()):
+    limit = max(MAX_GAP_FP32, 0.01 * mean)
+    if float((gaps > limit).float().mean()) < 0.01 < float((gaps < -limit).float().mean()):
         return "top-p or top-k", (
-            "the policy finds its tokens likelier, almost never less likely: turn top-p, top-k and penalties off"
+            "the policy's log-probs are higher than the learner's, almost never lower: turn off top-p, top-k and "
+            "penalties"
         )
     if mean < MEAN_GAP_HALF:
-        return "precision", "the gap is small and everywhere: run policy and learner in the same precision"
-    worst = {int(row) for row in evidence.rows[size > bound]}
+        return "precision", "the gap is small and affects all tokens: run policy and learner in the same precision"
+    worst = {int(row) for row in evidence.rows[size > limit]}
     rows = {int(row) for row in evidence.rows}
     if len(worst) < len(rows):
         return "template", (
-            f"{len(worst)} of {len(rows)} rows disagree and the others do not: their prompt_ids are not what the "
-            "policy saw (another template, or text tokenised again)"
+            f"{len(worst)} of {len(rows)} rows disagree, the others agree: their prompt_ids are not what the policy "
+            "saw (another chat template, or re-tokenised text)"
         )
-    return "other weights", "all rows disagree: the policy holds another model, or weights of another step"
+    return "other weights", "all rows disagree: the policy holds a different model, or weights of another step"
 
 
 def _best_temperature(evidence: Evidence) -> tuple[float, float]:
-    """Where the gap is least, and how much is left there: a grid, then narrowed."""
-    tried = {at: evidence.probe(at) for at in {*TEMPERATURES, evidence.temperature}}
-    best = min(tried, key=tried.__getitem__)
+    """The temperature with the smallest gap, and that gap: a grid search, then ever smaller steps around the best."""
+    gaps = {temperature: evidence.probe(temperature) for temperature in {*TEMPERATURES, evidence.temperature}}
+    best = min(gaps, key=gaps.__getitem__)
     width = 0.2 * best
     for _ in range(12):
         width /= 2
-        for at in (best - width, best + width):
-            tried[at] = evidence.probe(at)
-        best = min((best - width, best, best + width), key=lambda at: tried.get(at, float("inf")))
-    return best, tried[best]
+        for temperature in (best - width, best + width):
+            gaps[temperature] = evidence.probe(temperature)
+        best = min((best - width, best, best + width), key=lambda temperature: gaps.get(temperature, float("inf")))
+    return best, gaps[best]

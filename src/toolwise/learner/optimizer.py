@@ -1,6 +1,6 @@
-"""The optimiser: adds gradients up in fp32, clips them, guards, and moves weights of any precision.
+"""The optimiser: accumulates gradients in fp32, clips them, skips bad steps, and updates weights of any precision.
 
-Half precision swallows small steps: there AdamW works on fp32 copies ("masters") and the weights are rounded from them.
+Half precision loses small updates, so there AdamW works on fp32 master copies and the weights are rounded from them.
 """
 
 from __future__ import annotations
@@ -18,28 +18,27 @@ from toolwise.learner.schedules import Schedule, lr_factor
 from toolwise.learner.step_guard import Guard
 
 CHUNK = {False: 1 << 18, True: 1 << 26}
-"""Numbers at a time, on a CPU and on a GPU."""
+"""Values processed at a time; keyed by whether the tensor is on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
-    """How weights move."""
-
     lr: float = 1e-6
     lr_schedule: Schedule = "constant"
     warmup_steps: int = 0
     schedule_steps: int = 0
-    """Updates after which a falling rate has fallen."""
+    """Updates after which a decaying rate reaches its minimum."""
     min_lr_ratio: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     spike_factor: float | None = 20.0
-    """Skip a step whose gradient is so many times the running median, and one to be clipped; None never does."""
+    """Skip a step whose gradient norm exceeds both this many times the running median and `max_grad_norm`; None
+    disables it."""
 
 
 class Optimizer:
-    """AdamW over those of `weights` that may change."""
+    """AdamW over the trainable ones of `weights`."""
 
     def __init__(self, weights: Iterable[Tensor], settings: OptimizerSettings, *, owner: str = "actor") -> None:
         self.settings = settings
@@ -51,29 +50,29 @@ class Optimizer:
         )
 
     def accumulate_gradients(self) -> None:
-        """Gradients from half-precision weights to their masters, added up there; weights in fp32 keep their own."""
+        """Move the gradients of half-precision weights to their fp32 masters, adding them up there. fp32 weights
+        accumulate their own."""
         for weight, master in self._master_pairs():
             if weight.grad is not None:
-                found = weight.grad.float()
-                master.grad = found if master.grad is None else master.grad + found
+                grad = weight.grad.float()
+                master.grad = grad if master.grad is None else master.grad + grad
                 weight.grad = None
 
     def step(self, update: int, suspects: Callable[[], Sequence[str]] = list) -> dict[str, float]:
-        """Move, unless the guard says no: gradients are gone afterwards either way. Gives the two norms."""
+        """Take a step unless the guard rejects it, and clear the gradients. Return the gradient and update norms."""
         distributed.sum_gradients(self.masters)
         norm = float(torch.nn.utils.clip_grad_norm_(self.masters, self.settings.max_grad_norm))
-        moved = 0.0
+        update_norm = 0.0
         if self.guard.admits(norm, suspects):
             for group in self.adamw.param_groups:
                 group["lr"] = self.learning_rate(update)
             self.adamw.step()
-            moved = self._update_norm()
+            update_norm = self._update_norm()
             self._write_back()
         self.zero_grad()
-        return {"grad_norm": norm, "update_norm": moved}
+        return {"grad_norm": norm, "update_norm": update_norm}
 
     def zero_grad(self) -> None:
-        """Drop the gradients."""
         self.adamw.zero_grad(set_to_none=True)
         for weight, _ in self._master_pairs():
             weight.grad = None
@@ -90,26 +89,26 @@ class Optimizer:
 
     @torch.no_grad()
     def _update_norm(self) -> float:
-        """How far the masters just moved: from AdamW's averages, since keeping the old weights would cost a copy."""
+        """Norm of the update just made, from AdamW's moments: keeping the old weights would cost a copy."""
         [group] = self.adamw.param_groups
         (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
-        decayed = lr * decay / (1.0 - lr * decay)  # of the weights as they are now
-        squares = torch.zeros((), dtype=torch.float64, device=self.masters[0].device)
+        decay_ratio = lr * decay / (1.0 - lr * decay)  # relative to the weights after the step
+        squared_norm = torch.zeros((), dtype=torch.float64, device=self.masters[0].device)
         for master in self.masters:
             state = self.adamw.state.get(master)
             if master.grad is None or not state:
                 continue
             count = float(state["step"])
-            spread = (1.0 - beta2**count) ** 0.5
-            scale = lr * spread / (1.0 - beta1**count)
+            bias_correction2 = (1.0 - beta2**count) ** 0.5
+            scale = lr * bias_correction2 / (1.0 - beta1**count)
             flat = (master.reshape(-1), state["exp_avg"].reshape(-1), state["exp_avg_sq"].reshape(-1))
-            # A piece at a time: what is made on the way then never leaves the cache.
+            # In pieces, so that temporaries stay in the cache.
             for weight, mean, square in zip(*(x.split(CHUNK[x.is_cuda]) for x in flat), strict=True):
-                moved = (mean / square.sqrt().add_(group["eps"] * spread)).mul_(scale * (1.0 + decayed))
-                if decayed:
-                    moved.add_(weight, alpha=decayed)
-                squares += torch.dot(moved, moved)
-        return math.sqrt(float(squares))
+                delta = (mean / square.sqrt().add_(group["eps"] * bias_correction2)).mul_(scale * (1.0 + decay_ratio))
+                if decay_ratio:
+                    delta.add_(weight, alpha=decay_ratio)
+                squared_norm += torch.dot(delta, delta)
+        return math.sqrt(float(squared_norm))
 
     @torch.no_grad()
     def _write_back(self) -> None:
@@ -118,7 +117,8 @@ class Optimizer:
 
     @torch.no_grad()
     def sync_masters(self) -> None:
-        """After weights were loaded: a master that rounds to its weight is the finer of the two and stays."""
+        """Update the masters after loading weights. A master that still rounds to its weight is kept: it is more
+        precise."""
         for weight, master in self._master_pairs():
             master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.detach().float()))
 

@@ -1,4 +1,4 @@
-"""The reference: the model as it was before any update, whose log-probs say how far the policy has gone."""
+"""The reference model for KL: the policy as it was before any update."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from toolwise.learner.lora import Adapters
 
 
 def build_reference(model: Any, adapters: Adapters | None) -> Any:
-    """The model that log-probs are compared with.
-
-    With adapters it is the policy's own model without them, which needs no memory. Else it is a copy of the weights,
-    taken now: before a run's checkpoint is loaded, so that a resumed run is held to the same reference.
-    """
+    """With adapters, the policy's model without them, which needs no extra memory. Otherwise a copy of the weights,
+    taken before the run's checkpoint is loaded, so that a resumed run keeps the same reference."""
     if adapters is not None:
         return adapters.base_model()
     return copy.deepcopy(model).eval().requires_grad_(False)

@@ -1,10 +1,10 @@
-"""Rows laid flat as a tree: what they have in common stands once, and what each has of its own hangs on it.
+"""Flattened prefix trees: rows laid out so that shared prefixes appear once.
 
-Rows come in lexicographic order, each with the number of tokens that it shares with the one before it. Two ways:
+Rows come in lexicographic order, each with the number of tokens it shares with the one before it. Two layouts:
 
-    in turn    a row's own tokens right after those of the row before: the fewest segments
-    as nodes   cut wherever rows part, so that whoever reads a segment reads all of it: a kernel then reads it once for
-               all of them, and finds them side by side where the tree is as simple as prompts and their replies are
+    by row     a row's new tokens right after those of the row before: the fewest segments
+    by node    split wherever rows diverge, so that every reader of a segment reads all of it: a kernel then reads it
+               once for all of them, and they are adjacent if the tree is as simple as prompts with replies
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 Span = tuple[int, int]
-"""From, up to: places in a micro-batch."""
+"""[start, stop) token indices in a micro-batch."""
 Array = NDArray[np.int64]
 SHORT_BRANCH = 32
-"""Tokens: computing so few twice takes less than a branch of their own."""
+"""In tokens: recomputing a shorter branch is cheaper than a separate node."""
 MIN_LEVEL_SAVING = 0.15
-"""Share of the tokens that a level above others must save, since all who are below it attend to it apart."""
+"""Fraction of the computed tokens that an inner tree level must save: everything below attends to it separately."""
 MAX_DEPTH = 3
-"""Nodes above a node. Deeper trees stand in turn: each level would be a kernel call (`branches.MAX_PARTS`)."""
+"""Ancestors of a node. Deeper trees are laid out by row: each level would be a kernel call
+(`tree_attention.MAX_PARTS`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of tokens that continues what stands at `path`; each of its tokens sees the path, and itself causally."""
+    """A run of tokens that continues `path`: its tokens attend to the path and, causally, to the segment."""
 
     start: int
     stop: int
@@ -37,7 +38,7 @@ class Segment:
 
     @property
     def depth(self) -> int:
-        """How many tokens stand before it."""
+        """Number of tokens in its path."""
         return sum(stop - start for start, stop in self.path)
 
     def __len__(self) -> int:
@@ -46,20 +47,20 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class FlatTree:
-    """A tree of rows, flat."""
+    """A flattened tree of rows."""
 
     segments: list[Segment]
     ids: Array
     positions: Array
     row_indices: list[Array]
-    """For each row, where each of its tokens stands."""
+    """For each row, the flat index of each of its tokens."""
 
 
-# In turn.
+# By row.
 
 
 def layout_by_row(rows: Sequence[Array], shared: Sequence[int]) -> FlatTree:
-    """Each row's own tokens after those of the row before; the path of a segment is the row before, cut short."""
+    """Each row's new tokens after those of the row before; a segment's path is a prefix of the row before."""
     segments: list[Segment] = []
     row_indices: list[Array] = []
     spans: tuple[Span, ...] = ()
@@ -67,34 +68,34 @@ def layout_by_row(rows: Sequence[Array], shared: Sequence[int]) -> FlatTree:
     for ids, common in zip(rows, shared, strict=True):
         spans = _truncate_path(spans, common)
         start, total = total, total + len(ids) - common
-        before = row_indices[-1][:common] if row_indices else np.zeros(0, dtype=np.int64)
-        row_indices.append(np.concatenate([before, np.arange(start, total)]))
+        prefix = row_indices[-1][:common] if row_indices else np.zeros(0, dtype=np.int64)
+        row_indices.append(np.concatenate([prefix, np.arange(start, total)]))
         if total > start:
             segments.append(Segment(start, total, spans))
             spans = (*spans, (start, total))
-    own = [ids[common:] for ids, common in zip(rows, shared, strict=True)]
+    new_ids = [ids[common:] for ids, common in zip(rows, shared, strict=True)]
     depths = [np.arange(common, len(ids)) for ids, common in zip(rows, shared, strict=True)]
-    return FlatTree(segments, np.concatenate(own), np.concatenate(depths), row_indices)
+    return FlatTree(segments, np.concatenate(new_ids), np.concatenate(depths), row_indices)
 
 
 def _truncate_path(spans: tuple[Span, ...], length: int) -> tuple[Span, ...]:
     """The first `length` tokens of a path."""
-    kept: list[Span] = []
+    path: list[Span] = []
     for start, stop in spans:
         if not length:
             break
-        taken = min(length, stop - start)
-        length -= taken
-        # A row that goes on where the one before it ended stands right after it: one span, not two.
-        kept = (
-            [*kept[:-1], (kept[-1][0], start + taken)]
-            if kept and kept[-1][1] == start
-            else [*kept, (start, start + taken)]
+        count = min(length, stop - start)
+        length -= count
+        # A row that continues where the one before ended comes right after it: merge the spans.
+        path = (
+            [*path[:-1], (path[-1][0], start + count)]
+            if path and path[-1][1] == start
+            else [*path, (start, start + count)]
         )
-    return tuple(kept)
+    return tuple(path)
 
 
-# As nodes.
+# By node.
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,7 @@ class _Node:
     ids: Array
     depth: int
     path: tuple[int, ...]
-    """Numbers of the nodes above it, the root first."""
+    """Indices of its ancestors, root first."""
 
     @property
     def stop(self) -> int:
@@ -110,67 +111,67 @@ class _Node:
 
 
 def reduce_sharing(shared: Array, lengths: Array) -> Array:
-    """How much each row is to share with the one before it where few branches and few levels are the faster.
+    """Reduce how much each row shares with the one before it, since fewer branches and levels are faster.
 
-    Tree by tree, and never at the price of more tokens than a level is worth: in a chain, as of turns whose thoughts
-    are left out of what follows, each level is small and all of them are everything.
+    Done per tree, and only if the extra tokens stay within what one level may save: in a chain (e.g. turns whose
+    thoughts are dropped from later prompts) each level is small but together they are almost everything.
     """
-    found = shared.copy()
+    result = shared.copy()
     roots = np.flatnonzero(shared == 0).tolist()
     for tree in (slice(*ends) for ends in pairwise([*roots, len(shared)])):
-        most = (1 + MIN_LEVEL_SAVING) * (lengths[tree] - shared[tree]).sum()
+        limit = (1 + MIN_LEVEL_SAVING) * (lengths[tree] - shared[tree]).sum()
         trimmed = _drop_short_branches(shared[tree])
-        for less in (_drop_small_levels(trimmed, lengths[tree]), trimmed):
-            if (lengths[tree] - less).sum() <= most:
-                found[tree] = less
+        for reduced in (_drop_small_levels(trimmed, lengths[tree]), trimmed):
+            if (lengths[tree] - reduced).sum() <= limit:
+                result[tree] = reduced
                 break
-    return found
+    return result
 
 
 def _drop_short_branches(shared: Array) -> Array:
-    """Rows that stay together for a few tokens after others have left part from each other where those left."""
-    found = shared.copy()
-    for order in (range(len(found)), reversed(range(len(found)))):
-        partings: list[int] = []
+    """Drop branches of a few tokens: rows that share little beyond the previous branch point diverge there instead."""
+    result = shared.copy()
+    for order in (range(len(result)), reversed(range(len(result)))):
+        branch_points: list[int] = []
         for row in order:
-            while partings and partings[-1] > found[row]:
-                partings.pop()
-            if partings and partings[-1] and found[row] - partings[-1] < SHORT_BRANCH:
-                found[row] = partings[-1]
+            while branch_points and branch_points[-1] > result[row]:
+                branch_points.pop()
+            if branch_points and branch_points[-1] and result[row] - branch_points[-1] < SHORT_BRANCH:
+                result[row] = branch_points[-1]
             else:
-                partings.append(int(found[row]))
-    return found
+                branch_points.append(int(result[row]))
+    return result
 
 
 def _drop_small_levels(shared: Array, lengths: Array) -> Array:
-    """Of one tree: what all groups begin with, as with a system prompt, is computed for each where it is short.
+    """Within one tree, recompute a short prefix that all groups share (e.g. a system prompt) once per group.
 
     0 1000 1000 | 100 1000 1000    two groups that share 100 tokens; 1000 within each
-    0 1000 1000 |   0 1000 1000    the level that began at 100 is gone: two trees
+    0 1000 1000 |   0 1000 1000    the level at 100 is gone: two trees
     """
-    found = shared.copy()
-    within = [(0, len(found), 0)]
-    while within:
-        start, stop, above = within.pop()
-        partings = found[start + 1 : stop]
-        if not len(partings) or partings.min() == partings.max():
+    result = shared.copy()
+    pending = [(0, len(result), 0)]
+    while pending:
+        start, stop, parent = pending.pop()
+        branch_points = result[start + 1 : stop]
+        if not len(branch_points) or branch_points.min() == branch_points.max():
             continue
-        level = int(partings.min())
-        at = start + 1 + np.flatnonzero(partings == level)
-        computed = (lengths[start:stop] - found[start:stop]).sum() + found[start] - above
-        if (level - above) * len(at) < MIN_LEVEL_SAVING * computed:
-            found[at] = level = above
-        within += [(*rows, level) for rows in pairwise([start, *at.tolist(), stop])]
-    return found
+        level = int(branch_points.min())
+        branch_rows = start + 1 + np.flatnonzero(branch_points == level)
+        computed = (lengths[start:stop] - result[start:stop]).sum() + result[start] - parent
+        if (level - parent) * len(branch_rows) < MIN_LEVEL_SAVING * computed:
+            result[branch_rows] = level = parent
+        pending += [(*rows, level) for rows in pairwise([start, *branch_rows.tolist(), stop])]
+    return result
 
 
 def layout_by_node(rows: Sequence[Array], shared: Sequence[int]) -> FlatTree | None:
-    """None where the tree is too deep for it to pay."""
+    """The layout by node, or None if the tree is too deep for it to pay off."""
     nodes: list[_Node] = []
     paths: list[tuple[int, ...]] = []
     path: tuple[int, ...] = ()
     for ids, common, cuts in zip(rows, shared, _split_points([len(ids) for ids in rows], shared), strict=True):
-        path = tuple(number for number in path if nodes[number].stop <= common)
+        path = tuple(index for index in path if nodes[index].stop <= common)
         for start, stop in pairwise([common, *cuts, len(ids)]):
             if stop > start:
                 nodes.append(_Node(ids[start:stop], start, path))
@@ -178,42 +179,42 @@ def layout_by_node(rows: Sequence[Array], shared: Sequence[int]) -> FlatTree | N
         paths.append(path)
     if max(len(node.path) for node in nodes) > MAX_DEPTH:
         return None
-    read = {number for node in nodes for number in node.path}
-    level_by_level = sorted(range(len(nodes)), key=lambda n: (len(nodes[n].path), n not in read))
-    laid = _arrange_nodes(nodes, paths, level_by_level)
-    return laid if _readers_are_adjacent(laid.segments) else _arrange_nodes(nodes, paths, range(len(nodes)))
+    parents = {index for node in nodes for index in node.path}
+    by_level = sorted(range(len(nodes)), key=lambda n: (len(nodes[n].path), n not in parents))
+    tree = _arrange_nodes(nodes, paths, by_level)
+    return tree if _readers_are_adjacent(tree.segments) else _arrange_nodes(nodes, paths, range(len(nodes)))
 
 
 def _split_points(lengths: Sequence[int], shared: Sequence[int]) -> list[list[int]]:
-    """Where later rows part from the tokens that each row has of its own.
+    """For each row, where later rows diverge from its new tokens.
 
-    Three rows of 9 tokens, of which the second shares 5 with the first and the third 3 with the second: the first is
-    cut at 3 and 5, the second, whose own tokens begin at 5, nowhere.
+    Three rows of 9 tokens; the second shares 5 with the first and the third 3 with the second: the first is split at 3
+    and 5, the second, whose new tokens begin at 5, nowhere.
     """
-    found: list[list[int]] = []
-    partings: list[int] = []
+    result: list[list[int]] = []
+    branch_points: list[int] = []
     for length, common in zip(reversed(lengths), reversed(shared), strict=True):
-        found.append([place for place in partings if common < place < length])
-        while partings and partings[-1] >= common:
-            partings.pop()
-        partings.append(common)
-    return found[::-1]
+        result.append([point for point in branch_points if common < point < length])
+        while branch_points and branch_points[-1] >= common:
+            branch_points.pop()
+        branch_points.append(common)
+    return result[::-1]
 
 
 def _arrange_nodes(nodes: Sequence[_Node], paths: Sequence[tuple[int, ...]], order: Sequence[int]) -> FlatTree:
-    ends = [0, *accumulate(len(nodes[number].ids) for number in order)]
+    ends = [0, *accumulate(len(nodes[index].ids) for index in order)]
     spans = dict(zip(order, pairwise(ends), strict=True))
     return FlatTree(
-        [Segment(*spans[number], tuple(spans[above] for above in nodes[number].path)) for number in order],
-        np.concatenate([nodes[number].ids for number in order]),
-        np.concatenate([np.arange(nodes[number].depth, nodes[number].stop) for number in order]),
-        [np.concatenate([np.arange(*spans[number]) for number in path]) for path in paths],
+        [Segment(*spans[index], tuple(spans[parent] for parent in nodes[index].path)) for index in order],
+        np.concatenate([nodes[index].ids for index in order]),
+        np.concatenate([np.arange(nodes[index].depth, nodes[index].stop) for index in order]),
+        [np.concatenate([np.arange(*spans[index]) for index in path]) for path in paths],
     )
 
 
 def _readers_are_adjacent(segments: Sequence[Segment]) -> bool:
     for level in range(max(len(segment.path) for segment in segments)):
-        read = [span for span, _ in groupby(s.path[level] for s in segments if len(s.path) > level)]
-        if len(set(read)) < len(read):
+        spans = [span for span, _ in groupby(s.path[level] for s in segments if len(s.path) > level)]
+        if len(set(spans)) < len(spans):
             return False
     return True

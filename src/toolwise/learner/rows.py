@@ -1,7 +1,7 @@
-"""From rollouts to rows of tokens by the exact-prefix rule.
+"""Turns rollouts into rows of tokens by the exact-prefix rule.
 
-A step whose prompt begins with everything its row already holds extends that row; any other step starts a new one. So a
-multi-turn rollout is one row, and nothing the policy sampled is ever tokenised again. Only sampled tokens count.
+A step whose prompt starts with all tokens of the current row extends that row; any other step starts a new one. So a
+multi-turn rollout is usually one row, and sampled tokens are never re-tokenised. Only sampled tokens are trained on.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from toolwise.types import CreditedRollout, ScoredRollout, StepData
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One sequence to learn from. All four lists have the same length."""
+    """One training sequence. All four lists have the same length."""
 
     rollout_id: str
     ids: list[int]
     sampled: list[bool]
     logprobs: list[float]
-    """What the policy gave each sampled token; 0 elsewhere."""
+    """The policy's log-prob of each sampled token; 0 elsewhere."""
     advantages: list[float]
 
     def __len__(self) -> int:
@@ -33,7 +33,7 @@ def build_rows(rollouts: Sequence[CreditedRollout]) -> list[Row]:
 
 
 def require_tokens(rollouts: Sequence[ScoredRollout]) -> None:
-    """Refuse now, before anything is counted per token, to learn from a policy that gives text alone."""
+    """Raise early if the policy returned text without token ids and log-probs."""
     for scored in rollouts:
         for step in scored.steps if scored.trainable else ():
             if step.policy_logprobs is not None:
@@ -48,18 +48,18 @@ def _rows_of(rollout: CreditedRollout) -> Iterator[Row]:
         prompt, sampled, logprobs = _tokens_of(step, rollout.rollout.rollout_id)
         if len(advantages) != len(sampled):
             raise ToolwiseError(
-                f"rollout {rollout.rollout.rollout_id}, step {step.system_step_index}: the estimator gives "
-                f"{len(advantages)} advantages for {len(sampled)} sampled tokens; give one for each"
+                f"rollout {rollout.rollout.rollout_id}, step {step.system_step_index}: the estimator returned "
+                f"{len(advantages)} advantages for {len(sampled)} sampled tokens; it must return one per token"
             )
         if row is None or prompt[: len(row)] != row.ids:
             if row is not None:
                 yield row
             row = Row(rollout.rollout.rollout_id, [], [], [], [])
-        news = prompt[len(row) :]
-        row.ids.extend(news)
-        row.sampled.extend([False] * len(news))
-        row.logprobs.extend([0.0] * len(news))
-        row.advantages.extend([0.0] * len(news))
+        new_ids = prompt[len(row) :]
+        row.ids.extend(new_ids)
+        row.sampled.extend([False] * len(new_ids))
+        row.logprobs.extend([0.0] * len(new_ids))
+        row.advantages.extend([0.0] * len(new_ids))
         row.ids.extend(sampled)
         row.sampled.extend([True] * len(sampled))
         row.logprobs.extend(logprobs)
@@ -69,23 +69,26 @@ def _rows_of(rollout: CreditedRollout) -> Iterator[Row]:
 
 
 def _tokens_of(step: StepData, rollout_id: str) -> tuple[list[int], list[int], list[float]]:
-    """What the model saw, what it sampled, and with which log-probs; anything less cannot be learned from."""
-    found = step.policy_logprobs or {}
-    where = f"rollout {rollout_id}, step {step.system_step_index}"
-    missing = [key for key in ("prompt_ids", "token_ids", "logprobs") if found.get(key) is None]
+    """The step's prompt ids, sampled ids and log-probs; raises if any is missing."""
+    record = step.policy_logprobs or {}
+    location = f"rollout {rollout_id}, step {step.system_step_index}"
+    missing = [key for key in ("prompt_ids", "token_ids", "logprobs") if record.get(key) is None]
     if missing:
         raise PolicyError(
-            f"{where}: the policy gives no {' and no '.join(missing)}, and text alone cannot be trained on: use the "
-            "local policy, or a server that returns token ids and log-probs"
+            f"{location}: the policy returned no {' and no '.join(missing)}, and training needs them: use the local "
+            "policy, or a server that returns token ids and log-probs"
         )
-    sampled, logprobs = list(found["token_ids"]), list(found["logprobs"])
+    sampled, logprobs = list(record["token_ids"]), list(record["logprobs"])
     if len(sampled) != len(logprobs) or None in logprobs:
-        raise PolicyError(f"{where}: {len(sampled)} sampled tokens, of which not each has a log-prob ({len(logprobs)})")
-    return list(found["prompt_ids"]), sampled, logprobs
+        raise PolicyError(
+            f"{location}: got {len(sampled)} sampled tokens but {len(logprobs)} log-probs, or some are missing; every "
+            "sampled token needs one"
+        )
+    return list(record["prompt_ids"]), sampled, logprobs
 
 
 def split_by_tokens(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
-    """Micro-batches of rows of like length, each at most `max_tokens` when padded (one row may be longer alone)."""
+    """Split rows into micro-batches of similar length, at most `max_tokens` each when padded; a longer row is alone."""
     parts: list[list[Row]] = []
     for row in sorted(rows, key=len, reverse=True):
         if parts and (len(parts[-1]) + 1) * len(parts[-1][0]) <= max_tokens:

@@ -1,4 +1,4 @@
-"""The learning rate over a run: up from nothing, then constant, or down along a line or a cosine."""
+"""Learning-rate schedules: linear warm-up, then constant, linear decay or cosine decay."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Schedule = Literal["constant", "linear", "cosine"]
 def lr_factor(
     step: int, *, schedule: Schedule = "constant", warmup_steps: int = 0, total_steps: int = 0, floor: float = 0.0
 ) -> float:
-    """What the rate is multiplied by in step 1, 2, …; `floor` is what is left of it at `total_steps` and after."""
+    """The rate's factor at `step` (counted from 1); `floor` is the factor at `total_steps` and after."""
     if step <= warmup_steps:
         return step / warmup_steps
     if schedule == "constant":
         return 1.0
-    done = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    left = 1.0 - done if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-    return floor + (1.0 - floor) * left
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    decay = 1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return floor + (1.0 - floor) * decay

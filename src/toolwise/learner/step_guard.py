@@ -1,4 +1,4 @@
-"""What an optimiser step must not be: not a number, or far out of line. Such steps are skipped, counted and named."""
+"""Guard against bad optimiser steps: skips, counts and logs those whose gradient norm is not finite or spikes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 log = logging.getLogger("toolwise.learner")
 
 HISTORY_SIZE = 64
-"""Norms that the median is taken over."""
+"""Gradient norms that the running median covers."""
 MIN_HISTORY = 16
-"""Below so many there is no saying what is usual."""
+"""With fewer norms than this, nothing counts as a spike."""
 MAX_NAMED_ROLLOUTS = 5
 
 
 class Guard:
-    """Decides by the norm of the gradient, which sees everything that goes into a step."""
+    """Decides by the gradient norm, which reflects everything that goes into a step."""
 
     def __init__(self, spike_factor: float | None, *, floor: float = 0.0, owner: str = "actor") -> None:
         self.spike_factor = spike_factor
         self.floor = floor
-        """A norm up to this is never a spike: clipping leaves it alone, however small the others were."""
+        """A norm up to this is never a spike, however small the others were: clipping would not touch it."""
         self.owner = owner
         self.not_numbers = 0
         self.spikes = 0
@@ -35,26 +35,28 @@ class Guard:
         return self.not_numbers + self.spikes
 
     def admits(self, norm: float, suspects: Callable[[], Sequence[str]] = list) -> bool:
-        """Whether to take the step; `suspects` gives the rollouts to name if not, the likeliest first."""
+        """Whether to take the step. If not, the warning lists the rollouts from `suspects`, most likely first."""
         if not math.isfinite(norm):
             self.not_numbers += 1
-            self._warn(f"the gradient's norm is {norm}", suspects)
+            self._warn(f"the gradient norm is {norm}", suspects)
             return False
-        usual = median(self._norms) if len(self._norms) >= MIN_HISTORY else math.inf
-        if norm > 0.0:  # a step without any gradient says nothing of what is usual
+        typical = median(self._norms) if len(self._norms) >= MIN_HISTORY else math.inf
+        if norm > 0.0:  # a step without gradients says nothing about the typical norm
             self._norms.append(norm)
-        # Remembered even when skipped: if this is how it is from now on, the median follows and learning goes on.
-        if self.spike_factor is not None and norm > max(self.floor, self.spike_factor * usual):
+        # Recorded even when skipped: if norms stay at this level, the median follows and training continues.
+        if self.spike_factor is not None and norm > max(self.floor, self.spike_factor * typical):
             self.spikes += 1
-            self._warn(f"the gradient's norm is {norm:.3g}, {norm / usual:.0f} times the usual {usual:.3g}", suspects)
+            self._warn(
+                f"the gradient norm is {norm:.3g}, {norm / typical:.0f} times the median {typical:.3g}", suspects
+            )
             return False
         return True
 
-    def _warn(self, what: str, suspects: Callable[[], Sequence[str]]) -> None:
+    def _warn(self, reason: str, suspects: Callable[[], Sequence[str]]) -> None:
         names = list(dict.fromkeys(suspects()))
         more = f" and {len(names) - MAX_NAMED_ROLLOUTS} more" if len(names) > MAX_NAMED_ROLLOUTS else ""
-        who = f"; rollouts {', '.join(names[:MAX_NAMED_ROLLOUTS])}{more}" if names else ""
-        log.warning("an update of the %s is skipped: %s%s", self.owner, what, who)
+        rollouts = f"; rollouts {', '.join(names[:MAX_NAMED_ROLLOUTS])}{more}" if names else ""
+        log.warning("skipped an update of the %s: %s%s", self.owner, reason, rollouts)
 
     def state_dict(self) -> dict[str, Any]:
         return {"not_numbers": self.not_numbers, "spikes": self.spikes, "norms": list(self._norms)}

@@ -1,7 +1,7 @@
-"""Attention of packed rows in parts, on a GPU: every segment to itself, and all who share a path to that path.
+"""Attention over packed rows in parts, on a GPU: each segment to itself, and all readers of a shared path to that path.
 
-The parts are merged by log-sum-exp, so that nothing shared is copied for each of its readers; and each part's gradient
-comes from the kernel's own backward pass, given the merged result: its weights are then those of the whole row.
+The parts are merged by log-sum-exp, so shared keys are not copied for each reader. Each part's gradient comes from the
+kernel's backward pass, called with the merged output and log-sum-exp: its weights are then those of the whole row.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from toolwise.kernels.host_to_device import to_device
 from toolwise.learner.row_trees import Segment, Span
 
 MAX_PARTS = 6
-"""Rows that share many short runs take more kernel calls than they are worth."""
+"""Beyond this, rows that share many short runs need more kernel calls than they save."""
 
 
 TokenIndex = Tensor | slice
-"""Of tokens that stand side by side, a slice: what is read there is not copied."""
+"""Contiguous tokens are a slice, which is read without a copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPart:
-    """Some tokens ask others, in sequences that stand one after the other."""
+    """One kernel call: some tokens attend to others, in concatenated sequences."""
 
     queries: TokenIndex | None
-    """Which tokens ask; None is all of them, each segment itself."""
+    """The query tokens; None means all, each segment attending to itself."""
     keys: TokenIndex | None
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -40,7 +40,7 @@ class AttentionPart:
     max_seqlens: tuple[int, int]
     """Queries and keys of the longest sequence."""
     unique_keys: bool = True
-    """No token is asked in two sequences: its gradient need not be added up."""
+    """Whether no key is in two sequences, so that its gradient needs no summing."""
 
     @property
     def causal(self) -> bool:
@@ -48,12 +48,12 @@ class AttentionPart:
 
 
 class VarlenKernel(Protocol):
-    """Attention over sequences of many lengths, and its gradient."""
+    """Attention over sequences of different lengths, and its gradient."""
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, part: AttentionPart, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """[queries, heads, size] and the log-sum-exp [heads, queries]."""
+        """Return the output [queries, heads, size] and the log-sum-exp [heads, queries]."""
         ...
 
     def backward(
@@ -68,29 +68,31 @@ class VarlenKernel(Protocol):
 
 
 def attention_parts(segments: Sequence[Segment], device: Any) -> tuple[AttentionPart, ...]:
-    """The segments themselves first, then the first span of every path, the second, ..."""
-    own = cu_seqlens([len(segment) for segment in segments], device)
+    """The segments themselves first, then the first span of every path, then the second, …"""
+    lengths = cu_seqlens([len(segment) for segment in segments], device)
     longest = max(map(len, segments))
-    parts = [AttentionPart(None, None, own, own, (longest, longest))]
+    parts = [AttentionPart(None, None, lengths, lengths, (longest, longest))]
     for level in range(max(len(segment.path) for segment in segments)):
         runs = _shared_runs(segments, level)
-        asked = [span for _, span in runs]
-        queries, keys = ([stop - start for start, stop in spans] for spans in ([who for who, _ in runs], asked))
+        read_spans = [span for _, span in runs]
+        queries, keys = (
+            [stop - start for start, stop in spans] for spans in ([readers for readers, _ in runs], read_spans)
+        )
         parts.append(
             AttentionPart(
-                _token_index([who for who, _ in runs], device),
-                _token_index(asked, device),
+                _token_index([readers for readers, _ in runs], device),
+                _token_index(read_spans, device),
                 cu_seqlens(queries, device),
                 cu_seqlens(keys, device),
                 (max(queries), max(keys)),
-                unique_keys=_are_disjoint(asked),
+                unique_keys=_are_disjoint(read_spans),
             )
         )
     return tuple(parts)
 
 
 def _shared_runs(segments: Sequence[Segment], level: int) -> list[tuple[Span, Span]]:
-    """Who asks, and whom: neighbours that share a span of their paths ask it together."""
+    """(query span, key span) pairs at one level; adjacent segments that share a span are merged."""
     runs: list[tuple[Span, Span]] = []
     for segment in segments:
         if len(segment.path) <= level:
@@ -106,11 +108,11 @@ def _shared_runs(segments: Sequence[Segment], level: int) -> list[tuple[Span, Sp
 
 def _are_disjoint(spans: Sequence[Span]) -> bool:
     ordered = sorted(spans)
-    return all(one[1] <= other[0] for one, other in pairwise(ordered))
+    return all(left[1] <= right[0] for left, right in pairwise(ordered))
 
 
 def _token_index(spans: Sequence[Span], device: Any) -> TokenIndex:
-    if all(one[1] == other[0] for one, other in pairwise(spans)):
+    if all(left[1] == right[0] for left, right in pairwise(spans)):
         return slice(spans[0][0], spans[-1][1])
     return span_indices(spans, device)
 
@@ -125,14 +127,14 @@ def cu_seqlens(lengths: Sequence[int], device: Any) -> Tensor:
 
 
 class FlashKernel:
-    """torch's flash attention, asked for the log-sum-exp that its public form keeps to itself."""
+    """torch's flash attention through the private op, since the public API does not return the log-sum-exp."""
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, part: AttentionPart, scale: float
     ) -> tuple[Tensor, Tensor]:
-        ends = (part.cu_seqlens_q, part.cu_seqlens_k, *part.max_seqlens)
+        seqlens = (part.cu_seqlens_q, part.cu_seqlens_k, *part.max_seqlens)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            query, key, value, *ends, 0.0, part.causal, return_debug_mask=False, scale=scale
+            query, key, value, *seqlens, 0.0, part.causal, return_debug_mask=False, scale=scale
         )
         return out, lse
 
@@ -146,11 +148,11 @@ class FlashKernel:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         unused = torch.zeros(2, dtype=torch.uint64, device=grad.device)  # the random state of a dropout of 0
-        ends = (part.cu_seqlens_q, part.cu_seqlens_k, *part.max_seqlens)
-        found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-            grad, *states, out, lse, *ends, 0.0, part.causal, unused, unused, scale=scale
+        seqlens = (part.cu_seqlens_q, part.cu_seqlens_k, *part.max_seqlens)
+        grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+            grad, *states, out, lse, *seqlens, 0.0, part.causal, unused, unused, scale=scale
         )
-        return found
+        return grads
 
 
 class PartwiseAttention(torch.autograd.Function):
@@ -168,10 +170,10 @@ class PartwiseAttention(torch.autograd.Function):
     ) -> Tensor:
         out, lse = kernel.forward(query, key, value, parts[0], scale)
         for part in parts[1:]:
-            here, there = part.queries, part.keys
-            assert here is not None
-            more, its = kernel.forward(query[here], key[there], value[there], part, scale)
-            merge(out, lse, more, its, here)
+            query_index, key_index = part.queries, part.keys
+            assert query_index is not None
+            part_out, part_lse = kernel.forward(query[query_index], key[key_index], value[key_index], part, scale)
+            merge(out, lse, part_out, part_lse, query_index)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.how = parts, scale, kernel
         return out
@@ -181,29 +183,31 @@ class PartwiseAttention(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         parts, scale, kernel = ctx.how
         grad = grads[0].contiguous()
-        of_query, of_key, of_value = kernel.backward(grad, (query, key, value), out, lse, parts[0], scale)
+        grad_query, grad_key, grad_value = kernel.backward(grad, (query, key, value), out, lse, parts[0], scale)
         for part in parts[1:]:
-            here, there = part.queries, part.keys
-            states = (query[here], key[there], value[there])
-            asked = kernel.backward(grad[here], states, out[here], lse[:, here].contiguous(), part, scale)
-            of_query[here] += asked[0]
-            of_key, of_value = (
-                _accumulate(whole, there, more, part.unique_keys)
-                for whole, more in zip((of_key, of_value), asked[1:], strict=True)
+            query_index, key_index = part.queries, part.keys
+            states = (query[query_index], key[key_index], value[key_index])
+            part_grads = kernel.backward(
+                grad[query_index], states, out[query_index], lse[:, query_index].contiguous(), part, scale
             )
-        return of_query, of_key, of_value, None, None, None
+            grad_query[query_index] += part_grads[0]
+            grad_key, grad_value = (
+                _accumulate(total, key_index, part_grad, part.unique_keys)
+                for total, part_grad in zip((grad_key, grad_value), part_grads[1:], strict=True)
+            )
+        return grad_query, grad_key, grad_value, None, None, None
 
 
-def _accumulate(whole: Tensor, places: TokenIndex, more: Tensor, unique_keys: bool) -> Tensor:
-    if unique_keys or isinstance(places, slice):
-        whole[places] += more
-        return whole
-    exact = torch.promote_types(whole.dtype, torch.float32)
-    return whole.to(exact).index_add_(0, places, more.to(exact)).to(whole.dtype)
+def _accumulate(total: Tensor, index: TokenIndex, part: Tensor, unique_keys: bool) -> Tensor:
+    if unique_keys or isinstance(index, slice):
+        total[index] += part
+        return total
+    dtype = torch.promote_types(total.dtype, torch.float32)
+    return total.to(dtype).index_add_(0, index, part.to(dtype)).to(total.dtype)
 
 
 def attend_in_parts(query: Tensor, key: Tensor, value: Tensor, parts: Sequence[AttentionPart], scale: float) -> Tensor:
-    found: Tensor = PartwiseAttention.apply(  # type: ignore[no-untyped-call]
+    out: Tensor = PartwiseAttention.apply(  # type: ignore[no-untyped-call]
         query.contiguous(), key.contiguous(), value.contiguous(), parts, scale, FlashKernel()
     )
-    return found
+    return out

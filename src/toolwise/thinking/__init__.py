@@ -1,1 +1,1 @@
-"""Thinking levels: what they are, what was written, what the other levels would have thought, what each was worth."""
+"""Thinking levels: parse the level of each step, generate thoughts at the others, score the action under each."""

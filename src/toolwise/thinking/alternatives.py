@@ -1,5 +1,6 @@
-"""The thoughts of the other levels: written by the policy itself from the same history with the level forced, and cut
-before the action. The writer never sees the action: a thought written backwards from it would prove nothing.
+"""Generates thoughts at the levels a step did not use: sampled from the policy, after the same history, with the level
+forced, and cut before the action. The prompt never contains the action, since a thought that rationalises it afterwards
+would say nothing about the value of thinking.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _WORD = re.compile(r"\w", re.ASCII)
 
 
 class Codec(Protocol):
-    """Text to tokens and back; `ChatTokenizer` is one."""
+    """Converts text to tokens and back, as `ChatTokenizer` does."""
 
     end_id: int
 
@@ -41,32 +42,32 @@ class Codec(Protocol):
 
 
 class LeakError(PolicyError):
-    """A thought whose writer saw more than the history and its level."""
+    """An alternative thought was generated from more than the history and its level."""
 
 
 @dataclass(frozen=True, slots=True)
 class AlternativeWriter:
-    """Writes alternatives; all that are asked for at once are generated together."""
+    """Generates alternatives; those of one call run concurrently."""
 
     model: ThinkingModel
     codec: Codec
     levels: Levels
     sampling: Sampling
-    """`max_new_tokens` is the longest thought; its seed is that of the run."""
+    """`max_new_tokens` limits the thought; `seed` is the run's."""
 
     def other_levels(self, step: ParsedStep) -> list[Level]:
-        """The levels that the policy did not use."""
-        return [level for level in self.levels if level.number != step.reading.level]
+        """The levels the step did not use."""
+        return [level for level in self.levels if level.number != step.reply.level]
 
     def max_tokens_for(self, step: ParsedStep) -> int:
-        """Tokens that a step's alternatives may take at most."""
+        """Upper bound on the tokens generated for a step's alternatives."""
         return self.sampling.max_new_tokens * sum(level.thinks for level in self.other_levels(step))
 
     async def write(self, steps: Sequence[ParsedStep], *, training_step: int = 0) -> list[tuple[Alternative, ...]]:
-        """For each step one alternative for every level it did not use, failed ones included."""
-        asked = [(step, level) for step in steps for level in self.other_levels(step)]
-        found = iter(await asyncio.gather(*(self._write(step, level, training_step) for step, level in asked)))
-        return [tuple(next(found) for _ in self.other_levels(step)) for step in steps]
+        """For each step, one alternative per level it did not use, including failed ones."""
+        requests = [(step, level) for step in steps for level in self.other_levels(step)]
+        written = iter(await asyncio.gather(*(self._write(step, level, training_step) for step, level in requests)))
+        return [tuple(next(written) for _ in self.other_levels(step)) for step in steps]
 
     async def _write(self, step: ParsedStep, level: Level, training_step: int) -> Alternative:
         opening = self.codec.encode(level.opening)
@@ -88,18 +89,18 @@ class AlternativeWriter:
 
     @property
     def _stop_token_ids(self) -> tuple[int, ...]:
-        """Where the end of a thought is one token, nothing beyond it need be written."""
+        """Stop at the end of the thought if its closing tag is a single token."""
         close = self.codec.encode(END_THINK)
         return (self.codec.end_id, *(close if len(close) == 1 else ()))
 
     def _parse_thought(
         self, level: Level, prompt: list[int], opening: list[int], generation: Generation
     ) -> Alternative:
-        """The level and the thought without what follows them."""
+        """Parse the generated text up to the end of the thought."""
         ids = [*opening, *generation.token_ids]
         if ids[-1] == self.codec.end_id:
             ids.pop()
-        made = Alternative(
+        alternative = Alternative(
             level.number,
             prompt,
             len(opening),
@@ -109,67 +110,69 @@ class AlternativeWriter:
         text = self.codec.decode(ids)
         closing = _CLOSING.search(text, len(level.opening))
         end = closing.end() if closing else len(text)
-        reading = parse_reply(text[:end])
-        faults = [fault for fault in reading.faults if fault is not FormatFault.NO_ACTION]
+        reply = parse_reply(text[:end])
+        faults = [fault for fault in reply.faults if fault is not FormatFault.NO_ACTION]
         if faults:
             too_long = faults[0] is FormatFault.UNCLOSED_THOUGHT and generation.finish_reason == "length"
-            return replace(made, failure="too_long" if too_long else FAILURE_OF_FAULT.get(faults[0], "malformed"))
-        if reading.level != level.number or reading.thought is None:
-            return replace(made, failure="malformed")
-        spans = token_spans(ids, self.codec.decode, reading)
+            return replace(
+                alternative, failure="too_long" if too_long else FAILURE_OF_FAULT.get(faults[0], "malformed")
+            )
+        if reply.level != level.number or reply.thought is None:
+            return replace(alternative, failure="malformed")
+        spans = token_spans(ids, self.codec.decode, reply)
         head = ids[: len(spans.head)]
         return replace(
-            made,
+            alternative,
             head_ids=head,
             logprobs=list(generation.logprobs)[: len(head) - len(opening)],
             text=text[:end],
-            thought=reading.thought,
+            thought=reply.thought,
             thinking_tokens=len(spans.thought),
         )
 
 
 def check_no_leak(step: ParsedStep, alternative: Alternative, opening: Sequence[int]) -> Alternative:
-    """The alternative, if its writer was given the history and the forced level and nothing else."""
+    """Return the alternative; raise if its prompt was not exactly the history and the forced level."""
     if list(alternative.prompt_ids) != [*step.history, *opening]:
         raise LeakError(
-            f"rollout {step.rollout_id}, step {step.index}, level {alternative.level}: the thought was not written "
-            "from the history and its level alone, so that it proves nothing: prompt with exactly these tokens"
+            f"rollout {step.rollout_id}, step {step.index}, level {alternative.level}: the thought was not generated "
+            "from the history and its level alone; prompt with exactly these tokens"
         )
     return alternative
 
 
 def mentions_action(thought: str | None, action: str | None) -> bool:
-    """Whether a thought says the action, white space and case aside."""
+    """Whether a thought contains the action as whole words, ignoring case and white space."""
     if not thought or not action:
         return False
-    said, wanted = (" ".join(text.casefold().split()) for text in (thought, action))
+    haystack, needle = (" ".join(text.casefold().split()) for text in (thought, action))
     return any(
-        not _WORD.fullmatch(said[max(0, at - 1) : at]) and not _WORD.match(said, at + len(wanted))
-        for at in _occurrences(wanted, said)
+        not _WORD.fullmatch(haystack[max(0, at - 1) : at]) and not _WORD.match(haystack, at + len(needle))
+        for at in _occurrences(needle, haystack)
     )
 
 
-def _occurrences(wanted: str, said: str) -> Iterator[int]:
-    """Wherever `wanted` begins in `said`, overlaps included, in linear time (Knuth, Morris and Pratt)."""
-    if not wanted or wanted not in said:
+def _occurrences(phrase: str, text: str) -> Iterator[int]:
+    """Start of every occurrence of `phrase` in `text`, overlaps included, in linear time (Knuth–Morris–Pratt)."""
+    if not phrase or phrase not in text:
         return
     borders, length = [0], 0
-    for letter in wanted[1:]:
-        while length and letter != wanted[length]:
+    for character in phrase[1:]:
+        while length and character != phrase[length]:
             length = borders[length - 1]
-        length += letter == wanted[length]
+        length += character == phrase[length]
         borders.append(length)
     length = 0
-    for at, letter in enumerate(said):
-        while length and letter != wanted[length]:
+    for index, character in enumerate(text):
+        while length and character != phrase[length]:
             length = borders[length - 1]
-        length += letter == wanted[length]
-        if length == len(wanted):
-            yield at + 1 - length
+        length += character == phrase[length]
+        if length == len(phrase):
+            yield index + 1 - length
             length = borders[length - 1]
 
 
 def _seed(seed: int, training_step: int, step: ParsedStep, level: Level) -> int:
-    """A draw of its own for each alternative, the same in the same run."""
+    """A separate, reproducible seed per alternative."""
     name = f"{seed}/{training_step}/{step.rollout_id}/{step.index}/{level.number}"
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1

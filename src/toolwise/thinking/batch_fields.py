@@ -1,7 +1,7 @@
-"""Document 5's two fields, [batch, length], from typed steps: one number a row, at each of its tokens.
+"""The two [batch, length] fields of RLVCR batches, from typed steps: one value per row, repeated at each of its tokens.
 
-The document gives three quantities one name; here the caller says which is meant. A step without it has nan, which
-`compute_rlvcr_outcome_advantage` reads as none; it is never a number.
+`thinking_level_entropies` can hold one of three quantities; the caller chooses. A step without it has NaN, which
+`compute_rlvcr_outcome_advantage` treats as missing.
 """
 
 from __future__ import annotations
@@ -24,16 +24,20 @@ def thinking_fields(
     advantages: Sequence[float] | None = None,
     width: int | None = None,
 ) -> dict[str, Any]:
-    """`thinking_level_entropies` and `thinking_token_costs` of the level that each step used. `lengths` are the rows'
-    tokens; `advantages` one a step, where that is the quantity (nan: none)."""
+    """`thinking_level_entropies` and `thinking_token_costs` of the level each step used. `lengths` are token counts per
+    row; `advantages`, one per step (NaN: missing), are needed if that is the quantity."""
     if quantity == "thinking_advantage":
         if advantages is None:
-            raise ValueError("thinking advantages are the estimator's: give them, or ask for another quantity")
+            raise ValueError(
+                "thinking advantages come from the estimator: pass `advantages`, or choose another quantity"
+            )
         values = [float(a) for a in advantages]
     else:
         values = [np.nan if step.group is None else _level_quantity(step.group.used, quantity) for step in steps]
     if not len(values) == len(lengths) == len(steps):
-        raise ValueError(f"{len(values)} values and {len(lengths)} lengths for {len(steps)} steps; give one for each")
+        raise ValueError(
+            f"got {len(values)} values and {len(lengths)} lengths for {len(steps)} steps; pass one per step"
+        )
     shape = (len(steps), max([0, *lengths]) if width is None else width)
     inside = np.arange(shape[1]) < np.asarray(lengths, dtype=np.intp).reshape(-1, 1)
     costs = [float(step.thinking_tokens) for step in steps]

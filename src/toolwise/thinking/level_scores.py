@@ -1,8 +1,9 @@
-"""What each level was worth: the same action tokens scored after the thoughts of all levels, in one batched pass.
+"""Scores the same action tokens after the thoughts of all levels, in one batched pass, to measure what each level is
+worth.
 
-Each context is the history, a level with its thought, the action's opening tag and the action. The tag stands in the
-context and is not scored. Thoughts are computed on the way, and that they are as likely as when they were drawn shows
-that their writer saw nothing else.
+Each context is the history, a level with its thought, the action's opening tag and the action. The tag is part of the
+context and not scored. The pass also yields the log-probs of the thoughts: if they match those at sampling time, the
+thoughts were generated from nothing but the history and the level.
 """
 
 from __future__ import annotations
@@ -18,27 +19,27 @@ from toolwise.thinking.thinking_model import ScoringRequest, ThinkingModel, Toke
 from toolwise.types import Alternative, LevelScore, ThinkingGroup
 
 LEAK_NATS = 0.1
-"""Half-precision kernels put log-probs of the same tokens 0.05 nats apart on average; a thought that was written in
-sight of its action is off by more."""
+"""Half-precision kernels differ by 0.05 nats on average on the same tokens; a thought generated with the action in view
+is off by more."""
 
 
 @dataclass(frozen=True, slots=True)
 class LevelScores:
-    """Groups, one a step, None where fewer than two levels are left; and what the pass showed beside them."""
+    """One group per step, None if fewer than two levels are left, and statistics of the scoring pass."""
 
     groups: list[ThinkingGroup | None]
     failures: dict[str, int]
-    """Why alternatives left their group -> how many did."""
+    """Reason why an alternative was dropped -> count."""
     thought_gap: float
-    """Mean distance between a thought token's log-prob as drawn and as scored."""
+    """Mean absolute difference between a thought token's log-prob when sampled and when scored."""
     action_gap: float
-    """The same of the actions, in the context they were drawn in."""
+    """The same for the actions, in the context they were sampled in."""
     scored_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """One continuation of a step's history; its last tokens are the action's."""
+    """One continuation of a step's history; it ends with the action's tokens."""
 
     ids: list[int]
     head: int
@@ -54,45 +55,49 @@ async def score_levels(
     temperature: float = 1.0,
     leak_nats: float = LEAK_NATS,
 ) -> LevelScores:
-    """One pass over all contexts of all steps."""
+    """Score all contexts of all steps in one pass."""
     failures: dict[str, int] = {}
-    laid_out: list[list[_Context]] = []
-    for step, others in zip(steps, alternatives, strict=True):
+    step_contexts: list[list[_Context]] = []
+    for step, step_alternatives in zip(steps, alternatives, strict=True):
         contexts = [_Context(list(step.token_ids[: step.spans.action.stop]), len(step.spans.head), None)]
-        for other in others:
-            made = _context(step, other, codec)
-            if isinstance(made, str):
-                failures[made] = failures.get(made, 0) + 1
+        for alternative in step_alternatives:
+            context = _context(step, alternative, codec)
+            if isinstance(context, str):
+                failures[context] = failures.get(context, 0) + 1
             else:
-                contexts.append(made)
-        laid_out.append(contexts)
-    asked = [number for number, contexts in enumerate(laid_out) if len(contexts) >= 2]
-    requests = [ScoringRequest(steps[i].history, tuple(c.ids for c in laid_out[i])) for i in asked]
-    found = dict(zip(asked, await model.score(requests, temperature) if requests else [], strict=True))
+                contexts.append(context)
+        step_contexts.append(contexts)
+    scorable = [index for index, contexts in enumerate(step_contexts) if len(contexts) >= 2]
+    requests = [ScoringRequest(steps[i].history, tuple(c.ids for c in step_contexts[i])) for i in scorable]
+    scores_of_step = dict(zip(scorable, await model.score(requests, temperature) if requests else [], strict=True))
     gaps = _LogprobGaps()
     groups = [
-        _group(step, contexts, found[i], gaps, failures) if i in found else None
-        for i, (step, contexts) in enumerate(zip(steps, laid_out, strict=True))
+        _group(step, contexts, scores_of_step[i], gaps, failures) if i in scores_of_step else None
+        for i, (step, contexts) in enumerate(zip(steps, step_contexts, strict=True))
     ]
     gaps.check(leak_nats)
-    counted = sum(len(c.ids) for i in asked for c in laid_out[i])
-    return LevelScores(groups, failures, gaps.thoughts, gaps.actions, counted)
+    token_count = sum(len(c.ids) for i in scorable for c in step_contexts[i])
+    return LevelScores(groups, failures, gaps.thoughts, gaps.actions, token_count)
 
 
-def _context(step: ParsedStep, other: Alternative, codec: Codec) -> _Context | str:
-    """The other level's head before the step's own action; or why there can be none."""
-    if other.failure is not None:
-        return other.failure
-    rest = step.text[step.reading.spans.head[1] : step.reading.spans.action[1] if step.reading.spans.action else None]
-    wanted, action = other.text + rest, list(step.action_ids)
-    ids = [*other.head_ids, *step.tail_ids]
-    if codec.decode(ids)[: len(wanted)] != wanted:
-        # A token lies across the border in one of the two and not in the other: the border is written anew.
-        left, right = codec.decode(other.head_ids), codec.decode(action)
-        ids = [*other.head_ids, *codec.encode(wanted[len(left) : len(wanted) - len(right)]), *action]
-        if not wanted.startswith(left) or codec.decode(ids) != wanted:
+def _context(step: ParsedStep, alternative: Alternative, codec: Codec) -> _Context | str:
+    """The other level's head followed by the step's action; or the reason why that is impossible."""
+    if alternative.failure is not None:
+        return alternative.failure
+    tail = step.text[step.reply.spans.head[1] : step.reply.spans.action[1] if step.reply.spans.action else None]
+    expected, action = alternative.text + tail, list(step.action_ids)
+    ids = [*alternative.head_ids, *step.tail_ids]
+    if codec.decode(ids)[: len(expected)] != expected:
+        # A token spans the border in one of the two but not in the other: re-tokenise the text between them.
+        head_text, action_text = codec.decode(alternative.head_ids), codec.decode(action)
+        ids = [
+            *alternative.head_ids,
+            *codec.encode(expected[len(head_text) : len(expected) - len(action_text)]),
+            *action,
+        ]
+        if not expected.startswith(head_text) or codec.decode(ids) != expected:
             return "border"
-    return _Context(ids, len(other.head_ids), other)
+    return _Context(ids, len(alternative.head_ids), alternative)
 
 
 def _group(
@@ -103,32 +108,34 @@ def _group(
     failures: dict[str, int],
 ) -> ThinkingGroup | None:
     count = len(step.spans.action)
-    found = []
-    for context, of_context in zip(contexts, scores, strict=True):
-        other, cut = context.alternative, len(context.ids) - count
-        logprobs, entropies = of_context.logprobs[cut:], of_context.entropies[cut:]
+    level_scores = []
+    for context, token_scores in zip(contexts, scores, strict=True):
+        alternative, cut = context.alternative, len(context.ids) - count
+        logprobs, entropies = token_scores.logprobs[cut:], token_scores.entropies[cut:]
         if not (np.isfinite(logprobs).all() and np.isfinite(entropies).all()):
             failures["not_a_number"] = failures.get("not_a_number", 0) + 1
-            if other is None:
+            if alternative is None:
                 return None
             continue
-        if other is None:
+        if alternative is None:
             gaps.add_action(np.asarray(step.logprobs)[step.spans.action.start : step.spans.action.stop] - logprobs)
         else:
-            gaps.add_thought(np.asarray(other.logprobs) - of_context.logprobs[other.forced_tokens : context.head])
-        level = other.level if other else step.reading.level
-        assert level is not None  # a step without one is not comparable
-        tokens = other.thinking_tokens if other else step.thinking_tokens
+            gaps.add_thought(
+                np.asarray(alternative.logprobs) - token_scores.logprobs[alternative.forced_tokens : context.head]
+            )
+        level = alternative.level if alternative else step.reply.level
+        assert level is not None  # steps without a level are not comparable
+        tokens = alternative.thinking_tokens if alternative else step.thinking_tokens
         between = context.ids[context.head : cut]
-        found.append(LevelScore(level, tokens, logprobs, entropies, other, between))
-    used = step.reading.level
-    if used is None or len(found) < 2:
+        level_scores.append(LevelScore(level, tokens, logprobs, entropies, alternative, between))
+    used = step.reply.level
+    if used is None or len(level_scores) < 2:
         return None
-    return ThinkingGroup(used, tuple(sorted(found, key=lambda score: score.level)), step.action_ids)
+    return ThinkingGroup(used, tuple(sorted(level_scores, key=lambda score: score.level)), step.action_ids)
 
 
 class _LogprobGaps:
-    """How far what was drawn stands from what was scored."""
+    """Absolute differences between log-probs at sampling and at scoring time."""
 
     def __init__(self) -> None:
         self._actions: list[float] = []
@@ -149,10 +156,10 @@ class _LogprobGaps:
         return float(np.mean(self._thoughts)) if self._thoughts else 0.0
 
     def check(self, leak_nats: float) -> None:
-        # Where the actions are off as well, policy and scorer disagree about everything: the canary's business.
+        # If the actions differ as well, it is a train–inference mismatch, which the learner checks (learner.mismatch).
         if self.thoughts > leak_nats and self.thoughts > 2 * self.actions:
             raise LeakError(
-                f"thoughts of other levels are {self.thoughts:.3g} nats a token off what the history alone gives "
-                f"(more than {leak_nats:g}): their writer saw something else, such as the action; give it exactly the "
-                "history and the level"
+                f"the log-probs of alternative thoughts are {self.thoughts:.3g} nats per token off what the history "
+                f"alone gives (limit {leak_nats:g}): they were generated from something else, such as the action; "
+                "prompt with exactly the history and the level"
             )

@@ -1,6 +1,6 @@
-"""The four levels of thinking, read from one template file that a user can replace (levels.toml).
+"""The four thinking levels, read from a template file that users can replace (levels.toml).
 
-A level is a decision: the policy writes `<level>k</level>`, the thought that level asks for, and the action.
+Choosing a level is part of the policy's reply: `<level>k</level>`, the thought the level calls for, then the action.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class Level:
     instruction: str
     """One line for the prompt."""
     skeleton: str
-    """A whole reply, with `{action}` and the parts of its thought in braces."""
+    """A complete reply, with `{action}` and the parts of its thought in braces."""
 
     @cached_property
     def parts(self) -> tuple[str, ...]:
-        """What the thought is made of, in order."""
+        """Names of the parts of the thought, in order."""
         return tuple(name for name in _PART.findall(self.skeleton) if name != "action")
 
     @property
@@ -45,34 +45,34 @@ class Level:
 
     @property
     def opening(self) -> str:
-        """What forces the level: the reply up to where its thought begins; without a thought, up to the action."""
+        """Prefix that forces the level: the reply up to the start of its thought or, without one, up to the action."""
         mark = THINK if self.thinks else ACTION
         before, _, _ = self.skeleton.partition(mark)
         return before + THINK if self.thinks else before
 
     def head(self, thought: str = "") -> str:
-        """The reply with this thought in it, cut before the action."""
+        """The reply with this thought, up to the action."""
         return f"{self.opening}{thought}{END_THINK}" if self.thinks else self.opening
 
     def thought(self, parts: Mapping[str, str]) -> str:
-        """The thought that the skeleton makes of its parts; parts that it does not name are left out."""
+        """Fill the skeleton's thought with `parts`; parts it does not name are ignored."""
         inside = self.skeleton.partition(THINK)[2].partition(END_THINK)[0]
         missing = [name for name in self.parts if name not in parts]
         if missing:
-            raise ConfigError(f"level {self.number} ({self.name}) wants {missing[0]!r} in its thought: give that part")
-        return _PART.sub(lambda found: parts[found.group(1)], inside)
+            raise ConfigError(f"level {self.number} ({self.name}) needs the part {missing[0]!r} in its thought: add it")
+        return _PART.sub(lambda match: parts[match.group(1)], inside)
 
     def write(self, action: str, parts: Mapping[str, str] | None = None) -> str:
-        """A whole reply."""
+        """A complete reply."""
         return f"{self.head(self.thought(parts or {}))}{ACTION}{action}{END_ACTION}"
 
 
 @dataclass(frozen=True)
 class Levels:
-    """The levels of a template file, from the first to the last."""
+    """The levels of a template file, in order."""
 
     prompt: str
-    """How they are explained to a model; `{levels}` stands for a line each."""
+    """Explanation for the model; `{levels}` is replaced by one line per level."""
     all: tuple[Level, ...]
 
     def __len__(self) -> int:
@@ -97,40 +97,44 @@ class Levels:
 
 
 def load_levels(path: str | Path = LEVELS_FILE) -> Levels:
-    """The levels that a template file describes."""
-    where = Path(path)
+    """Read and check a template file."""
+    file = Path(path)
     try:
-        table = tomllib.loads(where.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as fault:
-        raise ConfigError(f"levels: cannot read {where}: {fault}") from None
+        table = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"levels: cannot read {file}: {error}") from None
     unknown = sorted(set(table) - {"prompt", "level"})
     if unknown:
-        raise ConfigError(f"levels: {where} has {unknown[0]!r}; it may have prompt and four [[level]] tables")
+        raise ConfigError(
+            f"levels: {file} has an unknown key {unknown[0]!r}; only prompt and four [[level]] tables are allowed"
+        )
     rows = table.get("level", [])
     if not isinstance(rows, list) or len(rows) != LEVEL_COUNT:
-        found = len(rows) if isinstance(rows, list) else "no list of"
-        raise ConfigError(f"levels: {where} has {found} [[level]] tables; there must be {LEVEL_COUNT}")
+        count = len(rows) if isinstance(rows, list) else "no list of"
+        raise ConfigError(f"levels: {file} has {count} [[level]] tables; there must be {LEVEL_COUNT}")
     prompt = table.get("prompt", "{levels}")
     if not isinstance(prompt, str) or "{levels}" not in prompt:
-        raise ConfigError(f"levels: {where}: prompt must be text with {{levels}} in it, where the levels go")
-    return Levels(prompt, tuple(_read_level(where, number, row) for number, row in enumerate(rows, start=1)))
+        raise ConfigError(f"levels: {file}: prompt must be a string that contains {{levels}}, where the levels go")
+    return Levels(prompt, tuple(_read_level(file, number, row) for number, row in enumerate(rows, start=1)))
 
 
-def _read_level(where: Path, number: int, row: object) -> Level:
-    at = f"levels: {where}, level {number}"
+def _read_level(file: Path, number: int, row: object) -> Level:
+    prefix = f"levels: {file}, level {number}"
     if not isinstance(row, dict) or sorted(row) != sorted(_KEYS):
-        raise ConfigError(f"{at}: must have exactly {', '.join(_KEYS)}")
+        raise ConfigError(f"{prefix}: must have exactly {', '.join(_KEYS)}")
     empty = [key for key in _KEYS if not isinstance(row[key], str) or not row[key].strip()]
     if empty:
-        raise ConfigError(f"{at}: {empty[0]} must be text and not empty")
+        raise ConfigError(f"{prefix}: {empty[0]} must be a non-empty string")
     level = Level(number, *(row[key].strip() for key in _KEYS))
     thought = rf"{THINK}(?:(?!</?\w+>).)*{END_THINK}" if number > 1 else ""
-    wanted = rf"<level>{number}</level>{thought}{ACTION}\{{action\}}{END_ACTION}"
-    if not re.fullmatch(wanted, level.skeleton, re.DOTALL):
+    pattern = rf"<level>{number}</level>{thought}{ACTION}\{{action\}}{END_ACTION}"
+    if not re.fullmatch(pattern, level.skeleton, re.DOTALL):
         shape = f"<level>{number}</level>{f'{THINK}…{END_THINK}' if number > 1 else ''}{ACTION}{{action}}{END_ACTION}"
-        raise ConfigError(f"{at}: the skeleton must be {shape}, got {level.skeleton!r:.80}")
+        raise ConfigError(f"{prefix}: the skeleton must be {shape}, got {level.skeleton!r:.80}")
     if level.skeleton.count("{action}") > 1:
-        raise ConfigError(f"{at}: the skeleton has {{action}} in its thought, which would teach thoughts to name it")
+        raise ConfigError(
+            f"{prefix}: the skeleton has {{action}} in its thought, which would train thoughts to state the action"
+        )
     return level
 
 
@@ -139,4 +143,4 @@ def _elide_parts(skeleton: str) -> str:
 
 
 DEFAULT_LEVELS = load_levels()
-"""Those that ship."""
+"""The built-in levels."""

@@ -1,4 +1,4 @@
-"""What the thinking stage reports: how often each level was used and where, what thoughts cost, what went wrong."""
+"""Metrics of the thinking stage: level usage per kind of step, token costs of thoughts, failed alternatives."""
 
 from __future__ import annotations
 
@@ -15,28 +15,32 @@ from toolwise.types import Alternative
 
 
 def level_usage_metrics(steps: Sequence[ParsedStep]) -> Metrics:
-    """Of all steps, and of each kind where the world tells kinds apart."""
+    """Level usage over all steps, and per kind of step if the environment reports kinds."""
     if not steps:
         return {}
-    found = format_metrics([step.reading for step in steps])
-    found["thinking/tokens_per_step"] = _mean([step.thinking_tokens for step in steps])
-    found["thinking/names_action"] = _mention_rate([(step.reading.thought, step.reading.action) for step in steps])
+    metrics = format_metrics([step.reply for step in steps])
+    metrics["thinking/tokens_per_step"] = _mean([step.thinking_tokens for step in steps])
+    metrics["thinking/names_action"] = _mention_rate([(step.reply.thought, step.reply.action) for step in steps])
     for kind in sorted({step.kind for step in steps if step.kind is not None}):
         of_kind = [step for step in steps if step.kind == kind]
-        levels = Counter(step.reading.level for step in of_kind if step.reading.level is not None)
-        told = max(1, levels.total())
-        found |= {f"thinking/{kind}/level_{k}_share": levels[k] / told for k in range(1, LEVEL_COUNT + 1)}
-        found[f"thinking/{kind}/tokens_per_step"] = _mean([step.thinking_tokens for step in of_kind])
-        found[f"thinking/{kind}/steps"] = float(len(of_kind))
-    return found
+        levels = Counter(step.reply.level for step in of_kind if step.reply.level is not None)
+        with_level = max(1, levels.total())
+        metrics |= {f"thinking/{kind}/level_{k}_share": levels[k] / with_level for k in range(1, LEVEL_COUNT + 1)}
+        metrics[f"thinking/{kind}/tokens_per_step"] = _mean([step.thinking_tokens for step in of_kind])
+        metrics[f"thinking/{kind}/steps"] = float(len(of_kind))
+    return metrics
 
 
 def alternative_metrics(
     chosen: Sequence[ParsedStep], alternatives: Sequence[Sequence[Alternative]], scored: LevelScores, sampled: int
 ) -> Metrics:
-    """`sampled` tokens were drawn in the rollouts themselves."""
-    pairs = [(step, other) for step, others in zip(chosen, alternatives, strict=True) for other in others]
-    generated_tokens = sum(other.generated_tokens for _, other in pairs)
+    """`sampled` is the number of tokens sampled in the rollouts themselves."""
+    pairs = [
+        (step, alternative)
+        for step, step_alternatives in zip(chosen, alternatives, strict=True)
+        for alternative in step_alternatives
+    ]
+    generated_tokens = sum(alternative.generated_tokens for _, alternative in pairs)
     return {
         "thinking/steps_compared": float(len(chosen)),
         "thinking/groups": float(sum(group is not None for group in scored.groups)),
@@ -44,7 +48,7 @@ def alternative_metrics(
         "thinking/failed_alternatives": float(sum(scored.failures.values())),
         **{f"thinking/failed/{why}": float(count) for why, count in sorted(scored.failures.items())},
         "thinking/alternatives_name_action": _mention_rate(
-            [(other.thought, step.reading.action) for step, other in pairs if other.failure is None]
+            [(alternative.thought, step.reply.action) for step, alternative in pairs if alternative.failure is None]
         ),
         "thinking/added_tokens": float(generated_tokens),
         "thinking/added_tokens_ratio": generated_tokens / max(1, sampled),
@@ -54,9 +58,9 @@ def alternative_metrics(
     }
 
 
-def _mention_rate(said: Sequence[tuple[str | None, str | None]]) -> float:
-    """Of the thoughts there are, how many say the action."""
-    return _mean([float(mentions_action(thought, action)) for thought, action in said if thought is not None])
+def _mention_rate(pairs: Sequence[tuple[str | None, str | None]]) -> float:
+    """Share of the thoughts that mention the action."""
+    return _mean([float(mentions_action(thought, action)) for thought, action in pairs if thought is not None])
 
 
 def _mean(values: Sequence[float]) -> float:

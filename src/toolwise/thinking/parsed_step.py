@@ -1,4 +1,4 @@
-"""One step of a rollout as the thinking stage reads it: its history, its tokens and what they say."""
+"""A parsed step of a rollout: its history, its sampled tokens and the reply they encode."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from toolwise.thinking.token_spans import TokenSpans
 
 @dataclass(frozen=True, slots=True)
 class ParsedStep:
-    """One decision of a rollout: the history the policy saw, the tokens it sampled, and what they say."""
+    """One decision of a rollout."""
 
     rollout_id: str
     group_id: str
     index: int
     history: Sequence[int]
+    """Prompt token ids."""
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     text: str
-    reading: ParsedReply
+    reply: ParsedReply
     spans: TokenSpans
     kind: str | None = None
-    """Of step, where the world says it: "easy", "hard", …"""
+    """Kind of step, if the environment reports it: "easy", "hard", …"""
 
     @property
     def action_ids(self) -> Sequence[int]:
@@ -31,7 +32,7 @@ class ParsedStep:
 
     @property
     def tail_ids(self) -> Sequence[int]:
-        """All that follows the head up to the action's end: its opening tag and its tokens."""
+        """Tokens from the end of the head to the end of the action: its opening tag and the action."""
         return self.token_ids[len(self.spans.head) : self.spans.action.stop]
 
     @property
@@ -40,5 +41,5 @@ class ParsedStep:
 
     @property
     def comparable(self) -> bool:
-        """Whether there is a level to compare with others, and an action to score."""
-        return self.reading.valid and len(self.spans.action) > 0
+        """Whether the step has a level to compare and an action to score."""
+        return self.reply.valid and len(self.spans.action) > 0

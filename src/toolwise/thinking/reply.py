@@ -1,7 +1,7 @@
-"""What a model wrote -> level, thought, action, where each of them stands, and everything that is wrong with it.
+"""Parses a reply into level, thought and action with their spans, and lists every format fault.
 
-Any text can be read, in time linear in its length. Where the action is, `rollout.parsers` and this agree: what the
-world was given is what is scored here.
+Accepts any text, in linear time. It finds the same action as `rollout.parsers`: what the environment received is what
+is scored here.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Literal
 from toolwise.thinking.levels import LEVEL_COUNT
 
 Span = tuple[int, int]
-"""Characters from, up to."""
+"""[start, end) in characters."""
 ActionKind = Literal["action", "tool_call", "answer"]
 
 
 class FormatFault(StrEnum):
-    """One thing that is wrong with a reply."""
+    """A format error in a reply."""
 
     NO_LEVEL = "no_level"
     REPEATED_LEVEL = "repeated_level"
@@ -27,54 +27,54 @@ class FormatFault(StrEnum):
     BAD_LEVEL = "bad_level"
     """Not one of 1, 2, 3, 4."""
     LATE_LEVEL = "late_level"
-    """It comes after the thought or the action that it should announce."""
+    """The level comes after the thought or the action it should announce."""
     NO_THOUGHT = "no_thought"
-    """None at a level above 1."""
+    """No thought at a level above 1."""
     EMPTY_THOUGHT = "empty_thought"
     NEEDLESS_THOUGHT = "needless_thought"
-    """One at level 1."""
+    """A thought at level 1."""
     REPEATED_THOUGHT = "repeated_thought"
     UNCLOSED_THOUGHT = "unclosed_thought"
     UNOPENED_THOUGHT = "unopened_thought"
     NESTED_TAG = "nested_tag"
     """A tag inside a thought or an action."""
     ACTION_FIRST = "action_first"
-    """The action stands before the thought."""
+    """The action comes before the thought."""
     NO_ACTION = "no_action"
     EMPTY_ACTION = "empty_action"
     REPEATED_ACTION = "repeated_action"
     UNCLOSED_ACTION = "unclosed_action"
-    """Or a `<tool_call>` without its end."""
+    """Also a `<tool_call>` without its closing tag."""
     STRAY_TEXT = "stray_text"
-    """Words or tags between the parts, or after the action."""
+    """Text or tags between the parts, or after the action."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextSpans:
-    """Where the parts stand in the text. None where there is no such part."""
+    """Where the parts are in the text; None if a part is missing."""
 
     level: Span | None
-    """What stands between the level's tags."""
+    """Between the level's tags."""
     thought: Span | None
-    """What stands between the thought's tags."""
+    """Between the thought's tags."""
     action: Span | None
-    """What is scored: the words inside `<action>`, whose tag belongs to the context; a tool call with its tags, and an
-    answer as it stands, since whether to call or to answer is part of the decision."""
+    """What is scored: the text inside `<action>`, whose tag belongs to the context; or a whole tool call with its tags,
+    or a whole answer, since choosing between calling and answering is part of the decision."""
     head: Span
-    """Level and thought with their tags. White space before the action is not theirs: it stands in all contexts."""
+    """Level and thought with their tags, without the white space before the action, which is part of all contexts."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedReply:
-    """What was found in a reply."""
+    """The parts of a reply and its format faults."""
 
     level: int | None
-    """1 to 4; None where none was written that is one."""
+    """1 to 4; None if missing or invalid."""
     thought: str | None
     action: str | None
     kind: ActionKind | None
     faults: tuple[FormatFault, ...]
-    """In the order of `FormatFault`, each once; none in a reply that is as it should be."""
+    """In the order of `FormatFault`, without repeats; empty for a valid reply."""
     spans: TextSpans
 
     @property
@@ -91,14 +91,14 @@ _NUMBER = re.compile(rf"[1-{LEVEL_COUNT}]", re.ASCII)
 @dataclass(frozen=True, slots=True)
 class _Tag:
     name: str
-    """level, think or action; with a slash before it where it ends one."""
+    """level, think or action; with a leading slash for a closing tag."""
     start: int
     end: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A part with its tags: [start, end), and what is inside of them."""
+    """A part with its tags, [start, end), and the span inside the tags."""
 
     start: int
     inside: Span
@@ -106,7 +106,7 @@ class _Block:
 
 
 def parse_reply(text: str) -> ParsedReply:
-    """The level, the thought and the action in `text`, and what is wrong with it."""
+    """Find the level, the thought and the action in `text`, and all format faults."""
     tags = [_Tag(m["end"] + m["name"].lower(), m.start(), m.end()) for m in _TAG.finditer(text)]
     faults: set[FormatFault] = set()
     thought = _find_thought(text, tags, faults)
@@ -133,7 +133,7 @@ def parse_reply(text: str) -> ParsedReply:
 
 
 def _head(text: str, blocks: list[_Block], action: _Block | None) -> int:
-    """Where level and thought end; where something stands between them and the action, at the action."""
+    """Where level and thought end; or where the action starts, if there is text between them and the action."""
     if action is None:
         return max((b.end for b in blocks), default=len(text))
     end = max((b.end for b in blocks if b.end <= action.start), default=0)
@@ -141,7 +141,7 @@ def _head(text: str, blocks: list[_Block], action: _Block | None) -> int:
 
 
 def _find_thought(text: str, tags: list[_Tag], faults: set[FormatFault]) -> _Block | None:
-    """From the first opening to the first end after it, as the parsers have it; without an end, as far as it goes."""
+    """From the first opening tag to the next closing tag, as in `rollout.parsers`; unclosed, to the end of the text."""
     opening = next((tag for tag in tags if tag.name == "think"), None)
     closing = next((tag for tag in tags if tag.name == "/think" and (not opening or tag.start >= opening.end)), None)
     if opening and closing:
@@ -149,7 +149,7 @@ def _find_thought(text: str, tags: list[_Tag], faults: set[FormatFault]) -> _Blo
     if opening:
         faults.add(FormatFault.UNCLOSED_THOUGHT)
         return _Block(opening.start, (opening.end, len(text)), len(text))
-    if closing:  # its beginning may have stood in the prompt
+    if closing:  # the opening tag may have been in the prompt
         faults.add(FormatFault.UNOPENED_THOUGHT)
         start = max((tag.end for tag in tags if tag.name == "/level" and tag.end <= closing.start), default=0)
         return _Block(start, (start, closing.start), closing.end)
@@ -157,7 +157,7 @@ def _find_thought(text: str, tags: list[_Tag], faults: set[FormatFault]) -> _Blo
 
 
 def _find_level(text: str, tags: list[_Tag], thought: _Block | None, faults: set[FormatFault]) -> _Block | None:
-    """The first one outside the thought."""
+    """The first level tag outside the thought."""
     outside = [tag for tag in tags if not _is_inside(tag, thought)]
     openings = [tag for tag in outside if tag.name == "level"]
     if not openings:
@@ -180,18 +180,18 @@ def _find_level(text: str, tags: list[_Tag], thought: _Block | None, faults: set
 def _find_action(
     text: str, tags: list[_Tag], level: _Block | None, thought: _Block | None, faults: set[FormatFault]
 ) -> tuple[_Block | None, ActionKind | None]:
-    """The last block after the thought; else what else follows it: a call or an answer."""
-    if FormatFault.UNCLOSED_THOUGHT in faults:  # it ends where the action begins
-        after = thought.inside[0] if thought else 0
+    """The last `<action>` block after the thought; else a tool call or an answer after it."""
+    if FormatFault.UNCLOSED_THOUGHT in faults:  # the thought ends where the action begins
+        start = thought.inside[0] if thought else 0
     else:
-        after = thought.end if thought else level.end if level else 0
-    openings = [tag for tag in tags if tag.name == "action" and tag.start >= after]
+        start = thought.end if thought else level.end if level else 0
+    openings = [tag for tag in tags if tag.name == "action" and tag.start >= start]
     if not openings and thought:
         openings = [tag for tag in tags if tag.name == "action" and tag.end <= thought.start]
         if openings:
             faults.add(FormatFault.ACTION_FIRST)
     if not openings:
-        return _find_untagged_action(text, after, faults)
+        return _find_untagged_action(text, start, faults)
     if len(openings) > 1:
         faults.add(FormatFault.REPEATED_ACTION)
     last = openings[-1]
@@ -204,9 +204,9 @@ def _find_action(
     return _Block(last.start, inside, closing.end if closing else len(text)), "action"
 
 
-def _find_untagged_action(text: str, after: int, faults: set[FormatFault]) -> tuple[_Block | None, ActionKind | None]:
-    """What follows the thought where it is no `<action>`."""
-    inside = _strip_span(text, after, len(text))
+def _find_untagged_action(text: str, start: int, faults: set[FormatFault]) -> tuple[_Block | None, ActionKind | None]:
+    """A tool call or an answer after the thought."""
+    inside = _strip_span(text, start, len(text))
     if inside[0] == inside[1] or FormatFault.UNCLOSED_THOUGHT in faults:
         faults.add(FormatFault.NO_ACTION)
         return None, None
@@ -220,11 +220,11 @@ def _find_untagged_action(text: str, after: int, faults: set[FormatFault]) -> tu
 def _parse_level(text: str, level: _Block | None, faults: set[FormatFault]) -> int | None:
     if level is None:
         return None
-    written = text[slice(*level.inside)].strip()
-    if not _NUMBER.fullmatch(written):
+    digits = text[slice(*level.inside)].strip()
+    if not _NUMBER.fullmatch(digits):
         faults.add(FormatFault.BAD_LEVEL)
         return None
-    return int(written)
+    return int(digits)
 
 
 def _check_thought(text: str, level: int | None, thought: _Block | None, faults: set[FormatFault]) -> None:
@@ -239,16 +239,16 @@ def _check_thought(text: str, level: int | None, thought: _Block | None, faults:
 
 
 def _check_between_parts(text: str, tags: list[_Tag], blocks: list[_Block], faults: set[FormatFault]) -> None:
-    """What stands between the parts and behind them, and tags inside of them."""
-    at = 0
+    """Check for text between and after the parts, and for tags inside them."""
+    position = 0
     for block in [*sorted(blocks, key=lambda b: b.start), _Block(len(text), (len(text), len(text)), len(text))]:
-        if text[at : block.start].strip():
+        if text[position : block.start].strip():
             faults.add(FormatFault.STRAY_TEXT)
-        if any(tag.name == "think" and at <= tag.start < block.start for tag in tags):
+        if any(tag.name == "think" and position <= tag.start < block.start for tag in tags):
             faults.add(FormatFault.REPEATED_THOUGHT)
         if any(block.inside[0] <= tag.start and tag.end <= block.inside[1] for tag in tags):
             faults.add(FormatFault.NESTED_TAG)
-        at = max(at, block.end)
+        position = max(position, block.end)
 
 
 def _is_inside(tag: _Tag, block: _Block | None) -> bool:
@@ -256,13 +256,13 @@ def _is_inside(tag: _Tag, block: _Block | None) -> bool:
 
 
 def _end_before_action(thought: _Block, action: _Block | None) -> _Block:
-    """A thought without an end ends where the action begins."""
+    """End an unclosed thought where the action begins."""
     end = max(thought.inside[0], min(thought.end, action.start if action else thought.end))
     return _Block(thought.start, (thought.inside[0], end), end)
 
 
 def _strip_span(text: str, start: int, end: int) -> Span:
-    """The same stretch without the white space at its ends."""
+    """The span without leading and trailing white space."""
     inside = text[start:end]
     left = start + len(inside) - len(inside.lstrip())
     return left, max(left, start + len(inside.rstrip()))

@@ -1,7 +1,7 @@
-"""The thinking stage, between reward and credit: reads the levels of a step's rollouts, has the other levels think,
-scores the actions under all of them, and hands on one `RolloutThinking` a rollout.
+"""The thinking stage, between reward and advantage: parses the levels of a training step's rollouts, generates thoughts
+at the other levels, scores the actions under all levels, and returns one `RolloutThinking` per rollout.
 
-    scored ─► read ─► choose ─► write (alternatives.py) ─► score (scoring.py) ─► Deliberation
+    scored rollouts ─► parse_steps ─► choose_steps ─► AlternativeWriter ─► score_levels ─► RolloutThinking
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from toolwise.types import (
 )
 
 
-class ThinkingPrice(Protocol):
-    """λ of thinking tokens, and the budget it goes by; `routing.budget.Multiplier` is one."""
+class DualVariable(Protocol):
+    """λ, the penalty per thinking token, driven by a token budget; `routing.budget.Multiplier` implements it."""
 
     value: float
 
@@ -46,42 +46,42 @@ class ThinkingPrice(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StageSettings:
-    """What is thought over again, and for how many tokens."""
+    """Which steps get alternatives, and how many tokens they may take."""
 
     selection: StepSelection = "all"
     share: float = 1.0
     max_added_tokens: float | None = 1.0
-    """Generated tokens for alternatives at most, in multiples of what the rollouts sampled."""
+    """Limit on tokens generated for alternatives, as a multiple of those sampled in the rollouts; None: no limit."""
     success_score: float | None = None
     price: float = 0.0
-    """λ where no budget moves it."""
+    """Fixed λ, used when there is no budget."""
     total_steps: int = 1
-    """Training steps of the run: diversity is annealed over them."""
+    """Training steps of the run, over which diversity is annealed."""
     seed: int = 0
 
 
 class ThinkingStage:
-    """One for a run. `think` gives what estimators read, and the figures; λ survives a crash."""
+    """One per run. `think` returns what estimators read, and metrics; λ is saved in checkpoints."""
 
-    def __init__(self, writer: AlternativeWriter, settings: StageSettings, price: ThinkingPrice | None = None) -> None:
+    def __init__(self, writer: AlternativeWriter, settings: StageSettings, price: DualVariable | None = None) -> None:
         self.writer = writer
         self.settings = settings
         self.price = price
 
     @property
-    def current_price(self) -> float:
+    def current_lambda(self) -> float:
         return self.settings.price if self.price is None else self.price.value
 
     async def think(
         self, scored: Sequence[ScoredRollout], usable: Sequence[ScoredRollout], *, training_step: int
     ) -> tuple[ThinkingByRollout, Metrics]:
-        """`usable` are those of `scored` that will be learned from: only their steps are thought over again."""
-        began, counted = time.perf_counter(), self.writer.model.counters()
+        """`usable` are the rollouts of `scored` that will be trained on: only their steps get alternatives."""
+        start, counters_before = time.perf_counter(), self.writer.model.counters()
         s, codec = self.settings, self.writer.codec
         steps = parse_steps(scored, codec)
-        kept = {u.rollout.rollout_id for u in usable}
-        wanted = choose_steps(
-            [step for step in steps if step.rollout_id in kept],
+        usable_ids = {u.rollout.rollout_id for u in usable}
+        candidates = choose_steps(
+            [step for step in steps if step.rollout_id in usable_ids],
             usable,
             selection=s.selection,
             share=s.share,
@@ -89,31 +89,33 @@ class ThinkingStage:
             seed=f"{s.seed}/{training_step}",
         )
         sampled = sum(u.rollout.usage.sampled_tokens for u in scored)
-        allowed = None if s.max_added_tokens is None else int(s.max_added_tokens * sampled)
-        chosen, alternatives = await write_within_budget(self.writer, wanted, allowed, training_step=training_step)
-        wrote = time.perf_counter()
-        found = await score_levels(
+        max_tokens = None if s.max_added_tokens is None else int(s.max_added_tokens * sampled)
+        chosen, alternatives = await write_within_budget(
+            self.writer, candidates, max_tokens, training_step=training_step
+        )
+        written_at = time.perf_counter()
+        level_scores = await score_levels(
             self.writer.model, codec, chosen, alternatives, temperature=self.writer.sampling.temperature
         )
-        groups = dict(zip(map(_key, chosen), found.groups, strict=True))
-        times = {"time/alternatives_s": wrote - began, "time/level_scores_s": time.perf_counter() - wrote}
-        figures = level_usage_metrics(steps) | alternative_metrics(chosen, alternatives, found, sampled) | times
-        figures |= {f"thinking/{k}": v - counted.get(k, 0.0) for k, v in self.writer.model.counters().items()}
-        figures |= self._observe_cost(steps)
-        return self._thinking_by_rollout(usable, steps, groups, training_step), figures
+        groups = dict(zip(map(_key, chosen), level_scores.groups, strict=True))
+        times = {"time/alternatives_s": written_at - start, "time/level_scores_s": time.perf_counter() - written_at}
+        metrics = level_usage_metrics(steps) | alternative_metrics(chosen, alternatives, level_scores, sampled) | times
+        metrics |= {f"thinking/{k}": v - counters_before.get(k, 0.0) for k, v in self.writer.model.counters().items()}
+        metrics |= self._observe_cost(steps)
+        return self._thinking_by_rollout(usable, steps, groups, training_step), metrics
 
     def measure(self, scored: Sequence[ScoredRollout]) -> Metrics:
-        """Levels and thinking tokens of rollouts that are not learned from, such as a validation's."""
+        """Levels and thinking tokens of rollouts that are not trained on, such as in validation."""
         return level_usage_metrics(parse_steps(scored, self.writer.codec))
 
     def _observe_cost(self, steps: Sequence[ParsedStep]) -> Metrics:
-        """What was spent moves the price of the next step; this one's credit is still at the old."""
-        figures = {"thinking/lambda": self.current_price}
+        """Record the tokens spent: they move λ for the next training step; this one still uses the current value."""
+        metrics = {"thinking/lambda": self.current_lambda}
         if self.price is not None:
             self.price.observe([float(step.thinking_tokens) for step in steps])
-            own = self.price.metrics("thinking")  # thinking/tokens/budget, …
-            figures |= {name: value for name, value in own.items() if not name.endswith("/lambda")}
-        return figures
+            budget_metrics = self.price.metrics("thinking")  # thinking/tokens/budget, …
+            metrics |= {name: value for name, value in budget_metrics.items() if not name.endswith("/lambda")}
+        return metrics
 
     def _thinking_by_rollout(
         self,
@@ -122,15 +124,17 @@ class ThinkingStage:
         groups: dict[tuple[str, int], ThinkingGroup | None],
         training_step: int,
     ) -> ThinkingByRollout:
-        read: dict[str, dict[int, ParsedStep]] = defaultdict(dict)
+        steps_by_rollout: dict[str, dict[int, ParsedStep]] = defaultdict(dict)
         for step in steps:
-            read[step.rollout_id][step.index] = step
+            steps_by_rollout[step.rollout_id][step.index] = step
         anneal = max(0.0, 1.0 - training_step / max(1, self.settings.total_steps))
-        price = self.current_price
+        price = self.current_lambda
         return {
             u.rollout.rollout_id: RolloutThinking(
                 tuple(
-                    _thinking_step(read[u.rollout.rollout_id].get(index), groups.get((u.rollout.rollout_id, index)))
+                    _thinking_step(
+                        steps_by_rollout[u.rollout.rollout_id].get(index), groups.get((u.rollout.rollout_id, index))
+                    )
                     for index in range(len(u.steps))
                 ),
                 price,
@@ -140,7 +144,7 @@ class ThinkingStage:
         }
 
     def end_step(self) -> None:
-        """Ends a training step: λ moves by what was spent."""
+        """End a training step: update λ from the tokens spent."""
         if self.price is not None:
             self.price.step()
 
@@ -152,9 +156,9 @@ class ThinkingStage:
             self.price.load_state_dict(state["price"])
 
 
-def attach_thinking(annotated: Sequence[AnnotatedRollout], thought: ThinkingByRollout) -> list[AnnotatedRollout]:
-    """The same rollouts with what the other levels would have thought."""
-    return [replace(a, thinking=thought.get(a.scored.rollout.rollout_id)) for a in annotated]
+def attach_thinking(annotated: Sequence[AnnotatedRollout], thinking: ThinkingByRollout) -> list[AnnotatedRollout]:
+    """The same rollouts with their `RolloutThinking` attached."""
+    return [replace(a, thinking=thinking.get(a.scored.rollout.rollout_id)) for a in annotated]
 
 
 def _key(step: ParsedStep) -> tuple[str, int]:
@@ -164,5 +168,5 @@ def _key(step: ParsedStep) -> tuple[str, int]:
 def _thinking_step(step: ParsedStep | None, group: ThinkingGroup | None) -> ThinkingStep:
     if step is None:
         return ThinkingStep(None, 0, 0)
-    said = step.spans.level.stop if step.spans.level else None
-    return ThinkingStep(step.reading.level, step.thinking_tokens, len(step.spans.head), group, said)
+    level_end = step.spans.level.stop if step.spans.level else None
+    return ThinkingStep(step.reply.level, step.thinking_tokens, len(step.spans.head), group, level_end)

@@ -1,4 +1,4 @@
-"""Which steps are thought over again: scored rollouts -> steps as they read -> those that a batch can afford."""
+"""Parses the steps of scored rollouts and chooses which get alternatives within the token budget."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from toolwise.types import Alternative, ScoredRollout, StepData
 log = logging.getLogger("toolwise.thinking")
 StepSelection = Literal["all", "mixed", "successful"]
 MAX_WAVES = 8
-"""Within a bound on tokens, alternatives are written in waves: what one leaves unspent, the next may use."""
+"""Under a token budget, alternatives are generated in waves: the next wave uses what the last one left unspent."""
 
 
 def parse_steps(scored: Sequence[ScoredRollout], codec: Codec) -> list[ParsedStep]:
@@ -27,7 +27,7 @@ def parse_steps(scored: Sequence[ScoredRollout], codec: Codec) -> list[ParsedSte
     steps = [step for s in scored for step in s.steps]
     if steps and all(step.policy_logprobs is None for step in steps):
         raise NoLogprobsError(
-            "algorithm.rlvcr.enable: the policy gives text and no log-probs, so that its thoughts cannot be compared: "
+            "algorithm.rlvcr.enable: the policy returns text without log-probs, so its thoughts cannot be compared: "
             "use the local policy, or set enable = false"
         )
     return [
@@ -39,29 +39,29 @@ def parse_steps(scored: Sequence[ScoredRollout], codec: Codec) -> list[ParsedSte
 
 
 def parse_step(rollout_id: str, group_id: str, index: int, step: StepData, codec: Codec) -> ParsedStep:
-    given = step.policy_logprobs or {}
-    missing = [key for key in ("prompt_ids", "token_ids", "logprobs") if given.get(key) is None]
+    record = step.policy_logprobs or {}
+    missing = [key for key in ("prompt_ids", "token_ids", "logprobs") if record.get(key) is None]
     if missing:
         raise NoLogprobsError(
-            f"rollout {rollout_id}, step {index}: the policy gives no {missing[0]}, so that its thoughts cannot be "
+            f"rollout {rollout_id}, step {index}: the policy returned no {missing[0]}, so its thoughts cannot be "
             "compared: use the local policy, or set algorithm.rlvcr.enable = false"
         )
-    ids = list(given["token_ids"])
+    ids = list(record["token_ids"])
     if ids and ids[-1] == codec.end_id:
         ids.pop()
     text = codec.decode(ids)
-    reading = parse_reply(text)
+    reply = parse_reply(text)
     kind = step.step_info.get("step_kind")
     return ParsedStep(
         rollout_id,
         group_id,
         index,
-        given["prompt_ids"],
+        record["prompt_ids"],
         ids,
-        given["logprobs"],
+        record["logprobs"],
         text,
-        reading,
-        token_spans(ids, codec.decode, reading),
+        reply,
+        token_spans(ids, codec.decode, reply),
         None if kind is None else str(kind),
     )
 
@@ -75,11 +75,11 @@ def choose_steps(
     success_score: float | None = None,
     seed: str = "0",
 ) -> list[ParsedStep]:
-    """A share of the steps that may be compared, drawn at random, in an order of its own."""
+    """A random share of the steps that may be compared, in random order."""
     rollouts = _eligible_rollouts(scored, selection, success_score)
-    able = [step for step in steps if step.comparable and step.rollout_id in rollouts]
-    Random(seed).shuffle(able)
-    return able[: math.ceil(share * len(able))]
+    eligible = [step for step in steps if step.comparable and step.rollout_id in rollouts]
+    Random(seed).shuffle(eligible)
+    return eligible[: math.ceil(share * len(eligible))]
 
 
 def _eligible_rollouts(
@@ -89,10 +89,10 @@ def _eligible_rollouts(
     groups: dict[str, list[ScoredRollout]] = defaultdict(list)
     for s in scored:
         groups[s.rollout.group_id].append(s)
-    found: set[str] = set()
+    eligible: set[str] = set()
     for members in groups.values():
         if selection == "all":
-            found |= {s.rollout.rollout_id for s in members}
+            eligible |= {s.rollout.rollout_id for s in members}
             continue
         scores = [s.score for s in members if s.result.has_valid_score]
         mean = math.fsum(scores) / len(scores) if scores else 0.0
@@ -102,8 +102,8 @@ def _eligible_rollouts(
                 continue
             succeeded = s.score >= success_score if success_score is not None else mixed and s.score > mean
             if succeeded if selection == "successful" else mixed:
-                found.add(s.rollout.rollout_id)
-    return found
+                eligible.add(s.rollout.rollout_id)
+    return eligible
 
 
 def _warn_if_nothing_fits(
@@ -111,8 +111,8 @@ def _warn_if_nothing_fits(
 ) -> None:
     if steps and not done:
         log.warning(
-            "no step was thought over: one may take %d tokens and max_added_tokens leaves %d; lower "
-            "algorithm.rlvcr.max_thought_tokens, or raise max_added_tokens",
+            "no step got alternative thoughts: one step may take %d tokens but max_added_tokens allows %d; lower "
+            "algorithm.rlvcr.max_thought_tokens or raise max_added_tokens",
             writer.max_tokens_for(steps[0]),
             max_tokens,
         )
@@ -121,25 +121,27 @@ def _warn_if_nothing_fits(
 async def write_within_budget(
     writer: AlternativeWriter, steps: Sequence[ParsedStep], max_tokens: int | None, *, training_step: int = 0
 ) -> tuple[list[ParsedStep], list[tuple[Alternative, ...]]]:
-    """The steps that fit, and their alternatives. `max_tokens` is kept whatever the model writes: a wave holds no more
-    steps than could be paid for if every thought came out as long as it may."""
+    """Return the steps that fit and their alternatives. Never exceeds `max_tokens`: a wave has only as many steps as
+    fit if every thought is as long as allowed."""
     if max_tokens is None:
         return list(steps), await writer.write(steps, training_step=training_step)
     done: list[ParsedStep] = []
     written: list[tuple[Alternative, ...]] = []
-    left = max_tokens
+    budget = max_tokens
     for _ in range(MAX_WAVES):
         wave, reserved = [], 0
         for step in steps[len(done) :]:
             reserved += writer.max_tokens_for(step)
-            if reserved > left:
+            if reserved > budget:
                 break
             wave.append(step)
         if not wave:
             _warn_if_nothing_fits(writer, steps, done, max_tokens)
             break
-        found = await writer.write(wave, training_step=training_step)
-        left -= sum(other.generated_tokens for others in found for other in others)
+        alternatives = await writer.write(wave, training_step=training_step)
+        budget -= sum(
+            alternative.generated_tokens for step_alternatives in alternatives for alternative in step_alternatives
+        )
         done += wave
-        written += found
+        written += alternatives
     return done, written

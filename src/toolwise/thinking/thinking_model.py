@@ -1,7 +1,7 @@
-"""The seam to a model that can think otherwise: it continues tokens, and says how likely given ones were.
+"""The model interface of the thinking stage: generate a continuation, and score given continuations.
 
-Anything that generates and scores will do: the engine (`EngineModel`), or a policy that generates beside a function
-that scores (`PolicyWithScorer`).
+Implemented by the engine (`EngineModel`), or by a policy that generates plus a function that scores
+(`PolicyWithScorer`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 class NoLogprobsError(PolicyError):
-    """A policy that gives text alone: nothing can be said of what its thoughts were worth."""
+    """The policy returns text without log-probs, so the value of its thoughts cannot be measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringRequest:
-    """Continuations of one prefix, to be scored together: what they share is computed once."""
+    """Continuations of one prefix, scored together so that shared tokens are computed once."""
 
     prefix_ids: Sequence[int]
     continuations: tuple[Sequence[int], ...]
@@ -34,22 +34,22 @@ class ScoringRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
-    """One entry a token of a continuation."""
+    """One entry per token of a continuation."""
 
     logprobs: Floats
     entropies: Floats
-    """Of what the token was drawn from."""
+    """Entropy of the distribution at each token."""
 
 
 class ThinkingModel(Protocol):
-    """Log-probs are after temperature on both sides."""
+    """Generates and scores tokens. Log-probs are after temperature in both."""
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation: ...
 
     async def score(self, contexts: Sequence[ScoringRequest], temperature: float) -> list[tuple[TokenScores, ...]]: ...
 
     def counters(self) -> Metrics:
-        """Tokens since the beginning: prefilled, and reused in place of it; empty where nobody counts."""
+        """Cumulative counts of prefilled and reused tokens; empty if not counted."""
         ...
 
 
@@ -58,7 +58,7 @@ ScoreFn = Callable[[Sequence[ScoringRequest], float], list[tuple[TokenScores, ..
 
 @dataclass(frozen=True, slots=True)
 class PolicyWithScorer:
-    """A policy that generates, and a function that scores all contexts in one pass over the same weights."""
+    """A policy that generates, and a function that scores all contexts in one pass with the same weights."""
 
     policy: TokenGenerator
     score_fn: ScoreFn
@@ -75,28 +75,28 @@ class PolicyWithScorer:
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """An engine that computes what prompts share once: `generate(token_ids, sampling)`, `score(prefix_ids,
-    continuations, temperature=…)`, and `metrics()` with its counters."""
+    """An engine with a prefix cache: `generate(token_ids, sampling)`, `score(prefix_ids, continuations,
+    temperature=…)` and `metrics()`."""
 
     engine: Any
     stop_strings: tuple[str, ...] = ()
-    """Where a thought ends, for engines that read text."""
+    """Strings that end a thought, for engines that stop on text."""
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation:
-        more = {"stop_strings": self.stop_strings} if self.stop_strings else {}
-        found: Generation = await self.engine.generate(token_ids, sampling, **more)
-        return found
+        options = {"stop_strings": self.stop_strings} if self.stop_strings else {}
+        generation: Generation = await self.engine.generate(token_ids, sampling, **options)
+        return generation
 
     async def score(self, contexts: Sequence[ScoringRequest], temperature: float) -> list[tuple[TokenScores, ...]]:
-        found = await asyncio.gather(
+        results = await asyncio.gather(
             *(self.engine.score(c.prefix_ids, list(c.continuations), temperature=temperature) for c in contexts)
         )
-        return [tuple(_to_token_scores(scores) for scores in of_prefix) for of_prefix in found]
+        return [tuple(_to_token_scores(scores) for scores in continuation_scores) for continuation_scores in results]
 
     def counters(self) -> Metrics:
-        found = self.engine.metrics()
+        metrics = self.engine.metrics()
         names = {"prefilled_tokens": "engine/prefilled_tokens", "reused_tokens": "engine/reused_tokens"}
-        return {name: float(found[key]) for name, key in names.items() if key in found}
+        return {name: float(metrics[key]) for name, key in names.items() if key in metrics}
 
 
 def _to_token_scores(scores: Any) -> TokenScores:
@@ -104,10 +104,10 @@ def _to_token_scores(scores: Any) -> TokenScores:
 
 
 def require_token_generator(policy: object) -> TokenGenerator:
-    """The policy, where it works with tokens and their log-probs."""
+    """Return the policy; raise if it does not generate tokens with log-probs."""
     if not isinstance(policy, TokenGenerator):
         raise NoLogprobsError(
-            f"algorithm.rlvcr.enable: {type(policy).__name__} gives text and no log-probs, so that thoughts cannot be "
+            f"algorithm.rlvcr.enable: {type(policy).__name__} returns text without log-probs, so thoughts cannot be "
             "compared: use the local policy, or set enable = false"
         )
     return policy

@@ -98,9 +98,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _advance_time(self, timers: list[Any]) -> None:
         if not timers:
-            raise Deadlock(
-                f"at {self._virtual_now:g} s no timer is left to wake these tasks: {self._waiting_tasks()}"
-            )
+            raise Deadlock(f"at {self._virtual_now:g} s no timer is left to wake these tasks: {self._waiting_tasks()}")
         if timers[0]._when > self._virtual_now:
             self._virtual_now = timers[0]._when
             self._rounds = 0

@@ -173,7 +173,7 @@ def test_functions_of_one_s_own_modules_come_along(
         ("import random\nrng = random.Random(0)\ndef f():\n    return rng\n", r"f uses rng, a random\.Random"),
         ("import numpy as np\nW = np.ones(3)\ndef f():\n    return W\n", r"f uses W, a numpy\.ndarray"),
         ("W = list(range(400_000))\ndef f():\n    return W\n", "f uses W, a list of .* too big to copy; read it"),
-        ("def g():\n    return W\nW = object()\ndef f():\n    return g()\n", "g uses W, a object.*make it inside g"),
+        ("def g():\n    return W\nW = object()\ndef f():\n    return g()\n", "g uses W, a object.*create it inside g"),
         ("def make():\n    n = 1\n    def f():\n        return n\n    return f\nf = make()\n", "f is defined inside"),
         ("f = lambda: 1\n", "is a lambda"),
         (

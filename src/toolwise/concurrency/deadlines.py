@@ -148,9 +148,9 @@ async def run_with_deadline(
         task, timer = spawn(guarded), loop.call_later(limit_s, _wake, woken)
     else:
         clock.start(limit_s, woken)
-        before = _clock.set(clock)
+        token = _clock.set(clock)
         task = spawn(guarded)  # the task copies the context
-        _clock.reset(before)
+        _clock.reset(token)
     try:
         await woken
         if not task.done():
@@ -201,9 +201,9 @@ async def _cancel_and_wait(task: asyncio.Task[Any], work: Coroutine[Any, Any, An
     task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # the result comes too late
     until = loop.time() + GRACE_S
     cancelled = False
-    while not task.done() and (left_s := until - loop.time()) > 0:
+    while not task.done() and (remaining_s := until - loop.time()) > 0:
         try:
-            await asyncio.wait({task}, timeout=left_s)
+            await asyncio.wait({task}, timeout=remaining_s)
         except asyncio.CancelledError:
             cancelled = True
     if task.done():
@@ -315,13 +315,13 @@ def _forbid_loop_stop(loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) 
 
 def _survive_task_exits(loop: asyncio.AbstractEventLoop) -> None:
     """Re-enter the loop when a task in user code makes asyncio leave it (`SystemExit`, `KeyboardInterrupt`)."""
-    leave = loop.run_until_complete
+    original = loop.run_until_complete
 
     def run_until_complete(future: Any) -> Any:
         main = asyncio.ensure_future(future, loop=loop)
         while True:
             try:
-                return leave(main)
+                return original(main)
             except BaseException as fault:
                 if main.done() or loop.is_closed() or user_code.is_interrupt(fault):
                     raise

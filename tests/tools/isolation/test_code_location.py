@@ -1,4 +1,4 @@
-"""Where another process finds a function again."""
+"""References by which another process loads a function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Classes of tools that live in a process of their own for each rollout."""
+"""Tool classes whose objects live in a separate process per rollout."""
 
 from __future__ import annotations
 

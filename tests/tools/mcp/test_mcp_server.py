@@ -1,4 +1,4 @@
-"""Who talks to which server, and how often one that does not come up is tried. Real deaths are in test_mcp.py."""
+"""Which rollout uses which server, and retries of a server that fails to start. Crashes are in test_mcp.py."""
 
 from __future__ import annotations
 
@@ -62,4 +62,4 @@ def test_a_rollout_whose_server_does_not_start_leaves_nothing_behind() -> None:
         asyncio.run(servers.attach("a"))
     with pytest.raises(KeyError):
         servers.server_for("a")
-    asyncio.run(servers.detach("a"))  # there is nothing to leave, and that is no fault
+    asyncio.run(servers.detach("a"))  # nothing to detach, and no error

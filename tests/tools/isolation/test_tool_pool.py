@@ -369,7 +369,7 @@ def test_the_default_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     "value", [None, [], ["a", 1.0], ["a", True, {}], ["a", "1", {}], [1, None, {}], ["a", None, []]]
 )
 def test_an_answer_of_another_shape_is_refused(value: Any) -> None:
-    with pytest.raises(ToolDied, match="something else"):
+    with pytest.raises(ToolDied, match="unexpected reply"):
         read_result(value)
 
 

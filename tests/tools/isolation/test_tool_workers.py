@@ -94,9 +94,9 @@ def test_arguments_without_json_never_reach_it(start: Start) -> None:
     ("frame", "reason"),
     [
         ("000000027b7d", "sent an unexpected reply"),
-        ("000000025b5d", "nonsense: what came back from the worker is a list"),
-        ("00000001ff", "nonsense: what came back from the worker is no JSON"),
-        ("ffffffff", "nonsense: the result has 4,294,967,295 bytes"),
+        ("000000025b5d", "invalid data: what came back from the worker is a list"),
+        ("00000001ff", "invalid data: what came back from the worker is no JSON"),
+        ("ffffffff", "invalid data: the result has 4,294,967,295 bytes"),
     ],
 )
 def test_nonsense_on_its_channel_is_a_death(start: Start, frame: str, reason: str) -> None:

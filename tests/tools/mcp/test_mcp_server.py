@@ -28,14 +28,14 @@ def wait_in_effect(server: McpServer, seconds: float) -> None:
 def test_a_server_that_does_not_come_up_is_tried_again_after_a_pause_that_grows() -> None:
     server = McpServer(NOWHERE)
     assert "there is no command" in str(fault_of(server))
-    assert "tried again in" in str(fault_of(server))
+    assert "the next attempt is in" in str(fault_of(server))
     assert server.starts == 1
     for starts, pause_s in ((2, FIRST_PAUSE_S), (3, 2 * FIRST_PAUSE_S)):
         wait_in_effect(server, pause_s)
         assert "there is no command" in str(fault_of(server))
         assert server.starts == starts
         wait_in_effect(server, pause_s)
-        assert "tried again in" in str(fault_of(server))
+        assert "the next attempt is in" in str(fault_of(server))
 
 
 def test_many_who_ask_at_once_wait_for_the_same_start() -> None:

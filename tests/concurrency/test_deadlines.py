@@ -1,4 +1,4 @@
-"""Waiting that ends: deadlines end the work, faults wait for the others, blocking work has a thread of its own."""
+"""Deadlines stop the work, errors wait for sibling tasks, and blocking work gets its own thread."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_a_thread_that_nobody_waits_for_is_counted_by_name(caplog: pytest.LogCap
         run(run_with_deadline(0.02, call_in_thread(lambda: free.wait(20), name="tool of this test"), LATE))
     free.set()
     assert abandoned_counts()["tool of this test"] == 1
-    assert "tool of this test cannot be stopped in its thread and is left behind" in caplog.text
+    assert "tool of this test cannot be stopped in its thread and is abandoned" in caplog.text
     assert run(call_in_thread(lambda: 3, name="tool in time")) == 3
     assert "tool in time" not in abandoned_counts()
 
@@ -224,7 +224,7 @@ def test_a_loop_ends_though_a_task_does_not(monkeypatch: pytest.MonkeyPatch, cap
     began = time.monotonic()
     assert deadlines.run(begin()) == "done"
     assert time.monotonic() - began < 10
-    assert "stubborn does not heed its cancellation and is left behind" in caplog.text
+    assert "stubborn ignores its cancellation and is abandoned" in caplog.text
     gc.collect()
     assert "destroyed but it is pending" not in caplog.text
 
@@ -274,7 +274,7 @@ def test_a_program_ends_though_a_thread_and_a_task_hang() -> None:
         [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == "3\n"
-    assert done.stderr == "stubborn does not heed its cancellation and is left behind (1 so far)\n"
+    assert done.stderr == "stubborn ignores its cancellation and is abandoned (1 so far)\n"
 
 
 def test_an_interrupt_ends_the_loop() -> None:

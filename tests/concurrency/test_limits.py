@@ -1,4 +1,4 @@
-"""Gates: so many at a time, first come first served, and nobody is kept out by one who is gone."""
+"""Gates admit up to their limit, first come first served; a waiter that is cancelled blocks no one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from toolwise.testing.virtual_time import simulate
 
 
 async def pass_all(gate: Gate, naps: list[float]) -> tuple[list[int], int]:
-    """In which order they got in, and the most that were inside at once."""
+    """The order in which they entered, and the maximum number inside at once."""
     inside, most = 0, 0
     order: list[int] = []
 
@@ -46,7 +46,7 @@ def test_no_limit_lets_everybody_in() -> None:
 
 @pytest.mark.parametrize("limit", [0, -1])
 def test_a_gate_that_lets_nobody_in_is_refused(limit: int) -> None:
-    with pytest.raises(ValueError, match="lets nobody in"):
+    with pytest.raises(ValueError, match="limit must be at least 1"):
         Gate(limit)
 
 

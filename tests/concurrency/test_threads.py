@@ -1,4 +1,4 @@
-"""One thread for a small model, unless somebody says how many."""
+"""A small model gets one thread unless the configuration or the environment sets the number."""
 
 from __future__ import annotations
 

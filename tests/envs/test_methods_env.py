@@ -336,7 +336,12 @@ def test_a_class_may_name_its_states_itself() -> None:
         ("leave", {}, "error: leave failed: RuntimeError: it called sys.exit(1)", "exception"),
         ("leave_async", {}, "error: leave_async failed: RuntimeError: it called sys.exit(1)", "exception"),
         ("for_ever", {}, "error: for_ever failed: TypeError: for_ever returned a generator", "exception"),
-        ("odd", {"what": "object"}, "error: odd failed: ToolwiseError: tool odd returned what is no JSON", "exception"),
+        (
+            "odd",
+            {"what": "object"},
+            "error: odd failed: ToolwiseError: tool odd returned a value that is not JSON",
+            "exception",
+        ),
         ("odd", {"what": "loop"}, "error: odd failed: ", "exception"),
         ("odd", {"what": "none"}, "null", None),
         ("odd", {"what": "set"}, "[1]", None),

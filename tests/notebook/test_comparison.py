@@ -1,4 +1,4 @@
-"""Collected source is the notebook's function as it is now, or it is refused."""
+"""Collected source reproduces the notebook's current function, or an error is raised."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_what_differs_is_refused_in_one_line(cells: list[str], where: str) -> No
 
 def test_text_that_does_not_run_again_is_refused() -> None:
     space = run_cells("N = 2\n@[lambda f: f][N - 2]\ndef score(m, gt):\n    return N\n", "N = 9\n")
-    with pytest.raises(ToolwiseError, match=r"what its cells say of score does not run again \(IndexError"):
+    with pytest.raises(ToolwiseError, match=r"the cells that define score fail when they run again \(IndexError"):
         collect_source(space["score"])
 
 

@@ -1,4 +1,4 @@
-"""Which names a definition takes from outside."""
+"""Global names that a definition refers to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The source of a notebook's functions: whole enough to load in another process, or a clear word on what is missing."""
+"""Source collected for notebook functions loads in another process, or the error says what is missing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RunCell = Callable[[str], dict[str, Any]]
 
 @pytest.fixture
 def run_cell() -> Iterator[RunCell]:
-    """`run_cell(text)`: as IPython runs a cell, under a file name that is not there, its lines in the line cache."""
+    """`run_cell(text)` runs it like an IPython cell: the file does not exist, its lines are in `linecache`."""
     space: dict[str, Any] = {"__name__": "__main__"}
     names: list[str] = []
 
@@ -42,7 +42,7 @@ def run_cell() -> Iterator[RunCell]:
 
 @pytest.fixture
 def reload(tmp_path: Path) -> Callable[[Any], ModuleType]:
-    """The module that comes of the collected source."""
+    """Load the collected source as a module."""
 
     def load(target: Any) -> ModuleType:
         path = tmp_path / f"collected_{len(list(tmp_path.iterdir()))}.py"
@@ -173,7 +173,7 @@ def test_functions_of_one_s_own_modules_come_along(
         ("import random\nrng = random.Random(0)\ndef f():\n    return rng\n", r"f uses rng, a random\.Random"),
         ("import numpy as np\nW = np.ones(3)\ndef f():\n    return W\n", r"f uses W, a numpy\.ndarray"),
         ("W = list(range(400_000))\ndef f():\n    return W\n", "f uses W, a list of .* too big to copy; read it"),
-        ("def g():\n    return W\nW = object()\ndef f():\n    return g()\n", "g uses W, a object.*make it inside g"),
+        ("def g():\n    return W\nW = object()\ndef f():\n    return g()\n", "g uses W, a object.*create it inside g"),
         ("def make():\n    n = 1\n    def f():\n        return n\n    return f\nf = make()\n", "f is defined inside"),
         ("f = lambda: 1\n", "is a lambda"),
         (
@@ -225,7 +225,7 @@ def test_ipython_s_history_tells_which_definition_is_the_latest(run_cell: RunCel
 
 
 def test_the_plain_prompt(tmp_path: Path) -> None:
-    """A real one: it keeps source from Python 3.13 on, and says so before."""
+    """A real REPL: it keeps source since Python 3.13; earlier versions raise a clear error."""
     typed = "def f():\n    return 1\n\nimport toolwise.notebook\nprint(toolwise.notebook.collect_source(f))\n"
     done = subprocess.run(
         [sys.executable, "-q", "-i"], input=typed, capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False

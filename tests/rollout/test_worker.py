@@ -514,7 +514,7 @@ def test_a_policy_that_does_not_heed_its_cancellation_is_left_behind(
 
     with caplog.at_level(logging.WARNING):
         assert run(episode()).stop_reason is StopReason.DEADLINE
-    assert "is left behind" in caplog.text
+    assert "is abandoned" in caplog.text
 
 
 class Waiting(World):

@@ -1,4 +1,4 @@
-"""Failures of calls: what the model reads, what is counted, and whose fault it was."""
+"""Failed calls: the text for the model, the counters, and whether the infrastructure was to blame."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a run's `tools` entries to tools: names, references, mappings, functions, and named mistakes."""
+"""Building tools from a run's `tools` entries: names, references, mappings, functions, and error messages."""
 
 from __future__ import annotations
 
@@ -127,23 +127,23 @@ def test_a_builtin_may_be_a_factory(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["calculater"], "no tool 'calculater'; did you mean 'calculator'?"),
         (["zzz"], "no tool 'zzz'; there are calc_gsm8k_reward, calculator, "),
-        (["search", {"name": "search"}], "'search' is there twice"),
-        ([{"price": 1}], "an entry has no name, only price"),
+        (["search", {"name": "search"}], "'search' is listed twice"),
+        ([{"price": 1}], "an entry has no `name`, only price"),
         ([{"name": "search", "document": []}], "search has no option 'document'; did you mean 'documents'?"),
         (
             [{"name": "calculator", "k": 1}],
             "calculator has no option 'k'; it has family, isolate, max_concurrent, price",
         ),
-        ([{"name": "search", "price": "dear"}], "search: price must be a number from 0 up, got 'dear'"),
+        ([{"name": "search", "price": "dear"}], "search: price must be a number ≥ 0, got 'dear'"),
         ([{"name": "search", "family": "FIND"}], "search: family must be one of SEARCH, CALCULATE, OTHER"),
         ([{"name": double, "cost": 1}], "double has no option 'cost'"),
         (["no.such.module:x"], "cannot import 'no.such.module'"),
         (["no_such_file.py:x"], "no file 'no_such_file.py'"),
         (["toolwise.tools.builtin.search.tool:SearchTol"], "has no 'SearchTol'; did you mean 'SearchTool'?"),
-        (["toolwise.tools.builtin.search.tool:MAX_TERMS"], "is no tool"),
+        (["toolwise.tools.builtin.search.tool:MAX_TERMS"], "is not a tool"),
         ([lambda: 1], "<lambda>"),
-        ([3], "is no tool"),
-        ([{"name": CalculatorTool(), "price": 2}], "is a finished tool; give it price where it is made"),
+        ([3], "is not a tool"),
+        ([{"name": CalculatorTool(), "price": 2}], "is an existing tool object; set price where it is created"),
         (
             [{"name": "search", "tool_schema": {"function": {}}}],
             "search: tool_schema.function.name: Field required",
@@ -160,9 +160,9 @@ def test_mistakes_are_named_in_one_line(entries: list[Any], message: str) -> Non
 @pytest.mark.parametrize(
     ("attribute", "message"),
     [
-        ("NeedsSchema", "needs a tool_schema beside its name"),
+        ("NeedsSchema", "needs a tool_schema next to its name"),
         ("locat", "did you mean 'locate'?"),
-        ("nothing", "is no tool"),
+        ("nothing", "is not a tool"),
     ],
 )
 def test_mistakes_in_a_file_are_named(user_file: str, attribute: str, message: str) -> None:

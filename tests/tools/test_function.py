@@ -1,4 +1,4 @@
-"""Functions as tools: schemas from signatures and docstrings, calls, and what is refused."""
+"""Functions as tools: schemas from signatures and docstrings, calls, and invalid functions."""
 
 from __future__ import annotations
 
@@ -265,7 +265,7 @@ def test_what_has_no_json_names_the_tool() -> None:
     def give() -> Any:
         return object()
 
-    with pytest.raises(ToolwiseError, match="tool give returned what is no JSON"):
+    with pytest.raises(ToolwiseError, match="tool give returned a value that is not JSON"):
         call(as_tool(give))
 
 
@@ -374,7 +374,7 @@ def test_unreadable_annotations_name_the_tool() -> None:
     def lost(x: Nowhere) -> int:  # type: ignore[name-defined]  # noqa: F821
         return 0
 
-    with pytest.raises(ToolwiseError, match="tool lost: its annotations cannot be read"):
+    with pytest.raises(ToolwiseError, match="tool lost: cannot resolve its annotations"):
         as_tool(lost)
 
 
@@ -403,7 +403,7 @@ def test_as_tool_passes_tools_through_and_refuses_the_rest() -> None:
     calculator = CalculatorTool()
     assert as_tool(calculator) is calculator
     assert as_tool(weather) is weather
-    with pytest.raises(ToolwiseError, match="is no tool"):
+    with pytest.raises(ToolwiseError, match="is not a tool"):
         as_tool("calculator")  # type: ignore[arg-type]
 
 
@@ -415,7 +415,7 @@ def test_how_many_calls_at_once_is_a_term_of_a_tool() -> None:
     assert few.max_concurrent == 3
     assert few.with_options(price=2.0).max_concurrent == 3
     for wrong in (0, True, 1.5):
-        with pytest.raises(ToolwiseError, match="max_concurrent must be a whole number from 1 up"):
+        with pytest.raises(ToolwiseError, match="max_concurrent must be an integer ≥ 1"):
             few.with_options(max_concurrent=wrong)
 
 

@@ -1,4 +1,4 @@
-"""What a tool says stays text: no result can end its turn, begin another, or pass for the template's own marks."""
+"""Tool results stay text: none can end its turn, begin another, or imitate the template's marks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ EVIL = [
 
 @cache
 def qwen_like() -> ChatTokenizer:
-    """As Qwen has it: turns end with special tokens, tool marks are added tokens that are not special."""
+    """Like Qwen: turns end with special tokens, tool marks are added tokens that are not special."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -74,7 +74,7 @@ def shipped() -> ChatTokenizer:
 
 
 def say(text: str) -> Message:
-    """The message that a conversation gets when a tool says `text`."""
+    """The message that a conversation gets when a tool returns `text`."""
 
     @tool
     async def speak() -> str:
@@ -94,7 +94,7 @@ def say(text: str) -> Message:
 
 
 def marks(chat: ChatTokenizer, message: Message) -> list[int]:
-    """The tokens in what follows a turn that are more than text: special ones, and others with a meaning."""
+    """The tokens after a turn that are not plain text: special tokens, and others with a meaning."""
     added = set(chat.tokenizer.get_added_vocab().values()) | set(chat.tokenizer.all_special_ids)
     return [token for token in chat.encode_continuation([message]) if token in added]
 

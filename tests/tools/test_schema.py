@@ -1,4 +1,4 @@
-"""Arguments against schemas: one line a problem, in a fixed order; odd schemas neither crash nor fetch."""
+"""Validating arguments: one line per problem, in a fixed order; odd schemas neither crash nor fetch."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_local_references_work() -> None:
 
 def test_a_remote_reference_is_an_error_and_never_fetched() -> None:
     remote = schema({"type": "object", "properties": {"a": {"$ref": "http://127.0.0.1:9/schema.json"}}})
-    with pytest.raises(ToolwiseError, match=r"tool t: its schema has a \$ref that leads nowhere"):
+    with pytest.raises(ToolwiseError, match=r"tool t: its schema has a \$ref that cannot be resolved"):
         validate_arguments(remote, {"a": 1})
 
 

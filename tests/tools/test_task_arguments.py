@@ -1,4 +1,4 @@
-"""Arguments that a task gives to function tools: from a row of data to the function, apart from the model's own."""
+"""Task arguments for function tools, from a data row to the function, separate from the model's arguments."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_model_cannot_give_what_the_task_gives() -> None:
     [
         ({"execute_kwargs": {"colour": "red"}}, "takes no argument 'colour': it takes article, currency, shelf"),
         ({"create_kwargs": {"currency": 3}}, "argument 'currency': Input should be a valid string, got 3"),
-        ({"calc_reward_kwargs": {"x": 1}}, "calc_reward_kwargs: a function has no such step"),
+        ({"calc_reward_kwargs": {"x": 1}}, "calc_reward_kwargs: function tools accept only"),
     ],
 )
 def test_an_argument_that_does_not_fit_is_told_before_the_run(kwargs: dict[str, Any], words: str) -> None:

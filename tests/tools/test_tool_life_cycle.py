@@ -1,4 +1,4 @@
-"""What every tool promises: create, execute, calc_reward, release, for many rollouts at once."""
+"""The contract of every tool: create, execute, calc_reward, release, for many rollouts at once."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_whole_life(name: str) -> None:
         made = make(name)
         instance = await made.create(**create_kwargs)
         for _ in range(2):
-            own = {} if isinstance(made, FunctionTool) else {"not_the_models": 1}  # a function says what it takes
+            own = {} if isinstance(made, FunctionTool) else {"not_the_models": 1}  # functions reject unknown ones
             text, reward, info = await made.execute(instance, parameters, **own)
             assert text == expected
             assert reward is None or isinstance(reward, float)

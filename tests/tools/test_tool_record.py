@@ -1,4 +1,4 @@
-"""The tools that a model was trained with: recorded beside it, and missed where they are not given."""
+"""The tools a model was trained with are recorded next to it, and required when it is used."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_record_that_cannot_be_read_is_said(text: str, tmp_path: Path) -> None
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, cli: Cli, make_config: MakeConfig) -> Path:
-    """A run of one step with a router and two tools, its export beside it."""
+    """A run of one step with a router and two tools, and its export."""
     folder = tmp_path_factory.mktemp("trained")
     router = {"enable": True, "wording": "silent", "cost": "calls"}
     settings = {

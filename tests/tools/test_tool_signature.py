@@ -1,4 +1,4 @@
-"""What a signature and a docstring say of a function as a tool."""
+"""Tool schemas from signatures and docstrings."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_what_cannot_be_given_by_name_or_type_is_refused() -> None:
 
     with pytest.raises(ToolwiseError, match="parameter 'x' needs a type annotation"):
         read_annotations(untyped, "untyped")
-    with pytest.raises(ToolwiseError, match="its annotations cannot be read"):
+    with pytest.raises(ToolwiseError, match="cannot resolve its annotations"):
         read_annotations(unknown, "unknown")
     with pytest.raises(ToolwiseError, match="a type without a JSON schema"):
         make_adapter(type(look), "look", "x")

@@ -238,7 +238,7 @@ def test_a_module_s_function_that_is_no_longer_there(tmp_path: Path, monkeypatch
 
 @pytest.mark.parametrize("given", [dict, [dict], [int]])
 def test_a_class_of_python_s_own_that_is_no_tool_is_one_line(given: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tools: (dict|int): <class '\w+'> is no tool: a BaseTool or") as caught:
+    with pytest.raises(ConfigError, match=r"tools: (dict|int): <class '\w+'> is not a tool: pass a BaseTool") as caught:
         toolwise.train(tasks=[{"prompt": "?"}], tools=given, reward=right, out=tmp_path / "run")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()

@@ -1,4 +1,4 @@
-"""Waiting that ends: a deadline ends the work and not only the wait, and what began together ends together."""
+"""Deadlines that stop the work and not only the wait, blocking calls in threads, and an `asyncio.run` that returns."""
 
 from __future__ import annotations
 
@@ -19,35 +19,33 @@ log = logging.getLogger("toolwise.concurrency.deadlines")
 T = TypeVar("T")
 
 GRACE_S = 1.0
-"""How long cancelled work may take to put itself away before it is abandoned."""
+"""How long cancelled work may take to clean up before it is abandoned."""
 
 _abandoned: Counter[str] = Counter()
 _abandoned_tasks: list[asyncio.Task[Any]] = []
-"""Abandoned tasks of loops that are closed: kept, since a coroutine that is collected is thrown into once more."""
+"""Abandoned tasks of closed loops, kept alive: garbage collection would throw into their coroutines once more."""
 
 
 def abandoned_counts() -> dict[str, int]:
-    """What did not heed its end and was left behind since this process began: how often, by name."""
+    """How much work ignored its cancellation and was abandoned since this process started, by name."""
     return dict(_abandoned)
 
 
 def _abandon(name: str, why: str) -> None:
     _abandoned[name] += 1
-    log.warning("%s %s and is left behind (%d so far)", name, why, _abandoned[name])
+    log.warning("%s %s and is abandoned (%d so far)", name, why, _abandoned[name])
 
 
 def in_virtual_time() -> bool:
-    """Whether the running loop makes its own time (it says so by `virtual_time = True`): neither a thread nor a process
-    could keep step with it."""
+    """Whether the running loop has `virtual_time = True`: threads and processes cannot run on simulated time."""
     return bool(getattr(asyncio.get_running_loop(), "virtual_time", False))
 
 
 class WorkClock:
-    """How long a piece of work has worked, against its deadline; it stands still while the work waits in a queue.
+    """Measures work against its deadline; paused while the work waits in a queue.
 
-    `run_with_deadline(…, clock)` starts it, `exclude_queue_time` halts it. Waiting for a worker or a place is not the
-    work's time:
-    `queue_s` has it, and the deadline of whatever is around the work covers it.
+    `run_with_deadline(…, clock)` starts it, `exclude_queue_time` pauses it. Time spent waiting for a worker or a slot
+    is added to `queue_s` instead; only an enclosing deadline covers it.
     """
 
     __slots__ = ("_left_s", "_loop", "_pauses", "_phase_start", "_timer", "_woken", "queue_s")
@@ -56,7 +54,7 @@ class WorkClock:
         self.queue_s = 0.0
         self._pauses = 0
         self._phase_start = 0.0
-        """When it last began to run, or to stand still."""
+        """When the clock last started or paused."""
         self._timer: asyncio.TimerHandle | None = None
         self._woken: asyncio.Future[None] | None = None
 
@@ -65,7 +63,7 @@ class WorkClock:
         self._run()
 
     def stop(self) -> None:
-        """The work is over; what is left of it may still wait, and that counts no more."""
+        """Stop measuring. Remains of the work may still wait in a queue, but that no longer counts."""
         if self._timer is not None:
             self._timer.cancel()
         elif self._pauses:
@@ -92,7 +90,7 @@ class WorkClock:
 
     @property
     def is_running_here(self) -> bool:
-        """Whether it runs, and in this event loop: what is handed to another loop takes the context along."""
+        """Whether it runs in this event loop: work handed to another loop inherits the context variable."""
         return self._woken is not None and self._loop is asyncio.get_running_loop()
 
 
@@ -101,7 +99,7 @@ _clock: contextvars.ContextVar[WorkClock | None] = contextvars.ContextVar("toolw
 
 @contextmanager
 def exclude_queue_time() -> Iterator[None]:
-    """Around a wait for a worker or a place: none of it is charged to the deadline of the work that waits."""
+    """Wrap a wait for a worker or a slot: it does not count towards the deadline of the waiting work."""
     clock = _clock.get()
     if clock is None or not clock.is_running_here:
         yield
@@ -114,7 +112,7 @@ def exclude_queue_time() -> Iterator[None]:
 
 
 def exclude_pool_queue_time(work: Callable[[], T]) -> Callable[[], T]:
-    """`work` to be handed to a pool of threads: until one of them begins it, it waits in a queue."""
+    """Wrap `work` for a thread pool, so that the time until a thread starts it does not count."""
     clock = _clock.get()
     if clock is None or not clock.is_running_here:
         return work
@@ -132,12 +130,10 @@ def exclude_pool_queue_time(work: Callable[[], T]) -> Callable[[], T]:
 async def run_with_deadline(
     limit_s: float, work: Coroutine[Any, Any, T], timeout_error: Exception, clock: WorkClock | None = None
 ) -> T:
-    """What `work` gives. Past `limit_s` it is cancelled, abandoned where it does not heed that, and `timeout_error` is
-    raised.
+    """Return the result of `work`. After `limit_s` cancel it (abandon it if it ignores that) and raise `timeout_error`.
 
-    `timeout_error` is the caller's own, so that it is never taken for a `TimeoutError` that the work raised. With a
-    `clock`,
-    time in a queue (`exclude_queue_time`) does not count.
+    The caller supplies `timeout_error`, so that it cannot be mistaken for a `TimeoutError` raised by the work. With a
+    `clock`, queue time (`exclude_queue_time`) does not count.
     """
     if limit_s <= 0:
         work.close()
@@ -145,21 +141,21 @@ async def run_with_deadline(
     loop = asyncio.get_running_loop()
     woken: asyncio.Future[None] = loop.create_future()
     guarded = _notify_when_done(work, woken)
-    # The name under which it is told of, should it stay behind.
+    # The name it is reported under if it is abandoned.
     cast("Any", guarded).__qualname__ = getattr(work, "__qualname__", "") or str(work)
     timer: asyncio.TimerHandle | None = None
     if clock is None:
         task, timer = spawn(guarded), loop.call_later(limit_s, _wake, woken)
     else:
         clock.start(limit_s, woken)
-        before = _clock.set(clock)
-        task = spawn(guarded)  # which takes the context along
-        _clock.reset(before)
+        token = _clock.set(clock)
+        task = spawn(guarded)  # the task copies the context
+        _clock.reset(token)
     try:
         await woken
         if not task.done():
             raise timeout_error
-        if task.cancelled():  # by itself: this must not pass for a cancellation of whoever waits
+        if task.cancelled():  # by itself: must not look like a cancellation of the caller
             raise user_code.UserCodeError("it cancelled itself")
         return task.result()
     finally:
@@ -170,7 +166,7 @@ async def run_with_deadline(
         if not task.done():
             await _cancel_and_wait(task, work)
         elif not task.cancelled():
-            task.exception()  # heard, though whoever waits may have been cancelled in the same instant
+            task.exception()  # mark as retrieved: the caller may have been cancelled at the same moment
 
 
 def _wake(woken: asyncio.Future[None] | None) -> None:
@@ -179,8 +175,10 @@ def _wake(woken: asyncio.Future[None] | None) -> None:
 
 
 async def _notify_when_done(work: Coroutine[Any, Any, T], woken: asyncio.Future[None]) -> T:
-    """Wakes whoever waits when `work` ends: a callback of the task, or `asyncio.wait`, would take another turn of the
-    loop. A `sys.exit()` in a task would end the loop, and the run with it."""
+    """Wake the waiting caller when `work` ends; a done callback or `asyncio.wait` would cost one more loop iteration.
+
+    Exceptions such as `SystemExit` are converted: a `sys.exit()` in a task would end the loop, and the run with it.
+    """
     task = asyncio.current_task()
     try:
         return await work
@@ -196,80 +194,80 @@ async def _notify_when_done(work: Coroutine[Any, Any, T], woken: asyncio.Future[
 
 
 async def _cancel_and_wait(task: asyncio.Task[Any], work: Coroutine[Any, Any, Any]) -> None:
-    """Cancels, and waits: to the end of the grace, though whoever waits be cancelled meanwhile, so that nothing is left
-    at work that is not counted."""
+    """Cancel `task` and wait for it, the full grace period even if the caller is cancelled, so that work that keeps
+    running is always counted."""
     loop = asyncio.get_running_loop()
     task.cancel()
-    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # whatever it says now is too late
+    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # the result comes too late
     until = loop.time() + GRACE_S
     cancelled = False
-    while not task.done() and (left_s := until - loop.time()) > 0:
+    while not task.done() and (remaining_s := until - loop.time()) > 0:
         try:
-            await asyncio.wait({task}, timeout=left_s)
+            await asyncio.wait({task}, timeout=remaining_s)
         except asyncio.CancelledError:
             cancelled = True
     if task.done():
-        work.close()  # for the case that it was never begun: it would complain of that
+        work.close()  # in case it never started: avoids the "never awaited" warning
     else:
-        unhide_task(task)  # no longer ours
-        _abandon(getattr(work, "__qualname__", str(work)), "does not heed its cancellation")
+        unhide_task(task)  # no longer managed here
+        _abandon(getattr(work, "__qualname__", str(work)), "ignores its cancellation")
     if cancelled:
         raise asyncio.CancelledError
 
 
 async def call_in_thread(work: Callable[[], T], *, name: str = "blocking work") -> T:
-    """What blocking `work` gives, from a thread of its own.
+    """Run blocking `work` in a new thread and return its result.
 
-    The loop's shared threads are few: there, calls that hang keep out all others, and calls that queue are late before
-    they begin. A thread nobody waits for any more is left behind and counted under `name`; it holds up neither the loop
-    nor the way out.
+    The loop's default executor has few threads: calls that hang would block all others, and queued calls would be late
+    before they start. If the caller is cancelled, the thread is abandoned and counted under `name`; it delays neither
+    the loop nor interpreter exit.
     """
     loop = asyncio.get_running_loop()
-    given: asyncio.Future[T] = loop.create_future()
+    future: asyncio.Future[T] = loop.create_future()
 
     def settle(result: T | None, fault: BaseException | None) -> None:
-        if given.done():
+        if future.done():
             return
         if fault is None:
-            given.set_result(cast("T", result))
+            future.set_result(cast("T", result))
         else:
-            given.set_exception(fault)
+            future.set_exception(fault)
 
     def run() -> None:
         result: T | None = None
         fault: BaseException | None = None
         try:
             result = context.run(work)
-        except StopIteration as stop:  # a future takes any exception but this one
+        except StopIteration as stop:  # the only exception that a future refuses
             fault = RuntimeError(f"StopIteration: {stop}")
         except BaseException as raised:
             fault = raised
-        with suppress(RuntimeError):  # the loop is closed: nobody is there to hear of it
+        with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(settle, result, fault)
 
     context = contextvars.copy_context()
     thread = threading.Thread(target=run, name="toolwise-work", daemon=True)
     thread.start()
     try:
-        return await given
+        return await future
     except asyncio.CancelledError:
-        if given.cancelled() and thread.is_alive():
+        if future.cancelled() and thread.is_alive():
             _abandon(name, "cannot be stopped in its thread")
         raise
 
 
 async def gather_all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order. A fault, or a cancellation, is raised only after every piece of work has come to its end:
-    a plain `gather` would leave the others running."""
-    begun = list(works)
-    if len(begun) == 1:  # the most usual case, at no cost
-        return [await begun[0]]
-    tasks = [spawn(user_code.await_user_code(work)) for work in begun]
+    """All results in order. An error or a cancellation is raised only after everything has finished; a plain `gather`
+    would leave the rest running."""
+    coroutines = list(works)
+    if len(coroutines) == 1:  # the most common case, without a task
+        return [await coroutines[0]]
+    tasks = [spawn(user_code.await_user_code(work)) for work in coroutines]
     try:
         results = await asyncio.gather(*tasks, return_exceptions=True)
     finally:
-        for work in begun:
-            work.close()  # for those that a cancellation kept from beginning: they would complain of that
+        for work in coroutines:
+            work.close()  # those cancelled before they started: avoids the "never awaited" warning
     for result in results:
         if isinstance(result, BaseException):
             raise result
@@ -277,11 +275,11 @@ async def gather_all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """As `asyncio.run`, but it ends: a task that does not heed its cancellation is left behind after `GRACE_S`, and a
-    thread that somebody's `asyncio.to_thread` hangs in is not waited for. And it ends no earlier than `work`, whatever
-    other people's tasks do to the loop; only the user's Ctrl-C ends it."""
+    """Like `asyncio.run`, but sure to return: tasks that ignore cancellation are abandoned after `GRACE_S`, and threads
+    that hang in an `asyncio.to_thread` are not joined. It also returns no earlier than `work`, whatever tasks of user
+    code do to the loop; only Ctrl-C interrupts it."""
 
-    async def whole() -> T:
+    async def run_main() -> T:
         loop = asyncio.get_running_loop()
         loop.set_default_executor(_ThreadPerCallExecutor())
         main = asyncio.current_task()
@@ -297,9 +295,9 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         loop = runner.get_loop()
         _survive_task_exits(loop)
         try:
-            return runner.run(whole())
+            return runner.run(run_main())
         finally:
-            for task in all_tasks(loop):  # what is left is asyncio's to end
+            for task in all_tasks(loop):  # asyncio ends the rest
                 unhide_task(task)
 
 
@@ -308,33 +306,33 @@ def _forbid_loop_stop(loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any]) 
 
     def refuse() -> None:
         if not main.done():
-            raise RuntimeError("the event loop is the run's: it must not be stopped")
+            raise RuntimeError("the event loop belongs to the run: do not stop it")
         stop()
 
-    with suppress(AttributeError):  # a loop that is not written in Python: what stops it is met below
+    with suppress(AttributeError):  # a loop not written in Python: `_survive_task_exits` covers it
         cast("Any", loop).stop = refuse
 
 
 def _survive_task_exits(loop: asyncio.AbstractEventLoop) -> None:
-    """Other people's tasks that raise `SystemExit` or `KeyboardInterrupt` make asyncio leave its loop: back in."""
-    leave = loop.run_until_complete
+    """Re-enter the loop when a task in user code makes asyncio leave it (`SystemExit`, `KeyboardInterrupt`)."""
+    original = loop.run_until_complete
 
     def run_until_complete(future: Any) -> Any:
         main = asyncio.ensure_future(future, loop=loop)
         while True:
             try:
-                return leave(main)
+                return original(main)
             except BaseException as fault:
                 if main.done() or loop.is_closed() or user_code.is_interrupt(fault):
                     raise
-                log.warning("a task of other people's code raised %s: the run goes on", user_code.describe(fault))
+                log.warning("a task in user code raised %s: the run continues", user_code.describe(fault))
 
     with suppress(AttributeError):
         cast("Any", loop).run_until_complete = run_until_complete
 
 
 async def _cancel_all_tasks() -> None:
-    """Ends all other tasks of the loop, or takes them off its books."""
+    """Cancel all other tasks of the loop; unregister those that ignore it."""
     loop, me = asyncio.get_running_loop(), asyncio.current_task()
     if tasks := all_tasks() - {me}:
         for task in tasks:
@@ -343,14 +341,14 @@ async def _cancel_all_tasks() -> None:
     closing = spawn(loop.shutdown_asyncgens())
     await asyncio.wait({closing}, timeout=GRACE_S)
     for task in all_tasks() - {me}:
-        _abandon(getattr(task.get_coro(), "__qualname__", repr(task)), "does not heed its cancellation")
+        _abandon(getattr(task.get_coro(), "__qualname__", repr(task)), "ignores its cancellation")
         unregister_task(task)
         task._log_destroy_pending = False  # type: ignore[attr-defined]
         _abandoned_tasks.append(task)
 
 
 class _ThreadPerCallExecutor(ThreadPoolExecutor):
-    """A daemon thread a call: those of the standard library are few, and waited for at the end of the program."""
+    """One daemon thread per call: the standard executor has few threads, and joins them at interpreter exit."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         future: Future[T] = Future()

@@ -1,4 +1,4 @@
-"""How much may go on at once: of model requests, of each tool, of environments. First come, first served."""
+"""Concurrency limits for model requests, each tool, and environments. First come, first served."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from weakref import WeakKeyDictionary
 
 
 class Gate:
-    """Lets so many in at a time; None lets everybody in. One gate may serve several event loops, one after another."""
+    """Admits up to `limit` holders at a time; None means unlimited. It can serve several event loops in sequence."""
 
     __slots__ = ("_by_loop", "limit")
 
     def __init__(self, limit: int | None = None) -> None:
         if limit is not None and limit < 1:
-            raise ValueError(f"a limit of {limit} lets nobody in")
+            raise ValueError(f"limit must be at least 1, got {limit}")
         self.limit = limit
         self._by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
@@ -44,8 +44,8 @@ class Gate:
 
 
 class Slot:
-    """One episode's place inside a gate, one at a time. Somebody else may give it up: work that was left behind, and
-    never comes out by itself, must not keep others out for ever."""
+    """The one gate that an episode currently holds. Any code may release it: abandoned work that never returns must not
+    block others for ever."""
 
     __slots__ = ("_gate",)
 
@@ -68,7 +68,7 @@ UNLIMITED = Gate()
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The gates of one scheduler. Waiting at one counts towards an episode's deadline, not towards a tool's."""
+    """The gates of one scheduler. Waiting at one counts towards the episode's deadline, not towards a tool's."""
 
     model: Gate = UNLIMITED
     env: Gate = UNLIMITED

@@ -1,4 +1,4 @@
-"""asyncio tasks of the run's own: other people's code that cancels `asyncio.all_tasks()` does not find them."""
+"""asyncio tasks of the run, hidden from `asyncio.all_tasks()` so that user code cannot find and cancel them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def spawn(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
 
 
 def all_tasks(loop: asyncio.AbstractEventLoop | None = None) -> set[asyncio.Task[Any]]:
-    """`asyncio.all_tasks`, ours among them."""
+    """`asyncio.all_tasks` including hidden tasks."""
     loop = loop if loop is not None else asyncio.get_running_loop()
     return asyncio.all_tasks(loop) | {task for task in list(_hidden) if task.get_loop() is loop and not task.done()}
 
@@ -29,12 +29,12 @@ def hide_task(task: asyncio.Task[T]) -> asyncio.Task[T]:
 
 
 def unhide_task(task: asyncio.Task[Any]) -> None:
-    """Nobody's but asyncio's again."""
+    """Make the task visible to asyncio again."""
     _hidden.discard(task)
     asyncio.tasks._register_task(task)
 
 
 def unregister_task(task: asyncio.Task[Any]) -> None:
-    """Takes a task off everybody's books."""
+    """Remove a task from our registry and from asyncio's."""
     _hidden.discard(task)
-    asyncio.tasks._unregister_task(task)  # documented under Extending asyncio
+    asyncio.tasks._unregister_task(task)  # documented in "Extending asyncio"

@@ -1,4 +1,4 @@
-"""How many threads a run computes with on a CPU, and what must be said before the first of them starts."""
+"""CPU thread counts, and environment variables that must be set before the first compute thread starts."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from toolwise.config.schema import RunConfig
 
 SMALL_MODEL_WEIGHTS = 4_000_000
-"""A model of fewer is faster with one thread: 1.3 times for one of 0.9 million weights, 1.4 for one of 2.2 million."""
+"""Smaller models are faster with one thread: 1.3 times at 0.9 million weights, 1.4 times at 2.2 million."""
 
 
 def configure_threads(config: RunConfig) -> None:
-    """On a shared machine idle threads must sleep, not spin; a deterministic run has one."""
+    """Make idle threads sleep instead of spin (machines may be shared); a deterministic run uses one thread."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # a GPU computes the same twice only with this
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required for reproducible results on a GPU
     import torch
 
     _initial_thread_count()
@@ -25,7 +25,7 @@ def configure_threads(config: RunConfig) -> None:
 
 
 def set_thread_count(config: RunConfig, model: Any) -> None:
-    """As many as are of use to this model. What the configuration says comes first, then the environment."""
+    """Set the number of threads that suits this model. The configuration takes precedence, then the environment."""
     import torch
 
     if config.deterministic:
@@ -39,7 +39,7 @@ def set_thread_count(config: RunConfig, model: Any) -> None:
 
 @cache
 def _initial_thread_count() -> int:
-    """What this process began with: another run may have left fewer."""
+    """The count at process start: an earlier run may have lowered it."""
     import torch
 
     return torch.get_num_threads()

@@ -1,7 +1,8 @@
-"""Whether collected source gives what the notebook has.
+"""Checks that collected source reproduces the objects in the notebook.
 
-A cell's text says how something was made, not what it is now: a default may have been bound to an older value, a
-decorator given another argument, a class patched since. So the text is run once here, and the results compared.
+A cell's text shows how an object was created, not what it is now: a default may be bound to an older value, a decorator
+may have had another argument, a class may have been patched since. So the text is executed once and the results are
+compared.
 """
 
 from __future__ import annotations
@@ -22,22 +23,24 @@ _OPCODE_ALIASES = {"LOAD_METHOD": "LOAD_ATTR"}
 
 
 def check_equivalent(text: str, defined: Mapping[str, Any], module: str) -> None:
-    """Run `text` aside and compare what it defines; a `ToolwiseError` names what differs and where."""
+    """Execute `text` in a separate namespace and compare what it defines; a `ToolwiseError` says what differs."""
     space: dict[str, Any] = {"__name__": module}
     try:
         exec(compile(text, "<collected>", "exec", dont_inherit=True), space)
     except Exception as fault:
-        what = f"{type(fault).__name__}: {fault}".partition("\n")[0]
+        reason = f"{type(fault).__name__}: {fault}".partition("\n")[0]
         names = ", ".join(defined)
-        raise ToolwiseError(f"what its cells say of {names} does not run again ({what}); put it in a file") from fault
+        raise ToolwiseError(
+            f"the cells that define {names} fail when they run again ({reason}); put the code in a file"
+        ) from fault
     for name, value in defined.items():
         where = _Comparison().difference(value, space[name], name)
         if where is not None:
             is_lambda = getattr(value, "__name__", "") == "<lambda>"
-            cure = "write it as a def of its own" if is_lambda else "run that cell again, or put it in a file"
+            fix = "write it as a def" if is_lambda else "run that cell again, or put it in a file"
             raise ToolwiseError(
-                f"{where} is not what its cell would give now, so a worker process would run something else than you "
-                f"see here; {cure}"
+                f"{where} is not what its cell would give now, so a worker process would not run what you see here; "
+                f"{fix}"
             )
 
 
@@ -46,7 +49,7 @@ class _Comparison:
         self._seen: set[tuple[int, int]] = set()
 
     def difference(self, here: Any, there: Any, where: str) -> str | None:
-        """Where the two differ, in words; None where they do not."""
+        """Describe where the two differ; None if they are equivalent."""
         if here is there or (id(here), id(there)) in self._seen:
             return None
         self._seen.add((id(here), id(there)))
@@ -73,36 +76,36 @@ class _Comparison:
             label = f"{where}{key}"
             if key not in there:
                 return label
-            found = self.difference(value, there[key], label)
-            if found is not None:
-                return found
+            difference = self.difference(value, there[key], label)
+            if difference is not None:
+                return difference
         return next((f"{where}{key}" for key in there if key not in here), None)
 
 
 def _function_parts(function: FunctionType) -> dict[str, Any]:
     code, defaults = function.__code__, function.__defaults__ or ()
     names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
-    given = {**dict(zip(names, defaults, strict=True)), **(function.__kwdefaults__ or {})}
+    values = {**dict(zip(names, defaults, strict=True)), **(function.__kwdefaults__ or {})}
     closure = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
     return {
-        **{f"'s default of {name}": value for name, value in given.items()},
+        **{f"'s default of {name}": value for name, value in values.items()},
         **{f" (with {name} of its decorator)": _content(cell) for name, cell in closure.items()},
         **{f".{name}": value for name, value in vars(function).items() if literal(value) is not None},
         **({"'s inner function": inspect.getattr_static(function, "__wrapped__")} if _wraps(function) else {}),
     }
 
 
-def _class_parts(found: type) -> dict[str, Any]:
-    own = {
+def _class_parts(cls: type) -> dict[str, Any]:
+    members = {
         f".{name}": value
-        for name, value in vars(found).items()
+        for name, value in vars(cls).items()
         if isinstance(value, FunctionType) or not (name.startswith("__") or name == "_abc_impl")
     }
-    return {**own, "'s base classes": tuple(base.__qualname__ for base in found.__bases__)}
+    return {**members, "'s base classes": tuple(base.__qualname__ for base in cls.__bases__)}
 
 
 def _wrapper_parts(wrapper: Any) -> dict[str, Any]:
-    """An object around a function, such as a tool; what it keeps to itself may be state."""
+    """An object that wraps a function, such as a tool; private attributes may be state and are not compared."""
     public = {f".{name}": value for name, value in getattr(wrapper, "__dict__", {}).items() if not name.startswith("_")}
     plain = {name: value for name, value in public.items() if literal(value) is not None}
     return {**plain, "'s inner function": wrapper.__wrapped__}
@@ -113,8 +116,8 @@ def _items(container: Any) -> dict[str, Any]:
     return {f"[{_text(key)}]": item for key, item in pairs}
 
 
-def _accessors(found: Any) -> tuple[Any, ...]:
-    return tuple(getattr(found, name, None) for name in ("fget", "fset", "fdel"))
+def _accessors(prop: Any) -> tuple[Any, ...]:
+    return tuple(getattr(prop, name, None) for name in ("fget", "fset", "fdel"))
 
 
 def _wraps(function: FunctionType) -> bool:
@@ -129,18 +132,18 @@ def _content(cell: CellType) -> Any:
 
 
 def _text(value: Any) -> str:
-    """What tells two values of one type apart: plain data whole, other objects as far as they say of themselves."""
+    """Text that tells two values of one type apart: a literal, or the `repr` without addresses."""
     text = literal(value)
     try:
         return text if text is not None else _ADDRESS.sub("", repr(value))
-    except Exception:  # other people's __repr__
+    except Exception:  # a __repr__ in user code
         return ""
 
 
-def _same_code(one: CodeType, other: CodeType) -> bool:
-    """Whether two pieces of bytecode do the same; how a call is made depends on the rest of the file too."""
-    same = _code_signature(one) == _code_signature(other) and _doc(one) == _doc(other)
-    inner = [[const for const in code.co_consts if isinstance(const, CodeType)] for code in (one, other)]
+def _same_code(first: CodeType, second: CodeType) -> bool:
+    """Whether two code objects do the same; some opcodes of a call depend on the rest of the file and are ignored."""
+    same = _code_signature(first) == _code_signature(second) and _doc(first) == _doc(second)
+    inner = [[const for const in code.co_consts if isinstance(const, CodeType)] for code in (first, second)]
     return same and len(inner[0]) == len(inner[1]) and all(map(_same_code, *inner))
 
 
@@ -160,6 +163,6 @@ def _argument(step: dis.Instruction) -> str | None:
 
 
 def _doc(code: CodeType) -> str:
-    """The docstring, which is indented less where the function was under an `if`."""
+    """The docstring without its indentation, which differs for a function under an `if`."""
     first = code.co_consts[0] if code.co_consts else None
     return inspect.cleandoc(first) if isinstance(first, str) else ""

@@ -1,4 +1,4 @@
-"""Plain data as Python writes it."""
+"""Plain data as Python literals."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 NamedContainers = Mapping[int, str]
-"""Containers that have a name already, by their `id`: written as that name, so that they stay one object."""
+"""`id` -> name of containers that are already bound: written as that name, so that they stay one object."""
 
 
 def literal(value: Any, known: NamedContainers | None = None, depth: int = 0) -> str | None:
-    """The value as Python writes it, where plain data is all it is."""
+    """The value as a Python literal; None if it is not plain data."""
     if depth > 50:
         return None
     kind = type(value)
@@ -35,7 +35,7 @@ def literal(value: Any, known: NamedContainers | None = None, depth: int = 0) ->
 
 
 def containers(value: Any, path: str) -> Iterator[tuple[int, str]]:
-    """The `id` of each list, dictionary and set in plain data, and the expression that leads to it."""
+    """The `id` of each list, dict and set in plain data, and the expression that reaches it."""
     if isinstance(value, list | dict | set):
         yield id(value), path
     if isinstance(value, list | tuple):
@@ -51,4 +51,4 @@ def _collection_literal(kind: type, items: list[str]) -> str:
         return f"[{', '.join(items)}]"
     if kind is tuple:
         return f"({', '.join(items)}{',' if len(items) == 1 else ''})"
-    return f"{kind.__name__}([{', '.join(sorted(items))}])"  # in the same order in every process
+    return f"{kind.__name__}([{', '.join(sorted(items))}])"  # the same order in every process

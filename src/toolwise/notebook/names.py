@@ -1,4 +1,4 @@
-"""Which names a piece of source takes from its module."""
+"""Finds the names that a piece of source takes from its module."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 
 def global_names(source: str) -> list[str]:
-    """Names that `source`, a definition or a statement, looks up outside of itself, annotations in quotes included."""
-    found = dict.fromkeys(_table_names(symtable.symtable(source, "<cell>", "exec")))
-    for text in _quoted_annotations(ast.parse(source)):
-        found |= dict.fromkeys(node.id for node in ast.walk(text) if isinstance(node, ast.Name))
-    return sorted(found)
+    """Global names that `source` (a definition or a statement) refers to, including those in quoted annotations."""
+    names = dict.fromkeys(_table_names(symtable.symtable(source, "<cell>", "exec")))
+    for annotation in _quoted_annotations(ast.parse(source)):
+        names |= dict.fromkeys(node.id for node in ast.walk(annotation) if isinstance(node, ast.Name))
+    return sorted(names)
 
 
 def _table_names(table: symtable.SymbolTable) -> Iterator[str]:
@@ -32,12 +32,12 @@ def _quoted_annotations(tree: ast.AST) -> Iterator[ast.expr]:
                 if isinstance(part, ast.Constant) and isinstance(part.value, str):
                     try:
                         yield ast.parse(part.value, mode="eval").body
-                    except SyntaxError:  # words for the reader, as in Annotated[int, "metres each"]
+                    except SyntaxError:  # free text, as in Annotated[int, "metres each"]
                         continue
 
 
 def _without_literals(node: ast.AST) -> Iterator[ast.AST]:
-    """A node and all within it, but for what `Literal[…]` lists."""
+    """The node and its descendants, except inside `Literal[…]`."""
     if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("Literal"):
         return
     yield node
@@ -46,8 +46,8 @@ def _without_literals(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def attribute_chains(source: str, name: str) -> list[str]:
-    """`a.b.c` for every such access that begins at `name`, and each of its beginnings."""
-    found: dict[str, None] = {}
+    """Every attribute access that starts at `name`, with its prefixes: `a.b` and `a.b.c` for `a.b.c`."""
+    chains: dict[str, None] = {}
     for node in ast.walk(ast.parse(source)):
         parts: list[str] = []
         inner: ast.AST = node
@@ -55,5 +55,5 @@ def attribute_chains(source: str, name: str) -> list[str]:
             parts.insert(0, inner.attr)
             inner = inner.value
         if parts and isinstance(inner, ast.Name) and inner.id == name:
-            found |= dict.fromkeys(".".join([name, *parts[: count + 1]]) for count in range(len(parts)))
-    return list(found)
+            chains |= dict.fromkeys(".".join([name, *parts[: count + 1]]) for count in range(len(parts)))
+    return list(chains)

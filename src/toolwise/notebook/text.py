@@ -1,4 +1,4 @@
-"""Where the text of notebook cells is kept, and how one definition is cut out of it."""
+"""Finds the text of notebook cells and extracts single definitions from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One compiled piece of source: a cell, a line of a REPL, a file."""
+    """One compiled piece of source: a cell, a REPL input, a file."""
 
     lines: tuple[str, ...]
     tree: ast.Module
@@ -26,16 +26,16 @@ class Cell:
     def from_text(cls, text: str) -> Cell:
         try:
             return cls(tuple(text.splitlines(keepends=True)), ast.parse(text))
-        except (SyntaxError, ValueError):  # such as a magic that IPython reads for itself
+        except (SyntaxError, ValueError):  # such as an IPython magic
             return cls((), ast.Module([], []))
 
     @classmethod
     def from_filename(cls, filename: str) -> Cell:
-        """By the name that it was compiled under: IPython and newer REPLs put such text into the line cache."""
+        """Look up the filename it was compiled under: IPython and newer REPLs put the text into `linecache`."""
         return cls.from_text("".join(linecache.getlines(filename)))
 
     def definitions(self) -> Iterator[Definition]:
-        """Functions and classes at the top, also those under an `if` or a `try` there."""
+        """Top-level functions and classes, including those under an `if` or a `try`."""
         todo: list[ast.AST] = [*self.tree.body]
         while todo:
             node = todo.pop(0)
@@ -51,40 +51,40 @@ class Cell:
 
 
 def find_function(function: FunctionType) -> str | None:
-    """The `def` of a function, decorators and all."""
+    """The `def` of a function, with decorators."""
     cell = Cell.from_filename(function.__code__.co_filename)
     for node in cell.definitions():
         if not isinstance(node, ast.ClassDef) and node.name == function.__code__.co_name:
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             if first == function.__code__.co_firstlineno:
                 return cell.extract(node)
-    try:  # a REPL may keep its lines where only `inspect` finds them
+    try:  # some REPLs store their input where only `inspect` finds it
         source = textwrap.dedent(inspect.getsource(function)).rstrip()
-        [found] = ast.parse(source).body
+        [statement] = ast.parse(source).body
     except (OSError, TypeError, ValueError, SyntaxError):
         return None
-    return source if isinstance(found, Definition) and found.name == function.__code__.co_name else None
+    return source if isinstance(statement, Definition) and statement.name == function.__code__.co_name else None
 
 
-def find_class(found: type, cells: Sequence[Cell]) -> str | None:
-    """The `class` of a class: by where its methods were compiled, else its latest definition in `cells`."""
-    for value in vars(found).values():
+def find_class(cls: type, cells: Sequence[Cell]) -> str | None:
+    """The `class` statement of a class: where its methods were compiled, else its latest definition in `cells`."""
+    for value in vars(cls).values():
         method = inspect.unwrap(getattr(value, "__func__", getattr(value, "fget", value)) or value)
-        if isinstance(method, FunctionType) and method.__qualname__.startswith(f"{found.__qualname__}."):
+        if isinstance(method, FunctionType) and method.__qualname__.startswith(f"{cls.__qualname__}."):
             cell, line = Cell.from_filename(method.__code__.co_filename), method.__code__.co_firstlineno
             for node in cell.definitions():
                 within = node.lineno <= line <= (node.end_lineno or node.lineno)
-                if isinstance(node, ast.ClassDef) and node.name == found.__name__ and within:
+                if isinstance(node, ast.ClassDef) and node.name == cls.__name__ and within:
                     return cell.extract(node)
     for cell in cells:
         for node in cell.definitions():
-            if isinstance(node, ast.ClassDef) and node.name == found.__name__:
+            if isinstance(node, ast.ClassDef) and node.name == cls.__name__:
                 return cell.extract(node)
     return None
 
 
 def find_statement(name: str, cells: Sequence[Cell]) -> str | None:
-    """The latest `name = …` at the top of a cell."""
+    """The latest top-level `name = …` in the cells."""
     for cell in cells:
         for node in reversed(cell.tree.body):
             if isinstance(node, ast.Assign) and len(node.targets) == 1:
@@ -95,10 +95,10 @@ def find_statement(name: str, cells: Sequence[Cell]) -> str | None:
 
 
 def find_cells(namespace: Mapping[str, Any]) -> list[Cell]:
-    """All cells that may have bound names in `namespace`, the latest first."""
-    history = namespace.get("_ih")  # IPython's, in the order of execution
+    """All cells that may have bound names in `namespace`, latest first."""
+    history = namespace.get("_ih")  # IPython's input history, in order of execution
     if isinstance(history, list) and history:
         return [Cell.from_text(text) for text in reversed(history) if isinstance(text, str) and text]
-    typed = [name for name, entry in linecache.cache.items() if len(entry) > 1 and entry[1] is None]
+    filenames = [name for name, entry in linecache.cache.items() if len(entry) > 1 and entry[1] is None]
     file = getattr(sys.modules.get(str(namespace.get("__name__"))), "__file__", None)
-    return [Cell.from_filename(name) for name in (*reversed(typed), *([file] if file else []))]
+    return [Cell.from_filename(name) for name in (*reversed(filenames), *([file] if file else []))]

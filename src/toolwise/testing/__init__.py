@@ -1,1 +1,1 @@
-"""Help for testing asynchronous code: an event loop with virtual time."""
+"""Utilities for testing asynchronous code: an event loop with virtual time."""

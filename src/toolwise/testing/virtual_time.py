@@ -1,7 +1,7 @@
-"""Virtual time for whatever is async: hours pass in milliseconds, and a seed decides who goes first.
+"""Virtual time for async code: hours pass in milliseconds, and a seed decides the order of tasks.
 
-`simulate(work, seed=7)` runs a coroutine as `asyncio.run` does, on a clock that jumps to the next timer as soon as
-nobody has anything to do. The same seed is the same schedule, so a race that was found once can be found again.
+`simulate(work, seed=7)` runs a coroutine like `asyncio.run`, on a clock that jumps to the next timer as soon as no task
+is ready. The same seed gives the same schedule, so a race found once can be reproduced.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from toolwise.concurrency.tasks import all_tasks
 T = TypeVar("T")
 
 MAX_ROUNDS_PER_INSTANT = 100_000
-"""So many rounds in one instant are nobody's honest work."""
+"""More loop iterations without time advancing count as a busy loop."""
 
 
 class Deadlock(RuntimeError):  # noqa: N818  it is one
-    """Nothing is ready and no timer is set, or everybody is busy and time stands still; names the tasks that wait."""
+    """No task is ready and no timer is set, or tasks spin while time does not advance; the message names the tasks."""
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """An event loop that makes its own time. It has no sockets, threads or processes: those could not keep step.
+    """An event loop on simulated time. It has no sockets, threads or processes: those run on real time.
 
-    With a `seed`, tasks that are ready in the same round go in random order, as do timers of the same instant: asyncio
-    promises no order there. Plain callbacks keep theirs. Timers ring up to `jitter_s` late, as on a busy machine.
+    With a `seed`, tasks that are ready in the same iteration run in random order, as do timers due at the same time:
+    asyncio guarantees no order there. Plain callbacks keep their order. Timers fire up to `jitter_s` late, as on a busy
+    machine.
     """
 
     virtual_time = True
-    """What `waiting.in_virtual_time` looks for."""
+    """Checked by `toolwise.concurrency.deadlines.in_virtual_time`."""
 
     def __init__(self, seed: int | None = None, *, jitter_s: float = 0.0) -> None:
         super().__init__()
@@ -47,20 +48,20 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return self._virtual_now
 
     def stall(self, seconds: float) -> None:
-        """Time passes and nobody else gets a turn: what a tool does that blocks the loop."""
+        """Advance time without running other tasks, like a tool that blocks the loop."""
         self._virtual_now += seconds
         self.stalled_s += seconds
 
     def call_at(  # type: ignore[override]
-        self, when: float, callback: Callable[..., Any], *args: Any, **more: Any
+        self, when: float, callback: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> asyncio.TimerHandle:
         late_s = self._jitter_rng.uniform(0.0, self.jitter_s) if self.jitter_s else 0.0
-        return super().call_at(when + late_s, callback, *args, **more)
+        return super().call_at(when + late_s, callback, *args, **kwargs)
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> NoReturn:  # type: ignore[override]
-        raise RuntimeError("no thread can keep step with virtual time: give the simulation something async")
+        raise RuntimeError("threads cannot run in virtual time: use async code in the simulation")
 
-    # What BaseEventLoop leaves to those that wait for real sockets, and its one round, written anew.
+    # Hooks that BaseEventLoop leaves to socket-based loops, and a replacement of its single iteration.
 
     def _process_events(self, event_list: Any) -> None:
         return
@@ -78,7 +79,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._rounds += 1
         if self._rounds > MAX_ROUNDS_PER_INSTANT:
             raise Deadlock(
-                f"time stands still at {self._virtual_now:g} s while these are busy: {self._waiting_tasks()}"
+                f"time does not advance at {self._virtual_now:g} s while these tasks are busy: {self._waiting_tasks()}"
             )
         due = []
         while timers and timers[0]._when <= self._virtual_now:
@@ -97,9 +98,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def _advance_time(self, timers: list[Any]) -> None:
         if not timers:
-            raise Deadlock(
-                f"at {self._virtual_now:g} s nothing is left that could wake anybody: {self._waiting_tasks()}"
-            )
+            raise Deadlock(f"at {self._virtual_now:g} s no timer is left to wake these tasks: {self._waiting_tasks()}")
         if timers[0]._when > self._virtual_now:
             self._virtual_now = timers[0]._when
             self._rounds = 0
@@ -107,19 +106,19 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def _shuffle_tasks(self, ready: Any) -> None:
         if self._order_rng is None:
             return
-        places = [at for at, handle in enumerate(ready) if _is_task(handle)]
-        handles = [ready[at] for at in places]
+        indices = [index for index, handle in enumerate(ready) if _is_task(handle)]
+        handles = [ready[index] for index in indices]
         self._order_rng.shuffle(handles)
-        for at, handle in zip(places, handles, strict=True):
-            ready[at] = handle
+        for index, handle in zip(indices, handles, strict=True):
+            ready[index] = handle
 
     def _waiting_tasks(self) -> str:
         names = sorted(f"{_task_location(task)} ({task.get_name()})" for task in all_tasks(self))
-        return "; ".join(names) or "no task at all"
+        return "; ".join(names) or "no tasks"
 
 
 def simulate(work: Coroutine[Any, Any, T], *, seed: int | None = None, jitter_s: float = 0.0) -> T:
-    """What `work` gives, in virtual time. Raises `Deadlock` where it would wait for ever."""
+    """Run `work` in virtual time and return its result. Raises `Deadlock` if it would wait for ever."""
     runner = asyncio.Runner(loop_factory=lambda: VirtualLoop(seed, jitter_s=jitter_s))
     loop = runner.get_loop()
     try:
@@ -127,9 +126,9 @@ def simulate(work: Coroutine[Any, Any, T], *, seed: int | None = None, jitter_s:
     finally:
         try:
             runner.close()
-        except Deadlock:  # those that do not heed their cancellation: the first word on it is the better one
+        except Deadlock:  # tasks ignored their cancellation: the first error says more
             for task in all_tasks(loop):
-                task._log_destroy_pending = False  # type: ignore[attr-defined]  # and the last one
+                task._log_destroy_pending = False  # type: ignore[attr-defined]  # no warning on top
 
 
 def _pop_timer(timers: list[Any]) -> Any:
@@ -143,11 +142,11 @@ def _is_task(handle: Any) -> bool:
 
 
 def _task_location(task: asyncio.Task[Any]) -> str:
-    """The task's coroutine, and the innermost line of somebody's own that it waits in."""
+    """The task's coroutine, and the innermost line outside asyncio that it waits in."""
     coroutine: Any = task.get_coro()
-    place = name = getattr(coroutine, "__qualname__", str(coroutine))
+    location = name = getattr(coroutine, "__qualname__", str(coroutine))
     while (frame := getattr(coroutine, "cr_frame", None)) is not None:
         if not frame.f_globals.get("__name__", "").startswith("asyncio."):
-            place = f"{coroutine.__qualname__}, line {frame.f_lineno}"
+            location = f"{coroutine.__qualname__}, line {frame.f_lineno}"
         coroutine = coroutine.cr_await
-    return place if place.startswith(name) else f"{name} in {place}"
+    return location if location.startswith(name) else f"{name} in {location}"

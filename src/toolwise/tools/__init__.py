@@ -1,4 +1,4 @@
-"""What an agent may call: the tool life cycle, the built-in tools, and Python functions as tools."""
+"""Tools that an agent can call: the tool life cycle, the built-in tools, and Python functions as tools."""
 
 from __future__ import annotations
 

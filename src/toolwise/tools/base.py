@@ -24,17 +24,17 @@ class OpenAIFunctionToolSchema(BaseModel):
 
 
 class BaseTool(ABC):
-    """A tool. Instances (one a rollout) are known by the id that `create` gives back.
+    """A tool. Each rollout has its own instance, identified by the id that `create` returns.
 
-    `family` and `price` are what the router and the budget go by: SEARCH, CALCULATE or OTHER, and the cost of a call.
+    The router uses `family` (SEARCH, CALCULATE or OTHER), the budget uses `price`, the cost of one call.
     """
 
     family: str = "OTHER"
     price: float = 1.0
     max_concurrent: int | None = None
-    """Calls at once at most, over all rollouts; as many as come, where it is None."""
+    """Maximum number of concurrent calls over all rollouts; None means unlimited."""
     isolate: bool | None = False
-    """True: each rollout's object of this class lives in a process of its own, which can be killed at a deadline."""
+    """True: each rollout's tool object lives in a separate process, which can be killed at a deadline."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema) -> None:
         self.config = config
@@ -53,20 +53,20 @@ class BaseTool(ABC):
 
     @abstractmethod
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Make an instance for one rollout; gives back its id."""
+        """Create an instance for one rollout and return its id."""
         return instance_id or str(uuid4())
 
     @abstractmethod
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[str, float | None, dict[str, Any]]:
-        """Run one call: (what the model reads, the step's reward or None, info). `parameters` are the model's
-        arguments, `kwargs` the task's `execute_kwargs`: the two never mix."""
+        """Run one call and return (text for the model, step reward or None, info). `parameters` are the model's
+        arguments, `kwargs` the task's `execute_kwargs`; the two are never mixed."""
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
-        """The tool's own word on the whole rollout, once at its end; None where it has none."""
+        """The tool's reward for the whole rollout, called once at its end; None for no reward."""
         return None
 
     @abstractmethod
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """Free what `create` took. Called exactly once, however the rollout ended."""
+        """Free the resources of the instance. Called exactly once, however the rollout ended."""

@@ -1,4 +1,4 @@
-"""How a tool says that a call came to nothing, and whose fault that was."""
+"""The exception by which a tool reports a failed call, and the kind of failure."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ SERVER_DOWN = "server_down"
 
 
 class ToolCallError(ToolwiseError):
-    """Raised by `execute`: the message is what the model reads, `failure` the kind that is counted.
+    """Raised by `execute`: the model reads the message, and `failure` is the kind counted in the metrics.
 
-    `tool_error`: the tool itself refused, and the model may do better. `timeout`: it took too long. `server_down`:
-    what stands behind the tool is gone; that is nobody's mistake but the infrastructure's.
+    `tool_error`: the tool rejected the call, and the model can do better. `timeout`: it took too long. `server_down`:
+    the service behind the tool is unavailable, which is an infrastructure failure.
     """
 
     def __init__(self, text: str, failure: str = "tool_error") -> None:
@@ -20,5 +20,5 @@ class ToolCallError(ToolwiseError):
 
     @property
     def infrastructure(self) -> bool:
-        """True where a rollout should not be learned from: the policy could not have helped it."""
+        """True if the rollout should be excluded from training, as the policy did not cause the failure."""
         return self.failure == SERVER_DOWN

@@ -1,4 +1,4 @@
-"""The tools that Toolwise brings, by name, and how a run's `tools` entries become tools."""
+"""The built-in tools by name, and the function that builds tools from a run's `tools` entries."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ TOOLS: dict[str, Callable[[dict[str, Any]], BaseTool]] = {
     "shell": ShellTool,
 }
 GROUPS: dict[str, Callable[[dict[str, Any]], list[BaseTool]]] = {"mcp": mcp_tools}
-"""Names that stand for several tools."""
+"""Names that expand to several tools."""
 _COMMON_OPTIONS = frozenset({"family", "price", "isolate", "max_concurrent"})
 
 
 def as_entries(tools: ToolSpec | Sequence[ToolSpec] | None) -> list[ToolSpec]:
-    """One entry alone is a list of one: `tools=f` is `tools=[f]`."""
+    """Normalize to a list: `tools=f` means `tools=[f]`."""
     if tools is None:
         return []
     if isinstance(tools, str | BaseTool | Mapping) or callable(tools):
@@ -50,17 +50,17 @@ def as_entries(tools: ToolSpec | Sequence[ToolSpec] | None) -> list[ToolSpec]:
 def build_tools(entries: Sequence[ToolSpec]) -> dict[str, BaseTool]:
     """name -> tool, in the order of `entries`.
 
-    An entry is a built-in's name, a reference (`package.module:attr` or `path/to/file.py:attr`), a tool, a
-    typed function, or a mapping with one of these as its `name` and the tool's configuration beside it.
+    An entry is the name of a built-in tool, a reference (`package.module:attr` or `path/to/file.py:attr`), a tool, a
+    typed function, or a mapping with one of these as its `name` and the tool's options as further keys.
     """
     tools: dict[str, BaseTool] = {}
-    for made in (isolate_tool(tool) for entry in entries for tool in _build(entry)):
-        if made.name in tools:
-            raise ConfigError(f"tools: {made.name!r} is there twice; remove one, or rename it in its schema")
-        parameters = json.dumps(made.tool_schema.function.parameters, sort_keys=True)
-        if '"pattern' in parameters:  # to be refused before any work is done, and not by the first call
-            compile_parameters(made.name, parameters)
-        tools[made.name] = made
+    for tool in (isolate_tool(tool) for entry in entries for tool in _build(entry)):
+        if tool.name in tools:
+            raise ConfigError(f"tools: {tool.name!r} is listed twice; remove one, or rename it in its schema")
+        parameters = json.dumps(tool.tool_schema.function.parameters, sort_keys=True)
+        if '"pattern' in parameters:  # reject a bad pattern now, not at the first call
+            compile_parameters(tool.name, parameters)
+        tools[tool.name] = tool
     return tools
 
 
@@ -68,7 +68,7 @@ def _build(entry: ToolSpec) -> list[BaseTool]:
     if not isinstance(entry, Mapping):
         entry = {"name": entry}
     if "name" not in entry:
-        raise ConfigError(f"tools: an entry has no name, only {', '.join(map(str, entry)) or 'nothing'}")
+        raise ConfigError(f"tools: an entry has no `name`, only {', '.join(map(str, entry)) or 'nothing'}")
     config = {key: value for key, value in entry.items() if key != "name"}
     where = _label(entry["name"])
     try:
@@ -90,7 +90,7 @@ def _label(entry: Any) -> str:
 
 
 def _resolve(entry: Any) -> Any:
-    """What an entry stands for: a tool, a class of tools, or a function."""
+    """The object an entry refers to: a tool, a tool class, or a function."""
     if not isinstance(entry, str):
         return entry
     if entry in TOOLS:
@@ -103,33 +103,33 @@ def _resolve(entry: Any) -> Any:
 
 
 def _adapt(target: Any, config: dict[str, Any], where: str) -> BaseTool:
-    """A tool out of a function or of a finished tool, of which only a function's terms can still be set."""
+    """Make a tool from a function, or take an existing tool; only a function's options can still be changed."""
     try:
-        made = as_tool(target)
+        tool = as_tool(target)
     except ToolwiseError as error:
         raise ConfigError(f"tools: {where}: {error}") from error
     if not config:
-        return made
-    if not isinstance(made, FunctionTool):
-        raise ConfigError(f"tools: {where} is a finished tool; give it {', '.join(config)} where it is made")
+        return tool
+    if not isinstance(tool, FunctionTool):
+        raise ConfigError(f"tools: {where} is an existing tool object; set {', '.join(config)} where it is created")
     _check_keys(config, _COMMON_OPTIONS | {"description"}, where)
-    return made.with_options(**config)
+    return tool.with_options(**config)
 
 
 def _construct(kind: type[BaseTool], config: dict[str, Any], where: str) -> BaseTool:
-    """An instance of a tool class; `tool_schema` may come from the configuration, as classes may need one."""
+    """Create an instance of a tool class, with the `tool_schema` of the configuration if there is one."""
     known = getattr(kind, "config_keys", None)
     if known is not None:
         _check_keys(config, known | _COMMON_OPTIONS | {"tool_schema"}, where)
-    given = config.pop("tool_schema", None)
+    schema_config = config.pop("tool_schema", None)
     parameters = inspect.signature(kind).parameters
     required = "tool_schema" in parameters and parameters["tool_schema"].default is inspect.Parameter.empty
-    if given is None and required:
-        raise ConfigError(f"tools: {where} needs a tool_schema beside its name")
-    if given is None:
-        return kind(config)  # type: ignore[call-arg]  # such a class brings its own schema
+    if schema_config is None and required:
+        raise ConfigError(f"tools: {where} needs a tool_schema next to its name")
+    if schema_config is None:
+        return kind(config)  # type: ignore[call-arg]  # the class has a default schema
     try:
-        schema = OpenAIFunctionToolSchema.model_validate(given)
+        schema = OpenAIFunctionToolSchema.model_validate(schema_config)
     except ValidationError as error:
         first = error.errors()[0]
         path = ".".join(map(str, ("tool_schema", *first["loc"])))

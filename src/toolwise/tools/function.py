@@ -1,4 +1,4 @@
-"""Typed Python functions as tools: the JSON schema comes from the signature and the docstring."""
+"""Typed Python functions as tools: the JSON schema is built from the signature and the docstring."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ FAMILIES = ("SEARCH", "CALCULATE", "OTHER")
 
 Result = tuple[str, float | None, dict[str, Any]]
 _TUPLE_KEY = "unannotated_tuple"
-"""Marks a result in its info on the way from a worker process."""
+"""Key in the info of a result that marks it on its way from a worker process."""
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class FunctionTool(BaseTool, Generic[P, R]):
     """A function as a tool; calling the object calls the function.
 
-    What the function returns is what the model reads: a string as it is, anything else as JSON. One that is
-    annotated `-> tuple` (or `tuple[str, …]` of two or three) returns (text, reward) or (text, reward, info).
-    Arguments that a task gives (`create_kwargs` and `execute_kwargs` of its `tools_kwargs`) are the task's own: the
-    model neither sees them in the schema (`schema_without`) nor may give them.
+    The model reads the return value: a string unchanged, anything else as JSON. A function annotated `-> tuple` (or
+    `tuple[str, …]` with two or three members) returns (text, reward) or (text, reward, info). Arguments that a task
+    supplies (`create_kwargs` and `execute_kwargs` in its `tools_kwargs`) are hidden from the model: they are not in the
+    schema (`schema_without`), and the model may not pass them.
 
-    A function that is not async runs in a worker process, which is killed when a call is late; its module is loaded
-    there anew, and what it keeps in globals lives there. `isolate=False` runs it in a thread of the trainer instead,
-    where a call that hangs can only be left behind; so does a function that no other process can find.
-    `isolate=True` insists on a process, and runs an async function in one too.
+    A sync function runs in a worker process, which is killed when a call exceeds its deadline; the process imports the
+    module again and holds its globals. With `isolate=False` it runs in a thread of the trainer, where a call that hangs
+    can only be abandoned; so does a function that another process cannot import. `isolate=True` requires a process,
+    also for an async function.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class FunctionTool(BaseTool, Generic[P, R]):
         name = name if name is not None else getattr(function, "__name__", type(function).__name__)
         if not _TOOL_NAME.fullmatch(name):
             raise ToolwiseError(f"tool {name!r}: use 1 to 64 letters, digits, _ or - as @tool(name=…)")
-        given = {"family": family, "price": price, "max_concurrent": max_concurrent}
-        config = {key: value for key, value in given.items() if value is not None}
+        options = {"family": family, "price": price, "max_concurrent": max_concurrent}
+        config = {key: value for key, value in options.items() if value is not None}
         check_tool_options({**config, "isolate": isolate}, f"tool {name}")
         annotations = read_annotations(function, name)
         self._adapters = {key: make_adapter(annotation, name, key) for key, annotation in annotations.items()}
@@ -75,29 +75,29 @@ class FunctionTool(BaseTool, Generic[P, R]):
         functools.update_wrapper(self, function)
         self.isolate = isolate
         self._create_kwargs: dict[str, dict[str, Any]] = {}
-        """instance -> the task's `create_kwargs`"""
+        """instance id -> the task's `create_kwargs`"""
         self._warned_of_tuple = False
         self._schemas: dict[frozenset[str], OpenAIFunctionToolSchema] = {}
-        self._lacks_file = lacks_file(function)  # a cell's function: each run gives it a file
-        self._registration: Registration | str | None = "not looked for"
+        self._lacks_file = lacks_file(function)  # a notebook function: each run writes a file for it
+        self._registration: Registration | str | None = "not looked up"
         self._target = None if self._lacks_file else self._find_target()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         return self.function(*args, **kwargs)
 
-    def with_options(self, **terms: Any) -> FunctionTool[P, R]:
-        """The same function under another description, family or price."""
-        mine = {"description": self.tool_schema.function.description, "isolate": self.isolate, **self.config}
-        return FunctionTool(self.function, name=self.name, **{**mine, **terms})
+    def with_options(self, **options: Any) -> FunctionTool[P, R]:
+        """The same function with another description, family, price or other option."""
+        current = {"description": self.tool_schema.function.description, "isolate": self.isolate, **self.config}
+        return FunctionTool(self.function, name=self.name, **{**current, **options})
 
     def check_task_arguments(self, kwargs: Mapping[str, Any]) -> None:
-        """Refuses what a task gives and the function does not take."""
+        """Reject arguments of a task that the function does not accept."""
         for key, value in kwargs.items():
             if key not in self._adapters:
                 takes = ", ".join(self._adapters) or "no arguments"
                 raise ToolwiseError(f"tool {self.name} takes no argument {key!r}: it takes {takes}")
             if key in ("instance_id", "parameters"):
-                raise ToolwiseError(f"tool {self.name}: a task cannot give an argument named {key}: rename it")
+                raise ToolwiseError(f"tool {self.name}: a task cannot pass an argument named {key}: rename it")
             try:
                 self._adapters[key].validate_python(value)
             except ValidationError as error:
@@ -105,7 +105,7 @@ class FunctionTool(BaseTool, Generic[P, R]):
                 raise ToolwiseError(f"tool {self.name}, argument {key!r}: {problem}, got {value!r:.60}") from None
 
     def schema_without(self, names: Collection[str]) -> OpenAIFunctionToolSchema:
-        """What the model is told where a task gives the arguments `names` itself."""
+        """The schema shown to the model when the task supplies the arguments `names`."""
         if not names:
             return self.tool_schema
         key = frozenset(names)
@@ -115,12 +115,12 @@ class FunctionTool(BaseTool, Generic[P, R]):
 
     def _make_schema_without(self, names: frozenset[str]) -> OpenAIFunctionToolSchema:
         parameters = self.tool_schema.function.parameters
-        left = {
+        remaining = {
             **parameters,
             "properties": {key: part for key, part in parameters["properties"].items() if key not in names},
             "required": [key for key in parameters["required"] if key not in names],
         }
-        function = self.tool_schema.function.model_copy(update={"parameters": left})
+        function = self.tool_schema.function.model_copy(update={"parameters": remaining})
         return self.tool_schema.model_copy(update={"function": function})
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> str:
@@ -133,15 +133,15 @@ class FunctionTool(BaseTool, Generic[P, R]):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[str, float | None, dict[str, Any]]:
-        if self._lacks_file and self._registration != (found := registration_of(self.function)):
-            self._target, self._registration = self._find_target(), found
+        if self._lacks_file and self._registration != (registration := registration_of(self.function)):
+            self._target, self._registration = self._find_target(), registration
         kwargs = {**self._create_kwargs.get(instance_id, {}), **kwargs}
         self.check_task_arguments(kwargs)
         if self._target is not None and not in_virtual_time() and self._resolves_to_function(self._target):
             try:
                 return self._warn_of_tuple(await isolation.run(self._target, parameters, kwargs))
             except LoadFault as fault:
-                if self._target is not None:  # the first of those that waited together says it
+                if self._target is not None:  # of several concurrent calls only the first reports it
                     self._disable_isolation(str(fault))
         try:
             arguments = self._parse_arguments(parameters, kwargs)
@@ -161,7 +161,7 @@ class FunctionTool(BaseTool, Generic[P, R]):
     def call_sync(
         self, parameters: Mapping[str, Any], wait: Callable[[Awaitable[Any]], Any], kwargs: Mapping[str, Any]
     ) -> tuple[str, float | None, dict[str, Any]]:
-        """One call in this very thread, as a worker process makes it; `wait` ends what is awaitable."""
+        """One call in the current thread, as in a worker process; `wait` runs an awaitable to completion."""
         try:
             arguments = self._parse_arguments(parameters, kwargs)
         except ValueError as error:
@@ -170,9 +170,9 @@ class FunctionTool(BaseTool, Generic[P, R]):
         return self._result(wait(value) if inspect.isawaitable(value) else value)
 
     def _find_target(self) -> ObjectRef | None:
-        """How a worker process finds the function; None where it runs in this one."""
-        here = self.isolate is False or (self.isolate is None and inspect.iscoroutinefunction(self.function))
-        if here or in_worker():
+        """The reference by which a worker process imports the function; None if it runs in this process."""
+        in_process = self.isolate is False or (self.isolate is None and inspect.iscoroutinefunction(self.function))
+        if in_process or in_worker():
             return None
         try:
             return ObjectRef.of(self.function)
@@ -181,32 +181,32 @@ class FunctionTool(BaseTool, Generic[P, R]):
             return None
 
     def _resolves_to_function(self, target: ObjectRef) -> bool:
-        """Whether the name still leads to this function: only now, as a decorator runs before its name is bound."""
-        if registered_reference(self.function) is not None:  # its file was made from this very function
+        """Whether the reference resolves to this function. Checked late: a decorator runs before the name is bound."""
+        if registered_reference(self.function) is not None:  # its file was generated from this function
             return True
         module = sys.modules.get(self.function.__module__)
         try:
-            found = target.find(module) if module is not None else None
+            resolved = target.find(module) if module is not None else None
         except AttributeError:
-            found = None
-        if found is self or found is self.function or getattr(found, "function", None) is self.function:
+            resolved = None
+        if resolved is self or resolved is self.function or getattr(resolved, "function", None) is self.function:
             return True
         self._disable_isolation(f"{target.name} in {target.module_ref} is another function")
         return False
 
     def _disable_isolation(self, reason: str) -> None:
-        """Without a process of its own, where that is allowed."""
+        """Fall back to a thread, unless `isolate=True` forbids it."""
         if self.isolate:
             raise ToolwiseError(f"tool {self.name}: isolate=True runs it in a worker process, but {reason}")
-        log.warning("tool %s runs in a thread, where a call that hangs can only be left behind: %s", self.name, reason)
+        log.warning("tool %s runs in a thread, where a call that hangs can only be abandoned: %s", self.name, reason)
         self._target = None
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         self._create_kwargs.pop(instance_id, None)
 
     def _parse_arguments(self, parameters: Mapping[str, Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The model's arguments and the task's as the function's types: an enum's value becomes a member, 3 becomes
-        3.0. A `ValueError` for what the model got wrong, a `ToolwiseError` for what the task did."""
+        """Convert the model's and the task's arguments to the annotated types: an enum's value becomes a member, 3
+        becomes 3.0. Raises `ValueError` for a mistake of the model, `ToolwiseError` for one in the task."""
         self.check_task_arguments(kwargs)
         arguments = {key: self._adapters[key].validate_python(value) for key, value in kwargs.items()}
         for key in self.tool_schema.function.parameters["required"]:
@@ -235,7 +235,7 @@ class FunctionTool(BaseTool, Generic[P, R]):
         return self._text(text), None if reward is None else float(reward), {"ok": True, **info}
 
     def _warn_of_tuple(self, result: Result) -> Result:
-        """A worker process marks such a result, and the trainer warns: once, whichever worker it came from."""
+        """Warn about a tuple without annotation. Workers mark such results, so that the trainer warns only once."""
         if result[2].pop(_TUPLE_KEY, False) and not self._warned_of_tuple:
             self._warned_of_tuple = True
             log.warning(
@@ -251,11 +251,11 @@ class FunctionTool(BaseTool, Generic[P, R]):
         try:
             return json.dumps(to_jsonable_python(value), ensure_ascii=False)
         except (PydanticSerializationError, ValueError) as error:
-            raise ToolwiseError(f"tool {self.name} returned what is no JSON: {error}") from error
+            raise ToolwiseError(f"tool {self.name} returned a value that is not JSON: {error}") from error
 
 
 def _looks_like_reward(value: Any) -> bool:
-    """(text, number), or with a dictionary beside them."""
+    """(text, number) or (text, number, mapping)."""
     if not isinstance(value, tuple) or len(value) not in (2, 3) or isinstance(value[1], bool):
         return False
     return isinstance(value[0], str) and isinstance(value[1], int | float) and isinstance((*value, {})[2], Mapping)
@@ -284,37 +284,44 @@ def tool(
     isolate: bool | None = None,
     max_concurrent: int | None = None,
 ) -> Any:
-    """Makes a tool of a typed function: `@tool`, or with its terms `@tool(family="SEARCH", price=0.5)`.
+    """Make a tool from a typed function: `@tool`, or with options `@tool(family="SEARCH", price=0.5)`.
 
-    `isolate` says where it runs: in a worker process (True), in this one (False), or as `FunctionTool` says (None);
-    `max_concurrent` how many calls may run at once over all rollouts.
+    `isolate` selects where it runs: in a worker process (True), in this process (False), or by the rules of
+    `FunctionTool` (None). `max_concurrent` limits the concurrent calls over all rollouts.
     """
 
     def make(target: Callable[..., Any]) -> FunctionTool[..., Any]:
-        terms: dict[str, Any] = {"family": family, "price": price, "isolate": isolate, "max_concurrent": max_concurrent}
-        return FunctionTool(target, name=name, description=description, **terms)
+        options: dict[str, Any] = {
+            "family": family,
+            "price": price,
+            "isolate": isolate,
+            "max_concurrent": max_concurrent,
+        }
+        return FunctionTool(target, name=name, description=description, **options)
 
     return make if function is None else make(function)
 
 
 def as_tool(obj: BaseTool | Callable[..., Any]) -> BaseTool:
-    """`obj` itself where it is a tool, or a tool made of the plain function that it is."""
+    """Return `obj` if it is a tool, else make a tool from a plain function."""
     if isinstance(obj, BaseTool):
         return obj
     if inspect.isroutine(obj):
         return FunctionTool(obj)
-    raise ToolwiseError(f"{obj!r:.80} is no tool: a BaseTool or a typed function is needed")
+    raise ToolwiseError(f"{obj!r:.80} is not a tool: pass a BaseTool or a typed function")
 
 
 def check_tool_options(config: Mapping[str, Any], where: str) -> None:
-    """Refuses terms that the router, the budget and the scheduler could not go by."""
+    """Validate the options used by the router, the budget and the scheduler."""
     family, price = config.get("family", "OTHER"), config.get("price", 0.0)
     if family not in FAMILIES:
         raise ToolwiseError(f"{where}: family must be one of {', '.join(FAMILIES)}, got {family!r}")
     if isinstance(price, bool) or not isinstance(price, int | float) or not 0 <= price < float("inf"):
-        raise ToolwiseError(f"{where}: price must be a number from 0 up, got {price!r}")
-    at_once = config.get("max_concurrent")
-    if at_once is not None and (isinstance(at_once, bool) or not isinstance(at_once, int) or at_once < 1):
-        raise ToolwiseError(f"{where}: max_concurrent must be a whole number from 1 up, got {at_once!r}")
+        raise ToolwiseError(f"{where}: price must be a number ≥ 0, got {price!r}")
+    max_concurrent = config.get("max_concurrent")
+    if max_concurrent is not None and (
+        isinstance(max_concurrent, bool) or not isinstance(max_concurrent, int) or max_concurrent < 1
+    ):
+        raise ToolwiseError(f"{where}: max_concurrent must be an integer ≥ 1, got {max_concurrent!r}")
     if config.get("isolate") not in (None, True, False):
         raise ToolwiseError(f"{where}: isolate must be true or false, got {config['isolate']!r}")

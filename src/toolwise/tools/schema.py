@@ -1,4 +1,4 @@
-"""Checks a model's arguments against a tool's JSON schema before the tool sees them, in words for models."""
+"""Validates a model's arguments against a tool's JSON schema before the call, with messages written for models."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TYPE_NAMES = {name.split()[-1]: name for name in _JSON_NAMES.values()}
 
 
 def validate_arguments(schema: OpenAIFunctionToolSchema, arguments: Any) -> list[str]:
-    """What is wrong with `arguments`, one line a problem, in a fixed order; empty where they fit."""
+    """The problems with `arguments`, one line each, in a fixed order; empty if they are valid."""
     if not isinstance(arguments, dict):
         return ["the arguments must be a JSON object"]
     checks = _compiled_schema(schema.function)
@@ -45,29 +45,29 @@ def validate_arguments(schema: OpenAIFunctionToolSchema, arguments: Any) -> list
     except ValidationLimitError:
         return ["the arguments are too much to check"]
     except Exception as error:
-        from referencing.exceptions import Unresolvable  # not at every call: even that takes its time
+        from referencing.exceptions import Unresolvable  # only on errors: the import statement has a cost
 
-        if not isinstance(error, Unresolvable | ValueError):  # the latter: it is no address at all
+        if not isinstance(error, Unresolvable | ValueError):  # ValueError: the $ref is not a URI
             raise
         name = schema.function.name
-        raise ToolwiseError(f"tool {name}: its schema has a $ref that leads nowhere: {error}") from error
+        raise ToolwiseError(f"tool {name}: its schema has a $ref that cannot be resolved: {error}") from error
     problems = [problem for error in errors for problem in _problems(error)]
     return [_one_line(problem) for problem in problems[:MAX_PROBLEMS]]
 
 
 @dataclass(frozen=True, slots=True)
 class _CompiledSchema:
-    """What a schema comes to."""
+    """A tool's schema, prepared for validation."""
 
     parameters: dict[str, Any]
     snapshot: dict[str, Any]
     validator: Any
     types: dict[str, tuple[type, ...]] | None
-    """Where it asks for nothing but plain types: those of each argument. A validator takes ten times as long to see
-    that a string is a string."""
+    """The allowed types of each argument if the schema has only plain types, else None. Checking these takes a tenth
+    of the validator's time."""
 
     def passes_fast_check(self, arguments: dict[str, Any]) -> bool:
-        """Beyond doubt. What is not may still be right: that is the validator's to say."""
+        """True if the arguments are certainly valid; otherwise the validator decides."""
         types = self.types
         if types is None or any(type(value) not in types.get(name, ()) for name, value in arguments.items()):
             return False
@@ -77,21 +77,21 @@ class _CompiledSchema:
 _PLAIN = {"string": (str,), "boolean": (bool,), "integer": (int,), "number": (int, float), "null": (type(None),)}
 _ANNOTATION_KEYWORDS = {"type", "description", "title", "default", "examples"}
 _cache: dict[int, _CompiledSchema] = {}
-"""By the id of a tool's parameters."""
+"""Keyed by the `id` of a tool's `parameters`."""
 _MAX_CACHED = 1024
 
 
 def _compiled_schema(function: FunctionSchema) -> _CompiledSchema:
-    """`compile_parameters` without writing the schema as text at every call; a schema changed in place is seen."""
+    """`compile_parameters` without serializing the schema on every call; notices a schema changed in place."""
     parameters = function.parameters
-    known = _cache.get(id(parameters))
-    if known is None or known.parameters is not parameters or known.snapshot != parameters:
+    compiled = _cache.get(id(parameters))
+    if compiled is None or compiled.parameters is not parameters or compiled.snapshot != parameters:
         if len(_cache) >= _MAX_CACHED:
             _cache.clear()
         validator = compile_parameters(function.name, json.dumps(parameters, sort_keys=True))
-        known = _CompiledSchema(parameters, deepcopy(parameters), validator, _plain_types(parameters))
-        _cache[id(parameters)] = known
-    return known
+        compiled = _CompiledSchema(parameters, deepcopy(parameters), validator, _plain_types(parameters))
+        _cache[id(parameters)] = compiled
+    return compiled
 
 
 def _plain_types(parameters: dict[str, Any]) -> dict[str, tuple[type, ...]] | None:
@@ -100,20 +100,22 @@ def _plain_types(parameters: dict[str, Any]) -> dict[str, tuple[type, ...]] | No
         return None
     if parameters.keys() - {"properties", "required", "additionalProperties"} - _ANNOTATION_KEYWORDS:
         return None
-    found: dict[str, tuple[type, ...]] = {}
-    for name, wanted in properties.items():
-        kind = wanted.get("type") if isinstance(wanted, dict) and not wanted.keys() - _ANNOTATION_KEYWORDS else None
-        if not isinstance(kind, str) or kind not in _PLAIN:
+    types: dict[str, tuple[type, ...]] = {}
+    for name, schema in properties.items():
+        type_name = (
+            schema.get("type") if isinstance(schema, dict) and not schema.keys() - _ANNOTATION_KEYWORDS else None
+        )
+        if not isinstance(type_name, str) or type_name not in _PLAIN:
             return None
-        found[name] = _PLAIN[kind]
-    return found
+        types[name] = _PLAIN[type_name]
+    return types
 
 
 def _problems(error: ValidationError) -> Iterable[str]:
     where = _path(error.path)
     if error.validator == "required":
         missing = [name for name in error.validator_value if name not in error.instance]
-        # jsonschema gives each missing name an error of its own, and says which only in the message.
+        # jsonschema raises one error per missing name, and names it only in the message.
         named = next((name for name in missing if error.message.startswith(repr(name))), missing[0])
         return [f"missing argument {_join(where, named)!r}"]
     if error.validator == "additionalProperties" and error.validator_value is False:
@@ -125,9 +127,9 @@ def _problems(error: ValidationError) -> Iterable[str]:
 
 
 def _describe_error(error: ValidationError, subject: str) -> str:
-    wanted = _expected_types(error)
-    if wanted:
-        types = " or ".join(_TYPE_NAMES.get(name, name) for name in wanted)
+    expected = _expected_types(error)
+    if expected:
+        types = " or ".join(_TYPE_NAMES.get(name, name) for name in expected)
         return f"{subject} must be {types}, got {_JSON_NAMES.get(type(error.instance), 'something else')}"
     if error.validator == "enum":
         choices = ", ".join(json.dumps(choice, ensure_ascii=False) for choice in error.validator_value)
@@ -136,11 +138,11 @@ def _describe_error(error: ValidationError, subject: str) -> str:
 
 
 def _expected_types(error: ValidationError) -> list[str]:
-    """The types that would have done, where the error is about nothing else."""
+    """The accepted types, if the error is only about the type."""
     value = error.validator_value
     if error.validator == "type":
         return value if isinstance(value, list) else [value]
-    # What `int | None` becomes: alternatives that say no more than a type.
+    # `int | None` becomes alternatives with only a type.
     if error.validator == "anyOf" and all(set(choice) == {"type"} for choice in value):
         return [choice["type"] for choice in value]
     return []

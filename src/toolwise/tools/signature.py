@@ -1,4 +1,4 @@
-"""What a function's signature and docstring say of it as a tool: the schema that models read, and types to read by."""
+"""Builds a tool schema from a function's signature and docstring, and type adapters for its arguments."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _FIELD_ENTRY = re.compile(r":(\w+)([^:]*):\s*(.*)")
 
 
 def read_annotations(function: Callable[..., Any], name: str) -> dict[str, Any]:
-    """parameter -> its type, in order; refuses what a model could not fill in by name."""
+    """parameter -> type, in order; rejects parameters that cannot be passed by name."""
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except (NameError, TypeError) as error:
-        raise ToolwiseError(f"tool {name}: its annotations cannot be read: {error}") from error
+        raise ToolwiseError(f"tool {name}: cannot resolve its annotations: {error}") from error
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ToolwiseError(
-                f"tool {name}: parameter {parameter} cannot be given by name; list the arguments one by one"
+                f"tool {name}: parameter {parameter} cannot be passed by name; list the arguments one by one"
             )
         if parameter.name not in hints:
             raise ToolwiseError(f"tool {name}: parameter {parameter.name!r} needs a type annotation")
@@ -79,35 +79,35 @@ def build_tool_schema(
 
 
 def _inline_refs(schema: dict[str, Any], where: str) -> dict[str, Any]:
-    """`schema` with its `$defs` written out and without titles: models read it, and pay by the token."""
+    """`schema` with `$defs` inlined and titles dropped: models read it, and every token costs."""
     definitions = schema.pop("$defs", {})
 
-    def walk(node: Any, inside: tuple[str, ...]) -> Any:
+    def walk(node: Any, parents: tuple[str, ...]) -> Any:
         if isinstance(node, list):
-            return [walk(item, inside) for item in node]
+            return [walk(item, parents) for item in node]
         if not isinstance(node, dict):
             return node
         if "$ref" in node:
             target = node["$ref"].rpartition("/")[2]
-            if target in inside:
+            if target in parents:
                 raise ToolwiseError(f"{where} has a type that refers to itself ({target})")
-            beside = {key: value for key, value in node.items() if key != "$ref"}
-            return walk({**definitions[target], **beside}, (*inside, target))
-        tidied = {}
+            siblings = {key: value for key, value in node.items() if key != "$ref"}
+            return walk({**definitions[target], **siblings}, (*parents, target))
+        result = {}
         for key, value in node.items():
             if key == "properties":
-                tidied[key] = {name: walk(item, inside) for name, item in value.items()}
+                result[key] = {name: walk(item, parents) for name, item in value.items()}
             elif key in ("enum", "const", "default", "examples"):
-                tidied[key] = value
+                result[key] = value
             elif key != "title":
-                tidied[key] = walk(value, inside)
-        return tidied
+                result[key] = walk(value, parents)
+        return result
 
     return cast("dict[str, Any]", walk(schema, ()))
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """What a docstring says of the function, and of each parameter (Google's `Args:` or `:param x:`)."""
+    """The description and the parameter notes in a docstring (Google's `Args:` or `:param x:`)."""
     description: list[str] = []
     notes: dict[str, list[str]] = {}
     section = ""

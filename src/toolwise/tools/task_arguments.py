@@ -1,4 +1,4 @@
-"""What a task gives to function tools (its `tools_kwargs`), checked before a run begins."""
+"""Checks the arguments that a task passes to tools (`tools_kwargs`) before a run starts."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ _KWARGS_KEYS = ("create_kwargs", "execute_kwargs")
 
 
 def check_task_arguments(task: Task, tools: Mapping[str, BaseTool], *, env_has_tools: bool = False) -> None:
-    """Refuses arguments for a tool that is not there, and those that a function does not take; a class of tools says
-    itself what it takes.
+    """Reject arguments for unknown tools, and arguments that a function does not accept; tool classes check their own.
 
-    An environment with tools of its own (`env_has_tools`) may take arguments for them, and a run without any tools may
-    use tasks that were written for a run with some.
+    An environment that defines tools (`env_has_tools`) may accept arguments for them, and a run without tools may use
+    tasks written for a run with tools.
     """
-    for name, given in task.tools_kwargs.items():
+    for name, sections in task.tools_kwargs.items():
         tool = tools.get(name)
         if tool is None and tools and not env_has_tools:
             hint = did_you_mean(name, tools) or f"; it has {', '.join(tools)}"
@@ -28,12 +27,12 @@ def check_task_arguments(task: Task, tools: Mapping[str, BaseTool], *, env_has_t
         if not isinstance(tool, FunctionTool):
             continue
         where = f"task {task.task_id}: tools_kwargs.{name}"
-        for part in given:
-            if given[part] and part not in _KWARGS_KEYS:
-                raise DataError(f"{where}.{part}: a function has no such step; it takes {' and '.join(_KWARGS_KEYS)}")
+        for section in sections:
+            if sections[section] and section not in _KWARGS_KEYS:
+                raise DataError(f"{where}.{section}: function tools accept only {' and '.join(_KWARGS_KEYS)}")
         try:
             tool.check_task_arguments(
-                {key: value for part in _KWARGS_KEYS for key, value in (given.get(part) or {}).items()}
+                {key: value for section in _KWARGS_KEYS for key, value in (sections.get(section) or {}).items()}
             )
         except ToolwiseError as fault:
             raise DataError(f"{where}: {fault}") from None

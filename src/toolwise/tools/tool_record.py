@@ -1,4 +1,4 @@
-"""The tools that a model was trained with, recorded beside its weights; used without them, it is another agent."""
+"""Records the tools a model was trained with next to its weights, and checks them when the model is used."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from toolwise.tools.base import BaseTool
 log = logging.getLogger("toolwise.tools")
 
 TOOLS_FILE = "tools.json"
-"""In the model's folder of a checkpoint and in an export; plain `transformers` does not look at it."""
+"""In a checkpoint's model folder and in an export; plain `transformers` ignores it."""
 FORMAT = 1
 
 
 def write_tools(folder: Path, tools: Mapping[str, BaseTool]) -> None:
-    """The names and schemas of `tools`, in OpenAI's form."""
-    told = {"format": FORMAT, "tools": [_schema(tool) for tool in tools.values()]}
-    (folder / TOOLS_FILE).write_text(json_text(told, indent=2) + "\n", encoding="utf-8")
+    """Write the names and schemas of `tools` in OpenAI's format."""
+    record = {"format": FORMAT, "tools": [_schema(tool) for tool in tools.values()]}
+    (folder / TOOLS_FILE).write_text(json_text(record, indent=2) + "\n", encoding="utf-8")
 
 
 def read_tools(folder: Path) -> dict[str, Any]:
-    """name -> schema; nothing where an older version wrote the folder."""
+    """name -> schema; empty if an older version wrote the folder."""
     try:
-        told = json.loads((folder / TOOLS_FILE).read_text(encoding="utf-8"))
-        if told["format"] != FORMAT:
-            raise CheckpointError(f"{folder / TOOLS_FILE} is of format {told['format']}, this version reads {FORMAT}")
-        return {schema["function"]["name"]: schema for schema in told["tools"]}
+        record = json.loads((folder / TOOLS_FILE).read_text(encoding="utf-8"))
+        if record["format"] != FORMAT:
+            raise CheckpointError(f"{folder / TOOLS_FILE} has format {record['format']}, this version reads {FORMAT}")
+        return {schema["function"]["name"]: schema for schema in record["tools"]}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError) as fault:
@@ -41,15 +41,15 @@ def read_tools(folder: Path) -> dict[str, Any]:
 
 
 def check_recorded_tools(folder: Path, tools: Mapping[str, BaseTool], hint: str) -> None:
-    """Refuse the model in `folder` where a tool that it was trained with is missing; `hint` says what to do."""
+    """Raise if a tool that the model in `folder` was trained with is missing; `hint` tells the user what to do."""
     recorded = read_tools(folder)
     missing = [name for name in recorded if name not in tools]
     if missing:
-        were = ", ".join(recorded)
-        raise ConfigError(f"{folder} was trained with the tools {were}; missing here: {', '.join(missing)}; {hint}")
+        names = ", ".join(recorded)
+        raise ConfigError(f"{folder} was trained with the tools {names}; missing here: {', '.join(missing)}; {hint}")
     for name, schema in recorded.items():
         if _schema(tools[name])["function"]["parameters"] != schema["function"]["parameters"]:
-            log.warning("the tool %s takes other arguments than the one that %s was trained with", name, folder)
+            log.warning("the tool %s takes other arguments than when %s was trained", name, folder)
 
 
 def _schema(tool: BaseTool) -> dict[str, Any]:

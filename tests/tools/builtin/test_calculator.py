@@ -203,7 +203,7 @@ def test_powers_of_one_and_zero_are_not_refused_for_size() -> None:
 
 @dataclass(frozen=True)
 class Tree:
-    """An expression as text, with what Python makes of it (None: division by zero)."""
+    """An expression as text, with its value in Python (None: division by zero)."""
 
     text: str
     value: Fraction | None

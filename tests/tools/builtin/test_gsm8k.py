@@ -45,7 +45,7 @@ def test_the_last_answer_counts() -> None:
 
 def test_the_penalty_is_configurable() -> None:
     assert answers("1", "2", config={"penalty": 0.2})[0][1][1] == -0.2
-    with pytest.raises(ConfigError, match="penalty must be a number from 0 up"):
+    with pytest.raises(ConfigError, match="penalty must be a number ≥ 0"):
         Gsm8kTool({"penalty": -1})
 
 
@@ -79,7 +79,7 @@ def test_the_final_number_of_a_text(text: str, number: Fraction | None) -> None:
 
 @pytest.mark.parametrize("ground_truth", [None, "", "no number"])
 def test_a_task_without_a_usable_ground_truth_is_named(ground_truth: Any) -> None:
-    with pytest.raises(DataError, match="ground_truth must hold a number"):
+    with pytest.raises(DataError, match="ground_truth must contain a number"):
         answers(ground_truth=ground_truth)
 
 

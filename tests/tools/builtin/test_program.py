@@ -1,4 +1,4 @@
-"""What the tools for programs share: their configuration, their words for the model, and their life cycle."""
+"""The base of the program tools: configuration, text for the model, and life cycle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tool `python`: what a model's code prints comes back, whatever the code does."""
+"""The tool `python` returns what the model's code prints, whatever the code does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tool `shell`: commands in namespaces of their own, or only by the user's own word in less."""
+"""The tool `shell`: commands run in separate namespaces; weaker isolation needs an explicit setting."""
 
 from __future__ import annotations
 

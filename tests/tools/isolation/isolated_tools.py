@@ -1,4 +1,4 @@
-"""Tools that can only be stopped by killing them, and others to tell them from; loaded by worker processes."""
+"""Tools that can only be stopped by killing them, and well-behaved ones; loaded by worker processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where another process finds a function again."""
+"""References by which another process loads a function."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_what_cannot_be_found_again_says_why() -> None:
         (inner, "defined inside a function"),
         (functools.partial(evaluate), "no file"),
         (len, "no file"),
-        (CalculatorTool({}).execute, "belongs to an object"),
+        (CalculatorTool({}).execute, "method of an object"),
     ]:
         with pytest.raises(ToolwiseError, match=reason):
             ObjectRef.of(target)

@@ -1,4 +1,4 @@
-"""Which calls compute: also those that nap in between, and those whose subprocess computes."""
+"""Detecting calls that compute, including those that nap in between or compute in a subprocess."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_where_the_kernel_does_not_say_how_long_they_waited(program: int, monkey
 
 @pytest.mark.parametrize("program", [SLEEP], indirect=True)
 def test_what_came_before_a_call_is_not_spread_over_it(program: int) -> None:
-    """A worker that was idle for long and computes now is not taken for one that sleeps."""
+    """A worker that was idle for long and computes now does not count as sleeping."""
     of_process = CpuUsage(program)
     of_process._at -= 1000
     of_process._last.tasks_ns = {task: ns - 30_000_000 for task, ns in of_process._last.tasks_ns.items()}

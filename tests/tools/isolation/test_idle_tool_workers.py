@@ -1,4 +1,4 @@
-"""Tool workers that are killed or stopped while they wait: no call is blamed, and none waits for long."""
+"""Tool workers that are killed or stopped while idle: no call fails because of it, and none waits for long."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def where(pool: Pool, target: ObjectRef, count: int = 4, seconds: float = 
 
 
 def signal_all(pool: Pool, number: int, *, zygotes: bool = False) -> int:
-    """To those who wait, and to nobody who works."""
+    """Signal the idle workers, and none that is running a call."""
     with pool._lock:
         resting = [worker for idle in pool._roster.idle.values() for worker in idle]
         resting += [worker for worker, _ in pool._roster.zygotes.values()] if zygotes else []
@@ -118,7 +118,7 @@ def test_a_call_that_never_reached_its_worker_is_made_again(
     lost: list[int] = []
 
     def kill_and_pass(worker: Worker) -> bool:
-        """As when it is killed right after it was looked at."""
+        """As if it were killed right after the check."""
         if not lost and worker.pid is not None:
             lost.append(worker.pid)
             os.kill(worker.pid, signal.SIGKILL)
@@ -159,7 +159,7 @@ def test_whoever_kills_all_that_wait_blames_nobody(pool: Pool, target: ObjectRef
         count, until = 0, time.monotonic() + seconds
         while time.monotonic() < until:
             count += len(await where(pool, target, 6, 0.01))
-            await asyncio.sleep(0.03)  # in which some of them rest
+            await asyncio.sleep(0.03)  # some of them are idle during this time
         return count
 
     killer = threading.Thread(target=kill)

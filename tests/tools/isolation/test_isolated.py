@@ -1,4 +1,4 @@
-"""Classes of tools that live in a process of their own for each rollout."""
+"""Tool classes whose objects live in a separate process per rollout."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_fault_in_create_leaves_no_process() -> None:
 
 def test_what_cannot_be_made_again_is_refused() -> None:
     kind = load_reference(f"{FILE}:NeedsMore", what="tool")
-    with pytest.raises(ToolwiseError, match=r"\(config, tool_schema\) alone"):
+    with pytest.raises(ToolwiseError, match=r"takes only \(config\) or \(config, tool_schema\)"):
         isolate_tool(kind({}, SCHEMA, object()))
     with pytest.raises(ToolwiseError, match="plain JSON"):
         ledger(connection=object())

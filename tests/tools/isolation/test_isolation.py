@@ -1,4 +1,4 @@
-"""Tools in worker processes: what they give, how they end, and that nothing of them is left."""
+"""Tools in worker processes: results, errors, deadlines, and that no process is left running."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_what_a_function_raises_is_told_by_its_name() -> None:
     for how, name, text in [
         ("key", "KeyError", "'mine'"),
         ("exit", "SystemExit", "7"),
-        ("json", "ToolwiseError", "returned what is no JSON"),
+        ("json", "ToolwiseError", "returned a value that is not JSON"),
         ("text", "MuteError", "its text cannot be had"),
         ("big", "ValueError", "9,437,"),
     ]:
@@ -212,7 +212,7 @@ def test_the_loop_is_not_blocked_while_workers_start_and_end() -> None:
 def test_without_a_process_to_be_had_it_is_said_once_and_runs_in_a_thread(caplog: pytest.LogCaptureFixture) -> None:
     double = FunctionTool(lambda: os.getpid(), name="double")
     assert [r.levelname for r in caplog.records] == ["WARNING"]
-    assert "tool double runs in a thread, where a call that hangs can only be left behind: a lambda" in caplog.text
+    assert "tool double runs in a thread, where a call that hangs can only be abandoned: a lambda" in caplog.text
     assert int(run(double.execute("i", {}))[0]) == os.getpid()
 
 
@@ -313,7 +313,7 @@ def test_a_scripts_own_tools_run_in_processes_where_it_is_guarded(tmp_path: Path
 def test_a_script_without_a_guard_is_not_run_again(tmp_path: Path) -> None:
     done = script(tmp_path, call="main()")
     assert done.stdout == "here\n"
-    assert 'put what it runs under `if __name__ == "__main__":`' in done.stderr
+    assert 'put the code to run under `if __name__ == "__main__":`' in done.stderr
 
 
 def test_a_module_that_does_not_load_in_a_worker_runs_in_a_thread(tmp_path: Path) -> None:

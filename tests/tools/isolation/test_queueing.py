@@ -1,4 +1,4 @@
-"""Waiting for a worker is not the tool's time: 64 calls of a tool that blocks, and what it takes to serve them."""
+"""Waiting for a worker does not count towards a tool's deadline: 64 calls of a blocking tool."""
 
 from __future__ import annotations
 
@@ -113,7 +113,12 @@ def test_a_call_that_waits_for_a_worker_is_not_late(tmp_path: Path, monkeypatch:
 
     messages, _, _, info = asyncio.run(turn())
     said = [(m.content or "").split()[0] for m in messages]
-    assert said == ["rested", "rested", "error:", "rested"]  # a call that hangs is still ended, and keeps nobody out
+    assert said == [
+        "rested",
+        "rested",
+        "error:",
+        "rested",
+    ]  # a call that hangs is ended, and blocks no other
     assert info["failed_calls"] == {"timeout": 1}
     assert sorted(info["queue_s"])[-1] > 0.6
     isolation.close()
@@ -143,7 +148,7 @@ def test_workers_are_forked_and_end_with_what_they_started(tmp_path: Path, pool:
     (_, one, parent), (_, other, same) = (text.split() for text in asyncio.run(two()))
     assert parent == same != str(os.getpid())
     assert one != other
-    os.kill(int(one), signal.SIGKILL)  # reaped by the zygote, at the trainer's word
+    os.kill(int(one), signal.SIGKILL)  # reaped by the zygote when the trainer asks
     until = time.monotonic() + 10
     while Path(f"/proc/{one}").exists() and time.monotonic() < until:
         time.sleep(0.01)
@@ -152,7 +157,7 @@ def test_workers_are_forked_and_end_with_what_they_started(tmp_path: Path, pool:
 
 @linux
 def test_each_worker_carries_a_mark_of_its_own(tmp_path: Path, pool: Pool) -> None:
-    """By which what it leaves running is found, and nothing of its siblings'."""
+    """The mark identifies the processes it leaves running, and none of its siblings'."""
 
     async def environments() -> list[str]:
         path = write(tmp_path)
@@ -217,6 +222,6 @@ def test_idle_workers_are_ended_and_then_what_they_were_forked_from(
         time.sleep(0.01)
     assert not pool._live_workers
     assert not pool._roster.zygotes
-    assert not pool._watching  # and no thread looks after nobody
+    assert not pool._watching  # no watcher thread is left
     assert all(thread.name != "toolwise-tool-worker" for thread in threading.enumerate())
     asyncio.run(pool.run(target(write(tmp_path)), {"seconds": 0.0}))

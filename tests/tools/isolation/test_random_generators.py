@@ -1,4 +1,4 @@
-"""Random numbers of workers that were forked from one process."""
+"""Random numbers in workers forked from one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pool() -> Iterator[Pool]:
 
 
 def rolls(pool: Pool, tmp_path: Path, top: str) -> list[list[str]]:
-    """What three calls at once give, each in a worker of its own: the worker's parent, and a number per generator."""
+    """The results of three concurrent calls in separate workers: the worker's parent, and a number per generator."""
     (tmp_path / "dice.py").write_text(TOOLS.format(top=top))
     target = ObjectRef(ModuleRef(None, str(tmp_path / "dice.py")), "roll")
 

@@ -1,4 +1,4 @@
-"""The pool of tool workers: limits, fairness between modules, slow calls, failures to come up, and its end."""
+"""The pool of tool workers: limits, fairness between modules, slow calls, failed starts, and closing."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_who_stops_waiting_leaves_the_worker_to_others(pool: Pool, files: list[O
             await task
         [coming] = pool.pids() or [0]
         found = await where(pool, files[0])
-        above = [found]  # its supervisor, its zygote, and that one's supervisor
+        above = [found]  # its supervisor, its zygote, and the zygote's supervisor
         while above[-1] not in (os.getpid(), 1):
             above.append(int(Path(f"/proc/{above[-1]}/stat").read_text().rpartition(")")[2].split()[1]))
         assert coming in (0, *above)
@@ -191,7 +191,7 @@ def test_a_process_that_ends_while_it_loads_is_a_death(pool: Pool, tmp_path: Pat
 def test_a_module_that_takes_for_ever_to_load_is_given_up(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once for all who wait: each of them would wait as long again."""
+    """Reported to all waiting callers at once: each of them would wait as long again."""
     monkeypatch.setattr("toolwise.tools.isolation.worker.LOAD_TIMEOUT_S", 1.0)
     (tmp_path / "slow.py").write_text("import time; time.sleep(1000)")
     target = ObjectRef(ModuleRef(None, str(tmp_path / "slow.py")), "where")
@@ -210,7 +210,7 @@ def test_a_rollouts_own_tool_is_told_that_its_module_does_not_load_rather_than_t
 
 @pytest.fixture
 def open_files() -> Iterator[Callable[[int], None]]:
-    """Sets the limit of open files to so many more than there are."""
+    """`open_files(n)` limits the open files to n more than are open now."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def leave(more: int) -> None:
@@ -241,7 +241,7 @@ def test_without_descriptors_for_another_worker_calls_wait_for_those_that_are_up
 
 @linux
 def test_a_worker_that_is_up_needs_no_more_descriptors(files: list[ObjectRef], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it did, it was killed in the middle of its call as soon as others had used them up."""
+    """If it did, it would be killed during its call as soon as others had used them up."""
     pool, opened = Pool(limit=2), os.pidfd_open
     calls: list[int] = []
 
@@ -294,7 +294,7 @@ def test_workers_are_buried_where_the_trainer_has_more_than_1024_files_open(file
             await where(pool, files[0])
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(where(pool, files[0], 1000), 0.05)
-        await until(lambda: len(pool._live_workers) <= 2)  # the zygote, and one that rests
+        await until(lambda: len(pool._live_workers) <= 2)  # the zygote, and an idle worker
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (2048, limits[1]))
     held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
@@ -369,7 +369,7 @@ def test_the_default_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     "value", [None, [], ["a", 1.0], ["a", True, {}], ["a", "1", {}], [1, None, {}], ["a", None, []]]
 )
 def test_an_answer_of_another_shape_is_refused(value: Any) -> None:
-    with pytest.raises(ToolDied, match="something else"):
+    with pytest.raises(ToolDied, match="unexpected reply"):
         read_result(value)
 
 

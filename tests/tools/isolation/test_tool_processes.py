@@ -1,4 +1,4 @@
-"""A tool's worker process as the operating system sees it."""
+"""A tool's worker process at the operating system level."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def test_its_death_is_seen_without_waiting_for_it(process: Process) -> None:
     if death.descriptor is not None:
         assert process.popen.returncode is None
     death.close()
-    assert process.popen.wait(20) in (-signal.SIGKILL, -signal.SIGTERM)  # the latter where it was not up yet
+    assert process.popen.wait(20) in (-signal.SIGKILL, -signal.SIGTERM)  # SIGTERM if it had not started yet
 
 
 def test_it_ends_when_the_trainers_end_of_its_life_is_closed(process: Process) -> None:
-    assert select.select([process.output], [], [], 2)[0] == []  # it has come as far as the user's code by then
+    assert select.select([process.output], [], [], 2)[0] == []  # by then it has reached the user's code
     os.close(process.lifeline)
     process.lifeline = os.open(os.devnull, os.O_RDONLY)
     assert process.popen.wait(20) == -signal.SIGKILL

@@ -1,4 +1,4 @@
-"""One worker process: questions and answers, nonsense on its channel, and its end."""
+"""One worker process: requests and answers, invalid data on its channel, and its end."""
 
 from __future__ import annotations
 
@@ -93,10 +93,10 @@ def test_arguments_without_json_never_reach_it(start: Start) -> None:
 @pytest.mark.parametrize(
     ("frame", "reason"),
     [
-        ("000000027b7d", "something else than what it was asked for"),
-        ("000000025b5d", "nonsense: the worker sent a list instead of an object"),
-        ("00000001ff", "nonsense: the worker sent something that is not valid JSON"),
-        ("ffffffff", "nonsense: the result has 4,294,967,295 bytes"),
+        ("000000027b7d", "sent an unexpected reply"),
+        ("000000025b5d", "invalid data: what came back from the worker is a list"),
+        ("00000001ff", "invalid data: what came back from the worker is no JSON"),
+        ("ffffffff", "invalid data: the result has 4,294,967,295 bytes"),
     ],
 )
 def test_nonsense_on_its_channel_is_a_death(start: Start, frame: str, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""What a worker process does with the questions it is asked, without the process."""
+"""How a worker handles requests, tested without the process."""
 
 from __future__ import annotations
 

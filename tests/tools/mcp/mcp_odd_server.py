@@ -1,4 +1,4 @@
-"""An MCP server with every bad habit, for test_mcp.py: `python mcp_odd_server.py stdio`, or `http PORT`."""
+"""A misbehaving MCP server for test_mcp.py: `python mcp_odd_server.py stdio`, or `http PORT`."""
 
 from __future__ import annotations
 

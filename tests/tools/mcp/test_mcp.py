@@ -1,4 +1,4 @@
-"""Tools from MCP servers: a real one over stdio, one with bad habits over both transports, and every way to fail."""
+"""Tools from MCP servers: a real one over stdio, a misbehaving one over both transports, and failures."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def odd(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 @contextmanager
 def http_server(port: int = 0) -> Iterator[tuple[str, Callable[[], None]]]:
-    """A server in a process of its own; gives its URL and a way to kill it."""
+    """A server in a separate process; yields its URL and a function that kills it."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", port))
@@ -87,7 +87,7 @@ def by_name(tools: list[Any]) -> dict[str, Any]:
 
 
 def call(tool: McpTool, **arguments: Any) -> str:
-    """One call by one rollout, on an event loop of its own."""
+    """One call by one rollout, on its own event loop."""
 
     async def run() -> str:
         instance = await tool.create()
@@ -112,7 +112,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-# --- a server as people install it
+# --- a published server
 
 
 def test_every_tool_of_a_server_is_a_tool_with_terms(clock: dict[str, Any]) -> None:
@@ -176,7 +176,7 @@ def test_two_hundred_calls_run_together(odd: dict[str, Any]) -> None:
 
     began = time.monotonic()
     assert [text for text, _, _ in asyncio.run(run())] == [f"{n}" for n in range(200)]
-    assert time.monotonic() - began < 20  # one after another they would take 40
+    assert time.monotonic() - began < 20  # in sequence they would take 40
 
 
 def test_images_are_named_and_structured_content_is_json(odd: dict[str, Any]) -> None:
@@ -307,7 +307,7 @@ def test_an_http_server_that_dies_fails_in_time_and_is_found_again() -> None:
 
 @pytest.mark.long
 def test_a_server_that_cannot_start_again_is_not_asked_for_ever(tmp_path: Path) -> None:
-    """It starts once and never again: every later call is a quick, typed failure."""
+    """It starts only once: every later call fails quickly with a typed error."""
     once = tmp_path / "once.sh"
     once.write_text(f"[ -e {tmp_path}/ran ] && exit 1\ntouch {tmp_path}/ran\nexec {sys.executable} {ODD} stdio\n")
     tools = by_name(mcp_tools({"command": ["sh", str(once)]}))
@@ -340,7 +340,7 @@ def test_an_episode_notes_that_the_infrastructure_failed_and_not_the_model() -> 
     assert lived["failed_calls"] == {}
 
 
-# --- one server a rollout
+# --- one server per rollout
 
 
 def test_rollouts_with_servers_of_their_own_do_not_share_state() -> None:
@@ -381,7 +381,7 @@ def test_a_rollouts_own_server_is_not_replaced_when_it_dies() -> None:
     died, after = asyncio.run(run())
     assert died.infrastructure
     assert after.infrastructure
-    assert "what it knew of this rollout" in str(after)
+    assert "its state for this rollout is lost" in str(after)
 
 
 def test_a_rollout_cancelled_while_its_server_starts_leaves_nothing_behind() -> None:
@@ -398,7 +398,7 @@ def test_a_rollout_cancelled_while_its_server_starts_leaves_nothing_behind() -> 
     assert tools["echo"].servers._servers == {}
 
 
-# --- ends
+# --- shutdown
 
 
 def test_a_server_nobody_remembers_is_ended() -> None:
@@ -426,31 +426,34 @@ print(asyncio.run(tools["pid"].execute("i", {{}}))[0], flush=True)
     until(lambda: not is_running(int(done.stdout)))
 
 
-# --- mistakes
+# --- invalid configurations
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({}, "needs either a command or a url"),
-        ({"command": ["x"], "url": "http://x"}, "needs either a command or a url, and not both"),
+        ({"command": ["x"], "url": "http://x"}, "needs either a command or a url, not both"),
         ({"command": ["no-such-server"]}, "there is no command 'no-such-server': install it"),
-        ({"command": ["false"]}, "false: it ended before it had answered"),
-        ({"command": ["echo", "hello"]}, "it wrote what is no JSON-RPC: 'hello'"),
-        ({"command": [sys.executable, "-c", "import nope"]}, "its last words: ModuleNotFoundError: No module named"),
+        ({"command": ["false"]}, "false: it exited before it answered"),
+        ({"command": ["echo", "hello"]}, "it wrote something that is not JSON-RPC: 'hello'"),
+        (
+            {"command": [sys.executable, "-c", "import nope"]},
+            "last line of its stderr: ModuleNotFoundError: No module",
+        ),
         ({"command": ["sleep", "60"], "start_timeout_s": 0.3}, "it did not answer within 0.3 s"),
         ({"url": "http://127.0.0.1:1/mcp"}, "http://127.0.0.1:1/mcp: ConnectError"),
         ({"url": "ftp://x"}, "url must begin with http:// or https://"),
-        ({"command": ["x"], "headers": {"a": "b"}}, "headers goes with a url"),
-        ({"url": "http://x", "cwd": "."}, "cwd goes with a command"),
-        ({"command": ["x"], "cwd": "/no/such/folder"}, "cwd /no/such/folder is no folder"),
+        ({"command": ["x"], "headers": {"a": "b"}}, "headers needs a url"),
+        ({"url": "http://x", "cwd": "."}, "cwd needs a command"),
+        ({"command": ["x"], "cwd": "/no/such/folder"}, "cwd /no/such/folder is not a folder"),
         ({"command": ["x", 3]}, "command must be a list of strings"),
         ({"command": ["x"], "env": {"A": 1}}, "env must be a table of strings"),
-        ({"command": ["x"], "env": {"A": "${NOT_SET_ANYWHERE}"}}, "env names ${NOT_SET_ANYWHERE}, which is not set"),
+        ({"command": ["x"], "env": {"A": "${NOT_SET_ANYWHERE}"}}, "env uses ${NOT_SET_ANYWHERE}, which is not set"),
         ({"command": ["x"], "timeout_s": 0}, "timeout_s must be a number of seconds above 0"),
         ({"command": ["x"], "scope": "step"}, "scope must be one of run, rollout"),
         ({"comand": ["x"]}, "mcp has no option 'comand'; did you mean 'command'?"),
-        ({"command": ["x"], "price": -1}, "mcp: price must be a number from 0 up"),
+        ({"command": ["x"], "price": -1}, "mcp: price must be a number ≥ 0"),
         ({"command": ["mcp-server-time"], "include": ["get_time"]}, "has no tool 'get_time'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Who talks to which server, and how often one that does not come up is tried. Real deaths are in test_mcp.py."""
+"""Which rollout uses which server, and retries of a server that fails to start. Crashes are in test_mcp.py."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def wait_in_effect(server: McpServer, seconds: float) -> None:
 def test_a_server_that_does_not_come_up_is_tried_again_after_a_pause_that_grows() -> None:
     server = McpServer(NOWHERE)
     assert "there is no command" in str(fault_of(server))
-    assert "tried again in" in str(fault_of(server))
+    assert "the next attempt is in" in str(fault_of(server))
     assert server.starts == 1
     for starts, pause_s in ((2, FIRST_PAUSE_S), (3, 2 * FIRST_PAUSE_S)):
         wait_in_effect(server, pause_s)
         assert "there is no command" in str(fault_of(server))
         assert server.starts == starts
         wait_in_effect(server, pause_s)
-        assert "tried again in" in str(fault_of(server))
+        assert "the next attempt is in" in str(fault_of(server))
 
 
 def test_many_who_ask_at_once_wait_for_the_same_start() -> None:
@@ -62,4 +62,4 @@ def test_a_rollout_whose_server_does_not_start_leaves_nothing_behind() -> None:
         asyncio.run(servers.attach("a"))
     with pytest.raises(KeyError):
         servers.server_for("a")
-    asyncio.run(servers.detach("a"))  # there is nothing to leave, and that is no fault
+    asyncio.run(servers.detach("a"))  # nothing to detach, and no error

@@ -1,4 +1,4 @@
-"""Where sessions with MCP servers live, and what is said of a server by name. Their lives are in test_mcp.py."""
+"""The thread of MCP sessions, and error messages about a server. Whole sessions are tested in test_mcp.py."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_session_that_cannot_begin_says_why_and_is_over() -> None:
         return str(caught.value), session
 
     says, session = thread.submit(begin()).result(30)
-    assert says == "there is no command 'no-such-server': install it, or give its whole path"
+    assert says == "there is no command 'no-such-server': install it, or give its full path"
     assert session.closed
     assert session not in thread.sessions
 

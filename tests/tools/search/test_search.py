@@ -1,4 +1,4 @@
-"""Search: ranking, determinism, hostile queries, and where the documents come from."""
+"""Search: ranking, determinism, hostile queries, and sources of documents."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_results_are_snippets_around_what_was_found_and_say_how_many_there_are(t
         (tmp_path / f"{n}.txt").write_text(f"{filler}\nthe needle {n}\n{filler}")
     head, *lines = ask("needles", config={"folder": tmp_path, "k": 3, "snippet_words": 8}).split("\n")
     assert head == "3 of 7 results"
-    assert [line[:5] for line in lines] == ["1. 0:", "2. 1:", "3. 2:"]  # equals in the order of the files
+    assert [line[:5] for line in lines] == ["1. 0:", "2. 1:", "3. 2:"]  # ties keep the order of the files
     assert all("the needle" in line and len(line) < 80 for line in lines)
 
 
@@ -242,18 +242,18 @@ def test_a_task_with_many_documents_is_searched_aside_and_in_time() -> None:
 def test_a_folder_that_cannot_serve_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no [.]txt, [.]md or [.]jsonl file"):
         SearchTool({"folder": str(tmp_path)})
-    with pytest.raises(ConfigError, match="missing is not there"):
+    with pytest.raises(ConfigError, match="missing does not exist"):
         SearchTool({"folder": str(tmp_path / "missing")})
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"file": "no/such.jsonl"}, "file no/such.jsonl is not there"),
+        ({"file": "no/such.jsonl"}, "file no/such.jsonl does not exist"),
         ({"file": "corpus.csv"}, "must end in .jsonl or .parquet"),
         ({"folder": 3}, "folder must be a path, got 3"),
         ({"text_field": ""}, "text_field and title_field must be names"),
-        ({"snippet_words": 65}, "snippet_words must be a whole number up to 64, got 65"),
+        ({"snippet_words": 65}, "snippet_words must be an integer from 0 to 64, got 65"),
         ({"timeout_s": 0}, "timeout_s must be a number of seconds above 0, got 0"),
         ({"wordnet": "/no/such/folder"}, "apt-get install wordnet-base"),
     ],
@@ -281,5 +281,5 @@ def test_bad_documents_are_named(documents: Any, message: str) -> None:
 
 @pytest.mark.parametrize("k", [0, -1, True, "2", 1.5])
 def test_k_must_be_a_positive_whole_number(k: Any) -> None:
-    with pytest.raises(ConfigError, match="k must be a whole number from 1 up"):
+    with pytest.raises(ConfigError, match="k must be an integer ≥ 1"):
         SearchTool({"k": k})

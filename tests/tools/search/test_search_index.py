@@ -1,4 +1,4 @@
-"""Indexes: built once and shared, whole or not at all, and searches that end when they should."""
+"""Indexes are built once and shared, complete or not at all, and searches stop at their deadline."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FACTS = InlineCorpus((Document("Nile", "The river Nile flows."), Document("Alps"
 
 @dataclass
 class Broken:
-    """Fails in the middle of being read."""
+    """A corpus that fails halfway through reading."""
 
     def fingerprint(self) -> str:
         return "broken"
@@ -91,7 +91,7 @@ print(open_index([corpus], Path({str(tmp_path)!r})).size)
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ConfigError, match=r"no index can be kept in .*file.*: free space there, or set cache"):
+    with pytest.raises(ConfigError, match=r"cannot write an index to .*file.*: free space there, or set cache"):
         open_index([FACTS], tmp_path / "file")
 
 

@@ -1,6 +1,6 @@
-"""A calculator of our own: exact arithmetic on text, without `eval`. A CALCULATE tool that leaks no answers.
+"""A calculator tool: exact arithmetic on text, without `eval`.
 
-Text goes through a tokenizer and a Pratt parser that computes as it reads; every step is bounded in size.
+A tokenizer feeds a Pratt parser that evaluates while it parses; every step is bounded in size.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Number = int | Fraction | float
 MAX_LENGTH = 1_000
 MAX_DEPTH = 100
 MAX_DIGITS = 1_000
-"""Of an integer, or of either side of a fraction; well below where Python's own int-to-text refuses."""
+"""Of an integer, or of either side of a fraction; well below Python's limit for converting int to str."""
 SIGNIFICANT_DIGITS = 12
 
 _MAX_MAGNITUDE = 10**MAX_DIGITS
@@ -36,7 +36,7 @@ _SYMBOL_ALIASES = {"^": "**", "×": "*", "÷": "/", "−": "-"}
 
 
 class CalculatorError(ToolwiseError):
-    """An expression without a value; `position` is the character it went wrong at, from 1."""
+    """An expression that cannot be evaluated; `position` is the 1-based index of the offending character."""
 
     def __init__(self, problem: str, position: int) -> None:
         super().__init__(f"{problem} at position {position}")
@@ -50,14 +50,14 @@ class _Token(NamedTuple):
 
 
 def evaluate(expression: str) -> Number:
-    """The value of `expression`: an int or else a Fraction, both exact; a float where it is irrational."""
+    """The value of `expression`: an exact int or Fraction, or a float if it is irrational."""
     if len(expression) > MAX_LENGTH:
         raise CalculatorError(f"the expression goes on past {MAX_LENGTH} characters", MAX_LENGTH + 1)
     return _Parser(_tokenize(expression)).parse()
 
 
 def format_number(value: Number) -> str:
-    """Integers in full, all else to 12 significant digits without trailing zeros; far from 1 as 1.5e-20."""
+    """Integers in full, other numbers with 12 significant digits and no trailing zeros; far from 1 as 1.5e-20."""
     if isinstance(value, int):
         return str(value)
     context = Context(prec=SIGNIFICANT_DIGITS)
@@ -74,27 +74,27 @@ def format_number(value: Number) -> str:
 def _tokenize(text: str) -> list[_Token]:
     tokens: list[_Token] = []
     in_call: list[bool] = []
-    at = 0
-    while at < len(text):
-        if text[at].isspace():
-            at += 1
+    index = 0
+    while index < len(text):
+        if text[index].isspace():
+            index += 1
             continue
-        # Directly inside a call a comma parts arguments: max(1,234) has two. Elsewhere 1,234 is one number.
-        grouped = None if in_call and in_call[-1] else _GROUPED_NUMBER.match(text, at)
-        if match := grouped or _PLAIN_NUMBER.match(text, at):
-            tokens.append(_Token("number", match[0].replace(",", ""), at + 1))
-        elif match := _NAME.match(text, at):
-            tokens.append(_Token("name", match[0].lower(), at + 1))
-        elif match := _SYMBOL.match(text, at):
+        # Directly inside a call a comma separates arguments: max(1,234) has two. Elsewhere 1,234 is one number.
+        grouped = None if in_call and in_call[-1] else _GROUPED_NUMBER.match(text, index)
+        if match := grouped or _PLAIN_NUMBER.match(text, index):
+            tokens.append(_Token("number", match[0].replace(",", ""), index + 1))
+        elif match := _NAME.match(text, index):
+            tokens.append(_Token("name", match[0].lower(), index + 1))
+        elif match := _SYMBOL.match(text, index):
             symbol = _SYMBOL_ALIASES.get(match[0], match[0])
             if symbol == "(":
                 in_call.append(bool(tokens) and tokens[-1].kind == "name")
             elif symbol == ")" and in_call:
                 in_call.pop()
-            tokens.append(_Token("symbol", symbol, at + 1))
+            tokens.append(_Token("symbol", symbol, index + 1))
         else:
-            raise CalculatorError(f"unexpected {text[at]!a}", at + 1)
-        at = match.end()
+            raise CalculatorError(f"unexpected {text[index]!a}", index + 1)
+        index = match.end()
     tokens.append(_Token("end", "", len(text) + 1))
     return tokens
 
@@ -138,7 +138,7 @@ def _sqrt(value: Number) -> Number:
 
 
 def _round(value: Number, places: Number = 0) -> Number:
-    """Halves go away from zero, as at school: values here are exact, so 2.675 to two places is 2.68."""
+    """Round half away from zero, as taught in school: values are exact, so 2.675 to two places is 2.68."""
     if not isinstance(places, int) or abs(places) > MAX_DIGITS:
         raise ValueError("round needs a whole number of places")
     scale = Fraction(10) ** places
@@ -188,7 +188,7 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Number], int, int]] = {
 
 
 def _compute(compute: Callable[[], Number], position: int) -> Number:
-    """What `compute` gives, whole fractions as integers; failures and oversized results name `position`."""
+    """The result of `compute`, with integral fractions as ints; errors and oversized results name `position`."""
     try:
         value = compute()
     except ZeroDivisionError:
@@ -207,7 +207,7 @@ def _compute(compute: Callable[[], Number], position: int) -> Number:
 
 
 class _Parser:
-    """Pratt: an operand, then operators for as long as they bind more strongly than who asked."""
+    """A Pratt parser: an operand, then operators while they bind more tightly than the caller's operator."""
 
     def __init__(self, tokens: list[_Token]) -> None:
         self._tokens = tokens
@@ -234,7 +234,7 @@ class _Parser:
         return CalculatorError(f"unexpected {token.text!r}", token.position)
 
     def _expression(self, min_precedence: int, depth: int) -> Number:
-        # Brackets, signs and powers nest without end and are counted; + and * nest at most twice in between.
+        # Brackets, signs and powers can nest without limit, so they are counted; + and * nest at most twice in between.
         if depth > MAX_DEPTH:
             raise CalculatorError(f"nested more than {MAX_DEPTH} deep", self._peek.position)
         left = self._operand(depth)
@@ -278,10 +278,10 @@ class _Parser:
             self._take()
             arguments.append(self._expression(0, depth + 1))
         self._close()
-        function, fewest, most = _FUNCTIONS[token.text]
-        if not fewest <= len(arguments) <= most:
-            wanted = f"{fewest}" if fewest == most else f"{fewest} or {most}"
-            problem = f"{token.text} takes {wanted} argument(s), got {len(arguments)}"
+        function, min_arguments, max_arguments = _FUNCTIONS[token.text]
+        if not min_arguments <= len(arguments) <= max_arguments:
+            expected = f"{min_arguments}" if min_arguments == max_arguments else f"{min_arguments} or {max_arguments}"
+            problem = f"{token.text} takes {expected} argument(s), got {len(arguments)}"
             raise CalculatorError(problem, token.position)
         return _apply(function, tuple(arguments), token.position)
 
@@ -296,7 +296,7 @@ def _apply(function: Callable[..., Number], arguments: tuple[Number, ...], posit
 
 
 class CalculatorTool(BaseTool):
-    """Evaluates one expression a call. It keeps nothing between calls, so instances are only names."""
+    """Evaluates one expression per call. It is stateless, so instances are only ids."""
 
     family = "CALCULATE"
     config_keys: ClassVar[frozenset[str]] = frozenset()

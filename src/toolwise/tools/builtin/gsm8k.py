@@ -1,4 +1,4 @@
-"""The answer checker of the GSM8K recipe: a tool with a step reward and a reward for the whole rollout."""
+"""The answer checker of the GSM8K recipe: a tool with a step reward and an episode reward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from toolwise.tools.base import BaseTool, FunctionSchema, OpenAIFunctionToolSche
 
 DEFAULT_PENALTY = 0.05
 
-# Bounded, so that an answer of a million digits costs nothing.
+# Bounded, so that an answer of a million digits is cheap.
 _NUMBER = re.compile(r"-?(?:[0-9][0-9,]{0,99}(?:\.[0-9]{1,100})?|\.[0-9]{1,100})")
 
 
@@ -27,11 +27,11 @@ class _Instance:
 class Gsm8kTool(BaseTool):
     """Tells the model whether its answer is right.
 
-    **This is an oracle**: with it, an agent may guess until it is told yes. It is off by default, there only
-    where a configuration names it; the calculator leaks nothing.
+    **This is an oracle**: with it an agent can guess until the answer is accepted. It is available only if a
+    configuration names it; the calculator leaks no answers.
 
-    `create_kwargs`: ground_truth. Configuration: `penalty` (0.05), taken off for each further answer that is
-    no better than the one before. `calc_reward` is 1.0 where the last answer was right, 0.0 otherwise.
+    `create_kwargs`: ground_truth. Configuration: `penalty` (0.05), subtracted for each further answer that is no better
+    than the previous one. `calc_reward` is 1.0 if the last answer was right, else 0.0.
     """
 
     config_keys: ClassVar[frozenset[str]] = frozenset({"penalty"})
@@ -42,7 +42,7 @@ class Gsm8kTool(BaseTool):
         super().__init__(config or {}, tool_schema or _SCHEMA)
         penalty = self.config.get("penalty", DEFAULT_PENALTY)
         if isinstance(penalty, bool) or not isinstance(penalty, int | float) or not 0 <= penalty < math.inf:
-            raise ConfigError(f"tool {self.name}: penalty must be a number from 0 up, got {penalty!r}")
+            raise ConfigError(f"tool {self.name}: penalty must be a number ≥ 0, got {penalty!r}")
         self._penalty = float(penalty)
         self._instances: dict[str, _Instance] = {}
 
@@ -53,7 +53,7 @@ class Gsm8kTool(BaseTool):
         expected = None if ground_truth is None else final_number(str(ground_truth))
         if expected is None:
             raise DataError(
-                f"tool {self.name}: create_kwargs.ground_truth must hold a number, got {ground_truth!r:.80}"
+                f"tool {self.name}: create_kwargs.ground_truth must contain a number, got {ground_truth!r:.80}"
             )
         self._instances[instance_id] = _Instance(expected)
         return instance_id
@@ -64,14 +64,14 @@ class Gsm8kTool(BaseTool):
         instance = self._instances[instance_id]
         answer = final_number(str(parameters.get("answer", "")))
         reward = 1.0 if answer == instance.ground_truth else 0.0
-        repeated_in_vain = instance.answers > 0 and reward <= instance.reward
+        no_improvement = instance.answers > 0 and reward <= instance.reward
         instance.answers += 1
         instance.reward = reward
         if answer is None:
             text = "No number was found in your answer."
         else:
             text = "Your answer is right." if reward else "Your answer is wrong."
-        return text, -self._penalty if repeated_in_vain else 0.0, {"ok": answer is not None, "reward": reward}
+        return text, -self._penalty if no_improvement else 0.0, {"ok": answer is not None, "reward": reward}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
         return self._instances[instance_id].reward
@@ -81,9 +81,9 @@ class Gsm8kTool(BaseTool):
 
 
 def final_number(text: str) -> Fraction | None:
-    """The last number after the last `####`, or in the whole text where there is no such mark."""
-    found = _NUMBER.findall(text.rpartition("####")[2])
-    return Fraction(found[-1].replace(",", "")) if found else None
+    """The last number after the last `####`, or in the whole text if there is none."""
+    numbers = _NUMBER.findall(text.rpartition("####")[2])
+    return Fraction(numbers[-1].replace(",", "")) if numbers else None
 
 
 _SCHEMA = OpenAIFunctionToolSchema(

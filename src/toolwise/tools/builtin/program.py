@@ -1,4 +1,4 @@
-"""What the `python` and `shell` tools share: a working folder for each rollout, and a fresh sandbox for each call."""
+"""Base of the `python` and `shell` tools: a working folder per rollout, and a fresh sandbox per call."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ NO_OUTPUT = "(no output)"
 
 
 class ProgramTool(BaseTool):
-    """Runs what the model wrote. Files in the working folder stay from call to call of a rollout; nothing else does.
+    """Runs a program written by the model. Within a rollout only files in the working folder persist between calls.
 
-    Configuration: `tier`, `require`, `permissions` (network, subprocess) and `read` as a sandbox has them; `timeout_s`
-    (10), `memory_mb` (512), `file_mb` (64), `output_kb` (16; of stdout and of stderr the first and the last half of it
-    are kept) and `at_once` (programs that run at a time). A task's `create_kwargs` may bring `files`: name -> text.
+    Configuration: `tier`, `require`, `permissions` (network, subprocess) and `read` as for a sandbox; `timeout_s` (10),
+    `memory_mb` (512), `file_mb` (64), `output_kb` (16; the first and the last half of it are kept of stdout and of
+    stderr) and `at_once` (concurrent programs). A task's `create_kwargs` may contain `files`: name -> text.
     """
 
     language: ClassVar[Language]
@@ -46,7 +46,7 @@ class ProgramTool(BaseTool):
     ) -> str:
         instance_id = await super().create(instance_id, **kwargs)
         if files is not None and not isinstance(files, Mapping):
-            raise DataError(f"{self.name} create_kwargs: files must be an object of names and texts, got {files!r:.60}")
+            raise DataError(f"{self.name} create_kwargs: files must map names to texts, got {files!r:.60}")
         self._folders[instance_id] = self.sandbox.open_folder(files)
         return instance_id
 
@@ -58,8 +58,8 @@ class ProgramTool(BaseTool):
             return f"error: {self.parameter} must be a string", None, {"ok": False}
         result = await self.sandbox.run(text, self._folders[instance_id])
         info = {"kind": result.kind, "exit_status": result.exit_status, "seconds": round(result.seconds, 3)}
-        left = {"left_running": result.left_running} if result.left_running else {}
-        return format_result(result), None, {"ok": result.kind == "ok", **info, **left}
+        leftovers = {"left_running": result.left_running} if result.left_running else {}
+        return format_result(result), None, {"ok": result.kind == "ok", **info, **leftovers}
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         folder = self._folders.pop(instance_id, None)
@@ -68,24 +68,24 @@ class ProgramTool(BaseTool):
 
 
 def format_result(result: ProgramResult) -> str:
-    """What the model reads: what was printed, then what went wrong."""
-    said = [part.rstrip("\n") for part in (result.stdout, result.stderr) if part.strip()]
+    """Text for the model: the output, then the error."""
+    parts = [stream.rstrip("\n") for stream in (result.stdout, result.stderr) if stream.strip()]
     if result.kind != "ok":
-        said.append(f"error: {result.message}")
-    return "\n".join(said) or NO_OUTPUT
+        parts.append(f"error: {result.message}")
+    return "\n".join(parts) or NO_OUTPUT
 
 
 def _settings(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    given = {key: config[key] for key in sorted(ProgramTool.config_keys) if config.get(key) is not None}
+    settings = {key: config[key] for key in sorted(ProgramTool.config_keys) if config.get(key) is not None}
     for key in _NUMBERS:
-        value = given.get(key, 1)
-        whole = isinstance(value, int) or (key == "timeout_s" and isinstance(value, float))
-        if isinstance(value, bool) or not whole or not value > 0:
+        value = settings.get(key, 1)
+        valid_type = isinstance(value, int) or (key == "timeout_s" and isinstance(value, float))
+        if isinstance(value, bool) or not valid_type or not value > 0:
             raise ConfigError(f"{where}: {key} must be a number above 0, got {value!r}")
     for key in _LISTS:
-        value = given.get(key, [])
+        value = settings.get(key, [])
         if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
             raise ConfigError(f"{where}: {key} must be a list of strings, got {value!r}")
-    if not isinstance(given.get("require", False), bool) or not isinstance(given.get("tier", ""), str):
+    if not isinstance(settings.get("require", False), bool) or not isinstance(settings.get("tier", ""), str):
         raise ConfigError(f"{where}: tier must be a string, and require true or false")
-    return given
+    return settings

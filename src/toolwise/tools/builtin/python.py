@@ -1,4 +1,4 @@
-"""Python that the model writes, run in a sandbox of its own: the tool `python`."""
+"""The `python` tool: runs Python programs written by the model in a sandbox."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class PythonTool(ProgramTool):
-    """Runs one program a call, in a fresh interpreter without network or processes."""
+    """Runs one program per call, in a fresh interpreter without network or subprocesses."""
 
     family = "CALCULATE"
     language: ClassVar[Language] = "python"

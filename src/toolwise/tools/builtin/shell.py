@@ -1,4 +1,4 @@
-"""Shell commands that the model writes, run in namespaces of their own: the tool `shell`."""
+"""The `shell` tool: runs shell commands written by the model in separate namespaces."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 class ShellTool(ProgramTool):
-    """Runs one command line a call. What it starts ends with the call.
+    """Runs one command line per call. Processes it starts end with the call.
 
-    It needs the tier `namespaced`, or by your own word `tier="standard"` with `permissions=["subprocess"]`.
+    It needs the tier `namespaced`, or explicitly `tier="standard"` with `permissions=["subprocess"]`.
     """
 
     language: ClassVar[Language] = "shell"

@@ -1,4 +1,4 @@
-"""Tools in worker processes that can be killed: what a deadline needs to end work that does not heed it."""
+"""Runs tools in worker processes, which can be killed when a call ignores its deadline."""
 
 from toolwise.tools.isolation.shared_pool import close, run, shared_pool
 

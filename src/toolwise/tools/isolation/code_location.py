@@ -1,4 +1,4 @@
-"""Where a tool's code lies, so that another process can load it again; between a tool and the worker that runs it."""
+"""References to a tool's code (module, file, name) by which a worker process loads it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from toolwise.errors import ToolwiseError
 
 @dataclass(frozen=True, slots=True)
 class ModuleRef:
-    """A module, by the name that its own imports may need and by the file that decides which one is meant."""
+    """A module: the name that its own imports may need, and the file that identifies it."""
 
     module: str | None
     file: str
     version: str = ""
-    """Of the file: a process that loaded another version is not of this place."""
+    """Version of the file: a process that loaded another version belongs to a different `ModuleRef`."""
 
     def __str__(self) -> str:
         return self.module or self.file
@@ -33,7 +33,7 @@ class ModuleRef:
         return asdict(self)
 
     def load(self) -> ModuleType:
-        """The module. A script is loaded under another name than `__main__`: what it guards does not run."""
+        """Import the module. A script is not loaded as `__main__`, so its guarded code does not run."""
         if self.module is not None and _file_of(self.module) == self.file:
             return importlib.import_module(self.module)
         return load_module(self.file, what="tool")
@@ -49,54 +49,54 @@ def _file_of(module: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class ObjectRef:
-    """A function or a class by its place and its name there."""
+    """A function or a class: its module and its name there."""
 
     module_ref: ModuleRef
     name: str
 
     @classmethod
     def of(cls, target: Callable[..., Any]) -> ObjectRef:
-        """How another process finds `target` again; raises a `ToolwiseError` that says why it cannot."""
+        """The reference by which another process can load `target`; raises `ToolwiseError` if it cannot."""
         registered = registration_of(target)
         if registered is not None:
             file, _, name = registered.reference.rpartition(":")
             return cls(ModuleRef(None, file, registered.version), name)
         name = str(getattr(target, "__qualname__", ""))
         if inspect.ismethod(target):
-            raise ToolwiseError("it belongs to an object that lives here; write it as a def at the top of a file")
+            raise ToolwiseError("it is a method of an object in this process; write it as a top-level def in a file")
         if "<lambda>" in name:
-            raise ToolwiseError("a lambda cannot be loaded by another process; write it as a def at the top of a file")
+            raise ToolwiseError("a lambda cannot be loaded by another process; write it as a top-level def in a file")
         if "<" in name:
-            raise ToolwiseError("it is defined inside a function; move it to the top of its file")
+            raise ToolwiseError("it is defined inside a function; move it to the top level of its file")
         module = str(getattr(target, "__module__", "") or "")
         try:
             source = inspect.getsourcefile(inspect.unwrap(target))
         except TypeError:
             source = None
         if not name or source is None or not source.endswith(".py") or not Path(source).is_file():
-            raise ToolwiseError("it has no file that another process could load; write it as a def at the top of one")
-        found = Path(source).resolve()
+            raise ToolwiseError("it has no file that another process could load; write it as a top-level def in one")
+        path = Path(source).resolve()
         if module == "__main__":
-            if not has_main_guard(found):
+            if not has_main_guard(path):
                 raise ToolwiseError(
-                    f'loading {found.name} again would run it; put what it runs under `if __name__ == "__main__":`'
+                    f'loading {path.name} again would run it; put the code to run under `if __name__ == "__main__":`'
                 )
             module = getattr(getattr(sys.modules["__main__"], "__spec__", None), "name", None) or ""
         by_name = module and not module.startswith("toolwise_file_")
-        return cls(ModuleRef(module if by_name else None, str(found), file_version(found)), name)
+        return cls(ModuleRef(module if by_name else None, str(path), file_version(path)), name)
 
     def find(self, module: ModuleType) -> Any:
-        found: Any = module
+        value: Any = module
         for part in self.name.split("."):
-            found = getattr(found, part)
-        return found
+            value = getattr(value, part)
+        return value
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def has_main_guard(file: Path) -> bool:
-    """Whether a script says what of it is not to run on import."""
+    """Whether a script has an `if __name__ == "__main__":` block."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):

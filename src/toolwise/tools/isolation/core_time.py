@@ -1,5 +1,6 @@
-"""Whether a worker computes: how long it and the processes it started have run, or waited for a core, since the last
-look. One look at their states would miss a call that naps between computations, and a subprocess that computes for it.
+"""Detects whether a worker computes, from the CPU time that it and its descendants used or waited for.
+
+Process states alone would miss a call that naps between computations, and a subprocess that computes for it.
 """
 
 from __future__ import annotations
@@ -9,33 +10,32 @@ import time
 from dataclasses import dataclass, field
 
 MIN_CPU_SHARE = 0.2
-"""A call that asks for less of one core than this sleeps."""
+"""A call that needs less than this share of one core counts as sleeping."""
 MAX_TASKS = 64
-"""Of the processes and threads of a call, these many are looked at."""
+"""Maximum number of a call's processes and threads that are inspected."""
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(slots=True)
 class _Reading:
     tasks_ns: dict[bytes, int] = field(default_factory=dict)
-    """Per thread: how long it ran and waited for a core."""
+    """Per thread: time running plus time waiting for a core."""
     ended_ns: int = 0
-    """How long processes ran that have ended."""
+    """CPU time of child processes that have ended."""
     running: bool = False
-    """Whether one runs now or waits for a core, of which the kernel says only afterwards how long it was."""
+    """Whether a thread is running or waiting for a core now; the kernel accounts for that time only afterwards."""
 
 
 class CpuUsage:
-    """Of one process and its descendants."""
+    """CPU usage of one process and its descendants."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._at, self._last = time.monotonic(), _read(pid)
 
     def is_computing(self, since: float) -> bool:
-        """Whether they asked for more than `MIN_CPU_SHARE` of a core since the last look, or since `since` where that
-        is later
-        (until then they had nothing to do)."""
+        """Whether they needed more than `MIN_CPU_SHARE` of a core since the last check, or since `since` if that is
+        later (before it they were idle)."""
         now, reading, last = time.monotonic(), _read(self._pid), self._last
         interval_ns = (now - max(self._at, since)) * 1e9
         self._at, self._last = now, reading
@@ -53,11 +53,11 @@ def _read(pid: int) -> _Reading:
             words = _stat(b"/proc/%s/stat" % process)
             reading.ended_ns += sum(map(int, words[13:15])) * _TICK_NS
             for task in os.listdir(folder)[:MAX_TASKS]:
-                of_task = words if task == process else _stat(folder + task + b"/stat")
-                reading.running |= of_task[0] == b"R"
-                reading.tasks_ns[task] = _cpu_demand_ns(folder + task, of_task)
+                task_words = words if task == process else _stat(folder + task + b"/stat")
+                reading.running |= task_words[0] == b"R"
+                reading.tasks_ns[task] = _cpu_demand_ns(folder + task, task_words)
                 processes += _content(folder + task + b"/children").split()
-        except (OSError, ValueError, IndexError):  # it ended meanwhile, or the kernel does not list children
+        except (OSError, ValueError, IndexError):  # it has ended, or the kernel does not list children
             continue
     return reading
 
@@ -66,12 +66,12 @@ def _cpu_demand_ns(folder: bytes, words: list[bytes]) -> int:
     try:
         ran, waited, _ = _content(folder + b"/schedstat").split()
         return int(ran) + int(waited)
-    except FileNotFoundError:  # this kernel does not say how long it waited
+    except FileNotFoundError:  # this kernel does not report waiting time
         return sum(map(int, words[11:13])) * _TICK_NS
 
 
 def _stat(path: bytes) -> list[bytes]:
-    """From the state on: the name before it may contain anything."""
+    """The fields from the state on; the process name before it may contain any character."""
     return _content(path).rpartition(b")")[2].split()
 
 

@@ -1,4 +1,4 @@
-"""The zygote's own end: whether a process can be forked after it has loaded a module, and the forks themselves."""
+"""The zygote's side: decides whether a process may be forked after loading a module, and forks the workers."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from toolwise.tools.isolation.random_generators import can_be_reseeded, reseed
 
 
 def open_descriptors() -> set[str]:
-    """Without the one that the list itself is read from."""
+    """Open file descriptors, without the one used to list them."""
     with suppress(OSError):
         return {name for name in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{name}")}
     return set()
 
 
 def can_be_forked(before: set[str]) -> bool:
-    """Whether workers may share what a module made when it was loaded.
+    """Whether workers may share what a module created when it was loaded.
 
-    A thread does not survive a fork, with whatever lock it holds. Files and connections would be used by all workers at
-    once, and so would a random generator that cannot be seeded anew. A module that leaves one of these behind is loaded
-    by each worker for itself.
+    Threads do not survive a fork, and the locks they hold stay locked. Files and connections would be shared by all
+    workers, as would a random generator that cannot be reseeded. A module that creates any of these is loaded
+    separately by each worker.
     """
     if sys.platform != "linux" or not can_be_reseeded():
         return False
@@ -37,11 +37,10 @@ def can_be_forked(before: set[str]) -> bool:
 
 
 def fork_workers(channel: int) -> tuple[int, int, int]:
-    """Forks a worker, with a supervisor above it, for each request. Returns in the workers only: the channel, life and
-    output."""
+    """Fork a worker under a supervisor for each request. Returns only in the workers: channel, lifeline, output."""
     trainer = socket.socket(fileno=channel)
     gc.collect()
-    gc.freeze()  # what was loaded is not looked through again: pages that nobody writes to stay shared
+    gc.freeze()  # the collector must not touch loaded objects: pages that are not written to stay shared
     mark_at = _address_of_mark()
     while True:
         data, descriptors, _, _ = socket.recv_fds(trainer, 4096, 3)
@@ -60,7 +59,7 @@ def fork_workers(channel: int) -> tuple[int, int, int]:
             trainer.detach()
             worker, lifeline, output = descriptors
             os.setsid()
-            if mark_at is not None:  # where the kernel reads a process's environment, which still has the zygote's mark
+            if mark_at is not None:  # the kernel's view of the environment still has the zygote's mark
                 ctypes.memmove(mark_at, request["fork"].encode(), len(request["fork"]))
             supervise(lifeline)
             _detach_from_zygote(descriptors, request["fork"])
@@ -71,11 +70,11 @@ def fork_workers(channel: int) -> tuple[int, int, int]:
             _reply(channel, {"pid": pid})
 
 
-def _detach_from_zygote(own: list[int], mark: str) -> None:
-    """In a worker: nothing of the zygote's."""
-    for descriptor in {int(name) for name in open_descriptors()} - {0, 1, 2, *own}:
+def _detach_from_zygote(keep: list[int], mark: str) -> None:
+    """In a worker: drop everything inherited from the zygote."""
+    for descriptor in {int(name) for name in open_descriptors()} - {0, 1, 2, *keep}:
         os.close(descriptor)
-    for descriptor in own:
+    for descriptor in keep:
         os.set_inheritable(descriptor, False)
     os.environ[MARK_VARIABLE] = mark
     reseed()
@@ -83,8 +82,8 @@ def _detach_from_zygote(own: list[int], mark: str) -> None:
 
 def _reap(pid: int) -> int | None:
     with suppress(ChildProcessError):
-        found, status = os.waitpid(pid, os.WNOHANG)
-        return os.waitstatus_to_exitcode(status) if found else None
+        reaped, status = os.waitpid(pid, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if reaped else None
     return None
 
 
@@ -95,5 +94,5 @@ def _reply(channel: int, message: dict[str, Any]) -> None:
 def _address_of_mark() -> int | None:
     getenv = ctypes.CDLL(None).getenv
     getenv.restype, getenv.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
-    found: int | None = getenv(MARK_VARIABLE.encode())
-    return found
+    address: int | None = getenv(MARK_VARIABLE.encode())
+    return address

@@ -1,4 +1,4 @@
-"""A tool class with `isolate = True`: each rollout's tool object lives in a process of its own, killed at release."""
+"""Tool classes with `isolate = True`: each rollout's tool object lives in a separate process, killed at release."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from toolwise.tools.isolation.worker import CallNotDelivered, ToolDied, ToolFaul
 
 
 def isolate_tool(tool: BaseTool) -> BaseTool:
-    """`tool` as it is to be used: itself, or where its class says `isolate = True` one that lives in processes."""
+    """`tool` itself, or an `IsolatedTool` around it if it has `isolate = True`."""
     if tool.isolate is not True or isinstance(tool, FunctionTool | IsolatedTool) or in_worker():
         return tool
     return IsolatedTool(tool)
@@ -29,18 +29,18 @@ def isolate_tool(tool: BaseTool) -> BaseTool:
 
 @dataclass(slots=True)
 class _RolloutProcess:
-    """One rollout's process, and what the tool in it calls its instance."""
+    """One rollout's process, and the instance id that the tool in it uses."""
 
     pool: Pool
     worker: Worker
     inner_id: str = ""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """One question at a time, as the process answers them."""
+    """The process handles one request at a time."""
     end_reason: str | None = None
 
 
 class IsolatedTool(BaseTool):
-    """Stands for a tool whose objects are made in worker processes, out of its class, configuration and schema."""
+    """Proxy for a tool whose objects are created in worker processes from its class, configuration and schema."""
 
     isolate = True
 
@@ -52,24 +52,24 @@ class IsolatedTool(BaseTool):
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> str:
         pool = isolation.shared_pool()
-        life = _RolloutProcess(pool, await self._start_tool(pool))
+        process = _RolloutProcess(pool, await self._start_tool(pool))
         try:
-            life.inner_id = str(await self._call_method(life, "create", instance_id, **kwargs))
+            process.inner_id = str(await self._call_method(process, "create", instance_id, **kwargs))
         except BaseException:
-            pool.end(life.worker)
+            pool.end(process.worker)
             raise
-        # Objects in different processes may well call their instances the same.
-        outer = instance_id or str(uuid4())
-        self._rollout_processes[outer] = life
-        return outer
+        # Objects in different processes may use the same instance id.
+        outer_id = instance_id or str(uuid4())
+        self._rollout_processes[outer_id] = process
+        return outer_id
 
     async def _start_tool(self, pool: Pool) -> Worker:
-        """A process with a tool object in it."""
-        question = {"make": self.target.name, "config": self.config, "schema": self.tool_schema.model_dump()}
+        """Start a process and create the tool object in it."""
+        request = {"make": self.target.name, "config": self.config, "schema": self.tool_schema.model_dump()}
         for attempt in range(ATTEMPTS):
             worker = await pool.reserve(self.target.module_ref)
             try:
-                await worker.request(question)
+                await worker.request(request)
             except BaseException as fault:
                 pool.end(worker)
                 if not isinstance(fault, CallNotDelivered) or attempt + 1 == ATTEMPTS:
@@ -81,43 +81,43 @@ class IsolatedTool(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[str, float | None, dict[str, Any]]:
-        life = self._rollout_processes[instance_id]
-        if life.end_reason is not None:
-            raise ToolFault(f"it is gone since {life.end_reason}")
-        return read_result(await self._call_method(life, "execute", life.inner_id, parameters, **kwargs))
+        process = self._rollout_processes[instance_id]
+        if process.end_reason is not None:
+            raise ToolFault(f"it is gone since {process.end_reason}")
+        return read_result(await self._call_method(process, "execute", process.inner_id, parameters, **kwargs))
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float | None:
-        """None where the process was ended at a deadline: it has no word on the rollout any more."""
-        life = self._rollout_processes[instance_id]
-        if life.end_reason is not None:
+        """None if the process was killed at a deadline."""
+        process = self._rollout_processes[instance_id]
+        if process.end_reason is not None:
             return None
-        reward = await self._call_method(life, "calc_reward", life.inner_id, **kwargs)
+        reward = await self._call_method(process, "calc_reward", process.inner_id, **kwargs)
         return None if reward is None else float(reward)
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        life = self._rollout_processes.pop(instance_id, None)
-        if life is None:
+        process = self._rollout_processes.pop(instance_id, None)
+        if process is None:
             return
         try:
-            if life.end_reason is None:
-                await self._call_method(life, "release", life.inner_id, **kwargs)
+            if process.end_reason is None:
+                await self._call_method(process, "release", process.inner_id, **kwargs)
         finally:
-            life.pool.end(life.worker)
+            process.pool.end(process.worker)
 
-    async def _call_method(self, life: _RolloutProcess, method: str, *args: Any, **kwargs: Any) -> Any:
+    async def _call_method(self, process: _RolloutProcess, method: str, *args: Any, **kwargs: Any) -> Any:
         with exclude_queue_time():
-            await life.lock.acquire()
+            await process.lock.acquire()
         try:
             try:
-                return await life.worker.request({"verb": method, "args": args, "kwargs": kwargs})
+                return await process.worker.request({"verb": method, "args": args, "kwargs": kwargs})
             except asyncio.CancelledError:
-                life.end_reason = f"its process was ended in the middle of {method}"
+                process.end_reason = f"its process was ended in the middle of {method}"
                 raise
             except ToolDied as died:
-                life.end_reason = life.end_reason or f"{method}, when {died}"
+                process.end_reason = process.end_reason or f"{method}, when {died}"
                 raise
         finally:
-            life.lock.release()
+            process.lock.release()
 
 
 def _target(tool: BaseTool) -> ObjectRef:
@@ -127,15 +127,17 @@ def _target(tool: BaseTool) -> ObjectRef:
         target = ObjectRef.of(kind)
     except ToolwiseError as fault:
         raise ToolwiseError(f"{where} needs a class that a worker process can load: {fault}") from None
-    needed = {
+    required = {
         name
         for name, parameter in inspect.signature(kind).parameters.items()
         if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     }
-    if not needed <= {"config", "tool_schema"}:
-        raise ToolwiseError(f"{where} needs a class that is made of (config) or (config, tool_schema) alone")
+    if not required <= {"config", "tool_schema"}:
+        raise ToolwiseError(f"{where} needs a class whose constructor takes only (config) or (config, tool_schema)")
     try:
         json.dumps(tool.config)
     except (TypeError, ValueError):
-        raise ToolwiseError(f"{where} needs a configuration that is plain JSON, to make the tool again") from None
+        raise ToolwiseError(
+            f"{where} needs a configuration that is plain JSON, so that a worker can create the tool"
+        ) from None
     return target

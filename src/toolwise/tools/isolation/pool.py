@@ -1,9 +1,9 @@
-"""Warm worker processes for tools: by module, as many as their calls need, killed with whoever is cancelled.
+"""A pool of warm worker processes for tools, per module; a worker is killed when its caller is cancelled.
 
-Callers wait on any event loop, one loop after the other or several at once; none of them is ever blocked, and none is
-charged for the wait. `limit` bounds the calls that compute at once: on two cores sixty-four computations are each late,
-one after the other none is. A call that sleeps, as most that block do, takes no core: others are let in beside it, each
-in a process of its own, up to `most`.
+Callers may wait on any event loop, in sequence or concurrently; no loop is blocked, and the wait does not count towards
+a call's deadline. `limit` bounds the calls that compute at once: on two cores 64 concurrent computations would all be
+late, while in sequence none is. A call that sleeps, as most blocking calls do, uses no core, so more calls are let in,
+each in its own process, up to `max_processes`.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ from toolwise.tools.isolation.worker import (
 from toolwise.tools.isolation.zygote import AVAILABLE
 
 MAX_PROCESSES = 256
-"""Processes at once, however slow their calls are, where the limit of open files allows as many."""
+"""Maximum number of processes, however slow their calls; the limit of open files may lower it."""
 DESCRIPTORS_PER_WORKER = 5
-"""What a worker takes of the trainer's open files: its channel, its output, its life, its end, and one to spare."""
+"""Open files of the trainer per worker: its channel, output, lifeline and pidfd, and one spare."""
 RESERVED_DESCRIPTORS = 256
-"""Left to the rest of the trainer: checkpoints, connections, the sandbox of rewards."""
+"""Open files reserved for the rest of the trainer: checkpoints, connections, the reward sandbox."""
 ATTEMPTS = 3
-"""Of a call whose process is gone before the call has reached it."""
+"""Attempts for a call whose process dies before it has received the call."""
 START_PAUSE_S = 0.25
-"""How long no process is started after the system had no room for one."""
+"""How long to wait after the system could not start a process."""
 IDLE_CHECK_S = 1.0
-"""How often idle workers are looked at."""
+"""How often idle workers are checked."""
 RESERVE_TIMEOUT_S = LOAD_TIMEOUT_S + 30.0
-"""How long a rollout's own tool waits for a process where `most` are in use."""
+"""How long an isolated tool waits for a process while `max_processes` are in use."""
 
 
 def default_limit() -> int:
-    """How many calls compute at once: TOOLWISE_TOOL_WORKERS, or four a core up to 32."""
+    """Maximum number of calls that compute at once: TOOLWISE_TOOL_WORKERS, or four per core up to 32."""
     with suppress(ValueError):
         return max(1, int(os.environ.get("TOOLWISE_TOOL_WORKERS", "")))
     return min(32, 4 * (os.cpu_count() or 1))
 
 
 def default_max_processes() -> int:
-    """How many processes fit the limit of open files (`ulimit -n`)."""
+    """The number of processes that the limit of open files (`ulimit -n`) allows."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
         MAX_PROCESSES
@@ -66,7 +66,7 @@ def default_max_processes() -> int:
 
 
 class _Waiter:
-    """Somebody who needs a worker, and the loop in which they wait. `for_rollout`: for as long as a rollout lasts."""
+    """A caller that waits for a worker on its event loop. `for_rollout`: to keep it for a whole rollout."""
 
     def __init__(self, *, for_rollout: bool = False) -> None:
         self.worker: Worker | None = None
@@ -77,7 +77,7 @@ class _Waiter:
         self.woken: asyncio.Future[None] = self._loop.create_future()
 
     def resolve(self, worker: Worker | None, fault: ToolDied | None = None) -> bool:
-        """False where the loop is closed, and nobody waits any more."""
+        """False if the caller's loop is closed."""
         self.worker, self.fault = worker, fault
         try:
             self._loop.call_soon_threadsafe(self._wake)
@@ -92,23 +92,24 @@ class _Waiter:
 
 
 class Pool:
-    """Hands out a worker to one caller at a time. Workers come up by themselves; callers only wait for one.
+    """Gives each worker to one caller at a time. Workers start in the background; callers only wait for one.
 
-    The first process of a place loads it and becomes its zygote: all others are forked from it. Where a module cannot
-    be shared (`forking.can_be_forked`) each worker loads it anew, and there are at most `limit` beside slow calls.
+    The first process of a module loads it and becomes its zygote, from which all others are forked. If a module cannot
+    be shared (`forks.can_be_forked`), each worker loads it, and there are at most `limit` workers besides those in slow
+    calls.
     """
 
     def __init__(self, limit: int | None = None, max_processes: int | None = None) -> None:
         self.limit = limit if limit is not None else default_limit()
         self.max_processes = max(max_processes if max_processes is not None else default_max_processes(), self.limit)
         self.killed = 0
-        """How many were ended in the middle of a call, or died there."""
+        """Number of workers that were killed or died during a call."""
         self._reset()
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
         self._unserved = threading.Event()
-        """Set while callers wait whom nobody serves yet."""
+        """Set while callers wait for a worker."""
         self._watching = False
         self._roster = Roster()
         self._waiting: dict[ModuleRef, deque[_Waiter]] = {}
@@ -119,12 +120,12 @@ class Pool:
     async def run(
         self, target: ObjectRef, parameters: dict[str, Any], kwargs: dict[str, Any] | None = None
     ) -> tuple[str, float | None, dict[str, Any]]:
-        """What `target`, a function tool, gives for the model's arguments and the task's own."""
-        question = {"call": target.name, "parameters": parameters, "kwargs": kwargs or {}}
+        """Call `target`, a function tool, with the model's arguments and the task's."""
+        request = {"call": target.name, "parameters": parameters, "kwargs": kwargs or {}}
         for attempt in range(ATTEMPTS):
             try:
                 async with self._worker(target.module_ref) as worker:
-                    return read_result(await worker.request(question))
+                    return read_result(await worker.request(request))
             except CallNotDelivered:
                 if attempt + 1 == ATTEMPTS:
                     raise
@@ -135,7 +136,7 @@ class Pool:
         worker = await self._get(module_ref)
         try:
             yield worker
-        except ToolFault:  # the tool's own: its process is as good as before
+        except ToolFault:  # raised by the tool: its process is still good
             self._put_back(worker)
             raise
         except BaseException as fault:
@@ -145,26 +146,25 @@ class Pool:
         self._put_back(worker)
 
     async def reserve(self, module_ref: ModuleRef) -> Worker:
-        """A worker to keep for as long as a rollout lasts: not one of `limit`, but one of `most`. `end` it."""
+        """A worker to keep for a whole rollout: counts towards `max_processes`, not `limit`. Release it with `end`."""
         try:
             async with asyncio.timeout(RESERVE_TIMEOUT_S):
                 return await self._get(module_ref, for_rollout=True)
         except TimeoutError:
             raise ToolDied(
                 f"none of the {self.max_processes} worker processes was free within {RESERVE_TIMEOUT_S:g} s, as "
-                f"other rollouts keep "
-                "theirs: lower rollout.max_concurrent"
+                "other rollouts keep theirs: lower rollout.max_concurrent"
             ) from None
 
     async def _get(self, module_ref: ModuleRef, *, for_rollout: bool = False) -> Worker:
         roster = self._roster
         with self._lock:
             if self.closed:
-                raise ToolDied("the workers of the tools are closed")
+                raise ToolDied("the tool workers are closed")
             waiting = self._waiting.setdefault(module_ref, deque())
             free = not waiting and roster.slots_in_use() < self.limit
             worker = self._pop_ready(module_ref) if free else None
-            if worker is not None:  # the most usual case
+            if worker is not None:  # the most common case
                 (roster.reserved if for_rollout else roster.busy).add(worker)
                 return worker
             waiter = _Waiter(for_rollout=for_rollout)
@@ -180,11 +180,11 @@ class Pool:
                 self._put_back(waiter.worker)
             raise
         if waiter.worker is None:
-            raise waiter.fault or ToolDied("no worker came up")
+            raise waiter.fault or ToolDied("no worker started")
         return waiter.worker
 
     def _pop_ready(self, module_ref: ModuleRef) -> Worker | None:
-        """One that rests. Who was killed meanwhile is not handed out."""
+        """An idle worker; those that died while idle are removed."""
         idle = self._roster.idle.get(module_ref)
         while idle:
             worker = idle.pop()
@@ -199,7 +199,7 @@ class Pool:
             self._replace(worker)
 
     def _replace(self, worker: Worker) -> None:
-        """Another comes up where somebody waits, or where this was the last of its place."""
+        """Start another if callers wait, or if this was the last worker of its module."""
         module_ref, worked = worker.module_ref, self._roster.is_working(worker)
         self._roster.drop(worker)
         if worked and not self.closed and not self._roster.worker_count(module_ref) and self._has_room(module_ref):
@@ -208,7 +208,7 @@ class Pool:
 
     def _put_back(self, worker: Worker) -> None:
         with self._lock:
-            if self._roster.drop(worker):  # else it died meanwhile
+            if self._roster.drop(worker):  # else it has died
                 self._make_idle(worker)
                 self._admit()
 
@@ -221,26 +221,26 @@ class Pool:
         ):
             self._end_idle(worker)
 
-    # Who is next.
+    # Scheduling.
 
     def _admit(self) -> None:
-        """Gives workers to callers as far as the limit goes, and starts some for those who wait. The module that has
-        the fewest at work comes first: one that is always wanted does not keep out the others."""
+        """Give workers to callers up to the limit, and start workers for the rest. The module with the fewest working
+        workers goes first, so that a busy module does not starve the others."""
         idle, refused = self._roster.idle, set[ModuleRef]()
         while not self.closed:
             free = self._roster.slots_in_use() < self.limit
             waiting = [
                 module_ref for module_ref, waiters in self._waiting.items() if waiters and module_ref not in refused
             ]
-            places = [
+            candidates = [
                 module_ref
                 for module_ref in waiting
                 if (free and idle.get(module_ref)) or self._needs_worker(module_ref, free)
             ]
-            if not places:
+            if not candidates:
                 break
             module_ref = min(
-                places,
+                candidates,
                 key=lambda module_ref: (self._roster.working_count(module_ref), self._waiting[module_ref][0].since),
             )
             worker = self._pop_ready(module_ref) if free else None
@@ -253,10 +253,10 @@ class Pool:
         self._ensure_watcher()
 
     def _needs_worker(self, module_ref: ModuleRef, free: bool) -> bool:
-        """Whether another process of it is to come up for its callers; `free`: whether it could work at once.
+        """Whether to start another process of the module for its callers; `free`: whether it could work immediately.
 
-        The first one comes up alone, since others are forked from it. Where calls turn out to sleep, others come up
-        ahead of their callers, to be ready when these are let in.
+        The first process starts alone, since the others are forked from it. When calls turn out to sleep, processes
+        start ahead of demand, to be ready when their callers are admitted.
         """
         roster = self._roster
         waiting, starting = len(self._waiting[module_ref]), roster.starting_count(module_ref)
@@ -283,17 +283,17 @@ class Pool:
         return self._roster.process_count() >= self.max_processes or time.monotonic() < self._paused_until
 
     def _make_room(self, module_ref: ModuleRef) -> bool:
-        """Ends an idle worker of another place."""
-        found = self._roster.longest_idle(besides=module_ref, unshared=not self._is_full())
-        if found is not None:
-            self._end_idle(found)
-        return found is not None
+        """End an idle worker of another module."""
+        idle = self._roster.longest_idle(besides=module_ref, unshared=not self._is_full())
+        if idle is not None:
+            self._end_idle(idle)
+        return idle is not None
 
     def _end_idle(self, worker: Worker) -> None:
         self._roster.drop(worker)
         worker.kill()
 
-    # Processes that come and go.
+    # Starting and stopping processes.
 
     def _start(self, module_ref: ModuleRef) -> None:
         worker = Worker(module_ref, self._on_worker_started, self._on_worker_ended, self._roster.zygote_of(module_ref))
@@ -318,8 +318,8 @@ class Pool:
             self._replace(worker)
 
     def _report_failed_start(self, module_ref: ModuleRef, fault: ToolDied) -> None:
-        """Why no worker came up: to one of those who wait for it, or to all where the next would not come up either;
-        to nobody where it would as soon as another has ended."""
+        """Report why no worker started: to one waiting caller, or to all if the next would fail too; to none if one can
+        start as soon as another process has ended."""
         waiting = self._waiting.get(module_ref) or deque()
         if isinstance(fault, ResourcesExhausted) and self._roster.process_count() > 1:
             self._paused_until = time.monotonic() + START_PAUSE_S
@@ -328,7 +328,7 @@ class Pool:
             waiting.popleft().resolve(None, fault)
 
     def _ensure_watcher(self) -> None:
-        """Has a thread look at calls while others wait, and at workers that nobody needs."""
+        """Run a thread that checks calls while callers wait, and ends workers that have been idle too long."""
         if any(self._waiting.values()):
             self._unserved.set()
         if not self._watching and not self.closed and (self._unserved.is_set() or self._roster.has_idle()):
@@ -350,13 +350,13 @@ class Pool:
                     return
 
     def pids(self) -> list[int]:
-        """The workers that are up now, without the zygotes."""
+        """Process ids of the live workers, without zygotes."""
         with self._lock:
             zygotes = {worker for worker, _ in self._roster.zygotes.values()}
             return [worker.pid for worker in self._live_workers - zygotes if worker.pid is not None]
 
     def close(self) -> None:
-        """Ends every worker, also one in the middle of a call: its caller is told that it died."""
+        """End every worker, even during a call: its caller gets `ToolDied`."""
         with self._lock:
             self.closed = True
             zygotes = {worker for worker, _ in self._roster.zygotes.values()}
@@ -364,9 +364,9 @@ class Pool:
             waiting = [waiter for waiters in self._waiting.values() for waiter in waiters]
             self._waiting.clear()
             for waiter in waiting:
-                waiter.resolve(None, ToolDied("the workers of the tools were closed"))
+                waiter.resolve(None, ToolDied("the tool workers were closed"))
         until = time.monotonic() + 2.0
-        # Zygotes last: they say how the others ended.
+        # Zygotes last: they reap the others.
         for group in ([w for w in workers if w not in zygotes], zygotes):
             for worker in group:
                 worker.kill()
@@ -374,7 +374,7 @@ class Pool:
                 worker.thread.join(max(0.0, until - time.monotonic()))
 
     def abandon(self) -> None:
-        """In the child of a fork: the workers are the parent's. Lets go of them and starts with none."""
+        """In a forked child: the workers belong to the parent, so forget them and start with none."""
         for worker in self._live_workers:
             worker.close_after_fork()
         closed = self.closed
@@ -386,4 +386,4 @@ def read_result(value: Any) -> tuple[str, float | None, dict[str, Any]]:
     match value:
         case [str() as text, None | int() | float() as reward, dict() as info] if not isinstance(reward, bool):
             return text, reward, info
-    raise ToolDied("the tool's process sent something else than what it was asked for")
+    raise ToolDied("the tool's process sent an unexpected reply")

@@ -1,4 +1,4 @@
-"""A tool's worker process as the operating system sees it: in a session of its own, and ended with all in it."""
+"""A tool's worker process at the operating system level: started in its own session, and killed with its children."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from toolwise.tools.isolation.code_location import ModuleRef
 
 MAX_RESULT_BYTES = 8 << 20
 
-# A fresh interpreter, never a fork: the trainer has threads, and a fork would take their locks along.
+# A fresh interpreter, never a fork: the trainer has threads, and a fork would inherit their locks.
 _BOOT = (
     "import json, sys; start = json.loads(sys.argv[1]); sys.path[:] = start['path']; "
     "from toolwise.sandbox.layers.supervisor import supervise; "
@@ -31,9 +31,9 @@ _BOOT = (
     "from toolwise.tools.isolation.worker_main import main; main(start)"
 )
 MARK_VARIABLE = "TOOLWISE_SANDBOX"
-"""What sweep_leftovers looks for: a daemon inherits its environment."""
+"""Marks descendants for `sweep_leftovers`: even a daemon inherits the environment."""
 _DEFAULTS = {
-    "PYTHONHASHSEED": "0",  # all workers order a set alike
+    "PYTHONHASHSEED": "0",  # the same set order in all workers
     "OPENBLAS_NUM_THREADS": "1",  # numpy's import would start threads, and a process with threads cannot be forked
 }
 
@@ -42,7 +42,7 @@ _closing = threading.Lock()
 
 
 class Child(Protocol):
-    """A process that stays known by its number until it is waited for."""
+    """A process whose pid stays valid until `wait`."""
 
     @property
     def pid(self) -> int: ...
@@ -54,13 +54,13 @@ class Child(Protocol):
 
 @dataclass(slots=True)
 class Process:
-    """A worker's supervisor, where the system has such (`sandbox/layers/supervisor.py`), or the worker itself."""
+    """A worker's supervisor if the system supports one (`sandbox/layers/supervisor.py`), else the worker itself."""
 
     popen: Child
     channel: socket.socket
     output: int
     lifeline: int
-    """The end of a pipe that nobody writes to: when it closes, the process and its group end."""
+    """Write end of a pipe that is never written to: when it closes, the process and its group end."""
     mark: str
 
     @property
@@ -68,9 +68,9 @@ class Process:
         return self.popen.pid
 
     def kill(self) -> None:
-        """With all that it started. Twice is as good as once, until it is waited for."""
+        """Kill it with everything it started. Can be repeated until `wait`."""
         if SUPERVISION_AVAILABLE:
-            for number in (signal.SIGCONT, signal.SIGTERM):  # before its life ends, which would mean that we are gone
+            for number in (signal.SIGCONT, signal.SIGTERM):  # before the lifeline closes, which would mean that we died
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(self.pid, number)
         self._close_lifeline()
@@ -79,14 +79,14 @@ class Process:
                 os.killpg(self.pid, signal.SIGKILL)
 
     def detach_children(self) -> None:
-        """Workers that it forks may outlive it."""
+        """Let workers that it forks outlive it."""
         if SUPERVISION_AVAILABLE:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(self.pid, KEEP_SUPERVISORS_SIGNAL)
 
     def sweep(self) -> None:
-        """Ends what carries its mark, where its supervisor was killed. Before it is waited for: after that its number
-        may be another's."""
+        """Kill every process with its mark, in case its supervisor was killed. Call before `wait`: afterwards the pid
+        may be reused."""
         sweep_leftovers(self.pid, self.mark)
 
     def close_pipes(self) -> None:
@@ -102,13 +102,12 @@ class Process:
 
 
 class Pipes:
-    """What a worker and the trainer talk over: a channel, the pipe of its life and its output. As a context,
-    `child_ends`
-    are closed at its end, and ours too unless `process` took them."""
+    """The channel, lifeline and output between a worker and the trainer. On exit of the context `child_ends` are
+    closed, and the trainer's ends too unless `process` has taken them."""
 
     def __enter__(self) -> Pipes:
         self._handed_over = False
-        with ExitStack() as undo:  # where descriptors run out halfway
+        with ExitStack() as undo:  # in case descriptors run out halfway
             self._parent_socket, self._child_socket = socket.socketpair()
             undo.callback(self._child_socket.close)
             undo.callback(self._parent_socket.close)
@@ -121,7 +120,7 @@ class Pipes:
 
     @property
     def child_ends(self) -> tuple[int, int, int]:
-        """The channel, the life and the output."""
+        """Channel, lifeline and output."""
         return self._child_socket.fileno(), self._lifeline_read, self._output_write
 
     def process(self, child: Child, mark: str) -> Process:
@@ -141,9 +140,9 @@ class Pipes:
 
 
 def start_process(module_ref: ModuleRef) -> Process:
-    """An interpreter that loads `module_ref`; raises an `OSError` where none can be had."""
+    """Start an interpreter that loads `module_ref`; raises `OSError` on failure."""
     if not sys.executable:
-        raise OSError("this Python does not know its own program (sys.executable is empty)")
+        raise OSError("sys.executable is empty, so no interpreter can be started")
     mark = secrets.token_hex(16)
     with Pipes() as pipes:
         channel, lifeline, output = pipes.child_ends
@@ -167,7 +166,7 @@ def start_process(module_ref: ModuleRef) -> Process:
 
 
 class ExitWatcher:
-    """When a process ends, without waiting for it: until it is waited for, its number is its own."""
+    """Detects the end of a process without reaping it, so that its pid is not reused."""
 
     def __init__(self, process: Process) -> None:
         self._popen = process.popen

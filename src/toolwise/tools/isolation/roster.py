@@ -1,4 +1,4 @@
-"""Which worker processes there are and what each is at; for `pool.py`, under its lock."""
+"""The state of every worker process; used by `pool.py` under its lock."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from toolwise.tools.isolation.worker import Worker
 from toolwise.tools.isolation.zygote import Zygote
 
 POLL_S = 0.05
-"""How often calls are looked at while others wait: one that sleeps takes no core, and is not counted meanwhile."""
+"""How often calls are checked while callers wait: a call that sleeps uses no core and does not count."""
 SLOW_S = 1.0
-"""The same for a worker that shares no memory, of which there should be few: one that takes longer is not counted."""
+"""A call of a worker that shares no memory counts this long; there should be few such workers."""
 MAX_COMPUTE_S = 10.0
-"""A call that computes for longer may as well hang: it keeps nobody out any more."""
+"""A call that computes for longer may be hanging: it no longer counts."""
 MAX_LOST = 3
-"""So many zygotes, or workers that come up, may be killed before the module is taken to be the cause."""
+"""After this many zygotes or starting workers were killed, the module is considered the cause."""
 IDLE_S = 30.0
-"""How long a worker that nobody needs stays up."""
+"""How long an idle worker is kept."""
 IDLE_LOADED_S = 300.0
-"""The same for a process that would have to load its module again: a zygote, or a worker that shares nothing."""
+"""The same for a process that would have to load its module again: a zygote, or an unshared worker."""
 
 
 class Roster:
-    """Every worker is in one of `starting`, `busy`, `slow`, `reserved`, `idle`, or is the zygote of its place."""
+    """Every worker is in one of `starting`, `busy`, `slow`, `reserved`, `idle`, or is the zygote of its module."""
 
     def __init__(self) -> None:
         self.starting: set[Worker] = set()
         self.busy: set[Worker] = set()
-        """At work, and counted against the limit."""
+        """Working, and counted against the limit."""
         self.slow: set[Worker] = set()
-        """At work and not counted: they sleep, or take too long."""
+        """Working but not counted: sleeping, or taking too long."""
         self.reserved: set[Worker] = set()
-        """A rollout's own."""
+        """Held by one rollout."""
         self.idle: dict[ModuleRef, list[Worker]] = {}
         self.zygotes: dict[ModuleRef, tuple[Worker, Zygote]] = {}
         self.unshared_modules: set[ModuleRef] = set()
-        """Places that each worker loads for itself."""
+        """Modules that each worker loads separately."""
         self.killed_while_starting: dict[ModuleRef, int] = {}
-        """How many were killed while they came up, since one has."""
+        """Workers killed while starting since the last successful start."""
         self._lost_zygotes: dict[ModuleRef, int] = {}
         self._last_used: dict[Worker, float] = {}
-        """When an idle worker, or a zygote, was last of use."""
+        """When an idle worker or a zygote was last used."""
 
     def register_started(self, worker: Worker) -> bool:
-        """Takes in what a worker that came up says of its place; True where it is the place's zygote from now on."""
+        """Record whether the module of a started worker can be shared; True if it is now the module's zygote."""
         if worker.zygote is not None:
             return False
         if worker.forkable and worker.module_ref not in self.zygotes:
@@ -61,8 +61,8 @@ class Roster:
         return False
 
     def drop_lost_zygote(self, worker: Worker) -> bool:
-        """Whether a worker did not come up because its zygote does not fork: another takes its place, and where that
-        happens again and again each worker loads for itself."""
+        """Whether a worker failed to start because its zygote is gone. The zygote is replaced; after `MAX_LOST` losses
+        each worker loads the module separately."""
         if worker.zygote is None or not worker.zygote.gone:
             return False
         held, zygote = self.zygotes.get(worker.module_ref, (None, None))
@@ -75,8 +75,8 @@ class Roster:
         return True
 
     def should_restart(self, worker: Worker) -> bool:
-        """Whether another is to come up for one that did not, as its zygote was gone or somebody killed it: that is not
-        its place's fault, unless it happens again and again."""
+        """Whether to replace a worker that failed to start because its zygote was gone or it was killed: the module is
+        not the cause, unless that happens repeatedly."""
         if self.drop_lost_zygote(worker):
             return True
         count = self.killed_while_starting.get(worker.module_ref, 0) + 1
@@ -94,7 +94,7 @@ class Roster:
         self._last_used[worker] = time.monotonic()
 
     def drop(self, worker: Worker) -> bool:
-        """Whether it was there until now, other than as a zygote."""
+        """Remove the worker; True if it was listed other than as a zygote."""
         self._last_used.pop(worker, None)
         for group in (self.starting, self.busy, self.slow, self.reserved):
             if worker in group:
@@ -110,14 +110,14 @@ class Roster:
         return False
 
     def reclassify(self, now: float) -> None:
-        """Sorts those at work into `busy` and `slow`."""
+        """Sort working workers into `busy` and `slow`."""
         for worker in (*self.busy, *self.slow):
-            counts, doesnt = (self.busy, self.slow) if _counts_as_busy(worker, now) else (self.slow, self.busy)
-            doesnt.discard(worker)
-            counts.add(worker)
+            target, other = (self.busy, self.slow) if _counts_as_busy(worker, now) else (self.slow, self.busy)
+            other.discard(worker)
+            target.add(worker)
 
     def expired(self, now: float) -> list[Worker]:
-        """Those that nobody has needed for too long."""
+        """Workers that have been unused for too long."""
         return [
             worker
             for worker, used in self._last_used.items()
@@ -126,7 +126,7 @@ class Roster:
         ]
 
     def longest_idle(self, *, besides: ModuleRef, unshared: bool) -> Worker | None:
-        """Of another place; `unshared`: among those that share no memory."""
+        """The longest idle worker of another module; `unshared`: only among those that share no memory."""
         others = (worker for worker in self._all_idle() if worker.module_ref != besides)
         idle = (worker for worker in others if not unshared or worker.zygote is None)
         return min(idle, key=lambda worker: self._last_used[worker], default=None)
@@ -135,7 +135,7 @@ class Roster:
         return bool(self._last_used)
 
     def slots_in_use(self) -> int:
-        """Those that compute, or load a module."""
+        """Number of workers that compute, or load a module."""
         return len(self.busy) + sum(worker.zygote is None for worker in self.starting)
 
     def process_count(self) -> int:
@@ -148,7 +148,7 @@ class Roster:
         )
 
     def unshared_count(self) -> int:
-        """Workers without a zygote that are idle, or count."""
+        """Number of workers without a zygote that are idle, starting or busy."""
         return sum(worker.zygote is None for group in (self.starting, self.busy, self._all_idle()) for worker in group)
 
     def starting_count(self, module_ref: ModuleRef) -> int:
@@ -158,7 +158,7 @@ class Roster:
         return worker in self.busy or worker in self.slow or worker in self.reserved
 
     def computing_count(self, module_ref: ModuleRef) -> int:
-        """Those of a place that compute; none where its calls are known to sleep."""
+        """Number of the module's workers that compute; 0 if its calls are known to sleep."""
         if any(worker.module_ref == module_ref for worker in self.slow):
             return 0
         return sum(worker.module_ref == module_ref for worker in self.busy)

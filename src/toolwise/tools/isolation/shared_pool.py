@@ -1,7 +1,7 @@
-"""Where tools run that can only be stopped by killing them: the worker processes that all tools share.
+"""The pool of worker processes that all tools of this process share.
 
-`await run(target, parameters)` gives what a function tool gives. Whoever is cancelled while it waits, by a deadline or
-otherwise, ends the process that works for it at once.
+`await run(target, parameters)` calls a function tool. Cancelling the caller, by a deadline or otherwise, kills the
+process that runs the call immediately.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _shared_lock = threading.Lock()
 
 
 def shared_pool() -> Pool:
-    """The pool of this process; made on first use."""
+    """The pool of this process, created on first use."""
     global _shared
     with _shared_lock:
         if _shared is None or _shared.closed:
@@ -30,12 +30,12 @@ def shared_pool() -> Pool:
 async def run(
     target: ObjectRef, parameters: dict[str, Any], kwargs: dict[str, Any] | None = None
 ) -> tuple[str, float | None, dict[str, Any]]:
-    """What `target`, a function tool, gives for the model's arguments and the task's, from a shared worker."""
+    """Call `target`, a function tool, in a shared worker with the model's arguments and the task's."""
     return await shared_pool().run(target, parameters, kwargs)
 
 
 def close() -> None:
-    """Ends the shared workers; the next call brings up new ones."""
+    """End the shared workers; the next call starts new ones."""
     if _shared is not None:
         _shared.close()
 

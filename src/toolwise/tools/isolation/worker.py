@@ -1,6 +1,6 @@
-"""One worker process as the trainer holds it: asked from any event loop, killed at once, kept by a thread of its own.
+"""The trainer's side of a worker process: requests from any event loop, immediate kill, one thread per worker.
 
-A plain process, not a sandbox: the user's own tools may use the network and files. `serving.py` is its other end.
+A plain process, not a sandbox: the user's own tools may use the network and files. `worker_main.py` is the other side.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from toolwise.tools.isolation.zygote import Zygote
 log = logging.getLogger("toolwise.tools")
 
 LOAD_TIMEOUT_S = 120.0
-"""How long an interpreter and the tool's own imports may take to come up on a busy machine."""
+"""How long an interpreter and the tool's imports may take to load on a busy machine."""
 MAX_LOGGED_LINES = 100
-"""Of what a call prints; the rest is read, so that it never waits for us, and dropped."""
+"""Lines logged per call; the rest is read, so that the call never blocks on output, and dropped."""
 MAX_LINE_BYTES = 8192
 EXIT_WAIT_S = 1.0
 STOP_CHECK_S = 0.2
-"""After so long a call without an answer is looked at: its process may have been stopped before it took it."""
+"""A call without an answer is checked after this time: its process may have been stopped before reading it."""
 RESOURCE_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 
 _call_ids = itertools.count(1)
 
 
-class ToolDied(ToolCallError):  # noqa: N818 (an outcome of a call, not a mistake of the user's)
-    """The process that ran a tool is gone, or never came up: an infrastructure fault, and no word of the tool's."""
+class ToolDied(ToolCallError):  # noqa: N818 (an outcome of a call, not a user error)
+    """The process that ran a tool died or never started: an infrastructure failure, not one of the tool."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text, "died")
@@ -57,35 +57,33 @@ class ToolDied(ToolCallError):  # noqa: N818 (an outcome of a call, not a mistak
 
 
 class LoadFault(ToolDied):
-    """The tool's module does not load in a worker: the next one would not either."""
+    """The tool's module does not load in a worker; another worker would fail too."""
 
 
 class ResourcesExhausted(ToolDied):
-    """Descriptors, processes or memory are used up: another worker may start once one of those that are up ends."""
+    """Descriptors, processes or memory are exhausted; a worker can start once another has ended."""
 
 
 class CallNotDelivered(ToolDied):
-    """The process was gone, or stopped, before it had read the call: another may be asked."""
+    """The process died or was stopped before it read the call; another worker may run it."""
 
 
 class ToolFault(Exception):  # noqa: N818 (named as what the tool raised)
-    """What a tool raised in its worker. The class of an instance is named as the exception was there."""
+    """An exception raised by a tool in its worker. Its class has the name of the original exception."""
 
     @classmethod
-    def read(cls, told: Mapping[str, Any]) -> ToolFault:
-        kind = type(str(told.get("type") or "Exception"), (cls,), {})
-        fault: ToolFault = kind(str(told.get("message") or ""))
-        fault.add_note(str(told.get("traceback") or ""))
+    def read(cls, fields: Mapping[str, Any]) -> ToolFault:
+        kind = type(str(fields.get("type") or "Exception"), (cls,), {})
+        fault: ToolFault = kind(str(fields.get("message") or ""))
+        fault.add_note(str(fields.get("traceback") or ""))
         return fault
 
 
 class Worker:
-    """A process that has loaded one place, and the thread that keeps it.
+    """A process that has loaded one module, and the thread that manages it.
 
-    The thread does all that blocks: it starts the process (a fork of `zygote`, where there is one), waits until it has
-    loaded, logs what it prints, and buries it with everything that it started. `on_started` and `on_ended` are called
-    from
-    there.
+    The thread does everything that blocks: it starts the process (a fork of `zygote` if there is one), waits until it
+    has loaded, logs its output, and cleans up after it and everything it started. It calls `on_started` and `on_ended`.
     """
 
     def __init__(
@@ -97,9 +95,9 @@ class Worker:
     ) -> None:
         self.module_ref, self.zygote = module_ref, zygote
         self.forkable = False
-        """Whether its place can be shared: then others may be forked from it (`become_zygote`)."""
+        """Whether its module can be shared: then others may be forked from it (`become_zygote`)."""
         self.call_started_at: float | None = None
-        """When the call began that it works on."""
+        """Start time of the current call."""
         self._on_started, self._on_ended = on_started, on_ended
         self._lock = threading.Lock()
         self._process: Process | None = None
@@ -117,32 +115,32 @@ class Worker:
 
     @property
     def pid(self) -> int | None:
-        """Its own; that of its supervisor until it has loaded."""
+        """Its pid; that of its supervisor until it has loaded."""
         return self._pid or (None if self._process is None else self._process.pid)
 
     @property
     def was_killed(self) -> bool:
-        """Whether somebody has killed it, other than we: the kernel for want of memory, for example."""
+        """Whether something other than us killed it, for example the kernel when out of memory."""
         return not self._killed and self._exit_text == describe_exit(-signal.SIGKILL)
 
     def is_ready(self) -> bool:
-        """Whether it still waits for a call: it is not gone, and nothing came that nobody asked for."""
+        """Whether it waits for a call: it is alive, and has sent nothing unrequested."""
         return self._idle is not None and not self._idle.poll(0)
 
-    async def request(self, question: dict[str, Any]) -> Any:
-        """One question, one answer. Whoever is cancelled in between ends the process, whatever it is in."""
-        number = next(_call_ids)
+    async def request(self, message: dict[str, Any]) -> Any:
+        """Send one request and return the answer. Cancelling it kills the process, whatever it is doing."""
+        call_id = next(_call_ids)
         try:
-            payload = frames.encode({**question, "id": number})
+            payload = frames.encode({**message, "id": call_id})
         except (TypeError, ValueError, RecursionError) as fault:
             raise ToolFault(f"its arguments cannot be sent as JSON: {fault}") from None
         self._lines = 0
         with self._lock:
             self._in_call = True
         try:
-            said = await self._exchange(frames.to_frame(payload))
-            if said.get("id") != number:
-                raise ToolDied("the tool's process sent something else than what it was asked for")
+            reply = await self._exchange(frames.to_frame(payload))
+            if reply.get("id") != call_id:
+                raise ToolDied("the tool's process sent an unexpected reply")
         except BaseException:
             self.kill()
             raise
@@ -151,39 +149,39 @@ class Worker:
             with self._lock:
                 self._in_call = False
                 self._close_channel()
-        if "fault" in said:
-            raise ToolFault.read(said["fault"] if isinstance(said["fault"], dict) else {})
-        return said.get("value")
+        if "fault" in reply:
+            raise ToolFault.read(reply["fault"] if isinstance(reply["fault"], dict) else {})
+        return reply.get("value")
 
     async def _exchange(self, payload: bytes) -> dict[str, Any]:
         assert self._process is not None
         loop, channel = asyncio.get_running_loop(), self._process.channel
-        look = loop.call_later(STOP_CHECK_S, self._kill_if_stopped)
+        stop_check = loop.call_later(STOP_CHECK_S, self._kill_if_stopped)
         try:
             await loop.sock_sendall(channel, payload)
             self.call_started_at = time.monotonic()
-            while (said := self._frame_reader.next()) is None:
+            while (reply := self._frame_reader.next()) is None:
                 data = await loop.sock_recv(channel, 1 << 18)
                 if not data:
                     raise ConnectionError
                 self._frame_reader.feed(data)
-            return dict(said)
+            return dict(reply)
         except WorkerFault as fault:
-            raise ToolDied(f"the tool's process sent nonsense: {fault.message}") from None
+            raise ToolDied(f"the tool's process sent invalid data: {fault.message}") from None
         except OSError as fault:
-            look.cancel()
-            end = time.monotonic() + EXIT_WAIT_S
-            while self._exit_text is None and time.monotonic() < end:  # noqa: ASYNC110 (a thread says it, to no loop)
+            stop_check.cancel()
+            until = time.monotonic() + EXIT_WAIT_S
+            while self._exit_text is None and time.monotonic() < until:  # noqa: ASYNC110 (set by a thread, no event)
                 await asyncio.sleep(0.002)
-            # The kernel's words for an end before all was read; where it had read the call, that is an end of file.
+            # The kernel reports these if the process ended with unread data; had it read the call, we would see an EOF.
             unread = isinstance(fault, BrokenPipeError | ConnectionResetError)
             kind, when = (CallNotDelivered, " before the call reached it") if unread else (ToolDied, "")
             raise kind(f"the tool's process {self._exit_text or 'closed its channel'}{when}") from None
         finally:
-            look.cancel()
+            stop_check.cancel()
 
     def _kill_if_stopped(self) -> None:
-        """A process that was stopped before it took its call would keep it for ever."""
+        """Kill a process that was stopped before reading its call: it would block the call for ever."""
         with self._lock:
             if self._process is None or self._exit_text is not None or self._pid is None or not is_stopped(self._pid):
                 return
@@ -192,29 +190,29 @@ class Worker:
             self.kill()
 
     def become_zygote(self) -> Zygote:
-        """From now on it answers nothing, and forks workers."""
+        """From now on it answers no calls, and forks workers."""
         assert self._process is not None
         self._process.channel.send(frames.to_frame(frames.encode({"fork_workers": True})))
         assert self._pid is not None  # it has loaded
         return Zygote(self._process, self._pid)
 
     def is_computing(self) -> bool:
-        """Whether its call has computed, or waited for a core, since the last look; False where it sleeps, for a server
-        or a disk for example."""
+        """Whether its call has computed or waited for a core since the last check; False if it sleeps, for example
+        waiting for a server or a disk."""
         return self._cpu_usage is None or self._cpu_usage.is_computing(self.call_started_at or 0.0)
 
     def kill(self) -> None:
-        """At once and from any thread. What is left of it is buried by its own thread."""
+        """Kill it immediately, from any thread. The worker's thread cleans up."""
         with self._lock:
             self._killed = True
             self._kill_process()
 
     def _kill_process(self) -> None:
-        if self._process is not None and not self._reaped:  # after that the number may be another's
+        if self._process is not None and not self._reaped:  # after that the pid may be reused
             self._process.kill()
 
     def close_after_fork(self) -> None:
-        """In the child of a fork, where the process is the parent's: lets go of it."""
+        """In a forked child: the process belongs to the parent, so close our copies of its descriptors."""
         if self._process is not None:
             self._process.channel.close()
             self._process.close_pipes()
@@ -244,7 +242,7 @@ class Worker:
             self._process = process
             if self._killed:
                 self._kill_process()
-        self._exit_watcher = ExitWatcher(process)  # for all of its life: later there may be no descriptor left for it
+        self._exit_watcher = ExitWatcher(process)  # opened now: later there may be no descriptor left
 
     def _watch_channel(self) -> None:
         assert self._process is not None
@@ -252,32 +250,32 @@ class Worker:
         self._idle.register(self._process.channel, select.POLLIN)
 
     def _listen(self, *, loading: bool) -> ToolDied | None:
-        """Logs what it prints until it ends; while `loading`, until it says that it has loaded (None) or why not."""
+        """Log its output until it ends; while `loading`, until it reports success (None) or the reason of a failure."""
         assert self._process is not None
         assert self._exit_watcher is not None
-        output, channel, death = self._process.output, self._process.channel.fileno(), self._exit_watcher
+        output, channel, exit_watcher = self._process.output, self._process.channel.fileno(), self._exit_watcher
         until = time.monotonic() + LOAD_TIMEOUT_S if loading else None
         poll = select.poll()
-        for descriptor in (output, death.descriptor, channel if loading else None):
+        for descriptor in (output, exit_watcher.descriptor, channel if loading else None):
             if descriptor is not None:
                 poll.register(descriptor, select.POLLIN)
-        while not death.has_exited():
+        while not exit_watcher.has_exited():
             if until is not None and time.monotonic() > until:
                 kind = LoadFault if self.zygote is None else ToolDied
                 return kind(f"{self.module_ref} took longer than {LOAD_TIMEOUT_S:g} s to load in a worker process")
-            for descriptor, _ in poll.poll(death.tick_ms if until is None else 1000):
+            for descriptor, _ in poll.poll(exit_watcher.tick_ms if until is None else 1000):
                 if descriptor == output and not self._log_output(output):
                     poll.unregister(output)
-                elif descriptor == channel and (said := self._read_load_message()) is not None:
-                    return self._load_fault(said)
+                elif descriptor == channel and (report := self._read_load_message()) is not None:
+                    return self._load_fault(report)
         while self._log_output(output):
             pass
         return (
             self._load_fault(self._read_load_message()) if loading else None
-        )  # it may have ended right after it had said why
+        )  # it may have ended right after reporting why
 
     def _read_load_message(self) -> dict[str, Any] | None:
-        """What it says of its loading: {} where it has closed its channel, None where it says nothing yet."""
+        """The report on loading; {} if it has closed its channel, None if there is no report yet."""
         assert self._process is not None
         try:
             data = self._process.channel.recv(1 << 18)
@@ -287,21 +285,21 @@ class Worker:
             data = b""
         self._frame_reader.feed(data)
         with suppress(WorkerFault):
-            said = self._frame_reader.next()
-            if said is not None:
-                return dict(said)
+            report = self._frame_reader.next()
+            if report is not None:
+                return dict(report)
         return None if data else {}
 
-    def _load_fault(self, said: Mapping[str, Any] | None) -> ToolDied | None:
-        if said and "loaded" in said:
-            self.forkable, self._pid = bool(said.get("forks")), int(said["pid"])
+    def _load_fault(self, report: Mapping[str, Any] | None) -> ToolDied | None:
+        if report and "loaded" in report:
+            self.forkable, self._pid = bool(report.get("forks")), int(report["pid"])
             return None
-        if said and "failed" in said:
-            return LoadFault(f"{self.module_ref} does not load in a worker process: {said['failed']}")
+        if report and "failed" in report:
+            return LoadFault(f"{self.module_ref} does not load in a worker process: {report['failed']}")
         return ToolDied(f"the tool's process ended while it loaded {self.module_ref}")
 
     def _log_output(self, output: int) -> bool:
-        """False when there is nothing more to come."""
+        """False when there is no more output."""
         try:
             data = os.read(output, 1 << 16)
         except BlockingIOError:
@@ -324,11 +322,11 @@ class Worker:
             return
         with self._lock:
             self._kill_process()
-            process.close_pipes()  # first, as the others need descriptors and there may be none left
+            process.close_pipes()  # first: the next steps need descriptors, and there may be none left
         if self._exit_watcher is not None:
-            self._exit_watcher.has_exited(SUPERVISOR_END_S)  # its supervisor ends what it started
+            self._exit_watcher.has_exited(SUPERVISOR_END_S)  # its supervisor ends the processes it started
             self._exit_watcher.close()
-        if not self._killed:  # else its supervisor has ended it all, as it was asked to
+        if not self._killed:  # else its supervisor was asked to end everything, and has
             with suppress(OSError):
                 process.sweep()
         with self._lock:
@@ -336,11 +334,11 @@ class Worker:
         code = process.popen.wait()
         with self._lock:
             with suppress(OSError):
-                process.channel.shutdown(socket.SHUT_RDWR)  # a call in the middle hears of it, whoever forked
+                process.channel.shutdown(socket.SHUT_RDWR)  # wakes a pending call even if a fork holds the socket
             self._exit_text = describe_exit(code) if code is not None else "is gone"
             self._close_channel()
 
     def _close_channel(self) -> None:
-        """By whoever is last: a descriptor that an event loop still watches must not become another's."""
+        """Closed by the last user: a descriptor that an event loop still watches must not be reused."""
         if self._exit_text is not None and not self._in_call and self._process is not None:
             self._process.channel.close()

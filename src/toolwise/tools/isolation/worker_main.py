@@ -1,6 +1,6 @@
-"""What runs in a tool's worker process: loads one module, then answers one question after the other.
+"""The main function of a tool's worker process: loads one module, then serves requests one at a time.
 
-Started by `workers.py`. Ends with whoever started it: the kernel kills its whole group when the trainer is gone.
+`process.py` starts it. The kernel kills its whole process group when the trainer dies.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from toolwise.tools.isolation.code_location import ModuleRef, ObjectRef
 from toolwise.tools.isolation.forks import can_be_forked, fork_workers, open_descriptors
 from toolwise.tools.isolation.random_generators import track_unseeded
 
-# Kept here, so that what a tool patches does not reach them.
+# Bound here, so that a tool that patches `os` does not affect them.
 _getpid, _exit = os.getpid, os._exit
 LIFECYCLE_METHODS = ("create", "execute", "calc_reward", "release")
 
 
 def main(start: dict[str, Any]) -> NoReturn:
-    """`start`: the channel, the pipe whose other end the trainer holds, the place to load, the largest answer."""
+    """`start`: the channel, the lifeline (a pipe from the trainer), the module to load, the maximum result size."""
     os.set_inheritable(start["channel"], False)
     os.set_inheritable(start["life"], False)
     _die_with_parent(start["life"])
@@ -41,17 +41,17 @@ def main(start: dict[str, Any]) -> NoReturn:
         stream.reconfigure(line_buffering=True, errors="backslashreplace")  # type: ignore[union-attr]
     try:
         _serve(start["channel"], ModuleRef(**start["place"]), start["largest"])
-    except BaseException:  # the channel is gone or this process is beyond repair: the trainer sees it end
+    except BaseException:  # the channel is closed or this process is broken: the trainer sees it exit
         traceback.print_exc()
         _exit(1)
     _exit(0)
 
 
 def _die_with_parent(lifeline: int) -> None:
-    """All of this session's group ends with the trainer, even while a loop in C holds the interpreter.
+    """Kill the whole process group when the trainer dies, even while C code holds the interpreter.
 
-    A pipe that nobody writes to signals its reader once: when the last writer is gone. The signal goes to the group,
-    unlike that of PR_SET_PDEATHSIG, and so reaches what a tool has started too.
+    A pipe that is never written to signals its reader once: when the last writer closes it. Unlike PR_SET_PDEATHSIG the
+    signal goes to the process group, and so reaches processes that a tool has started.
     """
     if sys.platform == "linux":
         fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpid())
@@ -59,7 +59,7 @@ def _die_with_parent(lifeline: int) -> None:
         fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
         os.set_blocking(lifeline, False)
         with contextlib.suppress(BlockingIOError):
-            os.read(lifeline, 1)  # gone before it could be told
+            os.read(lifeline, 1)  # the trainer died before the signal was set up
             _exit(0)
     else:
         threading.Thread(target=_wait_for_end, args=(lifeline,), daemon=True).start()
@@ -75,7 +75,7 @@ def _serve(channel: int, module_ref: ModuleRef, max_bytes: int) -> None:
     try:
         with track_unseeded():
             module = module_ref.load()
-    except BaseException as fault:  # other people's code: anything may come
+    except BaseException as fault:  # user code may raise anything
         traceback.print_exc()
         send({"failed": f"{type(fault).__name__}: {_text(fault)}"[:2000]})
         return
@@ -90,7 +90,7 @@ def _sender(channel: int, max_bytes: int) -> Callable[[dict[str, Any]], None]:
         payload = frames.encode(message)
         if len(payload) > max_bytes:
             raise ValueError(f"the result has {len(payload):,} bytes; the limit is {max_bytes:,}")
-        if _getpid() != me:  # a child of the tool's, back from a fork where it has no business
+        if _getpid() != me:  # a child forked by the tool has returned into this code
             _exit(0)
         frames.write_all(channel, frames.to_frame(payload))
 
@@ -98,25 +98,25 @@ def _sender(channel: int, max_bytes: int) -> Callable[[dict[str, Any]], None]:
 
 
 def _serve_requests(channel: int, module: ModuleType, max_bytes: int) -> None:
-    """One question after the other, until nobody asks any more; or, where it is told to, as a zygote."""
+    """Serve requests until the channel closes; on request become a zygote."""
     send, server = _sender(channel, max_bytes), _Server(module)
     while True:
         head = frames.read_exactly(channel, frames.HEADER.size)
         if len(head) < frames.HEADER.size:
             return
-        question = json.loads(frames.read_exactly(channel, frames.HEADER.unpack(head)[0]))
-        if "fork_workers" in question:
+        request = json.loads(frames.read_exactly(channel, frames.HEADER.unpack(head)[0]))
+        if "fork_workers" in request:
             server.close()
             channel, lifeline, output = fork_workers(channel)
-            # What follows runs in a child: the zygote itself never comes back from there.
+            # From here on this is a forked child: the zygote itself never returns.
             _become_worker(lifeline, output)
             send, server = _sender(channel, max_bytes), _Server(module)
             send({"loaded": True, "forks": False, "pid": _getpid()})
             continue
         try:
-            send({"id": question["id"], "value": server.answer(question)})
+            send({"id": request["id"], "value": server.answer(request)})
         except BaseException as fault:
-            send({"id": question["id"], "fault": _fault_to_json(fault)})
+            send({"id": request["id"], "fault": _fault_to_json(fault)})
 
 
 def _become_worker(lifeline: int, output: int) -> None:
@@ -127,7 +127,7 @@ def _become_worker(lifeline: int, output: int) -> None:
 
 
 class _Server:
-    """Answers out of one module: calls of its functions, or the life of one tool object made of a class in it."""
+    """Answers requests for one module: calls of its functions, or the life cycle of one tool object."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
@@ -138,21 +138,21 @@ class _Server:
     def close(self) -> None:
         self._runner.close()
 
-    def answer(self, question: dict[str, Any]) -> Any:
-        if "call" in question:
-            return self._call(question["call"], question["parameters"], question.get("kwargs") or {})
-        if "make" in question:
-            self._tool = make_tool(self._find(question["make"]), question["config"], question["schema"])
+    def answer(self, request: dict[str, Any]) -> Any:
+        if "call" in request:
+            return self._call(request["call"], request["parameters"], request.get("kwargs") or {})
+        if "make" in request:
+            self._tool = make_tool(self._find(request["make"]), request["config"], request["schema"])
             return True
-        method = question["verb"]
+        method = request["verb"]
         assert method in LIFECYCLE_METHODS
-        return self._wait(getattr(self._tool, method)(*question["args"], **question["kwargs"]))
+        return self._wait(getattr(self._tool, method)(*request["args"], **request["kwargs"]))
 
     def _call(self, name: str, parameters: dict[str, Any], kwargs: dict[str, Any]) -> Any:
         function = self._functions.get(name)
         if function is None:
-            found = self._find(name)
-            function = found if isinstance(found, FunctionTool) else FunctionTool(found, isolate=False)
+            obj = self._find(name)
+            function = obj if isinstance(obj, FunctionTool) else FunctionTool(obj, isolate=False)
             self._functions[name] = function
         return function.call_sync(parameters, self._wait, kwargs)
 
@@ -167,7 +167,7 @@ class _Server:
 
 
 def make_tool(kind: Callable[..., BaseTool], config: dict[str, Any], schema: dict[str, Any]) -> BaseTool:
-    """An object of a tool class, made as the trainer made its own: of a configuration and maybe a schema."""
+    """Create a tool object like the trainer's, from the configuration and, if the class takes it, the schema."""
     if "tool_schema" in inspect.signature(kind).parameters:
         return kind(config, OpenAIFunctionToolSchema.model_validate(schema))
     return kind(config)

@@ -1,7 +1,7 @@
-"""Workers forked from a process that has loaded their module already: up in milliseconds, and most memory shared.
+"""Forks workers from a process that has already loaded their module: ready in milliseconds, most memory shared.
 
-The trainer itself is never forked, it has threads. A zygote is a fresh interpreter that loads the module once and
-waits; `forking.py` is its other end. Its children have pipes to the trainer and sessions of their own.
+The trainer itself is never forked, as it has threads. A zygote is a fresh interpreter that loads the module once and
+waits; `forks.py` is its side. Its children have their own pipes to the trainer and their own sessions.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from toolwise.sandbox.supervisor_client import is_stopped
 from toolwise.tools.isolation.process import Pipes, Process
 
 AVAILABLE = sys.platform == "linux"
-"""Elsewhere system libraries do not survive a fork, and the death of a child of a child cannot be watched."""
+"""On other systems libraries do not survive a fork, and the exit of a grandchild cannot be watched."""
 REPLY_TIMEOUT_S = 20.0
-"""How long a zygote may take to fork on a busy machine."""
+"""How long a fork may take on a busy machine."""
 POLL_S = 0.2
 
 
 class Zygote:
-    """The trainer's hold on a zygote. Requests from any thread, one at a time."""
+    """The trainer's handle of a zygote. Requests may come from any thread, and run one at a time."""
 
     def __init__(self, process: Process, pid: int) -> None:
         self._process, self._pid = process, pid
@@ -40,19 +40,19 @@ class Zygote:
         self.gone = False
 
     def fork(self) -> Process:
-        """Another worker; an `OSError` where none can be had."""
+        """Fork a worker; raises `OSError` on failure."""
         mark = secrets.token_hex(16)
         with Pipes() as pipes:
-            said = self._request({"fork": mark}, pipes.child_ends)
-            pid = said.get("pid")
+            reply = self._request({"fork": mark}, pipes.child_ends)
+            pid = reply.get("pid")
             if not isinstance(pid, int):
-                if "refused" in said:
-                    raise OSError(said["errno"], said["refused"])
+                if "refused" in reply:
+                    raise OSError(reply["errno"], reply["refused"])
                 raise OSError("the process that workers are forked from gave no answer")
             return pipes.process(ForkedChild(self, pid), mark)
 
     def reap(self, pid: int) -> int | None:
-        """How a child that is dead ended, after which its number is free; None where the zygote cannot tell."""
+        """Reap a dead child, which frees its pid, and return its exit code; None if the zygote does not know it."""
         with suppress(OSError):
             code = self._request({"reap": pid}).get("code")
             return code if isinstance(code, int) else None
@@ -65,7 +65,7 @@ class Zygote:
             try:
                 return self._exchange(json.dumps(request).encode(), descriptors)
             except (OSError, WorkerFault) as fault:
-                self.gone = True  # it may answer later what nobody waits for: never asked again
+                self.gone = True  # a late answer would be taken for the next one: never use it again
                 self._process.kill()
                 raise OSError(f"the process that workers are forked from is gone: {fault}") from None
 
@@ -74,21 +74,21 @@ class Zygote:
         socket.send_fds(channel, [payload], list(descriptors))
         poll, until = select.poll(), time.monotonic() + REPLY_TIMEOUT_S
         poll.register(channel, select.POLLIN)
-        while (said := self._frame_reader.next()) is None:
+        while (reply := self._frame_reader.next()) is None:
             if not poll.poll(POLL_S * 1000):
                 if is_stopped(self._pid) or time.monotonic() > until:
-                    raise TimeoutError("it was stopped, or does not answer")
+                    raise TimeoutError("it was stopped or does not answer")
                 continue
             data = channel.recv(1 << 16)
             if not data:
                 raise ConnectionError("it closed its channel")
             self._frame_reader.feed(data)
-        return dict(said)
+        return dict(reply)
 
 
 @dataclass(slots=True)
 class ForkedChild:
-    """What `subprocess.Popen` is for a child of ours. Until it is reaped its number is its own."""
+    """Like `subprocess.Popen` for a child of the zygote. Its pid stays valid until it is reaped."""
 
     zygote: Zygote
     pid: int
@@ -98,14 +98,14 @@ class ForkedChild:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Waits for its end, and has the zygote reap it."""
+        """Wait for it to exit, and let the zygote reap it."""
         if self.returncode is not None:
             return self.returncode
         try:
             handle = os.pidfd_open(self.pid)
         except ProcessLookupError:
             pass
-        except OSError:  # no descriptor is left
+        except OSError:  # no descriptors left
             return self._poll_until_reaped(timeout if timeout is not None else REPLY_TIMEOUT_S)
         else:
             ended = select.poll()

@@ -1,6 +1,6 @@
-"""A server as rollouts see it: callable from any event loop, started again after it died, and never waited for in vain.
+"""MCP servers as rollouts use them: callable from any event loop, restarted after a crash, with a deadline per call.
 
-`mcp_session.py` has one life of it; here is who gets to talk to which.
+A `Session` (`session.py`) covers one start of a server; this module decides which rollout uses which server.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("toolwise.mcp")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-"""Between attempts to start a server that does not come up; each pause is twice the one before."""
+"""Pauses between attempts to start a server that fails to start; each is twice the previous one."""
 
-# What the SDK's HTTP transport makes of an answer without JSON-RPC in it: a session the server no longer knows, a 5xx.
+# Errors of the SDK's HTTP transport for an answer without JSON-RPC: an unknown session, a 5xx.
 _LOST_SESSION_ERRORS = ("Session terminated", "Server returned an error response")
 
 
 class McpServer:
-    """One server. What changes here changes on the loop of `LoopThread` alone, so nothing needs a lock."""
+    """One server. Its state changes only on the loop of `LoopThread`, so no locks are needed."""
 
     def __init__(self, address: Address, *, restart: bool = True) -> None:
         self.address = address
@@ -37,7 +37,7 @@ class McpServer:
         self._session: Session | None = None
         self._failed_starts = 0
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-        # Whoever forgets the tools has forgotten the server too. Not a method: that would keep `self` alive.
+        # When the tools are garbage collected, end the server. Not a method: that would keep `self` alive.
         weakref.finalize(self, _end_sessions, self._thread, self._sessions).atexit = False
 
     @property
@@ -45,30 +45,30 @@ class McpServer:
         return max(0, self.starts - 1)
 
     def tools(self) -> list[Tool]:
-        """What the server offers. Blocks: for use before a run begins."""
+        """The server's tools. Blocks, so call it before a run starts."""
 
-        async def listed() -> list[Tool]:
+        async def list_tools() -> list[Tool]:
             return (await self._open()).tools
 
-        return self._thread.submit(listed()).result()
+        return self._thread.submit(list_tools()).result()
 
     async def start(self) -> None:
-        """Not charged to the tool: few servers start at once, each within its own `start_timeout_s`."""
+        """Does not count towards the tool's deadline: few servers start at once, each within its `start_timeout_s`."""
         with exclude_queue_time():
             await asyncio.wrap_future(self._thread.submit(self._open()))
 
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> CallToolResult:
-        """The server's answer, or a `ToolCallError`. Cancelling this, or its deadline, tells the server to stop."""
+        """The server's answer, or a `ToolCallError`. Cancellation and the deadline tell the server to stop."""
         answer = asyncio.wrap_future(self._thread.submit(self._call(name, arguments)))
-        late = asyncio.timeout(timeout_s)
+        timeout = asyncio.timeout(timeout_s)
         try:
-            async with late:
+            async with timeout:
                 return await answer
         except TimeoutError:
             raise ToolCallError(f"took longer than {timeout_s:g} s", "timeout") from None
 
     async def close(self) -> None:
-        """End it. To be waited for, but it ends just the same for those who cannot wait."""
+        """End the server. It also ends if the caller does not wait."""
         ending = self._thread.submit(self._end())
         await asyncio.wait({asyncio.wrap_future(ending)}, timeout=EXIT_S)
 
@@ -81,17 +81,17 @@ class McpServer:
             await asyncio.wait({self._session.end()})
 
     async def _open(self) -> Session:
-        """The session at work, or a new one where there is none; all who ask meanwhile wait for the same."""
+        """The current session, or a new one; concurrent callers wait for the same one."""
         if self._session is None or self._session.closed:
             self._check_may_start()
             self._session = Session(self.address, self._thread)
             self._sessions.add(self._session)
             self.starts += 1
             if self.restarts:
-                log.warning("MCP server %s is started again (%d)", self.address.name, self.restarts)
+                log.warning("restarting MCP server %s (%d)", self.address.name, self.restarts)
         session = self._session
         try:
-            await asyncio.shield(session.ready)  # one caller who leaves must not take the others' server along
+            await asyncio.shield(session.ready)  # a cancelled caller must not cancel it for the others
         except ToolCallError as fault:
             raise ToolCallError(f"MCP server {self.address.name}: {fault}", fault.failure) from None
         return session
@@ -99,14 +99,14 @@ class McpServer:
     def _check_may_start(self) -> None:
         last = self._session
         if last is not None and not self._restart:
-            raise self._down_error("it is gone, and what it knew of this rollout with it")
+            raise self._down_error("it has exited, and its state for this rollout is lost")
         if last is None or last.failed_at is None:
             self._failed_starts = 0
             return
         pause_s = min(FIRST_PAUSE_S * 2**self._failed_starts, LONGEST_PAUSE_S)
-        left_s = last.failed_at + pause_s - self._thread.loop.time()
-        if left_s > 0:
-            raise self._down_error(f"it did not come up and is tried again in {left_s:.1f} s")
+        remaining_s = last.failed_at + pause_s - self._thread.loop.time()
+        if remaining_s > 0:
+            raise self._down_error(f"it failed to start; the next attempt is in {remaining_s:.1f} s")
         self._failed_starts = min(self._failed_starts + 1, 16)
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> CallToolResult:
@@ -120,7 +120,7 @@ class McpServer:
         except asyncio.CancelledError:
             session.check_alive()
             raise
-        except Exception as fault:  # whatever the SDK raises is about this one answer, unless the session is over
+        except Exception as fault:  # an error of the SDK concerns this answer only, unless the session has ended
             code = fault.code if isinstance(fault, MCPError) else None
             if session.closed or code == CONNECTION_CLOSED or str(fault) in _LOST_SESSION_ERRORS:
                 session.end() if str(fault) == _LOST_SESSION_ERRORS[0] else session.check_alive()
@@ -148,7 +148,7 @@ class SharedServer:
 
 
 class PerRolloutServers:
-    """A server for each rollout, for those that keep a state. Tools created under one id share one server."""
+    """One server per rollout, for stateful servers. Tools created under the same id share a server."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
@@ -159,7 +159,7 @@ class PerRolloutServers:
         self._servers[instance_id] = (server, users + 1)
         try:
             await server.start()
-        except BaseException:  # nobody will release what was never created
+        except BaseException:  # release is not called if create fails
             await self.detach(instance_id)
             raise
 
@@ -175,7 +175,7 @@ class PerRolloutServers:
 
 
 def _end_sessions(thread: LoopThread, sessions: weakref.WeakSet[Session]) -> None:
-    """May run in any thread, wherever the garbage collector happens to."""
+    """May run in any thread, as the garbage collector does."""
 
     def end() -> None:
         for session in list(sessions):

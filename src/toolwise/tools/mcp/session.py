@@ -1,6 +1,6 @@
-"""One life of one MCP server: started, asked for its tools, used by many at once, and ended for good.
+"""A session with an MCP server: it starts the server, lists its tools, serves concurrent calls, and ends it.
 
-Sessions live on an event loop in a thread of their own (`LoopThread`): the loops that rollouts run on come and go.
+Sessions run on an event loop in a separate thread (`LoopThread`), since the event loops of rollouts are short-lived.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ log = logging.getLogger("toolwise.mcp")
 T = TypeVar("T")
 
 MAX_CONCURRENT_STARTS = 8
-"""Servers that start together at most: a process for each of a thousand rollouts must not come all at once."""
+"""Maximum number of servers starting at once: a thousand rollouts must not start a thousand processes together."""
 EXIT_S = 8.0
-"""The SDK gives a server 2 s to leave on its own, 2 s after SIGTERM, and then kills it."""
+"""The SDK gives a server 2 s to exit by itself, 2 s after SIGTERM, and then kills it."""
 PROBE_S = 10.0
-"""How long a server that left a call unanswered may take to answer the simplest question."""
+"""How long a server that did not answer a call may take to list its tools."""
 MAX_PAGES = 100
 _TAIL_BYTES = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server is: a command that speaks over its stdin and stdout, or a URL (streamable HTTP)."""
+    """How to reach a server: a command that uses stdin and stdout, or a URL (streamable HTTP)."""
 
     command: tuple[str, ...] = ()
     url: str = ""
@@ -51,12 +51,12 @@ class Address:
 
     @property
     def name(self) -> str:
-        """For people: without what may be secret in arguments or a query."""
+        """Name for messages, without arguments or a query, which may contain secrets."""
         return self.command[0] if self.command else self.url.partition("?")[0].rpartition("@")[2]
 
 
 class LoopThread:
-    """An event loop that outlives everybody else's, and takes its sessions down with it when Python exits."""
+    """A long-lived event loop in a thread; it ends its sessions when Python exits."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -68,7 +68,7 @@ class LoopThread:
 
     @property
     def in_creator_process(self) -> bool:
-        """False in a fork, which has the object and not the thread."""
+        """False in a forked child, which has the object but not the thread."""
         return os.getpid() == self._pid
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
@@ -98,14 +98,14 @@ def loop_thread() -> LoopThread:
 
 
 class Session:
-    """Made on the loop of `LoopThread`, and used on no other."""
+    """Created and used only on the loop of `LoopThread`."""
 
     def __init__(self, address: Address, thread: LoopThread) -> None:
         self.address = address
         self.client: Client | None = None
         self.tools: list[Tool] = []
         self.failed_at: float | None = None
-        """The loop's time at which it turned out not to come up."""
+        """Loop time at which the start failed."""
         self.ready: asyncio.Future[None] = thread.loop.create_future()
         self.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
         self._stop = asyncio.Event()
@@ -119,17 +119,17 @@ class Session:
 
     @property
     def closed(self) -> bool:
-        """No call should be made any more: it was told to end, or the server has left."""
+        """No more calls: it was asked to end, or the server has exited."""
         return self._stop.is_set()
 
     def end(self) -> asyncio.Task[None]:
-        """Begin to end it; the task is done when nothing of it is left."""
+        """Start to end it; the task is done when everything is cleaned up."""
         self._end_requested = True
         self._stop.set()
         return self._task
 
     def check_alive(self) -> None:
-        """A call went unanswered: end the session unless the server answers at least the simplest question."""
+        """After an unanswered call: end the session unless the server still lists its tools."""
         if self._probe is None and not self.closed:
             self._probe = asyncio.create_task(self._probe_server())
 
@@ -153,7 +153,7 @@ class Session:
                 self.ready.set_result(None)
                 await self._stop.wait()
                 if not self._end_requested:
-                    log.warning("MCP server %s has left%s", self.address.name, self._last_stderr_line())
+                    log.warning("MCP server %s has exited%s", self.address.name, self._last_stderr_line())
         except BaseException as fault:
             if not self.ready.done():
                 self.failed_at = self._thread.loop.time()
@@ -167,27 +167,27 @@ class Session:
     async def _list(self) -> list[Tool]:
         if self.client is None:
             raise RuntimeError("not open yet")
-        found: list[Tool] = []
+        tools: list[Tool] = []
         cursor: str | None = None
         for _ in range(MAX_PAGES):
             page = await self.client.list_tools(cursor=cursor, cache_mode="bypass")
-            found += page.tools
+            tools += page.tools
             cursor = page.next_cursor
             if not cursor:
                 break
-        return found
+        return tools
 
     def _make_client(self) -> Client:
         from mcp import Client
 
-        # The SDK logs a traceback for each line it cannot read; what is wrong we say in one line.
+        # The SDK logs a traceback for each line it cannot parse; we report the problem in one line.
         if not log.isEnabledFor(logging.DEBUG):
             logging.getLogger("mcp").setLevel(logging.CRITICAL)
         transport = self._stdio() if self.address.command else self._http()
         return Client(transport, message_handler=self._on_message, cache=None)
 
     async def _on_message(self, message: Any) -> None:
-        """Lines that are no messages come here as exceptions."""
+        """Lines that are not messages arrive as exceptions."""
         if isinstance(message, Exception) and not self._invalid_output:
             errors: list[dict[str, Any]] = getattr(message, "errors", list)()
             self._invalid_output = str(errors[0].get("input", message) if errors else message)
@@ -204,23 +204,23 @@ class Session:
             cwd=self.address.cwd,
             encoding_error_handler="replace",
         )
-        reading, writing = os.pipe()
-        self._thread.loop.add_reader(reading, self._keep_stderr, reading)
+        read_end, write_end = os.pipe()
+        self._thread.loop.add_reader(read_end, self._keep_stderr, read_end)
         try:
-            with os.fdopen(writing, "w") as errors:
+            with os.fdopen(write_end, "w") as errors:
                 async with stdio_client(parameters, errlog=errors) as (incoming, outgoing):
-                    errors.close()  # the server has its own end now; with ours open, its end would never show
+                    errors.close()  # the server has inherited it; while ours is open, its exit would go unnoticed
                     yield _EndNotifyingStream(incoming, self._stop), outgoing
         finally:
-            self._thread.loop.remove_reader(reading)
-            os.close(reading)
+            self._thread.loop.remove_reader(read_end)
+            os.close(read_end)
 
     @asynccontextmanager
     async def _http(self) -> AsyncIterator[Any]:
         import httpx2
         from mcp.client.streamable_http import streamable_http_client
 
-        # No limits, no read timeout: every call has a deadline already, and one that hangs must not hold up others.
+        # No limits, no read timeout: every call has a deadline, and one that hangs must not block others.
         client = httpx2.AsyncClient(
             headers=dict(self.address.headers),
             timeout=httpx2.Timeout(self.address.start_timeout_s, read=None, pool=None),
@@ -229,35 +229,35 @@ class Session:
         async with client, streamable_http_client(self.address.url, http_client=client) as (incoming, outgoing):
             yield _EndNotifyingStream(incoming, self._stop), outgoing
 
-    def _keep_stderr(self, reading: int) -> None:
-        chunk = os.read(reading, 65536)
+    def _keep_stderr(self, read_end: int) -> None:
+        chunk = os.read(read_end, 65536)
         if not chunk:
-            self._thread.loop.remove_reader(reading)
+            self._thread.loop.remove_reader(read_end)
         self._stderr = (self._stderr + chunk)[-_TAIL_BYTES:]
 
     def _failure_text(self, fault: BaseException) -> str:
-        """One line: what went wrong, with the last thing the server said of it."""
+        """One line: what went wrong, with the last line of the server's stderr."""
         while isinstance(fault, BaseExceptionGroup):
             fault = fault.exceptions[0]
         if isinstance(fault, FileNotFoundError):
-            return f"there is no command {self.address.name!r}: install it, or give its whole path"
+            return f"there is no command {self.address.name!r}: install it, or give its full path"
         if isinstance(fault, TimeoutError):
             problem = f"it did not answer within {self.address.start_timeout_s:g} s"
         elif self.address.command and self._stop.is_set():
-            problem = "it ended before it had answered"
+            problem = "it exited before it answered"
         else:
             problem = f"{type(fault).__name__}: {fault}"
         if self._invalid_output:
-            problem += f"; it wrote what is no JSON-RPC: {self._invalid_output[:80]!r}"
+            problem += f"; it wrote something that is not JSON-RPC: {self._invalid_output[:80]!r}"
         return " ".join(f"{problem}{self._last_stderr_line()}".split())
 
     def _last_stderr_line(self) -> str:
         last = self._stderr.decode(errors="replace").strip().rpartition("\n")[2]
-        return f"; its last words: {last[:200]}" if last else ""
+        return f"; last line of its stderr: {last[:200]}" if last else ""
 
 
 class _EndNotifyingStream:
-    """A stream that tells when it has come to its end, so that a server that died idle is not asked again."""
+    """A stream that signals its end, so that a server that died while idle is not called again."""
 
     def __init__(self, stream: Any, ended: asyncio.Event) -> None:
         self._stream, self._ended = stream, ended
@@ -284,8 +284,8 @@ class _EndNotifyingStream:
 
 
 def find_program(program: str, env: Mapping[str, str]) -> str:
-    """Also beside this Python: an environment that nobody activated has its servers there."""
+    """Look on the PATH, then next to this Python: a virtual environment need not be activated."""
     if os.sep in program:
         return program
-    beside = Path(sys.executable).parent / program
-    return shutil.which(program, path=env.get("PATH")) or (str(beside) if beside.is_file() else program)
+    sibling = Path(sys.executable).parent / program
+    return shutil.which(program, path=env.get("PATH")) or (str(sibling) if sibling.is_file() else program)

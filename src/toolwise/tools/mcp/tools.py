@@ -1,4 +1,4 @@
-"""Tools from an MCP server: each of its tools becomes a `BaseTool`. One entry of a run's `tools` gives several."""
+"""Tools of an MCP server: each becomes a `BaseTool`, so one entry in a run's `tools` can give several."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 
 class McpTool(BaseTool):
-    """One tool of a server. `remote_name` is what the server calls it."""
+    """One tool of a server. `remote_name` is its name on the server."""
 
     def __init__(
         self,
@@ -72,12 +72,12 @@ class McpTool(BaseTool):
 
 
 def mcp_tools(config: Mapping[str, Any]) -> list[BaseTool]:
-    """The tools of the server that `config` describes, asked for now: a server that is not there is an error here.
+    """Connect to the server that `config` describes and return its tools; an unreachable server is an error.
 
     Configuration: `command` (a string or a list) with `args`, `env`, `cwd`, or `url` with `headers`; `include` (names
-    to take, all by default), `prefix` (put before each name), `scope` ("run": one server for all rollouts; "rollout":
-    one each), `timeout_s` (a call), `start_timeout_s`, `family`, `price`, `max_concurrent`. `${NAME}` in `env` and
-    `headers` stands for an environment variable.
+    of tools, all by default), `prefix` (prepended to each name), `scope` ("run": one server for all rollouts;
+    "rollout": one per rollout), `timeout_s` (per call), `start_timeout_s`, `family`, `price`, `max_concurrent`.
+    `${NAME}` in `env` and `headers` is replaced by an environment variable.
     """
     import importlib.util
 
@@ -94,36 +94,36 @@ def mcp_tools(config: Mapping[str, Any]) -> list[BaseTool]:
         offered = server.tools()
     except ToolCallError as fault:
         raise ConfigError(f"tools: {fault}") from None
-    found = _select_tools(offered, config.get("include"), address)
+    selected = _select_tools(offered, config.get("include"), address)
     if scope == "rollout":
         server.close_and_wait()
     servers = SharedServer(server) if scope == "run" else PerRolloutServers(address)
-    terms = {key: config[key] for key in ("family", "price", "max_concurrent") if key in config}
+    options = {key: config[key] for key in ("family", "price", "max_concurrent") if key in config}
     return [
-        McpTool(terms, _schema(tool, prefix, address), servers=servers, remote_name=tool.name, timeout_s=timeout_s)
-        for tool in found
+        McpTool(options, _schema(tool, prefix, address), servers=servers, remote_name=tool.name, timeout_s=timeout_s)
+        for tool in selected
     ]
 
 
 def read_address(config: Mapping[str, Any]) -> Address:
-    """Where the server is; every mistake in saying so is named."""
+    """Validate the configuration and return the server's address."""
     for key in config:
         if key not in CONFIG_KEYS:
             hint = did_you_mean(str(key), CONFIG_KEYS) or f"; it has {', '.join(sorted(CONFIG_KEYS))}"
             raise ConfigError(f"tools: mcp has no option {key!r}{hint}")
     command, url = config.get("command"), _string(config, "url")
     if bool(command) == bool(url):
-        raise ConfigError("tools: mcp needs either a command or a url, and not both")
+        raise ConfigError("tools: mcp needs either a command or a url, not both")
     if url and not url.startswith(("http://", "https://")):
         raise ConfigError(f"tools: mcp: url must begin with http:// or https://, got {url!r}")
     parts = [command] if isinstance(command, str) else command or []
     words = [*_strings(parts, "command"), *_strings(config.get("args") or [], "args")]
     cwd = _string(config, "cwd") or None
     if cwd is not None and not Path(cwd).is_dir():
-        raise ConfigError(f"tools: mcp: cwd {cwd} is no folder; name one that is there")
+        raise ConfigError(f"tools: mcp: cwd {cwd} is not a folder; use an existing one")
     for key in ("env", "cwd", "args") if url else ("headers",):
         if config.get(key):
-            raise ConfigError(f"tools: mcp: {key} goes with a {'command' if url else 'url'}; remove it")
+            raise ConfigError(f"tools: mcp: {key} needs a {'command' if url else 'url'}; remove it")
     return Address(
         command=tuple(words),
         url=url,
@@ -135,7 +135,7 @@ def read_address(config: Mapping[str, Any]) -> Address:
 
 
 def result_text(result: CallToolResult) -> str:
-    """What the model reads: texts as they are, all else by name; structured content where nothing else says it."""
+    """Text for the model: text parts unchanged, other parts by name; structured content if there is no text."""
     parts = [_part_text(part) for part in result.content]
     if not any(part.type == "text" for part in result.content) and result.structured_content is not None:
         parts.append(json.dumps(result.structured_content, ensure_ascii=False))
@@ -143,7 +143,7 @@ def result_text(result: CallToolResult) -> str:
 
 
 def _sendable(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What can be sent. The SDK gives up the whole session over half a character or a NaN, which models do write."""
+    """Make the arguments safe to send: the SDK drops the whole session over a lone surrogate or a NaN."""
     try:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):
@@ -174,7 +174,7 @@ def _select_tools(offered: list[Tool], include: Any, address: Address) -> list[T
 
 
 def _schema(tool: Tool, prefix: str, address: Address) -> OpenAIFunctionToolSchema:
-    # Chat APIs know fewer letters in names than MCP does.
+    # Chat APIs allow fewer characters in names than MCP.
     name = _INVALID_NAME_CHARS.sub("_", f"{prefix}{tool.name}")[:64]
     parameters = {key: value for key, value in tool.input_schema.items() if key not in ("$schema", "title")}
     try:
@@ -207,14 +207,14 @@ def _seconds(config: Mapping[str, Any], key: str, default: float) -> float:
 
 
 def _expand_variables(config: Mapping[str, Any], key: str) -> dict[str, str]:
-    """Secrets stay in the environment: a run's configuration is written into its folder."""
-    given = config.get(key) or {}
-    if not isinstance(given, Mapping) or not all(isinstance(text, str) for text in (*given, *given.values())):
-        raise ConfigError(f"tools: mcp: {key} must be a table of strings, got {given!r:.80}")
+    """Replace `${NAME}`. Secrets belong in the environment: a run's configuration is stored in its folder."""
+    table = config.get(key) or {}
+    if not isinstance(table, Mapping) or not all(isinstance(text, str) for text in (*table, *table.values())):
+        raise ConfigError(f"tools: mcp: {key} must be a table of strings, got {table!r:.80}")
 
     def value_of(match: re.Match[str]) -> str:
         if match[1] not in os.environ:
-            raise ConfigError(f"tools: mcp: {key} names ${{{match[1]}}}, which is not set; export it")
+            raise ConfigError(f"tools: mcp: {key} uses ${{{match[1]}}}, which is not set; export it")
         return os.environ[match[1]]
 
-    return {name: _VARIABLE.sub(value_of, text) for name, text in given.items()}
+    return {name: _VARIABLE.sub(value_of, text) for name, text in table.items()}

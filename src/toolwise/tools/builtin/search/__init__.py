@@ -1,1 +1,1 @@
-"""Search: SQLite's full-text index over documents of the task, folders, files and WordNet."""
+"""Search with SQLite's full-text index over a task's documents, folders, files and WordNet."""

@@ -1,4 +1,4 @@
-"""What a search can search: documents given by hand, a folder, a file of rows, or WordNet. Read once, to be indexed."""
+"""Sources of documents for the search tool: inline documents, a folder, a file of rows, or WordNet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toolwise.errors import ConfigError, DataError
 
 FOLDER_SUFFIXES = (".txt", ".md", ".jsonl")
 WORDNET_FOLDER = Path("/usr/share/wordnet")
-"""Where Debian's package wordnet-base puts it."""
+"""Where Debian's package wordnet-base installs it."""
 
 _ADJECTIVE_MARKER = re.compile(r"\((?:a|p|ip)\)$")
 
@@ -26,7 +26,7 @@ class Document(NamedTuple):
 
 
 class Corpus(Protocol):
-    """Documents in a fixed order. Equal fingerprints mean equal documents, whoever made them and when."""
+    """Documents in a fixed order. Equal fingerprints mean equal documents."""
 
     def fingerprint(self) -> str: ...
 
@@ -35,7 +35,7 @@ class Corpus(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class InlineCorpus:
-    """Documents that a configuration brings along."""
+    """Documents written in a configuration."""
 
     inline_documents: tuple[Document, ...]
 
@@ -48,17 +48,17 @@ class InlineCorpus:
 
 @dataclass(frozen=True, slots=True)
 class FileCorpus:
-    """Files: .txt and .md are a document each, .jsonl and .parquet have one a row, with a text and maybe a title."""
+    """Files: .txt and .md are one document each, .jsonl and .parquet have one per row (a text, maybe a title)."""
 
     files: tuple[Path, ...]
     text_field: str = "text"
     title_field: str = "title"
 
     def fingerprint(self) -> str:
-        whole = hashlib.sha256(json.dumps([self.text_field, self.title_field]).encode())
+        digest = hashlib.sha256(json.dumps([self.text_field, self.title_field]).encode())
         for path in self.files:
-            whole.update(json.dumps([path.stem, path.suffix]).encode() + file_sha256(path))
-        return whole.hexdigest()
+            digest.update(json.dumps([path.stem, path.suffix]).encode() + file_sha256(path))
+        return digest.hexdigest()
 
     def documents(self) -> Iterator[Document]:
         for path in self.files:
@@ -71,17 +71,17 @@ class FileCorpus:
         for number, row in enumerate(read_rows(path)):
             text, title = row.get(self.text_field), row.get(self.title_field)
             if not isinstance(text, str):
-                problem = f"must be a string, got {type(text).__name__}; name another with text_field"
+                problem = f"must be a string, got {type(text).__name__}; select another with text_field"
                 raise row_error(path, number, self.text_field, problem)
             if title is not None and not isinstance(title, str):
-                problem = f"must be a string, got {type(title).__name__}; name another with title_field"
+                problem = f"must be a string, got {type(title).__name__}; select another with title_field"
                 raise row_error(path, number, self.title_field, problem)
             yield Document(title or "", text)
 
 
 @dataclass(frozen=True, slots=True)
 class WordNet:
-    """WordNet's data files: a document for each meaning, its words as title and its gloss as text."""
+    """WordNet's data files: one document per meaning, with its words as title and its gloss as text."""
 
     folder: Path = WORDNET_FOLDER
 
@@ -99,8 +99,8 @@ class WordNet:
         files = {part: self.folder / f"data.{part}" for part in ("noun", "verb", "adj", "adv")}
         if missing := [path for path in files.values() if not path.is_file()]:
             raise ConfigError(
-                f"tool search: WordNet is not there ({missing[0]} is missing): apt-get install wordnet-base, or set "
-                "wordnet to the folder of its data files"
+                f"tool search: WordNet is not installed ({missing[0]} is missing): apt-get install wordnet-base, or "
+                "set wordnet to the folder of its data files"
             )
         return files
 
@@ -113,12 +113,12 @@ def _read_synset(line: str, part: str, where: str) -> Document:
     except (IndexError, ValueError):
         words = []
     if not bar or not words:
-        raise DataError(f"{where}: no line of WordNet's; install wordnet-base again")
+        raise DataError(f"{where}: not a line of WordNet data; install wordnet-base again")
     return Document(f"{', '.join(words).replace('_', ' ')} ({part})", gloss.strip())
 
 
 def read_corpora(config: Mapping[str, Any]) -> list[Corpus]:
-    """The corpora of a search tool's configuration that live in files; mistakes are named."""
+    """The corpora in files of a search tool's configuration."""
     fields = {key: config[key] for key in ("text_field", "title_field") if key in config}
     if not all(isinstance(name, str) and name for name in fields.values()):
         raise ConfigError("tool search: text_field and title_field must be names of fields")
@@ -133,7 +133,7 @@ def read_corpora(config: Mapping[str, Any]) -> list[Corpus]:
 
 
 def read_documents(value: Any, where: str) -> list[Document]:
-    """Documents as a task or a configuration gives them: strings, or objects with a title and a text."""
+    """Parse the documents of a task or a configuration: strings, or objects with a title and a text."""
     if value is None:
         return []
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
@@ -169,16 +169,16 @@ def _path(config: Mapping[str, Any], key: str) -> Path:
 def _files_in(folder: Path) -> tuple[Path, ...]:
     endings = ".txt, .md or .jsonl"
     if not folder.is_dir():
-        raise ConfigError(f"tool search: folder {folder} is not there; name a folder of {endings} files")
+        raise ConfigError(f"tool search: folder {folder} does not exist; use a folder of {endings} files")
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in FOLDER_SUFFIXES and path.is_file())
     if not files:
-        raise ConfigError(f"tool search: folder {folder} has no {endings} file; name another")
+        raise ConfigError(f"tool search: folder {folder} has no {endings} files; use another folder")
     return tuple(files)
 
 
 def _document_file(path: Path) -> Path:
     if path.suffix.lower() not in (".jsonl", ".parquet", *FOLDER_SUFFIXES):
-        raise ConfigError(f"tool search: file {path} must end in .jsonl or .parquet; convert it, or give a folder")
+        raise ConfigError(f"tool search: file {path} must end in .jsonl or .parquet; convert it, or use a folder")
     if not path.is_file():
-        raise ConfigError(f"tool search: file {path} is not there; check the path")
+        raise ConfigError(f"tool search: file {path} does not exist; check the path")
     return path

@@ -1,6 +1,6 @@
-"""Full-text indexes (SQLite FTS5, bm25): a small one in memory for a task, a shared one on disk for a corpus.
+"""Full-text indexes (SQLite FTS5, bm25): a small one in memory per task, a shared one on disk per corpus.
 
-A corpus is indexed once and kept under a name made of its content; every rollout reads that same file.
+A corpus is indexed once and cached under a hash of its content; all rollouts read the same file.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from toolwise.tools.call_errors import SERVER_DOWN, ToolCallError
 log = logging.getLogger("toolwise.search")
 
 MAX_TERMS = 128
-"""Terms of one query that count; a model may paste a whole page."""
+"""Maximum number of terms used from one query; a model may paste a whole page."""
 FORMAT = 1
-"""Of the files in the cache; another number makes new ones."""
+"""Version of the cached files; a new number rebuilds them."""
 MAX_CONCURRENT_SEARCHES = min(4, os.cpu_count() or 1)
 _INSTRUCTIONS_PER_CHECK = 10_000
 
-# What FTS5's unicode61 takes for a word; all else, operators and quotes included, only separates words.
+# A word for FTS5's unicode61; everything else, operators and quotes included, separates words.
 _TERM = re.compile(r"[^\W_]+")
-# In a large corpus these match nearly everything: slow to rank, and no help in ranking.
+# In a large corpus these match nearly everything: slow to rank, and useless for ranking.
 _STOP_WORDS = frozenset(
     """
     a an and are as at be but by for from had has have he her his how i in is it its me my of on or our she so that
@@ -49,14 +49,14 @@ _TABLE = "CREATE VIRTUAL TABLE documents USING fts5(title, text, {}tokenize='por
 
 
 class SearchResult(NamedTuple):
-    """The best documents, and how many there were in all."""
+    """The best documents, and the total number of matches."""
 
     total: int
     documents: list[Document]
 
 
 def query_terms(query: str) -> list[str]:
-    """The words of a query, once each; what a model writes is never taken for FTS5's own syntax."""
+    """The distinct words of a query; the model's text is never interpreted as FTS5 syntax."""
     return list(dict.fromkeys(term.casefold() for term in _TERM.findall(query)))[:MAX_TERMS]
 
 
@@ -65,7 +65,7 @@ def match_expression(terms: Iterable[str]) -> str:
 
 
 class DocumentIndex:
-    """A small index in memory, built when it is first searched; the texts stay where they are."""
+    """A small in-memory index, built on first use; it does not copy the texts."""
 
     def __init__(self, documents: Sequence[Document]) -> None:
         self.documents = documents
@@ -73,15 +73,15 @@ class DocumentIndex:
         self._connection: sqlite3.Connection | None = None
 
     async def search_in_thread(self, query: str, k: int, *, timeout_s: float) -> SearchResult:
-        """The same without blocking the event loop: for documents enough to take a while."""
+        """`search` in a thread, for collections large enough to block the event loop noticeably."""
         return await _run_in_pool(lambda limit: self.search(query, k, limit), timeout_s)
 
     def search(self, query: str, k: int, limit: QueryDeadline | None = None) -> SearchResult:
-        """The best `k` documents that hold any of the query's terms; equals in the order of the documents."""
+        """The best `k` documents that contain any of the query's terms; ties keep the order of the documents."""
         match = match_expression(query_terms(query))
         if not match or not self.documents:
             return SearchResult(0, [])
-        with self._lock:  # parallel calls of one turn share the connection
+        with self._lock:  # parallel calls in one turn share the connection
             if self._connection is None:
                 self._connection = self._build(limit)
             _install_interrupt(self._connection, limit)
@@ -99,7 +99,7 @@ class DocumentIndex:
     def _build(self, limit: QueryDeadline | None) -> sqlite3.Connection:
         connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         try:
-            # content='': the texts stay in Python, where they are already; SQLite holds the index alone.
+            # content='': the texts stay in Python; SQLite stores only the index.
             _fill(connection, self.documents if limit is None else limit.watch(self.documents), "content='', ")
         except BaseException:
             connection.close()
@@ -108,7 +108,7 @@ class DocumentIndex:
 
 
 class CorpusIndex:
-    """An index on disk that any number of rollouts read at once, without blocking the event loop."""
+    """An index on disk that many rollouts read concurrently, without blocking the event loop."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -117,8 +117,8 @@ class CorpusIndex:
             (self.size,) = connection.execute("SELECT size FROM about").fetchone()
 
     async def search(self, query: str, k: int, *, snippet_words: int, timeout_s: float) -> SearchResult:
-        """As `DocumentIndex.search`; texts are cut to `snippet_words` around the terms (0: whole). Past the deadline,
-        or when nobody waits any more, the search itself is ended."""
+        """Like `DocumentIndex.search`, with texts cut to `snippet_words` around the terms (0: full text). The search is
+        interrupted at the deadline, or when the caller is cancelled."""
         terms = query_terms(query)
         terms = [term for term in terms if term not in _STOP_WORDS] or terms
         if not terms:
@@ -143,13 +143,13 @@ class CorpusIndex:
         return SearchResult(total, [Document(*row) for row in rows])
 
     def _connect(self) -> sqlite3.Connection:
-        # immutable: nobody writes to a finished index, so readers need no locks, which some file systems lack.
+        # immutable: a finished index is never written, so readers need no locks, which some file systems lack.
         uri = f"{self.path.resolve().as_uri()}?mode=ro&immutable=1"
         return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
 
 
 class QueryDeadline:
-    """Says when the work on one query should stop."""
+    """Decides when the work on one query should stop."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -157,7 +157,7 @@ class QueryDeadline:
         self.cancelled = False
 
     def begin(self) -> None:
-        """Not before: waiting for a thread is not the search's time."""
+        """Start the clock. Called in the thread, so that waiting for a thread does not count."""
         self.end = time.monotonic() + self._timeout_s
         self.check()
 
@@ -167,7 +167,7 @@ class QueryDeadline:
 
     def check(self) -> None:
         if self.expired:
-            raise sqlite3.OperationalError("interrupted")  # as SQLite itself says it
+            raise sqlite3.OperationalError("interrupted")  # like SQLite
 
     def watch(self, documents: Iterable[Document]) -> Iterator[Document]:
         for document in documents:
@@ -176,12 +176,12 @@ class QueryDeadline:
 
 
 def _install_interrupt(connection: sqlite3.Connection, limit: QueryDeadline | None) -> None:
-    """SQLite looks up from its work every so often, and drops it where the limit says so."""
+    """Make SQLite check the deadline regularly, and interrupt the query when it has passed."""
     connection.set_progress_handler(None if limit is None else lambda: limit.expired, _INSTRUCTIONS_PER_CHECK)
 
 
 async def _run_in_pool(work: Callable[[QueryDeadline], SearchResult], timeout_s: float) -> SearchResult:
-    """What `work` finds. It ends when its time is up, or when nobody waits for it any more."""
+    """Run `work` in a thread. It stops at its deadline, or when the caller is cancelled."""
     limit = QueryDeadline(timeout_s)
 
     def run() -> SearchResult:
@@ -202,12 +202,12 @@ async def _run_in_pool(work: Callable[[QueryDeadline], SearchResult], timeout_s:
 
 @lru_cache(maxsize=1)
 def _threads() -> ThreadPoolExecutor:
-    """Few: SQLite computes here, and more threads than cores only wait for each other. None of them can hang."""
+    """Few threads: SQLite computes in them, so more threads than cores would only compete. None of them can hang."""
     return ThreadPoolExecutor(MAX_CONCURRENT_SEARCHES, thread_name_prefix="toolwise-search")
 
 
 def open_index(corpora: Sequence[Corpus], cache: Path | None = None) -> CorpusIndex:
-    """The index of these corpora: from the cache, or built now and kept there."""
+    """The index of these corpora, from the cache, or built now and cached."""
     key = hashlib.sha256(repr((FORMAT, [corpus.fingerprint() for corpus in corpora])).encode()).hexdigest()
     folder = cache if cache is not None else cache_folder()
     path = folder / f"{key[:32]}.sqlite"
@@ -215,27 +215,27 @@ def open_index(corpora: Sequence[Corpus], cache: Path | None = None) -> CorpusIn
         try:
             return CorpusIndex(path)
         except sqlite3.DatabaseError as error:
-            log.warning("%s is damaged (%s) and built again", path, error)
+            log.warning("%s is damaged (%s): rebuilding it", path, error)
     try:
         _build(corpora, path)
     except (OSError, sqlite3.OperationalError) as error:
         raise ConfigError(
-            f"tool search: no index can be kept in {folder} ({error}): free space there, or set cache, or "
+            f"tool search: cannot write an index to {folder} ({error}): free space there, or set cache, or "
             "TOOLWISE_CACHE, to another folder"
         ) from error
     return CorpusIndex(path)
 
 
 def cache_folder() -> Path:
-    """TOOLWISE_CACHE, or else toolwise in the user's cache folder as XDG has it."""
-    given = os.environ.get("TOOLWISE_CACHE")
+    """TOOLWISE_CACHE, or else toolwise in the user's XDG cache folder."""
+    override = os.environ.get("TOOLWISE_CACHE")
     xdg = os.environ.get("XDG_CACHE_HOME")
-    base = Path(given) if given else (Path(xdg) if xdg else Path.home() / ".cache") / "toolwise"
+    base = Path(override) if override else (Path(xdg) if xdg else Path.home() / ".cache") / "toolwise"
     return base / "search"
 
 
 def _build(corpora: Sequence[Corpus], path: Path) -> None:
-    """Written under another name and moved when whole: who builds at the same time builds the same."""
+    """Write to a temporary file and rename it when complete; concurrent builders produce the same index."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=".part", dir=path.parent)
     try:
@@ -244,7 +244,7 @@ def _build(corpora: Sequence[Corpus], path: Path) -> None:
             connection.execute("PRAGMA synchronous = OFF")
             size = _fill(connection, (document for corpus in corpora for document in corpus.documents()), "")
             if size == 0:
-                raise ConfigError("tool search: the corpus has no documents; name another")
+                raise ConfigError("tool search: the corpus has no documents; use another")
             connection.execute("CREATE TABLE about (size INTEGER)")
             connection.execute("INSERT INTO about VALUES (?)", (size,))
         os.fsync(handle)
@@ -274,5 +274,5 @@ def _fill(connection: sqlite3.Connection, documents: Iterable[Document], options
 
 
 def _encodable(text: str) -> str:
-    """`text` as SQLite can take it: lone surrogates, which JSON may bring, have no UTF-8."""
+    """Replace lone surrogates, which JSON may contain: they have no UTF-8 encoding."""
     return text.encode("utf-8", "replace").decode("utf-8")

@@ -1,4 +1,4 @@
-"""Search as a tool: over a task's own documents, or over a corpus that all tasks share."""
+"""The `search` tool: searches a task's own documents, or a corpus that all tasks share."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["MAX_TERMS", "NO_RESULTS", "SearchTool"]
 
 NO_RESULTS = "No results."
 THREADED_SEARCH_CHARS = 200_000
-"""A task's documents beyond this are searched in a thread: below it, the search takes less time than the way there."""
+"""Larger document collections of a task are searched in a thread; below this, starting one takes longer."""
 MAX_SNIPPET_WORDS = 64
-"""FTS5's own limit."""
+"""The limit of FTS5."""
 
 
 @dataclass(slots=True)
@@ -29,13 +29,13 @@ class _Instance:
 
 
 class SearchTool(BaseTool):
-    """Searches what the task brings (`create_kwargs`: documents, k), or else the corpus of its configuration.
+    """Searches the task's documents (`create_kwargs`: documents, k), or else the corpus of its configuration.
 
-    A corpus is `documents` (strings, or objects with title and text), `folder` (.txt and .md files, a document each,
-    and .jsonl), `file` (.jsonl or .parquet, a document a row, under `text_field` and `title_field`), `wordnet` (true,
-    or the folder of its data files), or several of them. `k` documents come back (1). `snippet_words` cuts each to
-    the words around what was found (40 for a corpus in files, at most 64) and says how many documents there are; 0
-    gives whole texts and nothing else. `timeout_s` (10), and `cache`, the folder that indexes are kept in.
+    A corpus is `documents` (strings, or objects with title and text), `folder` (.txt and .md files, one document each,
+    and .jsonl), `file` (.jsonl or .parquet, one document per row, in `text_field` and `title_field`), `wordnet` (true,
+    or the folder of its data files), or several of these. A search returns `k` documents (1). `snippet_words` cuts each
+    to the words around the match (40 for a corpus in files, at most 64) and adds the number of matches; 0 returns only
+    full texts. `timeout_s` (10); `cache`: the folder of cached indexes.
     """
 
     family = "SEARCH"
@@ -52,27 +52,27 @@ class SearchTool(BaseTool):
         super().__init__(config or {}, tool_schema or _SCHEMA)
         self._k = _checked_k(self.config.get("k", 1), "tool search")
         self._timeout_s = _checked_seconds(self.config.get("timeout_s", 10.0))
-        given = read_documents(self.config.get("documents"), "tool search")
+        documents = read_documents(self.config.get("documents"), "tool search")
         corpora = read_corpora(self.config)
         self._snippet_words = _checked_words(self.config.get("snippet_words", 40 if corpora else 0))
-        self._shared: DocumentIndex | CorpusIndex = DocumentIndex(given)
+        self._shared: DocumentIndex | CorpusIndex = DocumentIndex(documents)
         if corpora:
             cache = self.config.get("cache")
-            whole = [InlineCorpus(tuple(given)), *corpora] if given else corpora
-            self._shared = open_index(whole, Path(cache).expanduser() if cache else None)
+            all_corpora = [InlineCorpus(tuple(documents)), *corpora] if documents else corpora
+            self._shared = open_index(all_corpora, Path(cache).expanduser() if cache else None)
         self._instances: dict[str, _Instance] = {}
 
     async def create(
         self, instance_id: str | None = None, documents: Any = None, k: int | None = None, **kwargs: Any
     ) -> str:
         instance_id = await super().create(instance_id, **kwargs)
-        own = read_documents(documents, "search create_kwargs")
-        index = DocumentIndex(own) if own else self._shared
-        held = index.documents if isinstance(index, DocumentIndex) else ()
+        task_documents = read_documents(documents, "search create_kwargs")
+        index = DocumentIndex(task_documents) if task_documents else self._shared
+        in_memory = index.documents if isinstance(index, DocumentIndex) else ()
         self._instances[instance_id] = _Instance(
             index=index,
             k=self._k if k is None else _checked_k(k, "search create_kwargs"),
-            large=sum(len(document.text) for document in held) > THREADED_SEARCH_CHARS,
+            large=sum(len(document.text) for document in in_memory) > THREADED_SEARCH_CHARS,
         )
         return instance_id
 
@@ -82,9 +82,9 @@ class SearchTool(BaseTool):
         query = parameters.get("query")
         if not isinstance(query, str):
             return "error: query must be a string", None, {"ok": False}
-        found = await self._search(self._instances[instance_id], query)
-        text = format_results(found, self._snippet_words)
-        return text, None, {"ok": True, "hits": len(found.documents), "total": found.total}
+        result = await self._search(self._instances[instance_id], query)
+        text = format_results(result, self._snippet_words)
+        return text, None, {"ok": True, "hits": len(result.documents), "total": result.total}
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         instance = self._instances.pop(instance_id, None)
@@ -100,14 +100,14 @@ class SearchTool(BaseTool):
         return index.search(query, instance.k)
 
 
-def format_results(found: SearchResult, snippet_words: int) -> str:
-    """What the model reads: whole texts, or how many there are and a line for each of the best."""
-    if not found.documents:
+def format_results(result: SearchResult, snippet_words: int) -> str:
+    """Text for the model: full texts, or the number of matches and one line per document."""
+    if not result.documents:
         return NO_RESULTS
     if not snippet_words:
-        return "\n".join(document.text for document in found.documents)
-    head = f"{len(found.documents)} of {found.total} result{'s' if found.total != 1 else ''}"
-    lines = (f"{n}. {_line(document, snippet_words)}" for n, document in enumerate(found.documents, start=1))
+        return "\n".join(document.text for document in result.documents)
+    head = f"{len(result.documents)} of {result.total} result{'s' if result.total != 1 else ''}"
+    lines = (f"{n}. {_line(document, snippet_words)}" for n, document in enumerate(result.documents, start=1))
     return "\n".join((head, *lines))
 
 
@@ -119,13 +119,13 @@ def _line(document: Document, snippet_words: int) -> str:
 
 def _checked_k(value: Any, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{where}: k must be a whole number from 1 up, got {value!r}")
+        raise ConfigError(f"{where}: k must be an integer ≥ 1, got {value!r}")
     return value
 
 
 def _checked_words(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_SNIPPET_WORDS:
-        raise ConfigError(f"tool search: snippet_words must be a whole number up to {MAX_SNIPPET_WORDS}, got {value!r}")
+        raise ConfigError(f"tool search: snippet_words must be an integer from 0 to {MAX_SNIPPET_WORDS}, got {value!r}")
     return value
 
 

@@ -94,8 +94,8 @@ def test_arguments_without_json_never_reach_it(start: Start) -> None:
     ("frame", "reason"),
     [
         ("000000027b7d", "sent an unexpected reply"),
-        ("000000025b5d", "invalid data: what came back from the worker is a list"),
-        ("00000001ff", "invalid data: what came back from the worker is no JSON"),
+        ("000000025b5d", "invalid data: the worker sent a list instead of an object"),
+        ("00000001ff", "invalid data: the worker sent something that is not valid JSON"),
         ("ffffffff", "invalid data: the result has 4,294,967,295 bytes"),
     ],
 )

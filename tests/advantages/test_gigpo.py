@@ -415,7 +415,7 @@ def walk(step: Step, moves: int, name: int) -> list[StepData]:
 def test_hashing_the_whole_history_is_warned_about(step: Step) -> None:
     lists = [walk(step, 8, name) for name in range(6)]
     arguments: Any = (lists, [float(i % 2) for i in range(6)], 0.5, 0.95)
-    with pytest.warns(SingletonAnchorsWarning, match="met once only"):
+    with pytest.warns(SingletonAnchorsWarning, match="occurred only once"):
         dead = apply_gigpo_to_batch_steps(*arguments, lambda seen: str(list(seen)), group_ids=["g"] * 6)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

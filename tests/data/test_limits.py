@@ -292,7 +292,7 @@ def test_columns_that_python_cannot_hold_are_named_or_plain(tmp_path: Path, arra
 def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     pq.write_table(pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"]), path)
-    assert "has two columns 'a'" in refused(path)
+    assert "has two columns named 'a'" in refused(path)
 
 
 def test_a_file_cut_at_any_place_is_refused(tmp_path: Path) -> None:

@@ -251,7 +251,7 @@ def test_ids_are_unique_whatever_the_indexes(tmp_path_factory: pytest.TempPathFa
 
 def test_a_repeated_task_id_names_both_rows(tmp_path: Path) -> None:
     text = complaint(tmp_path, *[{"prompt": PROMPT, "task_id": "a"}] * 2)
-    assert "row 1 (0-based), field task_id: 'a' is row 0's already" in text
+    assert "row 1 (0-based), field task_id: 'a' is already the id of row 0" in text
 
 
 # Prompts that come tokenised
@@ -292,7 +292,7 @@ def test_any_left_padded_prompt_comes_back_whole(
         (
             {"input_ids": [0, 5, 0, 6], "attention_mask": [0, 1, 0, 1]},
             "attention_mask",
-            "zeros and then ones",
+            "zeros followed by ones",
         ),
         ({"input_ids": [0, 0], "attention_mask": [0, 0]}, "attention_mask", "masks every token"),
         ({"input_ids": [0, 5], "attention_mask": [1]}, "attention_mask", "has 1 items for 2 token ids"),
@@ -330,7 +330,7 @@ def test_bad_token_ids_are_named(tmp_path: Path, row: dict[str, Any], field: str
         ({"ability": ["math"]}, "ability", "not a string"),
         ({"extra_info": [1]}, "extra_info", "not an object"),
         ({"extra_info": "{"}, "extra_info", "not JSON"),
-        ({"extra_info": {"index": [1]}}, "extra_info.index", "no id"),
+        ({"extra_info": {"index": [1]}}, "extra_info.index", "not an id"),
         ({"extra_info": {"tools_kwargs": "[1]"}}, "extra_info.tools_kwargs", "not an object"),
         ({"extra_info": {"tools_kwargs": {"a": 1}}}, "extra_info.tools_kwargs.a", "not an object"),
         (
@@ -356,7 +356,7 @@ def test_bad_token_ids_are_named(tmp_path: Path, row: dict[str, Any], field: str
         ({"termination_regex": "(done"}, "termination_regex", "not a usable regular expression"),
         ({"termination_regex": "(?=a)b"}, "termination_regex", "linear time"),
         ({"termination_regex": 3}, "termination_regex", "as a string"),
-        ({"task_id": ""}, "task_id", "no id"),
+        ({"task_id": ""}, "task_id", "not an id"),
     ],
 )
 def test_a_bad_row_names_file_row_field_and_cure(
@@ -438,5 +438,5 @@ def test_a_nan_is_a_null_and_an_infinity_an_error(tmp_path: Path) -> None:
     assert second.reward_kwargs["weight"] == 1.0
     assert first.extra_info.get("w") is None
     pq.write_table(pa.Table.from_pylist([{"prompt": "a", "ground_truth": "1", "weight": math.inf}]), path)
-    with pytest.raises(DataError, match=r"weight.*is inf, which JSON does not have"):
+    with pytest.raises(DataError, match=r"weight.*is inf, which is not valid JSON"):
         load_tasks(path)

@@ -136,7 +136,7 @@ def test_a_group_that_differs_in_step_rewards_alone_is_kept_where_they_are_added
 
 
 def test_a_run_says_once_what_its_estimator_will_see(tiny_run: Path) -> None:
-    line = "advantages: grpo sees the score of each rollout; step rewards do not enter"
+    line = "advantages: grpo sees the score of each rollout; step rewards are not used"
     out = (tiny_run.parent / "stdout.txt").read_text(encoding="utf-8")
     assert out.count(line) == 1
     assert out.index(line) < out.index("validation")

@@ -78,7 +78,7 @@ def test_what_one_call_prints_is_bounded(capsys: pytest.CaptureFixture[str]) -> 
     told: dict[str, str] = {}
     asyncio.run(InProcessExecutor(told.__setitem__).evaluate(Reward.of(endless), [rollout("a")], step=0))
     assert len(told["step 0, a"]) < CALL_CHARS + 100
-    assert "characters more" in told["step 0, a"]
+    assert "more characters" in told["step 0, a"]
 
 
 def test_calls_that_overlap_wrap_the_streams_once(capsys: pytest.CaptureFixture[str]) -> None:

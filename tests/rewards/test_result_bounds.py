@@ -84,7 +84,7 @@ def test_a_step_reward_beyond_the_limit_is_named_and_left_out() -> None:
     result = read_result({"score": 1, "step_outputs": [{"step_index": 0, "base_reward": 1e300}]})
     scored = align_rollouts([rollout()], [result])[0]
     assert scored.steps[0].base_reward is None
-    assert "counts as none" in scored.warnings[0]
+    assert "is ignored" in scored.warnings[0]
 
 
 def test_a_weighted_sum_beyond_the_limit_is_a_fault_and_no_crash() -> None:

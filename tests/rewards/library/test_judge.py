@@ -450,7 +450,7 @@ def test_a_cache_that_cannot_be_written_costs_no_verdict(
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     assert [r.score for r in grade(server, "4", cache=str(tmp_path / "file"))] == [0.8]
-    assert "cannot be written" in caplog.text
+    assert "cannot write" in caplog.text
 
 
 # Reading

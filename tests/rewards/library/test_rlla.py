@@ -234,9 +234,9 @@ def test_without_a_whole_thought_there_is_no_length() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"schedule": "twostage"}, "give one of constant, two_stage, linear"),
-        ({"matching": "exact"}, "give one of fine"),
-        ({"length_reward": True}, "give one of off"),
+        ({"schedule": "twostage"}, "must be one of constant, two_stage, linear"),
+        ({"matching": "exact"}, "must be one of fine"),
+        ({"length_reward": True}, "must be one of off"),
         ({"tool_range": 0}, "tool_range"),
         ({"tool_range": float("inf")}, "tool_range"),
         ({"tool_range": 1.0, "schedule": "linear"}, "leave tool_range out"),

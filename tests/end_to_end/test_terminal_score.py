@@ -154,7 +154,7 @@ def test_without_a_console_the_log_has_it(
     toolwise.train(config, out=tmp_path / "run")
     (told,) = [record for record in caplog.records if record.getMessage().startswith("advantages: gigpo sees")]
     assert told.levelno == logging.WARNING  # where the score is left out, also for those who read warnings alone
-    assert "the score is left out of the returns" in told.getMessage()
+    assert "the score is not part of the returns" in told.getMessage()
 
 
 def test_a_score_that_does_not_contain_the_step_rewards_is_warned_about_once(

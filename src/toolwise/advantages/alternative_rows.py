@@ -31,8 +31,8 @@ def alternative_rows(
     group = step.group
     assert group is not None  # only steps with a group are reweighted
     used_step = credited.steps[index]
-    others = [score for score in group.scores if score.alternative is not None]
-    return [_row(credited, used_step, group, score, float(advantages[score.level - 1]), cap) for score in others]
+    unused = [score for score in group.scores if score.alternative is not None]
+    return [_row(credited, used_step, group, score, float(advantages[score.level - 1]), cap) for score in unused]
 
 
 def _row(

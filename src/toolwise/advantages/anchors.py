@@ -165,8 +165,8 @@ def _message_text(message: Any) -> str:
     return text
 
 
-def _field(thing: Any, name: str) -> Any:
-    return thing.get(name) if isinstance(thing, Mapping) else getattr(thing, name, None)
+def _field(message: Any, name: str) -> Any:
+    return message.get(name) if isinstance(message, Mapping) else getattr(message, name, None)
 
 
 def _collapse_whitespace(text: str) -> str:

@@ -87,7 +87,7 @@ def pair_codes(first: Ints, second: Ints) -> tuple[Ints, int]:
     return compact_codes(a * width + b)
 
 
-def normalize(x: Doubles, groups: Ints, how: Normalization = "mean_std_norm", *, epsilon: float = EPSILON) -> Doubles:
+def normalize(x: Doubles, groups: Ints, mode: Normalization = "mean_std_norm", *, epsilon: float = EPSILON) -> Doubles:
     """Normalizes each value within its group; `groups` are codes from 0.
 
     mean_std_norm: (x − mean) / (std + ε) with the sample std. mean_norm: x − mean. leave_one_out: x − mean of the
@@ -100,9 +100,9 @@ def normalize(x: Doubles, groups: Ints, how: Normalization = "mean_std_norm", *,
     others = np.maximum(count - 1, 1)
     # Rounding leaves 7 × 0.1 slightly off its own mean; equal values must give exactly 0.
     scale = group_varies(x, groups, len(count)).astype(np.float64)
-    if how == "leave_one_out":
+    if mode == "leave_one_out":
         scale *= count / others
-    elif how == "mean_std_norm":
+    elif mode == "mean_std_norm":
         scale /= np.sqrt(np.bincount(groups, centred * centred) / others) + epsilon
     return np.asarray(centred * scale[groups])
 

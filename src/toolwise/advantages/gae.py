@@ -6,15 +6,22 @@ Paper: Schulman et al. 2016, arXiv 1506.02438.
 
 Per token (`per = "token"`): t runs over the sampled tokens of a rollout as if they were contiguous. Tool tokens are not
 time steps: they are not discounted over and have no value or reward, so inserting them changes no reward, return or
-advantage. V_t is the critic's value before token t. Per turn (`per = "turn"`): t runs over the steps; V_t is the step's
-first value, and one value per step is enough. All sampled tokens of a step get its advantage and its return.
+advantage. V_t is the critic's value before token t.
 
-A step's reward (`step_rewards.py`) is placed on its last sampled token; if it has none, on the last token before it.
-With `kl_coef` each token also earns −kl_coef · (log π_old − log π_ref), the k1 estimator. After the last token V is 0.
-For a truncated rollout this treats the cut as a real end, which is right if the score has judged it;
-`bootstrap_truncated` uses the last known value instead. `whiten` scales advantages (never returns) to mean 0 and
-variance 1 over all sampled tokens of the batch, or over all turns. Shapes: [batch, length] in
-`compute_gae_advantage_return`; over rollouts, one array per step with an entry per sampled token. Grouping: none.
+Per turn (`per = "turn"`): t runs over the steps; V_t is the step's first value, so one value per step is enough. All
+sampled tokens of a step get its advantage and its return.
+
+Rewards: a step's reward (`step_rewards.py`) is placed on its last sampled token; if it has none, on the last token
+before it. With `kl_coef` each token also earns −kl_coef · (log π_old − log π_ref), the k1 estimator.
+
+End: after the last token V is 0. For a truncated rollout this treats the cut as a real end, which is right if the score
+has judged it; `bootstrap_truncated` uses the last known value instead.
+
+Whitening: `whiten` scales advantages (never returns) to mean 0 and variance 1 over all sampled tokens of the batch, or
+over all turns.
+
+Shapes: [batch, length] in `compute_gae_advantage_return`; over rollouts, one array per step with one entry per sampled
+token. Grouping: none.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ state, a rollout alone in its group, or equal values give exactly 0. Statistics 
 
 Shapes: one score and group id per rollout; one reward, anchor, advantage and return per step; all sampled tokens of a
 step get its advantage. Grouping: A_E by group id, A_S by (group id, anchor), so nothing is compared across tasks.
+
 `anchors.py` defines states; `step_rewards.py` defines step rewards and where the final score goes. With `kl_coef` each
 step also costs kl_coef · Σ (log π_old − log π_ref) over its sampled tokens (the k1 estimator), which enters both A_E
 and A_S.

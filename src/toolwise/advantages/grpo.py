@@ -4,14 +4,15 @@
     A_i = r_i − mean(r)                        Dr. GRPO: norm_by_std = False
     A_i = r_i − mean(r of the others)          RLOO: leave one out
 
-Papers: GRPO, Shao et al. 2024, arXiv 2402.03300. Dr. GRPO, arXiv 2503.20783. RLOO, Ahmadian et al. 2024, arXiv
-2402.14740.
+Papers: GRPO, Shao et al. 2024 (arXiv 2402.03300); Dr. GRPO (arXiv 2503.20783); RLOO, Ahmadian et al. 2024 (arXiv
+2402.14740).
 
-r is the rollout's score; with `terminal_score = "add"`, the score plus its step rewards (`step_rewards.py`).
+r is the rollout's score; with `terminal_score = "add"`, the score plus its step rewards (`step_rewards.py`). To
+normalize several rewards separately before summing them, see `rewards/combine.py`, which runs earlier.
+
 Shapes: one score and one advantage per rollout; every sampled token of rollout i gets A_i, regardless of their number.
 Grouping: rollouts by `group_id`, never tokens or steps. A group of one, or of equal rewards, gives exactly 0.
-Statistics are float64, and nothing outside a group can change its advantages. To normalize several rewards separately
-before summing them, see `rewards/combine.py`, which runs earlier.
+Statistics are float64, and nothing outside a group can change its advantages.
 """
 
 from __future__ import annotations

@@ -6,10 +6,11 @@
 Paper: Hu et al. 2025, arXiv 2501.03262.
 
 r_t is the token's reward (`token_rewards.py`): the step's reward at its last token and, with `kl_coef`, a KL penalty at
-every token. Tool tokens are not time steps. A batch of equal returns gives exactly 0. Shapes: [batch, length] in
-`compute_reinforce_plus_plus_outcome_advantage`; over rollouts, one array per step with an entry per sampled token.
-Grouping: none, so longer rollouts weigh more in the statistics, and tasks of different difficulty are compared with
-each other.
+every token. Tool tokens are not time steps. A batch of equal returns gives exactly 0.
+
+Shapes: [batch, length] in `compute_reinforce_plus_plus_outcome_advantage`; over rollouts, one array per step with one
+entry per sampled token. Grouping: none, so longer rollouts weigh more in the statistics, and tasks of different
+difficulty are compared with each other.
 """
 
 from __future__ import annotations

@@ -12,10 +12,11 @@ For each step the same action is scored after the thoughts of all four levels (t
 A_traj is GRPO's or GiGPO's. Gate "none" has two biases: an action is more likely after the thought it was sampled
 after, and confidence in bad actions is rewarded; "signed" rewards confidence in good actions and doubt in bad ones. If
 a whole group succeeds, the sign says nothing about actions. What is left to learn is to think less, which is credited
-to the level and not to the thought: rewarding every thought with nothing to oppose it makes thoughts drift. The utility
-u_l includes the cost of thinking tokens (λ, from `RolloutThinking`) and a diversity bonus, annealed to 0 over training:
-weight · (1 − share of l among the steps of its group). Steps without a group of levels have no A_think. The level is
-sampled by the policy, so its tokens are in the loss like all sampled tokens.
+to the level and not to the thought: rewarding every thought with nothing to oppose it makes thoughts drift.
+
+The utility u_l includes the cost of thinking tokens (λ, from `RolloutThinking`) and a diversity bonus, annealed to 0
+over training: weight · (1 − share of l among the steps of its group). Steps without a group of levels have no A_think.
+The level is sampled by the policy, so its tokens are in the loss like all sampled tokens.
 
 `shuffle` is a control: it permutes the thinking advantages among the steps of the batch, so that any gain that remains
 does not come from their content.

@@ -155,5 +155,5 @@ def _sum_base_rewards(steps: Sequence[StepData]) -> float:
     return float(sum(rewards)) if rewards else float("nan")
 
 
-def _first_index(where: Any) -> int:
-    return int(np.flatnonzero(where)[0])
+def _first_index(condition: Any) -> int:
+    return int(np.flatnonzero(condition)[0])

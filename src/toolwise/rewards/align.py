@@ -29,8 +29,8 @@ class AlignmentIssue(str):
 
     @classmethod
     def of(cls, name: IssueKind, index: str, detail: str, rollout_id: str = "") -> AlignmentIssue:
-        what = "duplicate rollout_id" if name == "duplicate_rollout" else f"{name} step_index {index}"
-        issue = cls(f"{f'{rollout_id}: ' if rollout_id else ''}{what}{detail}")
+        subject = "duplicate rollout_id" if name == "duplicate_rollout" else f"{name} step_index {index}"
+        issue = cls(f"{f'{rollout_id}: ' if rollout_id else ''}{subject}{detail}")
         issue.name, issue.step_index, issue.rollout_id = name, index, rollout_id
         return issue
 
@@ -129,8 +129,8 @@ def align_steps(
 
 def complete_score(result: EvaluateResult, steps: Sequence[StepData]) -> EvaluateResult:
     """Fills in a missing score with the sum of the steps' base rewards, including steps that the result omits."""
-    earned = [step.base_reward for step in steps if step.base_reward is not None]
-    return result.model_copy(update={"score": float(sum(earned))}) if earned and result.is_sum_of_steps else result
+    rewards = [step.base_reward for step in steps if step.base_reward is not None]
+    return result.model_copy(update={"score": float(sum(rewards))}) if rewards and result.is_sum_of_steps else result
 
 
 def align_rollouts(rollouts: Sequence[Rollout], results: Sequence[EvaluateResult]) -> list[ScoredRollout]:

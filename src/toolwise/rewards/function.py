@@ -131,10 +131,10 @@ def read_result(value: Any) -> EvaluateResult:
 
 def _number(value: Any) -> float | None:
     """`value` as a float, or None if it is not a number. Bools and NumPy or torch scalars count as numbers."""
-    plain = unwrap_scalar(value)
-    if isinstance(plain, complex) or not isinstance(plain, Real | Decimal):
+    scalar = unwrap_scalar(value)
+    if isinstance(scalar, complex) or not isinstance(scalar, Real | Decimal):
         return None
-    return float(plain)
+    return float(scalar)
 
 
 def _non_finite_result(score: float) -> EvaluateResult:

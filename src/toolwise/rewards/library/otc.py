@@ -46,13 +46,13 @@ def otc_reward(
     judge = Reward.of(correct, correct_kwargs or {})
     if judge.mode != "pointwise":
         raise ConfigError(f"otc: {correct} is a {judge.mode} reward; name a pointwise one")
-    judged = [read_result(judge(as_messages(messages), ground_truth, **judge.kwargs)) for messages in group_messages]
+    results = [read_result(judge(as_messages(messages), ground_truth, **judge.kwargs)) for messages in group_messages]
     calls = [sum(len(read_tool_calls(m)) for m in as_messages(ms) if m.role == "assistant") for ms in group_messages]
-    right = [_correct_metric(result) >= threshold if result.has_valid_score else False for result in judged]
-    fewest = min((count for count, good in zip(calls, right, strict=True) if good), default=0)
+    outcomes = [_correct_metric(result) >= threshold if result.has_valid_score else False for result in results]
+    fewest = min((count for count, is_correct in zip(calls, outcomes, strict=True) if is_correct), default=0)
     return [
-        _otc_result(result, good, count, fewest, smoothing)
-        for result, good, count in zip(judged, right, calls, strict=True)
+        _otc_result(result, is_correct, count, fewest, smoothing)
+        for result, is_correct, count in zip(results, outcomes, calls, strict=True)
     ]
 
 
@@ -61,11 +61,11 @@ def _correct_metric(result: EvaluateResult) -> float:
     return metric.score if metric is not None else result.score or 0.0
 
 
-def _otc_result(result: EvaluateResult, good: bool, calls: int, fewest: int, smoothing: float) -> EvaluateResult:
+def _otc_result(result: EvaluateResult, is_correct: bool, calls: int, fewest: int, smoothing: float) -> EvaluateResult:
     if not result.has_valid_score:
         return result
     return EvaluateResult(
-        score=tool_productivity(calls, fewest, smoothing) if good else 0.0,
-        reason=f"{'correct' if good else 'incorrect'} with {calls} calls; the fewest of a correct rollout: {fewest}",
-        metrics={"correct": MetricResult(score=float(good)), "calls": MetricResult(score=float(calls))},
+        score=tool_productivity(calls, fewest, smoothing) if is_correct else 0.0,
+        reason=f"{'correct' if is_correct else 'incorrect'} with {calls} calls; fewest of a correct one: {fewest}",
+        metrics={"correct": MetricResult(score=float(is_correct)), "calls": MetricResult(score=float(calls))},
     )

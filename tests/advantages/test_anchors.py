@@ -1,4 +1,4 @@
-"""Which steps are in the same state."""
+"""State anchors: which steps are in the same state."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_what_a_caller_may_give() -> None:
     assert as_anchor(StateAnchor("state_key")).by == "state_key"
 
 
-# Texts that are nearly the same.
+# Similar texts.
 
 PAGE = "Results for red shoes: 1. Runner, size 42, 59.99. 2. Walker, size 43, 49.99. 3. Hiker, size 44, 99.99. Page {}"
 

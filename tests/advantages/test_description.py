@@ -1,4 +1,4 @@
-"""The line that a run says about its estimator at its start."""
+"""The line that a run logs about its estimator at startup."""
 
 from __future__ import annotations
 

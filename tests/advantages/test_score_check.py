@@ -1,4 +1,4 @@
-"""Whether the score contains the step rewards: who is warned, and who is not."""
+"""The check whether the score contains the step rewards: when it warns and when not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches: seeded, endless, and resumed exactly where they stopped."""
+"""Batches: seeded, endless, and resumable at the exact position."""
 
 from __future__ import annotations
 

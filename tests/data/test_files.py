@@ -1,4 +1,4 @@
-"""Files that cannot be read or written say so in one line."""
+"""Files that cannot be read or written give a one-line error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`@reward_function`: how functions are found and checked, and how what they return is read."""
+"""`@reward_function`: finding and checking functions, and parsing their return values."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_of_all_that_is_at_hand_a_function_gets_what_it_has_a_parameter_for() ->
     assert Reward.of(open_ended).accepted_kwargs({"ground_truth": 1, "step": 2}) == {"step": 2}
 
 
-# Reading what came back.
+# Parsing return values.
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_what_is_not_finite_is_a_fault_of_its_own(value: Any) -> None:
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
 def test_a_step_that_is_not_finite_leaves_the_score(reward: float) -> None:
-    """The aligner names it; it also gets there from a worker's answer."""
+    """The aligner reports it; it also reaches the aligner from a worker's answer."""
     result = read_result({"score": 1.0, "step_outputs": [{"step_index": 0, "base_reward": reward}]})
     assert result.has_valid_score
     again = read_result(json.loads(result.model_dump_json()))

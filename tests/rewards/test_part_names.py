@@ -1,4 +1,4 @@
-"""Names of a reward's parts: the function's, told apart where two share it, and never a path."""
+"""Names of reward parts: the function name, qualified if two parts share it, and never a path."""
 
 from __future__ import annotations
 

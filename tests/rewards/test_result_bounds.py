@@ -1,4 +1,4 @@
-"""How much a reward may say: every excess is a typed fault or a cut with a mark, before it reaches a file."""
+"""Size limits of results: every excess is a typed fault or a marked cut before it reaches a file."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ def test_whatever_a_reward_raises_here_is_a_bounded_fault(fault: Exception, tmp_
 
 
 def test_files_of_hostile_results_are_json_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a run writes them: NaN in the data, warnings without end, metrics that differ from rollout to rollout."""
-    # Half a character in a log is more than a test report takes from one process to another.
+    """As a run writes them: NaN in the data, endless warnings, metrics that differ between rollouts."""
+    # pytest cannot send a lone surrogate in a log from one process to another.
     monkeypatch.setattr(logging.getLogger("toolwise.rewards"), "disabled", True)
     task = Task(
         task_id="\ud800\x1b]0;x\x07",
@@ -154,7 +154,7 @@ def test_files_of_hostile_results_are_json_of_bounded_size(tmp_path: Path, monke
 
 
 class Forger:
-    """An executor that checks nothing."""
+    """An executor that does not check results."""
 
     async def evaluate(self, reward: Reward, rollouts: Any, *, step: int) -> list[EvaluateResult]:
         return [EvaluateResult(score=1e300), EvaluateResult(score=1.0, reason="x" * 10**6)]

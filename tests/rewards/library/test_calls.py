@@ -1,4 +1,4 @@
-"""Calls that fit their schemas, and calls that are the ones wanted."""
+"""Rewards for calls that match their schemas, and for expected calls."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_schemas_that_are_none_are_an_error(schemas: Any) -> None:
         schema_reward(did(call("f")), None, tool_schemas=schemas)
 
 
-# The calls wanted
+# Expected calls
 
 TRUTH = [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "parameters": {"b": "x"}}]
 

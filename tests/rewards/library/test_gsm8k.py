@@ -1,4 +1,4 @@
-"""GSM8K's reward: the number after `####`, or the last one."""
+"""The GSM8K reward: the number after `####`, or the last one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RLLA's text: which tags, whether they stand as they must, and the last top-level tool block."""
+"""The RLLA text format: required tags, well-formedness, and the last top-level tool_call block."""
 
 from __future__ import annotations
 

@@ -115,8 +115,7 @@ def group_varies(x: Doubles, groups: Ints, count: int) -> NDArray[np.bool_]:
 
 
 def whiten(x: Doubles) -> Doubles:
-    """(x − mean) / √(variance + ε) over the whole array, with the sample variance; exactly 0 if all values are
-    equal."""
+    """(x − mean) / √(variance + ε) over the whole array, sample variance; exactly 0 if all values are equal."""
     if len(x) == 0 or bool((x == x[0]).all()):
         return np.zeros(len(x))
     centred = x - x.mean()

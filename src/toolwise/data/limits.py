@@ -1,5 +1,4 @@
-"""Bounded reading of data files: regular files only, and never more than a budget, whatever the file's metadata
-claims."""
+"""Bounded reading of data files: regular files only, never more than a budget, whatever the file's metadata claims."""
 
 from __future__ import annotations
 

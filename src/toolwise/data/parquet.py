@@ -55,8 +55,7 @@ def _check_size(path: Path, parquet: Any, budget: ReadBudget, limit: int | None)
 
 
 def _batch_rows(group: Any) -> int:
-    """Rows per read, few enough that a row group that unpacks to more than it claims cannot exhaust memory in one
-    read."""
+    """Rows per read, few enough that a row group larger than it claims cannot exhaust memory in one read."""
     unpacked: int = max(1, group.total_byte_size)
     count = min(_MAX_BATCH_ROWS, _MAX_BATCH_BYTES // unpacked)
     if count >= _MIN_BATCH_ROWS:

@@ -57,8 +57,7 @@ def prepare_gsm8k(source: str | Path, out: str | Path, *, oracle_tool: bool = Fa
 
 
 def prepare_rlla(source: str | Path, out: str | Path) -> list[PreparedFile]:
-    """Converts RLLA's {instruction, input, output} rows to RLLA's Parquet layout; accepts rows already in that
-    layout."""
+    """Converts RLLA's {instruction, input, output} rows to RLLA's Parquet layout; also accepts converted rows."""
 
     def convert(path: Path, split: str, rows: list[Row]) -> list[Row]:
         return [_rlla_row(path, number, row, split) for number, row in enumerate(rows)]

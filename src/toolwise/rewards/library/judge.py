@@ -56,7 +56,7 @@ class Judge:
     """Added to every request, such as {"response_format": {"type": "json_object"}} if the server supports it."""
     retries: RetryPolicy = field(default_factory=RetryPolicy)
     deadline_s: float = 600.0
-    """Of a whole batch; requests that are unanswered by then time out."""
+    """Timeout of a whole batch; requests that are unanswered by then become `timeout` faults."""
     concurrency: int = 8
     cache: Path | None = None
 

@@ -38,12 +38,11 @@ class JudgeError(RewardError):
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Attempts and delays: exponential backoff up to a limit, with jitter so that requests that failed together are not
-    retried together."""
+    """Exponential backoff up to a limit, with jitter so that requests that failed together are not retried together."""
 
     attempts: int = 5
     timeout_s: float = 60.0
-    """Of one attempt, from the first byte sent to the last byte read."""
+    """Timeout of one attempt, from the first byte sent to the last byte read."""
     backoff_s: float = 1.0
     max_backoff_s: float = 30.0
 

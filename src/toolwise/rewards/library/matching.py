@@ -64,8 +64,7 @@ def numeric_match_reward(
     abs_tol: float = 0.0,
     rel_tol: float = 0.0,
 ) -> EvaluateResult:
-    """1 if the last number in the assistant's last message (without its thought) is the ground truth, or one of a
-    list."""
+    """1 if the last number in the assistant's last answer is the ground truth (or one of a list), else 0."""
     if min(abs_tol, rel_tol) < 0:
         raise ConfigError(f"numeric match: abs_tol {abs_tol} and rel_tol {rel_tol} must not be below 0")
     part = _text_after(final_answer(messages), after)

@@ -148,7 +148,7 @@ def test_a_reward_that_fails_stops_the_run_with_its_reason(tmp_path: Path) -> No
     [
         ([], ConfigError, "tasks is empty"),
         ([{"question": "1?"}], DataError, "tasks: row 0"),
-        ([{"prompt": "1?", "task_id": "a"}, {"prompt": "2?", "task_id": "a"}], DataError, "row 0's already"),
+        ([{"prompt": "1?", "task_id": "a"}, {"prompt": "2?", "task_id": "a"}], DataError, "already the id of row 0"),
         ("nowhere.jsonl", DataError, "nowhere.jsonl"),
     ],
 )

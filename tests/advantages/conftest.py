@@ -1,4 +1,4 @@
-"""Rollouts to credit, in one line."""
+"""Fixtures that build rollouts for the estimators."""
 
 from __future__ import annotations
 

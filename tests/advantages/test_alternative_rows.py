@@ -1,4 +1,4 @@
-"""The other levels as rows to learn from: forced tokens are never learned, drawn ones once, off-policy ones weighed."""
+"""Rows for unused levels: forced tokens are never trained, sampled ones once, off-policy ones are weighted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_row_is_history_level_thought_tag_and_action_and_only_what_was_drawn_i
 
 def test_tokens_carry_the_log_probs_of_their_own_context() -> None:
     [row] = build_rows([rows()[1]])
-    assert row.logprobs[3:5] == [-0.5, -0.5]  # as the thought was drawn
+    assert row.logprobs[3:5] == [-0.5, -0.5]  # as the thought was sampled
     assert row.logprobs[6:] == [-1.75, -2.25]  # as the action was scored after that thought
 
 

@@ -1,4 +1,4 @@
-"""Which steps are in the same state."""
+"""State anchors: which steps are in the same state."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_state_key_need_not_be_text(step: Step) -> None:
 
 
 def test_an_environment_that_names_no_state_is_told_of(step: Step) -> None:
-    with pytest.raises(CreditError, match="names no state; use last_observation"):
+    with pytest.raises(CreditError, match="no step has a state_key; use last_observation"):
         codes(StateAnchor("state_key"), [step(), step()])
 
 
@@ -116,7 +116,7 @@ def test_observations_that_are_no_conversation_are_compared_by_value(one: Any, s
 
 
 def test_an_object_that_hashes_by_identity_is_refused_rather_than_made_unique(step: Step) -> None:
-    with pytest.raises(CreditError, match=r"a state that is a object cannot be compared; give a state_hashing_func"):
+    with pytest.raises(CreditError, match=r"states of type object cannot be compared; give a state_hashing_func"):
         codes(StateAnchor(), [step(observation_data=object())])
 
 
@@ -134,7 +134,7 @@ def test_a_function_that_raises_is_named_with_its_step(step: Step) -> None:
     def broken(seen: Any) -> Any:
         return seen["room"]
 
-    with pytest.raises(ToolwiseError, match="state of step 5 could not be read: broken: TypeError"):
+    with pytest.raises(ToolwiseError, match="cannot compute the state of step 5: broken: TypeError"):
         codes(StateAnchor(broken), [step(5)])
 
 
@@ -159,7 +159,7 @@ def test_what_a_caller_may_give() -> None:
     assert as_anchor(StateAnchor("state_key")).by == "state_key"
 
 
-# Texts that are nearly the same.
+# Similar texts.
 
 PAGE = "Results for red shoes: 1. Runner, size 42, 59.99. 2. Walker, size 43, 49.99. 3. Hiker, size 44, 99.99. Page {}"
 

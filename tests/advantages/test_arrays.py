@@ -1,4 +1,4 @@
-"""The array core: numbers for keys, statistics within groups, discounted sums."""
+"""The array core: integer codes, group statistics, discounted sums."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VALUES = st.lists(st.floats(-100, 100), min_size=1, max_size=40)
 
 
 def partition(codes: object) -> set[frozenset[int]]:
-    """Which places hold the same code."""
+    """The sets of positions with equal codes."""
     places: dict[object, set[int]] = {}
     for place, code in enumerate(codes):  # type: ignore[arg-type,var-annotated]
         places.setdefault(code, set()).add(place)

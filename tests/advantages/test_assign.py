@@ -1,4 +1,4 @@
-"""From numbers to credited rollouts, and how the loop calls an estimator."""
+"""Attaching advantages to rollouts, and calling an estimator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Make = Callable[..., AnnotatedRollout]
 
 
 class Plain:
-    """A user's estimator: a call and what it needs, no more."""
+    """A minimal user estimator: `__call__` and `needs`."""
 
     needs: ClassVar[frozenset[Annotation]] = frozenset()
 

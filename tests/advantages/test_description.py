@@ -1,4 +1,4 @@
-"""The line that a run says about its estimator at its start."""
+"""The line that a run logs about its estimator at startup."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def test_estimators_over_steps_say_where_the_score_goes(name: str) -> None:
     added = describe_rewards(name, ESTIMATORS[name](terminal_score="add"))
     assert "score on the last step, step rewards at each step; the whole score is added" in added
     never = describe_rewards(name, ESTIMATORS[name](terminal_score="never"))
-    assert "step rewards at each step and nothing else: the score is left out" in never
+    assert "step rewards at each step only: the score is not part of the returns" in never
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo"])
 def test_estimators_over_rollouts_say_that_steps_do_not_enter(name: str) -> None:
-    assert "the score of each rollout; step rewards do not enter" in describe_rewards(name, ESTIMATORS[name]())
+    assert "the score of each rollout; step rewards are not used" in describe_rewards(name, ESTIMATORS[name]())
     assert "score + step rewards of each rollout" in describe_rewards(name, ESTIMATORS[name](terminal_score="add"))
 
 

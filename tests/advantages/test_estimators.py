@@ -1,4 +1,4 @@
-"""The table of estimators: each is its own configuration."""
+"""The table of built-in estimators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GAE: per token and per turn, over what was sampled."""
+"""GAE per token and per turn."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_wrong_discounts_are_refused(gamma: float, lam: float, told: str) -> Non
         compute_gae_advantage_return(np.ones((1, 1)), np.ones((1, 1)), np.ones((1, 1)), gamma, lam)
 
 
-# As the loop's estimator.
+# As an estimator over rollouts.
 
 
 def test_per_token_hand_worked(step: Step, rollout: Make) -> None:
@@ -121,7 +121,7 @@ def test_per_token_hand_worked(step: Step, rollout: Make) -> None:
         1.0, steps=[step(0, tokens=2), step(1, tokens=None), step(2, tokens=1)], values=[[0.5, 1.0], [], [0.25]]
     )
     found = Gae(gamma=0.5, lam=0.5, whiten=False)([made])[0]
-    # As in the table above: a step without tokens is no time step.
+    # As in the table above: a step without tokens is not a time step.
     assert [a.tolist() for a in found.advantages] == [[-11 / 64, -11 / 16], [], [0.75]]
     assert found.returns is not None
     assert [r.tolist() for r in found.returns] == [[0.5 - 11 / 64, 1 - 11 / 16], [], [1.0]]
@@ -167,7 +167,7 @@ def test_the_reward_of_a_step_without_tokens_goes_to_the_token_before_it(step: S
     ]
     made = rollout(13.0, steps=steps, values=[[], [0, 0], []])
     found = Gae(gamma=1.0, lam=1.0, whiten=False)([made, made])
-    for r in found:  # what came before any decision is nobody's doing
+    for r in found:  # rewards before the first decision are credited to no token
         assert [a.tolist() for a in r.advantages] == [[], [4, 4], []]
 
 

@@ -1,4 +1,4 @@
-"""GiGPO: hand-worked tables, an independent slow implementation, what must always hold, and the traps."""
+"""GiGPO: hand-worked tables, an independent slow implementation, invariants, and pitfalls."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ON_STATE = None
 pytestmark = pytest.mark.filterwarnings("ignore::toolwise.advantages.SingletonAnchorsWarning")
 
 
-# The paper's equations, one after the other, with nothing shared with the module under test.
+# The paper's equations, sharing nothing with the module under test.
 
 
 def slow_norm(values: list[float], mine: float, mode: str) -> float:
@@ -96,7 +96,7 @@ def slow_gigpo(
         row = []
         for t, g in enumerate(mine):
             met = [returns[j][u] for j in peers for u in range(len(returns[j])) if states[j][u] == states[i][t]]
-            # Returns that are equal but for rounding are equal: the slow sums round unlike the fast ones.
+            # Treat returns that differ only by rounding as equal: the slow sums round differently.
             a_s = 0.0 if max(met) - min(met) < 1e-12 else slow_norm(met, g, mode)
             row.append((omega * a_e + (1 - omega) * a_s if combine == "convex" else a_e + w * a_s, g))
         out.append(row)
@@ -178,7 +178,7 @@ def test_agrees_with_the_slow_implementation(
 
 
 def table(step: Step) -> tuple[list[list[StepData]], list[float], list[str]]:
-    """Task x: one rollout goes s → t → goal, one s → t → t and fails. Task y, in the same states, is another matter."""
+    """Task x: one rollout goes s → t → goal, one s → t → t and fails. Task y has the same states but is separate."""
     lists = [
         [step(0, state="s"), step(1, state="t")],
         [step(0, state="s"), step(1, state="t"), step(2, state="t")],
@@ -238,7 +238,7 @@ def test_omega_one_is_grpo_and_omega_zero_is_steps_alone(step: Step) -> None:
     assert [s.advantage for r in steps for s in r][5:] == [0, 0]
 
 
-# What must always hold.
+# Invariants.
 
 
 @given(BATCH, st.randoms(use_true_random=False))
@@ -268,7 +268,7 @@ def test_nothing_is_ever_not_a_number(step: Step, batch: Any) -> None:
 def test_shifting_scores_moves_neither_level_where_lengths_are_equal(
     step: Step, states: list[list[str]], shift: float
 ) -> None:
-    """A score is discounted back to each step; only steps equally far from the end are shifted alike."""
+    """A score is discounted back to each step; only steps equally far from the end shift equally."""
     lists = [[step(0, state=s[0])] for s in states]
     scores = [float(i % 3) for i in range(len(states))]
     before, after = (
@@ -312,7 +312,7 @@ def test_no_rollouts_and_rollouts_without_steps(step: Step) -> None:
     assert apply_gigpo_to_batch_steps([], [], 0.5, 0.9, ON_STATE, group_ids=[]) == []
     found = apply_gigpo_to_batch_steps([[], [step(state="s")]], [1.0, 0.0], 1.0, 0.9, ON_STATE, group_ids="gg")
     assert [len(r) for r in found] == [0, 1]
-    assert found[1][0].advantage == pytest.approx(-1 / math.sqrt(2), abs=1e-5)  # the empty one has its score
+    assert found[1][0].advantage == pytest.approx(-1 / math.sqrt(2), abs=1e-5)  # the empty rollout keeps its score
 
 
 def test_the_same_state_twice_in_one_rollout_is_compared_with_itself(step: Step) -> None:
@@ -334,7 +334,7 @@ def test_inputs_are_left_alone_and_the_rest_of_a_step_is_kept(step: Step) -> Non
         assert StepData.model_validate(b.model_dump()).advantage == b.advantage
 
 
-def test_the_document_s_name_is_the_same_function() -> None:
+def test_the_system_name_is_an_alias() -> None:
     assert system_apply_gigpo_to_batch_steps is apply_gigpo_to_batch_steps
 
 
@@ -369,7 +369,7 @@ def test_wrong_arguments_are_told_in_one_line(step: Step, wrong: dict[str, Any],
     assert "\n" not in str(caught.value)
 
 
-# Blocks: large batches are worked through piece by piece.
+# Large batches are processed in blocks.
 
 
 @pytest.mark.parametrize("in_order", [True, False])
@@ -396,11 +396,11 @@ def test_anchors_may_be_any_numbers() -> None:
     assert small.advantages.tolist() == wide.advantages.tolist()
 
 
-# Traps of hashing.
+# Pitfalls of hashing.
 
 
 def walk(step: Step, moves: int, name: int) -> list[StepData]:
-    """A rollout through three rooms, in circles, in an order of its own."""
+    """A rollout that circles through three rooms in its own order."""
     seen = [Message(role="user", content="find the coin")]
     steps = []
     for i in range(moves):
@@ -415,12 +415,12 @@ def walk(step: Step, moves: int, name: int) -> list[StepData]:
 def test_hashing_the_whole_history_is_warned_about(step: Step) -> None:
     lists = [walk(step, 8, name) for name in range(6)]
     arguments: Any = (lists, [float(i % 2) for i in range(6)], 0.5, 0.95)
-    with pytest.warns(SingletonAnchorsWarning, match="met once only"):
+    with pytest.warns(SingletonAnchorsWarning, match="occurred only once"):
         dead = apply_gigpo_to_batch_steps(*arguments, lambda seen: str(list(seen)), group_ids=["g"] * 6)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         alive = apply_gigpo_to_batch_steps(*arguments, "last_observation", group_ids=["g"] * 6)
-    # Dead, every step but the first (all share the prompt) has its episode's advantage and nothing else.
+    # With useless anchors, every step but the first (all share the prompt) gets only its episode advantage.
     assert all(len({s.advantage for s in r[1:]}) == 1 for r in dead)
     assert any(len({s.advantage for s in r[1:]}) > 1 for r in alive)
 
@@ -431,10 +431,11 @@ def test_the_warning_comes_once(step: Step) -> None:
         warnings.simplefilter("default")
         for _ in range(3):
             apply_gigpo_to_batch_steps(steps, [0.0, 1.0], 0.5, 0.9, "last_observation", group_ids="gg")
-    assert len([w for w in told if w.category is not ResourceWarning]) == 1  # sockets of other tests
+    # ResourceWarnings come from sockets of other tests.
+    assert len([w for w in told if w.category is not ResourceWarning]) == 1
 
 
-# As the loop's estimator.
+# As an estimator over rollouts.
 
 
 def test_the_estimator_spreads_a_step_s_advantage_over_its_tokens(step: Step, rollout: Make) -> None:
@@ -454,7 +455,7 @@ def test_the_estimator_spreads_a_step_s_advantage_over_its_tokens(step: Step, ro
     assert all(s.advantage is None for r in rollouts for s in r.scored.steps)
 
 
-def test_the_estimator_and_the_document_s_function_agree(step: Step, rollout: Make) -> None:
+def test_the_estimator_and_the_function_over_steps_agree(step: Step, rollout: Make) -> None:
     rng = np.random.default_rng(3)
     lists = [
         [
@@ -526,7 +527,7 @@ def test_a_state_anchor_can_be_given_whole(step: Step) -> None:
 
 
 def test_a_million_steps_are_no_trouble() -> None:
-    """Arrays all the way: the whole of it takes less time than a million turns of a Python loop would."""
+    """Vectorized: faster than a million iterations of a Python loop."""
     rng = np.random.default_rng(0)
     lengths = np.full(80_000, 12)
     episodes = Episodes(rng.normal(size=80_000), np.arange(80_000) // 8, lengths, rng.normal(size=int(lengths.sum())))

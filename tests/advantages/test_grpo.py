@@ -1,4 +1,4 @@
-"""GRPO: hand-worked tables, and what must hold whatever the rewards are."""
+"""GRPO: hand-worked tables and properties for any rewards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LABELLED = st.lists(st.tuples(SCORES, st.integers(0, 3)), min_size=1, max_size=2
 
 
 def annotated(score: float, group: str, lengths: tuple[int | None, ...] = (2,)) -> AnnotatedRollout:
-    """A rollout with one step for each of `lengths`; None is a step the policy gave no tokens for."""
+    """A rollout with one step per entry of `lengths`; None is a step without sampled tokens."""
     steps = tuple(
         StepData(
             system_step_index=index,
@@ -69,7 +69,7 @@ def test_a_group_of_one_is_exactly_zero(norm_by_std: bool) -> None:
 
 @pytest.mark.parametrize("norm_by_std", [True, False])
 def test_equal_rewards_are_exactly_zero(norm_by_std: bool) -> None:
-    assert sum([0.1] * 7) / 7 != 0.1  # the trap: their mean is not 0.1
+    assert sum([0.1] * 7) / 7 != 0.1  # rounding: their mean is not 0.1
     assert group_advantages([0.1] * 7, ["g"] * 7, norm_by_std=norm_by_std).tolist() == [0.0] * 7
 
 
@@ -165,7 +165,7 @@ def test_the_estimator_is_in_the_table_and_needs_nothing_of_the_learner() -> Non
     assert Grpo.needs == frozenset()
 
 
-# The same over tensors.
+# Over tensors.
 
 
 def test_tensor_form_hand_worked() -> None:
@@ -255,7 +255,7 @@ def test_tensor_form_agrees_with_the_estimator(rows: list[tuple[float, int]]) ->
     assert advantages[:, 0].tolist() == pytest.approx([float(c.advantages[0][0]) for c in credited], abs=1e-6)
 
 
-# Leaving one out.
+# Leave one out.
 
 
 def test_leave_one_out_hand_worked() -> None:

@@ -1,4 +1,4 @@
-"""HGPO: anchors nested by the last k steps."""
+"""HGPO: anchors nested by the last k states."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_alpha_says_how_much_more_the_deeper_group_weighs(step: Step, rollout: M
 def slow_nested(
     returns: list[list[float]], states: list[list[str]], groups: list[str], k: int, alpha: float
 ) -> list[float]:
-    """The definition at the top of the module, by loops, centred."""
+    """The definition at the top of the module, with loops and mean_norm."""
     out = []
     for i, row in enumerate(returns):
         for t, mine in enumerate(row):
@@ -116,7 +116,7 @@ def test_agrees_with_the_definition_by_loops(step: Step, rollout: Make, walks: A
 
 
 def test_aliased_observations_are_told_apart_by_what_came_before(step: Step, rollout: Make) -> None:
-    """The same door, with the key in hand or without: only with a history are the two compared apart."""
+    """The same door with or without the key in hand: only the history separates the two cases."""
     made = [
         rollout(float(key), "g", [step(0, state="found key" if key else "found nothing"), step(1, state="door")])
         for key in (1, 1, 0, 0)

@@ -1,4 +1,4 @@
-"""Within the four, by hand: what levels are compared by, how, and what they weigh."""
+"""Values of thinking levels, worked by hand: scores, advantages and weights."""
 
 from __future__ import annotations
 

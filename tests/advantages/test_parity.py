@@ -1,6 +1,6 @@
-"""The same numbers as the peers on random inputs: verl's functions and TRL's formulas, run in their own environment.
+"""Parity with verl's functions and TRL's formulas on random inputs, run in their own environment.
 
-They are compared where they mean the same: groups of two or more, rewards that are not all equal, under the mask.
+Compared where the definitions agree: groups of two or more, rewards that are not all equal, under the mask.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ import numpy as np, torch
 from trl.trainer import grpo_trainer, rloo_trainer
 from trl.trainer.utils import nanstd
 
-# TRL has these formulas inside two long methods and not as functions: if they change there, this must be seen.
+# TRL has these formulas inside two long methods, not as functions; this detects changes there.
 for module, line in (
     (grpo_trainer, "advantages = rewards - mean_grouped_rewards"),
     (grpo_trainer, "advantages = advantages / (std_rewards + 1e-4)"),
@@ -86,7 +86,7 @@ def peer(script: str, folder: Path, **arrays: Any) -> Any:
 def verl(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Any]:
     rng = np.random.default_rng(0)
     rows, length = 96, 40
-    # Replies with a tool's tokens in their midst, and padding after them; every row has a token.
+    # Replies with tool tokens in the middle and padding at the end; every row has a token.
     ends = rng.integers(5, length + 1, rows)
     mask = ((np.arange(length) < ends[:, None]) & (rng.random((rows, length)) < 0.8)).astype(np.float64)
     mask[:, 0] = 1
@@ -132,7 +132,7 @@ def test_reinforce_plus_plus_is_verl_s(verl: Any) -> None:
 
 
 def test_group_advantages_are_trl_s(tmp_path: Path) -> None:
-    """TRL adds 1e-4 to the std where the papers' code adds 1e-6, and takes it in single precision."""
+    """TRL adds 1e-4 to the std where the papers' code adds 1e-6, and computes it in single precision."""
     scores = np.random.default_rng(1).normal(size=64)
     found = peer(TRL, tmp_path, scores=scores)
     groups = (np.arange(64) // 8).tolist()

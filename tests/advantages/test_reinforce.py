@@ -1,4 +1,4 @@
-"""REINFORCE++: the whole batch is the baseline."""
+"""REINFORCE++: normalization over the whole batch."""
 
 from __future__ import annotations
 

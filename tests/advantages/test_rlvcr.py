@@ -1,4 +1,4 @@
-"""RLVCR over rollouts: by hand, against a slow twin, and what its gates, targets, prices and controls promise."""
+"""RLVCR over rollouts: by hand, against a slow implementation, and its gates, targets, costs and controls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FOUR = {1: -3.0, 2: -2.0, 3: -1.0, 4: -2.0}
 
 
 def pair(**kwargs: Any) -> list[AnnotatedRollout]:
-    """A rollout that won by level 3 and one that lost by level 1."""
+    """A rollout that succeeded with level 3 and one that failed with level 1."""
     return [
         thoughtful(1.0, [thinking_step(3, FOUR)], name="won", **kwargs),
         thoughtful(0.0, [thinking_step(1, FOUR)], name="lost", **kwargs),
@@ -40,7 +40,7 @@ def tokens(credited: CreditedRollout) -> list[float]:
     return [round(float(x), 5) for a in credited.advantages for x in a]
 
 
-def test_the_documents_form_by_hand() -> None:
+def test_the_ungated_form_by_hand() -> None:
     plain = Rlvcr(Grpo(norm_by_std=False), thinking_diversity_w=0.0)
     won, lost = plain(pair())
     # A_traj ±0.5; level 3 is 1 above the four's mean of −2, level 1 is 1 below it
@@ -52,12 +52,12 @@ def test_the_documents_form_by_hand() -> None:
 def test_the_signed_gate_by_hand() -> None:
     won, lost = Rlvcr(Grpo(norm_by_std=False), thinking_diversity_w=0.0, gate="signed")(pair())
     assert tokens(won) == [1.5] * HEAD + [0.5] * (1 + ACTION)
-    # The lost rollout's level was a bad one for its action, and the action was bad: that level is not blamed more.
+    # The failed rollout's level was bad for its action, and the action was bad: the level is not penalized further.
     assert tokens(lost) == [0.5] * HEAD + [-0.5] * (1 + ACTION)
 
 
 def test_the_gate_of_success_by_hand() -> None:
-    """The one that lost has no thinking advantage; two that won have theirs though neither is better than the other."""
+    """The failed rollout has no thinking advantage; the two that succeeded do, although neither beats the other."""
     settings: dict[str, Any] = {"thinking_diversity_w": 0.0, "gate": "success", "success_score": 1.0}
     won, lost = Rlvcr(Grpo(norm_by_std=False), **settings)(pair())
     assert tokens(won) == [1.5] * HEAD + [0.5] * (1 + ACTION)
@@ -72,7 +72,7 @@ def test_the_gate_of_success_by_hand() -> None:
 
 
 def test_the_signed_gate_goes_on_where_all_succeed_by_hand() -> None:
-    """If it is told what succeeding is: for the level alone, and not in groups where all failed."""
+    """If `success_score` is set: for the level only, and not in groups where all failed."""
     settings: dict[str, Any] = {"thinking_diversity_w": 0.0, "gate": "signed", "success_score": 1.0}
     assert [tokens(c) for c in Rlvcr(Grpo(norm_by_std=False), **settings)(pair())] == [
         [1.5] * HEAD + [0.5] * (1 + ACTION),
@@ -89,7 +89,7 @@ def test_the_signed_gate_goes_on_where_all_succeed_by_hand() -> None:
 
 @pytest.mark.parametrize("what", ["priced", "gigpo"])
 def test_where_all_succeed_the_sign_of_who_was_shorter_is_not_asked(what: str) -> None:
-    """A_traj is not 0 there, and says nothing of how good an action was: the price would be turned round by it."""
+    """A_traj is not 0 there but says nothing about the actions; its sign would invert the cost."""
     tokens_of = {1: 0, 2: 2, 3: 4, 4: 8}
     alike = dict.fromkeys((1, 2, 3, 4), -1.0)
     steps = [thinking_step(level, alike, tokens=tokens_of) for level in (4, 1)]
@@ -106,18 +106,18 @@ def test_where_all_succeed_the_sign_of_who_was_shorter_is_not_asked(what: str) -
             assert (own - before).round(5).tolist() == pytest.approx(
                 [extra] * LEVEL + [0.0] * (HEAD - LEVEL + 1 + ACTION)
             )
-    assert any(abs(a[0]) > 0.1 for c in plain for a in c.advantages)  # there was a sign to be misled by
+    assert any(abs(a[0]) > 0.1 for c in plain for a in c.advantages)  # there was a misleading sign
 
 
 def test_what_rounding_leaves_of_a_mean_has_no_sign() -> None:
-    """0.2 among 0.1, 0.2 and 0.3 stands 2.8e-17 from their mean."""
+    """0.2 among 0.1, 0.2 and 0.3 differs from their mean by 2.8e-17."""
     batch = [thoughtful(s, [thinking_step(3, FOUR)], name=f"{s}") for s in (0.1, 0.2, 0.3)]
     _, middle, _ = Rlvcr(thinking_diversity_w=0.0, gate="signed")(batch)
     assert tokens(middle) == [0.0] * (HEAD + 1 + ACTION)
 
 
 def test_the_gate_of_success_is_for_the_level_alone() -> None:
-    """Where it is known which tokens say it: the thought keeps what its rollout is worth, and does not drift."""
+    """If the level tokens are known: the thought keeps the rollout's advantage and does not drift."""
     two = replace(thinking_step(3, FOUR), level_tokens=2)
     rollouts = [thoughtful(1.0, [two], name="a"), thoughtful(1.0, [two], name="b")]
     settings: dict[str, Any] = {"thinking_diversity_w": 0.0, "success_score": 1.0}
@@ -128,7 +128,7 @@ def test_the_gate_of_success_is_for_the_level_alone() -> None:
 
 
 def test_rollouts_may_pay_for_their_thoughts_too() -> None:
-    """4 and 0 tokens at 0.1: scores of 0.6 and 1 for credit, 1 and 1 for the gate and for everybody else."""
+    """4 and 0 tokens at 0.1: scores of 0.6 and 1 for advantages, 1 and 1 for the gate and everything else."""
     tokens_of = {1: 0, 2: 0, 3: 4, 4: 4}
     batch = [thoughtful(1.0, [thinking_step(k, FOUR, tokens=tokens_of)], name=f"{k}", price=0.1) for k in (3, 1)]
     settings: dict[str, Any] = {"thinking_diversity_w": 0.0, "gate": "success", "success_score": 1.0}
@@ -146,7 +146,7 @@ def test_rollouts_may_pay_for_their_thoughts_too() -> None:
 @pytest.mark.parametrize("score", ["logprob", "confidence", "neg_entropy"])
 @pytest.mark.parametrize("told", [True, False])
 def test_additive_and_gated_forms_equal_a_slow_twin(seed: int, gate: str, mode: str, score: str, told: bool) -> None:
-    """`told` what succeeding is, and which tokens say the level."""
+    """With and without `success_score` and known level tokens."""
     batch = random_batch(seed, price=0.07, anneal=0.6, level_tokens=LEVEL if told else None)
     settings: dict[str, Any] = {"gate": gate, "mode": mode, "score": score, "step_advantage_w": 0.8}
     settings["success_score"] = 1.0 if told else None
@@ -280,7 +280,7 @@ def test_equal_scores_teach_only_where_the_gate_is_open() -> None:
     for gate in gates:
         assert not Rlvcr(gate=gate).learns_from_equal_scores(1.0)
         assert Rlvcr(gate=gate, success_score=0.8).learns_from_equal_scores(0.8)
-        assert not Rlvcr(gate=gate, success_score=0.8).learns_from_equal_scores(0.7)  # all failed: nothing to be had
+        assert not Rlvcr(gate=gate, success_score=0.8).learns_from_equal_scores(0.7)  # all failed: nothing to learn
     assert not Rlvcr(compare_equal_scores=False).learns_from_equal_scores(1.0)
     assert not Rlvcr(step_advantage_w=0.0).learns_from_equal_scores(1.0)
     assert not Rlvcr(combine="reweight").learns_from_equal_scores(1.0)

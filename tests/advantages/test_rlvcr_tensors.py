@@ -1,4 +1,4 @@
-"""Document 5's function over tensors: its fields as the document has them, and rows of four that are compared there."""
+"""RLVCR over tensors: precomputed thinking advantages, and rows that are the levels of a step."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from toolwise.types import AnnotatedRollout
 LENGTH = HEAD + 1 + ACTION
 
 
-def document_rows(batch: list[AnnotatedRollout], width: int) -> dict[str, Any]:
-    """One row a step: the episode's reward with its last token, and the document's fields."""
+def field_rows(batch: list[AnnotatedRollout], width: int) -> dict[str, Any]:
+    """One row per step: the episode's reward at its last token, and the `thinking_fields`."""
     steps = [(r, s) for r in batch if r.thinking for s in r.thinking.steps]
     rewards = np.zeros((len(steps), width), np.float32)
     rewards[:, LENGTH - 1] = [r.scored.score for r, _ in steps]
@@ -45,10 +45,10 @@ def document_rows(batch: list[AnnotatedRollout], width: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("gate", ["none", "signed", "success"])
 @pytest.mark.parametrize("told", [True, False])
-def test_the_documents_fields_give_what_the_estimator_gives(gate: Any, told: bool) -> None:
-    """`told` who succeeded, and which tokens say the level."""
+def test_thinking_fields_give_what_the_estimator_gives(gate: Any, told: bool) -> None:
+    """With and without `succeeded` and `level_mask`."""
     batch = random_batch(2, price=0.05, level_tokens=LEVEL if told else None)
-    rows = document_rows(batch, LENGTH + 3)
+    rows = field_rows(batch, LENGTH + 3)
     thought, level = (np.zeros_like(rows["response_mask"]) for _ in range(2))
     thought[:, :HEAD], level[:, :LEVEL] = True, True
     masks = {} if gate == "none" else {"thought_mask": thought, "level_mask": level if told else None}
@@ -65,7 +65,7 @@ def test_the_documents_fields_give_what_the_estimator_gives(gate: Any, told: boo
 
 
 def rows_of_four(batch: list[AnnotatedRollout], quantity: str) -> tuple[dict[str, Any], list[int]]:
-    """All levels of all steps as rows, the used ones first; and how many rows those are."""
+    """All levels of all steps as rows, the used ones first, and the number of used rows."""
     listed: list[tuple[Any, ...]] = []
     for r in batch:
         for index, s in enumerate(r.thinking.steps if r.thinking else ()):
@@ -95,7 +95,7 @@ def rows_of_four(batch: list[AnnotatedRollout], quantity: str) -> tuple[dict[str
 
 
 def named_batch(seed: int, **kwargs: float) -> list[AnnotatedRollout]:
-    """Every step names its level: rows are levels, and a step without one has no row."""
+    """A batch in which every step has a level: rows are levels, and a step without one has no row."""
     return [r for r in random_batch(seed, **kwargs) if r.thinking and all(s.level for s in r.thinking.steps)]
 
 
@@ -223,7 +223,7 @@ def test_a_row_without_tokens_is_not_there() -> None:
 
 
 def test_a_row_without_tokens_neither_fails_nor_stands_for_a_level() -> None:
-    """The third has none: it does not unsettle its group, is no second row of a level, and no share of the levels."""
+    """The third is empty: it has no effect on whether its group is solved, on duplicate levels or on shares."""
     rewards, mask = np.array([[1.0], [1.0], [0.0]]), np.array([[1], [1], [0]])
     field = np.array([[0.5], [-0.5], [9.0]])
     args = (rewards, field, np.zeros((3, 1)), mask, ["g"] * 3, list("abc"))
@@ -232,13 +232,13 @@ def test_a_row_without_tokens_neither_fails_nor_stands_for_a_level() -> None:
     )
     assert found[:, 0].tolist() == [0.5, -0.5, 0.0]
     rows = {"step_uid": ["s", "s", "s"], "levels": [1, 2, 2], "sampled": [True, False, False]}
-    for diversity, wanted in ((0.0, 0.5), (1.0, 0.0)):  # level 1 has all the shares: the other is worth 1 more
+    for diversity, wanted in ((0.0, 0.5), (1.0, 0.0)):  # level 1 has the whole share: the other gets a bonus of 1
         found, _ = compute_rlvcr_outcome_advantage(*args, thinking_diversity_w=diversity, **rows)
         assert found[:, 0].tolist() == pytest.approx([wanted, 0.0, 0.0])
 
 
 def test_where_all_succeed_the_sign_gives_way_by_hand() -> None:
-    """1 and 2, both successes of one task: +A_think for both, on the level alone. Another task keeps its signs."""
+    """1 and 2, both successes of one task: +A_think for both, on the level only. Another task keeps its signs."""
     rewards, field = np.zeros((4, 3)), np.full((4, 3), 0.25)
     rewards[:, 2] = [1.0, 2.0, 0.0, 1.0]
     thought, level = np.tile([1, 1, 0], (4, 1)), np.tile([1, 0, 0], (4, 1))

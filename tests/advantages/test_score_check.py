@@ -1,4 +1,4 @@
-"""Whether the score contains the step rewards: who is warned, and who is not."""
+"""The check whether the score contains the step rewards: when it warns and when not."""
 
 from __future__ import annotations
 
@@ -138,11 +138,11 @@ def test_it_says_what_it_saw(step: Step, rollout: Make) -> None:
     def first(name: str) -> str:
         return looked(step, rollout, NOT_CONTAINED[name], 0)[0]
 
-    same = "here rollouts of one task have the same score and different step rewards"
+    same = "here rollouts of one task have the same score but different step rewards"
     assert same in first("right or wrong beside a price a call")
     assert "here step rewards vary" in first("a judge beside a world of 0 to 100")
-    assert "up to 100 away from 0, where all scores are 0" in first("never right beside 100 for all")
-    assert "up to 100 away from 0, where scores lie between 0 and 1" in first("right or wrong beside 100 for all")
+    assert "up to 100 away from 0, while all scores are 0" in first("never right beside 100 for all")
+    assert "up to 100 away from 0, while scores range from 0 to 1" in first("right or wrong beside 100 for all")
 
 
 def test_without_step_rewards_there_is_nothing_to_look_at(step: Step, rollout: Make) -> None:

@@ -1,4 +1,4 @@
-"""What a step earned, and where the final score goes."""
+"""Step rewards, and where the final score goes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_without_base_rewards_the_score_comes_at_the_last_step(step: Step) -> No
 
 
 def test_the_last_step_gets_what_the_step_rewards_leave_of_the_score(step: Step) -> None:
-    """Whichever steps have rewards, in whichever group: a final score and a price on each call, by hand."""
+    """For any steps with rewards, in any group: a final score and a cost on each call, by hand."""
     right = [step(base_reward=-0.25), step(base_reward=-0.25), step(base_reward=0.0)]
     partly, none = [step(base_reward=-0.25), step()], [step(), step()]
     found = episodes_of([right, partly, none], [0.5, -0.25, 1.0], "aab")
@@ -50,7 +50,7 @@ def test_never_leaves_the_score_out_of_the_rewards(step: Step) -> None:
 
 
 def test_steps_that_add_up_to_the_score_leave_exactly_nothing(step: Step) -> None:
-    """0.1 + 0.2 + 0.3 is not 0.6 in floating point; the last step still gets its own reward and no more."""
+    """0.1 + 0.2 + 0.3 is not 0.6 in floating point; the last step still gets exactly its own reward."""
     lists = [[step(base_reward=x) for x in (0.1, 0.2, 0.3)], [step(base_reward=x) for x in (60.0, 40.0, 0.0)]]
     assert rewards(lists, [0.6, 100.0], "gg") == [0.1, 0.2, 0.3, 60.0, 40.0, 0.0]
 
@@ -187,6 +187,6 @@ def test_whole_rollouts_are_compared_by_the_same_totals(
 
 
 def test_whole_rollouts_ask_nothing_of_their_steps_unless_they_must(step: Step, rollout: Make) -> None:
-    """A world whose rewards are not numbers does not stop GRPO, which reads scores alone."""
+    """An environment with non-numeric rewards does not stop GRPO, which reads only scores."""
     odd = [rollout(score, steps=[step(base_reward=float("nan"))]).scored for score in (1.0, 0.0)]
     assert total_rewards(odd, terminal_score="remainder").tolist() == [1.0, 0.0]

@@ -1,4 +1,4 @@
-"""Arrays [batch, length] from numpy or torch: the same in, the same out, and nothing off the mask is read."""
+"""[batch, length] arrays from NumPy or torch: same type in and out, and nothing off the mask is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The price of thought outside the four: who pays it, by hand, and that only credit has seen it."""
+"""The cost of thinking: which steps pay it, by hand, and that only advantages include it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from toolwise.types import AnnotatedRollout
 
 
 def rollout(name: str, spent: list[int], rewards: list[float | None]) -> AnnotatedRollout:
-    """A score of 1 at a price of 0.1 a thinking token; every step in the state of its number."""
+    """A score of 1 at a cost of 0.1 per thinking token; the state of each step is its index."""
     made = thoughtful(1.0, [thinking_step(4, tokens={4: tokens}) for tokens in spent], name=name, price=0.1)
     steps = tuple(
         step.model_copy(update={"base_reward": reward, "step_info": {"state_key": str(index)}})
@@ -38,12 +38,12 @@ def test_it_is_not_in_the_scores() -> None:
 
 
 def test_steps_with_rewards_of_their_own_pay_for_their_own_thoughts() -> None:
-    """6 tokens in the first of two steps: 0.3 off its return, nothing off the second's; rewards are as given."""
+    """6 tokens in the first of two steps: 0.3 off its return, nothing off the second's; stored rewards stay."""
     batch = [rollout("long", [6, 0], [0.0, 1.0]), rollout("short", [0, 0], [0.0, 1.0])]
     gigpo = Gigpo(gamma=1.0, omega=0.5, normalization="mean_norm")
     found = MonitoredEstimator(gigpo, Rlvcr(), priced=True)(batch)
     assert returns(found) == [[0.7, 1.0], [1.0, 1.0]]
-    # Scores of 0.7 and 1, and the same for the first steps: ∓0.15 by either; second steps are equal by themselves.
+    # Scores of 0.7 and 1, and the same for the first steps: ∓0.15 by either; second steps are equal.
     assert [step.advantage for c in found for step in c.steps] == pytest.approx([-0.15, -0.075, 0.15, 0.075])
     assert [step.base_reward for c in found for step in c.steps] == [0.0, 1.0, 0.0, 1.0]
 
@@ -57,12 +57,12 @@ def test_steps_without_a_reward_pay_for_their_own_thoughts_too() -> None:
 
 
 def test_the_price_comes_after_the_remainder() -> None:
-    """Steps that paid 0.2 of a score of 1 leave 1.2 for the end, whatever was thought; defaults come on top."""
+    """Steps that paid 0.2 of a score of 1 leave 1.2 for the end, however much was thought; defaults are added."""
     batch = [rollout("long", [6, 0, 0], [-0.2, 0.0, None]), rollout("short", [0, 0, 0], [-0.2, None, 0.0])]
     gigpo = Gigpo(gamma=1.0, omega=1.0, normalization="mean_norm", default_step_reward=0.5)
     found = MonitoredEstimator(gigpo, Rlvcr(), priced=True)(batch)
     assert returns(found) == [[1.3, 1.7, 1.7], [1.5, 1.7, 1.2]]
-    assert [c.steps[0].advantage for c in found] == pytest.approx([-0.1, 0.1])  # of 1.3 and 1.5 in all
+    assert [c.steps[0].advantage for c in found] == pytest.approx([-0.1, 0.1])  # totals 1.3 and 1.5
 
 
 def test_whole_rollouts_pay_once_where_step_rewards_are_added() -> None:
@@ -84,7 +84,7 @@ def test_nobody_pays_twice_where_the_score_is_added(kl_too: bool) -> None:
     batch = [rollout("long", [6, 0], [0.0, 0.0]), rollout("short", [0, 0], [0.0, 0.0])]
     batch = [replace(r, ref_logprobs=tuple(np.full(6, -1.0, np.float32) for _ in range(2))) for r in batch]
     gigpo = Gigpo(gamma=1.0, terminal_score="add")
-    inner = KlRewardEstimator(gigpo, KlCoefficient(0.1)) if kl_too else gigpo  # which has not left its reference
+    inner = KlRewardEstimator(gigpo, KlCoefficient(0.1)) if kl_too else gigpo  # the policy still equals its reference
     assert returns(MonitoredEstimator(inner, Rlvcr(), priced=True)(batch)) == [[0.7, 1.0], [1.0, 1.0]]
 
 

@@ -1,4 +1,4 @@
-"""What each sampled token earned."""
+"""Rewards of sampled tokens."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ def reward_in_no_file(desk: Desk) -> list[object]:
     return desk.train({"reward": {"function": "judge.py:judge"}})
 
 
-@case("judge", "takes no argument 'prise'", "add it to the function or take it out")
+@case("judge", "takes no argument 'prise'", "add it to the function or remove it")
 def reward_with_an_unknown_argument(desk: Desk) -> list[object]:
     desk.file("judge.py", "def judge(messages, ground_truth, price=1.0):\n    return 1.0\n")
     return desk.train({"reward": {"function": "judge.py:judge", "kwargs": {"prise": 2}}})

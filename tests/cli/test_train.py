@@ -146,7 +146,7 @@ def test_start_up_is_shown_step_by_step(tiny_run: Path) -> None:
         "importing PyTorch …",
         "loading the model builtin:small …",
         "building the learner …",
-        "advantages: grpo sees the score of each rollout; step rewards do not enter (algorithm.terminal_score = "
+        "advantages: grpo sees the score of each rollout; step rewards are not used (algorithm.terminal_score = "
         '"remainder")',
         "validating on 4 held-out tasks before training …",
     ]

@@ -1,4 +1,4 @@
-"""Batches: seeded, endless, and resumed exactly where they stopped."""
+"""Batches: seeded, endless, and resumable at the exact position."""
 
 from __future__ import annotations
 
@@ -128,6 +128,6 @@ def test_a_torn_state_is_refused_and_changes_nothing(torn: dict[str, Any]) -> No
     batches = Batches(make_tasks(6), 2, seed=0)
     next(batches)
     before = batches.state_dict()
-    with pytest.raises(CheckpointError, match="torn"):
+    with pytest.raises(CheckpointError, match="damaged"):
         batches.load_state_dict(before | torn)
     assert batches.state_dict() == before

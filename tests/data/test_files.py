@@ -1,4 +1,4 @@
-"""Files that cannot be read or written say so in one line."""
+"""Files that cannot be read or written give a one-line error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from toolwise.errors import DataError
     [
         ("missing.jsonl", None, "no such file"),
         ("rows.csv", b"a,b\n", "has .csv; tasks are read from .parquet, .jsonl, .json"),
-        ("rows", b"{}", "no ending"),
+        ("rows", b"{}", "no suffix"),
         ("empty.jsonl", b"", "empty"),
         ("empty.parquet", b"", "empty"),
         ("blank.jsonl", b"\n\n", "no rows"),
@@ -82,7 +82,7 @@ def test_folders_on_the_way_are_made(tmp_path: Path) -> None:
 def test_rows_that_do_not_fit_parquet_leave_the_old_file_alone(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     write_rows([{"a": 1}], path)
-    with pytest.raises(DataError, match=r"x\.parquet: these rows do not fit Parquet .* end the output in \.jsonl"):
+    with pytest.raises(DataError, match=r"x\.parquet: cannot store these rows as Parquet .* write to a \.jsonl file"):
         write_rows([{"a": {}}], path)
     assert read_rows(path) == [{"a": 1}]
     assert [file.name for file in tmp_path.iterdir()] == ["x.parquet"]

@@ -1,4 +1,4 @@
-"""Odd, hostile and huge files: each is one line that says what is wrong, soon and in little memory."""
+"""Odd, hostile and huge files: each gives a one-line error, quickly and with little memory."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_a_size_that_is_none(tmp_path: Path, given: str, monkeypatch: pytest.Mon
 
 
 def _dictionary_bomb(path: Path) -> None:
-    """A long text that the dictionaries of many row groups hold once."""
+    """A long text stored once in the dictionaries of many row groups."""
     text = pa.array(["a" * 100_000] * 50)
     schema = pa.schema([("prompt", pa.string())])
     with pq.ParquetWriter(path, schema, compression="zstd") as writer:
@@ -181,7 +181,7 @@ def _one_group_bomb(path: Path) -> None:
 
 
 def _row_bomb(path: Path) -> None:
-    """Ten million rows of nothing."""
+    """Ten million empty rows."""
     rows = 10_000_000
     pq.write_table(pa.table({"a": pa.nulls(rows, pa.bool_())}), path, compression="zstd", row_group_size=rows)
 
@@ -196,7 +196,7 @@ try:
     print("read")
 except DataError as error:
     print(error)
-# Not getrusage, which begins with the memory of the process that forked this one.
+# Not getrusage, which starts at the memory of the process that forked this one.
 peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
 print(int(peak.split()[1]) // 1024)
 """
@@ -292,7 +292,7 @@ def test_columns_that_python_cannot_hold_are_named_or_plain(tmp_path: Path, arra
 def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     pq.write_table(pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"]), path)
-    assert "has two columns 'a'" in refused(path)
+    assert "has two columns named 'a'" in refused(path)
 
 
 def test_a_file_cut_at_any_place_is_refused(tmp_path: Path) -> None:

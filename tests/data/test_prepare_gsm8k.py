@@ -1,4 +1,4 @@
-"""GSM8K as published becomes rows with a calculator, or with the document's oracle."""
+"""Preparing GSM8K with a calculator or with the oracle tool."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_rows_come_with_a_calculator_and_no_answer_for_it(tmp_path: Path) -> Non
         assert task.interaction_kwargs == {"query": user.content, "ground_truth": task.ground_truth}
 
 
-def test_the_oracle_rows_have_the_documents_layout(tmp_path: Path) -> None:
+def test_the_layout_of_oracle_rows(tmp_path: Path) -> None:
     prepare_gsm8k(SOURCE, tmp_path / "train.parquet", oracle_tool=True)
     row = pq.read_table(tmp_path / "train.parquet").to_pylist()[0]
     source = json.loads(SOURCE.read_text().splitlines()[0])

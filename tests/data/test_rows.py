@@ -1,4 +1,4 @@
-"""From rows to tasks: the layout, where the fields may stand, and what a bad row says."""
+"""Converting rows to tasks: the layout, alternative fields, and errors for bad rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from toolwise.types import Task
 
 DATA = Path(__file__).parents[1] / "fixtures"
 PROMPT = [{"role": "user", "content": "2 + 2?"}]
-DOCUMENT_ROW: dict[str, Any] = {
+FULL_ROW: dict[str, Any] = {
     "data_source": "openai/gsm8k",
     "prompt": [{"role": "system", "content": "Be brief."}, *PROMPT],
     "ability": "math",
@@ -57,8 +57,8 @@ def complaint(folder: Path, *rows: Any, name: str = "rows.jsonl") -> str:
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl", "rows.json"])
-def test_the_documents_row_becomes_a_task(tmp_path: Path, name: str) -> None:
-    (task,) = load(tmp_path, DOCUMENT_ROW, name=name)
+def test_a_full_row_becomes_a_task(tmp_path: Path, name: str) -> None:
+    (task,) = load(tmp_path, FULL_ROW, name=name)
     assert task == Task(
         task_id="rows/train/7",
         prompt=[Message(role="system", content="Be brief."), Message(role="user", content="2 + 2?")],
@@ -113,7 +113,7 @@ def test_extra_info_may_hold_the_subset(tmp_path: Path) -> None:
 
 
 def test_an_explicit_subset_wins_over_the_keys_of_tools_kwargs(tmp_path: Path) -> None:
-    (task,) = load(tmp_path, {**DOCUMENT_ROW, "tools": ["calculator"]})
+    (task,) = load(tmp_path, {**FULL_ROW, "tools": ["calculator"]})
     assert task.tools == ["calculator"]
 
 
@@ -163,10 +163,10 @@ def test_a_tool_without_arguments_of_its_own_stays_on_offer(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl"])
 def test_kwargs_may_be_json_text(tmp_path: Path, name: str) -> None:
-    extra = DOCUMENT_ROW["extra_info"]
+    extra = FULL_ROW["extra_info"]
     as_text = {key: json.dumps(extra[key]) for key in ("tools_kwargs", "interaction_kwargs")}
-    (task,) = load(tmp_path, {**DOCUMENT_ROW, "extra_info": {**extra, **as_text}}, name=name)
-    assert [task] == load(tmp_path, DOCUMENT_ROW, name=name)
+    (task,) = load(tmp_path, {**FULL_ROW, "extra_info": {**extra, **as_text}}, name=name)
+    assert [task] == load(tmp_path, FULL_ROW, name=name)
 
 
 def test_a_null_inside_json_text_was_meant(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_a_parquet_map_column_is_an_object(tmp_path: Path) -> None:
 
 
 def test_other_columns_and_criteria_are_arguments_of_the_reward(tmp_path: Path) -> None:
-    row = {**DOCUMENT_ROW, "difficulty": 3, "evaluation_criteria": {"tolerance": 0.1}, "unused": None}
+    row = {**FULL_ROW, "difficulty": 3, "evaluation_criteria": {"tolerance": 0.1}, "unused": None}
     (task,) = load(tmp_path, row)
     assert task.reward_kwargs == {"difficulty": 3, "tolerance": 0.1}
 
@@ -251,10 +251,10 @@ def test_ids_are_unique_whatever_the_indexes(tmp_path_factory: pytest.TempPathFa
 
 def test_a_repeated_task_id_names_both_rows(tmp_path: Path) -> None:
     text = complaint(tmp_path, *[{"prompt": PROMPT, "task_id": "a"}] * 2)
-    assert "row 1 (0-based), field task_id: 'a' is row 0's already" in text
+    assert "row 1 (0-based), field task_id: 'a' is already the id of row 0" in text
 
 
-# Prompts that come tokenised
+# Tokenized prompts
 
 
 @pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl"])
@@ -292,7 +292,7 @@ def test_any_left_padded_prompt_comes_back_whole(
         (
             {"input_ids": [0, 5, 0, 6], "attention_mask": [0, 1, 0, 1]},
             "attention_mask",
-            "zeros and then ones",
+            "zeros followed by ones",
         ),
         ({"input_ids": [0, 0], "attention_mask": [0, 0]}, "attention_mask", "masks every token"),
         ({"input_ids": [0, 5], "attention_mask": [1]}, "attention_mask", "has 1 items for 2 token ids"),
@@ -330,7 +330,7 @@ def test_bad_token_ids_are_named(tmp_path: Path, row: dict[str, Any], field: str
         ({"ability": ["math"]}, "ability", "not a string"),
         ({"extra_info": [1]}, "extra_info", "not an object"),
         ({"extra_info": "{"}, "extra_info", "not JSON"),
-        ({"extra_info": {"index": [1]}}, "extra_info.index", "no id"),
+        ({"extra_info": {"index": [1]}}, "extra_info.index", "not an id"),
         ({"extra_info": {"tools_kwargs": "[1]"}}, "extra_info.tools_kwargs", "not an object"),
         ({"extra_info": {"tools_kwargs": {"a": 1}}}, "extra_info.tools_kwargs.a", "not an object"),
         (
@@ -356,7 +356,7 @@ def test_bad_token_ids_are_named(tmp_path: Path, row: dict[str, Any], field: str
         ({"termination_regex": "(done"}, "termination_regex", "not a usable regular expression"),
         ({"termination_regex": "(?=a)b"}, "termination_regex", "linear time"),
         ({"termination_regex": 3}, "termination_regex", "as a string"),
-        ({"task_id": ""}, "task_id", "no id"),
+        ({"task_id": ""}, "task_id", "not an id"),
     ],
 )
 def test_a_bad_row_names_file_row_field_and_cure(
@@ -407,7 +407,7 @@ def test_dropping_nulls_leaves_no_null_under_a_key_and_nothing_else_changes(valu
 
 
 @settings(deadline=None)
-@given(row=st.dictionaries(st.sampled_from(sorted([*DOCUMENT_ROW, "tools", "prompt_ids", "task_id"])), json_values))
+@given(row=st.dictionaries(st.sampled_from(sorted([*FULL_ROW, "tools", "prompt_ids", "task_id"])), json_values))
 def test_any_row_is_a_task_or_a_data_error(tmp_path_factory: pytest.TempPathFactory, row: dict[str, Any]) -> None:
     path = tmp_path_factory.mktemp("any") / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
@@ -427,7 +427,7 @@ def test_a_column_that_would_hide_the_training_step_is_refused(tmp_path: Path) -
 
 
 def test_a_nan_is_a_null_and_an_infinity_an_error(tmp_path: Path) -> None:
-    """What a reward reads in training and what it reads when stored rollouts are scored again are the same."""
+    """A reward sees the same values in training and when stored rollouts are scored again."""
     path = tmp_path / "x.parquet"
     rows = [
         {"prompt": "a", "ground_truth": "1", "weight": w, "extra_info": {"w": w, "v": [w]}} for w in (math.nan, 1.0)
@@ -438,5 +438,5 @@ def test_a_nan_is_a_null_and_an_infinity_an_error(tmp_path: Path) -> None:
     assert second.reward_kwargs["weight"] == 1.0
     assert first.extra_info.get("w") is None
     pq.write_table(pa.Table.from_pylist([{"prompt": "a", "ground_truth": "1", "weight": math.inf}]), path)
-    with pytest.raises(DataError, match=r"weight.*is inf, which JSON does not have"):
+    with pytest.raises(DataError, match=r"weight.*is inf, which is not valid JSON"):
         load_tasks(path)

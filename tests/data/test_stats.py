@@ -1,4 +1,4 @@
-"""What a file holds, in numbers and on the command line."""
+"""Statistics of task files, as values and on the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks written as rows and read back are the same tasks."""
+"""Tasks survive a round trip through rows."""
 
 from __future__ import annotations
 

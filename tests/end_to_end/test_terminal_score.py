@@ -136,7 +136,7 @@ def test_a_group_that_differs_in_step_rewards_alone_is_kept_where_they_are_added
 
 
 def test_a_run_says_once_what_its_estimator_will_see(tiny_run: Path) -> None:
-    line = "advantages: grpo sees the score of each rollout; step rewards do not enter"
+    line = "advantages: grpo sees the score of each rollout; step rewards are not used"
     out = (tiny_run.parent / "stdout.txt").read_text(encoding="utf-8")
     assert out.count(line) == 1
     assert out.index(line) < out.index("validation")
@@ -154,7 +154,7 @@ def test_without_a_console_the_log_has_it(
     toolwise.train(config, out=tmp_path / "run")
     (told,) = [record for record in caplog.records if record.getMessage().startswith("advantages: gigpo sees")]
     assert told.levelno == logging.WARNING  # where the score is left out, also for those who read warnings alone
-    assert "the score is left out of the returns" in told.getMessage()
+    assert "the score is not part of the returns" in told.getMessage()
 
 
 def test_a_score_that_does_not_contain_the_step_rewards_is_warned_about_once(

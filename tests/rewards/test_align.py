@@ -1,4 +1,4 @@
-"""From what a reward says to what each step earned: the Nth time the assistant acted, from 0."""
+"""Alignment of step rewards to rollout steps."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_without_a_score_all_steps_count_also_those_that_only_their_environment_
     [scored] = align_rollouts([in_world("a", 1.0, 1.0, 1.0)], [partial])
     assert [step.base_reward for step in scored.steps] == [0.5, 1.0, 1.0]
     assert scored.score == 2.5
-    assert partial.score == 0.5  # inputs are never changed
+    assert partial.score == 0.5  # inputs are never modified
     episodes = episodes_of([scored.steps], [scored.score], ["g"])
     assert (episodes.scores.tolist(), episodes.rewards.tolist()) == ([2.5], [0.5, 1.0, 1.0])
     aligned = RLDataAligner().align_data_for_rl_processing(partial, {"a": in_world("a", 1.0, 1.0, 1.0).steps}, ["a"])

@@ -1,4 +1,4 @@
-"""Several rewards into one: by weight, or each normalised in its group first."""
+"""Combining several rewards: weighted sums, and normalization within groups."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def with_steps(*rewards: tuple[int | str, float], score: float | None = 0.0) -> 
 
 
 def earned(result: EvaluateResult, count: int) -> tuple[list[float | None], list[str]]:
-    """What the steps of a rollout get of a result, and what did not fit."""
+    """The step rewards of a rollout after alignment, and the warnings."""
     bare = {"observation_data": None, "action_taken": {"type": "text"}, "resulting_messages_history": []}
     steps = [StepData(system_step_index=place, **bare) for place in range(count)]  # type: ignore[arg-type]
     aligned, misfits = align_steps(steps, result.step_outputs or ())
@@ -75,7 +75,7 @@ def test_a_part_s_nan_does_not_take_what_others_gave_the_step() -> None:
 
 
 def test_a_part_s_step_rewards_are_normalised_by_the_scale_of_its_score() -> None:
-    """By hand: 90, 80, 10 have mean 60 and sample std 43.589; the constant part says nothing."""
+    """By hand: 90, 80, 10 have mean 60 and sample std 43.589; the constant part contributes nothing."""
     one = [with_steps((0, step), score=score) for score, step in ((90.0, -10.0), (80.0, -20.0), (10.0, 0.0))]
     same = [with_steps((0, 5.0), score=1.0) for _ in range(3)]
     combined = combine([(part("a", 2.0), one), (part("b"), same)], ["g"] * 3, "normalize")

@@ -1,4 +1,4 @@
-"""Rewards that an episode brings with it: its world's and its tools'."""
+"""Rewards from the episode itself: `env` and `tools`."""
 
 from __future__ import annotations
 

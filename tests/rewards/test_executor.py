@@ -1,4 +1,4 @@
-"""Rewards in this process: every rollout gets a result, in order, whatever the function does."""
+"""The in-process executor: every rollout gets a result, in order, whatever the function does."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_batch_gets_its_task_columns_as_lists_in_order() -> None:
 
 
 def test_whatever_a_function_does_to_its_arguments_the_rollouts_stay_as_they_were() -> None:
-    """The rollouts of a group share one ground truth: a function that eats it would starve the next rollout."""
+    """The rollouts of a group share one ground truth: a function that modifies it must not affect the next rollout."""
 
     def greedy(messages: list[Message], ground_truth: dict[str, int], notes: list[str]) -> float:
         messages[-1].content = "changed"
@@ -218,7 +218,8 @@ def test_who_asks_for_the_length_of_the_prompt_is_given_it() -> None:
 
     for function in (pointwise, batch, group):
         assert [r.score for r in evaluate(function, [rollout("a"), rollout("b")])] == [1.0, 1.0]
-    assert evaluate(pointwise, [rollout("a", prompt_length=7)])[0].score == 7.0  # a column of that name comes first
+    # A data column with that name takes precedence.
+    assert evaluate(pointwise, [rollout("a", prompt_length=7)])[0].score == 7.0
 
 
 def test_async_groups_overlap() -> None:
@@ -238,7 +239,7 @@ def test_async_groups_overlap() -> None:
 
 
 class Panic(BaseException):
-    """As a panic of a Rust extension is."""
+    """Like the panic exception of a Rust extension."""
 
 
 class Mute(Exception):  # noqa: N818

@@ -1,4 +1,4 @@
-"""`@reward_function`: how functions are found and checked, and how what they return is read."""
+"""`@reward_function`: finding and checking functions, and parsing their return values."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_functions_that_cannot_be_called_with_two_values_are_refused() -> None:
 
 
 def test_a_function_that_does_not_say_what_it_takes_is_refused() -> None:
-    with pytest.raises(RewardError, match="cannot tell what it takes"):
+    with pytest.raises(RewardError, match="its signature cannot be inspected"):
         Reward.of(max)
 
 
@@ -152,7 +152,7 @@ def test_of_all_that_is_at_hand_a_function_gets_what_it_has_a_parameter_for() ->
     assert Reward.of(open_ended).accepted_kwargs({"ground_truth": 1, "step": 2}) == {"step": 2}
 
 
-# Reading what came back.
+# Parsing return values.
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,10 @@ def test_a_dictionary_that_is_no_result_is_a_fault_that_names_the_field(value: d
     ("value", "said"),
     [
         ({"scores": 1.0}, "the result has an unknown key 'scores'; did you mean 'score'?"),
-        ({"score": 1.0, "extra": 2}, "the result has an unknown key 'extra'; there are score, is_score_valid, reason"),
+        (
+            {"score": 1.0, "extra": 2},
+            "the result has an unknown key 'extra'; known keys: score, is_score_valid, reason",
+        ),
         (
             {"score": 1.0, "step_outputs": [{"step_index": 0, "base_reward": 1.0, "reasons": "x"}]},
             "step_outputs.0 has an unknown key 'reasons'; did you mean 'reason'?",
@@ -297,7 +300,7 @@ def test_what_is_not_finite_is_a_fault_of_its_own(value: Any) -> None:
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
 def test_a_step_that_is_not_finite_leaves_the_score(reward: float) -> None:
-    """The aligner names it; it also gets there from a worker's answer."""
+    """The aligner reports it; it also reaches the aligner from a worker's answer."""
     result = read_result({"score": 1.0, "step_outputs": [{"step_index": 0, "base_reward": reward}]})
     assert result.has_valid_score
     again = read_result(json.loads(result.model_dump_json()))
@@ -347,7 +350,7 @@ def test_a_file_with_one_marked_function_needs_no_name(tmp_path: Path) -> None:
     assert Reward.of(str(file)).function(None, None) == 1
 
 
-@pytest.mark.parametrize(("marks", "said"), [(0, "it has none"), (2, "it has first, second: say which")])
+@pytest.mark.parametrize(("marks", "said"), [(0, "it has none"), (2, "it has first, second: choose one")])
 def test_a_file_with_none_or_several_marked_functions_must_say_which(tmp_path: Path, marks: int, said: str) -> None:
     file = tmp_path / f"with_{marks}.py"
     mark = "@reward_function\n" if marks else ""

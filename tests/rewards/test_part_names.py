@@ -1,4 +1,4 @@
-"""Names of a reward's parts: the function's, told apart where two share it, and never a path."""
+"""Names of reward parts: the function name, qualified if two parts share it, and never a path."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_names(sources: list[Any], given: list[str], names: list[str]) -> None:
 
 
 def test_one_name_twice_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="two of them have the name 'a'; give each its own"):
+    with pytest.raises(ConfigError, match="two parts have the name 'a'; give each a different one"):
         part_names(["x:f", "y:g"], ["a", "a"])
 
 

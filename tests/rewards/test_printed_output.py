@@ -1,4 +1,4 @@
-"""What rewards print is kept, within bounds, and harmless to a terminal."""
+"""Printed output of rewards is kept within bounds and is safe to show in a terminal."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_rewards_in_this_process_are_heard_one_by_one(capsys: pytest.CaptureFixt
     asyncio.run(executor.evaluate(Reward.of(chatty), [rollout("a"), rollout("b")], step=3))
     assert told == {"step 3, a": "begin a\nend a\n", "step 3, b": "begin b\nend b\n"}
     assert (sys.stdout, sys.stderr) == before
-    assert capsys.readouterr().out == "begin a\nbegin b\n"  # the terminal hears them as it did
+    assert capsys.readouterr().out == "begin a\nbegin b\n"  # the terminal still gets the output
 
 
 def test_what_one_call_prints_is_bounded(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,7 +78,7 @@ def test_what_one_call_prints_is_bounded(capsys: pytest.CaptureFixture[str]) -> 
     told: dict[str, str] = {}
     asyncio.run(InProcessExecutor(told.__setitem__).evaluate(Reward.of(endless), [rollout("a")], step=0))
     assert len(told["step 0, a"]) < CALL_CHARS + 100
-    assert "characters more" in told["step 0, a"]
+    assert "more characters" in told["step 0, a"]
 
 
 def test_calls_that_overlap_wrap_the_streams_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,7 +90,7 @@ def test_calls_that_overlap_wrap_the_streams_once(capsys: pytest.CaptureFixture[
 
     async def overlap() -> None:
         for _ in range(3):
-            first, second = asyncio.create_task(wait(1)), asyncio.create_task(wait(3))  # the first to begin ends first
+            first, second = asyncio.create_task(wait(1)), asyncio.create_task(wait(3))  # first in, first out
             await asyncio.gather(first, second)
             assert (sys.stdout, sys.stderr) == before
 
@@ -104,7 +104,7 @@ def test_a_stream_that_is_put_back_late_is_wrapped_no_deeper(capsys: pytest.Capt
         redirected = contextlib.redirect_stdout(io.StringIO())
         with tee_output():
             redirected.__enter__()
-        redirected.__exit__(None, None, None)  # puts our wrapper back
+        redirected.__exit__(None, None, None)  # restores our wrapper
         with tee_output():
             assert sys.stdout.stream is before  # type: ignore[attr-defined]
         assert sys.stdout is before

@@ -1,4 +1,4 @@
-"""How much a reward may say: every excess is a typed fault or a cut with a mark, before it reaches a file."""
+"""Size limits of results: every excess is a typed fault or a marked cut before it reaches a file."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_step_reward_beyond_the_limit_is_named_and_left_out() -> None:
     result = read_result({"score": 1, "step_outputs": [{"step_index": 0, "base_reward": 1e300}]})
     scored = align_rollouts([rollout()], [result])[0]
     assert scored.steps[0].base_reward is None
-    assert "counts as none" in scored.warnings[0]
+    assert "is ignored" in scored.warnings[0]
 
 
 def test_a_weighted_sum_beyond_the_limit_is_a_fault_and_no_crash() -> None:
@@ -116,8 +116,8 @@ def test_whatever_a_reward_raises_here_is_a_bounded_fault(fault: Exception, tmp_
 
 
 def test_files_of_hostile_results_are_json_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a run writes them: NaN in the data, warnings without end, metrics that differ from rollout to rollout."""
-    # Half a character in a log is more than a test report takes from one process to another.
+    """As a run writes them: NaN in the data, endless warnings, metrics that differ between rollouts."""
+    # pytest cannot send a lone surrogate in a log from one process to another.
     monkeypatch.setattr(logging.getLogger("toolwise.rewards"), "disabled", True)
     task = Task(
         task_id="\ud800\x1b]0;x\x07",
@@ -154,7 +154,7 @@ def test_files_of_hostile_results_are_json_of_bounded_size(tmp_path: Path, monke
 
 
 class Forger:
-    """An executor that checks nothing."""
+    """An executor that does not check results."""
 
     async def evaluate(self, reward: Reward, rollouts: Any, *, step: int) -> list[EvaluateResult]:
         return [EvaluateResult(score=1e300), EvaluateResult(score=1.0, reason="x" * 10**6)]

@@ -1,4 +1,4 @@
-"""What a reward takes, and what is said where it takes what another library gives."""
+"""Reward signatures, and the porting hint for signatures of other libraries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rewards read in a conversation."""
+"""Reading conversations for rewards."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_one_decorated_function_is_found_and_two_are_not(tmp_path: Path) -> None
     (tmp_path / "one.py").write_text(head)
     assert Harness.load(str(tmp_path / "one.py")).reward.function.__name__ == "a"
     (tmp_path / "two.py").write_text(head + "@reward_function\ndef b(messages, truth): return 1\n")
-    with pytest.raises(ConfigError, match="it has a, b: say which"):
+    with pytest.raises(ConfigError, match="it has a, b: choose one"):
         Harness.load(str(tmp_path / "two.py"))
 
 

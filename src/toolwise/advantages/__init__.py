@@ -1,4 +1,7 @@
-"""Credit: one file an estimator, each its own configuration; adding one is a file, a line here and a test."""
+"""Advantage estimators, one file each; an estimator's config class is the estimator.
+
+To add one, write its file, a test and a line in `ESTIMATORS`.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +40,14 @@ ESTIMATORS: dict[str, Callable[..., AdvantageEstimator]] = {
 
 
 def build_estimator(name: str, **settings: Any) -> AdvantageEstimator:
-    """The estimator of that name with those of `settings` that it has; None leaves its own default.
+    """Builds an estimator from the `settings` that it has a field for; None keeps the field's default.
 
-    Not `kl_coef`: the price of leaving the reference is the learner's, which puts it on where KL is in the reward.
+    `kl_coef` is never passed: the learner sets it when the KL penalty is part of the reward.
     """
     if name not in ESTIMATORS:
         raise ConfigError(f"algorithm.adv_estimator is {name!r}; choose one of {', '.join(ESTIMATORS)}")
-    kind: Any = ESTIMATORS[name]
-    known = {field.name for field in fields(kind)} - {"kl_coef"}
+    estimator_class: Any = ESTIMATORS[name]
+    known = {field.name for field in fields(estimator_class)} - {"kl_coef"}
     return ESTIMATORS[name](**{key: value for key, value in settings.items() if key in known and value is not None})
 
 

@@ -1,11 +1,11 @@
-"""The other levels of a step as rows to learn from: CoPO's form of RLVCR trains on all four.
+"""Training rows for the unused thinking levels of a step: RLVCR's `combine = "reweight"` (CoPO) trains on all four.
 
-Such a row is a rollout of one step: the history and the forced level are its prompt, the thought and the action its
-sampled tokens. The thought was drawn in that context and has the log-probs it was drawn with. The action was not: it
-was drawn after the thought that the policy used. So its tokens carry the log-probs of this context, as they were
-scored, and what lies between the two is a bounded weight min(π(a | this) / π(a | its own), cap) in the advantage: one
-importance correction, never two. The tags between are neither sampled nor learned: they are in the prompt of a second
-step. That the level was forced is not corrected for: its tokens are in no ratio.
+Each row is a rollout of one step: the history and the forced level are its prompt, the thought and the action its
+sampled tokens. The thought was sampled in this context and keeps its sampling log-probs. The action was sampled after
+the thought that the policy used, so its tokens carry the log-probs scored in this context, and the difference is
+corrected by a bounded weight min(π(a | this context) / π(a | its own context), cap) in the advantage: one importance
+correction, never two. The tags between thought and action are neither sampled nor trained: they are in the prompt of a
+second step. The forced level is not corrected for, since its tokens are in no ratio.
 """
 
 from __future__ import annotations
@@ -27,53 +27,58 @@ if TYPE_CHECKING:
 def alternative_rows(
     credited: CreditedRollout, index: int, step: ThinkingStep, advantages: Doubles, *, cap: float
 ) -> list[CreditedRollout]:
-    """One for each level that the policy did not use; `advantages` has one a level."""
+    """One row per level that the policy did not use; `advantages` has one entry per level."""
     group = step.group
-    assert group is not None  # whoever weighs levels has them
-    taken = credited.steps[index]
-    others = [score for score in group.scores if score.alternative is not None]
-    return [_row(credited, taken, group, score, float(advantages[score.level - 1]), cap) for score in others]
+    assert group is not None  # only steps with a group are reweighted
+    used_step = credited.steps[index]
+    unused = [score for score in group.scores if score.alternative is not None]
+    return [_row(credited, used_step, group, score, float(advantages[score.level - 1]), cap) for score in unused]
 
 
 def _row(
-    credited: CreditedRollout, taken: StepData, group: ThinkingGroup, score: LevelScore, advantage: float, cap: float
+    credited: CreditedRollout,
+    used_step: StepData,
+    group: ThinkingGroup,
+    score: LevelScore,
+    advantage: float,
+    cap: float,
 ) -> CreditedRollout:
-    other = score.alternative
-    assert other is not None  # the row of the used level is the rollout itself
-    given = taken.policy_logprobs or {}
-    version = other.policy_version if other.generated_tokens else given.get("policy_version", -1)
-    seen = list(other.prompt_ids)
-    before = [*seen, *other.sampled_ids, *score.context_ids]
+    alternative = score.alternative
+    assert alternative is not None  # the used level's row is the rollout itself
+    sampled = used_step.policy_logprobs or {}
+    version = alternative.policy_version if alternative.generated_tokens else sampled.get("policy_version", -1)
+    prompt_ids = list(alternative.prompt_ids)
+    action_prompt = [*prompt_ids, *alternative.sampled_ids, *score.context_ids]
     parts: list[tuple[StepData, Floats]] = []
-    if len(other.sampled_ids):
-        thought = _step(taken, 0, seen, other.sampled_ids, other.logprobs, version)
-        parts.append((thought, np.full(len(other.sampled_ids), advantage, dtype=np.float32)))
-    drawn = _sampling_logprobs(group)
-    weights = np.minimum(np.exp(np.minimum(score.action_logprobs - drawn, 20.0)), cap)
-    acted = _step(taken, len(parts), before, group.action_ids, score.action_logprobs, version)
-    parts.append((acted, (advantage * weights).astype(np.float32)))
+    if len(alternative.sampled_ids):
+        thought = _step(used_step, 0, prompt_ids, alternative.sampled_ids, alternative.logprobs, version)
+        parts.append((thought, np.full(len(alternative.sampled_ids), advantage, dtype=np.float32)))
+    sampling_logprobs = _sampling_logprobs(group)
+    weights = np.minimum(np.exp(np.minimum(score.action_logprobs - sampling_logprobs, 20.0)), cap)
+    action = _step(used_step, len(parts), action_prompt, group.action_ids, score.action_logprobs, version)
+    parts.append((action, (advantage * weights).astype(np.float32)))
     steps = tuple(with_advantage(step, float(array.mean()), None) for step, array in parts)
     scored = credited.annotated.scored
-    name = f"{scored.rollout.rollout_id}/step-{taken.system_step_index}/level-{score.level}"
+    name = f"{scored.rollout.rollout_id}/step-{used_step.system_step_index}/level-{score.level}"
     rollout = replace(scored.rollout, rollout_id=name, steps=steps)
     annotated = AnnotatedRollout(replace(scored, rollout=rollout, steps=steps))
     return CreditedRollout(annotated, steps, tuple(array for _, array in parts))
 
 
 def _sampling_logprobs(group: ThinkingGroup) -> Any:
-    """The action's log-probs in the context that it was drawn in."""
+    """The action's log-probs in the context in which it was sampled."""
     return np.asarray(group.used.action_logprobs, dtype=np.float64)
 
 
 def _step(
-    taken: StepData, index: int, seen: Sequence[int], ids: Sequence[int], logprobs: Any, version: int
+    used_step: StepData, index: int, prompt_ids: Sequence[int], ids: Sequence[int], logprobs: Any, version: int
 ) -> StepData:
-    drawn = {
-        "prompt_ids": list(seen),
+    sampled = {
+        "prompt_ids": list(prompt_ids),
         "token_ids": list(ids),
         "logprobs": [float(x) for x in logprobs],
         "finish_reason": "stop",
         "policy_version": version,
     }
-    changes = {"system_step_index": index, "policy_logprobs": drawn, "raw_policy_output": None}
-    return StepData.unchecked(**{**taken.__dict__, **changes})
+    changes = {"system_step_index": index, "policy_logprobs": sampled, "raw_policy_output": None}
+    return StepData.unchecked(**{**used_step.__dict__, **changes})

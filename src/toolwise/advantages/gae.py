@@ -1,20 +1,27 @@
-"""GAE (Schulman et al. 2016, arXiv 1506.02438): what came was how much better than a critic foresaw.
+"""GAE: how much better the outcome was than a critic predicted, with a bias-variance trade-off λ.
 
     δ_t = r_t + γ · V_{t+1} − V_t          A_t = δ_t + γλ · A_{t+1}          return_t = A_t + V_t
 
-Per token (`per = "token"`): t runs over the sampled tokens of a rollout, as if nothing lay between them. A tool's
-tokens are no time steps: they are not discounted over, carry no value and earn nothing, so that inserting them changes
-no reward, no return and no advantage. V_t is the critic's value before token t.
-Per turn (`per = "turn"`): t runs over the steps; V_t is the step's first value, and one is enough. All sampled
-tokens of a step get its advantage and its return.
+Paper: Schulman et al. 2016, arXiv 1506.02438.
 
-What a step earns (`step_rewards.py`) comes with its last sampled token; of a step without any, with the last one before
-it. With `kl_coef` each token also earns −kl_coef · (log π_old − log π_ref), the estimator k1.
-The end: after the last token V is 0. For a rollout that was cut short that is a choice: being cut counts as an end,
-which is right where the score has judged it. `bootstrap_truncated` takes the last value known as what was to come.
-`whiten` brings advantages to mean 0 and variance 1 over all sampled tokens of the batch (turns, per turn); returns
-never. Shapes: over arrays [batch, length], below; over rollouts one array a step, an entry a sampled token. Grouping:
-none.
+Per token (`per = "token"`): t runs over the sampled tokens of a rollout as if they were contiguous. Tool tokens are not
+time steps: they are not discounted over and have no value or reward, so inserting them changes no reward, return or
+advantage. V_t is the critic's value before token t.
+
+Per turn (`per = "turn"`): t runs over the steps; V_t is the step's first value, so one value per step is enough. All
+sampled tokens of a step get its advantage and its return.
+
+Rewards: a step's reward (`step_rewards.py`) is placed on its last sampled token; if it has none, on the last token
+before it. With `kl_coef` each token also earns −kl_coef · (log π_old − log π_ref), the k1 estimator.
+
+End: after the last token V is 0. For a truncated rollout this treats the cut as a real end, which is right if the score
+has judged it; `bootstrap_truncated` uses the last known value instead.
+
+Whitening: `whiten` scales advantages (never returns) to mean 0 and variance 1 over all sampled tokens of the batch, or
+over all turns.
+
+Shapes: [batch, length] in `compute_gae_advantage_return`; over rollouts, one array per step with one entry per sampled
+token. Grouping: none.
 """
 
 from __future__ import annotations
@@ -45,15 +52,15 @@ from toolwise.types import AnnotatedRollout, CreditedRollout
 def gae(
     rewards: Doubles, values: Doubles, lengths: Ints, gamma: float, lam: float, bootstrap: Doubles | None = None
 ) -> tuple[Doubles, Doubles]:
-    """Advantages and returns over stretches that lie end to end; `bootstrap` has the value after each one's end."""
+    """Advantages and returns over concatenated segments; `bootstrap` holds the value after the end of each."""
     check_fraction("gamma", gamma)
     check_fraction("lam", lam)
     if len(rewards) == 0:
         return np.zeros(0), np.zeros(0)
-    following = np.append(values[1:], 0.0)
-    some = lengths > 0
-    following[np.cumsum(lengths)[some] - 1] = 0.0 if bootstrap is None else bootstrap[some]
-    advantages = discounted_sums(rewards + gamma * following - values, lengths, gamma * lam)
+    next_values = np.append(values[1:], 0.0)
+    nonempty = lengths > 0
+    next_values[np.cumsum(lengths)[nonempty] - 1] = 0.0 if bootstrap is None else bootstrap[nonempty]
+    advantages = discounted_sums(rewards + gamma * next_values - values, lengths, gamma * lam)
     return advantages, advantages + values
 
 
@@ -67,18 +74,20 @@ def compute_gae_advantage_return(
     whitened: bool = True,
     bootstrap: Any = None,
 ) -> tuple[Array, Array]:
-    """Over arrays or tensors [batch, length]: (advantages, returns), both zero off the mask. `bootstrap` [batch] holds
-    the value after a row's last token, where its episode was cut and not ended."""
-    where = TokenMask.of(response_mask, rewards=token_level_rewards, values=values)
-    after = None if bootstrap is None else as_numpy(bootstrap).astype(np.float64)
-    found, returns = gae(where.gather(token_level_rewards), where.gather(values), where.lengths, gamma, lam, after)
-    advantages = whiten(found) if whitened else found
-    return where.scatter(advantages, token_level_rewards), where.scatter(returns, token_level_rewards)
+    """GAE over arrays or tensors [batch, length]: (advantages, returns), both zero off the mask.
+
+    `bootstrap` [batch] holds the value after the last token of each row whose episode was truncated.
+    """
+    mask = TokenMask.of(response_mask, rewards=token_level_rewards, values=values)
+    end_values = None if bootstrap is None else as_numpy(bootstrap).astype(np.float64)
+    raw, returns = gae(mask.gather(token_level_rewards), mask.gather(values), mask.lengths, gamma, lam, end_values)
+    advantages = whiten(raw) if whitened else raw
+    return mask.scatter(advantages, token_level_rewards), mask.scatter(returns, token_level_rewards)
 
 
 @dataclass(frozen=True, slots=True)
 class Gae:
-    """`adv_estimator = "gae"`"""
+    """GAE: `adv_estimator = "gae"`."""
 
     gamma: float = 1.0
     lam: float = 0.95
@@ -123,40 +132,45 @@ class Gae:
         self, rollouts: Sequence[AnnotatedRollout], tokens: TokenRewards, is_truncated: Any
     ) -> tuple[Doubles, Doubles]:
         values = _critic_values(rollouts, tokens, per_token=False)
-        spoken = tokens.counts > 0
-        lengths = np.bincount(tokens.rollout_of_step[spoken], minlength=len(rollouts)).astype(np.intp)
-        # A turn earns what its tokens earn.
-        of_token = np.repeat(np.arange(len(spoken)), tokens.counts)
-        earned = np.bincount(of_token, tokens.rewards, len(spoken)).astype(np.float64)
+        has_tokens = tokens.counts > 0
+        lengths = np.bincount(tokens.rollout_of_step[has_tokens], minlength=len(rollouts)).astype(np.intp)
+        # The reward of a turn is the sum over its tokens.
+        step_of_token = np.repeat(np.arange(len(has_tokens)), tokens.counts)
+        turn_rewards = np.bincount(step_of_token, tokens.rewards, len(has_tokens)).astype(np.float64)
         advantages, returns = gae(
-            earned[spoken], values, lengths, self.gamma, self.lam, _last_values(values, lengths) * is_truncated
+            turn_rewards[has_tokens],
+            values,
+            lengths,
+            self.gamma,
+            self.lam,
+            _last_values(values, lengths) * is_truncated,
         )
         if self.whiten:
             advantages = whiten(advantages)
-        return np.repeat(advantages, tokens.counts[spoken]), np.repeat(returns, tokens.counts[spoken])
+        return np.repeat(advantages, tokens.counts[has_tokens]), np.repeat(returns, tokens.counts[has_tokens])
 
 
 def _last_values(values: Doubles, lengths: Ints) -> Doubles:
-    """The last value of each stretch; 0 for an empty one."""
+    """The last value of each segment; 0 for an empty one."""
     last = np.zeros(len(lengths))
-    some = lengths > 0
-    last[some] = values[np.cumsum(lengths)[some] - 1]
+    nonempty = lengths > 0
+    last[nonempty] = values[np.cumsum(lengths)[nonempty] - 1]
     return last
 
 
 def _critic_values(rollouts: Sequence[AnnotatedRollout], tokens: TokenRewards, *, per_token: bool) -> Doubles:
-    """A value for each sampled token, or (not `per_token`) for each step that has any."""
+    """One value per sampled token or, if not `per_token`, per step that has sampled tokens."""
     parts: list[Any] = []
     counts = iter(tokens.counts.tolist())
     for rollout in rollouts:
         name, steps = rollout.scored.rollout.rollout_id, rollout.scored.steps
         if rollout.values is None or len(rollout.values) != len(steps):
             raise CreditError(f"rollout {name} has no values for its {len(steps)} steps; gae needs a critic")
-        for step, found in zip(steps, rollout.values, strict=True):
+        for step, values in zip(steps, rollout.values, strict=True):
             count = next(counts)
-            if len(found) < min(count, 1) or (per_token and len(found) != count):
+            if len(values) < min(count, 1) or (per_token and len(values) != count):
                 raise CreditError(
-                    f"rollout {name}, step {step.system_step_index}: {len(found)} values for {count} sampled tokens"
+                    f"rollout {name}, step {step.system_step_index}: {len(values)} values for {count} sampled tokens"
                 )
-            parts.append(found if per_token else found[: min(count, 1)])
+            parts.append(values if per_token else values[: min(count, 1)])
     return np.concatenate(parts).astype(np.float64) if parts else np.zeros(0)

@@ -1,20 +1,23 @@
-"""GiGPO (Feng et al. 2025, arXiv 2505.10978): a step is as good as it beats what others did in the same state.
+"""GiGPO: GRPO plus step-level credit that compares each step with other steps taken in the same state.
 
     G_t   = r_t + γ · G_{t+1}                          within a rollout; its `return_to_go`
-    A_E   = normalised total                           over the rollouts of one group (task)
-    A_S   = normalised G                               over all steps of the group in one anchor state, within and
+    A_E   = normalized total                           over the rollouts of one group (task)
+    A_S   = normalized G                               over all steps of the group in one anchor state, within and
                                                        across rollouts
     A     = ω · A_E + (1 − ω) · A_S                    combine = "convex"
-    A     = A_E + w · A_S                              combine = "additive", the paper's; w is step_advantage_w
+    A     = A_E + w · A_S                              combine = "additive", as in the paper; w is step_advantage_w
 
-Normalised: mean_std_norm (x − mean) / (std + 1e-6) with the sample std, or mean_norm x − mean. Alone in its state or
-group, or all values equal: exactly 0. Statistics in float64.
+Paper: Feng et al. 2025, arXiv 2505.10978.
 
-Shapes: one score and one group id a rollout; one reward and one anchor a step; one advantage and one return a step,
-and all sampled tokens of a step get its advantage. Grouping: A_E by group id, A_S by (group id, anchor): nothing is
-ever compared across tasks. What a state is: `anchors.py`. What a step earned, and where the final score goes:
-`step_rewards.py`. With `kl_coef` each step also costs kl_coef · Σ (log π_old − log π_ref) over its sampled tokens, the
-estimator k1, which A_E and A_S both see.
+Normalization: mean_std_norm, (x − mean) / (std + 1e-6) with the sample std, or mean_norm, x − mean. A step alone in its
+state, a rollout alone in its group, or equal values give exactly 0. Statistics are float64.
+
+Shapes: one score and group id per rollout; one reward, anchor, advantage and return per step; all sampled tokens of a
+step get its advantage. Grouping: A_E by group id, A_S by (group id, anchor), so nothing is compared across tasks.
+
+`anchors.py` defines states; `step_rewards.py` defines step rewards and where the final score goes. With `kl_coef` each
+step also costs kl_coef · Σ (log π_old − log π_ref) over its sampled tokens (the k1 estimator), which enters both A_E
+and A_S.
 """
 
 from __future__ import annotations
@@ -53,26 +56,26 @@ from toolwise.types import AnnotatedRollout, CreditedRollout, StepData
 Combine = Literal["convex", "additive"]
 StepNormalization = Literal["mean_std_norm", "mean_norm"]
 StepAdvantageFn = Callable[[Doubles, Ints, Ints, StepNormalization], Doubles]
-"""From returns, states and lengths to A_S."""
+"""Computes A_S from returns, states, lengths and the normalization."""
 MAX_SINGLETON_SHARE = 0.9
 BLOCK_STEPS = 32_768
-"""Steps worked on at a time."""
+"""Steps processed at a time."""
 
 
 class SingletonAnchorsWarning(UserWarning):
-    """Step-level credit that says nothing, because hardly any two steps share a state."""
+    """Step-level advantages are nearly all 0 because hardly any two steps share a state."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCredit:
-    """What came out, one entry a step but for `episode`, which has one a rollout."""
+    """GiGPO's result: one entry per step, except for `episode`, which has one per rollout."""
 
     advantages: Doubles
     returns: Doubles
     episode: Doubles
     step: Doubles
     anchors: Ints
-    """Which (group, state) each step was in: equal numbers, not each in use."""
+    """Code of each step's (group, state); not every code occurs."""
 
     def metrics(self) -> Metrics:
         if len(self.anchors) == 0:
@@ -89,9 +92,9 @@ class StepCredit:
         }
 
 
-def same_state_advantages(returns: Doubles, states: Ints, lengths: Ints, how: StepNormalization) -> Doubles:
-    """A_S: each return against those of the same state."""
-    return normalize(returns, states, how)
+def same_state_advantages(returns: Doubles, states: Ints, lengths: Ints, mode: StepNormalization) -> Doubles:
+    """A_S: returns normalized within the same state."""
+    return normalize(returns, states, mode)
 
 
 def check_settings(omega: float, gamma: float, combine: str, normalization: str) -> None:
@@ -112,42 +115,41 @@ def gigpo_advantages(
     normalization: StepNormalization = "mean_std_norm",
     step_advantages: StepAdvantageFn = same_state_advantages,
 ) -> StepCredit:
-    """The array core, linear in the number of steps. `anchors` has one number a step, any; `step_advantages` makes
-    A_S."""
+    """The array core, linear in the number of steps. `anchors` holds any integer code per step."""
     check_settings(omega, gamma, combine, normalization)
-    by_episode, by_step = (omega, 1.0 - omega) if combine == "convex" else (1.0, step_advantage_w)
+    episode_weight, step_weight = (omega, 1.0 - omega) if combine == "convex" else (1.0, step_advantage_w)
     parts: list[StepCredit] = []
-    known = 0
-    for part, its_anchors in split_into_blocks(episodes, anchors):
-        rollout_of_step = part.rollout_of_step
-        states, count = pair_codes(part.groups[rollout_of_step], its_anchors)
-        returns = discounted_sums(part.rewards, part.lengths, gamma)
-        episode = normalize(part.scores, compact_codes(part.groups)[0], normalization)
-        step = step_advantages(returns, states, part.lengths, normalization)
-        total = by_episode * episode[rollout_of_step] + by_step * step
-        parts.append(StepCredit(total, returns, episode, step, states + known))
-        known += count
-    return StepCredit(*(np.concatenate([getattr(p, f.name) for p in parts]) for f in fields(StepCredit)))
+    state_count = 0
+    for block, block_anchors in split_into_blocks(episodes, anchors):
+        rollout_of_step = block.rollout_of_step
+        states, count = pair_codes(block.groups[rollout_of_step], block_anchors)
+        returns = discounted_sums(block.rewards, block.lengths, gamma)
+        episode = normalize(block.scores, compact_codes(block.groups)[0], normalization)
+        step = step_advantages(returns, states, block.lengths, normalization)
+        total = episode_weight * episode[rollout_of_step] + step_weight * step
+        parts.append(StepCredit(total, returns, episode, step, states + state_count))
+        state_count += count
+    return StepCredit(*(np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(StepCredit)))
 
 
 def split_into_blocks(episodes: Episodes, anchors: Ints) -> Iterator[tuple[Episodes, Ints]]:
-    """Whole groups a few thousand steps at a time: what fits a processor's cache is done in half the time.
+    """Yields whole groups in blocks that fit the CPU cache, which halves the time.
 
-    Where the rollouts of a group do not stand together, all at once; the numbers are the same to the last bit.
+    If the rollouts are not sorted by group, yields everything at once; the results are bitwise identical.
     """
-    turns = np.diff(episodes.groups)
+    group_changes = np.diff(episodes.groups)
     ends = np.cumsum(episodes.lengths)
-    if len(anchors) <= BLOCK_STEPS or bool((turns < 0).any()):
+    if len(anchors) <= BLOCK_STEPS or bool((group_changes < 0).any()):
         yield episodes, anchors
         return
-    borders = np.append(np.flatnonzero(turns) + 1, len(ends))
-    blocks = ends[borders - 1] // BLOCK_STEPS
+    group_ends = np.append(np.flatnonzero(group_changes) + 1, len(ends))
+    blocks = ends[group_ends - 1] // BLOCK_STEPS
     first = step = 0
-    for stop in borders[np.append(np.flatnonzero(np.diff(blocks)), len(borders) - 1)].tolist():
+    for stop in group_ends[np.append(np.flatnonzero(np.diff(blocks)), len(group_ends) - 1)].tolist():
         end = int(ends[stop - 1])
-        whole, inside = slice(first, stop), slice(step, end)
+        rows, inside = slice(first, stop), slice(step, end)
         yield (
-            Episodes(episodes.scores[whole], episodes.groups[whole], episodes.lengths[whole], episodes.rewards[inside]),
+            Episodes(episodes.scores[rows], episodes.groups[rows], episodes.lengths[rows], episodes.rewards[inside]),
             anchors[inside],
         )
         first, step = stop, end
@@ -170,8 +172,8 @@ def apply_gigpo_to_batch_steps(
 ) -> list[list[StepData]]:
     """Copies of the steps with `advantage` and `return_to_go` set.
 
-    `state_hashing_function` gets `step.observation_data`; None anchors on the environment's `state_key`, else on the
-    last observation. `group_ids` says which rollouts are of one task. A score of None is the sum of the step rewards.
+    `state_hashing_function` receives `step.observation_data`; None anchors on the environment's `state_key`, or else on
+    the last observation. `group_ids` holds the task of each rollout. A score of None is the sum of the step rewards.
     """
     episodes = episodes_of(
         batch_of_step_data_lists,
@@ -201,7 +203,7 @@ system_apply_gigpo_to_batch_steps = apply_gigpo_to_batch_steps
 
 @dataclass(frozen=True, slots=True)
 class Gigpo:
-    """`adv_estimator = "gigpo"`"""
+    """GiGPO: `adv_estimator = "gigpo"`."""
 
     gamma: float = 0.95
     omega: float = 0.5
@@ -215,18 +217,18 @@ class Gigpo:
     anchor_messages: int = 3
     anchor_similarity: float = 1.0
     kl_coef: float = 0.0
-    """What a step's tokens cost for each nat that they leave the reference by."""
+    """KL penalty per nat of a step's tokens (k1)."""
 
     min_group_size: ClassVar[int] = 2
     learns_from_equal_scores: ClassVar[bool] = True
-    """Rollouts that all reach the goal may still differ in how soon."""
+    """Rollouts that all reach the goal may still differ in how fast they do."""
 
     def __post_init__(self) -> None:
         check_settings(self.omega, self.gamma, self.combine, self.normalization)
         check_choice("terminal_score", self.terminal_score, get_args(TerminalScore))
         self._anchor().check()
         if isinstance(self.state_anchor, str) and ":" in self.state_anchor:
-            # Loaded once: a run keeps the function it began with when the file is edited meanwhile.
+            # Loaded once, so that a run keeps its function if the file is edited meanwhile.
             object.__setattr__(self, "state_anchor", load_reference(self.state_anchor, what="state_anchor"))
 
     @property
@@ -242,7 +244,7 @@ class Gigpo:
             nats = [float(part.sum()) for rollout in rollouts for part in token_k1(rollout)]
             episodes = episodes.minus_costs(self.kl_coef * np.array(nats))
         steps = [step for r in rollouts for step in r.scored.steps]
-        found = gigpo_advantages(
+        result = gigpo_advantages(
             episodes,
             self._anchor().codes(steps, episodes.groups[episodes.rollout_of_step]),
             omega=self.omega,
@@ -252,23 +254,23 @@ class Gigpo:
             normalization=self.normalization,
             step_advantages=self._step_advantages,
         )
-        metrics = found.metrics()
+        metrics = result.metrics()
         warn_if_singletons(metrics)
-        return credit_steps(rollouts, found.advantages, found.returns), metrics
+        return credit_steps(rollouts, result.advantages, result.returns), metrics
 
     def _anchor(self) -> StateAnchor:
         return StateAnchor(self.state_anchor, self.anchor_messages, self.anchor_similarity)
 
-    def _step_advantages(self, returns: Doubles, states: Ints, lengths: Ints, how: StepNormalization) -> Doubles:
-        return same_state_advantages(returns, states, lengths, how)
+    def _step_advantages(self, returns: Doubles, states: Ints, lengths: Ints, mode: StepNormalization) -> Doubles:
+        return same_state_advantages(returns, states, lengths, mode)
 
 
 def warn_if_singletons(metrics: Metrics) -> None:
-    """Python shows a warning of one wording from one place once; the figures are in the metrics of every step."""
+    """The text is constant, so Python shows it once; the numbers are in the metrics of every step."""
     if metrics.get("gigpo/frac_singleton", 0.0) > MAX_SINGLETON_SHARE:
         warnings.warn(
-            "more than 90 % of the anchor states were met once only, so step-level credit is 0 nearly everywhere and "
-            "GiGPO is GRPO: the state hash tells too much apart (the whole history?); see gigpo/frac_steps_alone",
+            "more than 90 % of the anchor states occurred only once, so step-level advantages are nearly all 0 and "
+            "GiGPO reduces to GRPO: the state hash is too specific (the whole history?); see gigpo/frac_steps_alone",
             SingletonAnchorsWarning,
             stacklevel=3,
         )

@@ -1,14 +1,18 @@
-"""GRPO (Shao et al. 2024, arXiv 2402.03300): a rollout is as good as it beats the others of its own task.
+"""GRPO and RLOO: compare each rollout with the other rollouts of the same task.
 
-    A_i = (r_i − mean(r)) / (std(r) + ε)       over the rollouts of one group, sample std, ε = 1e-6
-    A_i = r_i − mean(r)                        with norm_by_std = False (Dr. GRPO, arXiv 2503.20783)
-    A_i = r_i − mean(r of the others)          leave one out, RLOO (Ahmadian et al. 2024, arXiv 2402.14740)
+    A_i = (r_i − mean(r)) / (std(r) + ε)       GRPO: over the rollouts of one group, sample std, ε = 1e-6
+    A_i = r_i − mean(r)                        Dr. GRPO: norm_by_std = False
+    A_i = r_i − mean(r of the others)          RLOO: leave one out
 
-r is the rollout's score; with `terminal_score = "add"`, the score and its step rewards (`step_rewards.py`).
-Shapes: one score a rollout in, one advantage a rollout out; every sampled token of rollout i gets A_i, however many
-there are. Grouping: by `group_id`, over rollouts, never over tokens or steps. A group of one, and a group whose
-rewards are all equal, gives exactly 0. Statistics in float64: nothing outside a group can change its advantages.
-Several rewards, each normalised in its group before they are summed: `rewards/combine.py`, which comes before credit.
+Papers: GRPO, Shao et al. 2024 (arXiv 2402.03300); Dr. GRPO (arXiv 2503.20783); RLOO, Ahmadian et al. 2024 (arXiv
+2402.14740).
+
+r is the rollout's score; with `terminal_score = "add"`, the score plus its step rewards (`step_rewards.py`). To
+normalize several rewards separately before summing them, see `rewards/combine.py`, which runs earlier.
+
+Shapes: one score and one advantage per rollout; every sampled token of rollout i gets A_i, regardless of their number.
+Grouping: rollouts by `group_id`, never tokens or steps. A group of one, or of equal rewards, gives exactly 0.
+Statistics are float64, and nothing outside a group can change its advantages.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ def group_advantages(
     leave_one_out: bool = False,
     epsilon: float = EPSILON,
 ) -> Doubles:
-    """One advantage a score, against its group; `leave_one_out` takes the place of both other forms."""
+    """One advantage per score within its group; `leave_one_out` overrides `norm_by_std`."""
     x = np.asarray(scores, dtype=np.float64)
     if len(x) != len(groups):
         raise CreditError(f"{len(x)} scores for {len(groups)} group ids; give one group id for each score")
@@ -56,13 +60,13 @@ def _normalize_in_groups(
 ) -> Doubles:
     if not np.isfinite(scores).all():
         raise CreditError(f"score {int(np.flatnonzero(~np.isfinite(scores))[0])} is not a finite number; leave it out")
-    how: Normalization = "mean_std_norm" if norm_by_std else "mean_norm"
-    return normalize(scores, groups, "leave_one_out" if leave_one_out else how, epsilon=epsilon)
+    mode: Normalization = "mean_std_norm" if norm_by_std else "mean_norm"
+    return normalize(scores, groups, "leave_one_out" if leave_one_out else mode, epsilon=epsilon)
 
 
 @dataclass(frozen=True, slots=True)
 class Grpo:
-    """`adv_estimator = "grpo"`"""
+    """GRPO: `adv_estimator = "grpo"`."""
 
     norm_by_std: bool = True
     terminal_score: TerminalScore = "remainder"
@@ -82,7 +86,7 @@ class Grpo:
 
 @dataclass(frozen=True, slots=True)
 class Rloo:
-    """`adv_estimator = "rloo"`"""
+    """RLOO: `adv_estimator = "rloo"`."""
 
     terminal_score: TerminalScore = "remainder"
     default_step_reward: float = 0.0
@@ -114,17 +118,21 @@ def compute_grpo_outcome_advantage(
     leave_one_out: bool = False,
     epsilon: float = EPSILON,
 ) -> tuple[Array, Array]:
-    """The same over arrays or tensors [batch, length]: a row's score is the sum of its token rewards under the mask,
-    `index` names its group; gives (advantages, returns), equal for outcome rewards, zero off the mask."""
-    where = TokenMask.of(response_mask, rewards=token_level_rewards)
-    if len(index) != len(where.mask):
-        raise CreditError(f"shapes differ: rewards {where.mask.shape}, index {len(index)}")
-    scores, groups = where.row_sums(token_level_rewards), integer_codes(index)
-    told = where.nonempty_rows
-    if told.all():
+    """GRPO over arrays or tensors [batch, length]: returns (advantages, returns), equal for outcome rewards.
+
+    A row's score is the sum of its token rewards under the mask, and `index` its group. Zero off the mask.
+    """
+    mask = TokenMask.of(response_mask, rewards=token_level_rewards)
+    if len(index) != len(mask.mask):
+        raise CreditError(f"shapes differ: rewards {mask.mask.shape}, index {len(index)}")
+    scores, groups = mask.row_sums(token_level_rewards), integer_codes(index)
+    nonempty = mask.nonempty_rows
+    if nonempty.all():
         advantages = _normalize_in_groups(scores, groups, norm_by_std, leave_one_out, epsilon)
-    else:  # a row without a single token is no sample of its group, and must not move the others
-        advantages = np.zeros(len(told))
-        advantages[told] = _normalize_in_groups(scores[told], groups[told], norm_by_std, leave_one_out, epsilon)
-    spread = where.spread(advantages, token_level_rewards)
+    else:  # a row without tokens is not a sample of its group and must not affect the others
+        advantages = np.zeros(len(nonempty))
+        advantages[nonempty] = _normalize_in_groups(
+            scores[nonempty], groups[nonempty], norm_by_std, leave_one_out, epsilon
+        )
+    spread = mask.spread(advantages, token_level_rewards)
     return spread, copy_array(spread)

@@ -1,14 +1,16 @@
-"""HGPO (He et al. 2026, arXiv 2602.22817): GiGPO where the same state can be reached with different things behind it.
+"""HGPO: GiGPO that also compares steps by the states before them, since one state may have different histories.
 
-Anchors are nested by the states of the last d steps, d = 0 … k; a step is compared at every depth it has company at:
+Anchors are nested by the states of the last d steps, d = 0 … k; a step is compared at every depth where it has peers:
 
-    H_d(t) = all steps of the group whose last d + 1 states (their own included) equal those of step t
-    A_d(t) = normalised G over H_d(t)                        as in GiGPO
+    H_d(t) = all steps of the group whose last d + 1 states (including their own) equal those of step t
+    A_d(t) = normalized G over H_d(t)                        as in GiGPO
     A_S(t) = Σ_d w_d · A_d(t) / Σ_d w_d,   w_d = (d + 1)^α   over the depths d ≤ k with |H_d(t)| ≥ 2
 
-Deeper groups are smaller and more alike, and weigh more (α = 1; 0 weighs all alike). A step with fewer than d steps
-behind it has no group at depth d. With no depth left, A_S is exactly 0; with k = 0, A_S is GiGPO's to the last bit. A_E
-and the way both are combined are GiGPO's, too; ω = 0 leaves A_S alone, which is what the authors' code trains on.
+Paper: He et al. 2026, arXiv 2602.22817.
+
+Deeper groups are smaller and more homogeneous, and get more weight (α = 1; α = 0 weights all depths equally). A step
+with fewer than d predecessors has no group at depth d. If no depth has peers, A_S is exactly 0; with k = 0, A_S equals
+GiGPO's to the last bit. A_E and the combination are GiGPO's. With ω = 0 only A_S remains, as in the authors' code.
 Shapes and grouping: as in `gigpo.py`.
 """
 
@@ -23,44 +25,48 @@ from toolwise.advantages.gigpo import Gigpo, StepNormalization
 
 
 def nested_state_advantages(
-    returns: Doubles, states: Ints, lengths: Ints, how: StepNormalization, *, k: int, alpha: float = 1.0
+    returns: Doubles, states: Ints, lengths: Ints, mode: StepNormalization, *, k: int, alpha: float = 1.0
 ) -> Doubles:
-    """A_S over depths 0 … k. `states` has one number a (group, state), `returns` one G a step."""
+    """A_S over depths 0 … k. `states` holds one code per (group, state), `returns` one G per step."""
     if len(returns) == 0:
         return np.zeros(0)
-    behind = np.arange(len(returns)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    predecessors = np.arange(len(returns)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     total, weights = np.zeros(len(returns)), np.zeros(len(returns))
     nested = states
     for depth in range(min(k, int(lengths.max()) - 1) + 1):
-        deep = np.flatnonzero(behind >= depth)
+        deep = np.flatnonzero(predecessors >= depth)
         if depth:
-            # The last d + 1 states: the last d of this step and the last d of the one before it.
+            # The last d + 1 states: the last d of this step paired with the last d of the previous one.
             deeper, _ = pair_codes(nested[deep], nested[deep - 1])
             nested = np.zeros_like(nested)
             nested[deep] = deeper
         groups = nested[deep]
-        met = deep[np.bincount(groups)[groups] >= 2]
+        peers = deep[np.bincount(groups)[groups] >= 2]
         weight = float(depth + 1) ** alpha
         advantage = np.zeros(len(returns))
-        advantage[deep] = normalize(returns[deep], groups, how)
-        total[met] += weight * advantage[met]
-        weights[met] += weight
+        advantage[deep] = normalize(returns[deep], groups, mode)
+        total[peers] += weight * advantage[peers]
+        weights[peers] += weight
     return np.divide(total, weights, out=np.zeros(len(returns)), where=weights > 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Hgpo(Gigpo):
-    """`adv_estimator = "hgpo"`"""
+    """HGPO: `adv_estimator = "hgpo"`."""
 
     anchor_history: int = 2
-    """k: how many steps back anchors may be told apart."""
+    """k: the number of previous states that anchors may include."""
     depth_alpha: float = 1.0
-    """How much more a deeper group weighs."""
+    """α: how much more weight a deeper group gets."""
 
     def __post_init__(self) -> None:
-        Gigpo.__post_init__(self)  # super() would look for the class as it was before it got its slots
+        Gigpo.__post_init__(self)  # super() would refer to the class before slots=True replaced it
         if self.anchor_history < 0:
             raise CreditError(f"anchor_history is {self.anchor_history}; use 0 (GiGPO) or more")
 
-    def _step_advantages(self, returns: Doubles, states: Ints, lengths: Ints, how: StepNormalization) -> Doubles:
-        return nested_state_advantages(returns, states, lengths, how, k=self.anchor_history, alpha=self.depth_alpha)
+    def _step_advantages(
+        self, returns: Doubles, states: Ints, lengths: Ints, normalization: StepNormalization
+    ) -> Doubles:
+        return nested_state_advantages(
+            returns, states, lengths, normalization, k=self.anchor_history, alpha=self.depth_alpha
+        )

@@ -1,12 +1,16 @@
-"""REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): no critic and no groups; the whole batch is the baseline.
+"""REINFORCE++: no critic and no groups; returns are normalized over the whole batch.
 
     G_t = r_t + γ · G_{t+1}                    over the sampled tokens of a rollout, γ = 1
     A_t = (G_t − mean(G)) / √(var(G) + 1e-8)   over all sampled tokens of the batch, sample variance
 
-r_t is what the token earned (`token_rewards.py`): the step's reward with its last token, and with `kl_coef` the price
-of leaving the reference with each. A tool's tokens are no time steps. A batch of equal returns gives exactly 0.
-Shapes: over arrays [batch, length], below; over rollouts one array a step, an entry a sampled token. Grouping: none, so
-a longer rollout weighs more in the statistics, and tasks of unlike difficulty are compared with each other.
+Paper: Hu et al. 2025, arXiv 2501.03262.
+
+r_t is the token's reward (`token_rewards.py`): the step's reward at its last token and, with `kl_coef`, a KL penalty at
+every token. Tool tokens are not time steps. A batch of equal returns gives exactly 0.
+
+Shapes: [batch, length] in `compute_reinforce_plus_plus_outcome_advantage`; over rollouts, one array per step with one
+entry per sampled token. Grouping: none, so longer rollouts weigh more in the statistics, and tasks of different
+difficulty are compared with each other.
 """
 
 from __future__ import annotations
@@ -27,16 +31,16 @@ from toolwise.types import AnnotatedRollout, CreditedRollout
 def compute_reinforce_plus_plus_outcome_advantage(
     token_level_rewards: Array, response_mask: Any, gamma: float = 1.0
 ) -> tuple[Array, Array]:
-    """Over arrays or tensors [batch, length]: (advantages, returns), both zero off the mask."""
+    """REINFORCE++ over arrays or tensors [batch, length]: (advantages, returns), both zero off the mask."""
     check_fraction("gamma", gamma)
-    where = TokenMask.of(response_mask, rewards=token_level_rewards)
-    returns = discounted_sums(where.gather(token_level_rewards), where.lengths, gamma)
-    return where.scatter(whiten(returns), token_level_rewards), where.scatter(returns, token_level_rewards)
+    mask = TokenMask.of(response_mask, rewards=token_level_rewards)
+    returns = discounted_sums(mask.gather(token_level_rewards), mask.lengths, gamma)
+    return mask.scatter(whiten(returns), token_level_rewards), mask.scatter(returns, token_level_rewards)
 
 
 @dataclass(frozen=True, slots=True)
 class ReinforcePlusPlus:
-    """`adv_estimator = "reinforce_plus_plus"`"""
+    """REINFORCE++: `adv_estimator = "reinforce_plus_plus"`."""
 
     gamma: float = 1.0
     kl_coef: float = 0.0

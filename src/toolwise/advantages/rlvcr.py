@@ -1,24 +1,25 @@
-"""RLVCR: how hard to think is learned by what the level used was worth for the action taken, beside the rollout's own
-advantage. For each step the same action is scored after the thoughts of all four levels (thinking/); with A_think of
-`levels.py`:
+"""RLVCR: learns how hard to think by adding the value of the thinking level used to the rollout's advantage.
 
-    A = A_traj + w · A_think                    gate = "none", the document's; on all tokens of the step
-    A = A_traj + w · sign(A_traj) · A_think     gate = "signed"; on level and thought, the action keeps A_traj; where
-                                                all of a group reach `success_score`, as "success"
-    A = A_traj + w · 1[succeeded] · A_think     gate = "success"; on the level alone
-    A = w_l · A_traj, all four rows train       combine = "reweight", CoPO's; steps of rollouts that beat their group
+For each step the same action is scored after the thoughts of all four levels (thinking/). With A_think of
+`level_values.py`:
 
-A_traj is GRPO's, or GiGPO's. gate "none" has two biases: an action is likelier after the thought it was drawn after,
-and confidence in bad actions is praised; "signed" asks for confidence in good actions and for doubt in bad ones. Where
-all of a group succeed the sign says nothing of actions. What is left to learn there is to think less, and it is asked
-of the level, not of the thought: with nothing against it, praise for whatever was thought makes thoughts drift.
-u_l has the price of thinking tokens (λ, from the `RolloutThinking`) and, annealed to 0 over training, diversity:
-weight ·
-(1 − share of l among the steps of its group). Steps without a group of levels have no A_think. The level is sampled by
-the policy and in the loss, as all that it sampled is.
+    A = A_traj + w · A_think                    gate = "none", the original form; on all tokens of the step
+    A = A_traj + w · sign(A_traj) · A_think     gate = "signed"; on level and thought, the action keeps A_traj; if the
+                                                whole group reaches `success_score`, same as "success"
+    A = A_traj + w · 1[succeeded] · A_think     gate = "success"; on the level tokens only
+    A = w_l · A_traj, all four rows train       combine = "reweight" (CoPO); steps of rollouts that beat their group
 
-`shuffle` is a control: thinking advantages are dealt out anew among the steps of the batch, so that whatever a run
-gains with it is not owed to what they say.
+A_traj is GRPO's or GiGPO's. Gate "none" has two biases: an action is more likely after the thought it was sampled
+after, and confidence in bad actions is rewarded; "signed" rewards confidence in good actions and doubt in bad ones. If
+a whole group succeeds, the sign says nothing about actions. What is left to learn is to think less, which is credited
+to the level and not to the thought: rewarding every thought with nothing to oppose it makes thoughts drift.
+
+The utility u_l includes the cost of thinking tokens (λ, from `RolloutThinking`) and a diversity bonus, annealed to 0
+over training: weight · (1 − share of l among the steps of its group). Steps without a group of levels have no A_think.
+The level is sampled by the policy, so its tokens are in the loss like all sampled tokens.
+
+`shuffle` is a control: it permutes the thinking advantages among the steps of the batch, so that any gain that remains
+does not come from their content.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ Combine = Literal["additive", "reweight"]
 
 @dataclass(frozen=True, slots=True)
 class LevelComparison:
-    """The steps that have a group, as arrays over their levels."""
+    """The steps that have a group of levels, as arrays [steps, levels]."""
 
     step_indices: list[tuple[int, int]]
-    """(rollout, step) in the order of the batch."""
+    """(rollout, step) indices in batch order."""
     steps: list[ThinkingStep]
     utilities: Doubles
     used: Ints
@@ -71,7 +72,7 @@ class LevelComparison:
 
 @dataclass(frozen=True, slots=True)
 class Rlvcr:
-    """`adv_estimator = "rlvcr"`"""
+    """RLVCR: `adv_estimator = "rlvcr"`."""
 
     trajectory: AdvantageEstimator = field(default_factory=Grpo)
     step_advantage_w: float = 1.0
@@ -83,14 +84,13 @@ class Rlvcr:
     shuffle: bool = False
     seed: int = 0
     price_rollouts: bool = False
-    """A_traj is of each score less the price of its thinking tokens: `priced.py`, as a `MonitoredEstimator`
-    estimator's may be."""
+    """Compute A_traj from scores minus the cost of thinking tokens (`thinking_cost.py`)."""
     success_score: float | None = None
-    """What succeeding is: this score or more, as the reward gave it; without it, an advantage above 0."""
+    """A rollout succeeds if its score is at least this; if None, if its advantage is above 0."""
     compare_equal_scores: bool = True
-    """Whether groups of equal scores are thought over as others are."""
+    """Whether levels are also compared in groups of equal scores."""
     importance_cap: float = 2.0
-    """reweight: the bound of an action token's weight in a context that it was not drawn in."""
+    """reweight: bound on an action token's importance weight in a context in which it was not sampled."""
     reweight_floor: float = MIN_SPREAD_NATS
 
     def __post_init__(self) -> None:
@@ -115,106 +115,108 @@ class Rlvcr:
         return min_group_size(self.trajectory)
 
     def learns_from_equal_scores(self, score: float) -> bool:
-        """Rollouts of equal scores may still have thought unequally well, unless the gate shuts them out."""
-        open_ = self.gate == "none" or (self.success_score is not None and score >= self.success_score)
-        teaches = self.compare_equal_scores and self.combine == "additive" and open_ and self.step_advantage_w != 0.0
-        return teaches or self.price_rollouts or learns_from_equal_scores(self.trajectory, score)
+        """Rollouts with equal scores may still differ in how well they thought, unless the gate excludes them."""
+        gate_open = self.gate == "none" or (self.success_score is not None and score >= self.success_score)
+        compares = (
+            self.compare_equal_scores and self.combine == "additive" and gate_open and self.step_advantage_w != 0.0
+        )
+        return compares or self.price_rollouts or learns_from_equal_scores(self.trajectory, score)
 
     def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]:
         return self.credit(rollouts)[0]
 
     def credit(self, rollouts: Sequence[AnnotatedRollout]) -> tuple[list[CreditedRollout], Metrics]:
         base, metrics = (credit_with_thinking_cost if self.price_rollouts else credit)(self.trajectory, rollouts)
-        compared = self.compare(rollouts)
-        metrics |= level_metrics(compared)
-        if not compared.step_indices:
+        comparison = self.compare(rollouts)
+        metrics |= level_metrics(comparison)
+        if not comparison.step_indices:
             return base, metrics
         if self.combine == "reweight":
-            credited, more = self._reweight(rollouts, base, compared)
+            credited, extra_metrics = self._reweight(rollouts, base, comparison)
         else:
-            credited, more = self._add_thinking_advantages(base, compared)
-        return credited, metrics | more
+            credited, extra_metrics = self._add_thinking_advantages(base, comparison)
+        return credited, metrics | extra_metrics
 
     def compare(self, rollouts: Sequence[AnnotatedRollout]) -> LevelComparison:
-        """What every level was worth at every step that has a group."""
-        found = [
-            (number, index, step)
-            for number, rollout in enumerate(rollouts)
-            for index, step in enumerate(_thinking_steps(rollout))
+        """Compares the levels at every step that has a group."""
+        grouped = [
+            (i, t, step)
+            for i, rollout in enumerate(rollouts)
+            for t, step in enumerate(_thinking_steps(rollout))
             if step.group is not None
         ]
-        logprobs, entropies, tokens, bonus = (np.full((len(found), LEVEL_COUNT), np.nan) for _ in range(4))
-        used, price = np.zeros(len(found), dtype=np.intp), np.zeros(len(found))
+        logprobs, entropies, tokens, bonus = (np.full((len(grouped), LEVEL_COUNT), np.nan) for _ in range(4))
+        used, price = np.zeros(len(grouped), dtype=np.intp), np.zeros(len(grouped))
         shares = diversity_bonus(
             [step.level for rollout in rollouts for step in _thinking_steps(rollout)],
             [rollout.scored.rollout.group_id for rollout in rollouts for _ in _thinking_steps(rollout)],
         )
-        for row, (number, _, step) in enumerate(found):
-            deliberation, group = rollouts[number].thinking, step.group
-            assert deliberation is not None  # it is where the step came from
+        for row, (i, _, step) in enumerate(grouped):
+            thinking, group = rollouts[i].thinking, step.group
+            assert thinking is not None  # the step came from it
             assert group is not None
-            used[row], price[row] = group.level - 1, deliberation.price
-            weight = self.thinking_diversity_w * deliberation.anneal
-            bonus[row] = weight * shares[rollouts[number].scored.rollout.group_id]
+            used[row], price[row] = group.level - 1, thinking.price
+            weight = self.thinking_diversity_w * thinking.anneal
+            bonus[row] = weight * shares[rollouts[i].scored.rollout.group_id]
             for score in group.scores:
-                place = (row, score.level - 1)
-                logprobs[place], entropies[place] = score.action_logprob, score.action_entropy
-                tokens[place] = score.thinking_tokens
+                cell = (row, score.level - 1)
+                logprobs[cell], entropies[cell] = score.action_logprob, score.action_entropy
+                tokens[cell] = score.thinking_tokens
         utilities = level_scores(logprobs, entropies, self.score) - price[:, None] * tokens + bonus
-        step_indices = [(number, index) for number, index, _ in found]
+        step_indices = [(i, t) for i, t, _ in grouped]
         advantages = level_advantages(utilities, self.mode)
-        return LevelComparison(step_indices, [step for _, _, step in found], utilities, used, advantages)
+        return LevelComparison(step_indices, [step for _, _, step in grouped], utilities, used, advantages)
 
     def _add_thinking_advantages(
-        self, base: Sequence[CreditedRollout], compared: LevelComparison
+        self, base: Sequence[CreditedRollout], comparison: LevelComparison
     ) -> tuple[list[CreditedRollout], Metrics]:
-        used_advantages = self._maybe_shuffle(compared.used_advantages, base)
+        used_advantages = self._maybe_shuffle(comparison.used_advantages, base)
         tokens = [list(rollout.advantages) for rollout in base]
-        settled = self._solved_groups(base)
-        for (number, index), step, extra in zip(
-            compared.step_indices, compared.steps, used_advantages.tolist(), strict=True
+        solved = self._solved_groups(base)
+        for (i, t), step, extra in zip(
+            comparison.step_indices, comparison.steps, used_advantages.tolist(), strict=True
         ):
-            before, advantage = tokens[number][index], base[number].steps[index].advantage or 0.0
-            level_only = self.gate == "success" or base[number].rollout.group_id in settled
-            where = np.arange(len(before)) < self._affected_token_count(step, len(before), level_only=level_only)
-            extra *= self._gate_factor(base[number].annotated, advantage, level_only=level_only)
-            tokens[number][index] = (before + np.float32(self.step_advantage_w * extra) * where).astype(np.float32)
-        return [_with_token_advantages(rollout, found) for rollout, found in zip(base, tokens, strict=True)], {}
+            current, advantage = tokens[i][t], base[i].steps[t].advantage or 0.0
+            level_only = self.gate == "success" or base[i].rollout.group_id in solved
+            affected = np.arange(len(current)) < self._affected_token_count(step, len(current), level_only=level_only)
+            extra *= self._gate_factor(base[i].annotated, advantage, level_only=level_only)
+            tokens[i][t] = (current + np.float32(self.step_advantage_w * extra) * affected).astype(np.float32)
+        return [_with_token_advantages(rollout, values) for rollout, values in zip(base, tokens, strict=True)], {}
 
     def _reweight(
-        self, rollouts: Sequence[AnnotatedRollout], base: Sequence[CreditedRollout], compared: LevelComparison
+        self, rollouts: Sequence[AnnotatedRollout], base: Sequence[CreditedRollout], comparison: LevelComparison
     ) -> tuple[list[CreditedRollout], Metrics]:
-        weights = copo_weights(compared.utilities, self.score, floor=self.reweight_floor)
+        weights = copo_weights(comparison.utilities, self.score, floor=self.reweight_floor)
         if self.shuffle:
             order = _permutation(len(weights), f"{self.seed}/{_batch_name(base)}")
             weights = weights[order]
         tokens = [list(rollout.advantages) for rollout in base]
-        extra: list[CreditedRollout] = []
-        for row, ((number, index), step) in enumerate(zip(compared.step_indices, compared.steps, strict=True)):
-            advantage = base[number].steps[index].advantage or 0.0
-            beats = sign(advantage) > 0.0 and self._succeeded(rollouts[number], advantage)
-            if not beats or not np.isfinite(weights[row]).all():
+        alternatives: list[CreditedRollout] = []
+        for row, ((i, t), step) in enumerate(zip(comparison.step_indices, comparison.steps, strict=True)):
+            advantage = base[i].steps[t].advantage or 0.0
+            reinforced = sign(advantage) > 0.0 and self._succeeded(rollouts[i], advantage)
+            if not reinforced or not np.isfinite(weights[row]).all():
                 continue
-            tokens[number][index] = tokens[number][index] * np.float32(weights[row, compared.used[row]])
-            extra += alternative_rows(base[number], index, step, advantage * weights[row], cap=self.importance_cap)
-        credited = [_with_token_advantages(rollout, found) for rollout, found in zip(base, tokens, strict=True)]
-        return credited + extra, {"thinking/rows_added": float(len(extra))}
+            tokens[i][t] = tokens[i][t] * np.float32(weights[row, comparison.used[row]])
+            alternatives += alternative_rows(base[i], t, step, advantage * weights[row], cap=self.importance_cap)
+        credited = [_with_token_advantages(rollout, values) for rollout, values in zip(base, tokens, strict=True)]
+        return credited + alternatives, {"thinking/rows_added": float(len(alternatives))}
 
     def _solved_groups(self, base: Sequence[CreditedRollout]) -> set[str]:
-        """Groups in which all reached the score that is success: nothing in them tells a good action from a bad one."""
+        """Groups in which every rollout succeeded, so that nothing distinguishes good actions from bad ones."""
         if self.success_score is None:
             return set()
         below = {r.rollout.group_id for r in base if r.annotated.scored.score < self.success_score}
         return {r.rollout.group_id for r in base} - below
 
     def _affected_token_count(self, step: ThinkingStep, tokens: int, *, level_only: bool) -> int:
-        """How many of a step's first tokens its thinking advantage is for; `level_only`: those of the level."""
+        """The number of leading tokens that get the thinking advantage; `level_only`: only those of the level."""
         if self.gate == "none":
             return tokens
         return step.level_tokens if level_only and step.level_tokens is not None else step.head_tokens
 
     def _gate_factor(self, rollout: AnnotatedRollout, advantage: float, *, level_only: bool) -> float:
-        """What a step's thinking advantage counts for."""
+        """The factor of a step's thinking advantage."""
         if self.gate == "none":
             return 1.0
         return float(self._succeeded(rollout, advantage)) if level_only else sign(advantage)
@@ -230,10 +232,11 @@ class Rlvcr:
 
 @dataclass(frozen=True, slots=True)
 class MonitoredEstimator:
-    """Another estimator's credit, and the figures that RLVCR would have: `rlvcr.enable` without `adv_estimator`.
+    """Another estimator's advantages plus RLVCR's metrics: `rlvcr.enable` without `adv_estimator = "rlvcr"`.
 
-    `priced`: the same price as RLVCR's, but outside the four (`priced.py`): it presses on thought wherever it is. What
-    RLVCR is compared with."""
+    `priced` charges RLVCR's cost per thinking token without comparing levels (`thinking_cost.py`), so it penalizes all
+    thinking. This is the baseline for RLVCR.
+    """
 
     inner: AdvantageEstimator
     rlvcr: Rlvcr
@@ -258,22 +261,22 @@ class MonitoredEstimator:
         return credited, metrics | level_metrics(self.rlvcr.compare(rollouts))
 
 
-def level_metrics(compared: LevelComparison) -> Metrics:
-    """Mean A_think by the level that was used, and by level whether used or not."""
-    if not compared.step_indices:
+def level_metrics(comparison: LevelComparison) -> Metrics:
+    """Mean A_think by used level, and by level whether used or not."""
+    if not comparison.step_indices:
         return {}
-    used_advantages = compared.used_advantages
-    found = {
+    used_advantages = comparison.used_advantages
+    metrics = {
         "thinking/advantage": float(used_advantages.mean()),
         "thinking/frac_positive": float((used_advantages > 0).mean()),
     }
     for level in range(LEVEL_COUNT):
-        mine, column = used_advantages[compared.used == level], compared.advantages[:, level]
-        if len(mine):
-            found[f"thinking/advantage_used_{level + 1}"] = float(mine.mean())
+        of_level, column = used_advantages[comparison.used == level], comparison.advantages[:, level]
+        if len(of_level):
+            metrics[f"thinking/advantage_used_{level + 1}"] = float(of_level.mean())
         if np.isfinite(column).any():
-            found[f"thinking/advantage_level_{level + 1}"] = float(np.nanmean(column))
-    return found
+            metrics[f"thinking/advantage_level_{level + 1}"] = float(np.nanmean(column))
+    return metrics
 
 
 def _thinking_steps(rollout: AnnotatedRollout) -> Sequence[ThinkingStep]:
@@ -281,7 +284,7 @@ def _thinking_steps(rollout: AnnotatedRollout) -> Sequence[ThinkingStep]:
 
 
 def _with_token_advantages(rollout: CreditedRollout, tokens: Sequence[Any]) -> CreditedRollout:
-    """The rollout with other advantages; a step's own is the mean of its tokens'."""
+    """The rollout with new token advantages; a step's advantage is the mean over its tokens."""
     steps = tuple(
         with_advantage(step, float(a.mean()) if len(a) else step.advantage or 0.0, step.return_to_go)
         for step, a in zip(rollout.steps, tokens, strict=True)
@@ -296,5 +299,5 @@ def _permutation(count: int, seed: str) -> list[int]:
 
 
 def _batch_name(base: Sequence[CreditedRollout]) -> str:
-    """Another order for each batch, the same again in the same run."""
+    """Seeds a different order for each batch, reproducible within a run."""
     return base[0].rollout.rollout_id if base else ""

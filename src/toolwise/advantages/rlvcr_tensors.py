@@ -1,15 +1,15 @@
-"""RLVCR over arrays or tensors [batch, length], in document 5's names: a row is one step of one rollout.
+"""RLVCR over arrays or tensors [batch, length]; a row is one step of one rollout.
 
-`thinking_level_entropies` is one number a row, at each of its tokens. What it means depends on `step_uid`:
+`thinking_level_entropies` holds one number per row, repeated at each of its tokens. Its meaning depends on `step_uid`:
 
-    without    the document's: the thinking advantage of the level that was used, normalised within its four already,
-               price and diversity included (`thinking_fields` gives it)
+    without    the thinking advantage of the level used, already normalized over the four levels, including cost and
+               diversity (`thinking_fields` provides it)
     with       the rows of one `step_uid` are the levels of one step: the one that was used and its alternatives. The
                field is then the action's mean log-prob (score "logprob", "confidence") or its mean entropy
                ("neg_entropy") in the row's own context, `thinking_token_costs` the row's thinking tokens, and the four
-               are compared here.
+               levels are compared here
 
-Formulas: `levels.py`, `rlvcr.py`.
+Formulas: `level_values.py`, `rlvcr.py`.
 """
 
 from __future__ import annotations
@@ -64,18 +64,17 @@ def compute_rlvcr_outcome_advantage(
     row_rewards: RowRewards = "episode",
     succeeded: Sequence[bool] | None = None,
 ) -> tuple[Array, Array]:
-    """(advantages, returns), equal for outcome rewards, zero off the mask. `uid`: a row's task, `traj_uid`: its rollout.
+    """(advantages, returns), equal for outcome rewards, zero off the mask.
 
-    `row_rewards`: each row has its rollout's whole reward ("episode", as in verl-agent) or its own part of it ("step").
-    `trajectory_advantages` replace GRPO's, one per row.
-    `levels` (1 to 4) and `sampled` (False for an alternative) go with `step_uid`. `thought_mask` marks the tokens of
-    level and thought, which the gates "signed" and "success" need; `level_mask` marks those of the level, which is all
-    that "success" lets in (default: `thought_mask`). `succeeded` has one value per row (default: advantage above 0);
-    where all rows of a `uid` did, "signed" acts as "success". Rows of alternatives get 0 under "additive", and their
-    weight times their step's advantage under "reweight" (without importance weights).
-    Rows without tokens are ignored.
+    `uid` is a row's task, `traj_uid` its rollout. `row_rewards`: each row holds its rollout's whole reward ("episode",
+    as in verl-agent) or its own part of it ("step"). `trajectory_advantages` replace GRPO's, one per row. `levels` (1
+    to 4) and `sampled` (False for an alternative) go with `step_uid`. `thought_mask` marks the tokens of level and
+    thought, which the gates "signed" and "success" need; `level_mask` marks those of the level, the only ones that
+    "success" changes (defaults to `thought_mask`). `succeeded` has one value per row (default: advantage above 0); if
+    all rows of a `uid` succeeded, "signed" acts as "success". Rows of alternatives get 0 under "additive", and their
+    weight times their step's advantage under "reweight" (the learner adds importance weights). Empty rows are ignored.
     """
-    where = TokenMask.of(response_mask, rewards=token_level_rewards, entropies=thinking_level_entropies)
+    mask = TokenMask.of(response_mask, rewards=token_level_rewards, entropies=thinking_level_entropies)
     choices = (
         ("mode", mode, LevelNormalization),
         ("gate", gate, Gate),
@@ -86,15 +85,15 @@ def compute_rlvcr_outcome_advantage(
         check_choice(name, value, get_args(known))
     if combine == "reweight" and gate != "none":
         raise CreditError(f'gate = "{gate}" belongs to combine = "additive"; with "reweight" leave gate = "none"')
-    rows = _LevelRows.of(where.nonempty_rows, uid, traj_uid, step_uid, levels, sampled)
+    rows = _LevelRows.of(mask.nonempty_rows, uid, traj_uid, step_uid, levels, sampled)
     if trajectory_advantages is None:
-        rewards = where.row_sums(token_level_rewards)
+        rewards = mask.row_sums(token_level_rewards)
         base = _episode_advantages(rewards, rows, row_rewards, norm_by_std)
     else:
-        base = _check_trajectory_advantages(trajectory_advantages, len(where.mask))
-    field, costs = (_row_means(where, values) for values in (thinking_level_entropies, thinking_token_costs))
+        base = _check_trajectory_advantages(trajectory_advantages, len(mask.mask))
+    field, costs = (_row_means(mask, values) for values in (thinking_level_entropies, thinking_token_costs))
     if gate != "none" and thought_mask is None:
-        raise CreditError(f'gate = "{gate}" changes level and thought tokens alone: give thought_mask')
+        raise CreditError(f'gate = "{gate}" changes only level and thought tokens: give thought_mask')
     if step_uid is None:
         if combine == "reweight" or price:
             raise CreditError("price and reweight compare the levels of a step: give step_uid, levels and sampled")
@@ -103,42 +102,42 @@ def compute_rlvcr_outcome_advantage(
         utilities = level_scores(field, field, score) - price * costs
         utilities += thinking_diversity_w * rows.bonus()
         if combine == "reweight":
-            spread = where.mask * rows.reweighted_advantages(base, utilities, score)[:, None]
+            spread = mask.mask * rows.reweighted_advantages(base, utilities, score)[:, None]
             return _advantages_and_returns(spread, token_level_rewards)
         extra = rows.thinking_advantages(utilities, mode)
-    opened, level_only = _gate_factors(gate, base, rows, succeeded)
-    meant = _affected_tokens(gate, level_only, where.mask, thought_mask, level_mask)
-    spread = base[:, None] * where.mask + (step_advantage_w * opened * extra)[:, None] * meant
+    gate_factors, level_only = _gate_factors(gate, base, rows, succeeded)
+    affected = _affected_tokens(gate, level_only, mask.mask, thought_mask, level_mask)
+    spread = base[:, None] * mask.mask + (step_advantage_w * gate_factors * extra)[:, None] * affected
     return _advantages_and_returns(spread * rows.sampled[:, None], token_level_rewards)
 
 
 def _check_trajectory_advantages(given: Any, count: int) -> Doubles:
-    found = np.asarray(as_numpy(given), dtype=np.float64)
-    if found.shape != (count,) or not np.isfinite(found).all():
-        raise CreditError(f"trajectory_advantages of shape {found.shape} for {count} rows; give a finite one for each")
-    return found
+    values = np.asarray(as_numpy(given), dtype=np.float64)
+    if values.shape != (count,) or not np.isfinite(values).all():
+        raise CreditError(f"trajectory_advantages of shape {values.shape} for {count} rows; give a finite one for each")
+    return values
 
 
 def _gate_factors(
     gate: Gate, base: Doubles, rows: _LevelRows, succeeded: Sequence[bool] | None
 ) -> tuple[Doubles, Bools]:
-    """What each row's thinking advantage counts for, and whether it is for the level alone."""
+    """The factor of each row's thinking advantage, and whether it applies to the level tokens only."""
     count = len(base)
     if gate == "none":
         return np.ones(count), np.zeros(count, dtype=bool)
     if succeeded is not None and len(succeeded) != count:
         raise CreditError(f"{len(succeeded)} succeeded for {count} rows; give one for each")
-    won = np.asarray(signs(base) > 0.0 if succeeded is None else as_numpy(succeeded), dtype=bool)
+    success = np.asarray(signs(base) > 0.0 if succeeded is None else as_numpy(succeeded), dtype=bool)
     if gate == "success":
-        return won.astype(np.float64), np.ones(count, dtype=bool)
+        return success.astype(np.float64), np.ones(count, dtype=bool)
     groups = integer_codes(rows.groups)
-    lost = np.bincount(groups, rows.sampled & ~won, minlength=int(groups.max(initial=-1)) + 1)
-    settled = (lost[groups] == 0) & (succeeded is not None)
-    return np.where(settled, won, signs(base)), settled
+    failures = np.bincount(groups, rows.sampled & ~success, minlength=int(groups.max(initial=-1)) + 1)
+    solved = (failures[groups] == 0) & (succeeded is not None)
+    return np.where(solved, success, signs(base)), solved
 
 
 def _affected_tokens(gate: Gate, level_only: Bools, mask: Bools, thought_mask: Any, level_mask: Any) -> Bools:
-    """The tokens of each row that its thinking advantage is for."""
+    """The tokens of each row that get its thinking advantage."""
     thought = mask if thought_mask is None else mask & as_numpy(thought_mask).astype(bool)
     if gate == "none" or level_mask is None:
         return thought
@@ -147,7 +146,7 @@ def _affected_tokens(gate: Gate, level_only: Bools, mask: Bools, thought_mask: A
 
 @dataclass(frozen=True, slots=True)
 class _LevelRows:
-    """Whose step each row is, and which of its levels."""
+    """The group, rollout, step and level of each row."""
 
     groups: list[Any]
     rollouts: Ints
@@ -156,15 +155,15 @@ class _LevelRows:
     nonempty: Bools
     """Rows with tokens."""
     sampled: Bools
-    """Those of them that are no alternatives."""
+    """Nonempty rows that are not alternatives."""
 
     @classmethod
     def of(cls, nonempty: Bools, uid: Any, traj_uid: Any, step_uid: Any, levels: Any, sampled: Any) -> _LevelRows:
         count = len(nonempty)
         if step_uid is not None and (levels is None or sampled is None):
-            raise CreditError("step_uid makes rows the levels of a step: give levels (1 to 4) and sampled with it")
-        given = {"uid": uid, "traj_uid": traj_uid, "step_uid": step_uid, "levels": levels, "sampled": sampled}
-        for name, values in given.items():
+            raise CreditError("with step_uid, rows are the levels of a step: also give levels (1 to 4) and sampled")
+        columns = {"uid": uid, "traj_uid": traj_uid, "step_uid": step_uid, "levels": levels, "sampled": sampled}
+        for name, values in columns.items():
             if values is not None and len(values) != count:
                 raise CreditError(f"{len(values)} {name} for {count} rows; give one for each")
         numbers = np.ones(count, dtype=np.intp) if levels is None else np.asarray(as_numpy(levels), dtype=np.intp)
@@ -184,58 +183,62 @@ class _LevelRows:
 
     def bonus(self) -> Doubles:
         """1 − the share of the row's level among the levels used in its group."""
-        used = [int(level) + 1 if own else None for level, own in zip(self.levels, self.sampled, strict=True)]
+        used = [
+            int(level) + 1 if used_here else None for level, used_here in zip(self.levels, self.sampled, strict=True)
+        ]
         shares = diversity_bonus(used, self.groups)
         return np.array([shares[group][level] for group, level in zip(self.groups, self.levels, strict=True)])
 
     def table(self, values: Doubles) -> Doubles:
-        """[steps, levels], nan where a step has no such row."""
-        found = np.full((int(self.steps.max(initial=-1)) + 1, LEVEL_COUNT), np.nan)
-        found[self.steps[self.nonempty], self.levels[self.nonempty]] = values[self.nonempty]
-        return found
+        """[steps, levels]; NaN marks a missing row."""
+        table = np.full((int(self.steps.max(initial=-1)) + 1, LEVEL_COUNT), np.nan)
+        table[self.steps[self.nonempty], self.levels[self.nonempty]] = values[self.nonempty]
+        return table
 
     def thinking_advantages(self, utilities: Doubles, mode: LevelNormalization) -> Doubles:
-        """A_think of every row; 0 where it is nothing."""
+        """A_think of every row; 0 if undefined."""
         return np.nan_to_num(level_advantages(self.table(utilities), mode)[self.steps, self.levels])
 
     def reweighted_advantages(self, base: Doubles, utilities: Doubles, score: LevelScoreKind) -> Doubles:
-        """Every row of a complete step with an advantage above 0 has its weight of it; others keep their own."""
+        """Rows of a complete step with a positive advantage get their weight times it; other rows keep their own."""
         weights = copo_weights(self.table(utilities), score)[self.steps, self.levels]
-        own = np.zeros(int(self.steps.max(initial=-1)) + 1)
-        own[self.steps[self.sampled]] = base[self.sampled]
-        weighed = np.isfinite(weights) & (own[self.steps] > 0)
-        return np.where(weighed, np.nan_to_num(weights) * own[self.steps], np.where(self.sampled, base, 0.0))
+        of_step = np.zeros(int(self.steps.max(initial=-1)) + 1)
+        of_step[self.steps[self.sampled]] = base[self.sampled]
+        reweighted = np.isfinite(weights) & (of_step[self.steps] > 0)
+        return np.where(reweighted, np.nan_to_num(weights) * of_step[self.steps], np.where(self.sampled, base, 0.0))
 
 
 def _episode_advantages(rewards: Doubles, rows: _LevelRows, row_rewards: RowRewards, norm_by_std: bool) -> Doubles:
-    """GRPO over rollouts, each counted once however many steps it has."""
+    """GRPO over rollouts; each counts once regardless of its number of steps."""
     check_choice("row_rewards", row_rewards, get_args(RowRewards))
-    own = np.flatnonzero(rows.sampled)
+    used = np.flatnonzero(rows.sampled)
     codes = rows.rollouts
     count = int(codes.max(initial=-1)) + 1
     first = np.full(count, -1, dtype=np.intp)
-    first[codes[own][::-1]] = own[::-1]
+    first[codes[used][::-1]] = used[::-1]
     if row_rewards == "step":
-        totals = np.bincount(codes[own], rewards[own], count).astype(np.float64, copy=False)
+        totals = np.bincount(codes[used], rewards[used], count).astype(np.float64, copy=False)
     else:
         totals = np.where(first >= 0, rewards[first], 0.0)
-        if not np.array_equal(totals[codes[own]], rewards[own]):
-            raise CreditError('rows of one traj_uid have unequal rewards: with a part each, give row_rewards="step"')
-    found = np.flatnonzero(first >= 0)
+        if not np.array_equal(totals[codes[used]], rewards[used]):
+            raise CreditError(
+                'rows of one traj_uid have different rewards: if each holds a part, give row_rewards="step"'
+            )
+    present = np.flatnonzero(first >= 0)
     advantages = np.zeros(count)
-    groups = [rows.groups[first[number]] for number in found]
-    advantages[found] = group_advantages(totals[found], groups, norm_by_std=norm_by_std)
+    groups = [rows.groups[first[number]] for number in present]
+    advantages[present] = group_advantages(totals[present], groups, norm_by_std=norm_by_std)
     return np.asarray(advantages[codes])
 
 
-def _row_means(where: TokenMask, values: Any) -> Doubles:
-    """The mean over a row's tokens; nan, for which there is no level, where one of them is or there are none."""
-    sums = np.where(where.mask, as_numpy(values), 0.0).sum(1, dtype=np.float64)
-    if (odd := np.flatnonzero(np.isinf(sums))).size:
-        raise CreditError(f"row {odd[0]} has an infinite value; a level that failed is nan")
-    return np.asarray(np.where(where.nonempty_rows, sums / np.maximum(where.lengths, 1), np.nan))
+def _row_means(mask: TokenMask, values: Any) -> Doubles:
+    """The mean over a row's tokens; NaN (a missing level) if a token is NaN or there are none."""
+    sums = np.where(mask.mask, as_numpy(values), 0.0).sum(1, dtype=np.float64)
+    if (infinite := np.flatnonzero(np.isinf(sums))).size:
+        raise CreditError(f"row {infinite[0]} has an infinite value; use NaN for a level that failed")
+    return np.asarray(np.where(mask.nonempty_rows, sums / np.maximum(mask.lengths, 1), np.nan))
 
 
 def _advantages_and_returns(spread: Any, like: Array) -> tuple[Array, Array]:
-    made = cast_like(spread, like)
-    return made, copy_array(made)
+    advantages = cast_like(spread, like)
+    return advantages, copy_array(advantages)

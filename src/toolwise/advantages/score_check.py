@@ -1,19 +1,18 @@
-"""Does the score contain the step rewards, as `terminal_score = "remainder"` takes it to? A look at the first batches.
+"""Checks in the first batches whether the score contains the step rewards, as `terminal_score = "remainder"` assumes.
 
-With B = Σ base_reward of a rollout, the remainder is r = score − B. Where the score contains B, r is what else was
-scored: right or wrong, say. Where it does not, r gives back every price and takes back every step reward. Rollouts of
-one task tell the two apart, in one of three ways:
+With B = Σ base_reward of a rollout, the remainder is r = score − B. If the score contains B, r is what else was scored,
+such as correctness. If it does not, r refunds every penalty and takes back every step reward. Rollouts of one task can
+tell the two cases apart in three ways:
 
-    pairs    with different B: the same score speaks against it (the score does not follow B), the same r speaks for it
+    pairs    with different B: equal scores are evidence against (the score ignores B), equal r is evidence in favour
     spread   r varies far more than the score, and the score is not simply a function of B
-    size     |r| is far larger than the whole range of scores, 0 included; larger than SIZE where all scores are 0
+    size     |r| is far larger than the range of scores, including 0 (taken as 1 if all scores are 0)
 
-Scores that lie one unit of their last decimal apart may be rounded to it: pairs whose B differs by less tell nothing.
-Whole numbers are taken to be exact, since most of them are right or wrong.
+Scores that differ by one unit of their last decimal may be rounded to it; pairs whose B differs by less are ignored.
+Integer scores are assumed to be exact, since most mean right or wrong.
 
-Each way is silent where the figures fit both readings. Tasks where everything succeeds at the same price do (the score
-is 0.95 and r is 1), and so does a fine-grained score beside small prices that it may or may not contain: no warning
-then.
+There is no warning if the data fits both cases: for example if every rollout succeeds at the same cost (the score is
+0.95 and r is 1), or if a fine-grained score may or may not contain small penalties.
 """
 
 from __future__ import annotations
@@ -30,47 +29,47 @@ from toolwise.advantages.step_rewards import reward_settings
 from toolwise.types import ScoredRollout
 
 MAX_BATCHES = 5
-"""How many batches with step rewards are looked at."""
+"""The number of batches with step rewards to check."""
 EQUAL_TOLERANCE = 1e-6
-"""Differences smaller than this share of the largest figure are none."""
+"""Differences below this fraction of the largest value count as 0."""
 MIN_PAIRS, MIN_ROUNDED_PAIRS = 3, 12
-"""Pairs against it that are needed, and of scores that may be rounded, which are the same by chance more often; they
-must also be more than twice as many as those for it."""
+"""Pairs of evidence against that are needed for a warning. Possibly rounded scores need more, since they are more often
+equal by chance. There must also be more than twice as many as in favour."""
 MIN_SPREAD_RATIO, MIN_DEVIATIONS, MAX_SQUARED_CORRELATION = 3.0, 16, 0.8
-"""How many times the deviation of r must be that of scores, over how many deviations from a group's mean; and the
-squared correlation of score and B from which the one may follow the other after all."""
+"""For the spread test: the minimum ratio of the deviations of r and of scores, the minimum number of deviations from a
+group mean, and the squared correlation of score and B from which the score may depend on B after all."""
 MIN_SIZE_RATIO = 10.0
-"""How many times the range of scores |r| must be."""
+"""The minimum ratio of |r| to the range of scores."""
 MAX_DECIMALS = 6
-"""A score with more of them was not rounded."""
+"""A score with more decimals was not rounded."""
 
 
 class ScoreCheck:
-    """Evidence over the first batches of a run."""
+    """Collects evidence over the first batches of a run."""
 
     def __init__(self) -> None:
         self._batches: list[tuple[Doubles, Doubles, Ints]] = []
-        """Score, Σ base_reward and group of each rollout; looked at anew with each batch, which may have decimals that
-        none before it had."""
+        """Score, Σ base_reward and group of each rollout. All are re-evaluated with each batch, since a new batch may
+        have more decimals."""
         self._done = False
 
     @staticmethod
     def of(estimator: Any) -> ScoreCheck | None:
-        """None where no remainder is put anywhere."""
+        """None if the estimator does not use the remainder."""
         remainder = reward_settings(estimator).get("terminal_score") == "remainder"
         return ScoreCheck() if remainder and has_step_returns(estimator) else None
 
     def observe(self, scored: Sequence[ScoredRollout]) -> str | None:
-        """What to tell the user after this batch; at most once."""
-        counted = [s for s in scored if s.result.has_valid_score]
-        given = [[step.base_reward for step in s.steps if step.base_reward is not None] for s in counted]
-        if self._done or not any(given):
+        """Returns a warning for the user, at most once per run."""
+        valid = [s for s in scored if s.result.has_valid_score]
+        step_rewards = [[step.base_reward for step in s.steps if step.base_reward is not None] for s in valid]
+        if self._done or not any(step_rewards):
             return None
         self._batches.append(
             (
-                np.array([s.score for s in counted]),
-                np.array([float(sum(rewards)) for rewards in given]),
-                integer_codes([s.rollout.group_id for s in counted]),
+                np.array([s.score for s in valid]),
+                np.array([float(sum(rewards)) for rewards in step_rewards]),
+                integer_codes([s.rollout.group_id for s in valid]),
             )
         )
         cause = _contradiction(self._batches)
@@ -80,8 +79,8 @@ class ScoreCheck:
         if cause is None:
             return None
         return (
-            f'algorithm.terminal_score is "remainder", for a score that contains the step rewards, and here {cause}: '
-            "the last step then takes back what the steps earned or paid; if the score does not contain them, set "
+            f'algorithm.terminal_score is "remainder", for a score that contains the step rewards, but here {cause}: '
+            "the last step would cancel the step rewards; if the score does not contain them, set "
             'algorithm.terminal_score = "add"'
         )
 
@@ -89,14 +88,14 @@ class ScoreCheck:
 @dataclass(slots=True)
 class _Evidence:
     against: int = 0
-    """Pairs of rollouts of one task."""
+    """Number of pairs of rollouts of one task."""
     in_favour: int = 0
     deviations: int = 0
     squares: Doubles = field(default_factory=lambda: np.zeros(4))
-    """Within groups: of score, r and B, and score · B."""
+    """Sums within groups: score², r², B² and score · B, all centered."""
 
     def add(self, score: Doubles, total: Doubles, equal: float, rounding: float) -> None:
-        """The rollouts of one task. Step rewards that differ by less than `rounding` need not show in the score."""
+        """Adds the rollouts of one task. Step rewards that differ by less than `rounding` may not show in the score."""
         r = score - total
         first, second = np.triu_indices(len(score), 1)
         differ = np.abs(total[first] - total[second]) > max(equal, rounding)
@@ -111,16 +110,16 @@ class _Evidence:
 def _contradiction(batches: Sequence[tuple[Doubles, Doubles, Ints]]) -> str | None:
     scores = np.concatenate([scores for scores, _, _ in batches])
     rounding = _rounding(scores)
-    seen = _Evidence()
+    evidence = _Evidence()
     for score, total, groups in batches:
         equal = EQUAL_TOLERANCE * max(float(np.abs(score).max()), float(np.abs(total).max()))
         for group in range(int(groups.max()) + 1):
-            seen.add(score[groups == group], total[groups == group], equal, rounding)
-    if seen.against >= (MIN_ROUNDED_PAIRS if rounding else MIN_PAIRS) and seen.against > 2 * seen.in_favour:
-        return "rollouts of one task have the same score and different step rewards"
-    ss, rr, bb, sb = seen.squares.tolist()
+            evidence.add(score[groups == group], total[groups == group], equal, rounding)
+    if evidence.against >= (MIN_ROUNDED_PAIRS if rounding else MIN_PAIRS) and evidence.against > 2 * evidence.in_favour:
+        return "rollouts of one task have the same score but different step rewards"
+    ss, rr, bb, sb = evidence.squares.tolist()
     if (
-        seen.deviations >= MIN_DEVIATIONS
+        evidence.deviations >= MIN_DEVIATIONS
         and rr > MIN_SPREAD_RATIO**2 * ss > 0.0
         and sb * sb < MAX_SQUARED_CORRELATION * ss * bb
     ):
@@ -128,18 +127,18 @@ def _contradiction(batches: Sequence[tuple[Doubles, Doubles, Ints]]) -> str | No
     low, high = min(0.0, float(scores.min())), max(0.0, float(scores.max()))
     largest = max(float(np.abs(score - total)[total != 0.0].max(initial=0.0)) for score, total, _ in batches)
     if largest > MIN_SIZE_RATIO * ((high - low) or 1.0):
-        lie = f"scores lie between {low:g} and {high:g}" if high > low else "all scores are 0"
-        return f"a score less its step rewards is up to {largest:g} away from 0, where {lie}"
+        scale = f"scores range from {low:g} to {high:g}" if high > low else "all scores are 0"
+        return f"a score minus its step rewards is up to {largest:g} away from 0, while {scale}"
     return None
 
 
 def _rounding(scores: Doubles) -> float:
-    """One unit of the last decimal where scores may have been rounded to it: some are one unit apart, and not all are
-    whole numbers. Else 0."""
+    """One unit of the last decimal if the scores may be rounded to it (some differ by one unit, and not all are
+    integers), else 0."""
     levels = np.unique(np.round(scores, MAX_DECIMALS + 1))
     for decimals in range(1, MAX_DECIMALS + 1):
         if (np.abs(levels - np.round(levels, decimals)) < 0.5 * 10.0**-MAX_DECIMALS).all():
-            whole = bool((levels == np.round(levels)).all())
+            integers = bool((levels == np.round(levels)).all())
             unit = 10.0**-decimals * (1.0 + EQUAL_TOLERANCE)
-            return unit if not whole and float(np.diff(levels).min(initial=np.inf)) <= unit else 0.0
+            return unit if not integers and float(np.diff(levels).min(initial=np.inf)) <= unit else 0.0
     return 0.0

@@ -1,7 +1,7 @@
-"""Arrays [batch, length] in and out, from numpy or torch: what was given is what comes back.
+"""Converts between [batch, length] arrays (NumPy or torch) and the flat arrays of the estimators.
 
-All estimators over such arrays see the same thing: the entries under the mask, row by row, end to end. What lies off
-the mask (a tool's tokens, padding) is never read, so that it changes nothing, not even where it is no number.
+Estimators see only the entries under the mask, concatenated row by row. Entries off the mask (tool tokens, padding) are
+never read, so they cannot affect the result even if they are NaN. Results have the type of the input.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class TokenMask:
         mask = as_numpy(response_mask)
         shapes = {name: tuple(value.shape) for name, value in others.items()}
         if mask.ndim != 2 or set(shapes.values()) - {mask.shape}:
-            told = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-            raise CreditError(f"shapes differ: {told}, mask {mask.shape}; all must be [batch, length]")
+            listing = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+            raise CreditError(f"shapes differ: {listing}, mask {mask.shape}; all must be [batch, length]")
         return cls(mask.astype(bool))
 
     @property
@@ -39,62 +39,62 @@ class TokenMask:
 
     @property
     def nonempty_rows(self) -> NDArray[np.bool_]:
-        # Nearly every reply begins with a sampled token: then one column says it all.
+        # Nearly every reply begins with a sampled token, so the first column is usually enough.
         first = self.mask[:, :1]
         return np.asarray(first[:, 0] if first.size and first.all() else self.mask.any(1))
 
     def gather(self, values: Any) -> Doubles:
-        """The entries that count, flat."""
+        """The masked entries as a flat array."""
         return as_numpy(values)[self.mask].astype(np.float64)
 
     def row_sums(self, values: Any) -> Doubles:
-        """The sum of each row's entries that count."""
-        found = as_numpy(values)
-        # Rewards are 0 at nearly every token: to look for the others takes less than to add all up.
-        places = np.flatnonzero((found != 0) & self.mask)
-        rows = places // max(1, found.shape[1])
-        return np.bincount(rows, found.reshape(-1)[places], len(found)).astype(np.float64, copy=False)
+        """The sum of each row's masked entries."""
+        array = as_numpy(values)
+        # Rewards are 0 at nearly every token: finding the others is cheaper than summing all.
+        indices = np.flatnonzero((array != 0) & self.mask)
+        rows = indices // max(1, array.shape[1])
+        return np.bincount(rows, array.reshape(-1)[indices], len(array)).astype(np.float64, copy=False)
 
     def scatter(self, flat: Doubles, like: Array) -> Array:
-        """`flat` back in its places, 0 elsewhere, as an array of `like`'s kind."""
+        """Inverse of `gather`: 0 off the mask, in the type of `like`."""
         out = np.zeros(self.mask.shape, dtype=_precision(like))
         out[self.mask] = flat
         return cast_like(out, like)
 
     def spread(self, rows: Doubles, like: Array) -> Array:
-        """One number a row in all its places, 0 elsewhere, as an array of `like`'s kind."""
+        """One value per row at all its masked positions, 0 elsewhere, in the type of `like`."""
         return cast_like(self.mask * rows.astype(_precision(like))[:, None], like)
 
 
 def as_numpy(values: Any) -> NDArray[Any]:
     if hasattr(values, "detach"):
-        # numpy has no bfloat16, and single precision holds every one of its values.
-        plain = values.detach().cpu()
-        return np.asarray(plain.float() if plain.is_floating_point() and plain.element_size() < 4 else plain)
+        # NumPy has no bfloat16; float32 represents all its values.
+        tensor = values.detach().cpu()
+        return np.asarray(tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor)
     return np.asarray(values)
 
 
 def cast_like(out: NDArray[Any], like: Array) -> Array:
-    """`out` as numpy or torch, in `like`'s precision and on its device; whole numbers become single precision."""
-    given: Any = like
-    made: Any
-    if hasattr(given, "detach"):
+    """`out` in the library, dtype and device of `like`; float32 if `like` is not floating point."""
+    target: Any = like
+    result: Any
+    if hasattr(target, "detach"):
         import torch
 
-        kind = given.dtype if given.is_floating_point() else torch.float32
-        made = torch.from_numpy(out).to(dtype=kind, device=given.device)
+        dtype = target.dtype if target.is_floating_point() else torch.float32
+        result = torch.from_numpy(out).to(dtype=dtype, device=target.device)
     else:
-        made = out.astype(given.dtype if np.issubdtype(given.dtype, np.floating) else np.float32, copy=False)
-    return made  # type: ignore[no-any-return]
+        result = out.astype(target.dtype if np.issubdtype(target.dtype, np.floating) else np.float32, copy=False)
+    return result  # type: ignore[no-any-return]
 
 
 def copy_array(array: Array) -> Array:
-    """A copy that shares nothing."""
-    given: Any = array
-    made: Any = given.clone() if hasattr(given, "clone") else given.copy()
-    return made  # type: ignore[no-any-return]
+    """A copy that shares no memory."""
+    source: Any = array
+    result: Any = source.clone() if hasattr(source, "clone") else source.copy()
+    return result  # type: ignore[no-any-return]
 
 
 def _precision(like: Any) -> type[np.floating[Any]]:
-    """What to fill arrays in: more than the reader keeps would only cost time."""
+    """The dtype to compute in; more precision than the output keeps would only cost time."""
     return np.float64 if str(like.dtype).endswith("float64") else np.float32

@@ -1,4 +1,4 @@
-"""The data room: rows of a file become `Task`s, and tasks become seeded, resumable batches."""
+"""Reads data files into `Task`s and serves them in seeded, resumable batches."""
 
 from __future__ import annotations
 

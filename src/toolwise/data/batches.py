@@ -1,4 +1,4 @@
-"""Endless batches of tasks for the training loop: seeded, and resumed exactly where they stopped."""
+"""Endless seeded batches of tasks for the training loop, resumable at the exact position."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from toolwise.types import Task
 
 
 class Batches(Iterator[list[Task]]):
-    """Each epoch is a fresh permutation that depends on (seed, epoch) alone, so its state is two numbers.
+    """Each epoch is a new permutation that depends only on (seed, epoch), so the state is two numbers.
 
-    Without `drop_last` the last batch of an epoch may be short; no batch reaches across two epochs.
+    Without `drop_last` the last batch of an epoch may be short; no batch spans two epochs.
     """
 
     def __init__(
@@ -27,13 +27,13 @@ class Batches(Iterator[list[Task]]):
         drop_last: bool = True,
     ) -> None:
         if not tasks:
-            raise ConfigError("there are no tasks to make batches of; give a file with at least one row")
+            raise ConfigError("no tasks; give a file with at least one row")
         if batch_size < 1:
             raise ConfigError(f"batch_size is {batch_size}; it must be at least 1")
         if drop_last and batch_size > len(tasks):
             raise ConfigError(
-                f"batch_size {batch_size} is more than the {len(tasks)} tasks there are, and drop_last "
-                "leaves short batches out; lower batch_size or set drop_last to false"
+                f"batch_size {batch_size} is more than the {len(tasks)} tasks, and drop_last "
+                "drops short batches; lower batch_size or set drop_last to false"
             )
         if seed < 0:
             raise ConfigError(f"seed is {seed}; it must be 0 or more")
@@ -49,34 +49,34 @@ class Batches(Iterator[list[Task]]):
 
     @property
     def tasks(self) -> list[Task]:
-        """All there are, in the order of the data."""
+        """All tasks in data order."""
         return self._tasks
 
     @property
     def epoch(self) -> int:
-        """The epoch, from 0, that the last batch came from."""
+        """The epoch of the last batch, from 0."""
         return self._epoch
 
     @property
     def batches_per_epoch(self) -> int:
-        whole, rest = divmod(len(self._tasks), self._batch_size)
-        return whole + (1 if rest and not self._drop_last else 0)
+        full, rest = divmod(len(self._tasks), self._batch_size)
+        return full + (1 if rest and not self._drop_last else 0)
 
     def __iter__(self) -> Batches:
         return self
 
     def __next__(self) -> list[Task]:
-        left = len(self._tasks) - self._position
-        if left < (self._batch_size if self._drop_last else 1):
+        remaining = len(self._tasks) - self._position
+        if remaining < (self._batch_size if self._drop_last else 1):
             self._epoch += 1
             self._position = 0
             self._order = self._permutation(self._epoch)
-        chosen = self._order[self._position : self._position + self._batch_size]
-        self._position += len(chosen)
-        return [self._tasks[i] for i in chosen]
+        indices = self._order[self._position : self._position + self._batch_size]
+        self._position += len(indices)
+        return [self._tasks[i] for i in indices]
 
     def state_dict(self) -> dict[str, Any]:
-        """`position` counts tasks, not batches: a run may go on with another batch size."""
+        """`position` counts tasks, not batches, so that a run can resume with a different batch size."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -88,20 +88,20 @@ class Batches(Iterator[list[Task]]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state.get("fingerprint") != self._fingerprint:
             raise CheckpointError(
-                f"the checkpoint was made on other data: its task ids differ from those of the "
-                f"{len(self._tasks)} tasks now given; resume with the data file and limit of the first run"
+                f"the checkpoint was made with other data: its task ids differ from those of the "
+                f"{len(self._tasks)} current tasks; resume with the data file and limit of the first run"
             )
-        for name, now in (("seed", self._seed), ("shuffle", self._shuffle)):
-            if state.get(name) != now:
+        for name, current in (("seed", self._seed), ("shuffle", self._shuffle)):
+            if state.get(name) != current:
                 raise CheckpointError(
-                    f"the checkpoint's data {name} is {state.get(name)!r}, now it is {now!r}: the order of "
-                    f"tasks would change in mid-epoch; resume with {name} = {state.get(name)!r}"
+                    f"the checkpoint's data {name} is {state.get(name)!r}, but now it is {current!r}: the order of "
+                    f"tasks would change mid-epoch; resume with {name} = {state.get(name)!r}"
                 )
         epoch, position = state.get("epoch"), state.get("position")
         if type(epoch) is not int or type(position) is not int or epoch < 0 or not 0 <= position <= len(self._tasks):
             raise CheckpointError(
-                f"the saved place in the data (epoch {epoch!r}, position {position!r}) is none among "
-                f"{len(self._tasks)} tasks; the checkpoint is torn, resume from an older one"
+                f"the saved data position (epoch {epoch!r}, position {position!r}) is invalid for "
+                f"{len(self._tasks)} tasks; the checkpoint is damaged, resume from an older one"
             )
         self._epoch, self._position = epoch, position
         self._order = self._permutation(epoch)

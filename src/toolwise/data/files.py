@@ -1,4 +1,4 @@
-"""Rows in and out of files: Parquet, JSONL and JSON lists as plain dictionaries. Formats end here."""
+"""Reads and writes rows as plain dictionaries: Parquet, JSONL and JSON lists."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 
 def read_rows(path: str | Path, *, limit: int | None = None) -> list[Row]:
-    """The rows of a file, at most `limit` of them; an empty file is an error."""
+    """Reads at most `limit` rows; an empty file is an error."""
     path = Path(path)
     if limit is not None and limit < 1:
         raise ConfigError(f"limit is {limit}; give at least 1, or leave it out to read every row of {path}")
@@ -30,43 +30,43 @@ def read_rows(path: str | Path, *, limit: int | None = None) -> list[Row]:
     budget = ReadBudget(path)
     with open_data(path) as file:
         if path.suffix.lower() == ".parquet":
-            found = read_parquet(path, file, budget, limit)
+            source = read_parquet(path, file, budget, limit)
         else:
             check_text(path, file)
-            found = (_read_jsonl if path.suffix.lower() == ".jsonl" else _read_json)(path, file, budget)
-        rows = list(islice(found, limit))
+            source = (_read_jsonl if path.suffix.lower() == ".jsonl" else _read_json)(path, file, budget)
+        rows = list(islice(source, limit))
     if not rows:
         raise DataError(f"{path}: has no rows; give a file with at least one")
     return rows
 
 
 def write_rows(rows: Sequence[Row], path: str | Path) -> None:
-    """Write Parquet or JSONL, by the ending of `path`; an older file stays until the new one is whole."""
+    """Writes Parquet or JSONL depending on the suffix of `path`, replacing an existing file atomically."""
     path = Path(path)
     suffix = path.suffix.lower()
     if suffix not in WRITABLE:
-        raise DataError(f"{path}: rows are written as {' or '.join(WRITABLE)}; give the output one of these endings")
-    part = path.with_name(path.name + ".tmp")
+        raise DataError(f"{path}: rows are written as {' or '.join(WRITABLE)}; give the output one of these suffixes")
+    temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write_parquet(rows, part) if suffix == ".parquet" else _write_jsonl(rows, part)
-        os.replace(part, path)
+        _write_parquet(rows, temporary) if suffix == ".parquet" else _write_jsonl(rows, temporary)
+        os.replace(temporary, path)
     except UnicodeEncodeError as error:
-        raise DataError(f"{path}: a row holds text that is not Unicode ({error.reason}); correct it") from error
+        raise DataError(f"{path}: a row contains invalid Unicode ({error.reason}); fix it") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be written ({error.strerror or error}); give another output path") from error
     finally:
         with suppress(OSError):
-            part.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
 
 def row_error(path: Path, row: int, field: str, problem: str) -> DataError:
-    """The one form in which a bad row is reported: file, row, field, what is wrong and what to do."""
+    """The error for a bad row: file, row, field, and what is wrong and how to fix it (`problem`)."""
     return DataError(f"{path}: row {row} (0-based), field {field}: {problem}")
 
 
 def drop_nulls(value: Any) -> Any:
-    """`value` without the None-valued keys of its dictionaries, at any depth. List items stay."""
+    """Removes dictionary keys whose value is None, at any depth. List items stay."""
     if isinstance(value, dict):
         return {key: drop_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -76,8 +76,8 @@ def drop_nulls(value: Any) -> Any:
 
 def _check_suffix(path: Path) -> None:
     if path.suffix.lower() not in READABLE:
-        ending = path.suffix or "no ending"
-        raise DataError(f"{path}: has {ending}; tasks are read from {', '.join(READABLE)} files: convert it")
+        suffix = path.suffix or "no suffix"
+        raise DataError(f"{path}: has {suffix}; tasks are read from {', '.join(READABLE)} files: convert it")
 
 
 def _read_jsonl(path: Path, file: BinaryIO, budget: ReadBudget) -> Iterator[Row]:
@@ -123,7 +123,7 @@ def _write_parquet(rows: Sequence[Row], path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    # Not Table.from_pylist: it takes its columns from the first row and loses what only later rows have.
+    # Not Table.from_pylist: it takes its columns from the first row and drops those that only later rows have.
     columns = dict.fromkeys(name for row in rows for name in row)
     try:
         table = pa.table({name: [row.get(name) for row in rows] for name in columns})
@@ -131,7 +131,7 @@ def _write_parquet(rows: Sequence[Row], path: Path) -> None:
             pq.write_table(table, file)
     except (pa.ArrowException, OverflowError) as error:
         raise DataError(
-            f"{path.stem}: these rows do not fit Parquet ({_one_line(error)}); end the output in .jsonl"
+            f"{path.stem}: cannot store these rows as Parquet ({_one_line(error)}); write to a .jsonl file instead"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""How much of a file is read: regular files only, and no more than a budget, whatever the file says of itself."""
+"""Bounded reading of data files: regular files only, never more than a budget, whatever the file's metadata claims."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from toolwise.errors import ConfigError, DataError
 
 MAX_DATA_VARIABLE = "TOOLWISE_MAX_DATA_MB"
 MAX_DATA_MB = 2048
-"""Of one file's rows, unpacked. As Python objects they take several times as much memory."""
+"""Limit on the unpacked rows of one file. As Python objects they take several times as much memory."""
 MAX_LINE_MB = 64
-"""Of one line of a JSONL file."""
+"""Limit on one line of a JSONL file."""
 MIN_CELL_BYTES = 64
-"""What a value costs at least once it is an object: a small file may have a thousand million rows."""
+"""Minimum cost of a value as a Python object: a small file may claim a billion rows."""
 
 _MAGIC_HINTS = {
     b"\x1f\x8b": "is compressed with gzip; unpack it first (gunzip)",
@@ -32,7 +32,7 @@ _MAGIC_HINTS = {
 
 
 class ReadBudget:
-    """The bytes that may still be read of one file."""
+    """The number of bytes that may still be read from one file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,17 +51,17 @@ class ReadBudget:
 
 
 def max_data_bytes() -> int:
-    given = os.environ.get(MAX_DATA_VARIABLE, "")
-    if given and (not given.isascii() or not given.isdigit() or not 0 < len(given) < 10 or int(given) == 0):
-        raise ConfigError(f"{MAX_DATA_VARIABLE}={given!r:.40}: give a whole number of megabytes, such as {MAX_DATA_MB}")
-    return (int(given) if given else MAX_DATA_MB) << 20
+    value = os.environ.get(MAX_DATA_VARIABLE, "")
+    if value and (not value.isascii() or not value.isdigit() or not 0 < len(value) < 10 or int(value) == 0):
+        raise ConfigError(f"{MAX_DATA_VARIABLE}={value!r:.40}: give a whole number of megabytes, such as {MAX_DATA_MB}")
+    return (int(value) if value else MAX_DATA_MB) << 20
 
 
 @contextmanager
 def open_data(path: Path) -> Iterator[BinaryIO]:
-    """A regular file with something in it, open; anything else is refused without waiting for it."""
+    """Opens a non-empty regular file; rejects anything else without blocking."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would wait for a writer
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a pipe would block
     except FileNotFoundError:
         raise DataError(f"{path}: no such file; check the path (relative paths start at {Path.cwd()})") from None
     except (OSError, ValueError) as error:
@@ -78,12 +78,12 @@ def open_data(path: Path) -> Iterator[BinaryIO]:
             raise _unreadable(path, error) from error
 
 
-def _check_kind(path: Path, found: os.stat_result) -> None:
-    if stat.S_ISDIR(found.st_mode):
+def _check_kind(path: Path, status: os.stat_result) -> None:
+    if stat.S_ISDIR(status.st_mode):
         raise DataError(f"{path}: is a folder; give one of the files in it")
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{path}: is a pipe or a device; write its content to a file and give that")
-    if found.st_size == 0:
+    if status.st_size == 0:
         raise DataError(f"{path}: the file is empty; give a file with at least one row")
 
 
@@ -93,16 +93,16 @@ def _unreadable(path: Path, error: OSError | ValueError) -> DataError:
 
 
 def check_text(path: Path, file: BinaryIO) -> None:
-    """Refuses what is plainly something else than text."""
-    beginning = file.read(8)
-    for mark, what in _MAGIC_HINTS.items():
-        if beginning.startswith(mark):
-            raise DataError(f"{path}: {what}")
+    """Rejects files whose first bytes show that they are not UTF-8 text."""
+    start = file.read(8)
+    for magic, problem in _MAGIC_HINTS.items():
+        if start.startswith(magic):
+            raise DataError(f"{path}: {problem}")
     file.seek(0)
 
 
 def read_lines(path: Path, file: BinaryIO, budget: ReadBudget) -> Iterator[bytes]:
-    """The lines of a text file, each of bounded length."""
+    """Yields the lines of a text file, each of bounded length."""
     number = 0
     while line := file.readline((MAX_LINE_MB << 20) + 1):
         number += 1

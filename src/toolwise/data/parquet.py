@@ -1,4 +1,4 @@
-"""Parquet files as plain rows: read a few rows at a time within a budget, as values that JSON has words for."""
+"""Reads Parquet files as plain rows: a few rows at a time within a budget, converted to JSON values."""
 
 from __future__ import annotations
 
@@ -16,88 +16,91 @@ from toolwise.errors import DataError
 _MAX_BATCH_ROWS = 1024
 _MIN_BATCH_ROWS = 16
 _MAX_BATCH_BYTES = 128 << 20
-"""What one read may unpack to, if every row were as large as all of its row group together."""
+"""Limit on what one read unpacks, assuming that each row is as large as its whole row group."""
 _MAX_COMPRESSION_RATIO = 50
-"""Text packs to a fifth; what packs to a fiftieth was made to."""
+"""Text compresses about 5 to 1; 50 to 1 suggests a decompression bomb."""
 
 
 def read_parquet(path: Path, file: BinaryIO, budget: ReadBudget, limit: int | None) -> Iterator[dict[str, Any]]:
-    """The rows of an open file. Whatever is wrong with it is a `DataError`."""
+    """Yields the rows of an open file; any problem with it raises `DataError`."""
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(file) as found:
-            _check_size(path, found, budget, limit)
-            for group in range(found.num_row_groups):
-                few = min(limit or _MAX_BATCH_ROWS, _batch_rows(found.metadata.row_group(group)))
-                for packed in found.iter_batches(batch_size=few, row_groups=[group]):
-                    batch = _decode_batch(packed)
+        with pq.ParquetFile(file) as parquet:
+            _check_size(path, parquet, budget, limit)
+            for group in range(parquet.num_row_groups):
+                batch_size = min(limit or _MAX_BATCH_ROWS, _batch_rows(parquet.metadata.row_group(group)))
+                for encoded in parquet.iter_batches(batch_size=batch_size, row_groups=[group]):
+                    batch = _decode_batch(encoded)
                     budget.spend(batch.nbytes + batch.num_rows * (batch.num_columns + 1) * MIN_CELL_BYTES)
                     yield from _rows(path, batch)
     except DataError:
         raise
-    except Exception as error:  # whatever a file can make the reader raise, it is the file's fault
+    except Exception as error:  # a bad file can make the reader raise anything
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise DataError(f"{path}: not a Parquet file that can be read ({reason}); write the file again") from error
+        raise DataError(f"{path}: not a Parquet file, or damaged ({reason}); write the file again") from error
 
 
-def _check_size(path: Path, found: Any, budget: ReadBudget, limit: int | None) -> None:
-    """By what the file says of itself, before anything is unpacked; the budget holds where it lies."""
-    names = found.schema_arrow.names
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise DataError(f"{path}: has two columns {twice[0]!r:.80}; give each its own name")
-    groups = [found.metadata.row_group(place) for place in range(found.num_row_groups)]
+def _check_size(path: Path, parquet: Any, budget: ReadBudget, limit: int | None) -> None:
+    """Checks the file's metadata before anything is unpacked; the budget still applies if the metadata is wrong."""
+    names = parquet.schema_arrow.names
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise DataError(f"{path}: has two columns named {duplicates[0]!r:.80}; give each a different name")
+    groups = [parquet.metadata.row_group(index) for index in range(parquet.num_row_groups)]
     rows = sum(group.num_rows for group in groups)
-    least = (rows if limit is None else min(rows, limit)) * (len(names) + 1) * MIN_CELL_BYTES
-    if least > budget.bytes or any(group.total_byte_size > budget.bytes for group in groups[: limit or None]):
+    min_bytes = (rows if limit is None else min(rows, limit)) * (len(names) + 1) * MIN_CELL_BYTES
+    if min_bytes > budget.bytes or any(group.total_byte_size > budget.bytes for group in groups[: limit or None]):
         budget.raise_exceeded()
 
 
 def _batch_rows(group: Any) -> int:
-    """So few that a row group that unpacks to much more than it says cannot fill the memory with one read."""
+    """Rows per read, few enough that a row group larger than it claims cannot exhaust memory in one read."""
     unpacked: int = max(1, group.total_byte_size)
-    few = min(_MAX_BATCH_ROWS, _MAX_BATCH_BYTES // unpacked)
-    if few >= _MIN_BATCH_ROWS:
-        return few
-    packed = sum(group.column(place).total_compressed_size for place in range(group.num_columns))
-    return max(1, few) if unpacked > _MAX_COMPRESSION_RATIO * max(1, packed) else _MIN_BATCH_ROWS
+    count = min(_MAX_BATCH_ROWS, _MAX_BATCH_BYTES // unpacked)
+    if count >= _MIN_BATCH_ROWS:
+        return count
+    packed = sum(group.column(index).total_compressed_size for index in range(group.num_columns))
+    return max(1, count) if unpacked > _MAX_COMPRESSION_RATIO * max(1, packed) else _MIN_BATCH_ROWS
 
 
 def _decode_batch(batch: Any) -> Any:
-    """Without dictionaries and other types that hold a value once for many rows: their size is that of the rows; and
-    without nanoseconds, which Python's times do not have."""
+    """Expands dictionary and other encodings that store a value once for many rows, so that sizes are those of the
+    rows.
+
+    Also converts nanoseconds to microseconds, since Python's times have no nanoseconds.
+    """
     import pyarrow as pa
 
     columns = []
     for column in batch.columns:
-        plain = _plain_type(column.type)
+        target_type = _plain_type(column.type)
         if isinstance(column, pa.ExtensionArray):
             column = column.storage
-        columns.append(column if column.type == plain else column.cast(plain, safe=False))
+        columns.append(column if column.type == target_type else column.cast(target_type, safe=False))
     return pa.RecordBatch.from_arrays(columns, names=batch.schema.names)
 
 
-def _plain_type(kind: Any) -> Any:
+def _plain_type(arrow_type: Any) -> Any:
     import pyarrow as pa
 
-    if isinstance(kind, pa.BaseExtensionType):
-        return _plain_type(kind.storage_type)
-    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
-        return _plain_type(kind.value_type)
-    if pa.types.is_timestamp(kind) and kind.unit == "ns":
-        return pa.timestamp("us", kind.tz)
-    if pa.types.is_time64(kind):
+    if isinstance(arrow_type, pa.BaseExtensionType):
+        return _plain_type(arrow_type.storage_type)
+    if pa.types.is_dictionary(arrow_type) or pa.types.is_run_end_encoded(arrow_type):
+        return _plain_type(arrow_type.value_type)
+    if pa.types.is_timestamp(arrow_type) and arrow_type.unit == "ns":
+        return pa.timestamp("us", arrow_type.tz)
+    if pa.types.is_time64(arrow_type):
         return pa.time64("us")
-    if pa.types.is_duration(kind) and kind.unit == "ns":
+    if pa.types.is_duration(arrow_type) and arrow_type.unit == "ns":
         return pa.duration("us")
-    if pa.types.is_list(kind):
-        return pa.list_(kind.value_field.with_type(_plain_type(kind.value_type)))
-    if pa.types.is_large_list(kind):
-        return pa.large_list(kind.value_field.with_type(_plain_type(kind.value_type)))
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_plain_type(field.type)) for field in kind])
-    return kind
+    if pa.types.is_list(arrow_type):
+        return pa.list_(arrow_type.value_field.with_type(_plain_type(arrow_type.value_type)))
+    if pa.types.is_large_list(arrow_type):
+        return pa.large_list(arrow_type.value_field.with_type(_plain_type(arrow_type.value_type)))
+    if pa.types.is_struct(arrow_type):
+        return pa.struct([field.with_type(_plain_type(field.type)) for field in arrow_type])
+    return arrow_type
 
 
 def _rows(path: Path, batch: Any) -> Iterator[dict[str, Any]]:
@@ -122,8 +125,10 @@ def _failing_column(batch: Any) -> str:
 
 
 def _to_json_value(path: Path, column: str, value: Any) -> Any:
-    """Without nulls under keys: a struct column has one set of keys for all rows, so Parquet fills in nulls no one
-    wrote. Times become ISO text, durations seconds."""
+    """Converts a value to JSON. Times become ISO text, durations seconds.
+
+    Nulls under keys are dropped: a struct column has the same keys in all rows, so Parquet fills in nulls.
+    """
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, list | tuple):
@@ -147,7 +152,7 @@ def _to_json_value(path: Path, column: str, value: Any) -> Any:
 
 
 def _decimal_to_json(path: Path, column: str, value: Decimal) -> int | float | str:
-    """As text where a float would lose digits."""
+    """An int or float, or text if a float would lose digits."""
     if not value.is_finite() or not math.isfinite(float(value)):
         raise _unsupported_value(path, column, f"the decimal {value}")
     if value == value.to_integral_value():

@@ -1,4 +1,4 @@
-"""From public datasets as they are published to rows that `load_tasks` reads. Run once, before training."""
+"""Converts public datasets from their published form to rows for `load_tasks`. Run once before training."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ ORACLE_PROMPT = (
     "Put your final answer in the format of `#### <answer>`."
 )
 RLLA_ABILITY = "math"
-"""What all of RLLA's own rows say: converted rows say the same, so that the two can be read as one set."""
+"""The value in all of RLLA's own rows; converted rows use the same, so that both can be mixed."""
 
 _SPLITS = ("train", "test")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 RowConverter = Callable[[Path, str, list[Row]], list[Row]]
-"""(source file, split, its rows) -> rows in our layout"""
+"""Converts (source file, split, rows) to rows in our layout."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedFile:
-    """One file that was written."""
+    """A file that was written."""
 
     path: Path
     rows: int
 
 
 def prepare_gsm8k(source: str | Path, out: str | Path, *, oracle_tool: bool = False) -> list[PreparedFile]:
-    """GSM8K's {question, answer} rows, with a calculator on offer.
+    """Converts GSM8K's {question, answer} rows and offers a calculator.
 
-    `oracle_tool` gives them `calc_gsm8k_reward` instead, which tells the model whether its answer is right.
+    `oracle_tool` offers `calc_gsm8k_reward` instead, which tells the model whether its answer is correct.
     """
 
     def convert(path: Path, split: str, rows: list[Row]) -> list[Row]:
@@ -57,7 +57,7 @@ def prepare_gsm8k(source: str | Path, out: str | Path, *, oracle_tool: bool = Fa
 
 
 def prepare_rlla(source: str | Path, out: str | Path) -> list[PreparedFile]:
-    """RLLA's {instruction, input, output} rows, or rows converted before, in RLLA's Parquet layout."""
+    """Converts RLLA's {instruction, input, output} rows to RLLA's Parquet layout; also accepts converted rows."""
 
     def convert(path: Path, split: str, rows: list[Row]) -> list[Row]:
         return [_rlla_row(path, number, row, split) for number, row in enumerate(rows)]
@@ -67,16 +67,16 @@ def prepare_rlla(source: str | Path, out: str | Path) -> list[PreparedFile]:
 
 def _prepare(source: Path, out: Path, convert: RowConverter) -> list[PreparedFile]:
     plan = _plan(source, out)
-    done = []
+    written = []
     for path, split, target in plan:
         rows = convert(path, split, read_rows(path))
         write_rows(rows, target)
-        done.append(PreparedFile(target, len(rows)))
-    return done
+        written.append(PreparedFile(target, len(rows)))
+    return written
 
 
 def _plan(source: Path, out: Path) -> list[tuple[Path, str, Path]]:
-    """(file to read, its split, file to write) for a file or for a folder with train and test files."""
+    """(input file, split, output file) for a single file, or for a folder with train and test files."""
     if source.is_dir():
         if out.suffix in WRITABLE:
             raise DataError(f"{out}: a file, but {source} is a folder of splits; give a folder to write to")
@@ -91,14 +91,14 @@ def _plan(source: Path, out: Path) -> list[tuple[Path, str, Path]]:
 
 
 def _split_files(folder: Path) -> list[tuple[str, Path]]:
-    found = [(split, folder / f"{split}{end}") for split in _SPLITS for end in READABLE]
-    found = [(split, path) for split, path in found if path.is_file()]
-    if not found:
+    files = [(split, folder / f"{split}{suffix}") for split in _SPLITS for suffix in READABLE]
+    files = [(split, path) for split, path in files if path.is_file()]
+    if not files:
         raise DataError(f"{folder}: has no train or test file ({', '.join(READABLE)}); give the file itself")
-    if len(found) > len({split for split, _ in found}):
-        names = ", ".join(path.name for _, path in found)
+    if len(files) > len({split for split, _ in files}):
+        names = ", ".join(path.name for _, path in files)
         raise DataError(f"{folder}: has one split in two formats ({names}); give the file you mean")
-    return found
+    return files
 
 
 def _gsm8k_row(path: Path, number: int, row: Row, split: str, oracle_tool: bool) -> Row:
@@ -109,7 +109,7 @@ def _gsm8k_row(path: Path, number: int, row: Row, split: str, oracle_tool: bool)
         kwargs = {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": solution}}}
         extra |= {"need_tools_kwargs": True, "tools_kwargs": kwargs}
     else:
-        # By name: the calculator takes no arguments of ours, and Parquet cannot hold an empty object.
+        # By name: the calculator takes no kwargs, and Parquet cannot store an empty object.
         extra |= {"need_tools_kwargs": False, "tools": ["calculator"]}
     return {
         "data_source": "openai/gsm8k",
@@ -124,7 +124,7 @@ def _gsm8k_row(path: Path, number: int, row: Row, split: str, oracle_tool: bool)
 
 
 def _final_answer(path: Path, number: int, answer: str) -> str:
-    """What follows the last `####`, without the commas of thousands."""
+    """The text after the last `####`, without thousands separators."""
     _, mark, text = answer.rpartition("####")
     value = text.strip().replace(",", "").removeprefix("$")
     if not mark or not _NUMBER.fullmatch(value):
@@ -157,7 +157,7 @@ def _rlla_row(path: Path, number: int, row: Row, split: str) -> Row:
 
 
 def _complete_rlla_row(path: Path, number: int, row: Row, split: str) -> Row:
-    """A converted row with whatever it lacks filled in; columns beyond the layout stay."""
+    """Fills in missing fields of a converted row; additional columns stay."""
     task = read_task(path, number, row, {})
     roles = [message.role for message in task.prompt]
     if roles != ["system", "user"]:
@@ -165,23 +165,25 @@ def _complete_rlla_row(path: Path, number: int, row: Row, split: str) -> Row:
             path, number, "prompt", f"has the roles {roles}; an RLLA row is one system and one user message"
         )
     if not isinstance(task.ground_truth, str):
-        raise row_error(path, number, "reward_model.ground_truth", "missing or no string; give the gold answer's text")
+        raise row_error(
+            path, number, "reward_model.ground_truth", "missing or not a string; give the gold answer as text"
+        )
     instruction, question = (message.content or "" for message in task.prompt)
     _check_tools(path, number, "prompt[0].content", instruction)
-    filled: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "index": number,
         "input": question,
         "instruction": instruction,
         "output": task.ground_truth,
         "split": split,
     }
-    given = row.get("extra_info")
+    extra_info = row.get("extra_info")
     layout = {
         "data_source": task.data_source or "rlla",
         "prompt": [{"role": "system", "content": instruction}, {"role": "user", "content": question}],
         "ability": task.ability or RLLA_ABILITY,
         "reward_model": {"ground_truth": task.ground_truth, "style": "rule"},
-        "extra_info": filled | (drop_nulls(given) if isinstance(given, dict) else task.extra_info),
+        "extra_info": defaults | (drop_nulls(extra_info) if isinstance(extra_info, dict) else task.extra_info),
     }
     return layout | {name: value for name, value in row.items() if name not in layout}
 

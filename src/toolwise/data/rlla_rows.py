@@ -1,4 +1,4 @@
-"""RLLA (ToolRL) rows: the tools that a system message describes, and what a gold answer holds."""
+"""Parses RLLA (ToolRL) rows: the tools in the system message, and the kind and calls of the gold answer."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class ToolEntry(NamedTuple):
     name: str
     description: str
     parameters: dict[str, Any]
-    """parameter name -> {description, type, default}; RLLA's own form, not a JSON schema"""
+    """Maps parameter names to {description, type, default}: RLLA's form, not a JSON schema."""
 
 
 def parse_tools(system_text: str) -> list[ToolEntry]:
-    """The tools that a system message describes, in its order; an empty list where it describes none."""
+    """The tools described in a system message, in order; possibly none."""
     entries = []
     for name, description, text in TOOL_ENTRY.findall(system_text):
         try:
@@ -40,7 +40,7 @@ def parse_tools(system_text: str) -> list[ToolEntry]:
 
 
 def after_thought(text: str) -> str:
-    """`text` after its leading thought, where tags count; a thought may name a tag without using it."""
+    """`text` after its leading thought. A thought may mention a tag without using it, so tags count only after it."""
     if text.lstrip().startswith("<think>") and "</think>" in text:
         return text.split("</think>", 1)[1]
     return text
@@ -56,7 +56,7 @@ def gold_kind(ground_truth: str) -> GoldKind:
 
 
 def gold_calls(ground_truth: str) -> list[dict[str, Any]]:
-    """The calls of the gold answer: one JSON object a line inside its last tool block."""
+    """The calls of the gold answer: one JSON object per line in its last tool_call block."""
     blocks = _TOOL_BLOCK.findall(after_thought(ground_truth))
     calls = []
     for line in blocks[-1].split("\n") if blocks else []:
@@ -65,7 +65,7 @@ def gold_calls(ground_truth: str) -> list[dict[str, Any]]:
         try:
             call = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"gold call {line.strip()[:80]!r} is not JSON ({error}); write one call a line") from error
+            raise DataError(f"gold call {line.strip()[:80]!r} is not JSON ({error}); one call per line") from error
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise DataError(f'gold call {line.strip()[:80]!r} has no name; write {{"name": …, "parameters": …}}')
         calls.append(call)

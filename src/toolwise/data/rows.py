@@ -1,4 +1,4 @@
-"""From rows of a file (the verl and RLLA layout) to `Task`s: where the flow begins and bad data is named."""
+"""Converts rows in the verl and RLLA layout to `Task`s, with precise errors for bad data."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ KNOWN_COLUMNS = frozenset(
         "tool_families",
     }
 )
-"""Every other column is a keyword argument of the reward."""
+"""Every other column is passed to the reward as a keyword argument."""
 
 TOOL_PHASES = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 _RESERVED_ARGUMENTS = frozenset(
     {"messages", "ground_truth", "rollouts_messages", "ground_truths", "group_messages", "step"}
 )
 _LABEL_COLUMNS = ("router_target_action", "tool_families")
-"""Columns that `toolwise data label` adds: they go where a sidecar's labels go, into `extra_info`."""
+"""Columns added by `toolwise data label`; like the labels of a sidecar file, they go into `extra_info`."""
 _TASK_OPTIONS = frozenset({"tools", "tools_kwargs", "interaction_kwargs", "need_tools_kwargs"})
 
 
 def load_tasks(path: str | Path, *, limit: int | None = None) -> list[Task]:
-    """The tasks of a Parquet, JSONL or JSON file, in its order; the first bad row is a `DataError`."""
+    """Loads the tasks of a Parquet, JSONL or JSON file in order; raises `DataError` for the first bad row."""
     path = Path(path)
     rows_by_id: dict[str, int] = {}
     tasks = []
@@ -65,7 +65,7 @@ def load_tasks(path: str | Path, *, limit: int | None = None) -> list[Task]:
 
 
 def read_task(path: Path, number: int, row: Row, rows_by_id: Mapping[str, int]) -> Task:
-    """The task in one row. `path` and `number` serve its id and errors, `rows_by_id` maps ids to earlier rows."""
+    """Reads one row. `path` and `number` are for its id and errors; `rows_by_id` maps ids to earlier rows."""
     try:
         return _RowReader(path, number, row).task(rows_by_id)
     except RecursionError:
@@ -73,7 +73,7 @@ def read_task(path: Path, number: int, row: Row, rows_by_id: Mapping[str, int]) 
 
 
 class _RowReader:
-    """One row on its way to a task; holds what an error must name."""
+    """Converts one row to a task, and keeps what error messages need."""
 
     def __init__(self, path: Path, number: int, row: Row) -> None:
         self.path = path
@@ -87,11 +87,11 @@ class _RowReader:
         self.reward_model = self.parse_object(self.row.get("reward_model"), "reward_model")
 
     def without_nan(self, field: str, value: Any) -> Any:
-        """NaN, which many programs write for a missing number, is a null, as it is in the files that a run writes."""
+        """Replaces NaN, which many programs write for a missing number, by null."""
         if isinstance(value, float) and not math.isfinite(value):
             if math.isnan(value):
                 return None
-            raise self.error(field, f"is {value}, which JSON does not have; write a finite number or leave it out")
+            raise self.error(field, f"is {value}, which is not valid JSON; write a finite number or leave it out")
         if isinstance(value, list):
             return [self.without_nan(field, item) for item in value]
         if isinstance(value, dict):
@@ -123,7 +123,7 @@ class _RowReader:
             raise self.error(*_first_error(error)) from error
 
     def task_option(self, name: str) -> tuple[Any, str]:
-        """A value that stands in `extra_info` or in a column of its own, and where it stood."""
+        """A value from `extra_info` or from its own column, and the name of that field."""
         if name in self.extra:
             return self.extra[name], f"extra_info.{name}"
         return self.row.get(name), name
@@ -135,7 +135,7 @@ class _RowReader:
         return value
 
     def parse_object(self, value: Any, field: str) -> dict[str, Any]:
-        """A dictionary, from one or from its JSON text (where a null is what the author wrote, and stays)."""
+        """A dictionary, given as such or as JSON text. Nulls in JSON text are intentional and stay."""
         if value is None:
             return {}
         if isinstance(value, str):
@@ -189,18 +189,18 @@ class _RowReader:
 
     def tools_kwargs(self) -> dict[str, dict[str, dict[str, Any]]]:
         value, field = self.task_option("tools_kwargs")
-        out: dict[str, dict[str, dict[str, Any]]] = {}
-        for tool, given in self.parse_object(value, field).items():
-            if given is None:
+        result: dict[str, dict[str, dict[str, Any]]] = {}
+        for tool, settings in self.parse_object(value, field).items():
+            if settings is None:
                 continue
-            phases = self.parse_object(given, f"{field}.{tool}")
+            phases = self.parse_object(settings, f"{field}.{tool}")
             for phase in phases:
                 if phase not in TOOL_PHASES:
-                    near = difflib.get_close_matches(phase, TOOL_PHASES, n=1)
-                    hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(TOOL_PHASES)}"
-                    raise self.error(f"{field}.{tool}.{phase}", f"not a phase of a tool's life; {hint}")
-            out[tool] = {name: self.parse_object(item, f"{field}.{tool}.{name}") for name, item in phases.items()}
-        return out
+                    matches = difflib.get_close_matches(phase, TOOL_PHASES, n=1)
+                    hint = f"did you mean {matches[0]}?" if matches else f"use one of {', '.join(TOOL_PHASES)}"
+                    raise self.error(f"{field}.{tool}.{phase}", f"not a phase of the tool life cycle; {hint}")
+            result[tool] = {name: self.parse_object(item, f"{field}.{tool}.{name}") for name, item in phases.items()}
+        return result
 
     def tools(self, tools_kwargs: dict[str, dict[str, dict[str, Any]]]) -> list[str] | None:
         field = "tools" if "tools" in self.row else "extra_info.tools"
@@ -228,16 +228,18 @@ class _RowReader:
     def reward_kwargs(self) -> dict[str, Any]:
         columns = {name: value for name, value in self.row.items() if name not in KNOWN_COLUMNS}
         criteria = self.parse_object(self.row.get("evaluation_criteria"), "evaluation_criteria")
-        beside = {name: value for name, value in self.reward_model.items() if name not in ("ground_truth", "style")}
-        out: dict[str, Any] = {}
-        for prefix, given in (("", columns), ("evaluation_criteria.", criteria), ("reward_model.", beside)):
-            for name, value in given.items():
+        model_fields = {
+            name: value for name, value in self.reward_model.items() if name not in ("ground_truth", "style")
+        }
+        result: dict[str, Any] = {}
+        for prefix, fields in (("", columns), ("evaluation_criteria.", criteria), ("reward_model.", model_fields)):
+            for name, value in fields.items():
                 if name in _RESERVED_ARGUMENTS:
-                    raise self.error(prefix + name, f"rewards are given their own `{name}`; rename it")
-                if name in out:
-                    raise self.error(prefix + name, "the row has another value of this name; rename one of the two")
-                out[name] = value
-        return out
+                    raise self.error(prefix + name, f"rewards already have an argument `{name}`; rename it")
+                if name in result:
+                    raise self.error(prefix + name, "the row has another value with this name; rename one of them")
+                result[name] = value
+        return result
 
     def termination_regex(self) -> str | None:
         pattern = self.row.get("termination_regex")
@@ -253,32 +255,35 @@ class _RowReader:
 
     def task_id(self, rows_by_id: Mapping[str, int]) -> str:
         if "task_id" in self.row:
-            given = self.identifier(self.row["task_id"], "task_id")
-            if given in rows_by_id:
-                raise self.error("task_id", f"{given!r} is row {rows_by_id[given]}'s already; make each id unique")
-            return given
+            task_id = self.identifier(self.row["task_id"], "task_id")
+            if task_id in rows_by_id:
+                raise self.error(
+                    "task_id", f"{task_id!r} is already the id of row {rows_by_id[task_id]}; make each id unique"
+                )
+            return task_id
         split = self.extra.get("split")
         prefix = f"{self.path.stem}/{split}" if split else self.path.stem
         if "index" in self.extra:
-            made = f"{prefix}/{self.identifier(self.extra['index'], 'extra_info.index')}"
-            if made not in rows_by_id:
-                return made
-        # Indexes default to 0 in many files. The first holder keeps its own, so ids do not depend on `limit`.
-        made = f"{prefix}/row-{self.number}"
-        while made in rows_by_id:  # an index may be any string, this one too
-            made += "+"
-        return made
+            candidate = f"{prefix}/{self.identifier(self.extra['index'], 'extra_info.index')}"
+            if candidate not in rows_by_id:
+                return candidate
+        # The index is 0 for all rows of many files. The first row with an index keeps it, so ids do not depend on
+        # `limit`.
+        candidate = f"{prefix}/row-{self.number}"
+        while candidate in rows_by_id:  # an index may be any string, including this one
+            candidate += "+"
+        return candidate
 
     def identifier(self, value: Any, field: str) -> str:
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-            raise self.error(field, f"{value!r:.80} is no id; give an integer or a string")
+            raise self.error(field, f"{value!r:.80} is not an id; give an integer or a string")
         return str(value)
 
 
 def _without_nulls(column: str, value: Any) -> Any:
-    """A column without nulls under its keys, which structs fill in; a ground truth is left alone."""
+    """Drops nulls under keys, which Parquet structs fill in; a ground truth is left unchanged."""
     if column == "ground_truth":
         return value
     if column == "reward_model" and isinstance(value, dict):
@@ -287,7 +292,7 @@ def _without_nulls(column: str, value: Any) -> Any:
 
 
 def _first_error(error: ValidationError) -> tuple[str, str]:
-    """Where pydantic first objected, and why, in one line."""
+    """The location and one-line message of the first validation error."""
     fault = error.errors()[0]
-    given = f", got {fault['input']!r:.60}" if fault["type"] != "missing" else ""
-    return ".".join(str(part) for part in fault["loc"]), f"{fault['msg']}{given}; correct it"
+    got = f", got {fault['input']!r:.60}" if fault["type"] != "missing" else ""
+    return ".".join(str(part) for part in fault["loc"]), f"{fault['msg']}{got}; correct it"

@@ -1,4 +1,4 @@
-"""What is in a file of tasks, in numbers and as a table: a look before training that checks every row."""
+"""Statistics of a task file, as numbers and as a table. Computing them checks every row before training."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 _QUANTILES = {"min": 0.0, "p25": 0.25, "p50": 0.5, "p75": 0.75, "p95": 0.95, "max": 1.0}
 _MAX_TOOL_NAMES = 10
 _COUNTS = ("data_sources", "abilities", "tool_names", "ground_truth_types", "missing")
-"""Fields whose keys are the file's own names, shown as they are."""
+"""Fields whose keys are names from the file, shown unchanged."""
 
 
 def describe_tasks(path: str | Path) -> dict[str, Any]:
-    """What a file of tasks holds; ready for JSON. A bad row raises the `DataError` that loading it would."""
+    """Statistics of a task file, as JSON-ready values. A bad row raises the same `DataError` as loading it."""
     path = Path(path)
     tasks = load_tasks(path)
     tools = [_tool_names(path, number, task) for number, task in enumerate(tasks)]
-    named = [names for names in tools if names is not None]
+    listed = [names for names in tools if names is not None]
     return {
         "file": str(path),
         "rows": len(tasks),
@@ -36,9 +36,9 @@ def describe_tasks(path: str | Path) -> dict[str, Any]:
         "abilities": _counts(task.ability for task in tasks if task.ability),
         "prompt_characters": _quantiles([_characters(task) for task in tasks if task.prompt]),
         "prompt_tokens": _quantiles([len(task.prompt_ids) for task in tasks if task.prompt_ids is not None]),
-        "tools_per_row": _quantiles([len(names) for names in named]),
-        "rows_without_own_tools": len(tasks) - len(named),
-        "tool_names": dict(Counter(name for names in named for name in names).most_common(_MAX_TOOL_NAMES)),
+        "tools_per_row": _quantiles([len(names) for names in listed]),
+        "rows_without_own_tools": len(tasks) - len(listed),
+        "tool_names": dict(Counter(name for names in listed for name in names).most_common(_MAX_TOOL_NAMES)),
         "ground_truth_types": _counts(type(task.ground_truth).__name__ for task in tasks),
         "rlla": _describe_rlla(path, tasks),
         "missing": _missing(tasks),
@@ -78,7 +78,7 @@ def _number(name: str, value: Any) -> str:
 
 
 def _tool_names(path: Path, number: int, task: Task) -> list[str] | None:
-    """The tools the row names, else those its system message describes; None where it leaves them open."""
+    """The tools that the row lists, or else those described in its system message; None if there are none."""
     if task.tools is not None:
         return task.tools
     system = "\n".join(message.content or "" for message in task.prompt if message.role == "system")
@@ -89,7 +89,7 @@ def _tool_names(path: Path, number: int, task: Task) -> list[str] | None:
 
 
 def _describe_rlla(path: Path, tasks: Sequence[Task]) -> dict[str, Any] | None:
-    """What RLLA's gold answers hold: shares of their kinds, and calls a row."""
+    """Statistics of RLLA's gold answers: the share of each kind, and calls per row."""
     kinds: Counter[str] = Counter()
     calls = []
     for number, task in enumerate(tasks):
@@ -102,17 +102,17 @@ def _describe_rlla(path: Path, tasks: Sequence[Task]) -> dict[str, Any] | None:
             raise row_error(path, number, "reward_model.ground_truth", str(error)) from error
     if not calls:
         return None
-    calling = [count for count in calls if count]
+    nonzero = [count for count in calls if count]
     return {
         "rows": len(calls),
         **{f"share_{kind.replace('-', '_')}": count / len(calls) for kind, count in sorted(kinds.items())},
         "calls_per_row": sum(calls) / len(calls),
-        "calls_per_tool_row": sum(calling) / len(calling) if calling else 0.0,
+        "calls_per_tool_row": sum(nonzero) / len(nonzero) if nonzero else 0.0,
     }
 
 
 def _missing(tasks: Sequence[Task]) -> dict[str, int]:
-    """field -> in how many rows it is absent, for the fields of the layout that some row lacks"""
+    """Maps each field that some row lacks to the number of rows without it."""
     counts = {
         "prompt": sum(not task.prompt for task in tasks),
         "data_source": sum(not task.data_source for task in tasks),
@@ -133,7 +133,7 @@ def _counts(values: Iterable[str]) -> dict[str, int]:
 
 
 def _quantiles(values: Sequence[int]) -> dict[str, float] | None:
-    """Quantiles (each a value that occurs) and the mean; None where there is nothing to measure."""
+    """Quantiles (each an actual value) and the mean; None if there are no values."""
     if not values:
         return None
     ordered = sorted(values)

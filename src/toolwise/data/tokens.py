@@ -1,4 +1,4 @@
-"""Prompts that come tokenised: left padding is taken off by the attention mask, never by the pad id."""
+"""Reads tokenized prompts. Left padding is removed by the attention mask, never by the pad id."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 from toolwise.errors import DataError
 
 FieldError = Callable[[str, str], DataError]
-"""(field, problem) -> the error that names the row as well"""
+"""Builds an error from (field, problem) that also names the row."""
 
 
 def read_prompt_ids(row: Mapping[str, Any], error: FieldError) -> list[int] | None:
-    """The token ids of the row's prompt, from `prompt_ids` or `input_ids`; None where it has neither."""
+    """The token ids of the row's prompt, from `prompt_ids` or `input_ids`; None if it has neither."""
     present = [name for name in ("prompt_ids", "input_ids") if row.get(name) is not None]
     if not present:
         return None
     if len(present) == 2:
-        raise error("prompt_ids", "the row has input_ids too; keep one of the two")
+        raise error("prompt_ids", "the row also has input_ids; keep one of the two")
     name = present[0]
     ids = row[name]
     if not isinstance(ids, list) or not ids or not all(type(item) is int and item >= 0 for item in ids):
@@ -34,7 +34,7 @@ def _strip_left_padding(ids: list[int], mask: Any, error: FieldError) -> list[in
     padding = len(mask) - sum(mask)
     if padding == len(mask):
         raise error("attention_mask", "masks every token; a prompt needs at least one")
-    # A pad id may equal the end-of-text id, which is a real token inside a prompt: only the mask can tell.
+    # The pad id may equal the end-of-text id, which can be a real token in a prompt: only the mask can tell.
     if any(mask[:padding]):
-        raise error("attention_mask", "is not zeros and then ones; pad prompts on the left only")
+        raise error("attention_mask", "is not zeros followed by ones; pad prompts on the left only")
     return ids[padding:]

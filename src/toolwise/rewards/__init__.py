@@ -1,4 +1,4 @@
-"""What a rollout is worth: reward functions over messages, and their alignment to steps."""
+"""Reward functions over messages, how they run, and how their results align to rollout steps."""
 
 from toolwise.rewards.align import RLDataAligner
 from toolwise.rewards.function import Reward, reward_function

@@ -1,7 +1,7 @@
-"""From what a reward says about messages to what each step earned.
+"""Assigns the step rewards that a reward function returned to the steps of a rollout.
 
-`step_index` is the Nth time the assistant acted in the rollout, from 0 (`step_info["assistant_turn_index"]`); "1" and 1
-are the same. Inputs are never changed.
+`step_index` counts the assistant's turns in the rollout from 0 (`step_info["assistant_turn_index"]`); "1" and 1 are
+equivalent. Inputs are never modified.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ IssueKind = Literal["unmatched", "duplicate", "missing", "non_finite", "duplicat
 
 
 class AlignmentIssue(str):
-    """A step reward that fits no step or is no number, a step without one, a rollout that is there twice: a line to
-    read, and its parts to count."""
+    """One problem found during alignment: a message to read, with its parts as fields to count."""
 
     name: IssueKind
     step_index: str
@@ -30,15 +29,15 @@ class AlignmentIssue(str):
 
     @classmethod
     def of(cls, name: IssueKind, index: str, detail: str, rollout_id: str = "") -> AlignmentIssue:
-        what = "duplicate rollout_id" if name == "duplicate_rollout" else f"{name} step_index {index}"
-        made = cls(f"{f'{rollout_id}: ' if rollout_id else ''}{what}{detail}")
-        made.name, made.step_index, made.rollout_id = name, index, rollout_id
-        return made
+        subject = "duplicate rollout_id" if name == "duplicate_rollout" else f"{name} step_index {index}"
+        issue = cls(f"{f'{rollout_id}: ' if rollout_id else ''}{subject}{detail}")
+        issue.name, issue.step_index, issue.rollout_id = name, index, rollout_id
+        return issue
 
 
 @dataclass(frozen=True, slots=True)
 class AlignmentResult:
-    """Steps with base rewards, final scores in order (None where a result does not count), and what did not fit."""
+    """Steps with base rewards, final scores in order (None for an invalid result), and alignment problems."""
 
     steps: dict[str, list[StepData]]
     final_scores: list[float | None]
@@ -50,7 +49,7 @@ class AlignmentResult:
 
 @dataclass(frozen=True, slots=True)
 class RLDataAligner:
-    """Sets each step's `base_reward` from the reward's `step_outputs`. `strict` raises where it would warn."""
+    """Sets each step's `base_reward` from the reward's `step_outputs`. `strict` raises instead of warning."""
 
     strict: bool = False
 
@@ -64,7 +63,7 @@ class RLDataAligner:
         results = [given] if isinstance(given, EvaluateResult) else list(given)
         if len(results) != len(rollout_ids_in_order):
             raise RewardError(
-                f"{len(results)} results for {len(rollout_ids_in_order)} rollouts: they must match one to one"
+                f"got {len(results)} results for {len(rollout_ids_in_order)} rollouts; there must be one per rollout"
             )
         steps: dict[str, list[StepData]] = {}
         scores: list[float | None] = []
@@ -73,27 +72,29 @@ class RLDataAligner:
             if rollout_id not in raw_rollout_step_data_map:
                 raise RewardError(f"there are no steps for rollout {rollout_id!r}")
             raw = raw_rollout_step_data_map[rollout_id]
-            aligned, found = align_steps(raw, result.step_outputs or (), rollout_id)
+            aligned, issues = align_steps(raw, result.step_outputs or (), rollout_id)
             scores.append(complete_score(result, aligned).score if result.has_valid_score else None)
             if rollout_id not in steps:
                 steps[rollout_id] = aligned
-                warnings += found
+                warnings += issues
         if warnings and self.strict:
             raise RewardError("; ".join(warnings))
         return AlignmentResult(steps, scores, warnings)
 
 
 def duplicate_rollouts(rollout_ids: Sequence[str]) -> list[AlignmentIssue]:
-    """A warning for each id that is there more than once."""
+    """A warning for each id that occurs more than once."""
     counts = Counter(rollout_ids)
-    twice = [(key, n) for key, n in counts.items() if n > 1]
-    return [AlignmentIssue.of("duplicate_rollout", "", f" ({n} times): ids must be unique", key) for key, n in twice]
+    duplicates = [(key, n) for key, n in counts.items() if n > 1]
+    return [
+        AlignmentIssue.of("duplicate_rollout", "", f" ({n} times): ids must be unique", key) for key, n in duplicates
+    ]
 
 
 def align_steps(
     steps: Sequence[StepData], outputs: Sequence[StepOutput], rollout_id: str = ""
 ) -> tuple[list[StepData], list[AlignmentIssue]]:
-    """Copies of `steps` with their base rewards, and what did not fit."""
+    """Copies of `steps` with their base rewards, and the problems found."""
     rewards: dict[str, float] = {}
     counts: Counter[str] = Counter()
     for output in outputs:
@@ -101,7 +102,7 @@ def align_steps(
         counts[key] += 1
         rewards.setdefault(key, output.base_reward)
     warnings = [
-        AlignmentIssue.of("non_finite", key, f": its base_reward is {reward}, and counts as none", rollout_id)
+        AlignmentIssue.of("non_finite", key, f": its base_reward is {reward} and is ignored", rollout_id)
         for key, reward in rewards.items()
         if not in_bounds(reward)
     ]
@@ -117,8 +118,8 @@ def align_steps(
             aligned.append(step.model_copy(update={"base_reward": rewards.pop(key)}))
         else:
             if outputs and rewards.pop(key, None) is None:
-                kept = f": that step keeps base_reward {step.base_reward}"
-                warnings.append(AlignmentIssue.of("missing", key, kept, rollout_id))
+                detail = f": that step keeps base_reward {step.base_reward}"
+                warnings.append(AlignmentIssue.of("missing", key, detail, rollout_id))
             aligned.append(step)
     warnings += [
         AlignmentIssue.of("unmatched", key, f": the rollout has {len(steps)} steps", rollout_id) for key in rewards
@@ -127,26 +128,26 @@ def align_steps(
 
 
 def complete_score(result: EvaluateResult, steps: Sequence[StepData]) -> EvaluateResult:
-    """A result without a score of its own gets the sum of what its steps earned, also those it says nothing of."""
-    earned = [step.base_reward for step in steps if step.base_reward is not None]
-    return result.model_copy(update={"score": float(sum(earned))}) if earned and result.is_sum_of_steps else result
+    """Fills in a missing score with the sum of the steps' base rewards, including steps that the result omits."""
+    rewards = [step.base_reward for step in steps if step.base_reward is not None]
+    return result.model_copy(update={"score": float(sum(rewards))}) if rewards and result.is_sum_of_steps else result
 
 
 def align_rollouts(rollouts: Sequence[Rollout], results: Sequence[EvaluateResult]) -> list[ScoredRollout]:
-    """Rollouts with their rewards, as the loop hands them on; what did not fit is said in one line.
+    """Pairs rollouts with their results and step rewards; problems are logged in one line.
 
-    By position and not by id: two rollouts that share an id each keep their own steps.
+    Pairs by position, not by id, so that two rollouts with the same id each keep their own steps.
     """
     scored: list[ScoredRollout] = []
     all_warnings = duplicate_rollouts([rollout.rollout_id for rollout in rollouts])
-    twice = {warning.rollout_id: warning for warning in all_warnings}
+    duplicates = {warning.rollout_id: warning for warning in all_warnings}
     for rollout, result in zip(rollouts, results, strict=True):
         name = rollout.rollout_id
         steps, warnings = align_steps(rollout.steps, result.step_outputs or (), name)
         all_warnings += warnings
-        own = (twice[name], *warnings) if name in twice else tuple(warnings)
-        scored.append(ScoredRollout(rollout, complete_score(result, steps), tuple(steps), own))
+        rollout_warnings = (duplicates[name], *warnings) if name in duplicates else tuple(warnings)
+        scored.append(ScoredRollout(rollout, complete_score(result, steps), tuple(steps), rollout_warnings))
     if all_warnings:
-        more = f" (and {len(all_warnings) - 1} more)" if len(all_warnings) > 1 else ""
-        log.warning("step rewards that do not fit: %s%s", all_warnings[0], more)
+        others = f" (and {len(all_warnings) - 1} more)" if len(all_warnings) > 1 else ""
+        log.warning("problems with step rewards: %s%s", all_warnings[0], others)
     return scored

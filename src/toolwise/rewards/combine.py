@@ -1,9 +1,9 @@
-"""Several rewards into one result a rollout.
+"""Combines several rewards into one result per rollout.
 
-sum         score = Σ wᵢ·sᵢ, and step rewards alike
-normalize   each sᵢ is first normalised within its group (GDPO, arXiv 2601.05242), so that a reward of large range does
-            not drown the others; its step rewards are divided by the same standard deviation. A reward that is the same
-            all over a group then says nothing, of its steps neither
+sum         score = Σ wᵢ·sᵢ; step rewards are combined the same way
+normalize   each sᵢ is first normalized within its group (GDPO, arXiv 2601.05242), so that a reward with a large range
+            does not drown out the others; its step rewards are divided by the same standard deviation. A reward that is
+            constant within a group contributes nothing, and neither do its step rewards
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ CombineMode = Literal["sum", "normalize"]
 
 @dataclass(frozen=True, slots=True)
 class WeightedReward:
-    """A reward and how much it counts."""
+    """A reward and its weight."""
 
     reward: Reward
     weight: float = 1.0
     name: str = ""
-    """What metrics and records call it; the reward's own name where it is not given."""
+    """Name in metrics and records; defaults to the reward's name."""
 
     @property
     def label(self) -> str:
@@ -38,7 +38,7 @@ class WeightedReward:
 def combine(
     parts: Sequence[tuple[WeightedReward, Sequence[EvaluateResult]]], groups: Sequence[str], combine_mode: CombineMode
 ) -> list[EvaluateResult]:
-    """One result a rollout from each part's results, in order. `groups` names each rollout's group."""
+    """One result per rollout from the results of all parts, in order. `groups` holds each rollout's group id."""
     scores = [[result.score if result.has_valid_score else None for result in results] for _, results in parts]
     scales = [[1.0] * len(groups) for _ in parts]
     if combine_mode == "normalize":
@@ -46,18 +46,18 @@ def combine(
         scores = [normalize_by_group(part, groups) for part in scores]
     combined = []
     for i in range(len(groups)):
-        of_parts = [(weighted, results[i], scores[p][i], scales[p][i]) for p, (weighted, results) in enumerate(parts)]
-        result = _combine_rollout(of_parts)
-        if combine_mode == "sum" and all(part.is_sum_of_steps for _, part, _, _ in of_parts):
-            result.model_fields_set.discard("score")  # so that it is completed as each alone would be
+        members = [(weighted, results[i], scores[p][i], scales[p][i]) for p, (weighted, results) in enumerate(parts)]
+        result = _combine_rollout(members)
+        if combine_mode == "sum" and all(part.is_sum_of_steps for _, part, _, _ in members):
+            result.model_fields_set.discard("score")  # so that `complete_score` fills it in, as for each part alone
         combined.append(result)
     return combined
 
 
 def normalize_by_group(scores: Sequence[float | None], groups: Sequence[str]) -> list[float | None]:
-    """Scores less their group's mean, over its sample standard deviation; what did not count stays out."""
-    found = _scores_by_group(scores, groups)
-    means = {group: sum(members) / len(members) for group, members in found.items()}
+    """(score − group mean) / sample standard deviation of the group, ignoring invalid scores (None)."""
+    by_group = _scores_by_group(scores, groups)
+    means = {group: sum(members) / len(members) for group, members in by_group.items()}
     scales = _scales(scores, groups)
     return [
         None if score is None else (score - means[group]) * scale if scale else 0.0
@@ -66,12 +66,12 @@ def normalize_by_group(scores: Sequence[float | None], groups: Sequence[str]) ->
 
 
 def _scales(scores: Sequence[float | None], groups: Sequence[str]) -> list[float]:
-    """What each rollout's score and step rewards are multiplied by; 0 where all scores of its group are the same."""
+    """The factor for each rollout's score and step rewards; 0 if all scores of its group are equal."""
     scales: dict[str, float] = defaultdict(float)
-    for group, found in _scores_by_group(scores, groups).items():
-        if min(found) < max(found):
-            mean = sum(found) / len(found)
-            std = (sum((x - mean) ** 2 for x in found) / (len(found) - 1)) ** 0.5
+    for group, members in _scores_by_group(scores, groups).items():
+        if min(members) < max(members):
+            mean = sum(members) / len(members)
+            std = (sum((x - mean) ** 2 for x in members) / (len(members) - 1)) ** 0.5
             scales[group] = 1 / (std + 1e-6)
     return [scales[group] for group in groups]
 
@@ -85,26 +85,28 @@ def _scores_by_group(scores: Sequence[float | None], groups: Sequence[str]) -> d
 
 
 def _combine_step_outputs(parts: Sequence[tuple[float, EvaluateResult]]) -> list[StepOutput]:
-    """Step rewards added up by weight, one output a step. What a part says of a step twice, or that is not a finite
-    number, counts for nothing and comes after them, for the aligner to name."""
+    """The weighted sum of step rewards, one output per step.
+
+    Duplicates within a part and values out of bounds are not added; they follow the sums for the aligner to report.
+    """
     totals: dict[str, StepOutput] = {}
-    odd: list[StepOutput] = []
+    rejected: list[StepOutput] = []
     for weight, result in parts:
         seen: set[str] = set()
         for output in result.step_outputs or ():
             key = str(output.step_index)
             reward = weight * output.base_reward
             if key in seen or not in_bounds(reward):
-                odd.append(StepOutput(step_index=output.step_index, base_reward=reward))
+                rejected.append(StepOutput(step_index=output.step_index, base_reward=reward))
             else:
-                before = totals.get(key, StepOutput(step_index=output.step_index, base_reward=0.0))
-                totals[key] = before.model_copy(update={"base_reward": before.base_reward + reward})
+                total = totals.get(key, StepOutput(step_index=output.step_index, base_reward=0.0))
+                totals[key] = total.model_copy(update={"base_reward": total.base_reward + reward})
             seen.add(key)
-    return [*totals.values(), *odd]
+    return [*totals.values(), *rejected]
 
 
 def _combine_rollout(parts: Sequence[tuple[WeightedReward, EvaluateResult, float | None, float]]) -> EvaluateResult:
-    """Counts only where every part does: a missing part is not a zero."""
+    """Valid only if every part is valid: a missing part is not a zero."""
     total = 0.0
     metrics: dict[str, MetricResult] = {}
     reasons = []
@@ -130,7 +132,7 @@ def _combine_rollout(parts: Sequence[tuple[WeightedReward, EvaluateResult, float
 
 @dataclass(frozen=True, slots=True)
 class CompositeReward:
-    """What a run scores its rollouts by: one reward, or several combined."""
+    """The reward of a run: one reward, or several combined."""
 
     parts: tuple[WeightedReward, ...]
     combine_mode: CombineMode = "sum"
@@ -140,9 +142,9 @@ class CompositeReward:
         return " + ".join(part.reward.name for part in self.parts)
 
     async def evaluate(self, executor: Executor, rollouts: Sequence[Rollout], *, step: int) -> list[EvaluateResult]:
-        """One result a rollout, in order. A single reward of weight 1 is passed on as it is."""
-        given = [await executor.evaluate(part.reward, rollouts, step=step) for part in self.parts]
-        results = [[read_result(found) for found in one] for one in given]  # an executor may be anybody's
+        """One result per rollout, in order. A single reward with weight 1 is returned unchanged."""
+        raw_results = [await executor.evaluate(part.reward, rollouts, step=step) for part in self.parts]
+        results = [[read_result(value) for value in values] for values in raw_results]  # an executor may be user code
         if len(self.parts) == 1 and self.parts[0].weight == 1.0 and self.combine_mode == "sum":
             return results[0]
         groups = [rollout.group_id for rollout in rollouts]

@@ -1,7 +1,7 @@
-"""What an episode itself earned, as rewards: `tools` (their `calc_reward`) and `env` (the rewards of its steps).
+"""Rewards that the episode itself produced: `tools` (each tool's `calc_reward`) and `env` (the rewards of its steps).
 
-They need no function and no sandbox: the figures are the rollout's own. `reward.function = "env"` scores by the world
-alone; as `reward.parts` they are weighed against functions over messages.
+They need no function and no sandbox, since the rollout already holds the numbers. `reward.function = "env"` scores by
+the environment alone; as `reward.parts` they are weighted against functions over messages.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from toolwise.types import EvaluateResult, MetricResult, Rollout
 
 
 def _tools_result(rollout: Rollout) -> EvaluateResult:
-    """The sum of what each tool's `calc_reward` gave; 0 where none has anything to say."""
+    """The sum of the tools' `calc_reward` values; 0 if there are none."""
     metrics = {f"tool/{name}": MetricResult(score=reward) for name, reward in rollout.tool_rewards.items()}
     return EvaluateResult(score=sum(rollout.tool_rewards.values()), metrics=metrics)
 
 
 def _env_result(rollout: Rollout) -> EvaluateResult:
-    """The sum of the rewards that its world, or its tools' calls, gave its steps. A rollout that met a fault on its way
-    has earned nothing that would count."""
+    """The sum of the step rewards from the environment or from tool calls. A rollout that met a fault gets no score."""
     if not rollout.trainable:
-        return fault_result("env_fault", rollout.fault or f"the episode ended by {rollout.stop_reason.value}")
+        return fault_result("env_fault", rollout.fault or f"the episode ended with {rollout.stop_reason.value}")
     return EvaluateResult(score=sum(step.base_reward or 0.0 for step in rollout.steps))
 
 
@@ -31,7 +30,7 @@ EPISODE_REWARDS: dict[str, Callable[[Rollout], EvaluateResult]] = {"tools": _too
 
 
 def episode_reward(name: str) -> Reward:
-    """Known by its name alone."""
+    """A `Reward` identified by its name; it has no function."""
     return Reward(name, Signature("pointwise", ("messages", "ground_truth")), reference=name)
 
 

@@ -1,4 +1,4 @@
-"""Runs reward functions in this process. Whatever they raise becomes a typed result; the run goes on."""
+"""Runs reward functions in this process. Anything they raise becomes a typed fault, so the run continues."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from toolwise.types import EvaluateResult, Rollout, Task
 from toolwise.untrusted import user_code
 
 MAX_CONCURRENT_CALLS = 256
-"""Async calls that are under way at the same time, at most."""
+"""Limit on concurrent async calls."""
 
 
 class Executor(Protocol):
-    """Where reward functions run: in this process, or in a sandbox. One result a rollout, in order, always."""
+    """Where reward functions run: in this process or in a sandbox. Always returns one result per rollout, in order."""
 
     async def evaluate(self, reward: Reward, rollouts: Sequence[Rollout], *, step: int) -> list[EvaluateResult]: ...
 
 
 class InProcessExecutor:
-    """The simplest executor: for rewards that the project or the user trusts. Async calls overlap.
+    """The simplest executor, for trusted rewards. Async calls overlap.
 
-    `printed` is told what they print, which goes to the terminal as well.
+    `on_print` receives what they print, which also goes to the terminal.
     """
 
     def __init__(self, on_print: PrintCallback | None = None) -> None:
@@ -44,100 +44,100 @@ class InProcessExecutor:
                 return await self._evaluate_batch(reward, rollouts, step)
             if reward.mode == "group":
                 return await self._evaluate_groups(reward, rollouts, step)
-            free = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
-            return list(await asyncio.gather(*(spawn(self._evaluate_one(reward, r, step, free)) for r in rollouts)))
+            slots = asyncio.Semaphore(MAX_CONCURRENT_CALLS)
+            return list(await asyncio.gather(*(spawn(self._evaluate_one(reward, r, step, slots)) for r in rollouts)))
 
     async def _evaluate_one(
-        self, reward: Reward, rollout: Rollout, step: int, free: asyncio.Semaphore
+        self, reward: Reward, rollout: Rollout, step: int, slots: asyncio.Semaphore
     ) -> EvaluateResult:
-        async with free:
+        async with slots:
             with capture_prints(f"step {step}, {rollout.rollout_id}", self._on_print):
                 try:
                     columns = deepcopy(task_kwargs(reward, rollout.task))
-                    given = {**run_kwargs(reward, step, rollout.prompt_length), **columns, **reward.kwargs}
-                    value = reward(*_copy_inputs(rollout), **given)
+                    kwargs = {**run_kwargs(reward, step, rollout.prompt_length), **columns, **reward.kwargs}
+                    value = reward(*_copy_inputs(rollout), **kwargs)
                     return read_result(await value if inspect.isawaitable(value) else value)
-                except BaseException as fault:  # other people's code: anything may come
+                except BaseException as fault:  # user code may raise anything
                     return _exception_result(fault)
 
     async def _evaluate_batch(self, reward: Reward, rollouts: Sequence[Rollout], step: int) -> list[EvaluateResult]:
-        by_column = run_kwargs(reward, step, [rollout.prompt_length for rollout in rollouts])
+        kwargs = run_kwargs(reward, step, [rollout.prompt_length for rollout in rollouts])
         try:
             for name, values in batch_task_kwargs(reward, rollouts).items():
-                by_column[name] = [deepcopy(value) for value in values]
+                kwargs[name] = [deepcopy(value) for value in values]
             truths = [deepcopy(rollout.task.ground_truth) for rollout in rollouts]
-        except BaseException as fault:  # likewise: a column's own copy
+        except BaseException as fault:  # a value's own __deepcopy__ may raise anything
             return [_exception_result(fault)] * len(rollouts)
-        return await self._evaluate_many(reward, rollouts, truths, by_column, step)
+        return await self._evaluate_many(reward, rollouts, truths, kwargs, step)
 
     async def _evaluate_groups(self, reward: Reward, rollouts: Sequence[Rollout], step: int) -> list[EvaluateResult]:
-        """A call for each task's rollouts; one that fails takes its own group with it and no other."""
+        """One call per task; a call that fails affects only its own group."""
         groups: dict[str, list[int]] = {}
-        for place, rollout in enumerate(rollouts):
-            groups.setdefault(rollout.group_id, []).append(place)
-        done = await asyncio.gather(
-            *(spawn(self._evaluate_group(reward, [rollouts[p] for p in places], step)) for places in groups.values())
+        for index, rollout in enumerate(rollouts):
+            groups.setdefault(rollout.group_id, []).append(index)
+        group_results = await asyncio.gather(
+            *(spawn(self._evaluate_group(reward, [rollouts[i] for i in indices], step)) for indices in groups.values())
         )
         results: dict[int, EvaluateResult] = {}
-        for places, found in zip(groups.values(), done, strict=True):
-            results.update(zip(places, found, strict=True))
-        return [results[place] for place in range(len(rollouts))]
+        for indices, members in zip(groups.values(), group_results, strict=True):
+            results.update(zip(indices, members, strict=True))
+        return [results[index] for index in range(len(rollouts))]
 
     async def _evaluate_group(self, reward: Reward, members: Sequence[Rollout], step: int) -> list[EvaluateResult]:
         task = members[0].task
         try:
-            given = {**run_kwargs(reward, step, members[0].prompt_length), **deepcopy(task_kwargs(reward, task))}
+            kwargs = {**run_kwargs(reward, step, members[0].prompt_length), **deepcopy(task_kwargs(reward, task))}
             truth = deepcopy(task.ground_truth)
-        except BaseException as fault:  # likewise
+        except BaseException as fault:
             return [_exception_result(fault)] * len(members)
-        return await self._evaluate_many(reward, members, truth, given, step)
+        return await self._evaluate_many(reward, members, truth, kwargs, step)
 
     async def _evaluate_many(
-        self, reward: Reward, rollouts: Sequence[Rollout], truth: Any, given: dict[str, Any], step: int
+        self, reward: Reward, rollouts: Sequence[Rollout], truth: Any, kwargs: dict[str, Any], step: int
     ) -> list[EvaluateResult]:
-        """One call for all of `rollouts`, which fails for all of them."""
-        more = f" and {len(rollouts) - 1} more" if len(rollouts) > 1 else ""
-        with capture_prints(f"step {step}, {rollouts[0].rollout_id if rollouts else 'none'}{more}", self._on_print):
+        """One call for all of `rollouts`; if it fails, it fails for all of them."""
+        others = f" and {len(rollouts) - 1} more" if len(rollouts) > 1 else ""
+        with capture_prints(f"step {step}, {rollouts[0].rollout_id if rollouts else 'none'}{others}", self._on_print):
             try:
                 messages = [_copy_inputs(rollout)[0] for rollout in rollouts]
-                value = reward(messages, truth, **{**given, **reward.kwargs})
+                value = reward(messages, truth, **{**kwargs, **reward.kwargs})
                 return read_results(await value if inspect.isawaitable(value) else value, len(rollouts))
-            except BaseException as fault:  # likewise
+            except BaseException as fault:
                 return [_exception_result(fault)] * len(rollouts)
 
 
 def run_kwargs(reward: Reward, step: int, prompt_length: int | list[int]) -> dict[str, Any]:
-    """What functions may ask for by name beside the data. A **kwargs alone gets `step` and the data's columns."""
+    """Arguments about the run. `prompt_length` is passed only to functions that name it, not through **kwargs."""
     named = "prompt_length" in reward.signature.names
     return {"step": step, "prompt_length": prompt_length} if named else {"step": step}
 
 
 def task_kwargs(reward: Reward, task: Task) -> dict[str, Any]:
-    """What a task gives: the other columns of its row, and the `TASK_FIELDS` that the function names.
+    """Arguments from a task: the other columns of its row, and the `TASK_FIELDS` that the function names.
 
-    `extra_info` is always there, if only as an empty dictionary; `data_source` where the row has one.
+    `extra_info` is always present, possibly empty; `data_source` only if the row has one.
     """
     fields = {name: getattr(task, name) for name in TASK_FIELDS if name in reward.signature.names}
     return {**{name: value for name, value in fields.items() if value != ""}, **task.reward_kwargs}
 
 
 def batch_task_kwargs(reward: Reward, rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
-    """The columns that any of the tasks has, one value a rollout; None where its task has none."""
+    """The columns that any of the tasks has, with one value per rollout; None if its task lacks the column."""
     columns = [task_kwargs(reward, rollout.task) for rollout in rollouts]
-    return {name: [given.get(name) for given in columns] for name in sorted(set().union(*columns))}
+    return {name: [row.get(name) for row in columns] for name in sorted(set().union(*columns))}
 
 
 def _copy_inputs(rollout: Rollout) -> tuple[list[Message], Any]:
-    """What a function may change as it likes: the rollouts of a group share one ground truth, and all are kept."""
+    """Copies that a function may modify: the rollouts of a group share one ground truth, and rollouts are kept."""
     return [message.model_copy(deep=True) for message in rollout.messages], deepcopy(rollout.task.ground_truth)
 
 
 def _exception_result(fault: BaseException) -> EvaluateResult:
-    """A real cancellation, and the user's Ctrl-C, are raised on."""
+    """Re-raises a real cancellation and the user's Ctrl-C."""
     task = asyncio.current_task()
     if isinstance(fault, asyncio.CancelledError) and task is not None and task.cancelling():
         raise fault
-    found = user_code.as_exception(fault)
+    exception = user_code.as_exception(fault)
     lines = "".join(traceback.format_tb(fault.__traceback__)[-5:])
-    said = user_code.describe(found)
-    return truncate_result(fault_result("exception", said, f"Traceback (most recent call last):\n{lines}{said}\n"))
+    text = user_code.describe(exception)
+    return truncate_result(fault_result("exception", text, f"Traceback (most recent call last):\n{lines}{text}\n"))

@@ -1,4 +1,4 @@
-"""`@reward_function`: people write Python over plain messages; this finds it, checks it, and reads what it returns.
+"""The `@reward_function` decorator: finds reward functions, checks their signatures and parses what they return.
 
 pointwise   f(messages, ground_truth, **kwargs) -> EvaluateResult | float | dict
 batch       f(rollouts_messages, ground_truths, **kwargs) -> list of the same
@@ -32,7 +32,7 @@ def reward_function(function: F) -> F: ...
 @overload
 def reward_function(*, mode: Mode | None = None) -> Callable[[F], F]: ...
 def reward_function(function: F | None = None, *, mode: Mode | None = None) -> F | Callable[[F], F]:
-    """Marks a function as a reward. The mode is read from its first parameter unless it is given."""
+    """Marks a function as a reward. Unless `mode` is given, it is inferred from the first parameter."""
 
     def mark(f: F) -> F:
         f.__toolwise_reward_mode__ = mode or infer_mode(f, _function_name(f))  # type: ignore[attr-defined]
@@ -47,9 +47,9 @@ def _function_name(function: Callable[..., Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A reward as a run knows it: its name, what it takes, and what the configuration gives it.
+    """A reward as a run sees it: its name, its signature and the arguments from the configuration.
 
-    The function itself is here only where it was loaded into this process; else a worker finds it by `reference`.
+    `function` is set only if it was loaded into this process; otherwise a worker loads it by `reference`.
     """
 
     name: str
@@ -62,12 +62,12 @@ class Reward:
         unknown = [key for key in self.kwargs if key not in self.signature.accepted_kwargs(self.kwargs)]
         if unknown:
             raise RewardError(
-                f"reward {self.name} takes no argument {unknown[0]!r}: add it to the function or take it out"
+                f"reward {self.name} takes no argument {unknown[0]!r}: add it to the function or remove it"
             )
 
     @classmethod
     def of(cls, source: str | Callable[..., Any] | Reward, kwargs: Mapping[str, Any] | None = None) -> Reward:
-        """From a reference, a function, or a reward, loaded here; arguments are checked against the signature now."""
+        """Loads a reference, a function or a `Reward` into this process and checks `kwargs` against the signature."""
         if isinstance(source, Reward):
             return replace(source, kwargs={**source.kwargs, **(kwargs or {})})
         function = find_reward(source) if isinstance(source, str) else source
@@ -84,9 +84,9 @@ class Reward:
         return self.signature.accepted_kwargs(kwargs)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """The function's own word, with those of `kwargs` that it takes."""
+        """Calls the function with the `kwargs` that it accepts."""
         if self.function is None:
-            raise RewardError(f"reward {self.name} is not loaded in this process: evaluate it in a sandbox")
+            raise RewardError(f"reward {self.name} is not loaded in this process: run it in a sandbox")
         return self.function(*args, **self.accepted_kwargs(kwargs))
 
 
@@ -95,19 +95,19 @@ def find_reward(reference: str) -> Any:
     if ":" in reference:
         return load_reference(reference, what="reward")
     module = load_module(reference, what="reward")
-    found = {
+    marked = {
         name: value
         for name, value in vars(module).items()
         if hasattr(value, "__toolwise_reward_mode__") and getattr(value, "__module__", None) == module.__name__
     }
-    if len(found) != 1:
-        there = f"it has {', '.join(sorted(found))}: say which, as {reference}:NAME" if found else "it has none"
-        raise ConfigError(f"reward: {reference} must have exactly one function marked @reward_function; {there}")
-    return next(iter(found.values()))
+    if len(marked) != 1:
+        problem = f"it has {', '.join(sorted(marked))}: choose one as {reference}:NAME" if marked else "it has none"
+        raise ConfigError(f"reward: {reference} must have exactly one function marked @reward_function; {problem}")
+    return next(iter(marked.values()))
 
 
 def read_result(value: Any) -> EvaluateResult:
-    """What a reward function returned, as an `EvaluateResult`; nonsense becomes a typed fault, never a silent 0."""
+    """Converts a return value to an `EvaluateResult`; an invalid value becomes a typed fault, never a silent 0."""
     if isinstance(value, EvaluateResult):
         return _check_result(value)
     try:
@@ -118,11 +118,11 @@ def read_result(value: Any) -> EvaluateResult:
                     "bad_type", f"a reward must return a number or an EvaluateResult, not {_describe_type(value)}"
                 )
             return _check_result(EvaluateResult(score=score)) if math.isfinite(score) else _non_finite_result(score)
-        given = dict(value)
-        score = _number(given.get("score"))
+        fields = dict(value)
+        score = _number(fields.get("score"))
         if score is not None and not math.isfinite(score):
             return _non_finite_result(score)
-        return _check_result(EvaluateResult.model_validate(given))
+        return _check_result(EvaluateResult.model_validate(fields))
     except OverflowError:
         return fault_result("non_finite", "the score is too large for a float")
     except ValidationError as fault:
@@ -130,11 +130,11 @@ def read_result(value: Any) -> EvaluateResult:
 
 
 def _number(value: Any) -> float | None:
-    """`value` as a float where it is a number: also a bool, or one element of numpy's or torch's."""
-    plain = unwrap_scalar(value)
-    if isinstance(plain, complex) or not isinstance(plain, Real | Decimal):
+    """`value` as a float, or None if it is not a number. Bools and NumPy or torch scalars count as numbers."""
+    scalar = unwrap_scalar(value)
+    if isinstance(scalar, complex) or not isinstance(scalar, Real | Decimal):
         return None
-    return float(plain)
+    return float(scalar)
 
 
 def _non_finite_result(score: float) -> EvaluateResult:
@@ -149,18 +149,20 @@ _NESTED_MODELS: dict[str, type[BaseModel]] = {
 
 
 def _describe_error(reason: Any) -> str:
-    """One line about the first thing that is wrong with a dictionary."""
-    *place, name = map(str, reason["loc"] or ("result",))
+    """One line about a validation error in a returned dictionary."""
+    *path, name = map(str, reason["loc"] or ("result",))
     if reason["type"] != "extra_forbidden":
-        return f"{'.'.join((*place, name))}: {reason['msg']}"
-    known = list((_NESTED_MODELS[place[0]] if place else EvaluateResult).model_fields)
-    hint = did_you_mean(name, known) or f"; there are {', '.join(known)}"
-    return f"{'.'.join(place) or 'the result'} has an unknown key {name!r}{hint}"
+        return f"{'.'.join((*path, name))}: {reason['msg']}"
+    known = list((_NESTED_MODELS[path[0]] if path else EvaluateResult).model_fields)
+    hint = did_you_mean(name, known) or f"; known keys: {', '.join(known)}"
+    return f"{'.'.join(path) or 'the result'} has an unknown key {name!r}{hint}"
 
 
 def _check_result(result: EvaluateResult) -> EvaluateResult:
-    """A result that claims to count must have a number to count, and none may be beyond what files and updates take. A
-    step reward that is no number to count beside a score is left to the aligner, which names it and leaves it out."""
+    """Rejects results beyond the size limits, and valid results without a finite score.
+
+    If there is a score, a bad step reward is left to the aligner, which reports and ignores it.
+    """
     if (excess := find_excess(result)) is not None:
         return fault_result(*excess)
     result = truncate_result(result)
@@ -172,9 +174,9 @@ def _check_result(result: EvaluateResult) -> EvaluateResult:
     if result.score is None:
         for output in result.step_outputs or ():
             if not in_bounds(output.base_reward):
-                said = f"the base_reward of step {output.step_index} is {output.base_reward}, and there is no score"
-                return fault_result("out_of_range" if math.isfinite(output.base_reward) else "non_finite", said)
-        return fault_result("bad_type", "the result has no score: set one, or say is_score_valid=False")
+                message = f"the base_reward of step {output.step_index} is {output.base_reward}, and there is no score"
+                return fault_result("out_of_range" if math.isfinite(output.base_reward) else "non_finite", message)
+        return fault_result("bad_type", "the result has no score: set one, or set is_score_valid=False")
     return result if math.isfinite(result.score) else _non_finite_result(result.score)
 
 
@@ -186,15 +188,15 @@ def _describe_type(value: Any) -> str:
 
 
 def fault_result(kind: str, message: str, traceback: str = "") -> EvaluateResult:
-    """A result that says why there is none."""
+    """An invalid result that carries the reason."""
     fault = EvaluationFault(kind=kind, message=message, traceback=traceback)
     return EvaluateResult(score=None, is_score_valid=False, reason=message, error=fault)
 
 
 def read_results(values: Any, count: int) -> list[EvaluateResult]:
-    """What a batch function returned for `count` rollouts: a list, or an array or tensor of that length."""
+    """Converts what a batch function returned for `count` rollouts: a list, array or tensor of that length."""
     if not isinstance(values, Sequence) and hasattr(type(values), "tolist") and getattr(values, "ndim", 0) > 0:
-        values = values.tolist()  # of numpy's or torch's; neither is imported for it
+        values = values.tolist()  # NumPy or torch, without importing either
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         return [fault_result("bad_type", f"a batch reward must return a list, not {_describe_type(values)}")] * count
     if len(values) != count:

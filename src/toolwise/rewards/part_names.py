@@ -1,4 +1,4 @@
-"""Names of a reward's parts, as metrics, records and reports have them: short, unique, and without a path."""
+"""Names of a reward's parts for metrics, records and reports: short, unique and without a path."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ RewardSource = str | Callable[..., Any] | Reward
 
 
 def part_names(sources: Sequence[RewardSource], given: Sequence[str] = ()) -> list[str]:
-    """One name for each source (a reference, a function or a `Reward`), in order; `given` ones come first ("": none).
+    """One name per source, in order. `given` holds the configured names ("" means none).
 
-    A part without a name takes its function's; where several share that, it is `module:function`, then numbered.
+    A part without a name takes its function's name; if several share it, `module:function`, then numbered.
     """
     names = [*given, *[""] * (len(sources) - len(given))]
-    twice = [name for name, times in Counter(filter(None, names)).items() if times > 1]
-    if twice:
-        raise ConfigError(f"reward.parts: two of them have the name {twice[0]!r}; give each its own")
+    duplicates = [name for name, times in Counter(filter(None, names)).items() if times > 1]
+    if duplicates:
+        raise ConfigError(f"reward.parts: two parts have the name {duplicates[0]!r}; give each a different one")
     shared = Counter(_source_function(source) for source, name in zip(sources, names, strict=True) if not name)
     used_names = set(filter(None, names))
-    for place, source in enumerate(sources):
-        if not names[place]:
+    for index, source in enumerate(sources):
+        if not names[index]:
             short = _source_function(source)
-            names[place] = _unique_name(short if shared[short] == 1 else _qualified_name(source), used_names)
-            used_names.add(names[place])
+            names[index] = _unique_name(short if shared[short] == 1 else _qualified_name(source), used_names)
+            used_names.add(names[index])
     return names
 
 
@@ -44,17 +44,17 @@ def _qualified_name(source: RewardSource) -> str:
 
 
 def _split_source(source: RewardSource) -> tuple[str, str]:
-    """The last part of a module or file, and the function where the source says which."""
+    """The last component of the module or file, and the function name if the source has one."""
     if isinstance(source, Reward):
         source = source.reference or source.function or source.name
     if not isinstance(source, str):
         name = str(getattr(source, "__name__", type(source).__name__))
         return source.__module__.rpartition(".")[2], name
-    place, _, function = ("", "", "") if source.endswith(".py") else source.rpartition(":")
-    home = place or source
-    return PurePath(home).stem if home.endswith(".py") else home.rpartition(".")[2], function if place else ""
+    module, _, function = ("", "", "") if source.endswith(".py") else source.rpartition(":")
+    home = module or source
+    return PurePath(home).stem if home.endswith(".py") else home.rpartition(".")[2], function if module else ""
 
 
 def _unique_name(name: str, used_names: Collection[str]) -> str:
     numbered = (f"{name}-{number}" for number in count(2))
-    return name if name not in used_names else next(found for found in numbered if found not in used_names)
+    return name if name not in used_names else next(candidate for candidate in numbered if candidate not in used_names)

@@ -1,4 +1,4 @@
-"""What reward functions print: into a file of bounded size, or the first lines for somebody to read."""
+"""Captures what reward functions print: to a log file of bounded size, or as a preview of the first lines."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from typing import Any, TextIO
 from toolwise.terminal import escape_controls
 
 FILE_BYTES = 4 << 20
-"""Of a log; when it is full it becomes FILE.1 in place of the last one, and a new one begins."""
+"""Maximum size of a log. A full log is renamed to FILE.1, replacing the previous one."""
 CALL_CHARS = 16 * 1024
-"""Of what one call prints in this process; workers have the same bound."""
+"""Limit on the output of one call in this process; workers have the same limit."""
 
 PrintCallback = Callable[[str, str], None]
-"""Is told a label, such as the step and the rollout, and a text."""
+"""Called with a label (such as the step and the rollout) and the printed text."""
 
 
 def format_lines(label: str, text: str) -> list[str]:
-    """One line of text a line, each with its label; control characters, which move a terminal's cursor, as escapes."""
+    """The lines of `text`, each prefixed with the label. Control characters are escaped: they could move the cursor."""
     prefix = f"[{label}] " if label else ""
     return [escape_controls(f"{prefix}{line}") for line in text.rstrip("\n").split("\n")]
 
 
 class PrintLog:
-    """Appends to a file, which is not there before something is printed. A disk that is full costs the log, no run."""
+    """Appends to a file, created at the first print. If the disk is full, log lines are lost but the run continues."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -62,7 +62,7 @@ class _QuietFileHandler(RotatingFileHandler):
 
 
 class PrintPreview:
-    """The first lines, and how many more there were."""
+    """Keeps the first `max_lines` lines and counts the rest."""
 
     def __init__(self, max_lines: int) -> None:
         self.lines: list[str] = []
@@ -71,15 +71,15 @@ class PrintPreview:
         self._lock = threading.Lock()
 
     def __call__(self, label: str, text: str) -> None:
-        found = format_lines(label, text)
+        lines = format_lines(label, text)
         with self._lock:
             room = self._max_lines - len(self.lines)
-            self.lines += found[:room]
-            self.omitted += len(found[room:])
+            self.lines += lines[:room]
+            self.omitted += len(lines[room:])
 
 
 class _CallOutput:
-    """What one call in this process has printed so far."""
+    """The output of one call in this process so far."""
 
     def __init__(self) -> None:
         self.text = io.StringIO()
@@ -91,15 +91,15 @@ class _CallOutput:
         self.dropped += len(text[room:])
 
     def __str__(self) -> str:
-        more = f"\n… and {self.dropped:,} characters more" if self.dropped else ""
-        return f"{self.text.getvalue()}{more}"
+        suffix = f"\n… and {self.dropped:,} more characters" if self.dropped else ""
+        return f"{self.text.getvalue()}{suffix}"
 
 
 _current: ContextVar[_CallOutput | None] = ContextVar("printed_by", default=None)
 
 
 class _TeeStream:
-    """A stream as it was, that also keeps what a reward writes to it."""
+    """Forwards writes to a stream and also records what the current reward call writes."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -124,9 +124,9 @@ _streams_lock = threading.Lock()
 
 @contextmanager
 def tee_output() -> Iterator[None]:
-    """While rewards run in this process: `print` goes where it went, and to whoever keeps it.
+    """While rewards run in this process, records their prints besides writing them to the terminal.
 
-    Those that overlap share one wrapper a stream; the last to end takes it off.
+    Overlapping uses share one wrapper per stream; the last to exit removes it.
     """
     global _tee_count
     with _streams_lock:
@@ -146,7 +146,7 @@ def tee_output() -> Iterator[None]:
 
 @contextmanager
 def capture_prints(label: str, on_print: PrintCallback | None) -> Iterator[None]:
-    """Tells `printed` what the code inside prints, which may be async; others that run meanwhile are not heard."""
+    """Passes what the enclosed code prints to `on_print`. Concurrent async calls are kept apart."""
     if on_print is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""How much a reward may say: results that are too large are refused by name, texts that are too long are cut."""
+"""Size limits of reward results: results that are too large are rejected, texts that are too long are truncated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from toolwise.untrusted.bounds import (
 
 
 def find_excess(result: EvaluateResult) -> tuple[str, str] | None:
-    """The kind of fault and one line about the first thing that is beyond a limit; None where nothing is."""
+    """The fault kind and a one-line message for the first limit that `result` exceeds, or None."""
     outputs = result.step_outputs or ()
     if len(result.metrics) > MAX_METRICS:
         return "too_big", f"the result has {len(result.metrics):,} metrics; at most {MAX_METRICS} are kept"
@@ -32,7 +32,7 @@ def find_excess(result: EvaluateResult) -> tuple[str, str] | None:
     for output in outputs:
         index = output.step_index
         if len(index) > MAX_NAME_CHARS if isinstance(index, str) else abs(index) > MAX_SCORE:
-            return "too_big", "a step_index is no step's: give the number of a step, from 0"
+            return "too_big", "a step_index is not the number of a step: count steps from 0"
     if result.score is not None and math.isfinite(result.score) and not in_bounds(result.score):
         return "out_of_range", f"the score is {result.score}; it must lie between ±{MAX_SCORE:g}"
     for name, metric in result.metrics.items():
@@ -42,7 +42,7 @@ def find_excess(result: EvaluateResult) -> tuple[str, str] | None:
 
 
 def truncate_result(result: EvaluateResult) -> EvaluateResult:
-    """The same with reasons, names and tracebacks that any file takes."""
+    """`result` with its reasons, names and traceback cut to their limits."""
     changes: dict[str, object] = {}
     if result.reason is not None and (reason := truncate_text(result.reason, MAX_REASON_CHARS)) != result.reason:
         changes["reason"] = reason
@@ -63,9 +63,9 @@ def truncate_result(result: EvaluateResult) -> EvaluateResult:
         ]
     if result.error is not None:
         fields = ("kind", "message", "traceback")
-        told = {name: truncate_text(getattr(result.error, name), MAX_FAULT_CHARS) for name in fields}
-        if any(told[name] != getattr(result.error, name) for name in fields):
-            changes["error"] = result.error.model_copy(update=told)
+        texts = {name: truncate_text(getattr(result.error, name), MAX_FAULT_CHARS) for name in fields}
+        if any(texts[name] != getattr(result.error, name) for name in fields):
+            changes["error"] = result.error.model_copy(update=texts)
     return result.model_copy(update=changes) if changes else result
 
 

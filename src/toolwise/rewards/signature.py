@@ -1,4 +1,4 @@
-"""What a reward function takes, as data: known to a run without the function itself, which a worker has loaded."""
+"""The signature of a reward function as plain data, so that a run can use it without loading the function itself."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ OTHER_LIBRARY_PARAMETERS = {
     "generations": "other libraries",
     "predictions": "other libraries",
 }
-"""First parameters of the rewards of other libraries, which get texts where ours get conversations."""
+"""First parameters of reward functions in other libraries, which receive texts where ours receive conversations."""
 _GROUND_TRUTH_NAMES = ("ground_truth", "ground_truths", "labels")
 TASK_FIELDS = ("extra_info", "data_source")
-"""Fields of a task that a function gets if it names them, a batch function as a list."""
+"""Task fields passed to a function that names them; a batch function gets a list."""
 _VERL_BATCH_FIELDS = {"extra_infos": "extra_info", "data_sources": "data_source"}
-"""What verl calls them in batch rewards."""
+"""verl's names for `TASK_FIELDS` in batch rewards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,61 +44,64 @@ class Signature:
 
     mode: Mode
     first: tuple[str, ...]
-    """The names of the two that are given by position."""
+    """Names of the two positional parameters."""
     names: tuple[str, ...] = ()
     required: tuple[str, ...] = ()
-    """Those of `names` that have no default."""
+    """The entries of `names` without a default."""
     takes_any: bool = False
-    """It has **kwargs."""
+    """Whether it accepts **kwargs."""
     is_async: bool = False
-    """Its calls can overlap in one event loop."""
+    """Whether calls can overlap in one event loop."""
 
     @classmethod
     def of(cls, function: Callable[..., Any], name: str) -> Signature:
         parameters = _parameters(function, name)
         mode = getattr(function, "__toolwise_reward_mode__", None) or infer_mode(function, name)
-        first, more = parameters[:2], parameters[2:]
+        first, rest = parameters[:2], parameters[2:]
         if [p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in first] != [True, True]:
             raise RewardError(f"reward {name}: it must take {SIGNATURE_FORMS}")
-        named = [p for p in more if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        keywords = [p for p in rest if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         return cls(
             mode=mode,
             first=tuple(p.name for p in first),
-            names=tuple(p.name for p in named),
-            required=tuple(p.name for p in named if p.default is p.empty),
-            takes_any=any(p.kind is p.VAR_KEYWORD for p in more),
+            names=tuple(p.name for p in keywords),
+            required=tuple(p.name for p in keywords if p.default is p.empty),
+            takes_any=any(p.kind is p.VAR_KEYWORD for p in rest),
             is_async=_is_async(function),
         )
 
     def accepted_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of `kwargs` that the function has a parameter for beyond its first two (all, with **kwargs)."""
+        """The `kwargs` that match a parameter after the first two; all of them if the function has **kwargs."""
         if self.takes_any:
             return {key: value for key, value in kwargs.items() if key not in self.first}
         return {key: value for key, value in kwargs.items() if key in self.names}
 
     def missing_arguments(self, given: Iterable[str]) -> list[str]:
-        """What it cannot do without and nobody gives."""
-        known = set(given)
-        return [name for name in self.required if name not in known]
+        """Required parameters that are not in `given`."""
+        available = set(given)
+        return [name for name in self.required if name not in available]
 
     def to_json(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
 
     @classmethod
     def from_json(cls, value: Any) -> Signature:
-        """Read as a stranger's word: raises ValueError where it is no signature."""
+        """Reads untrusted JSON; raises ValueError if it is not a signature."""
         if not isinstance(value, dict) or value.get("mode") not in ("pointwise", "batch", "group"):
-            raise ValueError("no signature")
+            raise ValueError("not a signature")
         lists = {key: value.get(key) for key in ("first", "names", "required")}
         if not all(isinstance(names, list) and all(isinstance(n, str) for n in names) for names in lists.values()):
-            raise ValueError("no signature")
-        first, names, required = (tuple(found or ()) for found in lists.values())
+            raise ValueError("not a signature")
+        first, names, required = (tuple(items or ()) for items in lists.values())
         flags = {key: value.get(key) is True for key in ("takes_any", "is_async")}
         return cls(value["mode"], first, names, required, **flags)
 
 
 def infer_mode(function: Callable[..., Any], name: str) -> Mode:
-    """What the name of its first parameter says; an error that shows what to write where it is another library's."""
+    """The mode implied by the first parameter's name.
+
+    A name used by another library raises an error that shows how to port the function.
+    """
     parameters = _parameters(function, name)
     if not parameters:
         return "pointwise"
@@ -109,19 +112,18 @@ def infer_mode(function: Callable[..., Any], name: str) -> Mode:
 
 def _porting_hint(parameters: list[inspect.Parameter], name: str) -> str:
     first = parameters[0].name
-    known = {*OTHER_LIBRARY_PARAMETERS, *_GROUND_TRUTH_NAMES}.difference(TASK_FIELDS)
+    dropped = {*OTHER_LIBRARY_PARAMETERS, *_GROUND_TRUTH_NAMES}.difference(TASK_FIELDS)
     renamed = [p.replace(name=_VERL_BATCH_FIELDS.get(p.name, p.name), annotation=p.empty) for p in parameters]
-    kept = [str(p) for p in renamed if p.name not in known and p.kind != p.VAR_POSITIONAL]
-    short = name.rpartition(":")[2]
-    shapes = [
-        f"def {short}({', '.join([*two, *kept])})"
-        for two in (("messages", "ground_truth"), ("rollouts_messages", "ground_truths"))
+    extra = [str(p) for p in renamed if p.name not in dropped and p.kind != p.VAR_POSITIONAL]
+    function_name = name.rpartition(":")[2]
+    forms = [
+        f"def {function_name}({', '.join([*pair, *extra])})"
+        for pair in (("messages", "ground_truth"), ("rollouts_messages", "ground_truths"))
     ]
     return (
         f"reward {name}: its first parameter is {first!r}, as in rewards for {OTHER_LIBRARY_PARAMETERS[first]}; "
-        f"here it gets whole "
-        f'conversations: write {shapes[0]} for one rollout, whose last text is messages[-1]["content"], or {shapes[1]} '
-        "for all of a step, which returns a list"
+        f'Toolwise passes conversations: write {forms[0]} for one rollout (its reply is messages[-1]["content"]), '
+        f"or {forms[1]} for all rollouts of a step, returning a list"
     )
 
 
@@ -132,5 +134,5 @@ def _is_async(function: Callable[..., Any]) -> bool:
 def _parameters(function: Callable[..., Any], name: str) -> list[inspect.Parameter]:
     try:
         return list(inspect.signature(function).parameters.values())
-    except ValueError:  # some built-ins do not say what they take
-        raise RewardError(f"reward {name}: Python cannot tell what it takes; wrap it in a def") from None
+    except ValueError:  # some built-ins have no introspectable signature
+        raise RewardError(f"reward {name}: its signature cannot be inspected; wrap it in a def") from None

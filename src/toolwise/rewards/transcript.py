@@ -1,4 +1,4 @@
-"""A conversation as rewards read it: what the assistant said, its thoughts apart from its answer, and its calls."""
+"""Reads conversations for reward functions: replies, thoughts split from answers, and tool calls."""
 
 from __future__ import annotations
 
@@ -20,45 +20,45 @@ class Block(NamedTuple):
 
 
 def top_level_blocks(text: str) -> list[Block]:
-    """The think, tool_call and response blocks of `text` in order; a tag named inside a block is only text."""
-    found: list[Block] = []
-    unclosed: set[str] = set()  # looked for once each: a model that repeats one tag for ever must not cost a square
-    place = 0
-    while opening := _OPENING.search(text, place):
-        tag, place = opening[1], opening.end()
+    """The think, tool_call and response blocks of `text` in order; tags inside a block are plain text."""
+    blocks: list[Block] = []
+    unclosed: set[str] = set()  # each searched for once: a tag repeated endlessly must not cost quadratic time
+    position = 0
+    while opening := _OPENING.search(text, position):
+        tag, position = opening[1], opening.end()
         if tag in unclosed:
             continue
-        end = text.find(f"</{tag}>", place)
+        end = text.find(f"</{tag}>", position)
         if end < 0:
             unclosed.add(tag)
             continue
-        found.append(Block(tag, text[place:end]))
-        place = end + len(tag) + 3
-    return found
+        blocks.append(Block(tag, text[position:end]))
+        position = end + len(tag) + 3
+    return blocks
 
 
 def last_reply(messages: Sequence[Message]) -> str:
-    """What the assistant wrote last, its thought included; empty where it wrote nothing."""
+    """The assistant's last message including its thought, or an empty string."""
     replies = [m for m in as_messages(messages) if m.role == "assistant"]
     return (replies[-1].content or "") if replies else ""
 
 
 def replies_to_user(messages: Sequence[Message]) -> list[Message]:
-    """The assistant's messages since the user last spoke."""
-    found: list[Message] = []
+    """The assistant's messages since the last user message."""
+    replies: list[Message] = []
     for message in reversed(as_messages(messages)):
         if message.role == "user":
             break
         if message.role == "assistant":
-            found.append(message)
-    return found[::-1]
+            replies.append(message)
+    return replies[::-1]
 
 
 def split_thought(text: str) -> tuple[str, str]:
-    """The leading thought and what follows it.
+    """Splits `text` into the leading thought and what follows it.
 
-    A template may have opened the thought in the prompt: then only its end is here. A thought that never ends is all
-    there is: such a text holds no answer.
+    If the chat template opened the thought in the prompt, only its closing tag is in `text`. A thought that is never
+    closed takes up the whole text, so there is no answer.
     """
     opened = text.lstrip().startswith("<think>")
     head, closed, tail = text.partition("</think>")
@@ -68,29 +68,29 @@ def split_thought(text: str) -> tuple[str, str]:
 
 
 def final_answer(messages: Sequence[Message]) -> str:
-    """What the assistant wrote last, without its thought."""
+    """The assistant's last message without its thought."""
     return split_thought(last_reply(messages))[1].strip()
 
 
 def read_tool_calls(message: Message) -> list[ToolCall]:
-    """The calls of one message: as the policy's parser gave them, else those that stand in its text."""
+    """The calls of one message: those that the policy's parser found, or else those in its text."""
     if message.tool_calls:
         return message.tool_calls
     text = message.content or ""
     blocks = [block.inner.strip() for block in top_level_blocks(text) if block.tag == "tool_call"]
     calls = [call for block in blocks for call in _read_block(block)]
     _, opened, rest = split_thought(text)[1].rpartition("<tool_call>")
-    if opened and "</tool_call>" not in rest:  # it was cut off: a call that nobody can read is still a call
+    if opened and "</tool_call>" not in rest:  # cut off: an unreadable call still counts as a call
         calls.append(ToolCall(name="", arguments=rest.strip()))
     return calls
 
 
 def _read_block(block: str) -> list[ToolCall]:
-    """One JSON object, however many lines it takes, or one a line; what cannot be read keeps its text."""
-    whole = _read_call(block)
-    if whole is not None:
-        return [whole]
-    lines = [line for line in block.split("\n") if line.strip()] or [""]  # an empty block is a call of nothing
+    """One JSON object over any number of lines, or one per line. An unreadable call keeps its text as arguments."""
+    call = _read_call(block)
+    if call is not None:
+        return [call]
+    lines = [line for line in block.split("\n") if line.strip()] or [""]  # an empty block counts as one call
     return [_read_call(line) or ToolCall(name="", arguments=line) for line in lines]
 
 

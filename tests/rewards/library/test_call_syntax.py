@@ -1,4 +1,4 @@
-"""Calls as Python text and the forms of ground truths: read, never run."""
+"""Parsing calls in Python text and in ground truths, without running them."""
 
 from __future__ import annotations
 

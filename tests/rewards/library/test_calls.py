@@ -1,4 +1,4 @@
-"""Calls that fit their schemas, and calls that are the ones wanted."""
+"""Rewards for calls that match their schemas, and for expected calls."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def call(name: str, **arguments: Any) -> ToolCall:
         (call("weather", city="Oslo", days=0), "weather: 0 is less than the minimum of 1"),
         (call("weather", city="Oslo", when="now"), "weather: Additional properties are not allowed"),
         (call("forecast", city="Oslo"), "there is no tool 'forecast'"),
-        (ToolCall(name="weather", arguments="{city"), "weather: its arguments are no JSON object"),
-        (ToolCall(name="", arguments="rubbish"), "a call: its arguments are no JSON object"),
+        (ToolCall(name="weather", arguments="{city"), "weather: its arguments are not a JSON object"),
+        (ToolCall(name="", arguments="rubbish"), "a call: its arguments are not a JSON object"),
     ],
 )
 def test_one_call_against_its_schema(made: ToolCall, problem: str | None) -> None:
@@ -80,7 +80,7 @@ def test_calls_in_the_text_are_checked_too() -> None:
 
 def test_a_reference_to_elsewhere_fetches_nothing() -> None:
     tool = {"name": "f", "parameters": {"$ref": "http://127.0.0.1:9/schema.json"}}
-    with pytest.raises(ConfigError, match=r"leads nowhere.*127\.0\.0\.1:9"):
+    with pytest.raises(ConfigError, match=r"cannot be resolved.*127\.0\.0\.1:9"):
         schema_reward(did(call("f")), None, tool_schemas=[tool])
 
 
@@ -93,7 +93,7 @@ def test_schemas_that_are_none_are_an_error(schemas: Any) -> None:
         schema_reward(did(call("f")), None, tool_schemas=schemas)
 
 
-# The calls wanted
+# Expected calls
 
 TRUTH = [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "parameters": {"b": "x"}}]
 

@@ -1,4 +1,4 @@
-"""GSM8K's reward: the number after `####`, or the last one."""
+"""The GSM8K reward: the number after `####`, or the last one."""
 
 from __future__ import annotations
 
@@ -149,6 +149,6 @@ def test_the_reward_by_reference() -> None:
 
 def test_the_reward_says_why() -> None:
     result = gsm8k_reward([Message(role="assistant", content="#### 5")], 6)
-    assert result.reason == "answered 5, 6 is right"
+    assert result.reason == "answered 5, expected 6"
     assert {name: metric.score for name, metric in result.metrics.items()} == {"correct": 0, "answered": 1}
-    assert gsm8k_reward([], 6).reason == "answered nothing, 6 is right"
+    assert gsm8k_reward([], 6).reason == "answered nothing, expected 6"

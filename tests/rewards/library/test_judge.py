@@ -1,4 +1,4 @@
-"""The judge against a real server on loopback: what it asks, what it makes of replies, and every way they can fail."""
+"""The judge against a real loopback server: requests, verdicts, and every way they can fail."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Behaviour = Callable[[Handler], None]
 
 
 class Server:
-    """An OpenAI-compatible server that does as it is told, one behaviour a request; the last one stays."""
+    """A scripted OpenAI-compatible server: one behaviour per request; the last one repeats."""
 
     def __init__(self) -> None:
         self.behaviours: list[Behaviour] = [verdict(8)]
@@ -49,13 +49,13 @@ class Server:
                     outer.most_at_once = max(outer.most_at_once, outer.at_once)
                 try:
                     behave(self)
-                except OSError:  # the client has gone
+                except OSError:  # the client disconnected
                     pass
                 finally:
                     self.leave()
 
             def send_response(self, code: int, message: str | None = None) -> None:
-                self.leave()  # before whoever waits can hear of it, and ask the next question
+                self.leave()  # before the waiting client can see the reply and send the next request
                 super().send_response(code, message)
 
             def leave(self) -> None:
@@ -157,7 +157,7 @@ def kinds(results: list[EvaluateResult]) -> list[str | None]:
     return [result.error.kind if result.error else None for result in results]
 
 
-# What is asked and what comes of it
+# Requests and results
 
 
 def test_verdicts_become_scores_from_nought_to_one(server: Server) -> None:
@@ -259,7 +259,7 @@ def test_a_judge_that_is_not_named_is_a_typed_fault() -> None:
     assert kinds([result]) == ["exception"]
 
 
-# Trouble that passes
+# Transient errors
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ def test_retry_after_is_heeded(server: Server) -> None:
     assert 1 <= time.monotonic() - began < 4
 
 
-# Trouble that stays: typed, never a score
+# Permanent errors: typed faults, never a score
 
 
 @pytest.mark.parametrize(
@@ -450,10 +450,10 @@ def test_a_cache_that_cannot_be_written_costs_no_verdict(
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     assert [r.score for r in grade(server, "4", cache=str(tmp_path / "file"))] == [0.8]
-    assert "cannot be written" in caplog.text
+    assert "cannot write" in caplog.text
 
 
-# Reading
+# Parsing verdicts
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""How a judge is asked again: what counts as trouble, and how long to wait. Whole exchanges: test_judge.py."""
+"""Retries of judge requests: which errors are retried, and the delays. See test_judge.py for whole exchanges."""
 
 from __future__ import annotations
 

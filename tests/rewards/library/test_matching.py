@@ -1,4 +1,4 @@
-"""The same text, the same number."""
+"""Exact and numeric match rewards."""
 
 from __future__ import annotations
 

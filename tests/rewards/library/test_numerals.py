@@ -1,4 +1,4 @@
-"""Numbers as people write them."""
+"""Parsing numbers as people write them."""
 
 from __future__ import annotations
 

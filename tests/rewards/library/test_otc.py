@@ -1,4 +1,4 @@
-"""OTC's reward: worked by hand, and through the executor as a run would call it."""
+"""The OTC reward: worked by hand, and through the executor as in a run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def said(answer: int, calls: int) -> list[Message]:
 def test_the_fewest_calls_among_the_right_earn_the_most() -> None:
     group = [said(7, 1), said(7, 2), said(7, 3), said(8, 0), said(7, 1)]
     scores = [result.score for result in otc_reward(group, "7", correct=CORRECT)]
-    # n = 1: f(2) = 4/3, f(3) = 3/2; a wrong one earns nothing, however lean.
+    # n = 1: f(2) = 4/3, f(3) = 3/2; an incorrect one earns nothing, however few its calls.
     assert scores == pytest.approx([1, math.sin(2 * math.pi / 3), math.sin(0.75 * math.pi), 0, 1])
 
 

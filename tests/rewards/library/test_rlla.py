@@ -1,4 +1,4 @@
-"""RLLA's reward: the worked examples, every option, all 480 gold answers, and what holds for any calls."""
+"""The RLLA reward: worked examples, every option, all 480 gold answers, and properties for any calls."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def test_each_of_two_equal_gold_calls_wants_its_own() -> None:
 
 def test_the_best_call_of_that_name_is_taken_and_the_first_of_equals() -> None:
     gold = [call("f", a=1, b=2), call("f", a=1, b=3)]
-    # The first gold call takes the whole one; the second is left with the other.
+    # The first gold call takes the complete one; the second gets the other.
     assert correctness([call("f", a=9, b=9), call("f", a=1, b=2)], gold) == pytest.approx(6 * (1 + 3 + 1) / 7 - 3)
-    # Both made calls are worth 2 to the first gold call: it takes the first, and leaves the better to the second.
+    # Both predicted calls score 2 for the first gold call: it takes the first and leaves the better one to the second.
     assert correctness([call("f", a=1, b=0), call("f", a=1, b=3)], [call("f", a=1, b=2), call("f", a=1, b=3)]) == (
         pytest.approx(6 * (1 + 2 + 3) / 7 - 3)
     )
@@ -186,7 +186,7 @@ def test_refined_wants_names_and_parameters_in_their_order() -> None:
     swapped = [call("b"), call("a", x=1, y=2)]
     assert correctness(swapped, gold, matching="refined") == pytest.approx(6 * (0 + 3 + 1) / 5 - 3)
     reordered = [call("a", y=2, x=1), call("b")]
-    # Python's dictionaries are equal whatever their order, and equal lists of calls earn the most.
+    # Python's dictionaries are equal whatever their order, and equal lists of calls earn the maximum.
     assert correctness(reordered, gold, matching="refined") == 3
     assert correctness([call("a", y=2, x=3), call("b")], gold, matching="refined") == pytest.approx(6 * 3 / 5 - 3)
 
@@ -234,9 +234,9 @@ def test_without_a_whole_thought_there_is_no_length() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"schedule": "twostage"}, "give one of constant, two_stage, linear"),
-        ({"matching": "exact"}, "give one of fine"),
-        ({"length_reward": True}, "give one of off"),
+        ({"schedule": "twostage"}, "must be one of constant, two_stage, linear"),
+        ({"matching": "exact"}, "must be one of fine"),
+        ({"length_reward": True}, "must be one of off"),
         ({"tool_range": 0}, "tool_range"),
         ({"tool_range": float("inf")}, "tool_range"),
         ({"tool_range": 1.0, "schedule": "linear"}, "leave tool_range out"),
@@ -262,7 +262,7 @@ def test_a_ground_truth_that_cannot_be_read_is_an_error_and_no_score(truth: Any)
         compute_score(answer(*GOLD), truth)
 
 
-# What holds for any calls
+# Properties for any calls
 
 names = st.sampled_from(["search", "search ", "calculate", "поиск", "天気", "a.b-c", ""])
 keys = st.sampled_from(["q", "page", "ключ", "名", "q ", "nested"])
@@ -373,7 +373,7 @@ def test_no_text_breaks_it(text: str, gold: list[dict[str, Any]]) -> None:
 
 
 def formula(gold: list[dict[str, Any]], made: list[dict[str, Any]]) -> float:
-    """6·s/M − 3, written down a second time and as plainly as it can be."""
+    """6·s/M − 3: an independent, straightforward implementation."""
 
     def jaccard(a: list[str], b: list[str]) -> float:
         if a == b:

@@ -1,4 +1,4 @@
-"""RLLA's text: which tags, whether they stand as they must, and the last top-level tool block."""
+"""The RLLA text format: required tags, well-formedness, and the last top-level tool_call block."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_what_is_not_well_formed(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["<think>a</think>\n<response>b", "<think>a</think>\n<tool_call>\n", "<tool_call>"])
 def test_a_gold_answer_with_an_open_tag_is_an_error(text: str) -> None:
-    with pytest.raises(DataError, match="does not close"):
+    with pytest.raises(DataError, match="unclosed tag"):
         required_tags(text)
 
 

@@ -1,4 +1,4 @@
-"""Length and tags."""
+"""Shaping rewards for length and tags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GSM8K's reward: the right number, where the answer says it is (`strict`) or wherever it comes last (`flexible`)."""
+"""The GSM8K reward: the correct number after `####` (`strict`), or as the last number in the answer (`flexible`)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from toolwise.types import EvaluateResult, MetricResult
 Method = Literal["strict", "flexible"]
 
 _MARK = "####"
-_TAIL = re.compile(r"[.,%]*(?:\s|$)")  # what may follow: a digit, a slash or a letter would make it another number
+_TAIL = re.compile(r"[.,%]*(?:\s|$)")  # what may follow; a digit, slash or letter would make it a different number
 
 
 def find_answer(text: str, method: Method = "strict") -> Decimal | None:
-    """The number that `text` answers with, its thought left aside.
+    """The number that `text` answers with, ignoring its thought.
 
-    `strict`: right after the last `####`. `flexible`: the last number of all.
+    `strict`: directly after the last `####`. `flexible`: the last number in the text.
     """
     if method not in ("strict", "flexible"):
-        raise ConfigError(f"gsm8k: method is {method!r}; give strict or flexible")
+        raise ConfigError(f"gsm8k: method is {method!r}; must be strict or flexible")
     answer = split_thought(text)[1]
     return last_number(answer) if method == "flexible" else _after_mark(answer)
 
@@ -33,40 +33,40 @@ def find_answer(text: str, method: Method = "strict") -> Decimal | None:
 def _after_mark(text: str) -> Decimal | None:
     _, mark, rest = text.rpartition(_MARK)
     rest = rest.lstrip()
-    found = NUMBER.match(rest) if mark else None
-    return match_to_decimal(found) if found and _TAIL.match(rest, found.end()) else None
+    match = NUMBER.match(rest) if mark else None
+    return match_to_decimal(match) if match and _TAIL.match(rest, match.end()) else None
 
 
 def gold_answer(ground_truth: Any) -> Decimal:
-    """The number of a ground truth: a number, its text, or a whole solution that ends in `#### N`."""
+    """The number in a ground truth: a number, its text, or a full solution that ends in `#### N`."""
     number = parse_number(ground_truth)
     if number is None and isinstance(ground_truth, str):
         number = _after_mark(ground_truth)
     if number is None:
-        raise DataError(f"gsm8k: the ground truth {ground_truth!r:.80} is no number; give one, or a text with `#### N`")
+        raise DataError(f"gsm8k: ground truth {ground_truth!r:.80} is not a number; give one, or a text with `#### N`")
     return number
 
 
 def compute_score(
     solution_str: str, ground_truth: Any, method: Method = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """`score` for the right number, `format_score` for another, 0 for none."""
-    found = find_answer(solution_str, method)
-    if found is None:
+    """`score` for the correct number, `format_score` for a wrong one, 0 for none."""
+    answer = find_answer(solution_str, method)
+    if answer is None:
         return 0.0
-    return score if found == gold_answer(ground_truth) else format_score
+    return score if answer == gold_answer(ground_truth) else format_score
 
 
 @reward_function
 def gsm8k_reward(
     messages: list[Message], ground_truth: Any, method: Method = "strict", format_score: float = 0.0
 ) -> EvaluateResult:
-    """1 for the right number in the assistant's last message, `format_score` for another, 0 for none."""
-    wanted, text = gold_answer(ground_truth), last_reply(messages)
-    found = find_answer(text, method)
-    correct = float(found == wanted)
+    """1 for the correct number in the assistant's last message, `format_score` for a wrong one, 0 for none."""
+    expected, text = gold_answer(ground_truth), last_reply(messages)
+    answer = find_answer(text, method)
+    correct = float(answer == expected)
     return EvaluateResult(
         score=compute_score(text, ground_truth, method, format_score),
-        reason=f"answered {'nothing' if found is None else found!s:.80}, {wanted!s:.80} is right",
-        metrics={"correct": MetricResult(score=correct), "answered": MetricResult(score=float(found is not None))},
+        reason=f"answered {'nothing' if answer is None else answer!s:.80}, expected {expected!s:.80}",
+        metrics={"correct": MetricResult(score=correct), "answered": MetricResult(score=float(answer is not None))},
     )

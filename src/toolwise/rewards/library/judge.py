@@ -1,6 +1,6 @@
-"""A language model as the judge of rollouts: a batch reward over any OpenAI-compatible server, cached on disk.
+"""A language model as judge: a batch reward that asks any OpenAI-compatible server and caches replies on disk.
 
-A verdict that cannot be had is a typed fault of its own rollout, never a 0.
+A missing verdict becomes a typed fault of its own rollout, never a 0.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ Reply with one JSON object and nothing else: {{"score": a number from {low:g} to
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """A model behind a server, and how to ask it."""
+    """A model behind a server, and how to query it."""
 
     base_url: str
-    """Up to and including the version: "http://127.0.0.1:8000/v1"."""
+    """Including the version, such as "http://127.0.0.1:8000/v1"."""
     model: str
     api_key_env: str | None = None
-    """The environment variable that holds the key: a key itself never stands in a configuration."""
+    """Name of the environment variable with the API key; the key itself never appears in a configuration."""
     scale: tuple[float, float] = (0.0, 10.0)
-    """The judge's worst and best; scores come out from 0 to 1."""
+    """The judge's worst and best score, mapped to 0 and 1."""
     temperature: float = 0.0
     max_tokens: int = 512
     extra_body: Mapping[str, Any] = field(default_factory=dict)
-    """Sent along with every question: {"response_format": {"type": "json_object"}}, where the server knows it."""
+    """Added to every request, such as {"response_format": {"type": "json_object"}} if the server supports it."""
     retries: RetryPolicy = field(default_factory=RetryPolicy)
     deadline_s: float = 600.0
-    """For a whole batch; what is not answered by then is a timeout."""
+    """Timeout of a whole batch; requests that are unanswered by then become `timeout` faults."""
     concurrency: int = 8
     cache: Path | None = None
 
     def __post_init__(self) -> None:
         low, high = self.scale
         if not (math.isfinite(low) and math.isfinite(high) and low < high):
-            raise ConfigError(f"judge: scale is {self.scale}; give its worst and its best, such as [0, 10]")
+            raise ConfigError(f"judge: scale is {self.scale}; give the worst and the best score, such as [0, 10]")
         if not self.base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"judge: base_url is {self.base_url!r}; give one such as http://127.0.0.1:8000/v1")
+            raise ConfigError(f"judge: base_url is {self.base_url!r}; give a URL such as http://127.0.0.1:8000/v1")
         if self.concurrency < 1 or self.retries.attempts < 1:
             raise ConfigError("judge: concurrency and attempts must be 1 or more")
 
@@ -74,9 +74,10 @@ class Judge:
         return self.base_url.rstrip("/") + "/chat/completions"
 
     def request_body(self, messages: Sequence[Message], ground_truth: Any, rubric: str) -> dict[str, Any]:
-        """The body of the request for one rollout. Equal questions are equal bodies: the cache goes by them."""
+        """The request for one rollout. Equal questions have equal bodies, which the cache relies on."""
         record = "\n".join(json.dumps(m.to_openai(), ensure_ascii=False) for m in messages)
-        # A mark that the record cannot contain, since it depends on all of it; and the same for the same record.
+        # A delimiter that the record cannot contain, since it is a hash of it; the same record gives the same
+        # delimiter.
         mark = f"=== {hashlib.sha256(record.encode(errors='surrogatepass')).hexdigest()[:24]} ==="
         reference = "" if ground_truth is None else f"Reference answer: {_as_text(ground_truth)}\n\n"
         return {
@@ -91,7 +92,7 @@ class Judge:
         }
 
     async def grade(self, request_bodies: Sequence[Mapping[str, Any]]) -> list[EvaluateResult]:
-        """A result for each question, in order; equal ones are asked once."""
+        """One result per request, in order; equal requests are sent once."""
         import httpx
 
         keys = [self._key(request_body) for request_body in request_bodies]
@@ -101,26 +102,26 @@ class Judge:
             httpx.AsyncClient(headers=self._headers(), timeout=None, limits=limits) as client,
             asyncio.TaskGroup() as group,
         ):
-            asked = {
+            tasks = {
                 key: hide_task(group.create_task(self._grade_one(client, slots, key, request_body)))
                 for key, request_body in dict(zip(keys, request_bodies, strict=True)).items()
             }
-        return [asked[key].result().model_copy(deep=True) for key in keys]
+        return [tasks[key].result().model_copy(deep=True) for key in keys]
 
     async def _grade_one(
         self, client: httpx.AsyncClient, slots: asyncio.Semaphore, key: str, request_body: Mapping[str, Any]
     ) -> EvaluateResult:
         try:
-            known = self._read_cached(key)
-            if known is not None:
-                return known
+            cached = self._read_cached(key)
+            if cached is not None:
+                return cached
             async with asyncio.timeout(self.deadline_s), slots:
                 return await self._request_verdict(client, key, request_body)
         except TimeoutError:
-            return fault_result("timeout", f"judge at {self.url}: no verdict within the batch's {self.deadline_s:g} s")
+            return fault_result("timeout", f"judge at {self.url}: no verdict within deadline_s = {self.deadline_s:g}")
         except JudgeError as fault:
             return fault_result(fault.kind, str(fault))
-        except Exception as fault:  # one rollout's trouble, whatever it is, must not become the batch's
+        except Exception as fault:  # an error in one rollout must not fail the batch
             return fault_result("exception", f"judge at {self.url}: {type(fault).__name__}: {fault}")
 
     async def _request_verdict(
@@ -137,10 +138,10 @@ class Judge:
         if self.api_key_env is None:
             return {}
         key = os.environ.get(self.api_key_env, "").strip()
-        # Checked here: the client's own error would print the key.
+        # Checked here because the client's error message would print the key.
         if not key or not key.isascii() or not key.isprintable():
             raise ConfigError(
-                f"judge: no key in the environment's {self.api_key_env}; set it, or leave api_key_env out"
+                f"judge: no usable key in environment variable {self.api_key_env}; set it, or leave api_key_env out"
             )
         return {"Authorization": f"Bearer {key}"}
 
@@ -148,12 +149,12 @@ class Judge:
         return hashlib.sha256(json.dumps([self.url, request_body], sort_keys=True).encode()).hexdigest()
 
     def _read_cached(self, key: str) -> EvaluateResult | None:
-        """A verdict from the cache. What cannot be read there is asked for again and written anew."""
+        """A verdict from the cache, or None. An unreadable entry is requested again and overwritten."""
         if self.cache is None:
             return None
         try:
-            kept = json.loads((self.cache / key[:2] / f"{key}.json").read_text(encoding="utf-8"))
-            return read_verdict(kept["reply"], self.scale) if isinstance(kept["reply"], str) else None
+            entry = json.loads((self.cache / key[:2] / f"{key}.json").read_text(encoding="utf-8"))
+            return read_verdict(entry["reply"], self.scale) if isinstance(entry["reply"], str) else None
         except (OSError, ValueError, KeyError, TypeError, JudgeError, RecursionError):
             return None
 
@@ -161,13 +162,13 @@ class Judge:
         if self.cache is None:
             return
         path = self.cache / key[:2] / f"{key}.json"
-        part = path.with_suffix(f".{uuid4().hex}.part")  # a name of its own: other runs may share the cache
+        temporary = path.with_suffix(f".{uuid4().hex}.part")  # a unique name: other runs may share the cache
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_text(json_text({"reply": reply}), encoding="utf-8")
-            part.replace(path)  # whole or not at all
-        except OSError as fault:  # a verdict is worth more than its copy
-            log.warning("judge: the cache %s cannot be written: %s", self.cache, fault)
+            temporary.write_text(json_text({"reply": reply}), encoding="utf-8")
+            temporary.replace(path)  # atomic
+        except OSError as fault:  # keep the verdict even if it cannot be cached
+            log.warning("judge: cannot write to the cache %s: %s", self.cache, fault)
 
 
 def _as_text(value: Any) -> str:
@@ -175,14 +176,14 @@ def _as_text(value: Any) -> str:
 
 
 def read_verdict(reply: str, scale: tuple[float, float]) -> EvaluateResult:
-    """The verdict in a judge's reply: the last JSON object in it that has a score, whatever stands around it."""
-    said = split_thought(reply)[1]
-    if len(said) > MAX_REPLY_CHARS:
-        raise JudgeError("too_big", f"the judge replied with {len(said)} characters", retryable=True)
-    verdict = _last_object(said)
+    """The verdict in a judge's reply: the last JSON object with a score, whatever surrounds it."""
+    answer = split_thought(reply)[1]
+    if len(answer) > MAX_REPLY_CHARS:
+        raise JudgeError("too_big", f"the judge replied with {len(answer)} characters", retryable=True)
+    verdict = _last_object(answer)
     if verdict is None:
         raise JudgeError(
-            "bad_type", f'the judge\'s reply has no {{"score": …}}: {said.strip()[-120:]!r}', retryable=True
+            "bad_type", f'the judge\'s reply has no {{"score": …}}: {answer.strip()[-120:]!r}', retryable=True
         )
     score, (low, high) = verdict["score"], scale
     if isinstance(score, bool) or not isinstance(score, int | float):
@@ -202,24 +203,24 @@ def read_verdict(reply: str, scale: tuple[float, float]) -> EvaluateResult:
 
 
 MAX_FAILED_PARSES = 200
-"""Braces that begin no JSON; after them only as many of the last are tried. Each may cost a look at all the text."""
+"""After this many braces that do not start JSON, only the last this many are tried: each may scan the whole text."""
 
 
 def _last_object(text: str) -> dict[str, Any] | None:
-    decoder, found, place, failures = json.JSONDecoder(), None, text.find("{"), 0
-    while place >= 0:
+    decoder, result, start, failures = json.JSONDecoder(), None, text.find("{"), 0
+    while start >= 0:
         try:
-            value, end = decoder.raw_decode(text, place)
+            value, end = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):
-            end, failures = place + 1, failures + 1
+            end, failures = start + 1, failures + 1
             if failures == MAX_FAILED_PARSES:
-                last = [at for at, letter in enumerate(text) if letter == "{"][-MAX_FAILED_PARSES]
+                last = [index for index, character in enumerate(text) if character == "{"][-MAX_FAILED_PARSES]
                 end = max(end, last)
         else:
             if isinstance(value, dict) and "score" in value:
-                found = value
-        place = text.find("{", end)
-    return found
+                result = value
+        start = text.find("{", end)
+    return result
 
 
 @reward_function
@@ -241,7 +242,7 @@ async def judge_reward(
     concurrency: int = 8,
     cache: str | None = None,
 ) -> list[EvaluateResult]:
-    """What a judge says of each rollout, from 0 to 1. `rubric` is one for all, or a column of the data."""
+    """The judge's score of each rollout, from 0 to 1. `rubric` is one text for all, or a column of the data."""
     judge = Judge(
         base_url=base_url,
         model=model,

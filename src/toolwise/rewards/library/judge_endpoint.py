@@ -1,4 +1,4 @@
-"""One question to an OpenAI-compatible server: asked again while that may help, and never waited for without end."""
+"""Sends one request to an OpenAI-compatible server, with retries and bounded waits."""
 
 from __future__ import annotations
 
@@ -25,62 +25,64 @@ _RETRYABLE_STATUSES = frozenset({408, 409, 425, 429})
 
 
 class JudgeError(RewardError):
-    """A judge that gave no verdict. `kind` is an `EvaluationFault`'s."""
+    """A judge gave no verdict. `kind` is the kind of the resulting `EvaluationFault`."""
 
     def __init__(self, kind: str, message: str, *, retryable: bool = False, wait_s: float | None = None) -> None:
         super().__init__(message)
         self.kind = kind
         self.retryable = retryable
-        """Whether asking once more may help."""
+        """Whether another attempt may help."""
         self.wait_s = wait_s
-        """How long the server asked us to wait."""
+        """The delay that the server requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often to ask, and how long to wait: twice as long each time, up to a limit, with chance in it so that
-    questions that failed together do not come back together."""
+    """Exponential backoff up to a limit, with jitter so that requests that failed together are not retried together."""
 
     attempts: int = 5
     timeout_s: float = 60.0
-    """For one attempt, from the first byte sent to the last byte read."""
+    """Timeout of one attempt, from the first byte sent to the last byte read."""
     backoff_s: float = 1.0
     max_backoff_s: float = 30.0
 
-    def wait_s(self, tried: int, server_delay_s: float | None) -> float:
+    def wait_s(self, attempt: int, server_delay_s: float | None) -> float:
         if server_delay_s is not None:
             return min(server_delay_s, self.max_backoff_s)
-        return min(self.backoff_s * 2.0 ** (tried - 1), self.max_backoff_s) * random.uniform(0.5, 1.0)
+        return min(self.backoff_s * 2.0 ** (attempt - 1), self.max_backoff_s) * random.uniform(0.5, 1.0)
 
 
 async def post_with_retries(
     client: httpx.AsyncClient, url: str, body: Mapping[str, Any], retries: RetryPolicy, read: Callable[[str], T]
 ) -> T:
-    """What `read` makes of the server's reply; a `JudgeError` after the last attempt, or at once where no other would
-    help. `read` may raise one too: a model that rambled once may not do so again."""
-    tried = 0
+    """Posts `body` and returns `read(reply)`.
+
+    Raises `JudgeError` after the last attempt, or at once if a retry would not help. `read` may raise one too: a model
+    that rambled once may not do so again.
+    """
+    attempt = 0
     while True:
-        tried += 1
+        attempt += 1
         try:
             return read(await _post_once(client, url, body, retries.timeout_s))
         except JudgeError as fault:
-            if not fault.retryable or tried >= retries.attempts:
-                times = f" ({tried} attempts)" if tried > 1 else ""
-                raise JudgeError(fault.kind, f"judge at {url}: {fault}{times}") from fault
-            await asyncio.sleep(retries.wait_s(tried, fault.wait_s))
+            if not fault.retryable or attempt >= retries.attempts:
+                suffix = f" ({attempt} attempts)" if attempt > 1 else ""
+                raise JudgeError(fault.kind, f"judge at {url}: {fault}{suffix}") from fault
+            await asyncio.sleep(retries.wait_s(attempt, fault.wait_s))
 
 
 async def _post_once(client: httpx.AsyncClient, url: str, body: Mapping[str, Any], timeout_s: float) -> str:
     import httpx
 
-    content = json.dumps(body).encode()  # in ASCII: half a character in a rollout must not stop us here
+    content = json.dumps(body).encode()  # ASCII: a lone surrogate in a rollout must not fail here
     try:
-        # Around everything: httpx's own timeouts begin anew with each byte that a slow server drips.
+        # Around everything: httpx's own timeouts restart with each byte from a slow server.
         async with asyncio.timeout(timeout_s), client.stream("POST", url, content=content, headers=_JSON) as response:
             raw = await _read(response)
     except (TimeoutError, httpx.TimeoutException):
-        raise JudgeError("timeout", f"no whole reply within {timeout_s:g} s", retryable=True) from None
-    except httpx.HTTPError as fault:  # refused, reset, or closed in the middle of a body
+        raise JudgeError("timeout", f"no complete reply within {timeout_s:g} s", retryable=True) from None
+    except httpx.HTTPError as fault:  # refused, reset, or closed mid-body
         raise connection_failure(fault) from fault
     except httpx.InvalidURL as fault:
         raise JudgeError("exception", f"{type(fault).__name__}: {fault}") from fault
@@ -90,14 +92,14 @@ async def _post_once(client: httpx.AsyncClient, url: str, body: Mapping[str, Any
 
 
 def connection_failure(fault: BaseException) -> JudgeError:
-    """What a failed connection is to a judge. One that is not allowed is said to be so: no second try would help."""
+    """The `JudgeError` for a failed connection. A forbidden connection is not retried."""
     causes = [fault]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
         causes.append(cause)
-    said = f"{type(fault).__name__}: {fault}"
+    message = f"{type(fault).__name__}: {fault}"
     if any(isinstance(cause, PermissionError) for cause in causes):
-        return JudgeError("denied", f"{said}; no network is allowed here: give the sandbox permissions=('network',)")
-    return JudgeError("exception", said, retryable=True)
+        return JudgeError("denied", f"{message}; no network access here: give the sandbox permissions=('network',)")
+    return JudgeError("exception", message, retryable=True)
 
 
 async def _read(response: httpx.Response) -> bytes:
@@ -113,16 +115,16 @@ async def _read(response: httpx.Response) -> bytes:
 
 def _status_error(response: httpx.Response, raw: bytes) -> JudgeError:
     status = response.status_code
-    said = " ".join(raw[:MAX_ERROR_BODY_BYTES].decode(errors="replace").split())
+    text = " ".join(raw[:MAX_ERROR_BODY_BYTES].decode(errors="replace").split())
     retryable = status in _RETRYABLE_STATUSES or status >= 500
     kind = "denied" if status in (401, 403) else "exception"
     return JudgeError(
-        kind, f"HTTP {status}: {said}", retryable=retryable, wait_s=retry_after_s(response.headers.get("retry-after"))
+        kind, f"HTTP {status}: {text}", retryable=retryable, wait_s=retry_after_s(response.headers.get("retry-after"))
     )
 
 
 def retry_after_s(header: str | None) -> float | None:
-    """What a Retry-After header asks for: seconds, or a date."""
+    """The delay in a Retry-After header, given as seconds or as a date."""
     if header is None:
         return None
     if header.strip().isascii() and header.strip().isdigit():
@@ -138,7 +140,7 @@ def retry_after_s(header: str | None) -> float | None:
 def _reply_content(raw: bytes) -> str:
     try:
         content = json.loads(raw)["choices"][0]["message"]["content"]
-    except (ValueError, RecursionError):  # half a body may well be a whole one the next time
+    except (ValueError, RecursionError):  # a truncated body may be complete next time
         raise JudgeError("bad_type", f"the reply is not JSON: {raw[:80]!r}", retryable=True) from None
     except (KeyError, IndexError, TypeError):
         raise JudgeError(

@@ -1,4 +1,4 @@
-"""Rewards for one right answer: the same text, or the same number within a tolerance."""
+"""Rewards for a single correct answer: the same text, or the same number within a tolerance."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from toolwise.types import EvaluateResult
 
 
 def exact_match(answer: str, expected: str, *, ignore_case: bool = False, ignore_space: bool = True) -> bool:
-    """Whether two texts are the same. Accents count the same however they are encoded."""
+    """Whether two texts are equal after Unicode normalization (NFC)."""
     return _normalize_text(answer, ignore_case, ignore_space) == _normalize_text(expected, ignore_case, ignore_space)
 
 
@@ -26,13 +26,13 @@ def _normalize_text(text: str, ignore_case: bool, ignore_space: bool) -> str:
 
 
 def numeric_match(answer: Decimal, expected: Decimal, *, abs_tol: float = 0.0, rel_tol: float = 0.0) -> bool:
-    """Whether two numbers are equal, or no further apart than `abs_tol` or `rel_tol` times the wanted one."""
+    """Whether two numbers are equal within `abs_tol` or within `rel_tol` times `expected`."""
     if answer == expected:
         return True
     allowed = max(abs_tol, rel_tol * abs(float(expected)))
-    if not 0 < allowed < math.inf:  # floats would take large neighbours for equal
+    if not 0 < allowed < math.inf:  # exact comparison only: as floats, large neighbours would be equal
         return False
-    # The slack is for 0.3 − 0.2: a distance of exactly the tolerance must not fail for want of a digit.
+    # The slack absorbs rounding, as in 0.3 − 0.2: a distance of exactly the tolerance must pass.
     return abs(float(answer) - float(expected)) <= allowed * (1 + 1e-9)
 
 
@@ -44,16 +44,16 @@ def exact_match_reward(
     ignore_case: bool = False,
     ignore_space: bool = True,
 ) -> EvaluateResult:
-    """1 where the assistant's last message, thought aside, is the ground truth (or one of them, given a list).
+    """1 if the assistant's last message without its thought equals the ground truth (or one of a list), else 0.
 
-    `after` takes only what stands after the last such mark: "Answer:".
+    `after` is a marker such as "Answer:"; only the text after its last occurrence counts.
     """
     answer = _text_after(final_answer(messages), after)
     if answer is None:
-        return EvaluateResult(score=0.0, reason=f"there is no {after!r} in the answer")
+        return EvaluateResult(score=0.0, reason=f"no {after!r} in the answer")
     expected = [_answer_text(value) for value in _accepted_answers(ground_truth)]
     hit = any(exact_match(answer, text, ignore_case=ignore_case, ignore_space=ignore_space) for text in expected)
-    return EvaluateResult(score=float(hit), reason=f"answered {answer!r:.80}, {expected[0]!r:.80} is right")
+    return EvaluateResult(score=float(hit), reason=f"answered {answer!r:.80}, expected {expected[0]!r:.80}")
 
 
 @reward_function
@@ -64,16 +64,16 @@ def numeric_match_reward(
     abs_tol: float = 0.0,
     rel_tol: float = 0.0,
 ) -> EvaluateResult:
-    """1 where the last number of the assistant's last message, thought aside, is the ground truth (or one of them)."""
+    """1 if the last number in the assistant's last answer is the ground truth (or one of a list), else 0."""
     if min(abs_tol, rel_tol) < 0:
         raise ConfigError(f"numeric match: abs_tol {abs_tol} and rel_tol {rel_tol} must not be below 0")
     part = _text_after(final_answer(messages), after)
     answer = last_number(part) if part is not None else None
     if answer is None:
-        return EvaluateResult(score=0.0, reason="there is no number in the answer")
+        return EvaluateResult(score=0.0, reason="no number in the answer")
     expected = [_answer_number(value) for value in _accepted_answers(ground_truth)]
     hit = any(numeric_match(answer, number, abs_tol=abs_tol, rel_tol=rel_tol) for number in expected)
-    return EvaluateResult(score=float(hit), reason=f"answered {answer!s:.80}, {expected[0]!s:.80} is right")
+    return EvaluateResult(score=float(hit), reason=f"answered {answer!s:.80}, expected {expected[0]!s:.80}")
 
 
 def _text_after(text: str, after: str | None) -> str | None:
@@ -86,7 +86,7 @@ def _text_after(text: str, after: str | None) -> str | None:
 def _accepted_answers(ground_truth: Any) -> list[Any]:
     accepted = ground_truth if isinstance(ground_truth, list | tuple) else [ground_truth]
     if not accepted:
-        raise DataError("the ground truth is an empty list: nothing could be right; give at least one answer")
+        raise DataError("the ground truth is an empty list; give at least one answer")
     return list(accepted)
 
 
@@ -99,5 +99,5 @@ def _answer_text(value: Any) -> str:
 def _answer_number(value: Any) -> Decimal:
     number = parse_number(value)
     if number is None:
-        raise DataError(f"the ground truth {value!r:.80} is no number; give one, or a list of them")
+        raise DataError(f"the ground truth {value!r:.80} is not a number; give one, or a list of them")
     return number

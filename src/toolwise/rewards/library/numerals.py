@@ -1,4 +1,4 @@
-"""Numbers as people and models write them: thousands with commas, currency signs, any minus. Exact, as decimals."""
+"""Parses numbers as people and models write them (thousands separators, currency signs, any minus) into `Decimal`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from decimal import Decimal
 from typing import Any
 
 NUMBER = re.compile(
-    r"""(?P<sign>(?<![\w)\]])[-+−])?   # a minus right after a digit, a word or a bracket takes away
+    r"""(?P<sign>(?<![\w)\]])[-+−])?   # a minus directly after a digit, word or bracket is subtraction
         [$€£]?
         (?P<late>(?<=[$€£])[-+−])?
         (?P<body>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)
@@ -18,10 +18,10 @@ NUMBER = re.compile(
 )
 
 
-def match_to_decimal(found: re.Match[str]) -> Decimal:
-    """The number that `NUMBER` found."""
-    sign = found["sign"] or found["late"] or ""
-    digits = found["body"].replace(",", "") + (found["exponent"] or "")
+def match_to_decimal(match: re.Match[str]) -> Decimal:
+    """The number in a match of `NUMBER`."""
+    sign = match["sign"] or match["late"] or ""
+    digits = match["body"].replace(",", "") + (match["exponent"] or "")
     return Decimal(("-" if sign in ("-", "−") else "") + digits)
 
 
@@ -32,10 +32,10 @@ def last_number(text: str) -> Decimal | None:
 
 
 def parse_number(value: Any) -> Decimal | None:
-    """The one number that `value` is: a number, or a text that holds a number and nothing else."""
+    """`value` as a number, if it is one or a text with nothing but a number; else None."""
     if isinstance(value, bool):
         return None
     if isinstance(value, int | float):
         return Decimal(repr(value)) if math.isfinite(value) else None
-    found = NUMBER.fullmatch(value.strip()) if isinstance(value, str) else None
-    return match_to_decimal(found) if found else None
+    match = NUMBER.fullmatch(value.strip()) if isinstance(value, str) else None
+    return match_to_decimal(match) if match else None

@@ -1,11 +1,11 @@
-"""OTC: among the rollouts of a task that are right, those with the fewest calls earn the most (arXiv 2504.14870).
+"""OTC: among the correct rollouts of a task, those with the fewest tool calls earn the most (arXiv 2504.14870).
 
-    score = r_tool(m) if the rollout is right, else 0
-    r_tool(m) = sin(f·π / 2n),  f = 2nm / (m + n)     n > 0: the fewest calls of a right rollout of the group
-    r_tool(m) = cos(m·π / (2m + c))                    n = 0: some right rollout made no call at all
+    score = r_tool(m) if the rollout is correct, else 0
+    r_tool(m) = sin(f·π / 2n),  f = 2nm / (m + n)     n > 0: the fewest calls of a correct rollout of the group
+    r_tool(m) = cos(m·π / (2m + c))                    n = 0: some correct rollout made no call
 
-m is a rollout's own number of calls. r_tool is 1 at m = n and falls as m grows beyond it. What trains an actor to be
-sparing without a router: a baseline of the frontier.
+m is the rollout's number of calls and c is `smoothing`. r_tool is 1 at m = n and falls as m grows beyond it. OTC trains
+an actor to use few calls without a router, so it serves as a baseline of the frontier.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from toolwise.types import EvaluateResult, MetricResult
 
 
 def tool_productivity(calls: int, fewest: int, smoothing: float = 1.0) -> float:
-    """r_tool of a rollout with so many calls, where the leanest right one made `fewest`."""
+    """r_tool of a rollout with `calls` calls; `fewest` is the minimum over the correct rollouts of its group."""
     if fewest == 0:
         return 1.0 if calls == 0 else math.cos(calls * math.pi / (2 * calls + smoothing))
     return math.sin(2 * fewest * calls / (calls + fewest) * math.pi / (2 * fewest))
@@ -37,22 +37,22 @@ def otc_reward(
     smoothing: float = 1.0,
     correct_kwargs: dict[str, Any] | None = None,
 ) -> list[EvaluateResult]:
-    """`correct` names a pointwise reward; a rollout is right where its metric "correct", or else its score, is
-    `threshold` or more."""
+    """`correct` names a pointwise reward. A rollout is correct if the reward's "correct" metric, or else its score, is
+    at least `threshold`."""
     if not correct:
-        raise ConfigError("otc: `correct` is missing: name a reward that tells right from wrong, as module:function")
+        raise ConfigError("otc: `correct` is missing: name a reward that scores correctness, as module:function")
     if not smoothing > 0:
-        raise ConfigError(f"otc: smoothing is {smoothing}; give a number above 0")
+        raise ConfigError(f"otc: smoothing is {smoothing}; must be above 0")
     judge = Reward.of(correct, correct_kwargs or {})
     if judge.mode != "pointwise":
-        raise ConfigError(f"otc: {correct} is a {judge.mode} reward; name one that scores a rollout at a time")
-    judged = [read_result(judge(as_messages(messages), ground_truth, **judge.kwargs)) for messages in group_messages]
+        raise ConfigError(f"otc: {correct} is a {judge.mode} reward; name a pointwise one")
+    results = [read_result(judge(as_messages(messages), ground_truth, **judge.kwargs)) for messages in group_messages]
     calls = [sum(len(read_tool_calls(m)) for m in as_messages(ms) if m.role == "assistant") for ms in group_messages]
-    right = [_correct_metric(result) >= threshold if result.has_valid_score else False for result in judged]
-    fewest = min((count for count, good in zip(calls, right, strict=True) if good), default=0)
+    outcomes = [_correct_metric(result) >= threshold if result.has_valid_score else False for result in results]
+    fewest = min((count for count, is_correct in zip(calls, outcomes, strict=True) if is_correct), default=0)
     return [
-        _otc_result(result, good, count, fewest, smoothing)
-        for result, good, count in zip(judged, right, calls, strict=True)
+        _otc_result(result, is_correct, count, fewest, smoothing)
+        for result, is_correct, count in zip(results, outcomes, calls, strict=True)
     ]
 
 
@@ -61,11 +61,11 @@ def _correct_metric(result: EvaluateResult) -> float:
     return metric.score if metric is not None else result.score or 0.0
 
 
-def _otc_result(result: EvaluateResult, good: bool, calls: int, fewest: int, smoothing: float) -> EvaluateResult:
+def _otc_result(result: EvaluateResult, is_correct: bool, calls: int, fewest: int, smoothing: float) -> EvaluateResult:
     if not result.has_valid_score:
         return result
     return EvaluateResult(
-        score=tool_productivity(calls, fewest, smoothing) if good else 0.0,
-        reason=f"{'right' if good else 'wrong'} with {calls} calls; the leanest right one made {fewest}",
-        metrics={"correct": MetricResult(score=float(good)), "calls": MetricResult(score=float(calls))},
+        score=tool_productivity(calls, fewest, smoothing) if is_correct else 0.0,
+        reason=f"{'correct' if is_correct else 'incorrect'} with {calls} calls; fewest of a correct one: {fewest}",
+        metrics={"correct": MetricResult(score=float(is_correct)), "calls": MetricResult(score=float(calls))},
     )

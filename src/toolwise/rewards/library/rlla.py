@@ -1,6 +1,6 @@
-"""RLLA's reward (ToolRL, arXiv 2504.13958): the format of an answer, plus how far its tool calls are the gold ones.
+"""The RLLA reward (ToolRL, arXiv 2504.13958): format of the answer plus similarity of its tool calls to the gold calls.
 
-R = 6·s/M − 3      s = J(names) + Σ over gold calls of the best unused call of that name: J(parameters) + equal values
+R = 6·s/M − 3      s = J(names) + Σ over gold calls of the best unused call with that name: J(parameters) + equal values
                    M = 1 + Σ (1 + number of parameters)      J = |∩| / |∪| on multisets, 1 if equal, 0 if one is empty
 """
 
@@ -30,45 +30,45 @@ Schedule = Literal["constant", "two_stage", "linear"]
 Matching = Literal["fine", "refined", "intermediate", "coarse"]
 LengthReward = Literal["off", "fixed", "scheduled"]
 ScoreRange = tuple[float, float]
-"""The least and the most that a part of the score can be."""
+"""Minimum and maximum of one part of the score."""
 
 _CHOICES = {"schedule": get_args(Schedule), "matching": get_args(Matching), "length_reward": get_args(LengthReward)}
 
 
 @dataclass(frozen=True, slots=True)
 class RllaOptions:
-    """How to score. What upstream reads from environment variables stands here."""
+    """Scoring options. Upstream reads these from environment variables."""
 
     tool_range: float = 3.0
-    """Correctness runs from minus this to this. Schedules bring their own range."""
+    """Correctness ranges from −tool_range to +tool_range. Schedules set their own range."""
     schedule: Schedule = "constant"
     """`two_stage`: ±1 and format 1 before step 30, then ±3 and 0.5. `linear`: from ±2 to ±3 over 150 steps, while the
-    format's most goes from 2 to 1 and its least from −2 to −1."""
+    maximum of the format reward goes from 2 to 1 and its minimum from −2 to −1."""
     matching: Matching = "fine"
-    """`refined`: names and parameters must be equal lists, order included, instead of J. `intermediate`: a call counts
-    whole or not at all. `coarse`: all calls equal, or the least."""
+    """`refined`: names and parameters must be equal lists in the same order, instead of J. `intermediate`: a call
+    counts only if it is identical. `coarse`: the minimum unless all calls are equal."""
     length_reward: LengthReward = "off"
-    """Words of the thought over 512, at most 1; `scheduled` over 384 + 256·step/105."""
+    """Words of the thought divided by 512, at most 1; `scheduled` divides by 384 + 256·step/105."""
     literal_tags: bool = False
-    """Count tags in the thought too, as upstream does: an answer whose thought names a tag then fails."""
+    """Also count tags inside the thought, as upstream does; an answer whose thought contains a tag then fails."""
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                raise ConfigError(f"rlla: {name} is {getattr(self, name)!r}; give one of {', '.join(choices)}")
+                raise ConfigError(f"rlla: {name} is {getattr(self, name)!r}; must be one of {', '.join(choices)}")
         if not isinstance(self.tool_range, int | float) or not self.tool_range > 0 or not isfinite(self.tool_range):
-            raise ConfigError(f"rlla: tool_range is {self.tool_range!r}; give a number above 0, such as 3 or 1")
+            raise ConfigError(f"rlla: tool_range is {self.tool_range!r}; must be a number above 0, such as 3 or 1")
         if self.schedule != "constant" and self.tool_range != 3.0:
             raise ConfigError(f"rlla: schedule {self.schedule!r} sets the range itself; leave tool_range out")
 
     def tool_bounds(self, step: int) -> ScoreRange:
         if self.schedule == "two_stage":
-            most = 1.0 if step < 30 else 3.0
+            high = 1.0 if step < 30 else 3.0
         elif self.schedule == "linear":
-            most = min(2 + step / 150, 3.0)
+            high = min(2 + step / 150, 3.0)
         else:
-            most = float(self.tool_range)
-        return -most, most
+            high = float(self.tool_range)
+        return -high, high
 
     def format_bounds(self, step: int) -> ScoreRange:
         if self.schedule == "two_stage":
@@ -78,7 +78,7 @@ class RllaOptions:
         return 0.0, 1.0
 
     def target_words(self, step: int) -> float:
-        """How long a thought earns the whole length reward."""
+        """Thought length (in words) that earns the full length reward."""
         return 384 + 256 * step / 105 if self.length_reward == "scheduled" else 512.0
 
 
@@ -86,7 +86,7 @@ DEFAULT_OPTIONS = RllaOptions()
 
 
 class RllaScore(NamedTuple):
-    """What an answer earned, whole and in parts."""
+    """Total score of an answer, and its parts."""
 
     score: float
     format: float
@@ -97,7 +97,7 @@ class RllaScore(NamedTuple):
 def compute_score(
     solution_str: str, ground_truth: str, step: int = 0, options: RllaOptions = DEFAULT_OPTIONS
 ) -> RllaScore:
-    """The score of what the assistant wrote, against the gold answer, at a training step."""
+    """Scores the assistant's text against the gold answer at a training step."""
     if not isinstance(ground_truth, str):
         raise DataError(f"rlla: the ground truth is a {type(ground_truth).__name__}; give the gold answer's text")
     text = solution_str.strip()
@@ -108,9 +108,9 @@ def compute_score(
 
 
 def _format(text: str, ground_truth: str, options: RllaOptions, step: int) -> float:
-    least, most = options.format_bounds(step)
+    low, high = options.format_bounds(step)
     tags = required_tags(ground_truth, literal=options.literal_tags)
-    return most if is_well_formed(text, tags, literal=options.literal_tags) else least
+    return high if is_well_formed(text, tags, literal=options.literal_tags) else low
 
 
 def _length(text: str, options: RllaOptions, step: int) -> float:
@@ -126,56 +126,56 @@ def _correctness(text: str, ground_truth: str, options: RllaOptions, step: int) 
     try:
         gold = read_calls(ground_truth)
     except ValueError as fault:
-        raise DataError(f"rlla: the calls of the ground truth cannot be read ({fault}); correct that row") from fault
-    least, most = options.tool_bounds(step)
+        raise DataError(f"rlla: cannot read the calls of the ground truth ({fault}); fix that row") from fault
+    low, high = options.tool_bounds(step)
     try:
-        made = read_calls(text)
+        predicted = read_calls(text)
     except ValueError:
-        return least
-    if gold == made:
-        return most
+        return low
+    if gold == predicted:
+        return high
     if options.matching == "coarse":
-        return least
-    return (most - least) * match_calls(gold, made, options.matching) + least
+        return low
+    return (high - low) * match_calls(gold, predicted, options.matching) + low
 
 
-def match_calls(gold: Sequence[RllaCall], made: Sequence[RllaCall], matching: Matching = "fine") -> float:
-    """s/M: how far the calls that were made are the gold ones, from 0 to 1.
+def match_calls(gold: Sequence[RllaCall], predicted: Sequence[RllaCall], matching: Matching = "fine") -> float:
+    """s/M: how closely the predicted calls match the gold calls, from 0 to 1.
 
-    Greedy in gold order; of equally good calls the first is taken, and one that earns nothing is left to others.
+    Greedy in gold order. Ties go to the first call, and a call that scores 0 stays available for later gold calls.
     """
-    whole = matching == "intermediate"
-    earned = _jaccard([call["name"] for call in gold], [call["name"] for call in made], matching)
-    possible = 1.0
-    unused = list(range(len(made)))
+    all_or_nothing = matching == "intermediate"
+    score = _jaccard([call["name"] for call in gold], [call["name"] for call in predicted], matching)
+    max_score = 1.0
+    unused = list(range(len(predicted)))
     for call in gold:
-        possible += 1.0 if whole else 1.0 + len(call["parameters"])
-        same_name = [place for place in unused if made[place]["name"] == call["name"]]
-        worth = {
-            place: float(made[place] == call) if whole else _call_score(call, made[place], matching)
-            for place in same_name
+        max_score += 1.0 if all_or_nothing else 1.0 + len(call["parameters"])
+        same_name = [index for index in unused if predicted[index]["name"] == call["name"]]
+        scores = {
+            index: float(predicted[index] == call) if all_or_nothing else _call_score(call, predicted[index], matching)
+            for index in same_name
         }
-        best = max(same_name, key=lambda place: worth[place], default=None)
-        if best is not None and worth[best] > 0:
+        best = max(same_name, key=lambda index: scores[index], default=None)
+        if best is not None and scores[best] > 0:
             unused.remove(best)
-            earned += worth[best]
-    return earned / possible
+            score += scores[best]
+    return score / max_score
 
 
-def _call_score(gold: RllaCall, made: RllaCall, matching: Matching) -> float:
-    wanted, given = gold["parameters"], made["parameters"]
-    equal = sum(1 for name, value in wanted.items() if name in given and given[name] == value)
-    return _jaccard(list(wanted), list(given), matching) + equal
+def _call_score(gold: RllaCall, predicted: RllaCall, matching: Matching) -> float:
+    expected, actual = gold["parameters"], predicted["parameters"]
+    equal = sum(1 for name, value in expected.items() if name in actual and actual[name] == value)
+    return _jaccard(list(expected), list(actual), matching) + equal
 
 
-def _jaccard(wanted: list[str], given: list[str], matching: Matching) -> float:
-    """J: what two lists share of what either has, whatever their order."""
-    if wanted == given:
+def _jaccard(expected: list[str], actual: list[str], matching: Matching) -> float:
+    """J: multiset Jaccard similarity of two lists."""
+    if expected == actual:
         return 1.0
-    if matching == "refined" or not wanted or not given:
+    if matching == "refined" or not expected or not actual:
         return 0.0
-    shared = (Counter(wanted) & Counter(given)).total()
-    return shared / (len(wanted) + len(given) - shared)
+    shared = (Counter(expected) & Counter(actual)).total()
+    return shared / (len(expected) + len(actual) - shared)
 
 
 @reward_function
@@ -189,15 +189,15 @@ def rlla_reward(
     length_reward: LengthReward = "off",
     literal_tags: bool = False,
 ) -> EvaluateResult:
-    """`compute_score` of the assistant's first reply to the user: a row of RLLA is one decision."""
+    """`compute_score` of the assistant's first reply to the user, since an RLLA row is a single decision."""
     options = RllaOptions(tool_range, schedule, matching, length_reward, literal_tags)
     replies = replies_to_user(messages)
-    earned = compute_score(to_rlla_text(replies[0]) if replies else "", ground_truth, step, options)
-    parts = {"format": earned.format, "correctness": earned.correctness}
+    score = compute_score(to_rlla_text(replies[0]) if replies else "", ground_truth, step, options)
+    parts = {"format": score.format, "correctness": score.correctness}
     if length_reward != "off":
-        parts["length"] = earned.length
+        parts["length"] = score.length
     return EvaluateResult(
-        score=earned.score,
+        score=score.score,
         reason=", ".join(f"{name} {value:g}" for name, value in parts.items()),
         metrics={name: MetricResult(score=value) for name, value in parts.items()},
     )

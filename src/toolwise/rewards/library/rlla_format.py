@@ -1,4 +1,4 @@
-"""RLLA's text: which tags an answer must have, whether it has them, and the calls it makes. For `rlla`'s reward."""
+"""The RLLA text format: required tags, well-formedness and tool calls. Used by the reward in `rlla`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from toolwise.messages import Message
 from toolwise.rewards.transcript import top_level_blocks
 
 RllaCall = dict[str, Any]
-"""A call as RLLA writes it, with a `name` that is a string and `parameters` that are an object."""
+"""A call in RLLA form: a string `name` and an object `parameters`."""
 
 _TAGS = ("tool_call", "response")
 _BODY = {
@@ -25,19 +25,19 @@ _FULL_ANSWER = {tags: re.compile("<think>.*?</think>" + body, re.DOTALL) for tag
 
 
 def required_tags(ground_truth: str, *, literal: bool = False) -> frozenset[str]:
-    """Which of tool_call and response the gold answer has. `literal` finds them in its thought as well."""
+    """Which of tool_call and response the gold answer has. `literal` also finds them in its thought."""
     if literal:
         return frozenset(tag for tag in _TAGS if f"<{tag}>" in ground_truth)
     tags = frozenset(block.tag for block in top_level_blocks(ground_truth)) & frozenset(_TAGS)
     if not tags and any(f"<{tag}>" in _after_thought(ground_truth) for tag in _TAGS):
-        raise DataError(f"ground truth {ground_truth[-80:]!r} opens a tag that it does not close; close it")
+        raise DataError(f"ground truth {ground_truth[-80:]!r} has an unclosed tag; close it")
     return tags
 
 
 def is_well_formed(text: str, tags: frozenset[str], *, literal: bool = False) -> bool:
-    """Whether `text` is a thought followed by exactly `tags`, one pair each, and nothing else.
+    """Whether `text` is a thought followed by exactly one pair of each of `tags`, and nothing else.
 
-    Tags are counted after the leading thought, which may name them; `literal`, upstream's rule, counts there too.
+    Tags are counted after the leading thought, which may contain them; `literal` (upstream's rule) counts those too.
     """
     if literal:
         return _one_pair_each(text, tags) and _FULL_ANSWER[tags].fullmatch(text) is not None
@@ -52,7 +52,7 @@ def _one_pair_each(text: str, tags: frozenset[str]) -> bool:
 
 
 def first_thought(text: str) -> str | None:
-    """What stands in the first thought; None where there is none, or it does not end."""
+    """The text of the first thought; None if there is none or it is not closed."""
     _, opened, rest = text.partition("<think>")
     thought, closed, _ = rest.partition("</think>")
     return thought if opened and closed else None
@@ -63,11 +63,11 @@ def _after_thought(text: str) -> str:
 
 
 def read_calls(text: str) -> list[RllaCall]:
-    """The calls in the last top-level tool block, one JSON object a line; a ValueError where they cannot be read."""
+    """The calls in the last top-level tool_call block, one JSON object per line. Raises ValueError if unreadable."""
     blocks = [block.inner for block in top_level_blocks(text) if block.tag == "tool_call"]
     if not blocks:
-        raise ValueError("there is no tool block")
-    # Not splitlines: a JSON string may hold other line separators than this one.
+        raise ValueError("there is no tool_call block")
+    # Not splitlines: a JSON string may contain other line separators.
     return [_read_call(line) for line in blocks[-1].strip().split("\n")]
 
 
@@ -84,14 +84,14 @@ def _read_call(line: str) -> RllaCall:
 
 
 def _reject_constant(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not JSON")
 
 
 def to_rlla_text(message: Message) -> str:
-    """A message in RLLA's own form.
+    """A message in RLLA's text format.
 
-    Where the policy's parser has taken the calls out of the text they are put back, in one block, one a line: how they
-    stood there is then no longer known, and not judged.
+    Calls that the policy's parser removed from the text are put back in one block, one per line. Their original layout
+    is unknown and not judged.
     """
     text = message.content or ""
     if not message.tool_calls:
@@ -103,6 +103,6 @@ def to_rlla_text(message: Message) -> str:
         for call in message.tool_calls
     ]
     head, closed, rest = text.partition("</think>")
-    thought, said = (head + closed, rest.strip()) if closed else ("", text.strip())
+    thought, answer = (head + closed, rest.strip()) if closed else ("", text.strip())
     block = "<tool_call>\n" + "\n".join(lines) + "\n</tool_call>"
-    return "\n".join(part for part in (thought, block, said) if part)
+    return "\n".join(part for part in (thought, block, answer) if part)

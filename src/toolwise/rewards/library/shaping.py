@@ -1,4 +1,4 @@
-"""Rewards for how an answer looks: its length and its tags. Small weights beside a reward for being right."""
+"""Shaping rewards for the length and the tags of an answer, for small weights beside a correctness reward."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ TextPart = Literal["all", "thought", "answer"]
 
 
 def length_shape(count: float, low: float = 0, high: float | None = None, slack: float = 0) -> float:
-    """1 from `low` to `high`; below it rises from 0 in a line, above it falls to 0 over `slack` (at once without).
+    """1 from `low` to `high`; rises linearly from 0 below, and falls linearly to 0 over `slack` above (at once if 0).
 
-    Minus 1 it is the soft penalty on overlong answers of DAPO (arXiv 2503.14476).
+    `length_shape(...) - 1` is DAPO's soft overlong punishment (arXiv 2503.14476).
     """
     if count < low:
         return count / low
@@ -35,16 +35,16 @@ def length_reward(
     slack_words: float = 0,
     part: TextPart = "all",
 ) -> EvaluateResult:
-    """`length_shape` of the words that the assistant wrote since the user last spoke.
+    """`length_shape` of the number of words in the assistant's messages since the last user message.
 
-    `part`: all of them, those of its thoughts, or those of its answers.
+    `part` selects which words count: all, those in thoughts, or those in answers.
     """
     if part not in get_args(TextPart):
-        raise ConfigError(f"length: part is {part!r}; give one of {', '.join(get_args(TextPart))}")
+        raise ConfigError(f"length: part is {part!r}; must be one of {', '.join(get_args(TextPart))}")
     if low_words < 0 or slack_words < 0 or (high_words is not None and high_words < low_words):
         raise ConfigError(
-            f"length: low_words {low_words}, high_words {high_words} and slack_words {slack_words} make no range; "
-            "give 0 <= low_words <= high_words and a slack of 0 or more"
+            f"length: low_words {low_words}, high_words {high_words} and slack_words {slack_words} are not a range; "
+            "give 0 <= low_words <= high_words and slack_words >= 0"
         )
     words = sum(len(_select_part(message.content or "", part).split()) for message in replies_to_user(messages))
     return EvaluateResult(
@@ -62,9 +62,10 @@ def _select_part(text: str, part: TextPart) -> str:
 
 
 def tags_in_place(text: str, tags: Sequence[str]) -> int:
-    """How many of `tags`, from the first on, stand in `text` as one pair each, in order, with only space between.
+    """The number of leading `tags` that occur in `text` as one pair each, in order, separated only by whitespace.
 
-    A thought may name any tag; no other block may name one of `tags`. All count only if nothing follows them.
+    A think block may contain any tag; other blocks must not contain any of `tags`. If text follows the last block, that
+    block does not count.
     """
     marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
     rest, count = text.strip(), 0
@@ -80,12 +81,12 @@ def tags_in_place(text: str, tags: Sequence[str]) -> int:
 def format_reward(
     messages: list[Message], ground_truth: Any, tags: Sequence[str] = ("think", "answer"), partial: bool = False
 ) -> EvaluateResult:
-    """1 where the assistant's last message is exactly `<think>…</think><answer>…</answer>` (or other `tags`).
+    """1 if the assistant's last message is exactly `<think>…</think><answer>…</answer>` (or other `tags`), else 0.
 
-    `partial` gives the share of tags that are in place, from the first on.
+    `partial` returns the fraction of tags in place, counted from the first.
     """
     if isinstance(tags, str) or not tags or not all(isinstance(tag, str) and tag for tag in tags):
-        raise ConfigError(f'format: tags is {tags!r:.80}; give a list of names, such as ["think", "answer"]')
+        raise ConfigError(f'format: tags is {tags!r:.80}; must be a list of names, such as ["think", "answer"]')
     count = tags_in_place(last_reply(messages), tags)
     share = count / len(tags)
     return EvaluateResult(

@@ -71,7 +71,9 @@ def train(
     folder = Path(out) if out is not None else new_run_folder(run_config.name)
     check_learnable(run_config)
     rows, held_out = read_tasks(tasks, "tasks"), read_tasks(val, "val")
-    inputs = gather_inputs(run_config, folder, tasks=(tasks, rows), val=(val, held_out), tools=tools, reward=reward, env=env)
+    inputs = gather_inputs(
+        run_config, folder, tasks=(tasks, rows), val=(val, held_out), tools=tools, reward=reward, env=env
+    )
     check_folder(folder, inputs.recorded, resume=resume)
     if resume:
         inputs.check_files()

@@ -18,7 +18,7 @@ STEP_FOLDER = re.compile(r"step-(\d+)(?:\.(tmp|old)-.*)?")
 
 
 _RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
-_DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO, errno.EMFILE}
+_DISK_ERRNO = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO, errno.EMFILE}
 
 
 def disk_fault(fault: BaseException) -> str | None:
@@ -29,7 +29,7 @@ def disk_fault(fault: BaseException) -> str | None:
     number = fault.errno if isinstance(fault, OSError) else None
     if number is None and isinstance(fault, Exception) and (match := _RUST_ERRNO.search(str(fault))):
         number = int(match[1])
-    return os.strerror(number) if number in _DISK_ERRNOS else None
+    return os.strerror(number) if number in _DISK_ERRNO else None
 
 
 def sync(path: Path) -> None:

@@ -246,7 +246,7 @@ class Rollout:
         """Number of `messages` before the first step; a prompt may itself contain assistant messages."""
         assistant_indices = [index for index, message in enumerate(self.messages) if message.role == "assistant"]
         n_actions = min(len(self.steps), len(assistant_indices))
-        return assistant_indices[-acted] if n_actions else min(len(self.task.prompt), len(self.messages))
+        return assistant_indices[-n_actions] if n_actions else min(len(self.task.prompt), len(self.messages))
 
 
 @dataclass(frozen=True, slots=True)

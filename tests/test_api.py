@@ -101,7 +101,7 @@ def test_a_run_can_be_gone_on_with_and_only_by_its_own_settings(result: Any) -> 
         toolwise.train(SMALL, **given)
     with pytest.raises(ConfigError, match=r"rollout\.n: 2 → 3"):
         toolwise.train(SMALL, **given, resume=True, overrides=["rollout.n=3"])
-    with pytest.raises(toolwise.ToolwiseError, match="other data"):
+    with pytest.raises(toolwise.ToolwiseError, match="the data differs"):
         toolwise.train(SMALL, **{**given, "tasks": ROWS[:2]}, resume=True)
     again = toolwise.train(SMALL, **given, resume=True, overrides=["trainer.total_steps=2"])
     assert again.summary["steps"] == 2
@@ -226,7 +226,7 @@ def test_a_model_in_memory_is_told_how_to_become_a_folder(tmp_path: Path) -> Non
             lambda given=given: toolwise.sft(given, [], tmp_path / "taught"),
         ):
             with pytest.raises(
-                ConfigError, match=r'save_pretrained\("folder"\) first, and give model="folder"'
+                ConfigError, match=r'save_pretrained\("folder"\) first, then pass model="folder"'
             ) as caught:
                 work()
             assert f"model is a {type(given).__name__} object" in str(caught.value)

@@ -216,7 +216,7 @@ def test_a_call_reads_in_openais_nested_form_and_in_ours() -> None:
 
 @pytest.mark.parametrize(
     ("key", "said"),
-    [("contnet", "did you mean 'content'"), ("reward", "there are content, name, reasoning_content, role")],
+    [("contnet", "did you mean 'content'"), ("reward", "available: content, name, reasoning_content, role")],
 )
 def test_a_missing_key_says_what_there_is(key: str, said: str) -> None:
     with pytest.raises(KeyError, match=f"a Message has no '{key}'; {said}"):

@@ -177,7 +177,7 @@ def unknown_option_of_a_tool(desk: Desk) -> list[object]:
     return desk.train({"tools": ["calculator", {"name": "search", "prise": 2}]})
 
 
-@case("task", "train/0", "wants the tool 'search'", "the run has: calculator", "add it to `tools`")
+@case("task", "train/0", "needs the tool 'search'", "the run's tools are: calculator", "add it to `tools`")
 def task_that_wants_another_tool(desk: Desk) -> list[object]:
     return desk.train({"tools": ["calculator"]})
 
@@ -295,7 +295,7 @@ def resume_of_another_run(desk: Desk) -> list[object]:
     return desk.again("--resume", "--set", "seed=3", "--set", "rollout.n=4")
 
 
-@case("holds no run to resume", "leave --resume out")
+@case("holds no run to resume", "omit --resume")
 def resume_in_an_empty_folder(desk: Desk) -> list[object]:
     (desk.folder / "empty").mkdir()
     return ["train", desk.make_config(desk.folder), "--out", desk.folder / "empty", "--resume"]
@@ -312,7 +312,7 @@ def resume_with_a_damaged_configuration(desk: Desk) -> list[object]:
     return desk.again("--resume")
 
 
-@case("has checkpoints and no config.toml", "another --out")
+@case("has checkpoints but no config.toml", "another --out")
 def resume_without_a_configuration(desk: Desk) -> list[object]:
     (desk.run() / "config.toml").unlink()
     return desk.again("--resume")
@@ -361,7 +361,7 @@ def evaluation_on_nothing(desk: Desk) -> list[object]:
     return ["eval", desk.file("run.toml", '[data]\ntrain = "train.jsonl"')]
 
 
-@case("chats.jsonl: row 0", "field messages", "one conversation a row")
+@case("chats.jsonl: row 0", "field messages", "one conversation per row")
 def teaching_without_messages(desk: Desk) -> list[object]:
     return ["sft", desk.file("chats.jsonl", '{"text": "hello"}\n'), "--out", desk.folder / "out"]
 

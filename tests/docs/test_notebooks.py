@@ -152,7 +152,7 @@ def test_it_goes_on_from_python_with_the_same_cells_and_not_with_others(
     code = (copy / "code" / "reward_grade.py").read_bytes()
     again = run_cells(CELLS)
     again["SCALE"]["wrong"] = 0.5
-    with pytest.raises(ConfigError, match=r"given another definition than .*reward_grade\.py holds"):
+    with pytest.raises(ConfigError, match=r"the definition differs from .*reward_grade\.py"):
         toolwise.train(notebook["config"], **given, reward=again["grade"], resume=True)
     rows = [{**notebook["rows"][0], "ground_truth": 1}, *notebook["rows"][1:]]
     with pytest.raises(ConfigError, match=r"given other data than .*train\.jsonl holds"):

@@ -133,7 +133,7 @@ def inside() -> Any:
     [
         (Bell(3), "the tool bell", "it is a Bell object"),
         (inside(), "the tool hidden", "defined inside a function"),
-        (FunctionTool(whisper, name="other"), "the tool other", "its name is not the function's"),
+        (FunctionTool(whisper, name="other"), "the tool other", "its name differs from the function's"),
         ({"name": "calculator", "price": object()}, "the tool", "not plain data"),
     ],
     ids=["object", "closure", "renamed", "options"],
@@ -222,7 +222,7 @@ def test_what_was_written_is_taken_back_and_nothing_else(tmp_path: Path) -> None
 
 
 def test_an_environment_must_have_a_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="env: Bell objects have no name"):
+    with pytest.raises(ConfigError, match="env: a Bell object cannot be loaded by name"):
         gather_inputs(RunConfig(), tmp_path, env=Bell(1))
     inputs = gather_inputs(RunConfig(), tmp_path, env=Bell)
     assert inputs.config.env.name == inputs.recorded.env.name == f"{HERE}:Bell"
@@ -233,7 +233,7 @@ def test_a_module_s_function_that_is_no_longer_there(tmp_path: Path, monkeypatch
     function = whisper
     monkeypatch.setattr(sys.modules[__name__], "whisper", length)
     inputs = gather_inputs(RunConfig(), tmp_path, tools=[function])
-    assert "has no whisper any more" in inputs.notes[0]
+    assert "no longer has whisper" in inputs.notes[0]
 
 
 @pytest.mark.parametrize("given", [dict, [dict], [int]])

@@ -86,7 +86,7 @@ def test_an_argument_that_nobody_gives_is_found_before_the_run(built: list[Scori
     file.write_text("def f(messages, ground_truth, level, step, more=1):\n    return level\n")
     scoring = scoring_of(built, function=f"{file}:f")
     scoring.check([task(0, level=1)])
-    with pytest.raises(RewardError, match=r"argument 'level', which task t1 does not have: give it in reward\.kwargs"):
+    with pytest.raises(RewardError, match=r"argument 'level', which task t1 does not have: set it in reward\.kwargs"):
         scoring.check([task(0, level=1), task(1)])
     scoring_of(built, function=f"{file}:f", kwargs={"level": 3}).check([task(1)])
 
@@ -129,7 +129,7 @@ def test_a_row_without_them_gives_an_empty_extra_info_and_no_data_source(built: 
     of["other"].check([task()])
     assert [(r.score, r.reason) for r in results(of["other"])] == [(0.0, "none")]
     assert [r.reason for r in results(of["plain"], task(level=1))] == ["step,level"]
-    with pytest.raises(RewardError, match="cannot do without its argument 'data_source', which task t0 does not have"):
+    with pytest.raises(RewardError, match="requires the argument 'data_source', which task t0 does not have"):
         of["one"].check([task()])
 
 
@@ -212,7 +212,7 @@ def test_several_rewards_are_each_loaded_by_their_own_worker(built: list[Scoring
 def test_the_configuration_must_name_one(built: list[Scoring]) -> None:
     with pytest.raises(ConfigError, match=r"reward\.function is missing"):
         scoring_of(built)
-    with pytest.raises(ConfigError, match="both given"):
+    with pytest.raises(ConfigError, match="both set"):
         scoring_of(built, function="a:b", parts=[{"function": "a:b"}])
 
 
@@ -220,7 +220,7 @@ def test_the_configuration_must_name_one(built: list[Scoring]) -> None:
     ("uses", "told"),
     [
         ("1.0", "batch_size 16 is more than the 1 tasks"),  # the reward was loaded: what comes next is the data
-        ("len(held)", 'loading script.py again would run it: put what it runs under `if __name__ == "__main__":`'),
+        ("len(held)", 'importing script.py would run it again: put what it runs under `if __name__ == "__main__":`'),
     ],
 )
 def test_a_script_without_a_guard_is_not_run_again(tmp_path: Path, uses: str, told: str) -> None:
@@ -278,7 +278,7 @@ def test_a_list_that_makes_no_rewards_is_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             build_scoring(RewardConfig(), given)
-    with pytest.raises(ConfigError, match=r"reward\.kwargs belongs to one reward"):
+    with pytest.raises(ConfigError, match=r"reward\.kwargs applies to a single reward"):
         build_scoring(RewardConfig(kwargs={"price": 1.0}), [half, score])
 
 

@@ -112,7 +112,7 @@ def test_bad_rows_are_named(tmp_path: Path, row: dict[str, Any], said: str) -> N
 
 def test_a_conversation_too_long_to_teach_anything_is_named(tmp_path: Path) -> None:
     long = talk("word " * 200, "b")
-    with pytest.raises(DataError, match=r"row 1 .*the assistant first speaks after row_tokens = 64"):
+    with pytest.raises(DataError, match=r"row 1 .*no assistant tokens within row_tokens = 64"):
         train_sft("builtin:small", [talk("a", "b"), long], tmp_path / "out", {**FEW, "row_tokens": 64})
 
 

@@ -247,7 +247,7 @@ def test_the_price_moves_and_is_saved_with_the_run() -> None:
     ("sections", "told"),
     [
         ({"algorithm": {"adv_estimator": "rlvcr"}}, "enable is false"),
-        ({"algorithm": algorithm(combine="reweight") | {"kl": "reward"}}, "no reward to take a KL off"),
+        ({"algorithm": algorithm(combine="reweight") | {"kl": "reward"}}, "no reward to subtract a KL from"),
     ],
 )
 def test_settings_that_contradict_each_other_are_told(sections: dict[str, Any], told: str) -> None:

@@ -89,7 +89,7 @@ def test_an_earlier_checkpoint_is_untouched_where_the_next_does_not_fit(
 def test_a_disk_that_is_full(small_disk: Path) -> None:
     save(small_disk, 1, {"a": {}})
     (small_disk / "other").write_bytes(b"x" * 2_040_000)
-    with pytest.raises(CheckpointError, match="step-000002: No space left on device; earlier ones are untouched"):
+    with pytest.raises(CheckpointError, match="step-000002: No space left on device; earlier checkpoints are unchanged"):
         save(small_disk, 2, {"a": {}}, extra_files={"model": save_tokenizer})
     assert sorted(path.name for path in small_disk.iterdir()) == ["other", "step-000001"]
     with pytest.raises(ModelError, match=rf"cannot write {small_disk}/taught: No space left on device"):
@@ -103,7 +103,7 @@ def test_a_taught_model_that_does_not_fit_leaves_nothing(tmp_path: Path, size: i
     out = tmp_path / "taught"
     if there:
         out.mkdir()
-    with largest_file(size), pytest.raises(ModelError, match=rf"cannot write {out}: File too large; nothing was left"):
+    with largest_file(size), pytest.raises(ModelError, match=rf"cannot write {out}: File too large; partial files were removed"):
         train_sft("builtin:small", TALKS, out, FEW)
     assert out.exists() == there
     assert list(tmp_path.rglob("*")) == ([out] if there else [])
@@ -124,7 +124,7 @@ def test_each_refusal_has_its_name_whoever_raises_it(tmp_path: Path, number: int
             (folder / "part").write_text("half")
             raise fault
 
-        with pytest.raises(CheckpointError, match=f"step-000001: {words}; earlier ones are untouched"):
+        with pytest.raises(CheckpointError, match=f"step-000001: {words}; earlier checkpoints are unchanged"):
             save(tmp_path, 1, {"a": {}}, extra_files={"model": refuse})
         assert list(tmp_path.iterdir()) == []
 

@@ -133,7 +133,7 @@ def test_where_nothing_can_be_locked_the_run_goes_on_and_says_so(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     with FolderLock(tmp_path):
-        assert "cannot be locked (No locks available): start no second run in this folder" in caplog.text
+        assert "cannot be locked (No locks available): do not start a second run in this folder" in caplog.text
 
 
 def test_a_holder_that_has_not_said_its_name_is_another_process(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_a_run_that_went_back_leaves_no_later_ones_to_resume_from(
         save(tmp_path, step, {"a": {}})
     save(tmp_path, 11, {"a": {}}, keep_last=3)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000010", "step-000011"]
-    assert "step-000020 is later than step 11, to which the run went back: removed" in caplog.text
+    assert "step-000020: the run was rolled back to step 11" in caplog.text
 
 
 def test_a_damaged_one_does_not_take_the_place_of_a_whole_one(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_a_healthy_run_has_no_findings() -> None:
     [
         (CONSTANT, "constant_reward", "All 6 rollouts of the first 3 steps have the same reward, 0.5"),
         (CUT, "replies_cut", "rollout.max_new_tokens = 256"),
-        (FAILED, "episodes_failed", "ended by a fault"),
+        (FAILED, "episodes_failed", "ended with a fault"),
     ],
 )
 def test_a_symptom_of_all_the_first_steps_is_a_finding_and_of_one_is_not(
@@ -286,6 +286,6 @@ def test_a_state_of_another_version_is_read_as_far_as_it_is_known() -> None:
     older.load_state_dict({"updated": False, "steps": 3, "findings": []})
     (finding,) = older.end(3).found
     assert (finding.kind, finding.step) == ("weights_unchanged", 3)
-    assert "does not say why" in finding.cause
+    assert "lacks the reason" in finding.cause
     newer.load_state_dict({"findings": [{"kind": "x", "cause": "c", "cure": "d", "step": 1, "new": 2}], "new": 3})
     assert newer.findings == [Finding("x", "c", "d", 1)]

@@ -127,7 +127,7 @@ def test_a_router_whose_tools_are_all_of_one_family() -> None:
     assert "offer the same tools" in said
     assert 'router.families = { fetch_page = "SEARCH" }' in said
     (said,) = routed(tools, families={"fetch_page": "SEARCH"})
-    assert "the route to calculate offers none" in said
+    assert "the route to calculate offers no tool" in said
     (said,) = routed({"lookup": tools["lookup"]})
     assert "Add a tool of another family" in said
     assert routed(tools, families={"fetch_page": "CALCULATE"}) == []

@@ -110,6 +110,6 @@ def _first_valid(paths: Iterable[Path], warnings_out: list[str] | None) -> Check
 
 def _warn_skipped(error: CheckpointError, warnings_out: list[str] | None) -> None:
     if warnings_out is None:
-        log.warning("skipped: %s", error)
+        log.warning("passed over: %s", error)
     else:
-        warnings_out.append(f"skipped: {error}")
+        warnings_out.append(f"passed over: {error}")

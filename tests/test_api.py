@@ -1,4 +1,4 @@
-"""The same from Python: no files but the run's own, and from inside a running event loop as well."""
+"""The Python API, also from inside a running event loop; writes no files outside the run folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL = {
 asked: list[str] = []
 
 
-@toolwise.tool(isolate=False)  # so that this process hears of its calls
+@toolwise.tool(isolate=False)  # so that this process sees its calls
 def calculator(expression: str) -> str:
     """Calculates.
 

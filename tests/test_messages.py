@@ -1,4 +1,4 @@
-"""Messages read and write OpenAI's chat form, and a rollout's many histories share one list."""
+"""Messages in OpenAI's chat format, and `Prefix`, by which a rollout's histories share one list."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_as_messages_refuses_what_is_no_list(wrong: Any) -> None:
         as_messages(wrong)
 
 
-# Read as mappings: the habits of people who come with OpenAI's dictionaries.
+# Reading messages as mappings, as with OpenAI's dictionaries.
 
 
 def with_call() -> Message:
@@ -200,7 +200,7 @@ def test_a_message_reads_as_the_dictionary_that_it_stands_for() -> None:
     assert "content" in message
     assert "tool_calls" not in message
     assert message.get("tool_calls", []) == []
-    assert message["tool_calls"] is None  # as the attribute is
+    assert message["tool_calls"] is None  # like the attribute
 
 
 def test_a_call_reads_in_openais_nested_form_and_in_ours() -> None:

@@ -45,11 +45,11 @@ class _Function(dict[str, Any]):
         raise _missing_key_error("function", key, self)
 
 
-def _missing_key_error(what: str, key: object, known: Iterable[str]) -> KeyError:
+def _missing_key_error(what: str, key: object, available: Iterable[str]) -> KeyError:
     import difflib  # imported here: needed only for errors
 
-    close = difflib.get_close_matches(str(key), list(known), n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"available: {', '.join(sorted(known))}"
+    close = difflib.get_close_matches(str(key), list(available), n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"available: {', '.join(sorted(available))}"
     return KeyError(f"a {what} has no {key!r}; {hint}")
 
 

@@ -1,4 +1,4 @@
-"""Folders and names that outlast a power cut; test_crashes.py shows that they do."""
+"""File operations that survive a power cut; training/checkpoint/test_crashes.py simulates the power cuts."""
 
 from __future__ import annotations
 

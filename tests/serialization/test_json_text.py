@@ -1,4 +1,4 @@
-"""Every value is JSON that the standard knows; what was JSON stays as it is."""
+"""Any value becomes standard JSON; valid JSON values stay unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may change when a run is resumed, how it is said, and how it is recorded."""
+"""Which settings may change on resume, how changes are reported, and how they are recorded."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_changes_are_recorded_with_their_step_and_undone_with_it(tmp_path: Path)
     record_changes(tmp_path, 2, [Change("actor.lr", 1e-5, 2e-5)])
     record_changes(tmp_path, 5, [Change("data.batch_size", 4, 8)])
     assert [line["step"] for line in read_changes(tmp_path)] == [2, 5]
-    record_changes(tmp_path, 5, [Change("data.batch_size", 4, 16)])  # it died before its next checkpoint
+    record_changes(tmp_path, 5, [Change("data.batch_size", 4, 16)])  # the run died before its next checkpoint
     assert describe_changes(tmp_path) == ["step 2: actor.lr: 1e-05 → 2e-05", "step 5: data.batch_size: 4 → 16"]
     record_changes(tmp_path, 2, [])
     assert read_changes(tmp_path) == []

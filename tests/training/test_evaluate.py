@@ -1,4 +1,4 @@
-"""Validation: one rollout a held-out task, greedy, and nothing learned."""
+"""Validation: one greedy rollout per held-out task, without training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run is given in Python is recorded so that the command line finds it again."""
+"""A run's Python inputs are recorded so that the command line can load them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One turn of the wheel: what is learned from, what is left out and counted, and what a step reports."""
+"""One training step: what is trained on, what is dropped and counted, and which metrics are reported."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def tiny_run(function: Callable[..., Any], /, count: int = 6, **sections: dict[s
         "rollout": {"n": 2, "max_new_tokens": 12},
         "multi_turn": {"max_turns": 2},
         "actor": {"lr": 1e-3},
-        "reward": {"sandbox": {"tier": "off"}},  # rewards made in these tests, which no worker would find
+        "reward": {"sandbox": {"tier": "off"}},  # a worker could not load rewards defined in these tests
     }
     for name, section in sections.items():
         settings[name] = {**settings.get(name, {}), **section}
@@ -92,7 +92,7 @@ def all_the_same(messages: Any, ground_truth: Any) -> float:
     return 0.1
 
 
-# What is learned from.
+# Selection of groups.
 
 
 def no_score(score: float) -> bool:
@@ -319,7 +319,7 @@ def test_without_need_nothing_is_refilled() -> None:
     assert len(usable) == 4
 
 
-# The whole turn.
+# The whole step.
 
 DOCUMENTED = {
     "actor/clip_frac",
@@ -374,7 +374,7 @@ DOCUMENTED = {
 
 
 def test_a_step_changes_the_weights_and_reports_every_figure() -> None:
-    # Hot enough that the rollouts of a group differ: what two equal ones with opposite advantages teach is exactly 0.
+    # A temperature at which the rollouts of a group differ: equal ones with opposite advantages have a gradient of 0.
     run = tiny_run(by_place, rollout={"temperature": 3.0})
     before = [p.detach().clone() for p in run.learner.model.parameters()]
     turn = asyncio.run(train_step(run))

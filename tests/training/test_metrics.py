@@ -1,4 +1,4 @@
-"""The figures that people watch, worked out by hand."""
+"""Metrics of rollouts, checked against values computed by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollouts as they are kept: readable lines, tokens beside them, whole or not at all."""
+"""Rollouts on disk: readable JSON lines plus tokens, written atomically."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run put together: what configuration and Python bring, and what is found wrong before any work is done."""
+"""Assembling a run from configuration and Python objects; invalid input is rejected before any work is done."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def judge(messages: Any, ground_truth: Any, price: float = 0.0) -> float:
 
 def config(**sections: Any) -> RunConfig:
     settings = {"model": {"device": "cpu"}, "data": {"batch_size": 2}, **sections}
-    settings["reward"] = {"sandbox": {"tier": "off"}, **settings.get("reward", {})}  # scoring has tests of its own
+    settings["reward"] = {"sandbox": {"tier": "off"}, **settings.get("reward", {})}  # test_scoring.py tests scoring
     return RunConfig.model_validate(settings)
 
 

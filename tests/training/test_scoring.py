@@ -1,4 +1,4 @@
-"""A run's rewards: loaded by workers, never here unless the user says so, and checked before any work is done."""
+"""A run's rewards: loaded by workers, in this process only if trusted, and checked before any work is done."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_several_rewards_are_each_loaded_by_their_own_worker(built: list[Scoring
     parts = [{"function": f"{file}:a", "weight": 2.0}, {"function": f"{file}:b", "weight": 0.5}]
     (result,) = results(scoring_of(built, parts=parts))
     assert result.score == 7.0
-    assert sorted(result.metrics) == ["a", "b"]  # and no path
+    assert sorted(result.metrics) == ["a", "b"]  # not the paths
     parts[0]["name"] = "right"
     assert sorted(results(scoring_of(built, parts=parts))[0].metrics) == ["b", "right"]
 
@@ -219,7 +219,7 @@ def test_the_configuration_must_name_one(built: list[Scoring]) -> None:
 @pytest.mark.parametrize(
     ("uses", "told"),
     [
-        ("1.0", "batch_size 16 is more than the 1 tasks"),  # the reward was loaded: what comes next is the data
+        ("1.0", "batch_size 16 is more than the 1 tasks"),  # the reward was loaded; the data is checked next
         ("len(held)", 'importing script.py would run it again: put what it runs under `if __name__ == "__main__":`'),
     ],
 )

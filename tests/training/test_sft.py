@@ -1,4 +1,4 @@
-"""Supervised learning from files: conversations in, a model's folder out, and bad rows named."""
+"""Supervised fine-tuning from files: the saved model, and errors that name the bad row."""
 
 from __future__ import annotations
 

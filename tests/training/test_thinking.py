@@ -1,4 +1,4 @@
-"""The thinking stage of a run: what the configuration says arrives, and the loop thinks only where it is told to."""
+"""A run's thinking stage: it gets the configured settings, and the loop runs it only if enabled."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_under_another_estimator_it_only_measures() -> None:
     assert "thinking/advantage" in second.metrics
     for a, b in zip(first.credited, second.credited, strict=True):
         np.testing.assert_array_equal(np.concatenate(a.advantages), np.concatenate(b.advantages))
-    # Advantages that sum to zero: rounding of terms around one, in whatever order rollouts ended.
+    # Advantages sum to zero up to rounding of terms near 1, in whatever order the rollouts finished.
     assert first.metrics["actor/loss"] == pytest.approx(second.metrics["actor/loss"], abs=1e-6)
 
 
@@ -179,7 +179,7 @@ def test_reweighted_rows_reach_the_learner_and_its_canary_agrees_with_them() -> 
     turn = asyncio.run(train_step(run))
     assert turn.metrics["thinking/rows_added"] > 0
     assert len(turn.credited) > len({s.rollout.rollout_id for s in turn.scored})
-    # Each row's tokens are as likely to the learner as they say they were: forced ones are not among them.
+    # The learner's log-probs match those recorded for each row's tokens, which exclude forced tokens.
     assert turn.metrics["canary/logprob_gap_max"] < 1e-3
 
 
@@ -205,7 +205,7 @@ def test_the_same_price_can_stand_on_whole_rollouts() -> None:
     turn = asyncio.run(train_step(run))
     assert turn.metrics["thinking/added_tokens"] == 0.0
     credited = {c.rollout.rollout_offset: c for c in turn.credited if c.rollout.batch_data_id == 0}
-    # Both scored 1 as far as the reward knows; the one that thought has less of it.
+    # The reward gave both a score of 1; the thinking cost is subtracted from the one that thought.
     assert credited[1].annotated.scored.score == credited[3].annotated.scored.score == 1.0
     assert credited[1].steps[0].advantage < credited[3].steps[0].advantage
 

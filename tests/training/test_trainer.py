@@ -1,4 +1,4 @@
-"""A run in its folder: signals, interruption, resumption, and what a killed run leaves lying about."""
+"""The lifecycle of a run: signals, interruption, resumption, and cleanup after a killed run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def judge(messages, ground_truth, step=0):
 
 def make_signalled(folder: Path, make_config: MakeConfig, **trainer: Any) -> Path:
     (folder / "judge.py").write_text(JUDGE, encoding="utf-8")
-    here = {"function": "judge.py:judge", "sandbox": {"tier": "off"}}  # a worker could not send us a signal
+    here = {"function": "judge.py:judge", "sandbox": {"tier": "off"}}  # a worker could not signal this process
     return make_config(folder, {"reward": here, "trainer": trainer})
 
 

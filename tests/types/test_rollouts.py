@@ -1,4 +1,4 @@
-"""What crosses a stage border: the documents' fields, JSON and pickle, and memory linear in an episode's steps."""
+"""The types passed between stages: their fields, JSON and pickle, and memory linear in an episode's steps."""
 
 from __future__ import annotations
 

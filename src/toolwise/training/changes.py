@@ -249,8 +249,8 @@ def changes_since(settings: Any, config: RunConfig, out: Path) -> list[Change]:
 
 def record_changes(out: Path, step: int, changes: list[Change]) -> None:
     """Record settings that changed at `step`; replaces entries from `step` on, which the resume has undone."""
-    kept = [line for line in read_changes(out) if line["step"] < step]
-    lines = [*kept, *({"step": step, **asdict(change)} for change in changes)]
+    earlier = [line for line in read_changes(out) if line["step"] < step]
+    lines = [*earlier, *({"step": step, **asdict(change)} for change in changes)]
     file = out / CHANGES
     if lines or file.exists():
         temporary = file.with_name(f"{CHANGES}.tmp")

@@ -90,7 +90,7 @@ class FaultRates:
 
     def describe_exceeded(self, bounds: FaultsConfig, *, ended: bool = False) -> str | None:
         """One line about the first fault class above its limit. With fewer than `window` rollouts (or calls) a class
-        is judged only at the end unit the run."""
+        is judged only at the end of the run."""
         for name, description in _FAULT_DESCRIPTIONS.items():
             unit, bound = "calls" if name in CALL_FAULTS else "rollouts", getattr(bounds, name)
             faults, total = self._recent_counts(name, unit, bounds.window)

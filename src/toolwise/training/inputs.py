@@ -50,14 +50,14 @@ class RunInputs:
     _registered: list[tuple[Any, str]] = field(default_factory=list)
     _created: list[Path] = field(default_factory=list)
 
-    def add_tasks(self, which: str, given: str | Path | Sequence[Any] | None, tasks: Sequence[Task] | None) -> None:
+    def add_tasks(self, which: str, argument: str | Path | Sequence[Any] | None, tasks: Sequence[Task] | None) -> None:
         """`which` is "train" or "val"; a path is recorded as is, rows are copied."""
-        if given is None or tasks is None:
+        if argument is None or tasks is None:
             return
         limit = "limit" if which == "train" else "val_limit"
         update: dict[str, Any] = {which: None, limit: None}  # the limit applies only to the file in the config
-        if isinstance(given, str | Path):
-            update[which] = Path(given)
+        if isinstance(argument, str | Path):
+            update[which] = Path(argument)
         else:
             try:
                 self.files[f"data/{which}.jsonl"] = tasks_to_jsonl(tasks, which).encode("utf-8", "backslashreplace")
@@ -66,15 +66,15 @@ class RunInputs:
                 self.notes.append(f"data.{which} is not recorded: {fault}")
         self._record("data", self.recorded.data.model_copy(update=update))
 
-    def add_tools(self, given: Sequence[Any] | Callable[..., Any] | None) -> None:
-        entries = [self._tool_entry(entry) for entry in as_entries(given)]
+    def add_tools(self, tools: Sequence[Any] | Callable[..., Any] | None) -> None:
+        entries = [self._tool_entry(entry) for entry in as_entries(tools)]
         self._record("tools", [*self.recorded.tools, *entries])
 
-    def add_reward(self, given: Any) -> None:
+    def add_reward(self, reward: Any) -> None:
         """A function, a reference or a `Reward`; a list of them, or of (reward, weight) pairs, is a sum of parts."""
-        if given is None:
+        if reward is None:
             return
-        several = isinstance(given, list | tuple)
+        several = isinstance(reward, list | tuple)
         kwargs = self.recorded.reward.kwargs
         parts = [
             RewardPart(
@@ -82,7 +82,7 @@ class RunInputs:
                 kwargs={**(part.kwargs if isinstance(part, Reward) else {}), **kwargs},
                 weight=weight,
             )
-            for part, weight in (weighted_sources(given) if several else [(given, 1.0)])
+            for part, weight in (weighted_sources(reward) if several else [(reward, 1.0)])
         ]
         if several:
             update: dict[str, Any] = {"function": "", "kwargs": {}, "parts": parts}
@@ -90,12 +90,12 @@ class RunInputs:
             update = {"function": parts[0].function, "kwargs": parts[0].kwargs, "parts": []}
         self._record("reward", self.recorded.reward.model_copy(update=update))
 
-    def add_env(self, given: Any) -> None:
+    def add_env(self, source: Any) -> None:
         """A name, a reference, or a class or function, which this process also loads by its reference."""
-        if given is None:
+        if source is None:
             return
         try:
-            name = given if isinstance(given, str) else self._reference(given, "env")
+            name = source if isinstance(source, str) else self._reference(source, "env")
         except ToolwiseError as fault:
             raise ConfigError(f"env: {fault}") from None
         env = self.recorded.env.model_copy(update={"name": name})
@@ -137,10 +137,10 @@ class RunInputs:
     def _record(self, name: str, value: Any) -> None:
         self.recorded = self.recorded.model_copy(update={name: value})
 
-    def _reward_reference(self, given: Any) -> str:
-        if isinstance(given, Reward) and given.reference is not None:
-            return given.reference
-        target = given.function if isinstance(given, Reward) else given
+    def _reward_reference(self, reward: Any) -> str:
+        if isinstance(reward, Reward) and reward.reference is not None:
+            return reward.reference
+        target = reward.function if isinstance(reward, Reward) else reward
         if isinstance(target, str):
             return target
         name = getattr(target, "__name__", type(target).__name__)
@@ -253,7 +253,7 @@ def _named_reference(target: Any) -> str:
 
 
 def _definition_of(target: Any) -> Any:
-    """The object target under a function's or class's qualified name; None if it is a different one."""
+    """The object found under a function's or class's qualified name; None if it is a different one."""
     module: ModuleType | None = sys.modules.get(target.__module__)
     namespace = getattr(target, "__globals__", None) or (vars(module) if module is not None else {})
     first, *rest = target.__qualname__.split(".")

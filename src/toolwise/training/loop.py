@@ -208,14 +208,14 @@ def select_groups(
     groups: dict[str, list[ScoredRollout]] = defaultdict(list)
     for s in scored:
         groups[s.rollout.group_id].append(s)
-    kept: list[ScoredRollout] = []
+    selected: list[ScoredRollout] = []
     flat = dropped = 0
     for members in groups.values():
-        cut = [s for s in members if mask_truncated and s.rollout.stop_reason.truncated]
-        valid = [s for s in members if s.trainable and s not in cut]
-        same = len(valid) >= 2 and len(set(totals(valid))) == 1
-        drop = len(valid) < min_group_size or (same and not keeps_equal(min(s.score for s in valid)))
-        flat += same or drop
+        truncated = [s for s in members if mask_truncated and s.rollout.stop_reason.truncated]
+        valid = [s for s in members if s.trainable and s not in truncated]
+        all_equal = len(valid) >= 2 and len(set(totals(valid))) == 1
+        drop = len(valid) < min_group_size or (all_equal and not keeps_equal(min(s.score for s in valid)))
+        flat += all_equal or drop
         dropped += drop
-        kept += [] if drop else valid
-    return kept, flat / max(1, len(groups)), dropped
+        selected += [] if drop else valid
+    return selected, flat / max(1, len(groups)), dropped

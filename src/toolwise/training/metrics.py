@@ -84,7 +84,7 @@ def summarize_validation(scored: Sequence[ScoredRollout], held_out_tools: Collec
 
 
 def validation_metrics(summary: Mapping[str, Any]) -> Metrics:
-    """The result of `summarize_validation` as metrics metrics: eval/correct, eval/lookup/correct, …"""
+    """The result of `summarize_validation` as flat metrics: eval/correct, eval/lookup/correct, …"""
     metrics = {f"eval/{name}": float(v) for name, v in summary.items() if isinstance(v, int | float)}
     for kind, part in summary["by_kind"].items():
         metrics |= {f"eval/{kind}/{name}": float(v) for name, v in part.items()}
@@ -118,7 +118,7 @@ def reported_metrics(counted: Sequence[ScoredRollout]) -> dict[str, list[float]]
 
 
 def _most_common(by_name: Mapping[str, Sequence[object]], limit: int = MAX_METRICS) -> list[str]:
-    """The names with the limit values, sorted. Limited because a reward may report different metrics per rollout."""
+    """The names with the most values, sorted. Limited because a reward may report different metrics per rollout."""
     return sorted(sorted(by_name, key=lambda name: (-len(by_name[name]), name))[:limit])
 
 

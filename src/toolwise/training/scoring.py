@@ -65,13 +65,13 @@ class Scoring:
             self.sandbox.close()
 
 
-def build_scoring(config: RewardConfig, given: RewardSources | None = None) -> Scoring:
+def build_scoring(config: RewardConfig, rewards: RewardSources | None = None) -> Scoring:
     """Build from the rewards given in Python, else from `reward.parts` or `reward.function` of the configuration."""
     sources: list[tuple[RewardSource, dict[str, Any], float]]
-    if isinstance(given, list | tuple):
-        sources = _list_sources(given, config.kwargs)
-    elif given is not None:
-        sources = [(given, config.kwargs, 1.0)]
+    if isinstance(rewards, list | tuple):
+        sources = _list_sources(rewards, config.kwargs)
+    elif rewards is not None:
+        sources = [(rewards, config.kwargs, 1.0)]
     elif config.parts and config.function:
         raise ConfigError("reward.function and reward.parts are both set: make the function one of the parts")
     elif config.parts:
@@ -80,7 +80,7 @@ def build_scoring(config: RewardConfig, given: RewardSources | None = None) -> S
         sources = [(config.function, config.kwargs, 1.0)]
     else:
         raise ConfigError("reward.function is missing: name one as package.module:function or path/to/file.py:function")
-    named = [part.name for part in config.parts] if given is None else []
+    named = [part.name for part in config.parts] if rewards is None else []
     names = part_names([source for source, _, _ in sources], named)
     functions = [source for source, _, _ in sources if not (isinstance(source, str) and source in EPISODE_REWARDS)]
     sandbox = _sandbox(config.sandbox) if functions else None
@@ -96,8 +96,8 @@ def build_scoring(config: RewardConfig, given: RewardSources | None = None) -> S
     return Scoring(CompositeReward(tuple(parts), config.combine), sandbox)
 
 
-def _list_sources(given: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[RewardSource, dict[str, Any], float]]:
-    pairs = weighted_sources(given)
+def _list_sources(rewards: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[RewardSource, dict[str, Any], float]]:
+    pairs = weighted_sources(rewards)
     if kwargs and len(pairs) > 1:
         raise ConfigError(
             "reward.kwargs applies to a single reward, but there are several: set kwargs per reward with "
@@ -106,11 +106,13 @@ def _list_sources(given: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[Re
     return [(source, dict(kwargs), weight) for source, weight in pairs]
 
 
-def weighted_sources(given: Sequence[Any]) -> list[tuple[RewardSource, float]]:
+def weighted_sources(rewards: Sequence[Any]) -> list[tuple[RewardSource, float]]:
     """(source, weight) pairs from `[a, b]`, `[(a, 0.5), "file.py:b"]` or a single pair."""
-    if not given:
+    if not rewards:
         raise ConfigError("reward is an empty list: pass at least one function")
-    pairs: list[Any] = [part if _is_pair(part) else (part, 1.0) for part in ([given] if _is_pair(given) else given)]
+    pairs: list[Any] = [
+        part if _is_pair(part) else (part, 1.0) for part in ([rewards] if _is_pair(rewards) else rewards)
+    ]
     for source, _ in pairs:
         if not isinstance(source, str | Reward) and not callable(source):
             raise ConfigError(

@@ -79,10 +79,10 @@ def _read_settings(settings: Mapping[str, Any]) -> SftSettings:
     from toolwise.learner.supervised import SftSettings
 
     values = {name: value for name, value in settings.items() if name != "progress"}
-    known = {field.name for field in fields(SftSettings)}
-    unknown = sorted(set(values) - known)
+    valid = {field.name for field in fields(SftSettings)}
+    unknown = sorted(set(values) - valid)
     if unknown:
-        raise ConfigError(f"sft has no setting {unknown[0]!r}; it has: {', '.join(sorted(known))}")
+        raise ConfigError(f"sft has no setting {unknown[0]!r}; it has: {', '.join(sorted(valid))}")
     sft_settings = SftSettings(**values)
     if sft_settings.steps < 1 or sft_settings.row_tokens < 2:
         raise ConfigError(

@@ -41,22 +41,24 @@ def without_held_out_tools(
     """The tasks to train on: those that name a held-out tool are dropped, and no task is offered one."""
     for name in held_out:
         if name not in tools:
-            known = ", ".join(tools) or "none"
-            raise ConfigError(f"multi_turn.held_out_tools names {name!r}, but the run's tools are: {known}")
+            available = ", ".join(tools) or "none"
+            raise ConfigError(f"multi_turn.held_out_tools names {name!r}, but the run's tools are: {available}")
     if not held_out:
         return tasks
     offered = [name for name in tools if name not in held_out]
-    kept = [task for task in tasks if set(held_out).isdisjoint(task.tools or ())]
-    if len(kept) < len(tasks):
-        log.warning("%d of %d training tasks name a held-out tool and are dropped", len(tasks) - len(kept), len(tasks))
-    return [task if task.tools is not None else task.model_copy(update={"tools": offered}) for task in kept]
+    remaining = [task for task in tasks if set(held_out).isdisjoint(task.tools or ())]
+    if len(remaining) < len(tasks):
+        log.warning(
+            "%d of %d training tasks name a held-out tool and are dropped", len(tasks) - len(remaining), len(tasks)
+        )
+    return [task if task.tools is not None else task.model_copy(update={"tools": offered}) for task in remaining]
 
 
 def check_task_tools(task: Task, tools: dict[str, BaseTool], *, env: str) -> None:
     for name in task.tools or ():
         if name not in tools:
-            known = ", ".join(tools) or "none"
+            available = ", ".join(tools) or "none"
             raise ConfigError(
-                f"task {task.task_id} needs the tool {name!r}, but the run's tools are: {known}; add it to `tools`"
+                f"task {task.task_id} needs the tool {name!r}, but the run's tools are: {available}; add it to `tools`"
             )
     check_task_arguments(task, tools, env_has_tools=env != "tools")

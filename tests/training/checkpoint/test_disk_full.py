@@ -1,4 +1,4 @@
-"""A disk that refuses: models, tokenizers and checkpoints that cannot be written are one line, and leave nothing."""
+"""A full disk: models, tokenizers and checkpoints that cannot be written give a one-line error and leave no files."""
 
 from __future__ import annotations
 
@@ -89,7 +89,9 @@ def test_an_earlier_checkpoint_is_untouched_where_the_next_does_not_fit(
 def test_a_disk_that_is_full(small_disk: Path) -> None:
     save(small_disk, 1, {"a": {}})
     (small_disk / "other").write_bytes(b"x" * 2_040_000)
-    with pytest.raises(CheckpointError, match="step-000002: No space left on device; earlier checkpoints are unchanged"):
+    with pytest.raises(
+        CheckpointError, match="step-000002: No space left on device; earlier checkpoints are unchanged"
+    ):
         save(small_disk, 2, {"a": {}}, extra_files={"model": save_tokenizer})
     assert sorted(path.name for path in small_disk.iterdir()) == ["other", "step-000001"]
     with pytest.raises(ModelError, match=rf"cannot write {small_disk}/taught: No space left on device"):
@@ -103,7 +105,10 @@ def test_a_taught_model_that_does_not_fit_leaves_nothing(tmp_path: Path, size: i
     out = tmp_path / "taught"
     if there:
         out.mkdir()
-    with largest_file(size), pytest.raises(ModelError, match=rf"cannot write {out}: File too large; partial files were removed"):
+    with (
+        largest_file(size),
+        pytest.raises(ModelError, match=rf"cannot write {out}: File too large; partial files were removed"),
+    ):
         train_sft("builtin:small", TALKS, out, FEW)
     assert out.exists() == there
     assert list(tmp_path.rglob("*")) == ([out] if there else [])

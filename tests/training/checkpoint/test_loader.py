@@ -1,4 +1,4 @@
-"""Loading: the latest whole one, the best, and what is said of a damaged one."""
+"""Loading the latest valid checkpoint, the best one, and errors about damaged ones."""
 
 from __future__ import annotations
 

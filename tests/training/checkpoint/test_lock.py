@@ -1,4 +1,4 @@
-"""One process a folder: the second is told who is there, and the dead hold nothing."""
+"""One process per folder: the second learns who holds the lock, and dead processes hold none."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_fork_that_outlives_its_parent_does_not_hold_on(tmp_path: Path) -> Non
         os._exit(0)
     try:
         os.read(ready[0], 1)
-        with pytest.raises(CheckpointError, match="in use"):  # the fork's going does not unlock it for the parent
+        with pytest.raises(CheckpointError, match="in use"):  # the fork's exit does not unlock it for the parent
             FolderLock(tmp_path).acquire()
         lock.release()
         with FolderLock(tmp_path):

@@ -1,4 +1,4 @@
-"""What the manifest vouches for."""
+"""What the manifest verifies."""
 
 from __future__ import annotations
 

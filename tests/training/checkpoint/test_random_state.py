@@ -1,4 +1,4 @@
-"""The process's random number generators go on from where a checkpoint found them."""
+"""The process's random number generators continue from the state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def draw() -> tuple[float, float, float, float]:
 
 
 def test_every_generator_goes_on_from_where_it_was(tmp_path: Path) -> None:
-    random.gauss(0, 1)  # python keeps the second of two: it is part of the state
+    random.gauss(0, 1)  # Python caches the second of two samples, which is part of the state
     save(tmp_path, 1, {"randomness": RngState().state_dict()})
     first = [draw() for _ in range(3)]
     draw()

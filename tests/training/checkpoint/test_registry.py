@@ -1,4 +1,4 @@
-"""Whatever must survive a crash is registered by name, saved and restored."""
+"""State is registered by name, saved and restored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saving: what is written, what is kept and what goes."""
+"""Saving: which files are written, and which checkpoints are kept and removed."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_what_a_crash_left_aside_is_put_back_unless_its_place_is_taken(tmp_path:
     (tmp_path / "step-000001").rename(tmp_path / "step-000001.old-1-a")
     shutil.copytree(tmp_path / "step-000002", tmp_path / "step-000002.old-1-b")
     (tmp_path / "step-000003").rename(tmp_path / "step-000003.old-1-c")
-    (tmp_path / "step-000003").mkdir()  # damaged, which no crash could have done
+    (tmp_path / "step-000003").mkdir()  # damaged in a way that no crash could cause
     save(tmp_path, 4, {"a": {"step": 4}}, keep_last=9)
     assert names_of(tmp_path) == [f"step-{step:06d}" for step in (1, 2, 3, 4)]
     assert [load(path).state()["a"]["step"] for path in sorted(tmp_path.iterdir())] == [1, 2, 3, 4]

@@ -1,4 +1,4 @@
-"""Findings during the first steps: none too early, none on a healthy run, and none lost when a run is resumed."""
+"""Findings during the first steps: not too early, not on healthy runs, and not lost on resume."""
 
 from __future__ import annotations
 

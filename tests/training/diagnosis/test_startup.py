@@ -1,4 +1,4 @@
-"""What is known before the first step: rows without a ground truth, routers without a choice."""
+"""Checks before the first step: rows without a ground truth, routers without a choice."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_an_answer_in_extra_info_is_found_too() -> None:
         (ANSWERS, ignores),
         (ANSWERS, takes_answer),
         (ANSWERS, episode_reward("env")),
-        ([task()], compares),  # a reward that does without, on rows that have nothing else
+        ([task()], compares),  # the rows have no other column: the reward may not need a ground truth
         ([task(reward_kwargs={"level": 1, "source": "x"})], compares),
         ([], compares),
     ],

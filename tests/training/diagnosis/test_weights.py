@@ -1,4 +1,4 @@
-"""Why no weight has changed: each cause has its own words and its own cure."""
+"""Why no weight has changed: each cause has its own message and fix."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def latest(folder: str | os.PathLike[str], *, warnings_out: list[str] | None = N
 
 
 def best(folder: str | os.PathLike[str], metric: str, *, warnings_out: list[str] | None = None) -> Checkpoint | None:
-    """The valid checkpoint in `folder` whose validation has the highest `figure`, or the lowest for "-name". With a
+    """The valid checkpoint in `folder` whose validation has the highest `metric`, or the lowest for "-name". With a
     router, checkpoints within the budget take precedence."""
     manifests = []
     for path in newest_first(Path(folder)):
@@ -93,7 +93,7 @@ def best_first(manifests: Iterable[tuple[Path, Manifest]], metric: str) -> list[
 
 
 def ranking_key(metrics: Mapping[str, float], metric: str) -> tuple[float, float] | None:
-    """Sort key of validations, lowest is best: overspending first, then `figure` (or "-name"), so that any validation
+    """Sort key of validations, lowest is best: overspending first, then `metric` (or "-name"), so that any validation
     within its budget precedes those over budget. None if the metric is missing."""
     name, sign = metric.removeprefix("-"), 1 if metric.startswith("-") else -1
     return (metrics.get(OVERSPEND, 0.0), sign * metrics[name]) if name in metrics else None

@@ -72,7 +72,7 @@ class Diagnosis:
         self.steps += 1
         self.rollouts += len(scored)
         changes = FindingChanges()
-        found = [prompt_too_long(scored, f"step {step}", step)]
+        findings = [prompt_too_long(scored, f"step {step}", step)]
         for symptom in SYMPTOMS:
             if symptom.kind in self.healthy:
                 continue
@@ -85,8 +85,8 @@ class Diagnosis:
                 continue
             self.evidence[symptom.kind] = evidence
             if self.steps == FIRST_STEPS:
-                found = [finding for finding in found if finding is None or finding.kind not in symptom.hides]
-                found.append(Finding(symptom.kind, *symptom.explain(evidence, self.rollouts, config), step))
+                findings = [finding for finding in findings if finding is None or finding.kind not in symptom.hides]
+                findings.append(Finding(symptom.kind, *symptom.explain(evidence, self.rollouts, config), step))
         if self.updated is False:
             if metrics.get("actor/update_norm") and checksum() != self.weights:
                 self.updated, self.weights, self.why = True, "", []
@@ -96,8 +96,8 @@ class Diagnosis:
                     self.dropped_groups += len({s.rollout.group_id for s in scored})
                     self.dropped_steps += 1
                 self.why = list(explain_unchanged(config, scored, metrics, self._dropped()))
-                found.append(self._unchanged(step) if self.steps >= UNCHANGED_STEPS_LIMIT else None)
-        changes.found.extend(finding for finding in found if finding is not None and self._add(finding))
+                findings.append(self._unchanged(step) if self.steps >= UNCHANGED_STEPS_LIMIT else None)
+        changes.found.extend(finding for finding in findings if finding is not None and self._add(finding))
         return changes
 
     def after_validation(self, step: int, scored: Sequence[ScoredRollout]) -> FindingChanges:
@@ -108,9 +108,9 @@ class Diagnosis:
         return self._changes_from(self._unchanged(step) if self.updated is False and self.steps else None)
 
     def _unchanged(self, step: int) -> Finding:
-        cause, cure = self.why or _UNKNOWN
+        cause, fix = self.why or _UNKNOWN
         steps = f"{self.steps} steps" if self.steps != 1 else "1 step"
-        return Finding(WEIGHTS_UNCHANGED, f"No weight of the actor has changed in {steps}: {cause}", cure, step)
+        return Finding(WEIGHTS_UNCHANGED, f"No weight of the actor has changed in {steps}: {cause}", fix, step)
 
     def _dropped(self) -> str:
         """The start of a sentence, such as `all 40 groups were`."""
@@ -124,7 +124,7 @@ class Diagnosis:
 
     def _add(self, finding: Finding) -> bool:
         """Add `finding` unless there is one of its kind; return whether it was added."""
-        if any(known.kind == finding.kind for known in self.findings):
+        if any(other.kind == finding.kind for other in self.findings):
             return False
         self.findings.append(finding)
         return True

@@ -48,10 +48,10 @@ def truncate_after(path: str | os.PathLike[str], step: int) -> int:
     path = Path(path)
     if not path.exists():
         return 0
-    kept = [raw for line, raw in _complete_lines(path) if not _is_after(line, step)]
-    dropped = sum(1 for raw in path.read_bytes().split(b"\n") if raw.strip()) - len(kept)
+    remaining = [raw for line, raw in _complete_lines(path) if not _is_after(line, step)]
+    dropped = sum(1 for raw in path.read_bytes().split(b"\n") if raw.strip()) - len(remaining)
     if dropped:
-        _replace(path, b"".join(raw + b"\n" for raw in kept))
+        _replace(path, b"".join(raw + b"\n" for raw in remaining))
     return dropped
 
 
@@ -71,15 +71,15 @@ def _complete_lines(path: Path) -> list[tuple[dict[str, Any], bytes]]:
     """Each line with its bytes. Only the last may be incomplete: a crash cannot break an earlier line."""
     if not path.exists():
         return []
-    *ended, tail = path.read_bytes().split(b"\n")
+    *terminated, tail = path.read_bytes().split(b"\n")
     lines = []
-    for number, raw in enumerate([*ended, tail], start=1):
+    for number, raw in enumerate([*terminated, tail], start=1):
         if not raw.strip():
             continue
         parsed = _parse(raw)
         if parsed is not None:
             lines.append((parsed, raw))
-        elif any(later.strip() for later in [*ended, tail][number:]):
+        elif any(later.strip() for later in [*terminated, tail][number:]):
             raise CheckpointError(f"{path}, line {number}: not a JSON object; remove that line and try again")
     return lines
 

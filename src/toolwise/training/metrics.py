@@ -79,8 +79,8 @@ def summarize_validation(scored: Sequence[ScoredRollout], held_out_tools: Collec
         kind = s.rollout.task.extra_info.get("kind")
         if kind is not None:
             kinds[truncate_text(str(kind), MAX_NAME_CHARS)].append(s)
-    by_kind = {kind: _figures(kinds[kind]) for kind in _most_common(kinds, MAX_DISTINCT_NAMES)}
-    return _figures(scored) | route_metrics(scored) | {"by_kind": by_kind}
+    by_kind = {kind: _group_metrics(kinds[kind]) for kind in _most_common(kinds, MAX_DISTINCT_NAMES)}
+    return _group_metrics(scored) | route_metrics(scored) | {"by_kind": by_kind}
 
 
 def validation_metrics(summary: Mapping[str, Any]) -> Metrics:
@@ -91,7 +91,7 @@ def validation_metrics(summary: Mapping[str, Any]) -> Metrics:
     return metrics
 
 
-def _figures(scored: Sequence[ScoredRollout]) -> dict[str, Any]:
+def _group_metrics(scored: Sequence[ScoredRollout]) -> dict[str, Any]:
     """Has no score if nothing could be scored: a 0 would suggest a bad model."""
     counted = [s for s in scored if s.result.has_valid_score]
     totals = {

@@ -122,10 +122,10 @@ class RunFolder:
         by_kind: dict[str, dict[str, Any]] = {}
         for name, value in line.items():
             match name.split("/"):
-                case ["eval", *middle, ("correct" | "cost") as figure] if middle:
+                case ["eval", *middle, ("correct" | "cost") as metric] if middle:
                     kind = "/".join(middle)
                     n = sum(1 for r in rollouts if r.get("kind") == kind) or None
-                    by_kind.setdefault(kind, {"n": n})[figure] = value
+                    by_kind.setdefault(kind, {"n": n})[metric] = value
         overall = {name: line.get(f"eval/{name}") for name in ("score", "correct", "cost", "tokens")}
         return {**overall, "by_kind": by_kind, "n": len(rollouts) or None, "step": line.get("step")}
 

@@ -71,7 +71,7 @@ class Training:
         self._write_report = write_report
         self.out = out
         self.interrupted = False
-        self._figures: dict[str, float] = {}
+        self._validation_metrics: dict[str, float] = {}
         self._fault_rate_message: str | None = None
         """Set when more fails than `faults` allows; stops the run."""
         self._lock = checkpoint.FolderLock(out)
@@ -108,7 +108,7 @@ class Training:
                 if run.config.router.train_actor:
                     never = run.config.algorithm.terminal_score == "never"
                     self._announce(self._reward_description, logging.WARNING if never else logging.INFO)
-                self._warn_of_secrets()
+                self._warn_about_secrets()
                 self._publish_findings(run.progress.diagnosis.begin(run.startup_findings()))
                 if run.progress.step == 0 and run.progress.before is None and run.config.validation.before:
                     run.progress.before = await self._validate()
@@ -117,7 +117,7 @@ class Training:
                 while run.progress.step < total and not self.interrupted and self._fault_rate_message is None:
                     run.progress.diagnosis.before_step(run.config, run.learner.weights_checksum)
                     self._record_step(await train_step(run))
-                    self._figures = {}
+                    self._validation_metrics = {}
                     step, best = run.progress.step, run.progress.best_rank
                     self._fault_rate_message = run.progress.faults.describe_exceeded(
                         run.config.faults, ended=self._is_last_updated_step()
@@ -156,7 +156,7 @@ class Training:
             diagnosis.after_step(config, step, result.scored, result.metrics, learner.weights_checksum)
         )
 
-    def _warn_of_secrets(self) -> None:
+    def _warn_about_secrets(self) -> None:
         keys = list(secret_keys(self.run.config.model_dump()))
         if keys:
             text = (
@@ -191,7 +191,7 @@ class Training:
         write_records(self.out / "rollouts", f"eval-{step:06d}", scored, [])
         if self.console is not None:
             self.console.log(step, metrics)
-        self._figures = {name.removeprefix("eval/"): value for name, value in metrics.items()}
+        self._validation_metrics = {name.removeprefix("eval/"): value for name, value in metrics.items()}
         self._update_best_rank()
         self._publish_findings(self.run.progress.diagnosis.after_validation(step, scored))
         return summary
@@ -200,9 +200,9 @@ class Training:
         trainer, progress = self.run.config.trainer, self.run.progress
         if not trainer.keep_best:
             return
-        rank = checkpoint.ranking_key(self._figures, trainer.best_metric)
+        rank = checkpoint.ranking_key(self._validation_metrics, trainer.best_metric)
         if rank is None:
-            available, name = ", ".join(sorted(self._figures)), trainer.best_metric.removeprefix("-")
+            available, name = ", ".join(sorted(self._validation_metrics)), trainer.best_metric.removeprefix("-")
             log.warning("trainer.best_metric is %r, but the validation reports only: %s", name, available)
         elif progress.best_rank is None or rank < progress.best_rank:
             progress.best_rank = rank
@@ -231,7 +231,7 @@ class Training:
                 "settings": saved_settings(self.run.config, self.out),
                 "toolwise": __version__,
             },
-            figures=self._figures,
+            figures=self._validation_metrics,
             keep_last=trainer.keep_checkpoints,
             keep_best=trainer.best_metric if trainer.keep_best else "",
         )
@@ -325,7 +325,7 @@ class Training:
     def _restore_best_rank(self, step: int) -> None:
         """Recompute the best validation by the current `trainer.best_metric` from the checkpoints still on disk."""
         trainer, progress = self.run.config.trainer, self.run.progress
-        saved_metrics = checkpoint.checkpoint_figures(self.out / "checkpoints", step)
+        saved_metrics = checkpoint.checkpoint_metrics(self.out / "checkpoints", step)
         ranks = [
             ranking_key
             for metrics in saved_metrics

@@ -76,7 +76,7 @@ def best(folder: str | os.PathLike[str], metric: str, *, warnings_out: list[str]
     return _first_valid((path for path, _ in best_first(manifests, metric)), warnings_out)
 
 
-def checkpoint_figures(folder: str | os.PathLike[str], step: int) -> list[Mapping[str, float]]:
+def checkpoint_metrics(folder: str | os.PathLike[str], step: int) -> list[Mapping[str, float]]:
     """The validation metrics of every complete checkpoint in `folder` up to `step`."""
     manifests = [read_if_complete(path) for path in newest_first(Path(folder))]
     return [manifest.figures for manifest in manifests if manifest is not None and manifest.step <= step]

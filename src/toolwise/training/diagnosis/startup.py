@@ -91,7 +91,7 @@ def _one_family(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequenc
         else f'Set the families: router.families = {{ {next(iter(names))} = "{other.value}" }}, or '
         f'@toolwise.tool(family="{other.value}")'
     )
-    return Finding("one_family", f"All tools ({_listed(names)}) are of the family {family.value}: {same}", fix, 0)
+    return Finding("one_family", f"All tools ({_join_names(names)}) are of the family {family.value}: {same}", fix, 0)
 
 
 def _no_ground_truth(rewards: CompositeReward, tasks: Sequence[Task], which: str) -> Finding | None:
@@ -134,6 +134,6 @@ def _looks_like_answer(column: str) -> bool:
     return bool(words & ANSWER_WORDS) or SequenceMatcher(None, column.lower(), "ground_truth").ratio() > 0.8
 
 
-def _listed(names: Iterable[str], limit: int = 5) -> str:
+def _join_names(names: Iterable[str], limit: int = 5) -> str:
     shown = list(names)
     return ", ".join([*shown[:limit], *(["…"] if len(shown) > limit else [])])

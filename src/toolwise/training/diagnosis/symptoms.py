@@ -17,7 +17,7 @@ from toolwise.types import Rollout, ScoredRollout, StopReason
 FIRST_STEPS = 3
 """A symptom that all of the first `FIRST_STEPS` steps show is a finding."""
 NEARLY_ALL = 0.95
-ALL, ALL_USERS = "All rollouts", "All rollouts that called a tool"
+ALL, ALL_TOOL_USERS = "All rollouts", "All rollouts that called a tool"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Symptom:
 def _equal_rewards(scored: Sequence[ScoredRollout], config: RunConfig) -> str | None:
     """Compares rewards as the estimator does: with the default step reward and the penalty for invalid actions."""
     counted = [s for s in scored if s.trainable]
-    if len(counted) < 2 or _equal_rewards_teach(config, counted[0].score):
+    if len(counted) < 2 or _can_learn_from_equal_rewards(config, counted[0].score):
         return None
     totals = total_rewards(counted, **{name: getattr(config.algorithm, name) for name in REWARD_SETTINGS}).tolist()
     rewards = {
@@ -47,7 +47,7 @@ def _equal_rewards(scored: Sequence[ScoredRollout], config: RunConfig) -> str | 
     return repr(counted[0].score) if len(rewards) == 1 else None
 
 
-def _equal_rewards_teach(config: RunConfig, score: float) -> bool:
+def _can_learn_from_equal_rewards(config: RunConfig, score: float) -> bool:
     """Whether there is something to learn even if all rewards equal `score`: the cost or labels of routes, if only the
     router is trained; else the cost of thinking, or the value of a thinking level."""
     router, algorithm, rlvcr = config.router, config.algorithm, config.algorithm.rlvcr
@@ -96,7 +96,7 @@ def _faults(scored: Sequence[ScoredRollout], _: RunConfig) -> str | None:
     if scored and all(s.rollout.stop_reason in (*fault_reasons, StopReason.DEADLINE) for s in scored):
         who, failed = ALL, [s.rollout for s in scored]
     elif users and all(r.stop_reason in fault_reasons for r in users):
-        who, failed = ALL_USERS, users
+        who, failed = ALL_TOOL_USERS, users
     else:
         return None
     messages = Counter(" ".join((r.fault or r.stop_reason.value).split())[:300] for r in failed)
@@ -105,7 +105,11 @@ def _faults(scored: Sequence[ScoredRollout], _: RunConfig) -> str | None:
 
 def _combine_faults(before: str, now: str) -> str:
     """The rollouts that failed in both; the fault may differ between steps."""
-    return now.replace(ALL, ALL_USERS, 1) if before.startswith(ALL_USERS) and not now.startswith(ALL_USERS) else now
+    return (
+        now.replace(ALL, ALL_TOOL_USERS, 1)
+        if before.startswith(ALL_TOOL_USERS) and not now.startswith(ALL_TOOL_USERS)
+        else now
+    )
 
 
 def _used_tool(rollout: Rollout) -> bool:

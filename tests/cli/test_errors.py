@@ -306,7 +306,7 @@ def resume_of_a_folder_that_is_not_there(desk: Desk) -> list[object]:
     return ["resume", desk.folder / "nowhere"]
 
 
-@case("cannot resume", "config.toml is not valid TOML", "put the file right")
+@case("cannot resume", "config.toml is not valid TOML", "fix the file")
 def resume_with_a_damaged_configuration(desk: Desk) -> list[object]:
     damage(desk.run() / "config.toml", at=0)
     return desk.again("--resume")
@@ -338,7 +338,7 @@ def evaluation_of_a_tampered_run(desk: Desk) -> list[object]:
     return ["eval", desk.folder / "run"]
 
 
-@case("step-000001", "actor.safetensors", "is not what was saved", "take an earlier checkpoint")
+@case("step-000001", "actor.safetensors", "is not what was saved", "use an earlier checkpoint")
 def evaluation_of_a_tampered_checkpoint(desk: Desk) -> list[object]:
     found = desk.run() / "checkpoints" / "step-000001"
     damage(found / "actor.safetensors")
@@ -517,7 +517,7 @@ def test_debug_shows_where_it_came_from(name: str, desk: Desk, cli: Callable[...
 def test_what_the_system_refuses_is_one_line_too(desk: Desk, cli: Callable[..., Any]) -> None:
     arguments = desk.train()
     ended = cli(*arguments[:-1], "/proc/nowhere/run")
-    check(ended.status, ended.out, ended.err, ["/proc/nowhere/run", "cannot be made", "another --out"])
+    check(ended.status, ended.out, ended.err, ["cannot create /proc/nowhere/run", "another --out"])
 
 
 def test_what_fails_on_the_way_is_one_line_too(desk: Desk, cli: Callable[..., Any]) -> None:

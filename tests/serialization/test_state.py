@@ -150,7 +150,7 @@ def test_parameters_and_conjugates_are_saved_by_value(tmp_path: Path) -> None:
     assert back["c"].tolist() == [1 - 2j]
 
 
-def test_an_optimiser_and_random_generators_go_on_as_if_never_stopped(tmp_path: Path) -> None:
+def test_an_optimizer_and_random_generators_resume_exactly(tmp_path: Path) -> None:
     def make() -> tuple[torch.nn.Module, torch.optim.Optimizer, np.random.Generator, torch.Generator]:
         model = torch.nn.Linear(3, 2)
         return model, torch.optim.AdamW(model.parameters()), np.random.default_rng(5), torch.Generator()

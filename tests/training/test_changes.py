@@ -41,7 +41,7 @@ def test_every_name_in_the_list_is_a_setting() -> None:
     "pattern",
     [r"trainer\..*", r"validation\..*", r".*timeout_s", r".*deadline_s", r".*max_concurrent.*", r".*lr_schedule"],
 )
-def test_whole_kinds_of_settings_may_change(pattern: str) -> None:
+def test_which_settings_may_change(pattern: str) -> None:
     found = {name for name in setting_keys(RunConfig) if re.fullmatch(pattern, name)}
     assert found
     assert found <= MUTABLE_SETTINGS
@@ -55,7 +55,7 @@ def test_what_makes_it_another_run_may_not(name: str) -> None:
     assert name not in MUTABLE_SETTINGS
 
 
-def test_changes_are_said_one_by_one() -> None:
+def test_changes_are_listed_individually() -> None:
     before = config_of(actor={"lr": 1e-5}, tools=["calculator", {"name": "search", "timeout_s": 3.0}])
     now = config_of(
         actor={"lr": 2e-5, "schedule_steps": 50},

@@ -66,7 +66,7 @@ def test_a_run_stops_above_its_bound(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["tool", "parse"])
-def test_failing_calls_stop_a_run_only_where_somebody_says_so(name: str) -> None:
+def test_failing_calls_stop_a_run_only_if_configured(name: str) -> None:
     rates = FaultRates()
     rates.add([BAD[name]] * 64, 64)
     assert rates.describe_exceeded(FaultsConfig()) is None

@@ -138,7 +138,9 @@ def inside() -> Any:
     ],
     ids=["object", "closure", "renamed", "options"],
 )
-def test_what_cannot_be_named_is_said_and_asked_for_later(given: Any, label: str, reason: str, tmp_path: Path) -> None:
+def test_what_cannot_be_recorded_is_noted_and_required_on_resume(
+    given: Any, label: str, reason: str, tmp_path: Path
+) -> None:
     inputs = gather_inputs(RunConfig(), tmp_path / "run", tools=["calculator", given])
     [note] = inputs.notes
     assert note.startswith(label)
@@ -206,7 +208,7 @@ def test_rows_that_json_cannot_hold_are_not_recorded(tmp_path: Path) -> None:
     assert read_back(inputs).data.train is None
 
 
-def test_what_was_written_is_taken_back_and_nothing_else(tmp_path: Path) -> None:
+def test_discard_removes_only_what_was_written(tmp_path: Path) -> None:
     from toolwise.api import read_tasks
 
     rows = [{"prompt": "1?"}]

@@ -81,7 +81,7 @@ def test_the_mode_and_the_arguments_are_learned_from_the_worker(built: list[Scor
         scoring_of(built, function=str(file) + ":f", kwargs={"prise": 1})
 
 
-def test_an_argument_that_nobody_gives_is_found_before_the_run(built: list[Scoring], tmp_path: Path) -> None:
+def test_a_missing_argument_is_found_before_the_run(built: list[Scoring], tmp_path: Path) -> None:
     file = tmp_path / "r.py"
     file.write_text("def f(messages, ground_truth, level, step, more=1):\n    return level\n")
     scoring = scoring_of(built, function=f"{file}:f")
@@ -173,7 +173,7 @@ def test_a_lambda_and_a_closure_are_refused_with_a_way_out(built: list[Scoring])
     assert results(scoring)[0].score == 2.0
 
 
-def test_off_is_said_loudly_and_recorded(built: list[Scoring], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disabled_sandbox_is_reported_and_recorded(built: list[Scoring], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         scoring = scoring_of(built, score, sandbox={"tier": "off"})
     assert "off, as asked: user code runs in this process" in caplog.text
@@ -282,7 +282,7 @@ def test_a_list_that_makes_no_rewards_is_refused() -> None:
         build_scoring(RewardConfig(kwargs={"price": 1.0}), [half, score])
 
 
-def test_prints_are_told_with_their_step_and_rollout(built: list[Scoring], tmp_path: Path) -> None:
+def test_prints_are_reported_with_their_step_and_rollout(built: list[Scoring], tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text(
         "import logging, warnings\nprint('loaded')\n"
         "def f(messages, ground_truth, n):\n"

@@ -199,7 +199,7 @@ def test_added_rows_are_annotated_like_all_others(sections: dict[str, Any]) -> N
     assert all((a.ref_logprobs is None) != (a.old_logprobs is None) for a in annotated)
 
 
-def test_the_same_price_can_stand_on_whole_rollouts() -> None:
+def test_the_same_cost_can_apply_to_whole_rollouts() -> None:
     sections = algorithm("grpo", share=0.0, price_rollouts=True, budget={"price": 0.1})
     run = recite(make(algorithm=sections))
     turn = asyncio.run(train_step(run))
@@ -250,7 +250,7 @@ def test_the_price_moves_and_is_saved_with_the_run() -> None:
         ({"algorithm": algorithm(combine="reweight") | {"kl": "reward"}}, "no reward to subtract a KL from"),
     ],
 )
-def test_settings_that_contradict_each_other_are_told(sections: dict[str, Any], told: str) -> None:
+def test_contradicting_settings_are_rejected(sections: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         check_learnable(config(**sections))
 
@@ -267,6 +267,6 @@ def test_the_engine_scores_where_there_is_one_and_the_learner_where_there_is_non
     assert isinstance(thinking_model(plain.policy, plain.policy.model, MicroBatchSettings()), PolicyWithScorer)
 
 
-def test_a_misspelt_setting_is_told() -> None:
+def test_a_misspelled_setting_is_reported() -> None:
     with pytest.raises(ConfigError, match="step_advantage_w"):
         build_config(RunConfig, {"algorithm": {"rlvcr": {"step_advantage": 1}}}, source="run.toml")

@@ -90,7 +90,7 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
 
 @pytest.mark.long
 @pytest.mark.usefixtures("no_deadly_sigterm")
-def test_a_validation_of_an_earlier_step_is_not_what_came_after(
+def test_a_validation_of_an_earlier_step_is_not_the_final_one(
     tmp_path: Path, cli: Cli, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SIGNALS", "SIGTERM")

@@ -476,7 +476,7 @@ def record(case: Case, folder: Path) -> tuple[Tree, list[Op], Recorder]:
 
 
 @pytest.mark.parametrize("name", quick_first(CASES, QUICK))
-def test_wherever_a_save_dies_there_is_a_whole_checkpoint(name: str, tmp_path: Path) -> None:
+def test_a_save_that_dies_anywhere_leaves_a_valid_checkpoint(name: str, tmp_path: Path) -> None:
     start, log, _ = record(CASES[name], tmp_path / "disk")
     states = examine(CASES[name], start, log, tmp_path / "states")
     assert states > 2 * len(log)
@@ -509,7 +509,7 @@ def test_a_crash_while_recovering_from_a_crash_loses_nothing_either(name: str, t
 
 
 @pytest.mark.parametrize("name", quick_first(CASES, QUICK))
-def test_the_log_is_the_whole_of_what_was_done(name: str, tmp_path: Path) -> None:
+def test_the_log_records_every_operation(name: str, tmp_path: Path) -> None:
     """Played back it gives the disk to the last byte, and the interpreter's own audit has heard of nothing else."""
     with auditing(tmp_path / "disk") as heard:
         with pytest.MonkeyPatch.context() as patch:
@@ -572,7 +572,7 @@ FAULTS: dict[str, Callable[[], BaseException]] = {
 
 @pytest.mark.parametrize("kind", FAULTS)
 @pytest.mark.parametrize("name", ["the first", "again", "the best stays"])
-def test_an_operation_that_fails_leaves_a_whole_checkpoint(
+def test_a_failed_operation_leaves_a_valid_checkpoint(
     name: str, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Unlike the dead, whoever hears of a fault cleans up: all of this runs for real, each operation failing once."""

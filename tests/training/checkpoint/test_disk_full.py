@@ -101,7 +101,7 @@ def test_a_disk_that_is_full(small_disk: Path) -> None:
 
 @pytest.mark.parametrize("there", [False, True], ids=["new", "empty folder"])
 @pytest.mark.parametrize("size", [20_000, 1_000], ids=["weights", "settings"])
-def test_a_taught_model_that_does_not_fit_leaves_nothing(tmp_path: Path, size: int, there: bool) -> None:
+def test_an_sft_model_that_does_not_fit_leaves_nothing(tmp_path: Path, size: int, there: bool) -> None:
     out = tmp_path / "taught"
     if there:
         out.mkdir()
@@ -115,7 +115,7 @@ def test_a_taught_model_that_does_not_fit_leaves_nothing(tmp_path: Path, size: i
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO])
-def test_each_refusal_has_its_name_whoever_raises_it(tmp_path: Path, number: int) -> None:
+def test_each_disk_error_is_named_for_any_exception_type(tmp_path: Path, number: int) -> None:
     words = os.strerror(number)
     rust = f"{words} (os error {number})"
     for fault in (

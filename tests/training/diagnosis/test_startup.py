@@ -60,7 +60,7 @@ def test_columns_that_look_like_an_answer(column: str) -> None:
     assert kinds([task(reward_kwargs={column: "4"})], takes_any) == ["no_ground_truth"]
 
 
-def test_the_only_column_that_nobody_takes_is_taken_for_the_answer() -> None:
+def test_a_single_unused_column_is_assumed_to_be_the_answer() -> None:
     assert kinds([task(reward_kwargs={"bridges": 107})], compares) == ["no_ground_truth"]
     assert kinds([task(reward_kwargs={"bridges": 107})], takes_any) == []
 
@@ -93,7 +93,7 @@ def test_held_out_rows_are_looked_at_as_well() -> None:
     assert "held-out rows" in finding.cause
 
 
-def test_an_evaluation_is_told_of_both() -> None:
+def test_an_evaluation_reports_both() -> None:
     found = evaluation_findings(rewards(compares), ANSWERS, [scored(), too_long()])
     assert [finding.kind for finding in found] == ["no_ground_truth", "prompt_too_long"]
 

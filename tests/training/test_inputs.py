@@ -138,9 +138,7 @@ def inside() -> Any:
     ],
     ids=["object", "closure", "renamed", "options"],
 )
-def test_what_cannot_be_recorded_is_noted_and_required_on_resume(
-    given: Any, label: str, reason: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_recorded_is_noted(given: Any, label: str, reason: str, tmp_path: Path) -> None:
     inputs = gather_inputs(RunConfig(), tmp_path / "run", tools=["calculator", given])
     [note] = inputs.notes
     assert note.startswith(label)

@@ -1,4 +1,4 @@
-"""The same from Python: no files but the run's own, and from inside a running event loop as well."""
+"""The Python API, also from inside a running event loop; writes no files outside the run folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL = {
 asked: list[str] = []
 
 
-@toolwise.tool(isolate=False)  # so that this process hears of its calls
+@toolwise.tool(isolate=False)  # so that this process sees its calls
 def calculator(expression: str) -> str:
     """Calculates.
 
@@ -88,20 +88,20 @@ def test_the_command_line_finds_the_tools_the_reward_and_the_rows(result: Any, c
     assert json.loads(ended.out)["changed"] == 0
 
 
-def test_a_model_is_taught_on_rows(tmp_path: Path) -> None:
+def test_sft_trains_on_rows(tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]}]
     figures = toolwise.sft("builtin:small", rows, tmp_path / "taught", steps=3, lr=1e-3, row_tokens=64)
     assert figures["loss"] < figures["first_loss"]
     assert (tmp_path / "taught" / "model.safetensors").is_file()
 
 
-def test_a_run_can_be_gone_on_with_and_only_by_its_own_settings(result: Any) -> None:
+def test_a_run_can_be_resumed_only_with_its_own_settings(result: Any) -> None:
     given: dict[str, Any] = {"tasks": ROWS, "val": ROWS[:1], "tools": [calculator], "reward": right, "out": result.out}
     with pytest.raises(ConfigError, match="already holds a run"):
         toolwise.train(SMALL, **given)
     with pytest.raises(ConfigError, match=r"rollout\.n: 2 → 3"):
         toolwise.train(SMALL, **given, resume=True, overrides=["rollout.n=3"])
-    with pytest.raises(toolwise.ToolwiseError, match="other data"):
+    with pytest.raises(toolwise.ToolwiseError, match="the data differs"):
         toolwise.train(SMALL, **{**given, "tasks": ROWS[:2]}, resume=True)
     again = toolwise.train(SMALL, **given, resume=True, overrides=["trainer.total_steps=2"])
     assert again.summary["steps"] == 2
@@ -213,7 +213,7 @@ def test_a_list_of_rewards_one_tool_alone_and_prints_in_the_folder(tmp_path: Pat
     assert all("asked for " in line for line in printed)
 
 
-def test_a_model_in_memory_is_told_how_to_become_a_folder(tmp_path: Path) -> None:
+def test_a_model_object_is_rejected_with_a_hint_to_save_it(tmp_path: Path) -> None:
     import torch
 
     class Tokenizer:
@@ -226,7 +226,7 @@ def test_a_model_in_memory_is_told_how_to_become_a_folder(tmp_path: Path) -> Non
             lambda given=given: toolwise.sft(given, [], tmp_path / "taught"),
         ):
             with pytest.raises(
-                ConfigError, match=r'save_pretrained\("folder"\) first, and give model="folder"'
+                ConfigError, match=r'save_pretrained\("folder"\) first, then pass model="folder"'
             ) as caught:
                 work()
             assert f"model is a {type(given).__name__} object" in str(caught.value)

@@ -1,4 +1,4 @@
-"""Messages read and write OpenAI's chat form, and a rollout's many histories share one list."""
+"""Messages in OpenAI's chat format, and `Prefix`, by which a rollout's histories share one list."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_an_openai_call_is_written_with_its_arguments_as_a_string() -> None:
 @pytest.mark.parametrize(
     "text", ['{"a": 1', "[1, 2]", '"a"', "null", "3", "not json", '{"a": ' * 5000, '{"a": ' + "9" * 5000]
 )
-def test_arguments_that_are_no_object_are_kept_as_they_came(text: str) -> None:
+def test_arguments_that_are_not_an_object_are_kept_unchanged(text: str) -> None:
     call = ToolCall.model_validate(openai_call(text))
     assert call.arguments == text
     assert call.to_openai()["function"]["arguments"] == text
@@ -74,7 +74,7 @@ def test_a_call_without_a_function_object_is_refused() -> None:
         ToolCall.model_validate({"id": "x", "function": "add"})
 
 
-def test_a_call_with_keys_nobody_knows_is_refused() -> None:
+def test_a_call_with_unknown_keys_is_rejected() -> None:
     with pytest.raises(ValidationError):
         ToolCall.model_validate({"name": "add", "args": {}})
 
@@ -90,7 +90,7 @@ def test_parts_that_are_no_text_are_refused_and_not_dropped(part: Any) -> None:
         Message.model_validate({"role": "user", "content": [{"type": "text", "text": "look: "}, part]})
 
 
-def test_a_role_nobody_knows_is_refused() -> None:
+def test_an_unknown_role_is_rejected() -> None:
     with pytest.raises(ValidationError):
         Message.model_validate({"role": "narrator", "content": "once"})
 
@@ -184,7 +184,7 @@ def test_as_messages_refuses_what_is_no_list(wrong: Any) -> None:
         as_messages(wrong)
 
 
-# Read as mappings: the habits of people who come with OpenAI's dictionaries.
+# Reading messages as mappings, as with OpenAI's dictionaries.
 
 
 def with_call() -> Message:
@@ -200,10 +200,10 @@ def test_a_message_reads_as_the_dictionary_that_it_stands_for() -> None:
     assert "content" in message
     assert "tool_calls" not in message
     assert message.get("tool_calls", []) == []
-    assert message["tool_calls"] is None  # as the attribute is
+    assert message["tool_calls"] is None  # like the attribute
 
 
-def test_a_call_reads_in_openais_nested_form_and_in_ours() -> None:
+def test_a_call_reads_in_openais_nested_form_and_by_field() -> None:
     call = with_call()["tool_calls"][0]
     assert call["function"]["name"] == call["name"] == "add"
     assert json.loads(call["function"]["arguments"]) == call["arguments"] == {"a": 1}
@@ -216,7 +216,7 @@ def test_a_call_reads_in_openais_nested_form_and_in_ours() -> None:
 
 @pytest.mark.parametrize(
     ("key", "said"),
-    [("contnet", "did you mean 'content'"), ("reward", "there are content, name, reasoning_content, role")],
+    [("contnet", "did you mean 'content'"), ("reward", "available: content, name, reasoning_content, role")],
 )
 def test_a_missing_key_says_what_there_is(key: str, said: str) -> None:
     with pytest.raises(KeyError, match=f"a Message has no '{key}'; {said}"):

@@ -1,4 +1,7 @@
-"""Toolwise trains language-model agents to use tools well. The public names and nothing else, imported on use."""
+"""Toolwise trains language-model agents to use tools well.
+
+This module holds only the public names; each is imported on first use, so `import toolwise` is fast.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-if TYPE_CHECKING:  # so that type checkers and editors see what __getattr__ gives; `as` makes it ours to give
+if TYPE_CHECKING:  # shows type checkers and editors what __getattr__ returns; `as` marks a re-export
     from toolwise.api import evaluate as evaluate, resume as resume, sft as sft, train as train  # noqa: I001
     from toolwise.config.schema import RunConfig as RunConfig, load_config as load_config
     from toolwise.envs.base import BaseEnv as BaseEnv

@@ -1,4 +1,4 @@
-"""`python -m toolwise`"""
+"""Entry point of `python -m toolwise`."""
 
 from toolwise.cli import main
 

@@ -1,4 +1,4 @@
-"""The same from Python: `toolwise.train`, `toolwise.resume`, `toolwise.evaluate`, `toolwise.sft`."""
+"""The Python API: `toolwise.train`, `toolwise.resume`, `toolwise.evaluate` and `toolwise.sft`."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ log = logging.getLogger("toolwise")
 
 T = TypeVar("T")
 MISSING_TOOLS_HINT = (
-    "give them as `tools` (in the configuration, or to toolwise.evaluate), or set multi_turn.enable=false to go "
-    "without tools on purpose"
+    "pass them as `tools` (in the config or to toolwise.evaluate), or set multi_turn.enable=false to run without "
+    "tools on purpose"
 )
 Tasks = str | Path | Sequence[Task | Mapping[str, Any]]
 Config = RunConfig | Mapping[str, Any] | str | Path
@@ -51,14 +51,14 @@ def train(
     resume: bool = False,
     overrides: Sequence[str] = (),
 ) -> RunResult:
-    """Train, and give back where the run's folder is and its summary.
+    """Train a model; return the run folder and the summary.
 
-    `config` is a file, a nested mapping or a `RunConfig`; the other arguments take the place of what it says.
-    `tasks` and `val` are files, `Task`s, or rows such as {"prompt": "…", "ground_truth": "…"}; `tools` are plain typed
-    functions, tools, or names, in a list or one alone; `reward` is a function, or a list of functions (or of pairs with
-    a weight) whose scores are added; `env` is a class, a function or a name; `overrides` are strings such as
-    "actor.lr=1e-5". All of it is recorded in the run's folder, so that `toolwise eval`, `resume`, `score` and `export`
-    work on it.
+    `config` is a file, a nested mapping or a `RunConfig`; the other arguments override it. `tasks` and `val` are files,
+    `Task`s, or rows such as {"prompt": "…", "ground_truth": "…"}. `tools` are typed functions, tool objects or names,
+    as a list or a single one. `reward` is a function, or a list of functions or (function, weight) pairs whose scores
+    are added. `env` is a class, a function or a name. `overrides` are strings such as "actor.lr=1e-5".
+
+    Everything is recorded in the run folder, so that `toolwise eval`, `resume`, `score` and `export` work on it.
     """
     _refuse_in_worker("train")
     from toolwise.training.inputs import gather_inputs
@@ -67,22 +67,24 @@ def train(
     from toolwise.training.trainer import Training, finished_result
     from toolwise.view.report import write_report
 
-    found = read_config(config, overrides, model)
-    folder = Path(out) if out is not None else new_run_folder(found.name)
-    check_learnable(found)
+    run_config = read_config(config, overrides, model)
+    folder = Path(out) if out is not None else new_run_folder(run_config.name)
+    check_learnable(run_config)
     rows, held_out = read_tasks(tasks, "tasks"), read_tasks(val, "val")
-    inputs = gather_inputs(found, folder, tasks=(tasks, rows), val=(val, held_out), tools=tools, reward=reward, env=env)
+    inputs = gather_inputs(
+        run_config, folder, tasks=(tasks, rows), val=(val, held_out), tools=tools, reward=reward, env=env
+    )
     check_folder(folder, inputs.recorded, resume=resume)
     if resume:
         inputs.check_files()
-        if (done := finished_result(folder, inputs.recorded)) is not None:
-            log.info("%s", done.note)
-            return done
+        if (finished := finished_result(folder, inputs.recorded)) is not None:
+            log.info("%s", finished.note)
+            return finished
     for note in inputs.notes:
         log.warning("%s", note)
     try:
         inputs.write()
-        with show_startup(enabled=found.trainer.console):
+        with show_startup(enabled=run_config.trainer.console):
             run = assemble(inputs.config, tasks=rows, validation_tasks=held_out, tools=tools, reward=reward)
         training = Training(replace(run, config=inputs.recorded), folder, resume=resume, write_report=write_report)
     except BaseException:
@@ -99,9 +101,9 @@ def resume(
     env: str | Callable[..., Any] | None = None,
     overrides: Sequence[str] = (),
 ) -> RunResult:
-    """Go on with the run in the folder `run`, under its own settings but for `overrides`.
+    """Resume the run in the folder `run` with its recorded settings plus `overrides`.
 
-    `tools`, `reward` and `env` are needed only where the run was given objects that its config.toml cannot name.
+    `tools`, `reward` and `env` are needed only if the run was given objects that config.toml cannot reference.
     """
     from toolwise.training.changes import load_run_config
 
@@ -121,10 +123,9 @@ def evaluate(
     env: str | Callable[..., Any] | None = None,
     overrides: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Score a model on tasks, one rollout each, and learn nothing. Gives the figures that a run's summary has.
+    """Score a model with one rollout per task, without training. Returns the same metrics as a run's summary.
 
-    A model that was trained with tools needs them here too; `tools=[]` says that it is to do without any others than
-    the configuration's.
+    A model that was trained with tools needs them here too; pass `tools=[]` to use only those of the config.
     """
     _refuse_in_worker("evaluate")
     from toolwise.models import locate
@@ -136,10 +137,10 @@ def evaluate(
     from toolwise.training.run import assemble
 
     held_out = read_tasks(tasks, "tasks") or []
-    learns_nothing = ["data.batch_size=1", "router.label_coef=0", "router.warm_start_epochs=0"]
-    found = read_config(config, [*overrides, *learns_nothing], model)
-    with TemporaryDirectory(prefix="toolwise-") as folder:  # for the source of notebook cells
-        inputs = gather_inputs(found, Path(folder), tools=tools, reward=reward, env=env)
+    no_training = ["data.batch_size=1", "router.label_coef=0", "router.warm_start_epochs=0"]
+    run_config = read_config(config, [*overrides, *no_training], model)
+    with TemporaryDirectory(prefix="toolwise-") as folder:  # holds the source of notebook cells
+        inputs = gather_inputs(run_config, Path(folder), tools=tools, reward=reward, env=env)
         try:
             inputs.write()
             run = assemble(inputs.config, tasks=held_out, validation_tasks=held_out, tools=tools, reward=reward)
@@ -158,7 +159,7 @@ def evaluate(
 
 
 def _load_router(run: Run, model: str) -> None:
-    """Routes as the model was trained to choose them; one that never was draws them at random."""
+    """Load the model's trained router; without one, routes are sampled from the untrained router."""
     from toolwise.agent.calibration import ROUTER_METADATA_FILE
     from toolwise.models import locate
 
@@ -168,16 +169,16 @@ def _load_router(run: Run, model: str) -> None:
     if (folder / ROUTER_METADATA_FILE).is_file():
         run.router.load(folder)
     else:
-        log.warning("%s has no router (%s): one that was never trained draws the routes", model, ROUTER_METADATA_FILE)
+        log.warning("%s has no router (%s): routes are sampled from an untrained one", model, ROUTER_METADATA_FILE)
 
 
 def sft(
     model: str | Path, data: str | Path | Sequence[Mapping[str, Any]], out: str | Path, **settings: Any
 ) -> dict[str, float]:
-    """Teach a model on conversations (loss on assistant tokens only) and save it to `out`; gives the last figures.
+    """Fine-tune a model on conversations (loss on assistant tokens only), save it to `out`, return the final metrics.
 
-    `settings` are those of `toolwise.learner.supervised.SftSettings`; `trust_remote_code=True` lets Python code
-    run that the model's folder brings along.
+    `settings` are the fields of `toolwise.learner.supervised.SftSettings`; `trust_remote_code=True` allows Python code
+    in the model's folder to run.
     """
     _refuse_in_worker("sft")
     check_model(model)
@@ -187,36 +188,36 @@ def sft(
 
 
 def _refuse_in_worker(name: str) -> None:
-    """A worker loads the file of a reward or a tool again: what the file starts, it would start once more."""
+    """Workers import the user's file to load a reward or a tool: an unguarded call in it would start another run."""
     if in_worker():
         raise ToolwiseError(
-            f"toolwise.{name} was called while a worker process loaded this file for one of its functions: put the "
-            'call under `if __name__ == "__main__":`'
+            f"toolwise.{name} was called while a worker process imported this file to load a function from it: put "
+            'the call under `if __name__ == "__main__":`'
         )
 
 
 def read_config(config: Config | None, overrides: Sequence[str] = (), model: str | Path | None = None) -> RunConfig:
     check_model(model)
-    quoted = json.dumps(str(model), ensure_ascii=False)  # as TOML quotes too
-    more = [*overrides, *([f"model.path={quoted}"] if model is not None else [])]
+    quoted = json.dumps(str(model), ensure_ascii=False)  # valid TOML too
+    all_overrides = [*overrides, *([f"model.path={quoted}"] if model is not None else [])]
     if isinstance(config, str | Path):
-        return load_config(config, more)
+        return load_config(config, all_overrides)
     settings = (
         config.model_dump(mode="json", exclude_none=True) if isinstance(config, RunConfig) else dict(config or {})
     )
-    return build_config(RunConfig, apply_overrides(settings, more), source="config")
+    return build_config(RunConfig, apply_overrides(settings, all_overrides), source="config")
 
 
 def check_model(model: Any) -> None:
-    """A model is given by its folder: runs record it, and other processes load it."""
+    """A model must be a path: runs record it, and other processes load it."""
     if model is not None and not isinstance(model, str | PathLike):
         raise ConfigError(
             f"model is a {type(model).__name__} object: save it and its tokenizer with "
-            'save_pretrained("folder") first, and give model="folder"'
+            'save_pretrained("folder") first, then pass model="folder"'
         )
 
 
-def read_tasks(tasks: Tasks | None, what: str) -> list[Task] | None:
+def read_tasks(tasks: Tasks | None, source: str) -> list[Task] | None:
     from toolwise.data import load_tasks
     from toolwise.data.rows import read_task
 
@@ -224,15 +225,15 @@ def read_tasks(tasks: Tasks | None, what: str) -> list[Task] | None:
         return None
     if isinstance(tasks, str | Path):
         return load_tasks(tasks)
-    found: list[Task] = []
-    taken: dict[str, int] = {}
+    loaded: list[Task] = []
+    row_of_task_id: dict[str, int] = {}
     for number, row in enumerate(tasks):
-        task = row if isinstance(row, Task) else read_task(Path(what), number, dict(row), taken)
-        taken[task.task_id] = number
-        found.append(task)
-    if not found:
-        raise ConfigError(f"{what} is empty: give at least one task")
-    return found
+        task = row if isinstance(row, Task) else read_task(Path(source), number, dict(row), row_of_task_id)
+        row_of_task_id[task.task_id] = number
+        loaded.append(task)
+    if not loaded:
+        raise ConfigError(f"{source} is empty: pass at least one task")
+    return loaded
 
 
 def new_run_folder(name: str) -> Path:
@@ -240,7 +241,7 @@ def new_run_folder(name: str) -> Path:
 
 
 def run_async(work: Coroutine[Any, Any, T]) -> T:
-    """Run to the end, also from a notebook, which has a loop running already."""
+    """Run a coroutine to completion, also in a notebook, where an event loop is already running."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:

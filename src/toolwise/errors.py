@@ -1,51 +1,51 @@
-"""One small exception tree. Whatever a person can put right is a `ToolwiseError`: one line that says what is
-wrong, where, and what to do. The command line prints it without a traceback and exits with status 2."""
+"""Exceptions. Anything a user can fix is a `ToolwiseError`: one line that says what is wrong, where, and what to do.
+The command line prints it without a traceback and exits with status 2."""
 
 from __future__ import annotations
 
 
 class ToolwiseError(Exception):
-    """Something the user gave us is wrong, or something asked for cannot be had."""
+    """The user's input is invalid, or a request cannot be satisfied."""
 
 
 class ConfigError(ToolwiseError):
-    """A configuration file or `--set` that does not make a run."""
+    """Invalid settings, in a config file, `--set` or Python arguments."""
 
 
 class DataError(ToolwiseError):
-    """A file of tasks or conversations; the message names the file, the row and the field."""
+    """Invalid tasks or conversations; the message names the file, the row and the field."""
 
 
 class ModelError(ToolwiseError):
-    """A model folder or tokenizer that cannot be used."""
+    """A model folder or tokenizer cannot be used."""
 
 
 class TemplateLimitError(ToolwiseError):
-    """A chat template that does not end, or makes more than a conversation can be: not one to try in another way."""
+    """A chat template does not terminate or its output is too large; retrying with another rendering is pointless."""
 
 
 class CheckpointError(ToolwiseError):
-    """A checkpoint or run folder that is missing, torn or tampered with."""
+    """A checkpoint or run folder is missing, incomplete or was modified."""
 
 
 class RewardError(ToolwiseError):
-    """A reward function that cannot be used, or fails more often than the run allows."""
+    """A reward function cannot be used, or fails more often than `reward.max_error_rate` allows."""
 
 
 class FaultRateError(ToolwiseError):
-    """More of a run fails than `faults` allows."""
+    """More rollouts or calls fail than the `faults` settings allow."""
 
 
 class PolicyError(ToolwiseError):
-    """A policy that cannot do what was asked of it."""
+    """A policy cannot serve a request."""
 
 
 class ContextFullError(PolicyError):
-    """The conversation has outgrown the model's context: the episode ends, the run goes on."""
+    """The conversation exceeds the model's context: the episode ends, the run continues."""
 
 
 class MissingExtraError(ToolwiseError):
-    """An optional dependency that is not installed."""
+    """An optional dependency is not installed."""
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"{package} is not installed: pip install 'toolwise[{extra}]'")

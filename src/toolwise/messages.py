@@ -1,4 +1,4 @@
-"""Conversations: what users, policies, tools and reward functions all speak. Reads and writes the OpenAI form."""
+"""Chat messages and tool calls, which read and write OpenAI's format, and `Prefix`, a view of a shared list."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 class _DictModel(BaseModel):
-    """A model that reads as the OpenAI dictionary it stands for: `message["content"]`, `.get`, `in`, `dict(message)`.
+    """A model that can be read like its OpenAI dictionary: `message["content"]`, `.get`, `in`, `dict(message)`.
 
-    `keys` are those of the dictionary. `[]` also gives a field that it would leave out: None for the `tool_calls` of a
-    message without any.
+    `keys()` are those of the dictionary. `[]` also returns fields that the dictionary omits, such as None for the
+    `tool_calls` of a message without calls.
     """
 
     def keys(self) -> list[str]:
@@ -39,22 +39,22 @@ class _DictModel(BaseModel):
 
 
 class _Function(dict[str, Any]):
-    """The `function` of a call in OpenAI's form."""
+    """The `function` object of a call in OpenAI's format."""
 
     def __missing__(self, key: str) -> Any:
         raise _missing_key_error("function", key, self)
 
 
-def _missing_key_error(what: str, key: object, known: Iterable[str]) -> KeyError:
-    import difflib  # here: it is needed only where something is wrong
+def _missing_key_error(what: str, key: object, available: Iterable[str]) -> KeyError:
+    import difflib  # imported here: needed only for errors
 
-    close = difflib.get_close_matches(str(key), list(known), n=1)
-    hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(sorted(known))}"
+    close = difflib.get_close_matches(str(key), list(available), n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"available: {', '.join(sorted(available))}"
     return KeyError(f"a {what} has no {key!r}; {hint}")
 
 
 class ToolCall(_DictModel):
-    """One call of one tool. `arguments` stays a string where the model wrote something that is no JSON object."""
+    """One tool call. `arguments` stays a string if what the model wrote is not a JSON object."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -89,24 +89,24 @@ class ToolCall(_DictModel):
         return key in ("id", "type", "function", "name", "arguments")
 
     def __getitem__(self, key: str) -> Any:
-        """OpenAI's nested form, where `arguments` is a string, beside `name` and `arguments` as they are here."""
+        """OpenAI's nested `type` and `function` (whose `arguments` is a string), or a field of this model."""
         if key not in ("type", "function"):
             return super().__getitem__(key)
-        found = self.to_openai()[key]
-        return _Function(found) if key == "function" else found
+        value = self.to_openai()[key]
+        return _Function(value) if key == "function" else value
 
 
 def parse_arguments(text: str) -> dict[str, Any] | str:
-    """The JSON object in `text`, or `text` itself where it is none (bad calls are kept, not lost)."""
+    """Parse `text` as a JSON object; return `text` unchanged if it is not one, so that malformed calls are kept."""
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError):  # ValueError: also a number of too many digits
+    except (ValueError, RecursionError):  # ValueError also covers numbers with too many digits
         return text
     return value if isinstance(value, dict) else text
 
 
 class Message(_DictModel):
-    """One message. `content` may be None only where an assistant message is nothing but tool calls."""
+    """One message. `content` is None only for an assistant message that consists of tool calls alone."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -116,7 +116,7 @@ class Message(_DictModel):
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    """An assistant's thoughts, where its server keeps them apart from `content`."""
+    """The assistant's thoughts, if its server returns them separately from `content`."""
 
     @classmethod
     def unchecked(
@@ -129,8 +129,8 @@ class Message(_DictModel):
         name: str | None = None,
         reasoning_content: str | None = None,
     ) -> Message:
-        """Of parts that are known to be right: unchecked, in a fraction of the time and the memory."""
-        made = cls.__new__(cls)
+        """Build a message from fields known to be valid, without validation: a fraction of the time and memory."""
+        message = cls.__new__(cls)
         fields = {
             "role": role,
             "content": content,
@@ -139,16 +139,16 @@ class Message(_DictModel):
             "name": name,
             "reasoning_content": reasoning_content,
         }
-        object.__setattr__(made, "__dict__", fields)
-        object.__setattr__(made, "__pydantic_fields_set__", _MESSAGE_FIELDS)
-        object.__setattr__(made, "__pydantic_extra__", None)
-        object.__setattr__(made, "__pydantic_private__", None)
-        return made
+        object.__setattr__(message, "__dict__", fields)
+        object.__setattr__(message, "__pydantic_fields_set__", _MESSAGE_FIELDS)
+        object.__setattr__(message, "__pydantic_extra__", None)
+        object.__setattr__(message, "__pydantic_private__", None)
+        return message
 
     @model_validator(mode="before")
     @classmethod
     def _join_parts(cls, value: Any) -> Any:
-        """OpenAI's content-as-parts: text parts are joined, anything else is refused rather than dropped."""
+        """OpenAI's content as a list of parts: text parts are joined, other parts are rejected, never dropped."""
         if isinstance(value, dict) and isinstance(value.get("content"), list):
             parts = value["content"]
             if any(not isinstance(p, dict) or p.get("type") != "text" for p in parts):
@@ -175,14 +175,14 @@ class Message(_DictModel):
 
 
 _MESSAGE_FIELDS = set(Message.model_fields)
-"""One set for all messages that are made unchecked; a copy gets its own."""
+"""Shared by all messages built with `unchecked`; a copy of a message gets its own set."""
 
 
 class Prefix(Sequence[T], Generic[T]):
-    """The first `length` items of a shared append-only list, without a copy.
+    """The first `length` items of a shared append-only list, without copying.
 
-    A rollout of n steps has n histories, each the beginning of the next. Holding them as prefixes of one list
-    costs memory linear in n instead of quadratic.
+    A rollout of n steps has n histories, each a prefix of the next. Storing them as prefixes of one list takes memory
+    linear in n instead of quadratic.
     """
 
     __slots__ = ("_items", "_length")
@@ -225,7 +225,7 @@ class Prefix(Sequence[T], Generic[T]):
 
 
 def as_messages(value: Any) -> Sequence[Message]:
-    """Messages from messages or from OpenAI dictionaries; a `Prefix` is passed through, never copied."""
+    """Convert OpenAI dictionaries to messages; messages are kept, and a `Prefix` is returned as is, not copied."""
     if isinstance(value, Prefix):
         return value
     if isinstance(value, str) or not isinstance(value, Iterable):

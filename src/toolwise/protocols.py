@@ -1,4 +1,4 @@
-"""The seams: what a policy, an estimator, a tracker, an executor, a router and a learner must offer, no more."""
+"""Protocols of the parts a user may replace: policy, token generator, estimator, tracker, router and learner."""
 
 from __future__ import annotations
 
@@ -20,51 +20,51 @@ Metrics = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to draw tokens. Log-probs are taken after `temperature`; nothing else reshapes the distribution."""
+    """How to sample tokens. Log-probs are computed after `temperature`; nothing else reshapes the distribution."""
 
     temperature: float = 1.0
     max_new_tokens: int = 256
     do_sample: bool = True
-    """False takes the likeliest token each time."""
+    """False: greedy decoding."""
     seed: int = 0
-    """Draws depend on (seed, position) alone, never on what else is in the batch."""
+    """Samples depend only on (seed, position), never on the rest of the batch."""
     stop_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What a model sampled after a prompt."""
+    """The tokens a model sampled after a prompt."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     finish_reason: Literal["stop", "length"]
     policy_version: int
-    """Of the weights; of the oldest where they changed on the way."""
+    """Version of the weights; the oldest one if they changed during generation."""
     token_versions: Sequence[int] | None = None
-    """One a token, where they are not all the same."""
+    """Weight version per token; None if all are the same."""
 
 
 @runtime_checkable
 class TokenGenerator(Protocol):
-    """The seam to a model is tokens."""
+    """A model as a function from tokens to tokens."""
 
     async def generate(self, token_ids: Sequence[int], sampling: Sampling) -> Generation: ...
 
 
 @runtime_checkable
 class AgentPolicy(Protocol):
-    """Whoever decides, seen through messages."""
+    """Chooses the next action from the messages so far."""
 
     async def get_action(
         self, observation: Sequence[Message], available_tools_specs: Sequence[dict[str, Any]] | None = None
     ) -> tuple[dict[str, Any], str | None, dict[str, Any] | None, float | None]:
-        """The action, the raw text, the log-probs (a `TokenLogprobs`) and a value, where there are such."""
+        """Return the action and, if available, the raw text, the log-probs (a `TokenLogprobs`) and a value estimate."""
         ...
 
 
 @runtime_checkable
 class SessionPolicy(AgentPolicy, Protocol):
-    """A policy that keeps something for the length of one episode, such as the tokens it has sampled."""
+    """A policy with per-episode state, such as the tokens sampled so far."""
 
     def session(self, *, seed: int, do_sample: bool, prompt_ids: Sequence[int] | None = None) -> AgentPolicy: ...
 
@@ -73,11 +73,11 @@ Annotation = Literal["old_logprobs", "ref_logprobs", "values"]
 
 
 class AdvantageEstimator(Protocol):
-    """Credit: from scores to an advantage for each sampled token."""
+    """Computes an advantage for each sampled token from the scores."""
 
     @property
     def needs(self) -> frozenset[Annotation]:
-        """What the learner must annotate first."""
+        """Annotations that the learner must compute first."""
         ...
 
     def __call__(self, rollouts: Sequence[AnnotatedRollout]) -> list[CreditedRollout]: ...
@@ -85,13 +85,13 @@ class AdvantageEstimator(Protocol):
 
 @runtime_checkable
 class MeasuredEstimator(AdvantageEstimator, Protocol):
-    """An estimator that has something to report beside its credit."""
+    """An estimator that also reports metrics."""
 
     def credit(self, rollouts: Sequence[AnnotatedRollout]) -> tuple[list[CreditedRollout], Metrics]: ...
 
 
 class Tracker(Protocol):
-    """Where metrics go."""
+    """Receives the metrics of a run."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -99,7 +99,7 @@ class Tracker(Protocol):
 
 
 class Stateful(Protocol):
-    """Whatever must survive a crash: registered once, saved and restored by the checkpoint."""
+    """State that must survive a crash: registered once, saved and restored with each checkpoint."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -107,7 +107,7 @@ class Stateful(Protocol):
 
 
 class Router(Stateful, Protocol):
-    """Chooses how each prompt begins, and learns from what came of it."""
+    """Chooses a route for each prompt and learns from the scored rollouts."""
 
     def decide(self, tasks: Sequence[Task], n: int, step: int) -> list[RouteDecision]: ...
 
@@ -115,7 +115,7 @@ class Router(Stateful, Protocol):
 
 
 class Learner(Stateful, Protocol):
-    """Owns the weights."""
+    """Owns and updates the weights."""
 
     def annotate(self, scored: Sequence[ScoredRollout]) -> list[AnnotatedRollout]: ...
 

@@ -177,7 +177,7 @@ def unknown_option_of_a_tool(desk: Desk) -> list[object]:
     return desk.train({"tools": ["calculator", {"name": "search", "prise": 2}]})
 
 
-@case("task", "train/0", "wants the tool 'search'", "the run has: calculator", "add it to `tools`")
+@case("task", "train/0", "needs the tool 'search'", "the run's tools are: calculator", "add it to `tools`")
 def task_that_wants_another_tool(desk: Desk) -> list[object]:
     return desk.train({"tools": ["calculator"]})
 
@@ -295,7 +295,7 @@ def resume_of_another_run(desk: Desk) -> list[object]:
     return desk.again("--resume", "--set", "seed=3", "--set", "rollout.n=4")
 
 
-@case("holds no run to resume", "leave --resume out")
+@case("holds no run to resume", "omit --resume")
 def resume_in_an_empty_folder(desk: Desk) -> list[object]:
     (desk.folder / "empty").mkdir()
     return ["train", desk.make_config(desk.folder), "--out", desk.folder / "empty", "--resume"]
@@ -306,13 +306,13 @@ def resume_of_a_folder_that_is_not_there(desk: Desk) -> list[object]:
     return ["resume", desk.folder / "nowhere"]
 
 
-@case("cannot resume", "config.toml is not valid TOML", "put the file right")
+@case("cannot resume", "config.toml is not valid TOML", "fix the file")
 def resume_with_a_damaged_configuration(desk: Desk) -> list[object]:
     damage(desk.run() / "config.toml", at=0)
     return desk.again("--resume")
 
 
-@case("has checkpoints and no config.toml", "another --out")
+@case("has checkpoints but no config.toml", "another --out")
 def resume_without_a_configuration(desk: Desk) -> list[object]:
     (desk.run() / "config.toml").unlink()
     return desk.again("--resume")
@@ -338,7 +338,7 @@ def evaluation_of_a_tampered_run(desk: Desk) -> list[object]:
     return ["eval", desk.folder / "run"]
 
 
-@case("step-000001", "actor.safetensors", "is not what was saved", "take an earlier checkpoint")
+@case("step-000001", "actor.safetensors", "is not what was saved", "use an earlier checkpoint")
 def evaluation_of_a_tampered_checkpoint(desk: Desk) -> list[object]:
     found = desk.run() / "checkpoints" / "step-000001"
     damage(found / "actor.safetensors")
@@ -361,7 +361,7 @@ def evaluation_on_nothing(desk: Desk) -> list[object]:
     return ["eval", desk.file("run.toml", '[data]\ntrain = "train.jsonl"')]
 
 
-@case("chats.jsonl: row 0", "field messages", "one conversation a row")
+@case("chats.jsonl: row 0", "field messages", "one conversation per row")
 def teaching_without_messages(desk: Desk) -> list[object]:
     return ["sft", desk.file("chats.jsonl", '{"text": "hello"}\n'), "--out", desk.folder / "out"]
 
@@ -517,7 +517,7 @@ def test_debug_shows_where_it_came_from(name: str, desk: Desk, cli: Callable[...
 def test_what_the_system_refuses_is_one_line_too(desk: Desk, cli: Callable[..., Any]) -> None:
     arguments = desk.train()
     ended = cli(*arguments[:-1], "/proc/nowhere/run")
-    check(ended.status, ended.out, ended.err, ["/proc/nowhere/run", "cannot be made", "another --out"])
+    check(ended.status, ended.out, ended.err, ["cannot create /proc/nowhere/run", "another --out"])
 
 
 def test_what_fails_on_the_way_is_one_line_too(desk: Desk, cli: Callable[..., Any]) -> None:

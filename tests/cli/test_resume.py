@@ -149,9 +149,9 @@ def test_files_of_a_project_that_was_moved_are_named_with_the_way_out(run: Path,
     for command in (["resume", run, *more], ["eval", run], ["score", run]):
         ended = cli(*command)
         assert (ended.status, ended.err.count("\n")) == (2, 1)
-        assert f"{run / 'config.toml'} names what is not there: " in ended.err
+        assert f"{run / 'config.toml'} names missing files: " in ended.err
         assert f"{old / 'judge.py'} (reward.function)" in ended.err
-        assert "put it back, or, if the project was moved, give its new place with --" in ended.err
+        assert "restore them, or, if the project was moved, give the new path with --" in ended.err
     assert f"{old / 'train.jsonl'} (data.train)" in cli("resume", run, *more).err
     (run / "config.toml").write_text(text, encoding="utf-8")
     new = [word for which in ("train", "val") for word in ("--set", f"data.{which}={getattr(config.data, which)}")]

@@ -141,7 +141,7 @@ def test_start_up_is_shown_step_by_step(tiny_run: Path) -> None:
     lines = (tiny_run.parent / "stdout.txt").read_text(encoding="utf-8").splitlines()
     assert lines[:8] == [
         "starting the tools …",
-        "starting the sandbox of the reward …",
+        "starting the reward sandbox …",
         "reading the tasks …",
         "importing PyTorch …",
         "loading the model builtin:small …",

@@ -152,10 +152,10 @@ def test_it_goes_on_from_python_with_the_same_cells_and_not_with_others(
     code = (copy / "code" / "reward_grade.py").read_bytes()
     again = run_cells(CELLS)
     again["SCALE"]["wrong"] = 0.5
-    with pytest.raises(ConfigError, match=r"given another definition than .*reward_grade\.py holds"):
+    with pytest.raises(ConfigError, match=r"the definition differs from .*reward_grade\.py"):
         toolwise.train(notebook["config"], **given, reward=again["grade"], resume=True)
     rows = [{**notebook["rows"][0], "ground_truth": 1}, *notebook["rows"][1:]]
-    with pytest.raises(ConfigError, match=r"given other data than .*train\.jsonl holds"):
+    with pytest.raises(ConfigError, match=r"the data differs from .*train\.jsonl"):
         toolwise.train(notebook["config"], **{**given, "tasks": rows}, reward=notebook["grade"], resume=True)
     assert (copy / "code" / "reward_grade.py").read_bytes() == code
     result = toolwise.train(notebook["config"], **given, reward=notebook["grade"], resume=True)
@@ -256,7 +256,7 @@ def test_the_plain_prompt_works_or_says_what_to_do(tmp_path: Path) -> None:
     if (tmp_path / "run").exists():  # it keeps what was typed: Python 3.13
         assert (tmp_path / "run" / "code" / "reward_grade.py").is_file()
     else:
-        assert "told: reward grade: a sandbox loads a reward from its file" in done.stdout, done.stderr
+        assert "told: reward grade: the sandbox loads a reward from its file" in done.stdout, done.stderr
         assert 'put it in a file, or set reward.sandbox.tier = "off"' in done.stdout
 
 
@@ -352,7 +352,9 @@ def test_a_secret_given_to_a_reward_is_told_and_not_in_the_report(
     run = toolwise.train(config, tasks=notebook["rows"], reward=reward, out=tmp_path / "run").out
     told = [record.getMessage() for record in caplog.records if "looks like a secret" in record.getMessage()]
     assert len(told) == 1
-    assert told[0].startswith(f"reward.kwargs.api_key: stored as plain text in {tmp_path / 'run'}")
+    assert told[0].startswith(
+        f"reward.kwargs.api_key: looks like a secret and is stored as plain text in {tmp_path / 'run'}"
+    )
     assert "my-own-password" not in told[0]
     report = (run / "report.html").read_text(encoding="utf-8")
     assert "my-own-password" not in report

@@ -200,7 +200,7 @@ def test_an_old_run_goes_on_and_is_evaluated_with_a_note(tiny_run: Path, tmp_pat
     ended = cli("train", config, "--out", run, "--resume", "--set", "trainer.total_steps=3")
     assert ended.status == 0, ended.err
     assert ended.err.count(note) == 1
-    assert "other settings" not in ended.err
+    assert "changed settings" not in ended.err
     assert 'terminal_score = "remainder"' in (run / "config.toml").read_text(encoding="utf-8")
 
 

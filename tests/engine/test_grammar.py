@@ -438,7 +438,7 @@ def test_one_grammar_at_a_time_and_no_unknown_kind(tmp_path: Path) -> None:
 @pytest.mark.parametrize("engine", ["transformers", "vllm"])
 def test_other_engines_refuse_a_grammar_before_they_start(tmp_path: Path, engine: str) -> None:
     config = load_config(write(tmp_path, f'engine = "{engine}"\ngrammar = {{regex = "a"}}'))
-    with pytest.raises(ConfigError, match=f'rollout.grammar needs rollout.engine = "toolwise", given "{engine}"'):
+    with pytest.raises(ConfigError, match=f'rollout.grammar needs rollout.engine = "toolwise", got "{engine}"'):
         local_policy(config, "builtin:small")
 
 

@@ -1,4 +1,4 @@
-"""Folders and names that outlast a power cut; test_crashes.py shows that they do."""
+"""File operations that survive a power cut; training/checkpoint/test_crashes.py simulates the power cuts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_newest_comes_first_and_what_was_moved_aside_after_what_is_in_its_pl
     assert newest_first(tmp_path / "absent") == []
 
 
-def test_only_folders_of_ours_are_ours(tmp_path: Path) -> None:
+def test_only_checkpoint_folders_are_listed(tmp_path: Path) -> None:
     mine = make(tmp_path, "step-000001", "step-000001.tmp-x")
     make(tmp_path, "step-by-step", "step-1.bak")
     (tmp_path / "step-000002").write_text("a file")

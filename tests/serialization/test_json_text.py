@@ -1,4 +1,4 @@
-"""Every value is JSON that the standard knows; what was JSON stays as it is."""
+"""Any value becomes standard JSON; valid JSON values stay unchanged."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def deep(levels: int) -> list[Any]:
     ],
     ids=range(9),
 )
-def test_what_json_has_no_word_for(value: Any, read: Any) -> None:
+def test_values_that_json_cannot_express(value: Any, read: Any) -> None:
     assert strict(json_text(value)) == read
 
 

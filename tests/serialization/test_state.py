@@ -1,4 +1,4 @@
-"""Any state comes back from a checkpoint to the last bit."""
+"""Encoding and decoding of state is bit-exact."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def arrays(draw: st.DrawFn) -> np.ndarray[Any, Any]:
     raw = draw(st.binary(min_size=count, max_size=count))
     if dtype.kind == "b":
         raw = bytes(b % 2 for b in raw)
-    if dtype.kind == "U":  # not every four bytes are a letter
+    if dtype.kind == "U":  # not every four bytes are a valid character
         raw = bytes(0 if i % 4 else b for i, b in enumerate(raw))
     return np.frombuffer(bytearray(raw), dtype).reshape(shape)
 
@@ -124,7 +124,7 @@ def test_any_state_comes_back_to_the_last_bit(state: Any, tmp_path_factory: pyte
 
 
 def test_an_integer_of_any_size_comes_back(tmp_path: Path) -> None:
-    huge = 7**20_000  # far beyond the digits that Python reads in decimal
+    huge = 7**20_000  # far beyond Python's limit for decimal digits
     assert round_trip(tmp_path, {"n": huge, "m": -huge}) == {"n": huge, "m": -huge}
 
 
@@ -150,7 +150,7 @@ def test_parameters_and_conjugates_are_saved_by_value(tmp_path: Path) -> None:
     assert back["c"].tolist() == [1 - 2j]
 
 
-def test_an_optimiser_and_random_generators_go_on_as_if_never_stopped(tmp_path: Path) -> None:
+def test_an_optimizer_and_random_generators_resume_exactly(tmp_path: Path) -> None:
     def make() -> tuple[torch.nn.Module, torch.optim.Optimizer, np.random.Generator, torch.Generator]:
         model = torch.nn.Linear(3, 2)
         return model, torch.optim.AdamW(model.parameters()), np.random.default_rng(5), torch.Generator()

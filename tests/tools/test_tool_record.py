@@ -120,7 +120,7 @@ def test_an_export_is_not_evaluated_without_its_tools(trained: Path, cli: Cli, t
     rows.write_text(json.dumps({"prompt": QUESTION, "ground_truth": "3087"}) + "\n")
     reward = {"function": "toolwise.demo.reward:small_world_reward"}
     config = {"reward": reward, "rollout": {"max_new_tokens": 32}}
-    with pytest.raises(ConfigError, match="missing here: calculator, search; give them as `tools`"):
+    with pytest.raises(ConfigError, match="missing here: calculator, search; pass them as `tools`"):
         toolwise.evaluate(exported, rows, config=config)
     assert "score" in toolwise.evaluate(exported, rows, config=config, tools=["calculator", "search"])
     assert "score" in toolwise.evaluate(exported, rows, config=config, tools=[])

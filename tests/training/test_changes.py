@@ -1,4 +1,4 @@
-"""What may change when a run is resumed, how it is said, and how it is recorded."""
+"""Which settings may change on resume, how changes are reported, and how they are recorded."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_every_name_in_the_list_is_a_setting() -> None:
     "pattern",
     [r"trainer\..*", r"validation\..*", r".*timeout_s", r".*deadline_s", r".*max_concurrent.*", r".*lr_schedule"],
 )
-def test_whole_kinds_of_settings_may_change(pattern: str) -> None:
+def test_which_settings_may_change(pattern: str) -> None:
     found = {name for name in setting_keys(RunConfig) if re.fullmatch(pattern, name)}
     assert found
     assert found <= MUTABLE_SETTINGS
@@ -55,7 +55,7 @@ def test_what_makes_it_another_run_may_not(name: str) -> None:
     assert name not in MUTABLE_SETTINGS
 
 
-def test_changes_are_said_one_by_one() -> None:
+def test_changes_are_listed_individually() -> None:
     before = config_of(actor={"lr": 1e-5}, tools=["calculator", {"name": "search", "timeout_s": 3.0}])
     now = config_of(
         actor={"lr": 2e-5, "schedule_steps": 50},
@@ -100,7 +100,7 @@ def test_changes_are_recorded_with_their_step_and_undone_with_it(tmp_path: Path)
     record_changes(tmp_path, 2, [Change("actor.lr", 1e-5, 2e-5)])
     record_changes(tmp_path, 5, [Change("data.batch_size", 4, 8)])
     assert [line["step"] for line in read_changes(tmp_path)] == [2, 5]
-    record_changes(tmp_path, 5, [Change("data.batch_size", 4, 16)])  # it died before its next checkpoint
+    record_changes(tmp_path, 5, [Change("data.batch_size", 4, 16)])  # the run died before its next checkpoint
     assert describe_changes(tmp_path) == ["step 2: actor.lr: 1e-05 → 2e-05", "step 5: data.batch_size: 4 → 16"]
     record_changes(tmp_path, 2, [])
     assert read_changes(tmp_path) == []

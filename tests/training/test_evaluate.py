@@ -1,4 +1,4 @@
-"""Validation: one rollout a held-out task, greedy, and nothing learned."""
+"""Validation: one greedy rollout per held-out task, without training."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_nothing_is_learned_and_no_data_is_used_up() -> None:
     assert (run.learner.version, run.progress.step) == (0, 0)
 
 
-def test_it_is_greedy_unless_told_otherwise() -> None:
+def test_it_is_greedy_unless_do_sample_is_set() -> None:
     run = tiny_run()
     first = said(asyncio.run(validate(run)))
     run.progress.step = 9  # other seeds

@@ -1,4 +1,4 @@
-"""What fails is counted by whose fault it was, and bounded over the latest rollouts."""
+"""Faults are counted by cause and limited over the latest rollouts."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_run_stops_above_its_bound(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["tool", "parse"])
-def test_failing_calls_stop_a_run_only_where_somebody_says_so(name: str) -> None:
+def test_failing_calls_stop_a_run_only_if_configured(name: str) -> None:
     rates = FaultRates()
     rates.add([BAD[name]] * 64, 64)
     assert rates.describe_exceeded(FaultsConfig()) is None
@@ -115,7 +115,7 @@ def test_it_survives_a_crash() -> None:
     state: dict[str, Any] = rates.state_dict()
     again.load_state_dict(state)
     assert again == rates
-    again.load_state_dict({})  # of an older checkpoint
+    again.load_state_dict({})  # the state of an older checkpoint
     assert again == FaultRates()
 
 

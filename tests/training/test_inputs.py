@@ -1,4 +1,4 @@
-"""What a run is given in Python is recorded so that the command line finds it again."""
+"""A run's Python inputs are recorded so that the command line can load them."""
 
 from __future__ import annotations
 
@@ -133,12 +133,12 @@ def inside() -> Any:
     [
         (Bell(3), "the tool bell", "it is a Bell object"),
         (inside(), "the tool hidden", "defined inside a function"),
-        (FunctionTool(whisper, name="other"), "the tool other", "its name is not the function's"),
+        (FunctionTool(whisper, name="other"), "the tool other", "its name differs from the function's"),
         ({"name": "calculator", "price": object()}, "the tool", "not plain data"),
     ],
     ids=["object", "closure", "renamed", "options"],
 )
-def test_what_cannot_be_named_is_said_and_asked_for_later(given: Any, label: str, reason: str, tmp_path: Path) -> None:
+def test_what_cannot_be_recorded_is_noted(given: Any, label: str, reason: str, tmp_path: Path) -> None:
     inputs = gather_inputs(RunConfig(), tmp_path / "run", tools=["calculator", given])
     [note] = inputs.notes
     assert note.startswith(label)
@@ -206,7 +206,7 @@ def test_rows_that_json_cannot_hold_are_not_recorded(tmp_path: Path) -> None:
     assert read_back(inputs).data.train is None
 
 
-def test_what_was_written_is_taken_back_and_nothing_else(tmp_path: Path) -> None:
+def test_discard_removes_only_what_was_written(tmp_path: Path) -> None:
     from toolwise.api import read_tasks
 
     rows = [{"prompt": "1?"}]
@@ -222,7 +222,7 @@ def test_what_was_written_is_taken_back_and_nothing_else(tmp_path: Path) -> None
 
 
 def test_an_environment_must_have_a_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="env: Bell objects have no name"):
+    with pytest.raises(ConfigError, match="env: a Bell object cannot be loaded by name"):
         gather_inputs(RunConfig(), tmp_path, env=Bell(1))
     inputs = gather_inputs(RunConfig(), tmp_path, env=Bell)
     assert inputs.config.env.name == inputs.recorded.env.name == f"{HERE}:Bell"
@@ -233,7 +233,7 @@ def test_a_module_s_function_that_is_no_longer_there(tmp_path: Path, monkeypatch
     function = whisper
     monkeypatch.setattr(sys.modules[__name__], "whisper", length)
     inputs = gather_inputs(RunConfig(), tmp_path, tools=[function])
-    assert "has no whisper any more" in inputs.notes[0]
+    assert "no longer has whisper" in inputs.notes[0]
 
 
 @pytest.mark.parametrize("given", [dict, [dict], [int]])

@@ -1,4 +1,4 @@
-"""One turn of the wheel: what is learned from, what is left out and counted, and what a step reports."""
+"""One training step: what is trained on, what is dropped and counted, and which metrics are reported."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def tiny_run(function: Callable[..., Any], /, count: int = 6, **sections: dict[s
         "rollout": {"n": 2, "max_new_tokens": 12},
         "multi_turn": {"max_turns": 2},
         "actor": {"lr": 1e-3},
-        "reward": {"sandbox": {"tier": "off"}},  # rewards made in these tests, which no worker would find
+        "reward": {"sandbox": {"tier": "off"}},  # a worker could not load rewards defined in these tests
     }
     for name, section in sections.items():
         settings[name] = {**settings.get(name, {}), **section}
@@ -92,7 +92,7 @@ def all_the_same(messages: Any, ground_truth: Any) -> float:
     return 0.1
 
 
-# What is learned from.
+# Selection of groups.
 
 
 def no_score(score: float) -> bool:
@@ -103,7 +103,7 @@ def any_score(score: float) -> bool:
     return True
 
 
-def test_groups_whose_rewards_differ_are_kept_whole_and_in_order() -> None:
+def test_groups_whose_rewards_differ_are_kept_in_order() -> None:
     given = [scored("a", 1.0), scored("b", 0.0), scored("a", 0.0), scored("b", 2.0)]
     kept, share, dropped = select_groups(given, keeps_equal=no_score)
     assert kept == [given[0], given[2], given[1], given[3]]
@@ -154,7 +154,7 @@ def test_a_group_with_fewer_than_two_left_is_dropped_and_counted(keeps_equal: An
     assert share == pytest.approx(2 / 3)  # neither "one" nor "none" has a difference to learn from
 
 
-def test_groups_of_equals_are_dropped_or_kept_and_their_share_told() -> None:
+def test_groups_with_equal_rewards_are_dropped_or_kept_and_counted() -> None:
     given = [scored("a", 0.1), scored("a", 0.1), scored("a", 0.1), scored("b", 1.0), scored("b", 0.0)]
     kept, share, dropped = select_groups(given, keeps_equal=no_score)
     assert [s.rollout.group_id for s in kept] == ["b", "b"]
@@ -219,7 +219,7 @@ def test_failures_above_the_set_rate_stop_the_run_with_function_and_rollout_name
     assert "\n" not in said
 
 
-def test_a_step_reward_that_is_nan_is_named_and_counted_and_the_run_goes_on() -> None:
+def test_a_nan_step_reward_is_reported_and_the_run_continues() -> None:
     @reward_function
     def odd(rollouts_messages: list[Any], ground_truths: list[Any]) -> list[EvaluateResult]:
         steps = [StepOutput(step_index=0, base_reward=float("nan"))]
@@ -251,7 +251,7 @@ def test_a_rate_of_one_never_stops_the_run() -> None:
     assert turn.metrics["actor/updates"] == 0.0
 
 
-def test_the_reward_is_told_the_step() -> None:
+def test_the_reward_receives_the_step() -> None:
     seen: list[int] = []
 
     def watch(messages: Any, ground_truth: Any, step: int) -> float:
@@ -319,7 +319,7 @@ def test_without_need_nothing_is_refilled() -> None:
     assert len(usable) == 4
 
 
-# The whole turn.
+# The whole step.
 
 DOCUMENTED = {
     "actor/clip_frac",
@@ -374,7 +374,7 @@ DOCUMENTED = {
 
 
 def test_a_step_changes_the_weights_and_reports_every_figure() -> None:
-    # Hot enough that the rollouts of a group differ: what two equal ones with opposite advantages teach is exactly 0.
+    # A temperature at which the rollouts of a group differ: equal ones with opposite advantages have a gradient of 0.
     run = tiny_run(by_place, rollout={"temperature": 3.0})
     before = [p.detach().clone() for p in run.learner.model.parameters()]
     turn = asyncio.run(train_step(run))

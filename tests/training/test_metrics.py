@@ -1,4 +1,4 @@
-"""The figures that people watch, worked out by hand."""
+"""Metrics of rollouts, checked against values computed by hand."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ STEP = [
 ]
 
 
-def test_a_step_s_figures() -> None:
+def test_metrics_of_a_step() -> None:
     metrics = summarize(STEP)
     assert metrics == {
         "rollouts": 4.0,
@@ -95,7 +95,7 @@ def test_a_step_s_figures() -> None:
     assert all(type(value) is float for value in metrics.values())
 
 
-def test_no_rollouts_no_figures() -> None:
+def test_no_rollouts_no_metrics() -> None:
     assert summarize([]) == {}
 
 
@@ -113,14 +113,14 @@ def test_where_nothing_could_be_scored_there_is_no_score_rather_than_a_zero() ->
     assert "eval/lookup/score" not in validation_metrics(figures)
 
 
-def test_a_score_that_is_said_not_to_be_valid_does_not_count() -> None:
+def test_an_invalid_score_does_not_count() -> None:
     invalid = ScoredRollout(STEP[0].rollout, EvaluateResult(score=9.0, is_score_valid=False), ())
     assert summarize([invalid, STEP[1]])["score/mean"] == 0.0
     assert summarize([invalid, STEP[1]])["reward/invalid_rate"] == 0.5
     assert summarize([invalid, STEP[1]])["reward/error_rate"] == 0.0  # reward.max_error_rate does not count it either
 
 
-def test_validation_figures_overall_and_by_kind() -> None:
+def test_validation_metrics_overall_and_by_kind() -> None:
     figures = summarize_validation(
         [
             scored(1.0, kind="lookup", cost=1.0, tokens=10, correct=1.0),
@@ -143,7 +143,7 @@ def test_validation_figures_overall_and_by_kind() -> None:
     }
 
 
-def test_validation_figures_flat() -> None:
+def test_validation_metrics_flat() -> None:
     figures = summarize_validation([scored(1.0, kind="lookup", correct=1.0)])
     flat = validation_metrics(figures)
     assert flat["eval/score"] == flat["eval/correct"] == flat["eval/lookup/correct"] == 1.0

@@ -1,4 +1,4 @@
-"""Rollouts as they are kept: readable lines, tokens beside them, whole or not at all."""
+"""Rollouts on disk: readable JSON lines plus tokens, written atomically."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_a_ground_truth_that_json_cannot_say_is_written_as_text(tmp_path: Path) 
     assert read_lines(tmp_path / "x.jsonl")[0]["ground_truth"] == {"when": "x"}
 
 
-def test_files_are_replaced_whole(tmp_path: Path) -> None:
+def test_files_are_replaced_atomically(tmp_path: Path) -> None:
     write_atomic(tmp_path / "deep" / "a.txt", b"one")
     write_atomic(tmp_path / "deep" / "a.txt", b"two")
     assert (tmp_path / "deep" / "a.txt").read_bytes() == b"two"

@@ -1,4 +1,4 @@
-"""A run put together: what configuration and Python bring, and what is found wrong before any work is done."""
+"""Assembling a run from configuration and Python objects; invalid input is rejected before any work is done."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def judge(messages: Any, ground_truth: Any, price: float = 0.0) -> float:
 
 def config(**sections: Any) -> RunConfig:
     settings = {"model": {"device": "cpu"}, "data": {"batch_size": 2}, **sections}
-    settings["reward"] = {"sandbox": {"tier": "off"}, **settings.get("reward", {})}  # scoring has tests of its own
+    settings["reward"] = {"sandbox": {"tier": "off"}, **settings.get("reward", {})}  # test_scoring.py tests scoring
     return RunConfig.model_validate(settings)
 
 
@@ -138,10 +138,10 @@ def test_what_is_wrong_is_found_before_any_work(sections: dict[str, Any], error:
 
 def test_a_task_that_wants_a_tool_the_run_has_not_is_named() -> None:
     wanting = [TASKS[0].model_copy(update={"tools": ["search"]})]
-    with pytest.raises(ConfigError, match="task 0 wants the tool 'search', and the run has: calculator"):
+    with pytest.raises(ConfigError, match="task 0 needs the tool 'search', but the run's tools are: calculator"):
         assemble(config(tools=["calculator"]), tasks=wanting, validation_tasks=[], reward=judge)
     held_out = [TASKS[1].model_copy(update={"tools": ["nothing"]})]
-    with pytest.raises(ConfigError, match="task 1 wants the tool 'nothing', and the run has: none"):
+    with pytest.raises(ConfigError, match="task 1 needs the tool 'nothing', but the run's tools are: none"):
         assemble(config(), tasks=TASKS, validation_tasks=held_out, reward=judge)
 
 
@@ -197,5 +197,5 @@ def test_several_rewards_are_read_with_their_weights() -> None:
 
 def test_a_function_beside_parts_is_refused() -> None:
     both = parts(1.0, function="toolwise.demo.reward:small_world_reward")
-    with pytest.raises(ConfigError, match="both given"):
+    with pytest.raises(ConfigError, match="both set"):
         assemble(both, tasks=TASKS, validation_tasks=[])

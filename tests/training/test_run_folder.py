@@ -13,12 +13,12 @@ from toolwise.training.run_folder import open_run
 MakeRun = Callable[..., Path]
 
 
-def test_a_folder_that_is_not_there_is_said_in_one_line(tmp_path: Path) -> None:
+def test_a_missing_folder_is_a_one_line_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such run folder"):
         open_run(tmp_path / "nowhere")
 
 
-def test_a_finished_run_speaks_through_its_own_summary(make_run: MakeRun) -> None:
+def test_a_finished_run_uses_its_own_summary(make_run: MakeRun) -> None:
     run = open_run(make_run(steps=20))
     assert run.finished
     assert run.summary["after"] == json.loads((run.path / "summary.json").read_text())["after"]
@@ -75,7 +75,7 @@ def test_one_validation_is_a_before_without_an_after(make_run: MakeRun) -> None:
     assert run.rollouts_after == []
 
 
-def test_a_series_takes_the_last_word_on_a_step_and_leaves_out_what_is_not_finite(tmp_path: Path) -> None:
+def test_a_series_uses_the_last_value_of_a_step_and_omits_non_finite_ones(tmp_path: Path) -> None:
     lines = [{"step": 2, "a": 1.0}, {"step": 1, "a": 5.0}, {"step": 2, "a": 3.0}, {"step": 3, "a": None}]
     (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps(line) for line in lines) + "\n")
     assert open_run(tmp_path).series("missing", "a") == ([1, 2], [5.0, 3.0])

@@ -1,4 +1,4 @@
-"""A run's rewards: loaded by workers, never here unless the user says so, and checked before any work is done."""
+"""A run's rewards: loaded by workers, in this process only if trusted, and checked before any work is done."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ def test_the_mode_and_the_arguments_are_learned_from_the_worker(built: list[Scor
         scoring_of(built, function=str(file) + ":f", kwargs={"prise": 1})
 
 
-def test_an_argument_that_nobody_gives_is_found_before_the_run(built: list[Scoring], tmp_path: Path) -> None:
+def test_a_missing_argument_is_found_before_the_run(built: list[Scoring], tmp_path: Path) -> None:
     file = tmp_path / "r.py"
     file.write_text("def f(messages, ground_truth, level, step, more=1):\n    return level\n")
     scoring = scoring_of(built, function=f"{file}:f")
     scoring.check([task(0, level=1)])
-    with pytest.raises(RewardError, match=r"argument 'level', which task t1 does not have: give it in reward\.kwargs"):
+    with pytest.raises(RewardError, match=r"argument 'level', which task t1 does not have: set it in reward\.kwargs"):
         scoring.check([task(0, level=1), task(1)])
     scoring_of(built, function=f"{file}:f", kwargs={"level": 3}).check([task(1)])
 
@@ -129,7 +129,7 @@ def test_a_row_without_them_gives_an_empty_extra_info_and_no_data_source(built: 
     of["other"].check([task()])
     assert [(r.score, r.reason) for r in results(of["other"])] == [(0.0, "none")]
     assert [r.reason for r in results(of["plain"], task(level=1))] == ["step,level"]
-    with pytest.raises(RewardError, match="cannot do without its argument 'data_source', which task t0 does not have"):
+    with pytest.raises(RewardError, match="requires the argument 'data_source', which task t0 does not have"):
         of["one"].check([task()])
 
 
@@ -173,7 +173,7 @@ def test_a_lambda_and_a_closure_are_refused_with_a_way_out(built: list[Scoring])
     assert results(scoring)[0].score == 2.0
 
 
-def test_off_is_said_loudly_and_recorded(built: list[Scoring], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disabled_sandbox_is_reported_and_recorded(built: list[Scoring], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         scoring = scoring_of(built, score, sandbox={"tier": "off"})
     assert "off, as requested: user code runs in this process" in caplog.text
@@ -204,7 +204,7 @@ def test_several_rewards_are_each_loaded_by_their_own_worker(built: list[Scoring
     parts = [{"function": f"{file}:a", "weight": 2.0}, {"function": f"{file}:b", "weight": 0.5}]
     (result,) = results(scoring_of(built, parts=parts))
     assert result.score == 7.0
-    assert sorted(result.metrics) == ["a", "b"]  # and no path
+    assert sorted(result.metrics) == ["a", "b"]  # not the paths
     parts[0]["name"] = "right"
     assert sorted(results(scoring_of(built, parts=parts))[0].metrics) == ["b", "right"]
 
@@ -212,15 +212,15 @@ def test_several_rewards_are_each_loaded_by_their_own_worker(built: list[Scoring
 def test_the_configuration_must_name_one(built: list[Scoring]) -> None:
     with pytest.raises(ConfigError, match=r"reward\.function is missing"):
         scoring_of(built)
-    with pytest.raises(ConfigError, match="both given"):
+    with pytest.raises(ConfigError, match="both set"):
         scoring_of(built, function="a:b", parts=[{"function": "a:b"}])
 
 
 @pytest.mark.parametrize(
     ("uses", "told"),
     [
-        ("1.0", "batch_size 16 is more than the 1 tasks"),  # the reward was loaded: what comes next is the data
-        ("len(held)", 'loading script.py again would run it: put what it runs under `if __name__ == "__main__":`'),
+        ("1.0", "batch_size 16 is more than the 1 tasks"),  # the reward was loaded; the data is checked next
+        ("len(held)", 'importing script.py would run it again: put what it runs under `if __name__ == "__main__":`'),
     ],
 )
 def test_a_script_without_a_guard_is_not_run_again(tmp_path: Path, uses: str, told: str) -> None:
@@ -278,11 +278,11 @@ def test_a_list_that_makes_no_rewards_is_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             build_scoring(RewardConfig(), given)
-    with pytest.raises(ConfigError, match=r"reward\.kwargs belongs to one reward"):
+    with pytest.raises(ConfigError, match=r"reward\.kwargs applies to a single reward"):
         build_scoring(RewardConfig(kwargs={"price": 1.0}), [half, score])
 
 
-def test_prints_are_told_with_their_step_and_rollout(built: list[Scoring], tmp_path: Path) -> None:
+def test_prints_are_reported_with_their_step_and_rollout(built: list[Scoring], tmp_path: Path) -> None:
     (tmp_path / "r.py").write_text(
         "import logging, warnings\nprint('loaded')\n"
         "def f(messages, ground_truth, n):\n"

@@ -1,4 +1,4 @@
-"""Supervised learning from files: conversations in, a model's folder out, and bad rows named."""
+"""Supervised fine-tuning from files: the saved model, and errors that name the bad row."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def talk(*turns: str) -> dict[str, Any]:
     return {"messages": [{"role": roles[place % 2], "content": text} for place, text in enumerate(turns)]}
 
 
-def test_a_taught_model_s_folder_is_loadable_and_has_moved(tmp_path: Path) -> None:
+def test_a_trained_model_can_be_loaded_and_has_changed(tmp_path: Path) -> None:
     file = tmp_path / "talks.jsonl"
     write_rows(conversations(6, seed=1), file)
     figures = train_sft("builtin:small", file, tmp_path / "out", FEW)
@@ -81,7 +81,7 @@ def test_settings_that_make_no_sense_are_refused(tmp_path: Path, settings: dict[
     assert not (tmp_path / "out").exists()
 
 
-def test_no_conversations_are_said_and_not_waited_for(tmp_path: Path) -> None:
+def test_missing_conversations_are_reported_immediately(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no conversations"):
         train_sft("builtin:small", [], tmp_path / "out", FEW)
 
@@ -110,9 +110,9 @@ def test_bad_rows_are_named(tmp_path: Path, row: dict[str, Any], said: str) -> N
     assert not (tmp_path / "out").exists()
 
 
-def test_a_conversation_too_long_to_teach_anything_is_named(tmp_path: Path) -> None:
+def test_a_conversation_without_assistant_tokens_in_range_is_named(tmp_path: Path) -> None:
     long = talk("word " * 200, "b")
-    with pytest.raises(DataError, match=r"row 1 .*the assistant first speaks after row_tokens = 64"):
+    with pytest.raises(DataError, match=r"row 1 .*no assistant tokens within row_tokens = 64"):
         train_sft("builtin:small", [talk("a", "b"), long], tmp_path / "out", {**FEW, "row_tokens": 64})
 
 
@@ -140,7 +140,7 @@ def test_adapters_without_peft_say_what_to_install(tmp_path: Path, monkeypatch: 
     assert not (tmp_path / "out").exists()
 
 
-def test_adapters_are_taught_and_merged_into_a_plain_model(tmp_path: Path) -> None:
+def test_adapters_are_trained_and_merged_into_a_plain_model(tmp_path: Path) -> None:
     settings = {"steps": 40, "batch_tokens": 128, "row_tokens": 128, "lr": 1e-2, "lora_rank": 8}
     figures = train_sft("builtin:small", [talk("Who are you?", "Toolwise.")], tmp_path / "out", settings)
     assert figures["loss"] < 0.5 * figures["first_loss"]

@@ -1,4 +1,4 @@
-"""How long it takes until something happens (the only timed tests, and what keeps them honest), and what is shown."""
+"""Startup time (the only timed tests, and checks that keep them honest), and startup messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thinking stage of a run: what the configuration says arrives, and the loop thinks only where it is told to."""
+"""A run's thinking stage: it gets the configured settings, and the loop runs it only if enabled."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_under_another_estimator_it_only_measures() -> None:
     assert "thinking/advantage" in second.metrics
     for a, b in zip(first.credited, second.credited, strict=True):
         np.testing.assert_array_equal(np.concatenate(a.advantages), np.concatenate(b.advantages))
-    # Advantages that sum to zero: rounding of terms around one, in whatever order rollouts ended.
+    # Advantages sum to zero up to rounding of terms near 1, in whatever order the rollouts finished.
     assert first.metrics["actor/loss"] == pytest.approx(second.metrics["actor/loss"], abs=1e-6)
 
 
@@ -179,7 +179,7 @@ def test_reweighted_rows_reach_the_learner_and_its_canary_agrees_with_them() -> 
     turn = asyncio.run(train_step(run))
     assert turn.metrics["thinking/rows_added"] > 0
     assert len(turn.credited) > len({s.rollout.rollout_id for s in turn.scored})
-    # Each row's tokens are as likely to the learner as they say they were: forced ones are not among them.
+    # The learner's log-probs match those recorded for each row's tokens, which exclude forced tokens.
     assert turn.metrics["canary/logprob_gap_max"] < 1e-3
 
 
@@ -199,13 +199,13 @@ def test_added_rows_are_annotated_like_all_others(sections: dict[str, Any]) -> N
     assert all((a.ref_logprobs is None) != (a.old_logprobs is None) for a in annotated)
 
 
-def test_the_same_price_can_stand_on_whole_rollouts() -> None:
+def test_the_same_cost_can_apply_to_whole_rollouts() -> None:
     sections = algorithm("grpo", share=0.0, price_rollouts=True, budget={"price": 0.1})
     run = recite(make(algorithm=sections))
     turn = asyncio.run(train_step(run))
     assert turn.metrics["thinking/added_tokens"] == 0.0
     credited = {c.rollout.rollout_offset: c for c in turn.credited if c.rollout.batch_data_id == 0}
-    # Both scored 1 as far as the reward knows; the one that thought has less of it.
+    # The reward gave both a score of 1; the thinking cost is subtracted from the one that thought.
     assert credited[1].annotated.scored.score == credited[3].annotated.scored.score == 1.0
     assert credited[1].steps[0].advantage < credited[3].steps[0].advantage
 
@@ -247,10 +247,10 @@ def test_the_price_moves_and_is_saved_with_the_run() -> None:
     ("sections", "told"),
     [
         ({"algorithm": {"adv_estimator": "rlvcr"}}, "enable is false"),
-        ({"algorithm": algorithm(combine="reweight") | {"kl": "reward"}}, "no reward to take a KL off"),
+        ({"algorithm": algorithm(combine="reweight") | {"kl": "reward"}}, "no reward to subtract a KL from"),
     ],
 )
-def test_settings_that_contradict_each_other_are_told(sections: dict[str, Any], told: str) -> None:
+def test_contradicting_settings_are_rejected(sections: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         check_learnable(config(**sections))
 
@@ -267,6 +267,6 @@ def test_the_engine_scores_where_there_is_one_and_the_learner_where_there_is_non
     assert isinstance(thinking_model(plain.policy, plain.policy.model, MicroBatchSettings()), PolicyWithScorer)
 
 
-def test_a_misspelt_setting_is_told() -> None:
+def test_a_misspelled_setting_is_reported() -> None:
     with pytest.raises(ConfigError, match="step_advantage_w"):
         build_config(RunConfig, {"algorithm": {"rlvcr": {"step_advantage": 1}}}, source="run.toml")

@@ -1,4 +1,4 @@
-"""A run in its folder: signals, interruption, resumption, and what a killed run leaves lying about."""
+"""The lifecycle of a run: signals, interruption, resumption, and cleanup after a killed run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def judge(messages, ground_truth, step=0):
 
 def make_signalled(folder: Path, make_config: MakeConfig, **trainer: Any) -> Path:
     (folder / "judge.py").write_text(JUDGE, encoding="utf-8")
-    here = {"function": "judge.py:judge", "sandbox": {"tier": "off"}}  # a worker could not send us a signal
+    here = {"function": "judge.py:judge", "sandbox": {"tier": "off"}}  # a worker could not signal this process
     return make_config(folder, {"reward": here, "trainer": trainer})
 
 
@@ -74,7 +74,7 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     ended = cli("train", config, "--out", run)
     assert ended.status == 130
-    assert "SIGTERM: finishing this step and saving; once more to stop at once" in ended.err
+    assert "SIGTERM: finishing this step and saving; repeat to stop immediately" in ended.err
     assert f"stopped after step 2; go on with: toolwise resume {run}" in ended.out
     assert "Traceback" not in ended.err
     assert checkpoints_of(run) == ["step-000000", "step-000002"]
@@ -90,7 +90,7 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(
 
 @pytest.mark.long
 @pytest.mark.usefixtures("no_deadly_sigterm")
-def test_a_validation_of_an_earlier_step_is_not_what_came_after(
+def test_a_validation_of_an_earlier_step_is_not_the_final_one(
     tmp_path: Path, cli: Cli, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SIGNALS", "SIGTERM")
@@ -118,7 +118,7 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path, make_config: MakeConfig
     command = [sys.executable, "-m", "toolwise", "train", str(config), "--out", str(run)]
     ended = subprocess.run(command, env={**os.environ, **told}, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 130
-    assert "once more to stop at once" in ended.stderr
+    assert "repeat to stop immediately" in ended.stderr
     assert f"stopped at once; go on from the last checkpoint with: toolwise resume {run}" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert steps_of(run) == [0, 1]

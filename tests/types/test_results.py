@@ -1,4 +1,4 @@
-"""What a reward returns: numbers in the forms that people have them, and nothing unknown."""
+"""Reward results: numbers of all common types are accepted, unknown fields are rejected."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_misspelt_field_is_an_error_and_not_dropped(kind: Any) -> None:
 
 def test_step_rewards_without_a_score_add_up_to_one() -> None:
     steps = [StepOutput(step_index=i, base_reward=r) for i, r in ((0, 0.25), (1, 0.5), ("1", 9.0))]
-    assert EvaluateResult(step_outputs=steps).score == 0.75  # of an index given twice the first counts
+    assert EvaluateResult(step_outputs=steps).score == 0.75  # the first entry per index counts
     assert EvaluateResult(step_outputs=steps, score=2.0).score == 2.0
     assert EvaluateResult(step_outputs=steps, is_score_valid=False).score is None
     assert EvaluateResult(step_outputs=[]).score is None

@@ -1,4 +1,4 @@
-"""What crosses a stage border: the documents' fields, JSON and pickle, and memory linear in an episode's steps."""
+"""The types passed between stages: their fields, JSON and pickle, and memory linear in an episode's steps."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_score_is_finite(bad: float) -> None:
         EvaluateResult(score=bad)
 
 
-def test_a_score_nobody_gave_cannot_be_taken() -> None:
+def test_a_missing_score_raises() -> None:
     with pytest.raises(ValueError, match="rollout r has no score"):
         a_scored(EvaluateResult()).score  # noqa: B018
 

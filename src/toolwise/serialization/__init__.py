@@ -1,1 +1,1 @@
-"""JSON text, the state of checkpoints, and durable files."""
+"""JSON text, lossless encoding of checkpoint state, and durable files."""

@@ -1,8 +1,8 @@
-"""JSON as the standard has it, whatever is in a value: the one writer of every JSON file.
+"""Writes any value as standard JSON; every JSON file is written through this module.
 
-A number that is not finite becomes null. An integer that Python does not print, a key that is no text, an object of
-another library or something nested too deeply is written as text that says so. Half a character is written as its
-escape, so that every text can be encoded.
+Non-finite numbers become null. Integers too large for Python to print, keys that are not strings, foreign objects and
+values nested too deeply become descriptive text. Lone surrogates are written as escapes, so that every string can be
+encoded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 MAX_DEPTH = 200
-"""Levels of lists and tables; readers of JSON, Python's own among them, give up at about a thousand."""
+"""Nesting limit of lists and objects; JSON readers, including Python's, give up at about a thousand levels."""
 INT_LIMIT = 1 << 4096
 _MAX_SHOWN_CHARS = 10_000
 
@@ -22,7 +22,7 @@ def json_text(value: Any, *, indent: int | None = None, ascii_only: bool = False
     """`value` as JSON text without NaN or Infinity; never raises."""
     try:
         text = json.dumps(value, allow_nan=False, ensure_ascii=ascii_only, indent=indent)
-    except (ValueError, TypeError, RecursionError):  # not finite, huge, circular, too deep, or of another library
+    except (ValueError, TypeError, RecursionError):  # not finite, huge, circular, too deep, or a foreign object
         text = json.dumps(to_jsonable(value), allow_nan=False, ensure_ascii=ascii_only, indent=indent)
     return text if ascii_only else text.encode("utf-8", "backslashreplace").decode("utf-8")
 
@@ -33,7 +33,7 @@ def json_line(value: Any) -> bytes:
 
 
 def to_jsonable(value: Any, depth: int = 0) -> Any:
-    """`value` as what JSON has words for."""
+    """Convert `value` to types that JSON supports."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int):
@@ -50,15 +50,15 @@ def to_jsonable(value: Any, depth: int = 0) -> Any:
 
 
 def _key(key: Any) -> str:
-    """As the standard library writes it, where it does: `true`, `null`, `1`."""
-    found = to_jsonable(key) if key is None or isinstance(key, str | bool | int | float) else _object_text(key)
-    return found if isinstance(found, str) else json.dumps(found)
+    """The key as `json.dumps` writes it, if it supports the type: `true`, `null`, `1`."""
+    plain = to_jsonable(key) if key is None or isinstance(key, str | bool | int | float) else _object_text(key)
+    return plain if isinstance(plain, str) else json.dumps(plain)
 
 
 def _object_text(value: Any) -> str:
     try:
         text = str(value)
-    except Exception:  # other people's __str__
+    except Exception:  # __str__ is user code
         return f"a {type(value).__name__}"
     return (
         text

@@ -1,4 +1,4 @@
-"""State as JSON and tensors, to the last bit: how a checkpoint's parts are written. Nothing is pickled."""
+"""Bit-exact encoding of a checkpoint part's state as JSON plus tensors. Nothing is pickled."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ if TYPE_CHECKING:
 
 _SAFETENSORS_DTYPES = {"bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"}
 _SAFETENSORS_DTYPES |= {"float16", "bfloat16", "float32", "float64"}
-"""Kinds of number that every safetensors reader knows; any other is kept as its bytes."""
+"""Dtypes that every safetensors reader supports; any other is stored as raw bytes."""
 
 
 class TensorCollector:
-    """The tensors of one part on their way into its safetensors file."""
+    """Collects the tensors of one part for its safetensors file."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, torch.Tensor] = {}
         self._storages: set[int] = set()
 
     def add(self, value: Any, path: str) -> dict[str, Any] | None:
-        """What stands for `value` in the JSON; None where it is neither a tensor nor an array."""
+        """Collect `value` and return its JSON reference; None if it is neither a tensor nor an array."""
         import numpy as np
         import torch
 
         if isinstance(value, torch.Tensor):
             if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-                raise TypeError(f"{path}: only dense tensors that hold data can be saved")
+                raise TypeError(f"{path}: only dense, materialized tensors can be saved")
             dense = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
             dtype = str(value.dtype).removeprefix("torch.")
             flat = dense if dtype in _SAFETENSORS_DTYPES else dense.reshape(-1).view(torch.uint8)
@@ -51,24 +51,24 @@ class TensorCollector:
         while name in self.by_name:
             name += "'"
         storage = tensor.untyped_storage().data_ptr()
-        shared = storage in self._storages  # which safetensors refuses
+        shared = storage in self._storages  # safetensors rejects tensors that share memory
         self.by_name[name] = tensor.clone() if shared else tensor
         self._storages.add(storage)
         return name
 
 
 def encode(value: Any, path: str, tensors: TensorCollector) -> Any:
-    """`value` as JSON. What JSON cannot say is a table whose first key begins with `$`."""
+    """`value` as JSON. What JSON cannot express becomes an object whose first key begins with `$`."""
     if value is None or isinstance(value, bool):
         return value
-    if reference := tensors.add(value, path):  # before the numbers: a numpy float is a float as well
+    if reference := tensors.add(value, path):  # before the number checks: a numpy float is also a float
         return reference
-    if isinstance(value, int):  # in hex, where Python does not limit the number of digits
+    if isinstance(value, int):  # hex: Python does not limit the number of hex digits
         return value if abs(value) < 2**63 else {"$int": hex(value)}
     if isinstance(value, float):
         return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
     if isinstance(value, str):
-        return value if _has_no_surrogates(value) else {"$text": [ord(letter) for letter in value]}
+        return value if _has_no_surrogates(value) else {"$text": [ord(char) for char in value]}
     if isinstance(value, list | tuple):
         items = [encode(item, f"{path}.{i}", tensors) for i, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
@@ -84,12 +84,12 @@ def encode(value: Any, path: str, tensors: TensorCollector) -> Any:
 
 
 def _has_no_surrogates(text: str) -> bool:
-    """False where `text` has half of a surrogate pair: JSON would join two of them into one letter."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+    """False if `text` contains surrogates: JSON would join two of them into one character."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def decode(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """What `encode` was given."""
+    """Inverse of `encode`."""
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
     if not isinstance(value, dict):
@@ -115,10 +115,10 @@ def _unpack(tag: str, stored: torch.Tensor, dtype: str, shape: tuple[int, ...]) 
     import numpy as np
     import torch
 
-    owned = stored.clone()  # what was loaded is a view into the file, which is pruned sooner or later
+    owned = stored.clone()  # the loaded tensor is a view into a file that is pruned later
     if tag == "$tensor":
-        wanted = getattr(torch, dtype)
-        return owned if owned.dtype == wanted else owned.view(wanted).reshape(shape)
+        target_dtype = getattr(torch, dtype)
+        return owned if owned.dtype == target_dtype else owned.view(target_dtype).reshape(shape)
     array = owned.numpy()
     if array.dtype != np.dtype(dtype):
         array = np.frombuffer(bytearray(array.tobytes()), dtype).reshape(shape)

@@ -1,1 +1,1 @@
-"""A training run: its loop, its trainer, evaluation, SFT, records, metrics, checkpoints and trackers."""
+"""Training runs: the loop, the trainer, evaluation, SFT, records, metrics, checkpoints and trackers."""

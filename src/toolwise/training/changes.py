@@ -1,4 +1,4 @@
-"""Settings of a run that may change when it is resumed, and the record of those that did: `changes.jsonl`."""
+"""Settings that may change when a run is resumed, and the record of those that did: `changes.jsonl`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ MUTABLE_SETTINGS = frozenset(
         "router.lr_schedule",
         "router.warmup_steps",
         "router.min_lr_ratio",
-        # the place in the data is counted in tasks, not in batches
+        # the position in the data is counted in tasks, not in batches
         "data.batch_size",
         "data.drop_last",
         # where rewards run, and when the run gives up
@@ -96,12 +96,12 @@ MUTABLE_SETTINGS = frozenset(
         "validation.before",
     }
 )
-"""Anything else would make it another run: other data, another model, another loss, another reward."""
+"""Changing anything else would make it a different run: other data, another model, loss or reward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One setting with its old and new value; None where it was not set, or empty."""
+    """One setting with its old and new value; None if unset or empty."""
 
     key: str
     old: Any
@@ -116,35 +116,35 @@ class Change:
 
 
 def changes_between(before: RunConfig, now: RunConfig) -> list[Change]:
-    """Every setting that differs, in the order of the schema."""
+    """Every setting that differs, in schema order."""
     old, new = _flatten(comparable_settings(before)), _flatten(comparable_settings(now))
     keys = [*new, *(key for key in old if key not in new)]
     return [Change(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
 
 
 def check_same_run(config: RunConfig, config_file: Path) -> None:
-    """Whether the run of `config_file` may be resumed under `config`; if not, one error names all that differs."""
+    """Raise unless the run of `config_file` may be resumed with `config`; the error names all differences."""
     try:
         before = load_config(config_file)
     except ConfigError as fault:
-        raise CheckpointError(f"cannot resume: {fault}; put the file right, or choose another --out") from fault
+        raise CheckpointError(f"cannot resume: {fault}; fix the file, or choose another --out") from fault
     changes = changes_between(before, config)
-    fixed = [str(change) for change in changes if not change.allowed]
-    if not fixed:
+    forbidden = [str(change) for change in changes if not change.allowed]
+    if not forbidden:
         return
     allowed = [str(change) for change in changes if change.allowed]
     also = f" (these may change: {', '.join(allowed)})" if allowed else ""
     raise ConfigError(
-        f"cannot resume {config_file.parent} with other settings than it began with: {', '.join(fixed)}{also}; "
-        f"use a new --out, or go on with its own: {resume_command(config_file.parent)}"
+        f"cannot resume {config_file.parent} with changed settings: {', '.join(forbidden)}{also}; "
+        f"use a new --out, or resume with the recorded settings: {resume_command(config_file.parent)}"
     )
 
 
 def load_run_config(out: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The settings of the run in `out`, which is to be resumed."""
+    """Load the settings of the run in `out`, in order to resume it."""
     if not (out / "config.toml").is_file():
         there = "has no config.toml" if out.is_dir() else "does not exist"
-        raise ConfigError(f"{out} holds no run to resume (it {there}): name the folder that a run was started with")
+        raise ConfigError(f"{out} holds no run to resume (it {there}): give the folder of a run")
     try:
         return load_config(out / "config.toml", overrides)
     except ConfigError as fault:
@@ -152,7 +152,7 @@ def load_run_config(out: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def check_files(config: RunConfig, run: Path, *sections: str) -> None:
-    """Whether the files that the run's config.toml names in `sections` ("data.val", "reward", "tools") are there."""
+    """Raise unless the files that the run's config.toml names in `sections` ("data.val", "reward", "tools") exist."""
     named = _flatten({"data": config.data.model_dump(mode="json"), "tools": config.tools})
     named |= _flatten(
         {"reward": config.reward.model_dump(include={"function", "parts"}), "env": {"name": config.env.name}}
@@ -168,20 +168,20 @@ def check_files(config: RunConfig, run: Path, *sections: str) -> None:
         files = ", ".join(f"{file} ({key})" for key, file in missing)
         option = "--reward" if sections == ("reward",) else f"--set {missing[0][0]}="
         raise ConfigError(
-            f"{run / 'config.toml'} names what is not there: {files}; put it back, or, if the project was moved, give "
-            f"its new place with {option}…"
+            f"{run / 'config.toml'} names missing files: {files}; restore them, or, if the project was moved, give the "
+            f"new path with {option}…"
         )
 
 
 def _file(value: Any) -> Path | None:
-    """The file of a setting that is a whole path or a reference to a Python file; None for anything else."""
+    """The file of a setting that is an absolute path or a reference to a Python file; None for anything else."""
     text = str(value) if isinstance(value, str | Path) else ""
     file = text.rpartition(":")[0] if ".py:" in text else text
     return Path(file) if Path(file).is_absolute() else None
 
 
 def _is_moved_file(old: Any, new: Any) -> bool:
-    """Whether `new` names the same files as `old`, which are gone from where they were."""
+    """Whether `new` names the same files as `old`, which have been moved."""
     if isinstance(old, list) and isinstance(new, list):
         return len(old) == len(new) and all(a == b or _is_moved_file(a, b) for a, b in zip(old, new, strict=True))
     before, now = _file(old), _file(new)
@@ -191,12 +191,12 @@ def _is_moved_file(old: Any, new: Any) -> bool:
 
 
 def resume_command(out: Path) -> str:
-    """What to type to go on with a run."""
+    """The command that resumes a run."""
     return f"toolwise resume {shlex.quote(str(out))}"
 
 
 def comparable_settings(config: RunConfig) -> dict[str, Any]:
-    """Settings with paths as what they lead to, from wherever and by whatever links the run was started."""
+    """Settings with resolved paths, independent of the working directory and of links."""
     settings = resolve_paths(config.model_dump(mode="json"), Path.cwd())
     for which in ("train", "val"):
         if settings["data"][which] is not None:
@@ -205,7 +205,7 @@ def comparable_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def portable_config(config: RunConfig, out: Path) -> RunConfig:
-    """As config.toml says it: what lies in the run's folder relative to that, so that the folder can be moved."""
+    """The config for config.toml: paths inside the run folder become relative, so that the folder can be moved."""
     settings, folder = resolve_paths(config.model_dump(), Path.cwd()), out.resolve()
     data, reward, env = settings["data"], settings["reward"], settings["env"]
     for which in ("train", "val"):
@@ -213,16 +213,16 @@ def portable_config(config: RunConfig, out: Path) -> RunConfig:
     for table in (reward, *reward["parts"]):
         table["function"] = _relative(table["function"], folder)
     env["name"] = _relative(env["name"], folder)
-    for place, entry in enumerate(settings["tools"]):
+    for index, entry in enumerate(settings["tools"]):
         if isinstance(entry, dict):
             entry["name"] = _relative(entry.get("name"), folder)
         else:
-            settings["tools"][place] = _relative(entry, folder)
+            settings["tools"][index] = _relative(entry, folder)
     return RunConfig.model_validate(settings)
 
 
 def _relative(value: Any, folder: Path) -> Any:
-    """A path, or a reference to a file, relative to `folder` where it lies in it; anything else as it is."""
+    """A path or file reference relative to `folder` if it is inside; anything else unchanged."""
     text = str(value) if isinstance(value, str | Path) else ""
     file, colon, name = text.rpartition(":") if ".py:" in text else (text, "", "")
     if not file or not Path(file).is_absolute() or not Path(file).resolve().is_relative_to(folder):
@@ -231,46 +231,46 @@ def _relative(value: Any, folder: Path) -> Any:
 
 
 def saved_settings(config: RunConfig, out: Path) -> dict[str, Any]:
-    """What a checkpoint keeps of the settings it was made under. A default counts as not said: a new setting of a newer
-    version changes nothing."""
+    """The settings that a checkpoint stores. Defaults are omitted, so that settings added in a newer version do not
+    count as changes."""
     return portable_config(config, out).model_dump(mode="json", exclude_defaults=True)
 
 
 def changes_since(settings: Any, config: RunConfig, out: Path) -> list[Change]:
     """What differs from the `saved_settings` of a checkpoint."""
-    if not isinstance(settings, Mapping):  # a checkpoint of an earlier version keeps none
+    if not isinstance(settings, Mapping):  # checkpoints of earlier versions have none
         return []
     try:
         before = build_config(RunConfig, resolve_paths(settings, out.resolve()), source=str(out))
-    except ConfigError:  # settings that this version does not know any more
+    except ConfigError:  # settings that this version no longer has
         return []
     return changes_between(before, config)
 
 
 def record_changes(out: Path, step: int, changes: list[Change]) -> None:
-    """Settings that changed at `step`, in place of what was recorded there or later: that was undone."""
-    kept = [line for line in read_changes(out) if line["step"] < step]
-    lines = [*kept, *({"step": step, **asdict(change)} for change in changes)]
+    """Record settings that changed at `step`; replaces entries from `step` on, which the resume has undone."""
+    earlier = [line for line in read_changes(out) if line["step"] < step]
+    lines = [*earlier, *({"step": step, **asdict(change)} for change in changes)]
     file = out / CHANGES
     if lines or file.exists():
-        aside = file.with_name(f"{CHANGES}.tmp")
-        aside.write_text("".join(f"{json_text(line)}\n" for line in lines), encoding="utf-8")
-        aside.replace(file)
+        temporary = file.with_name(f"{CHANGES}.tmp")
+        temporary.write_text("".join(f"{json_text(line)}\n" for line in lines), encoding="utf-8")
+        temporary.replace(file)
 
 
 def read_changes(out: Path) -> list[dict[str, Any]]:
-    """Every change of settings in the run's life: step, key, old, new."""
+    """All recorded changes of settings: step, key, old, new."""
     return read_metrics(out / CHANGES)
 
 
 def describe_changes(out: Path) -> list[str]:
-    """The same as sentences: `step 40: actor.lr: 1e-05 → 2e-05`."""
+    """All recorded changes as text: `step 40: actor.lr: 1e-05 → 2e-05`."""
     lines = read_changes(out)
     return [f"step {line['step']}: {Change(line['key'], line['old'], line['new'])}" for line in lines]
 
 
 def _flatten(value: Any, key: str = "") -> dict[str, Any]:
-    """Leaves of nested tables by their dotted key; lists of tables by index. What is empty is left out."""
+    """Leaves of nested tables by dotted key; lists of tables by index. Empty values are omitted."""
     if value in ({}, []):
         return {}
     if isinstance(value, dict):

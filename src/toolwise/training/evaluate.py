@@ -1,4 +1,4 @@
-"""Roll out and score, learn nothing: validation during a run, and `toolwise eval` after it."""
+"""Validation: roll out and score the held-out tasks without training, during a run and for `toolwise eval`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from toolwise.types import ScoredRollout
 
 
 async def validate(run: Run) -> list[ScoredRollout]:
-    """One rollout for each held-out task, greedy unless the configuration says otherwise."""
+    """One rollout per held-out task, greedy unless `validation.do_sample` is set."""
     decisions = run.router.decide(run.validation_tasks, 1, run.progress.step, label="eval", explore=False)
     rollouts = await run.scheduler.roll_out(decisions, do_sample=run.config.validation.do_sample)
     return await score(run, rollouts)

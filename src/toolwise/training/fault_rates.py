@@ -1,4 +1,4 @@
-"""How much of a run fails, by whose fault: counted over the whole run, and bounded over its latest rollouts."""
+"""Fault rates of a run by cause: counted over the whole run, and limited over its latest rollouts."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _FAULT_OF_STOP_REASON = {
     StopReason.DEADLINE: "deadline",
 }
 _MODEL_ERROR_KINDS = {"bad_json", "unknown_tool", "forbidden_tool", "bad_arguments", "tool_error"}
-"""Failed calls that a tool refused, or that the model got wrong; all others are faults of a tool."""
+"""Failed calls caused by the model or refused by a tool; all other kinds are tool faults."""
 CALL_FAULTS = ("tool", "parse")
 _FAULT_DESCRIPTIONS = {
     "policy": "the policy failed",
     "env": "the environment failed",
     "deadline": "the episode passed rollout.deadline_s",
-    "infrastructure": "what stands behind a tool was down",
-    "tool": "the tool raised or was late",
-    "parse": "the call could not be read",
+    "infrastructure": "the backend of a tool was down",
+    "tool": "the tool raised or timed out",
+    "parse": "the call could not be parsed",
 }
 
 
 def count_faults(scored: Sequence[ScoredRollout]) -> dict[str, int]:
-    """Faults by class; `rollouts` and `calls` say of how many."""
+    """Faults by class, with the totals `rollouts` and `calls`."""
     counts: Counter[str] = Counter(
         {"rollouts": len(scored), "calls": 0, **dict.fromkeys(_FAULT_DESCRIPTIONS, 0), "reward": 0}
     )
@@ -48,15 +48,15 @@ def count_faults(scored: Sequence[ScoredRollout]) -> dict[str, int]:
 
 
 def fault_metrics(scored: Sequence[ScoredRollout]) -> Metrics:
-    """`faults/policy`, …: how many of the step's rollouts, or calls; `faults/rollouts` how many rollouts in all."""
+    """`faults/policy`, …: number of the step's rollouts, or calls, with that fault; `faults/rollouts`: with any."""
     counts = count_faults(scored)
-    bad = sum(is_faulty(s) for s in scored)
-    named = {f"faults/{name}": float(counts[name]) for name in (*_FAULT_DESCRIPTIONS, "reward")}
-    return {"faults/rollouts": float(bad), **named}
+    faulty = sum(is_faulty(s) for s in scored)
+    by_class = {f"faults/{name}": float(counts[name]) for name in (*_FAULT_DESCRIPTIONS, "reward")}
+    return {"faults/rollouts": float(faulty), **by_class}
 
 
 def is_faulty(scored: ScoredRollout) -> bool:
-    """Whether it ended by a fault, or could not be scored for one."""
+    """Whether a fault ended the rollout or kept it from being scored."""
     rollout = scored.rollout
     return (
         rollout.stop_reason in _FAULT_OF_STOP_REASON or rollout.infrastructure_fault or scored.result.error is not None
@@ -65,11 +65,11 @@ def is_faulty(scored: ScoredRollout) -> bool:
 
 @dataclass(slots=True)
 class FaultRates:
-    """The faults of a run so far; survives a crash with the rest of its state."""
+    """The faults of a run so far; saved in checkpoints."""
 
     totals: dict[str, int] = field(default_factory=dict)
     recent: list[dict[str, int]] = field(default_factory=list)
-    """Counts of the latest steps, as many as the window needs."""
+    """Counts of the latest steps, enough to fill the window."""
     examples: dict[str, str] = field(default_factory=dict)
     """The latest fault of each class."""
 
@@ -78,7 +78,7 @@ class FaultRates:
         self.totals = {name: self.totals.get(name, 0) + count for name, count in counts.items()}
         self.recent.append(counts)
         while len(self.recent) > 1 and all(
-            sum(step[of] for step in self.recent[1:]) >= window for of in ("rollouts", "calls")
+            sum(step[unit] for step in self.recent[1:]) >= window for unit in ("rollouts", "calls")
         ):
             self.recent.pop(0)
         for s in scored:
@@ -89,21 +89,21 @@ class FaultRates:
                 self.examples[kind] = _example(s.rollout)
 
     def describe_exceeded(self, bounds: FaultsConfig, *, ended: bool = False) -> str | None:
-        """What is above its bound, in one line. Before `window` rollouts (or calls) nothing is judged, but at the end
-        of a run."""
-        for name, words in _FAULT_DESCRIPTIONS.items():
-            of, bound = "calls" if name in CALL_FAULTS else "rollouts", getattr(bounds, name)
-            faults, total = self._recent_counts(name, of, bounds.window)
+        """One line about the first fault class above its limit. With fewer than `window` rollouts (or calls) a class
+        is judged only at the end of the run."""
+        for name, description in _FAULT_DESCRIPTIONS.items():
+            unit, bound = "calls" if name in CALL_FAULTS else "rollouts", getattr(bounds, name)
+            faults, total = self._recent_counts(name, unit, bounds.window)
             if total and faults > bound * total and (total >= bounds.window or ended):
                 last = f"; the last one, {self.examples[name]}" if name in self.examples else ""
-                share = f"{faults} of the latest {total} {of}"
-                return f"{words} in {share}, more than faults.{name} = {bound:g} allows{last}"
+                share = f"{faults} of the latest {total} {unit}"
+                return f"{description} in {share}, more than faults.{name} = {bound:g} allows{last}"
         return None
 
-    def _recent_counts(self, name: str, of: str, window: int) -> tuple[int, int]:
+    def _recent_counts(self, name: str, unit: str, window: int) -> tuple[int, int]:
         faults = total = 0
         for step in reversed(self.recent):
-            faults, total = faults + step[name], total + step[of]
+            faults, total = faults + step[name], total + step[unit]
             if total >= window:
                 break
         return faults, total
@@ -117,15 +117,15 @@ class FaultRates:
 
 
 def describe_totals(totals: Mapping[str, int]) -> str:
-    """`16 of 128 rollouts by the policy, 3 of 40 calls by a tool`; empty where nothing failed."""
-    found = [
+    """Such as `policy 16 of 128, tool 3 of 40`; empty if nothing failed."""
+    parts = [
         f"{name} {totals[name]} of {totals['calls' if name in CALL_FAULTS else 'rollouts']}"
         for name in (*_FAULT_DESCRIPTIONS, "reward")
         if totals.get(name)
     ]
-    return ", ".join(found)
+    return ", ".join(parts)
 
 
 def _example(rollout: Rollout) -> str:
-    said = " ".join((rollout.fault or rollout.stop_reason.value).split())
-    return f"{rollout.rollout_id}: {said[:300]}"
+    message = " ".join((rollout.fault or rollout.stop_reason.value).split())
+    return f"{rollout.rollout_id}: {message[:300]}"

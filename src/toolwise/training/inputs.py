@@ -1,7 +1,8 @@
-"""What a run is given in Python, recorded in its folder: so that the command line can load it again.
+"""Records a run's Python inputs in its folder, so that the command line can load them again.
 
-Functions and classes become references, those of notebook cells to a copy of their source in RUN/code; rows become
-RUN/data/*.jsonl. What cannot be named, such as an object with state, is used as it is and recorded as such.
+Functions and classes become references; for those defined in notebook cells, to a copy of the source in RUN/code. Rows
+become RUN/data/*.jsonl. Objects without a reference, such as those with state, are used directly and noted in the
+config.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from toolwise.types import Task
 
 @dataclass(slots=True)
 class RunInputs:
-    """A run's configuration, and what it names: files that must be in the run's folder before anything loads them."""
+    """A run's configuration, and the files it refers to, which must be written before anything loads them."""
 
     folder: Path
     config: RunConfig
-    """What to build the run from, beside the objects given in Python."""
+    """The settings to build the run from, together with the Python objects."""
     recorded: RunConfig
-    """What config.toml says: the same, with those objects by name."""
+    """The settings for config.toml: the same, with references to those objects."""
     files: dict[str, bytes] = field(default_factory=dict)
     """Contents by path within the folder."""
     notes: list[str] = field(default_factory=list)
@@ -49,52 +50,52 @@ class RunInputs:
     _registered: list[tuple[Any, str]] = field(default_factory=list)
     _created: list[Path] = field(default_factory=list)
 
-    def add_tasks(self, which: str, given: str | Path | Sequence[Any] | None, tasks: Sequence[Task] | None) -> None:
-        """`which` is "train" or "val"; a path is recorded as it is, rows are copied."""
-        if given is None or tasks is None:
+    def add_tasks(self, which: str, argument: str | Path | Sequence[Any] | None, tasks: Sequence[Task] | None) -> None:
+        """`which` is "train" or "val"; a path is recorded as is, rows are copied."""
+        if argument is None or tasks is None:
             return
         limit = "limit" if which == "train" else "val_limit"
-        changed: dict[str, Any] = {which: None, limit: None}  # a limit is for the configuration's own file
-        if isinstance(given, str | Path):
-            changed[which] = Path(given)
+        update: dict[str, Any] = {which: None, limit: None}  # the limit applies only to the file in the config
+        if isinstance(argument, str | Path):
+            update[which] = Path(argument)
         else:
             try:
                 self.files[f"data/{which}.jsonl"] = tasks_to_jsonl(tasks, which).encode("utf-8", "backslashreplace")
-                changed[which] = self.folder / "data" / f"{which}.jsonl"
+                update[which] = self.folder / "data" / f"{which}.jsonl"
             except DataError as fault:
                 self.notes.append(f"data.{which} is not recorded: {fault}")
-        self._record("data", self.recorded.data.model_copy(update=changed))
+        self._record("data", self.recorded.data.model_copy(update=update))
 
-    def add_tools(self, given: Sequence[Any] | Callable[..., Any] | None) -> None:
-        entries = [self._tool_entry(entry) for entry in as_entries(given)]
+    def add_tools(self, tools: Sequence[Any] | Callable[..., Any] | None) -> None:
+        entries = [self._tool_entry(entry) for entry in as_entries(tools)]
         self._record("tools", [*self.recorded.tools, *entries])
 
-    def add_reward(self, given: Any) -> None:
-        """A function, a reference or a `Reward`; a list of them, or of pairs with a weight, is a sum of parts."""
-        if given is None:
+    def add_reward(self, reward: Any) -> None:
+        """A function, a reference or a `Reward`; a list of them, or of (reward, weight) pairs, is a sum of parts."""
+        if reward is None:
             return
-        several = isinstance(given, list | tuple)
+        several = isinstance(reward, list | tuple)
         kwargs = self.recorded.reward.kwargs
-        found = [
+        parts = [
             RewardPart(
                 function=self._reward_reference(part),
                 kwargs={**(part.kwargs if isinstance(part, Reward) else {}), **kwargs},
                 weight=weight,
             )
-            for part, weight in (weighted_sources(given) if several else [(given, 1.0)])
+            for part, weight in (weighted_sources(reward) if several else [(reward, 1.0)])
         ]
         if several:
-            changed: dict[str, Any] = {"function": "", "kwargs": {}, "parts": found}
+            update: dict[str, Any] = {"function": "", "kwargs": {}, "parts": parts}
         else:
-            changed = {"function": found[0].function, "kwargs": found[0].kwargs, "parts": []}
-        self._record("reward", self.recorded.reward.model_copy(update=changed))
+            update = {"function": parts[0].function, "kwargs": parts[0].kwargs, "parts": []}
+        self._record("reward", self.recorded.reward.model_copy(update=update))
 
-    def add_env(self, given: Any) -> None:
-        """A name or a reference, or a class or function, which is loaded by its reference here too."""
-        if given is None:
+    def add_env(self, source: Any) -> None:
+        """A name, a reference, or a class or function, which this process also loads by its reference."""
+        if source is None:
             return
         try:
-            name = given if isinstance(given, str) else self._reference(given, "env")
+            name = source if isinstance(source, str) else self._reference(source, "env")
         except ToolwiseError as fault:
             raise ConfigError(f"env: {fault}") from None
         env = self.recorded.env.model_copy(update={"name": name})
@@ -102,44 +103,44 @@ class RunInputs:
         self.config = self.config.model_copy(update={"env": env})
 
     def check_files(self) -> None:
-        """Whether a run that is resumed was given the same rows and the same cells as when it began."""
+        """Raise if a resumed run was given other rows or notebook cells than when it started."""
         for name, data in self.files.items():
             path = self.folder / name
             if path.exists() and path.read_bytes() != data:
-                what = "other data" if name.startswith("data/") else "another definition"
+                what = "the data differs" if name.startswith("data/") else "the definition differs"
                 raise ConfigError(
-                    f"cannot resume {self.folder}: it was given {what} than {path} holds; use a new out, or go on with "
+                    f"cannot resume {self.folder}: {what} from {path}; use a new out, or continue with "
                     "what the folder has: toolwise.resume(folder)"
                 )
 
     def write(self) -> None:
-        """Bring the files into the folder, and tell workers where to find the functions in them."""
+        """Write the files, and register the functions in them so that workers can find them."""
         paths = {self.folder / name: data for name, data in self.files.items()}
-        around = [folder for path in paths for folder in (path, path.parent, self.folder)]
-        self._created = [path for path in dict.fromkeys(around) if not path.exists()]
+        to_create = [folder for path in paths for folder in (path, path.parent, self.folder)]
+        self._created = [path for path in dict.fromkeys(to_create) if not path.exists()]
         try:
             for path, data in paths.items():
                 write_atomic(path, data, private=path.parent.name == "code")
         except OSError as fault:
-            raise ConfigError(f"{self.folder} cannot be written ({fault.strerror}): choose another --out") from fault
+            raise ConfigError(f"cannot write to {self.folder} ({fault.strerror}): choose another --out") from fault
         for target, reference in self._registered:
             register(target, reference)
 
     def discard(self) -> None:
-        """Undo `write`: the run never began."""
+        """Undo `write`: the run did not start."""
         for target, _ in self._registered:
             unregister(target)
         for path in sorted(self._created, key=lambda path: -len(path.parts)):
-            with suppress(OSError):  # a folder that holds something else by now stays
+            with suppress(OSError):  # keep a folder that now holds other files
                 path.rmdir() if path.is_dir() else path.unlink()
 
     def _record(self, name: str, value: Any) -> None:
         self.recorded = self.recorded.model_copy(update={name: value})
 
-    def _reward_reference(self, given: Any) -> str:
-        if isinstance(given, Reward) and given.reference is not None:
-            return given.reference
-        target = given.function if isinstance(given, Reward) else given
+    def _reward_reference(self, reward: Any) -> str:
+        if isinstance(reward, Reward) and reward.reference is not None:
+            return reward.reference
+        target = reward.function if isinstance(reward, Reward) else reward
         if isinstance(target, str):
             return target
         name = getattr(target, "__name__", type(target).__name__)
@@ -149,7 +150,7 @@ class RunInputs:
             sandbox = self.config.reward.sandbox
             if sandbox.tier != "off" and getattr(target, "__module__", "") not in map(current_module, sandbox.trusted):
                 raise RewardError(
-                    f"reward {name}: a sandbox loads a reward from its file, and {fault}, "
+                    f"reward {name}: the sandbox loads a reward from its file, but {fault}, "
                     'or set reward.sandbox.tier = "off" to run it in this process'
                 ) from None
             return self._note_unnameable(f"the reward {name}", str(fault))
@@ -159,57 +160,57 @@ class RunInputs:
             return entry
         try:
             if isinstance(entry, Mapping):
-                terms = {key: value for key, value in entry.items() if key != "name"}
+                options = {key: value for key, value in entry.items() if key != "name"}
                 inner = self._tool_entry(entry.get("name"))
-                found = {**({"name": inner} if isinstance(inner, str) else inner), **terms}
+                table = {**({"name": inner} if isinstance(inner, str) else inner), **options}
             elif isinstance(entry, FunctionTool):
-                found = self._function_tool(entry)
+                table = self._function_tool(entry)
             elif isinstance(entry, BaseTool):
-                found = _builtin_entry(entry)
+                table = _builtin_entry(entry)
             else:
-                found = {"name": self._reference(entry, "tool")}
-            _check_serializable(found)
+                table = {"name": self._reference(entry, "tool")}
+            _check_serializable(table)
         except ToolwiseError as fault:
             name = entry.name if isinstance(entry, BaseTool) else getattr(entry, "__name__", repr(entry)[:60])
             return self._note_unnameable(f"the tool {name}", str(fault))
-        return str(found["name"]) if len(found) == 1 else found
+        return str(table["name"]) if len(table) == 1 else table
 
-    def _function_tool(self, made: FunctionTool[..., Any]) -> dict[str, Any]:
-        """A decorated function by its name; one that was made a tool by a call with its terms beside."""
-        function = unwrap_target(made)
-        if _definition_of(function) is made:
-            return {"name": self._reference(made, "tool")}
-        if made.name != getattr(function, "__name__", None):
-            raise ToolwiseError(f"its name is not the function's: write it as @tool(name={made.name!r}) above the def")
-        terms = {"description": made.tool_schema.function.description, "isolate": made.isolate, **made.config}
-        found = {"name": self._reference(function, "tool")}
-        return found | {key: value for key, value in terms.items() if value is not None}
+    def _function_tool(self, tool: FunctionTool[..., Any]) -> dict[str, Any]:
+        """A decorated function by its name alone; a function wrapped by calling `tool(…)` with its options."""
+        function = unwrap_target(tool)
+        if _definition_of(function) is tool:
+            return {"name": self._reference(tool, "tool")}
+        if tool.name != getattr(function, "__name__", None):
+            raise ToolwiseError(f"its name differs from the function's: use @tool(name={tool.name!r}) above the def")
+        options = {"description": tool.tool_schema.function.description, "isolate": tool.isolate, **tool.config}
+        entry = {"name": self._reference(function, "tool")}
+        return entry | {key: value for key, value in options.items() if value is not None}
 
     def _reference(self, target: Any, kind: str) -> str:
-        """How another process finds `target`; copies its source where there is no file to load it from."""
-        found = unwrap_target(target)
-        if not isinstance(found, FunctionType | type):
-            raise ToolwiseError(f"{type(target).__name__} objects have no name to load them by; write a function")
-        script = None if lacks_file(found) else _unguarded_script(found)
-        if not lacks_file(found) and script is None:
-            return _named_reference(found)
+        """The reference by which another process loads `target`; copies the source if there is no file to load."""
+        definition = unwrap_target(target)
+        if not isinstance(definition, FunctionType | type):
+            raise ToolwiseError(f"a {type(target).__name__} object cannot be loaded by name; write a function")
+        script = None if lacks_file(definition) else _unguarded_script(definition)
+        if not lacks_file(definition) and script is None:
+            return _named_reference(definition)
         try:
             source = collect_source(target)
         except ToolwiseError as fault:
             if script is None:
                 raise
             guard = 'put what it runs under `if __name__ == "__main__":`'
-            raise ToolwiseError(f"loading {script.name} again would run it: {guard}; {fault}") from None
-        name = f"code/{kind}_{found.__name__}.py"
+            raise ToolwiseError(f"importing {script.name} would run it again: {guard}; {fault}") from None
+        name = f"code/{kind}_{definition.__name__}.py"
         if self.files.setdefault(name, source.encode()) != source.encode():
-            raise ToolwiseError(f"there are two of the name {found.__name__}; rename one of them")
-        reference = f"{self.folder / name}:{found.__name__}"
-        self._registered.append((found, reference))
+            raise ToolwiseError(f"two objects are named {definition.__name__}; rename one of them")
+        reference = f"{self.folder / name}:{definition.__name__}"
+        self._registered.append((definition, reference))
         return reference
 
     def _note_unnameable(self, what: str, reason: str) -> str:
         self.notes.append(
-            f"{what} cannot be named in config.toml: {reason}; this run uses it as it is, commands on its folder cannot"
+            f"{what} cannot be recorded in config.toml: {reason}; this run can use it, commands on its folder cannot"
         )
         return f"{GIVEN_IN_PYTHON}{what}"
 
@@ -224,7 +225,7 @@ def gather_inputs(
     reward: Any = None,
     env: Any = None,
 ) -> RunInputs:
-    """Nothing is written yet. `tasks` and `val` are what was given, and the tasks in it."""
+    """Collect the inputs without writing anything. `tasks` and `val` are pairs (argument, tasks loaded from it)."""
     inputs = RunInputs(Path(realpath(folder)), config, config)
     inputs.add_tasks("train", *tasks)
     inputs.add_tasks("val", *val)
@@ -234,38 +235,38 @@ def gather_inputs(
     return inputs
 
 
-def _named_reference(found: Any) -> str:
-    """`package.module:name` where that can be imported from anywhere, else the file and the name in it."""
-    name, module = found.__qualname__, sys.modules.get(found.__module__)
+def _named_reference(target: Any) -> str:
+    """`package.module:name` if it can be imported from anywhere, else `file.py:name`."""
+    name, module = target.__qualname__, sys.modules.get(target.__module__)
     if "<" in name:
-        what = "a lambda" if "<lambda>" in name else f"{found.__name__} is defined inside a function, so it"
-        raise ToolwiseError(f"{what} cannot be loaded by another process; write it as a def at the top of a file")
-    if _definition_of(found) is None:
-        raise ToolwiseError(f"{found.__module__} has no {name} any more; write it as a def at the top of a file")
-    if isinstance(found, type) and getattr(module, "__file__", None) is None:  # a class of Python itself
-        return f"{found.__module__}:{name}"
-    file = Path(str(getattr(module, "__file__", None) or found.__code__.co_filename)).resolve()
+        what = "a lambda" if "<lambda>" in name else f"{target.__name__} is defined inside a function, so it"
+        raise ToolwiseError(f"{what} cannot be loaded by another process; define it at the top level of a file")
+    if _definition_of(target) is None:
+        raise ToolwiseError(f"{target.__module__} no longer has {name}; define it at the top level of a file")
+    if isinstance(target, type) and getattr(module, "__file__", None) is None:  # a built-in class
+        return f"{target.__module__}:{name}"
+    file = Path(str(getattr(module, "__file__", None) or target.__code__.co_filename)).resolve()
     folders = [*(Path(folder).resolve() for folder in library_folders()), package_folder()]
     installed = any(file.is_relative_to(folder) for folder in folders)
-    in_package = "." in found.__module__ and (file.parent / "__init__.py").is_file()  # where imports may be relative
-    return f"{found.__module__}:{name}" if installed or in_package else f"{file}:{name}"
+    in_package = "." in target.__module__ and (file.parent / "__init__.py").is_file()  # imports in it may be relative
+    return f"{target.__module__}:{name}" if installed or in_package else f"{file}:{name}"
 
 
-def _definition_of(found: Any) -> Any:
-    """What stands where a function or class says that it is defined; None where that is something else."""
-    module: ModuleType | None = sys.modules.get(found.__module__)
-    space = getattr(found, "__globals__", None) or (vars(module) if module is not None else {})
-    first, *rest = found.__qualname__.split(".")
-    at = space.get(first)
+def _definition_of(target: Any) -> Any:
+    """The object found under a function's or class's qualified name; None if it is a different one."""
+    module: ModuleType | None = sys.modules.get(target.__module__)
+    namespace = getattr(target, "__globals__", None) or (vars(module) if module is not None else {})
+    first, *rest = target.__qualname__.split(".")
+    value = namespace.get(first)
     for part in rest:
-        at = getattr(at, part, None)
-    return at if at is not None and unwrap_target(at) is found else None
+        value = getattr(value, part, None)
+    return value if value is not None and unwrap_target(value) is target else None
 
 
-def _unguarded_script(found: Any) -> Path | None:
-    """The file of a script that would start its work again if it were loaded; None where it is not such a one."""
+def _unguarded_script(target: Any) -> Path | None:
+    """The script that defines `target` if importing it would run it again (no main guard), else None."""
     file = getattr(sys.modules["__main__"], "__file__", None)
-    if found.__module__ != "__main__" or file is None or has_main_guard(Path(file)):
+    if target.__module__ != "__main__" or file is None or has_main_guard(Path(file)):
         return None
     return Path(file)
 
@@ -273,12 +274,12 @@ def _unguarded_script(found: Any) -> Path | None:
 def _builtin_entry(tool: BaseTool) -> dict[str, Any]:
     name = next((name for name, kind in TOOLS.items() if type(tool) is kind), None)
     if name is None or tool.tool_schema != TOOLS[name](dict(tool.config)).tool_schema:
-        raise ToolwiseError(f"it is a {type(tool).__name__} object, which only this process has; give its class")
+        raise ToolwiseError(f"it is a {type(tool).__name__} object that exists only in this process; pass its class")
     return {"name": name, **tool.config}
 
 
 def _check_serializable(table: Mapping[str, Any]) -> None:
-    """Whether TOML can hold it."""
+    """Raise unless TOML can represent the table."""
     try:
         text = json.dumps(table, allow_nan=False)
     except (TypeError, ValueError) as fault:

@@ -1,4 +1,4 @@
-"""The loop, on one page: data ─► route ─► roll out ─► reward + align ─► annotate ─► credit ─► update."""
+"""The training loop: data ─► route ─► roll out ─► reward + align ─► annotate ─► credit ─► update."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from toolwise.types import CreditedRollout, Rollout, RouteDecision, ScoredRollou
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one turn of the wheel produced."""
+    """The result of one training step."""
 
     metrics: Metrics
     scored: list[ScoredRollout]
@@ -35,33 +35,33 @@ class StepResult:
 
 
 async def train_step(run: Run) -> StepResult:
-    """One turn of the wheel: each line feeds the next."""
-    began, left_before, drawn_before = time.perf_counter(), _abandoned_work(), _generation_counts(run)
+    """Run one training step."""
+    started, abandoned_before, generated_before = time.perf_counter(), _abandoned_work(), _generation_counts(run)
     with Watchdog() as watchdog:
         scored, usable, counts = await collect(run)
     rolled_out = time.perf_counter()
-    thought, thinking_metrics = await think(run, scored, usable)
-    credited, metrics = update_actor(run, usable, thought)
+    thinking, thinking_metrics = await think(run, scored, usable)
+    credited, metrics = update_actor(run, usable, thinking)
     metrics |= run.router.learn(scored) | thinking_metrics
     run.policy.version = run.learner.version
     run.queue.advance()
     run.progress.step += 1
-    ended = time.perf_counter()
-    figures = summarize(scored)
+    finished = time.perf_counter()
+    rollout_metrics = summarize(scored)
     times = {
-        "time/rollout_s": rolled_out - began,
-        "time/update_s": ended - rolled_out,
-        "time/step_s": ended - began,
-        "time/tokens_per_s": figures.get("tokens/sampled", 0.0) / max(rolled_out - began, 1e-9),
+        "time/rollout_s": rolled_out - started,
+        "time/update_s": finished - rolled_out,
+        "time/step_s": finished - started,
+        "time/tokens_per_s": rollout_metrics.get("tokens/sampled", 0.0) / max(rolled_out - started, 1e-9),
     }
-    left = {name: count - left_before[name] for name, count in _abandoned_work().items()}
-    left |= {name: count - drawn_before.get(name, 0.0) for name, count in _generation_counts(run).items()}
+    counters = {name: count - abandoned_before[name] for name, count in _abandoned_work().items()}
+    counters |= {name: count - generated_before.get(name, 0.0) for name, count in _generation_counts(run).items()}
     times |= {"time/blocks": float(watchdog.blocks), "time/blocked_s": watchdog.blocked_s}
-    return StepResult(metrics | figures | counts | left | times, scored, credited)
+    return StepResult(metrics | rollout_metrics | counts | counters | times, scored, credited)
 
 
 def _generation_counts(run: Run) -> Metrics:
-    """What generating has taken since this process began: tokens computed and found again, retries, transfers."""
+    """Generation counters since the process started: computed and cached tokens, retries, transfers."""
     counts = run.policy.metrics() if hasattr(run.policy, "metrics") else {}
     return {name: count for name, count in counts.items() if name not in _GAUGE_METRICS}
 
@@ -70,7 +70,7 @@ _GAUGE_METRICS = {"policy/version", "engine/blocks", "engine/blocks_in_use"}
 
 
 def _abandoned_work() -> Metrics:
-    """What did not end when it was told to, since this process began."""
+    """Counts of calls that did not stop when cancelled, since the process started."""
     return {
         "tools/abandoned": float(sum(abandoned_counts().values())),
         "tools/workers_killed": float(isolation.shared_pool().killed),
@@ -78,7 +78,7 @@ def _abandoned_work() -> Metrics:
 
 
 async def collect(run: Run) -> tuple[list[ScoredRollout], list[ScoredRollout], Metrics]:
-    """A step's rollouts: all of them, those to learn from, and what was left out and why."""
+    """Collect a step's rollouts; return all of them, those to train on, and counts of dropped groups."""
     algorithm, batch_size = run.config.algorithm, run.config.data.batch_size
     scored: list[ScoredRollout] = []
     usable: list[ScoredRollout] = []
@@ -94,7 +94,7 @@ async def collect(run: Run) -> tuple[list[ScoredRollout], list[ScoredRollout], M
             run.queue.return_unused(len(tasks))
         rollouts = await roll_out(run, decisions)
         batch = await score(run, rollouts)
-        kept, share, lost = select_groups(
+        selected, share, n_dropped = select_groups(
             batch,
             keeps_equal=lambda score: (
                 algorithm.zero_std_groups == "keep" or learns_from_equal_scores(run.estimator, score)
@@ -104,9 +104,9 @@ async def collect(run: Run) -> tuple[list[ScoredRollout], list[ScoredRollout], M
             totals=partial(total_rewards, **reward_settings(run.estimator)),
         )
         scored += batch
-        usable += kept
+        usable += selected
         shares.append(share)
-        dropped += lost
+        dropped += n_dropped
         prompt_of |= {d.group_id: d.prompt_id or d.group_id for d in decisions}
         if len({prompt_of[s.rollout.group_id] for s in usable}) >= batch_size:
             break
@@ -119,23 +119,23 @@ async def collect(run: Run) -> tuple[list[ScoredRollout], list[ScoredRollout], M
 
 
 async def roll_out(run: Run, decisions: Sequence[RouteDecision]) -> list[Rollout]:
-    """Rollouts through the queue, a prompt at a time with all its routes, in the order of their admission."""
+    """Generate rollouts through the queue: per prompt with all its routes, in order of admission."""
     prompts: dict[str, list[int]] = defaultdict(list)
-    for place, decision in enumerate(decisions):
-        prompts[decision.prompt_id or decision.group_id].append(place)
-    prompt_of = {place: prompt for prompt, places in prompts.items() for place in places}
+    for index, decision in enumerate(decisions):
+        prompts[decision.prompt_id or decision.group_id].append(index)
+    prompt_of = {index: prompt for prompt, indices in prompts.items() for index in indices}
 
     async def produce() -> None:
         try:
             tickets = {prompt: await run.queue.admit() for prompt in prompts}
-            whole: dict[str, list[Rollout]] = defaultdict(list)
-            missing = {prompt: len(places) for prompt, places in prompts.items()}
+            collected: dict[str, list[Rollout]] = defaultdict(list)
+            missing = {prompt: len(indices) for prompt, indices in prompts.items()}
             async for group in run.scheduler.groups(decisions, do_sample=run.config.rollout.do_sample):
                 prompt = prompt_of[group[0].batch_data_id]
-                whole[prompt] += group
+                collected[prompt] += group
                 missing[prompt] -= 1
                 if not missing[prompt]:
-                    rollouts = sorted(whole.pop(prompt), key=lambda r: (r.batch_data_id, r.rollout_offset))
+                    rollouts = sorted(collected.pop(prompt), key=lambda r: (r.batch_data_id, r.rollout_offset))
                     run.queue.put(tickets[prompt], rollouts)
         except Exception as fault:
             run.queue.fail(fault)
@@ -144,18 +144,18 @@ async def roll_out(run: Run, decisions: Sequence[RouteDecision]) -> list[Rollout
     try:
         deliveries = await run.queue.take(len(prompts))
     finally:
-        producer.cancel()  # done, unless somebody ended the waiting
+        producer.cancel()  # already done, unless this coroutine was cancelled
         await asyncio.wait({producer})
     return [rollout for delivery in deliveries for rollout in delivery.group]
 
 
 def update_actor(
-    run: Run, usable: Sequence[ScoredRollout], thought: ThinkingByRollout
+    run: Run, usable: Sequence[ScoredRollout], thinking: ThinkingByRollout
 ) -> tuple[list[CreditedRollout], Metrics]:
-    """The actor's lesson from what can be learned from; none where it is to stay as it is while the router learns."""
+    """Update the actor on `usable`; does nothing if only the router is trained."""
     if not run.config.router.train_actor:
         return [], {}
-    annotated = attach_thinking(run.learner.annotate(usable), thought)
+    annotated = attach_thinking(run.learner.annotate(usable), thinking)
     credited, metrics = credit(run.estimator, annotated)
     if run.thinking is not None:
         credited = annotate_added_rows(run.learner, credited)
@@ -165,16 +165,16 @@ def update_actor(
 async def think(
     run: Run, scored: Sequence[ScoredRollout], usable: Sequence[ScoredRollout]
 ) -> tuple[ThinkingByRollout, Metrics]:
-    """What the other thinking levels would have thought, where the run wants to know."""
+    """Run the thinking stage, if enabled: thoughts at the other levels, and metrics."""
     if run.thinking is None:
         return {}, {}
-    found = await run.thinking.think(scored, usable, training_step=run.progress.step)
+    result = await run.thinking.think(scored, usable, training_step=run.progress.step)
     run.thinking.end_step()
-    return found
+    return result
 
 
 async def score(run: Run, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
-    """Rewards for all, aligned to steps; the run stops only where too many could not be had."""
+    """Score all rollouts and align the rewards to steps; raises only if too many rewards failed."""
     rollouts = run.router.with_written_usage(rollouts)
     results = await run.scoring.evaluate(rollouts, step=run.progress.step)
     faults = [(r, result.error) for r, result in zip(rollouts, results, strict=True) if result.error is not None]
@@ -199,23 +199,23 @@ def select_groups(
     min_group_size: int = 2,
     totals: Callable[[Sequence[ScoredRollout]], Iterable[float]] = total_rewards,
 ) -> tuple[list[ScoredRollout], float, int]:
-    """What to learn from: rollouts that count, in groups of `min_group_size` or more, whose rewards differ.
+    """Select trainable rollouts in groups of at least `min_group_size` whose rewards differ.
 
-    `keeps_equal(score)`: keep a group whose rewards all equal `score`? `totals` gives the rewards that the estimator
-    compares. Gives also the share of groups without a difference to learn from (equal rewards, kept or not, and groups
-    too small to compare), and how many were dropped.
+    `keeps_equal(score)`: keep a group whose rewards all equal `score`? `totals` computes the rewards that the estimator
+    compares. Also returns the share of groups without a difference to learn from (equal rewards, kept or not, and
+    groups that are too small), and the number of dropped groups.
     """
     groups: dict[str, list[ScoredRollout]] = defaultdict(list)
     for s in scored:
         groups[s.rollout.group_id].append(s)
-    kept: list[ScoredRollout] = []
+    selected: list[ScoredRollout] = []
     flat = dropped = 0
     for members in groups.values():
-        cut = [s for s in members if mask_truncated and s.rollout.stop_reason.truncated]
-        valid = [s for s in members if s.trainable and s not in cut]
-        same = len(valid) >= 2 and len(set(totals(valid))) == 1
-        drop = len(valid) < min_group_size or (same and not keeps_equal(min(s.score for s in valid)))
-        flat += same or drop
+        truncated = [s for s in members if mask_truncated and s.rollout.stop_reason.truncated]
+        valid = [s for s in members if s.trainable and s not in truncated]
+        all_equal = len(valid) >= 2 and len(set(totals(valid))) == 1
+        drop = len(valid) < min_group_size or (all_equal and not keeps_equal(min(s.score for s in valid)))
+        flat += all_equal or drop
         dropped += drop
-        kept += [] if drop else valid
-    return kept, flat / max(1, len(groups)), dropped
+        selected += [] if drop else valid
+    return selected, flat / max(1, len(groups)), dropped

@@ -1,4 +1,4 @@
-"""From scored rollouts to the figures that people watch."""
+"""Metrics of scored rollouts, for training steps and validations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolwise.untrusted.bounds import MAX_DISTINCT_NAMES, MAX_METRICS, MAX_NAME_
 
 
 def summarize(scored: Sequence[ScoredRollout]) -> Metrics:
-    """One training step's rollouts."""
+    """Metrics of one training step's rollouts."""
     if not scored:
         return {}
     counted = [s for s in scored if s.result.has_valid_score]
@@ -43,14 +43,14 @@ def summarize(scored: Sequence[ScoredRollout]) -> Metrics:
     for reason, count in Counter(s.rollout.stop_reason.value for s in scored).items():
         metrics[f"stop/{reason}"] = count / len(scored)
     turns = Counter((step.policy_logprobs or {}).get("alignment") for s in scored for step in s.steps)
-    metrics |= {f"tokens/{how}": float(turns[how]) for how in ("clean", "realigned", "forked")}
+    metrics |= {f"tokens/{alignment}": float(turns[alignment]) for alignment in ("clean", "realigned", "forked")}
     for kind, count in Counter(s.result.error.kind for s in scored if s.result.error).items():
         metrics[f"reward/errors/{kind}"] = float(count)
     return metrics | fault_metrics(scored) | route_metrics(scored)
 
 
 def route_metrics(scored: Sequence[ScoredRollout]) -> Metrics:
-    """What came of each route: the share of rollouts that took it, their score and their cost."""
+    """For each route: the share of rollouts that took it, their mean score and cost."""
     routes: dict[str, list[ScoredRollout]] = defaultdict(list)
     for s in scored:
         if s.rollout.route is not None:
@@ -67,9 +67,9 @@ def route_metrics(scored: Sequence[ScoredRollout]) -> Metrics:
 
 
 def summarize_validation(scored: Sequence[ScoredRollout], held_out_tools: Collection[str] = ()) -> dict[str, Any]:
-    """A validation's figures: overall, and for each kind of task where tasks say their kind.
+    """Metrics of a validation: overall, and per kind of task if tasks have a kind.
 
-    With `held_out_tools`, tasks that name one of them are a kind of their own, beside all others.
+    With `held_out_tools`, there are two more kinds: tasks that name one of them ("unseen tools"), and the others.
     """
     kinds: dict[str, list[ScoredRollout]] = defaultdict(list)
     for s in scored:
@@ -79,36 +79,36 @@ def summarize_validation(scored: Sequence[ScoredRollout], held_out_tools: Collec
         kind = s.rollout.task.extra_info.get("kind")
         if kind is not None:
             kinds[truncate_text(str(kind), MAX_NAME_CHARS)].append(s)
-    by_kind = {kind: _figures(kinds[kind]) for kind in _most_common(kinds, MAX_DISTINCT_NAMES)}
-    return _figures(scored) | route_metrics(scored) | {"by_kind": by_kind}
+    by_kind = {kind: _group_metrics(kinds[kind]) for kind in _most_common(kinds, MAX_DISTINCT_NAMES)}
+    return _group_metrics(scored) | route_metrics(scored) | {"by_kind": by_kind}
 
 
-def validation_metrics(figures: Mapping[str, Any]) -> Metrics:
-    """The same, flat: eval/correct, eval/lookup/correct, …"""
-    flat = {f"eval/{name}": float(v) for name, v in figures.items() if isinstance(v, int | float)}
-    for kind, part in figures["by_kind"].items():
-        flat |= {f"eval/{kind}/{name}": float(v) for name, v in part.items()}
-    return flat
+def validation_metrics(summary: Mapping[str, Any]) -> Metrics:
+    """The result of `summarize_validation` as flat metrics: eval/correct, eval/lookup/correct, …"""
+    metrics = {f"eval/{name}": float(v) for name, v in summary.items() if isinstance(v, int | float)}
+    for kind, part in summary["by_kind"].items():
+        metrics |= {f"eval/{kind}/{name}": float(v) for name, v in part.items()}
+    return metrics
 
 
-def _figures(scored: Sequence[ScoredRollout]) -> dict[str, Any]:
-    """There is no score where nothing could be scored: a 0 would read as a bad model."""
+def _group_metrics(scored: Sequence[ScoredRollout]) -> dict[str, Any]:
+    """Has no score if nothing could be scored: a 0 would suggest a bad model."""
     counted = [s for s in scored if s.result.has_valid_score]
-    own = {
+    totals = {
         "cost": mean([s.rollout.usage.cost for s in scored]),
         "tokens": mean([float(s.rollout.usage.sampled_tokens) for s in scored]),
         "errors": sum(not s.result.has_valid_score or is_faulty(s) for s in scored),
     }
     too_long = sum(s.rollout.stop_reason is StopReason.PROMPT_TOO_LONG for s in scored)
-    own |= {StopReason.PROMPT_TOO_LONG.value: too_long} if too_long else {}
-    first = {"n": len(scored)} | ({"score": mean([s.score for s in counted])} if counted else {})
-    taken = {"n", "score", "by_kind", *own}
+    totals |= {StopReason.PROMPT_TOO_LONG.value: too_long} if too_long else {}
+    head = {"n": len(scored)} | ({"score": mean([s.score for s in counted])} if counted else {})
+    reserved = {"n", "score", "by_kind", *totals}
     by_name = reported_metrics(counted)
-    return first | {name: mean(by_name[name]) for name in _most_common(by_name) if name not in taken} | own
+    return head | {name: mean(by_name[name]) for name in _most_common(by_name) if name not in reserved} | totals
 
 
 def reported_metrics(counted: Sequence[ScoredRollout]) -> dict[str, list[float]]:
-    """The values of each metric that the reward reports."""
+    """The values of each metric that the reward reported."""
     values: dict[str, list[float]] = defaultdict(list)
     for s in counted:
         for name, metric in s.result.metrics.items():
@@ -117,9 +117,9 @@ def reported_metrics(counted: Sequence[ScoredRollout]) -> dict[str, list[float]]
     return dict(sorted(values.items()))
 
 
-def _most_common(by_name: Mapping[str, Sequence[object]], most: int = MAX_METRICS) -> list[str]:
-    """The names with most values, in order: a reward may report other metrics of every rollout."""
-    return sorted(sorted(by_name, key=lambda name: (-len(by_name[name]), name))[:most])
+def _most_common(by_name: Mapping[str, Sequence[object]], limit: int = MAX_METRICS) -> list[str]:
+    """The names with the most values, sorted. Limited because a reward may report different metrics per rollout."""
+    return sorted(sorted(by_name, key=lambda name: (-len(by_name[name]), name))[:limit])
 
 
 def mean(values: Sequence[float]) -> float:
@@ -127,5 +127,5 @@ def mean(values: Sequence[float]) -> float:
 
 
 def std(values: Sequence[float]) -> float:
-    centre = mean(values)
-    return math.sqrt(mean([(x - centre) ** 2 for x in values]))
+    center = mean(values)
+    return math.sqrt(mean([(x - center) ** 2 for x in values]))

@@ -1,4 +1,4 @@
-"""Rollouts as they are kept: readable JSON lines, with tokens and log-probs beside them in safetensors."""
+"""Writes rollouts to disk: readable JSON lines, with tokens and log-probs in a safetensors file next to them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from toolwise.untrusted.bounds import MAX_WARNINGS
 
 
 def rollout_record(scored: ScoredRollout, credited: CreditedRollout | None = None) -> dict[str, Any]:
-    """One rollout as one JSON object; advantages where the update used it."""
+    """One rollout as a JSON object, with advantages if the update used it."""
     rollout, result = scored.rollout, scored.result
     steps = credited.steps if credited is not None else scored.steps
     return {
@@ -53,7 +53,7 @@ def rollout_record(scored: ScoredRollout, credited: CreditedRollout | None = Non
 def write_records(
     folder: Path, name: str, scored: Sequence[ScoredRollout], credited: Sequence[CreditedRollout]
 ) -> None:
-    """`name`.jsonl and `name`.safetensors; each appears whole or not at all."""
+    """Write `name`.jsonl and `name`.safetensors, each atomically."""
     by_id = {c.rollout.rollout_id: c for c in credited}
     folder.mkdir(parents=True, exist_ok=True)
     _write_tokens(folder / f"{name}.safetensors", [(s.rollout.rollout_id, s.steps) for s in scored])
@@ -62,12 +62,12 @@ def write_records(
 
 
 def _first_warnings(warnings: Sequence[str]) -> list[str]:
-    more = len(warnings) - MAX_WARNINGS
-    return [*warnings[:MAX_WARNINGS], *([f"… and {more:,} more"] if more > 0 else ())]
+    omitted = len(warnings) - MAX_WARNINGS
+    return [*warnings[:MAX_WARNINGS], *([f"… and {omitted:,} more"] if omitted > 0 else ())]
 
 
 def _write_tokens(path: Path, rollouts: Iterable[tuple[str, Sequence[StepData]]]) -> None:
-    """Flat arrays over all steps; `steps` in the metadata names (rollout, step) in the order of the offsets."""
+    """Flat arrays over all steps; `steps` in the metadata lists (rollout, step) in the order of the offsets."""
     import numpy as np
     from safetensors.numpy import save
 
@@ -89,12 +89,12 @@ def _write_tokens(path: Path, rollouts: Iterable[tuple[str, Sequence[StepData]]]
 
 
 def write_atomic(path: Path, data: bytes, *, private: bool = False) -> None:
-    """A file that is there whole or not at all, whenever the process dies; `private` is for its owner alone."""
+    """Write a file that exists completely or not at all, even if the process dies; `private`: mode 0600."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    aside.unlink(missing_ok=True)
-    with open(aside, "wb", opener=lambda name, flags: os.open(name, flags, 0o600 if private else 0o666)) as file:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, 0o600 if private else 0o666)) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    aside.replace(path)
+    temporary.replace(path)

@@ -1,4 +1,4 @@
-"""What a run is made of, and how it is put together from a configuration or from Python objects."""
+"""`Run`: the parts of a training run, and how they are built from a configuration and Python objects."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ log = logging.getLogger("toolwise")
 
 @dataclass(slots=True)
 class Progress:
-    """How far a run has come; survives a crash with the rest of its state."""
+    """The progress of a run; saved in checkpoints."""
 
     step: int = 0
     seconds: float = 0.0
@@ -53,17 +53,17 @@ class Progress:
     last: dict[str, Any] | None = None
     """The latest validation."""
     last_step: int | None = None
-    """Its step; None where there was none, or an older version wrote the checkpoint."""
+    """Its step; None before the first validation, or if an older version wrote the checkpoint."""
     best: float | None = None
-    """`trainer.best_metric` of the best one, more being better."""
+    """`trainer.best_metric` of the best validation; higher is better."""
     best_overspend: float = 0.0
-    """By how much the best one exceeds the router's budget: routing/overspend.py."""
+    """How much the best validation exceeds the router's budget: see routing/overspend.py."""
     diagnosis: Diagnosis = field(default_factory=Diagnosis)
     faults: FaultRates = field(default_factory=FaultRates)
 
     @property
     def best_rank(self) -> tuple[float, float] | None:
-        """Of the best validation, as `checkpoint.rank` ranks them."""
+        """`checkpoint.ranking_key` of the best validation."""
         return None if self.best is None else (self.best_overspend, -self.best)
 
     @best_rank.setter
@@ -84,7 +84,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Every stage of the loop, ready to work."""
+    """Every part that the training loop uses."""
 
     config: RunConfig
     batches: Batches
@@ -99,21 +99,21 @@ class Run:
     queue: RolloutQueue[list[Rollout]]
     progress: Progress = field(default_factory=Progress)
     thinking: ThinkingStage | None = None
-    """Thinks steps over again at other levels, where `algorithm.rlvcr.enable` is set."""
+    """Writes thoughts at the other levels; None unless `algorithm.rlvcr.enable` is set."""
 
     def startup_findings(self) -> list[Finding]:
-        """What is known before the first step to keep the run from learning."""
+        """Problems, known before the first step, that would keep the run from learning."""
         tasks, held_out = self.batches.tasks, self.validation_tasks
         return startup_findings(self.config, self.scoring.rewards, self.scheduler.tools, train=tasks, held_out=held_out)
 
     def close(self) -> None:
-        """Ends the worker processes of rewards and tools, and a generation server of our own."""
+        """Stop the worker processes of rewards and tools, and the generation server if we started one."""
         self.policy.close()
         self.scoring.close()
         isolation.close()
 
     def registry(self) -> StateRegistry:
-        """Everything that must survive a crash, registered in this one place."""
+        """All state that must survive a crash."""
         registry = StateRegistry()
         registry.register("actor", self.learner)
         registry.register("batches", self.batches)
@@ -134,13 +134,13 @@ def assemble(
     tools: Sequence[Any] | Callable[..., Any] | None = None,
     reward: RewardSources | None = None,
 ) -> Run:
-    """A run from its configuration; what is given in Python takes the place of what the file names.
+    """Build a run from its configuration; Python arguments override what the file names.
 
-    Everything that can be wrong with the input is found here, before any work is done.
+    All errors in the input are found here, before any work is done.
     """
     announce("starting the tools")
-    found_tools = build_tools([*config.tools, *as_entries(tools)])
-    announce("starting the sandbox of the reward")
+    tool_objects = build_tools([*config.tools, *as_entries(tools)])
+    announce("starting the reward sandbox")
     scoring = build_scoring(config.reward, reward)
     try:
         announce("reading the tasks")
@@ -150,17 +150,17 @@ def assemble(
         )
         train, held_out = attach_labels(config, train), attach_labels(config, held_out)
         for task in (*train, *held_out):
-            check_task_tools(task, found_tools, env=config.env.name)
-        check_routable(config, found_tools, train)
+            check_task_tools(task, tool_objects, env=config.env.name)
+        check_routable(config, tool_objects, train)
         scoring.check([*train, *held_out])
         batches = Batches(
-            without_held_out_tools(train, found_tools, config.multi_turn.held_out_tools),
+            without_held_out_tools(train, tool_objects, config.multi_turn.held_out_tools),
             config.data.batch_size,
             seed=config.seed,
             shuffle=config.data.shuffle,
             drop_last=config.data.drop_last,
         )
-        return _assemble_with_model(config, batches, held_out, found_tools, scoring)
+        return _assemble_with_model(config, batches, held_out, tool_objects, scoring)
     except BaseException:
         scoring.close()
         raise
@@ -205,22 +205,21 @@ def _assemble_with_model(
 
 
 def check_tool_prompt(config: RunConfig, chat: ChatTokenizer) -> None:
-    """How the model is told of the run's tools; a run whose model cannot be told, or cannot see calls and results, is
-    refused."""
+    """Log how tools are presented to the model; raise if its template cannot show tools, calls or results."""
     prompt = chat.tool_prompt
     if prompt.where == "nowhere":
         raise ConfigError(
             f"the chat template of {chat.name} {prompt.reason}, and rollout.tool_prompt = "
             f'"{config.rollout.tool_prompt}" with rollout.tool_parser = "{config.rollout.tool_parser}" does not show '
-            'them otherwise: use tool_prompt = "auto" and a parser that reads calls, such as hermes'
+            'them either: use tool_prompt = "auto" and a parser that reads calls, such as hermes'
         )
     if not prompt.usable:
         raise ConfigError(
             f"the chat template of {chat.name} {prompt.reason}: "
             + (
-                'use rollout.tool_prompt = "auto", which writes them as text where it can'
+                'use rollout.tool_prompt = "auto", which writes them as text if it can'
                 if config.rollout.tool_prompt == "template"
-                else "written as text they are lost too, so that tools cannot be used: use another chat template"
+                else "they are lost even when written as text, so tools cannot be used: use another chat template"
             )
         )
     log.info("%s", prompt.describe())
@@ -255,23 +254,23 @@ def _load_options(config: RunConfig) -> dict[str, Any]:
 
 
 def local_policy(config: RunConfig, path: str) -> LocalPolicy:
-    """The model at `path` in this process, on the device and in the precision that the configuration says."""
+    """Load the model at `path` in this process, on the configured device and with the configured dtype."""
     from toolwise.models import load_model, locate
 
     folder = locate(path)
     announce("importing PyTorch")
-    configure_threads(config)  # not before now: a fault in the input is told without waiting for torch
+    configure_threads(config)  # only now, so that input errors are reported without importing torch
     from toolwise.engine.grammar import grammar_from_config
     from toolwise.policies.local import LocalPolicy
 
     grammar = grammar_from_config(config.rollout.grammar)
     if grammar is not None and config.rollout.engine != "toolwise":
-        raise ConfigError(f'rollout.grammar needs rollout.engine = "toolwise", given "{config.rollout.engine}"')
+        raise ConfigError(f'rollout.grammar needs rollout.engine = "toolwise", got "{config.rollout.engine}"')
     announce(f"loading the model {path}")
     model, chat = load_model(path, **_load_options(config))
     set_thread_count(config, model)
     if model.device.type == "cpu" and config.model.dtype == "bfloat16":
-        raise ConfigError("model.dtype is bfloat16 on a CPU: many cannot multiply it, some crash; use float32")
+        raise ConfigError("model.dtype is bfloat16 on a CPU: many do not support it and some crash; use float32")
     rollout = config.rollout
     engine: Any = rollout.engine
     if engine == "vllm":
@@ -299,7 +298,7 @@ def sampling_from_config(config: RunConfig) -> Sampling:
 
 
 def build_scheduler(config: RunConfig, policy: AgentPolicy, tools: dict[str, BaseTool]) -> RolloutScheduler:
-    """Rollouts as the configuration wants them, with any policy."""
+    """The configured rollout scheduler, with any policy."""
     rollout, turns, limits = config.rollout, config.multi_turn, _limits(config, tools)
     return RolloutScheduler(
         policy,
@@ -320,7 +319,7 @@ def build_scheduler(config: RunConfig, policy: AgentPolicy, tools: dict[str, Bas
 def _env_factory(
     config: RunConfig, tools: dict[str, BaseTool], limits: Limits
 ) -> Callable[[RouteDecision], BaseEnv] | None:
-    """None where the tools are the world, which the scheduler makes by itself."""
+    """None if the environment consists of the tools alone, which the scheduler builds itself."""
     env, turns = config.env, config.multi_turn
     if env.name == "tools" and not env.interaction:
         return None
@@ -348,11 +347,11 @@ def _env_factory(
 
 
 def _limits(config: RunConfig, tools: dict[str, BaseTool]) -> Limits:
-    own = {name: tool.max_concurrent or config.multi_turn.max_concurrent_calls for name, tool in tools.items()}
+    limits = {name: tool.max_concurrent or config.multi_turn.max_concurrent_calls for name, tool in tools.items()}
     return Limits(
         model=Gate(config.rollout.max_concurrent_requests),
         env=Gate(config.rollout.max_concurrent_envs),
-        tools={name: Gate(limit) for name, limit in own.items() if limit is not None},
+        tools={name: Gate(limit) for name, limit in limits.items() if limit is not None},
     )
 
 
@@ -365,7 +364,7 @@ def estimator_from_config(config: RunConfig) -> AdvantageEstimator:
 
 
 def check_learnable(config: RunConfig) -> None:
-    """Settings under which nothing could ever be learned."""
+    """Raise for settings under which nothing could be learned."""
     check_thinking(config)
     if config.rollout.n < min_group_size(estimator_from_config(config)):
         raise ConfigError(
@@ -373,4 +372,4 @@ def check_learnable(config: RunConfig) -> None:
             "each other; use 2 or more"
         )
     if not config.rollout.do_sample:
-        raise ConfigError("rollout.do_sample is false: rollouts of one task would all be the same; set it to true")
+        raise ConfigError("rollout.do_sample is false: all rollouts of a task would be identical; set it to true")

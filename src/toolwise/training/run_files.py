@@ -1,4 +1,4 @@
-"""A run's folder before it is used: whose it is, its last whole checkpoint, and what a killed run left unfinished."""
+"""Checks and cleans up a run folder before use: which run it belongs to, its last valid checkpoint, partial files."""
 
 from __future__ import annotations
 
@@ -16,43 +16,43 @@ log = logging.getLogger("toolwise.training.trainer")
 
 
 def check_folder(out: Path, config: RunConfig, *, resume: bool) -> None:
-    """Whether a run under `config` may begin, or go on, in `out`. Nothing is changed."""
+    """Raise unless a run with `config` may start, or resume, in `out`. Changes nothing."""
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is a file: choose a folder for --out")
     if out.is_symlink() and not out.exists():
-        raise ConfigError(f"{out} is a link to nowhere: choose another --out")
+        raise ConfigError(f"{out} is a broken link: choose another --out")
     config_file = out / "config.toml"
     if config_file.exists():
         if not resume:
-            raise ConfigError(f"{out} already holds a run: add --resume to go on with it, or choose another --out")
+            raise ConfigError(f"{out} already holds a run: add --resume to continue it, or choose another --out")
         check_same_run(config, config_file)
     elif checkpoint.latest(out / "checkpoints", warnings_out=[]) is not None:
-        raise CheckpointError(f"{out} has checkpoints and no config.toml to tell whose: choose another --out")
+        raise CheckpointError(f"{out} has checkpoints but no config.toml: choose another --out")
     elif resume:
-        raise ConfigError(f"{out} holds no run to resume (no config.toml): leave --resume out to begin one there")
+        raise ConfigError(f"{out} holds no run to resume (no config.toml): omit --resume to start one there")
 
 
 def find_checkpoint(folder: Path) -> checkpoint.Checkpoint | None:
-    """The last whole one. Damaged ones are passed over, but never all of them: that would begin the run anew."""
+    """The last valid checkpoint. Damaged ones are skipped, unless all are: that would restart the run from scratch."""
     damaged: list[str] = []
-    found = checkpoint.latest(folder, warnings_out=damaged)
-    if found is None and damaged:
+    newest = checkpoint.latest(folder, warnings_out=damaged)
+    if newest is None and damaged:
         raise CheckpointError(f"cannot resume, all checkpoints are damaged: {damaged[0]}; or remove {folder}")
     for warning in damaged:
         log.warning("%s", warning)
-    return found
+    return newest
 
 
 def delete_rollouts_after(folder: Path, step: int) -> None:
     for path in folder.iterdir() if folder.is_dir() else ():
-        found = re.fullmatch(r"(?:step|eval)-(\d{6,})\.(?:jsonl|safetensors)", path.name)
-        if found is not None and int(found.group(1)) > step:
+        match = re.fullmatch(r"(?:step|eval)-(\d{6,})\.(?:jsonl|safetensors)", path.name)
+        if match is not None and int(match.group(1)) > step:
             path.unlink()
 
 
 def remove_partial_files(out: Path) -> None:
-    """Remove what a killed run was in the middle of writing."""
-    beside = (
+    """Remove files that a killed run left half-written."""
+    patterns = (
         ".config.toml.*.tmp",
         ".*.json.*.tmp",
         "metrics.jsonl.tmp",
@@ -62,7 +62,7 @@ def remove_partial_files(out: Path) -> None:
         "code/.*.tmp",
         "data/.*.tmp",
     )
-    for path in [path for pattern in beside for path in out.glob(pattern)]:
+    for path in [path for pattern in patterns for path in out.glob(pattern)]:
         path.unlink()
     for path in out.glob("checkpoints/step-*.tmp-*"):
         shutil.rmtree(path)

@@ -1,4 +1,4 @@
-"""A run's folder as the views read it: what is there so far, so that an unfinished run can be looked at."""
+"""Reads a run folder for the views and reports; works on unfinished runs too."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from toolwise.errors import CheckpointError
 from toolwise.training.trackers.jsonl import read_metrics
 
 Series = tuple[list[int], list[float]]
-"""Steps and values, in step order, without gaps: what was not finite is left out."""
+"""Steps and values in step order; non-finite values are omitted."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Reads as it is asked; `open_run` makes one."""
+    """A run folder whose files are read on demand; created by `open_run`."""
 
     path: Path
 
@@ -46,39 +46,39 @@ class RunFolder:
         try:
             summary = json.loads(file.read_bytes())
         except (ValueError, RecursionError) as error:
-            raise CheckpointError(f"{file}: not JSON ({error}); delete it to see the run without it") from None
+            raise CheckpointError(f"{file}: not JSON ({error}); delete it to view the run without it") from None
         return summary if isinstance(summary, dict) else None
 
     @cached_property
     def diagnosis(self) -> list[dict[str, Any]]:
-        """What was found to keep the run from learning: by its summary, or by what it has written so far."""
+        """Findings about why the run does not learn: from its summary, or from diagnosis.json while it is running."""
         file = self.path / "diagnosis.json"
         try:
-            found = json.loads(file.read_bytes()) if file.exists() else None
-        except (ValueError, RecursionError):  # it says nothing that the log has not said
-            found = None
-        found = (self.saved_summary or {}).get("diagnosis", found)
-        return [entry for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
+            findings = json.loads(file.read_bytes()) if file.exists() else None
+        except (ValueError, RecursionError):  # the log has the same findings
+            findings = None
+        findings = (self.saved_summary or {}).get("diagnosis", findings)
+        return [entry for entry in findings if isinstance(entry, dict)] if isinstance(findings, list) else []
 
     @property
     def finished(self) -> bool:
         summary = self.saved_summary or {}
-        if "total_steps" not in summary:  # an older version wrote it
+        if "total_steps" not in summary:  # written by an older version
             return bool(summary.get("after"))
         return not summary.get("interrupted") and summary.get("steps") == summary["total_steps"]
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """The run's own summary, filled up from the validation lines where the run has not come to it yet."""
-        known = dict(self.saved_summary or {})
+        """The run's summary; missing parts are filled in from the validation metrics of an unfinished run."""
+        summary = dict(self.saved_summary or {})
         lines = self._validation_lines()
-        if not known.get("before") and lines and (len(lines) > 1 or not lines[0].get("step")):
-            known["before"] = self._summarize(lines[0], self.rollouts_before)
-        if not known.get("after") and lines and (len(lines) > 1 or lines[0].get("step")):
-            known["after"] = self._summarize(lines[-1], self.rollouts_after)
-        if "steps" not in known and self.metrics:
-            known["steps"] = max(int(line.get("step") or 0) for line in self.metrics)
-        return known
+        if not summary.get("before") and lines and (len(lines) > 1 or not lines[0].get("step")):
+            summary["before"] = self._summarize(lines[0], self.rollouts_before)
+        if not summary.get("after") and lines and (len(lines) > 1 or lines[0].get("step")):
+            summary["after"] = self._summarize(lines[-1], self.rollouts_after)
+        if "steps" not in summary and self.metrics:
+            summary["steps"] = max(int(line.get("step") or 0) for line in self.metrics)
+        return summary
 
     @cached_property
     def rollouts_before(self) -> list[dict[str, Any]]:
@@ -87,7 +87,7 @@ class RunFolder:
 
     @cached_property
     def rollouts_after(self) -> list[dict[str, Any]]:
-        """The latest validation; empty while the only one is that before training."""
+        """Rollouts of the latest validation; empty while the only one is that before training."""
         files = self._rollout_files("eval")
         return read_metrics(files[-1]) if files and (len(files) > 1 or not _before_training(files)) else []
 
@@ -97,17 +97,17 @@ class RunFolder:
         return read_metrics(files[-1]) if files else []
 
     def series(self, *names: str) -> Series:
-        """The first of `names` that the run has logged, over the steps; the last word on a step counts."""
+        """The series of the first of `names` that the run has logged; the last value logged for a step counts."""
         for name in names:
-            found = {int(line["step"]): float(line[name]) for line in self.metrics if _has_finite(line, name)}
-            if found:
-                steps = sorted(found)
-                return steps, [found[step] for step in steps]
+            by_step = {int(line["step"]): float(line[name]) for line in self.metrics if _has_finite(line, name)}
+            if by_step:
+                steps = sorted(by_step)
+                return steps, [by_step[step] for step in steps]
         return [], []
 
     @property
     def kinds(self) -> list[str]:
-        """Kinds of task that both validations, or the one there is, report on."""
+        """Kinds of task that either validation reports."""
         sides = [self.summary.get(side) or {} for side in ("before", "after")]
         return list(dict.fromkeys(kind for side in sides for kind in side.get("by_kind") or {}))
 
@@ -122,18 +122,18 @@ class RunFolder:
         by_kind: dict[str, dict[str, Any]] = {}
         for name, value in line.items():
             match name.split("/"):
-                case ["eval", *middle, ("correct" | "cost") as figure] if middle:
+                case ["eval", *middle, ("correct" | "cost") as metric] if middle:
                     kind = "/".join(middle)
                     n = sum(1 for r in rollouts if r.get("kind") == kind) or None
-                    by_kind.setdefault(kind, {"n": n})[figure] = value
-        figures = {name: line.get(f"eval/{name}") for name in ("score", "correct", "cost", "tokens")}
-        return {**figures, "by_kind": by_kind, "n": len(rollouts) or None, "step": line.get("step")}
+                    by_kind.setdefault(kind, {"n": n})[metric] = value
+        overall = {name: line.get(f"eval/{name}") for name in ("score", "correct", "cost", "tokens")}
+        return {**overall, "by_kind": by_kind, "n": len(rollouts) or None, "step": line.get("step")}
 
 
 def open_run(run_dir: str | os.PathLike[str]) -> RunFolder:
     path = Path(run_dir)
     if not path.is_dir():
-        raise CheckpointError(f"{path}: no such run folder; give the folder that a run wrote its metrics.jsonl into")
+        raise CheckpointError(f"{path}: no such run folder; give the folder that holds the run's metrics.jsonl")
     return RunFolder(path)
 
 

@@ -1,4 +1,4 @@
-"""The rewards of a run and where they run: built from the configuration before any work is done."""
+"""Builds a run's rewards and their sandbox from the configuration, and scores rollouts with them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from toolwise.types import EvaluateResult, Rollout, Task
 
 RewardSource = str | Callable[..., Any] | Reward
 RewardSources = RewardSource | list[Any] | tuple[Any, ...]
-"""One reward, or several whose scores are added, each alone or as (reward, weight)."""
+"""One reward, or several whose scores are added; each may be a (reward, weight) pair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,31 +31,33 @@ class Scoring:
 
     rewards: CompositeReward
     sandbox: Sandbox | None
-    """None where no function is called: an episode's own earnings are looked up."""
+    """None if no function is called, because the rewards come from the episodes themselves."""
 
     async def evaluate(self, rollouts: Sequence[Rollout], *, step: int) -> list[EvaluateResult]:
-        """One result a rollout, in order. A rollout without an answer is not scored: its prompt is not an answer."""
+        """One result per rollout, in order. Rollouts in which the agent never acted are not scored."""
         answered = [rollout for rollout in rollouts if not rollout.unanswered]
         executor = RewardExecutor(self.sandbox)
         results = iter(await self.rewards.evaluate(executor, answered, step=step) if answered else [])
         return [_unscored_result(rollout) if rollout.unanswered else next(results) for rollout in rollouts]
 
     def set_print_callback(self, on_print: PrintCallback | None) -> None:
-        """Has `printed` told what the functions print from now on."""
+        """Call `on_print` with what the functions print from now on."""
         if self.sandbox is not None:
             self.sandbox.on_print = on_print
 
     def check(self, tasks: Sequence[Task]) -> None:
-        """Whether every function gets the arguments that it cannot do without."""
+        """Raise if a reward function has a required argument that nothing provides."""
         for part in self.rewards.parts:
             _check_arguments(part.reward, tasks)
 
     def describe(self) -> str:
-        """What the sandbox is, and who runs outside of it, in one line."""
+        """The sandbox, and the rewards that run outside of it, in one line."""
         if self.sandbox is None:
-            return "sandbox: none needed, since no function is called"
-        here = [part.reward.name for part in self.rewards.parts if part.reward.function is not None]
-        outside = f"; in the trainer's process: {', '.join(here)}" if here and self.sandbox.tier != "off" else ""
+            return "sandbox: none needed, no reward function is called"
+        in_process = [part.reward.name for part in self.rewards.parts if part.reward.function is not None]
+        outside = (
+            f"; in the trainer's process: {', '.join(in_process)}" if in_process and self.sandbox.tier != "off" else ""
+        )
         return f"{self.sandbox.describe()}{outside}"
 
     def close(self) -> None:
@@ -63,22 +65,22 @@ class Scoring:
             self.sandbox.close()
 
 
-def build_scoring(config: RewardConfig, given: RewardSources | None = None) -> Scoring:
-    """The reward or rewards given in Python, or the parts, or the one function that the configuration names."""
+def build_scoring(config: RewardConfig, rewards: RewardSources | None = None) -> Scoring:
+    """Build from the rewards given in Python, else from `reward.parts` or `reward.function` of the configuration."""
     sources: list[tuple[RewardSource, dict[str, Any], float]]
-    if isinstance(given, list | tuple):
-        sources = _list_sources(given, config.kwargs)
-    elif given is not None:
-        sources = [(given, config.kwargs, 1.0)]
+    if isinstance(rewards, list | tuple):
+        sources = _list_sources(rewards, config.kwargs)
+    elif rewards is not None:
+        sources = [(rewards, config.kwargs, 1.0)]
     elif config.parts and config.function:
-        raise ConfigError("reward.function and reward.parts are both given: make the function one of the parts")
+        raise ConfigError("reward.function and reward.parts are both set: make the function one of the parts")
     elif config.parts:
         sources = [(part.function, part.kwargs, part.weight) for part in config.parts]
     elif config.function:
         sources = [(config.function, config.kwargs, 1.0)]
     else:
         raise ConfigError("reward.function is missing: name one as package.module:function or path/to/file.py:function")
-    named = [part.name for part in config.parts] if given is None else []
+    named = [part.name for part in config.parts] if rewards is None else []
     names = part_names([source for source, _, _ in sources], named)
     functions = [source for source, _, _ in sources if not (isinstance(source, str) and source in EPISODE_REWARDS)]
     sandbox = _sandbox(config.sandbox) if functions else None
@@ -94,25 +96,27 @@ def build_scoring(config: RewardConfig, given: RewardSources | None = None) -> S
     return Scoring(CompositeReward(tuple(parts), config.combine), sandbox)
 
 
-def _list_sources(given: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[RewardSource, dict[str, Any], float]]:
-    pairs = weighted_sources(given)
+def _list_sources(rewards: Sequence[Any], kwargs: dict[str, Any]) -> list[tuple[RewardSource, dict[str, Any], float]]:
+    pairs = weighted_sources(rewards)
     if kwargs and len(pairs) > 1:
         raise ConfigError(
-            "reward.kwargs belongs to one reward, and several are given: give each its own with Reward.of(f, {…}), or "
-            "as [[reward.parts]] in the configuration"
+            "reward.kwargs applies to a single reward, but there are several: set kwargs per reward with "
+            "Reward.of(f, {…}), or as [[reward.parts]] in the configuration"
         )
     return [(source, dict(kwargs), weight) for source, weight in pairs]
 
 
-def weighted_sources(given: Sequence[Any]) -> list[tuple[RewardSource, float]]:
-    """The parts that `[a, b]`, `[(a, 0.5), "file.py:b"]` or one pair alone stands for."""
-    if not given:
-        raise ConfigError("reward is an empty list: give at least one function")
-    pairs: list[Any] = [one if _is_pair(one) else (one, 1.0) for one in ([given] if _is_pair(given) else given)]
+def weighted_sources(rewards: Sequence[Any]) -> list[tuple[RewardSource, float]]:
+    """(source, weight) pairs from `[a, b]`, `[(a, 0.5), "file.py:b"]` or a single pair."""
+    if not rewards:
+        raise ConfigError("reward is an empty list: pass at least one function")
+    pairs: list[Any] = [
+        part if _is_pair(part) else (part, 1.0) for part in ([rewards] if _is_pair(rewards) else rewards)
+    ]
     for source, _ in pairs:
         if not isinstance(source, str | Reward) and not callable(source):
             raise ConfigError(
-                f"reward: a part is a {type(source).__name__}; give functions, references such as file.py:name, or "
+                f"reward: a part is a {type(source).__name__}; pass functions, references such as file.py:name, or "
                 "(function, weight)"
             )
     return [(source, float(weight)) for source, weight in pairs]
@@ -135,22 +139,23 @@ def _sandbox(config: SandboxConfig) -> Sandbox:
 
 
 def _reward(source: RewardSource, kwargs: dict[str, Any], sandbox: Sandbox | None, config: SandboxConfig) -> Reward:
-    """Loaded here only where the user says so; else a worker loads it and says what it takes."""
+    """Load the reward in this process only if it is trusted or there is no sandbox; else a worker loads it and
+    reports its signature."""
     if isinstance(source, str) and source in EPISODE_REWARDS:
         return Reward.of(episode_reward(source), kwargs)
     if sandbox is None or config.tier == "off" or _module_of(source) in map(current_module, config.trusted):
         return Reward.of(source, kwargs)
-    given = {**source.kwargs, **kwargs} if isinstance(source, Reward) else dict(kwargs)
+    merged_kwargs = {**source.kwargs, **kwargs} if isinstance(source, Reward) else dict(kwargs)
     reference = source if isinstance(source, str) else _worker_reference(source)
     name = reference if isinstance(source, str) else _name_of(source)
-    return Reward(name, sandbox.signature_of(reference), given, reference=reference)
+    return Reward(name, sandbox.signature_of(reference), merged_kwargs, reference=reference)
 
 
 def _worker_reference(source: Callable[..., Any] | Reward) -> str:
     if isinstance(source, Reward):
         if source.reference is not None:
             return source.reference
-        assert source.function is not None  # it has one or the other
+        assert source.function is not None  # a Reward has a reference or a function
         source = source.function
     try:
         return reference_of(source)
@@ -163,7 +168,7 @@ def _name_of(source: Callable[..., Any] | Reward) -> str:
 
 
 def _module_of(source: RewardSource) -> str:
-    """The module of a reward, as `trusted` names it."""
+    """The module of a reward, as named in `reward.sandbox.trusted`."""
     if isinstance(source, Reward):
         source = source.reference or source.function or ""
     name = source.rpartition(":")[0] if isinstance(source, str) else str(getattr(source, "__module__", ""))
@@ -176,19 +181,22 @@ def _unscored_result(rollout: Rollout) -> EvaluateResult:
 
 
 def _check_arguments(reward: Reward, tasks: Sequence[Task]) -> None:
-    needed = reward.signature.missing_arguments({"step", "prompt_length", *reward.kwargs})
-    if not needed or not tasks:
+    required = reward.signature.missing_arguments({"step", "prompt_length", *reward.kwargs})
+    if not required or not tasks:
         return
     columns = [task_kwargs(reward, task) for task in tasks]
-    if reward.mode == "batch":  # a batch gets every column that any of its tasks has
-        missing = [(name, "no task has") for name in needed if not any(name in given for given in columns)]
+    if reward.mode == "batch":  # a batch call gets every column that any of its tasks has
+        missing = [(name, "no task has") for name in required if not any(name in available for available in columns)]
     else:
         lacking = (
-            (name, task) for task, given in zip(tasks, columns, strict=True) for name in needed if name not in given
+            (name, task)
+            for task, available in zip(tasks, columns, strict=True)
+            for name in required
+            if name not in available
         )
         missing = [(name, f"task {task.task_id} does not have") for name, task in lacking][:1]
     for name, who in missing:
         raise RewardError(
-            f"reward {reward.name} cannot do without its argument {name!r}, which {who}: "
-            "give it in reward.kwargs, as a column of the data, or a default"
+            f"reward {reward.name} requires the argument {name!r}, which {who}: "
+            "set it in reward.kwargs, add a column to the data, or give it a default"
         )

@@ -1,5 +1,4 @@
-"""Progress while a run starts: parts say what they do on the `toolwise.training.startup` logger, `show_startup` shows
-it."""
+"""Progress messages while a run starts: parts announce what they do on a logger, `show_startup` displays it."""
 
 from __future__ import annotations
 
@@ -15,15 +14,15 @@ LOGGER = logging.getLogger("toolwise.training.startup")
 
 
 def announce(text: str) -> None:
-    """Say what is being done now, such as "loading the model builtin:small"; silent unless `show_startup` is active."""
+    """Announce the current action, such as "loading the model builtin:small"; silent outside `show_startup`."""
     LOGGER.info("%s", text)
 
 
 @contextmanager
 def show_startup(file: IO[str] | None = None, *, enabled: bool = True) -> Iterator[None]:
-    """Show announcements: as one status line with a spinner on a terminal, as plain lines anywhere else.
+    """Show announcements: as one status line with a spinner on a terminal, as plain lines elsewhere.
 
-    The status line is gone when the block ends. `file` is standard output where it is not given.
+    The status line disappears when the block ends. `file` defaults to standard output.
     """
     if not enabled:
         yield
@@ -32,7 +31,7 @@ def show_startup(file: IO[str] | None = None, *, enabled: bool = True) -> Iterat
 
     console = Console(file=file)
     level, propagate = LOGGER.level, LOGGER.propagate
-    # The stream is asked too: rich also takes FORCE_COLOR for a terminal.
+    # Check the stream too: with FORCE_COLOR, rich treats any stream as a terminal.
     status = Status(console, "starting …") if console.is_terminal and console.file.isatty() else None
     handler = _Handler(partial(write_line, console.file))
     if status is not None:

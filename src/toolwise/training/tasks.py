@@ -1,4 +1,4 @@
-"""A run's tasks: read, labelled, without the tools that training holds out, and checked against the tools it has."""
+"""Loads a run's tasks, attaches route labels, removes held-out tools, and checks tasks against the run's tools."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def load_split(config: RunConfig, which: str, limit: int | None) -> list[Task]:
 
 
 def attach_labels(config: RunConfig, tasks: Sequence[Task]) -> Sequence[Task]:
-    """Tasks with what `router.labels` says of them, where it says anything."""
+    """Join the tasks with the labels in `router.labels`, if set."""
     if config.router.labels is None:
         return tasks
     from toolwise.routing.labels.label_files import join_labels, read_labels
@@ -38,25 +38,27 @@ def attach_labels(config: RunConfig, tasks: Sequence[Task]) -> Sequence[Task]:
 def without_held_out_tools(
     tasks: Sequence[Task], tools: dict[str, BaseTool], held_out: Sequence[str]
 ) -> Sequence[Task]:
-    """Tasks to train on: none that names a held-out tool, none that is offered one."""
+    """The tasks to train on: those that name a held-out tool are dropped, and no task is offered one."""
     for name in held_out:
         if name not in tools:
-            known = ", ".join(tools) or "none"
-            raise ConfigError(f"multi_turn.held_out_tools names {name!r}, and the run has: {known}")
+            available = ", ".join(tools) or "none"
+            raise ConfigError(f"multi_turn.held_out_tools names {name!r}, but the run's tools are: {available}")
     if not held_out:
         return tasks
     offered = [name for name in tools if name not in held_out]
-    kept = [task for task in tasks if set(held_out).isdisjoint(task.tools or ())]
-    if len(kept) < len(tasks):
-        log.warning("%d of %d training tasks name a held-out tool and are left out", len(tasks) - len(kept), len(tasks))
-    return [task if task.tools is not None else task.model_copy(update={"tools": offered}) for task in kept]
+    remaining = [task for task in tasks if set(held_out).isdisjoint(task.tools or ())]
+    if len(remaining) < len(tasks):
+        log.warning(
+            "%d of %d training tasks name a held-out tool and are dropped", len(tasks) - len(remaining), len(tasks)
+        )
+    return [task if task.tools is not None else task.model_copy(update={"tools": offered}) for task in remaining]
 
 
 def check_task_tools(task: Task, tools: dict[str, BaseTool], *, env: str) -> None:
     for name in task.tools or ():
         if name not in tools:
-            known = ", ".join(tools) or "none"
+            available = ", ".join(tools) or "none"
             raise ConfigError(
-                f"task {task.task_id} wants the tool {name!r}, and the run has: {known}; add it to `tools`"
+                f"task {task.task_id} needs the tool {name!r}, but the run's tools are: {available}; add it to `tools`"
             )
     check_task_arguments(task, tools, env_has_tools=env != "tools")

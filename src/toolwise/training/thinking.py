@@ -1,4 +1,4 @@
-"""A run's thinking stage, put together from its configuration: who writes, who scores, what it may cost."""
+"""Builds a run's thinking stage from its configuration: the model that writes and scores thoughts, and the budget."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def build_thinking_stage(
     config: RunConfig, policy: Any, model: Any, codec: Codec, micro_batch: MicroBatchSettings
 ) -> ThinkingStage | None:
-    """None where `algorithm.rlvcr.enable` is false."""
+    """None if `algorithm.rlvcr.enable` is false."""
     rlvcr = config.algorithm.rlvcr
     if not rlvcr.enable:
         return None
@@ -52,7 +52,7 @@ def build_thinking_stage(
 
 
 def thinking_model(policy: Any, model: Any, micro_batch: MicroBatchSettings) -> ThinkingModel:
-    """The policy's engine, where it scores as well as it generates; else the policy beside the learner's own pass."""
+    """The policy's engine if it can both generate and score; else the policy with a scoring pass of the learner."""
     for engine in (policy, getattr(policy, "engine", None)):
         if engine is not None and hasattr(engine, "score") and hasattr(engine, "generate"):
             return EngineModel(engine, stop_strings=(END_THINK,))
@@ -81,7 +81,7 @@ def _multiplier(config: RunConfig) -> Multiplier | None:
 
 def build_rlvcr(config: RunConfig, trajectory: AdvantageEstimator) -> Rlvcr:
     rlvcr = config.algorithm.rlvcr
-    made: Any = build_estimator(
+    untyped: Any = build_estimator(
         "rlvcr",
         **rlvcr.model_dump(),
         trajectory=trajectory,
@@ -89,12 +89,12 @@ def build_rlvcr(config: RunConfig, trajectory: AdvantageEstimator) -> Rlvcr:
         importance_cap=config.actor.importance_cap,
         compare_equal_scores=rlvcr.steps != "mixed" and rlvcr.share > 0.0,
     )
-    found: Rlvcr = made
-    return found
+    estimator: Rlvcr = untyped
+    return estimator
 
 
 def with_rlvcr_metrics(config: RunConfig, estimator: AdvantageEstimator) -> AdvantageEstimator:
-    """Another estimator with RLVCR's figures beside it, where the stage is on."""
+    """Add RLVCR's metrics to another estimator, if the thinking stage is enabled."""
     algorithm = config.algorithm
     if not algorithm.rlvcr.enable or algorithm.adv_estimator == "rlvcr":
         return estimator
@@ -102,28 +102,28 @@ def with_rlvcr_metrics(config: RunConfig, estimator: AdvantageEstimator) -> Adva
 
 
 def annotate_added_rows(learner: Learner, credited: Sequence[CreditedRollout]) -> list[CreditedRollout]:
-    """Rows that an estimator added, with what the learner must know of every row it updates on."""
-    known = {c.annotated.scored.rollout.rollout_id for c in credited if c.annotated.thinking is not None}
-    added = [c for c in credited if c.annotated.scored.rollout.rollout_id not in known]
-    if not known or not added:
+    """Annotate the rows that an estimator added: the learner needs annotations for every row it updates on."""
+    original_ids = {c.annotated.scored.rollout.rollout_id for c in credited if c.annotated.thinking is not None}
+    added = [c for c in credited if c.annotated.scored.rollout.rollout_id not in original_ids]
+    if not original_ids or not added:
         return list(credited)
-    found = iter(learner.annotate([c.annotated.scored for c in added]))
-    own = {c.rollout.rollout_id: replace(c, annotated=a) for c, a in zip(added, found, strict=True)}
-    return [own.get(c.rollout.rollout_id, c) for c in credited]
+    annotated = iter(learner.annotate([c.annotated.scored for c in added]))
+    replaced = {c.rollout.rollout_id: replace(c, annotated=a) for c, a in zip(added, annotated, strict=True)}
+    return [replaced.get(c.rollout.rollout_id, c) for c in credited]
 
 
 def check_thinking(config: RunConfig) -> None:
-    """Settings that contradict each other."""
+    """Raise if thinking settings contradict each other."""
     algorithm = config.algorithm
     if algorithm.adv_estimator != "rlvcr":
         return
     if not algorithm.rlvcr.enable:
         raise ConfigError(
-            "algorithm.adv_estimator is rlvcr and algorithm.rlvcr.enable is false: no step would be thought over; set "
-            f"enable = true, or adv_estimator = {algorithm.rlvcr.base!r}"
+            "algorithm.adv_estimator is rlvcr but algorithm.rlvcr.enable is false: no alternatives would be written; "
+            f"set enable = true, or adv_estimator = {algorithm.rlvcr.base!r}"
         )
     if algorithm.rlvcr.combine == "reweight" and algorithm.kl == "reward":
         raise ConfigError(
-            'algorithm.rlvcr.combine is reweight, whose added rows have no reward to take a KL off: use kl = "loss", '
-            'or combine = "additive"'
+            "algorithm.rlvcr.combine is reweight, whose added rows have no reward to subtract a KL from: use "
+            'kl = "loss", or combine = "additive"'
         )

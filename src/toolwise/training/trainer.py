@@ -1,4 +1,4 @@
-"""A run from beginning to end: its folder, validation, checkpoints, interruption and resumption."""
+"""The lifecycle of a run: folder, validation, checkpoints, interruption and resumption."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ log = logging.getLogger("toolwise.training.trainer")
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What a run leaves behind."""
+    """Where a run wrote its files, and its summary."""
 
     out: Path
     summary: dict[str, Any]
     note: str = ""
-    """Said where a run was resumed with nothing left to do: then nothing was changed."""
+    """Set if a resumed run had nothing left to do and changed nothing."""
 
 
 class Training:
-    """One run in one folder. `go` trains until done or told to stop; everything is on disk either way."""
+    """One run in one folder. `run_training` trains until done or interrupted, and saves everything either way."""
 
     def __init__(
         self, run: Run, out: Path, *, resume: bool, write_report: Callable[[Path], object] | None = None
@@ -71,9 +71,9 @@ class Training:
         self._write_report = write_report
         self.out = out
         self.interrupted = False
-        self._figures: dict[str, float] = {}
+        self._validation_metrics: dict[str, float] = {}
         self._fault_rate_message: str | None = None
-        """Why it stops, where more fails than `faults` allows."""
+        """Set when more fails than `faults` allows; stops the run."""
         self._lock = checkpoint.FolderLock(out)
         try:
             self._saved_step = self._open_folder(resume)
@@ -108,7 +108,7 @@ class Training:
                 if run.config.router.train_actor:
                     never = run.config.algorithm.terminal_score == "never"
                     self._announce(self._reward_description, logging.WARNING if never else logging.INFO)
-                self._warn_of_secrets()
+                self._warn_about_secrets()
                 self._publish_findings(run.progress.diagnosis.begin(run.startup_findings()))
                 if run.progress.step == 0 and run.progress.before is None and run.config.validation.before:
                     run.progress.before = await self._validate()
@@ -117,7 +117,7 @@ class Training:
                 while run.progress.step < total and not self.interrupted and self._fault_rate_message is None:
                     run.progress.diagnosis.before_step(run.config, run.learner.weights_checksum)
                     self._record_step(await train_step(run))
-                    self._figures = {}
+                    self._validation_metrics = {}
                     step, best = run.progress.step, run.progress.best_rank
                     self._fault_rate_message = run.progress.faults.describe_exceeded(
                         run.config.faults, ended=self._is_last_updated_step()
@@ -135,30 +135,32 @@ class Training:
                 self.console.close()
 
     def _is_last_updated_step(self) -> bool:
-        """At its last step, with weights that have changed: that they have not is told by another exit status."""
+        """Whether this is the last step and the weights have changed; unchanged weights have another exit status."""
         progress = self.run.progress
         return progress.step == self.run.config.trainer.total_steps and progress.diagnosis.updated is not False
 
-    def _record_step(self, turn: StepResult) -> None:
+    def _record_step(self, result: StepResult) -> None:
         step, learner = self.run.progress.step, self.run.learner
-        self.run.progress.faults.add(turn.scored, self.run.config.faults.window)
-        self.metrics.log(step, turn.metrics)
-        write_records(self.out / "rollouts", f"step-{step:06d}", turn.scored, turn.credited)
+        self.run.progress.faults.add(result.scored, self.run.config.faults.window)
+        self.metrics.log(step, result.metrics)
+        write_records(self.out / "rollouts", f"step-{step:06d}", result.scored, result.credited)
         if self.console is not None:
-            self.console.log(step, turn.metrics)
-            for scored in turn.scored[:1]:
+            self.console.log(step, result.metrics)
+            for scored in result.scored[:1]:
                 self.console.show_rollout(rollout_record(scored))
-        warning = self._score_check.observe(turn.scored) if self._score_check and turn.credited else None
+        warning = self._score_check.observe(result.scored) if self._score_check and result.credited else None
         if warning is not None:
             self._announce(warning, logging.WARNING)
         diagnosis, config = self.run.progress.diagnosis, self.run.config
-        self._publish_findings(diagnosis.after_step(config, step, turn.scored, turn.metrics, learner.weights_checksum))
+        self._publish_findings(
+            diagnosis.after_step(config, step, result.scored, result.metrics, learner.weights_checksum)
+        )
 
-    def _warn_of_secrets(self) -> None:
+    def _warn_about_secrets(self) -> None:
         keys = list(secret_keys(self.run.config.model_dump()))
         if keys:
             text = (
-                f"{', '.join(keys)}: stored as plain text in {self.out}, and it looks like a secret; read it from "
+                f"{', '.join(keys)}: looks like a secret and is stored as plain text in {self.out}; read it from "
                 "os.environ inside the function instead"
             )
             if any(key.startswith("reward.") for key in keys) and self.run.config.reward.sandbox.tier != "off":
@@ -166,7 +168,7 @@ class Training:
             self._announce(text, logging.WARNING)
 
     def _announce(self, text: str, level: int) -> None:
-        """On the console; in the log where there is none."""
+        """Show `text` on the console, or log it if there is none."""
         if self.console is not None:
             self.console.note(text)
         else:
@@ -179,34 +181,34 @@ class Training:
         if step == 0 and self.console is not None:
             self.console.note(f"validating on {len(self.run.validation_tasks)} held-out tasks before training …")
         scored = await validate(self.run)
-        figures = summarize_validation(scored, self.run.config.multi_turn.held_out_tools)
-        metrics = validation_metrics(figures)
+        summary = summarize_validation(scored, self.run.config.multi_turn.held_out_tools)
+        metrics = validation_metrics(summary)
         if self.run.thinking is not None:
             metrics |= {f"eval/{name}": value for name, value in self.run.thinking.measure(scored).items()}
-        over = self.run.router.overspend(scored)
-        metrics |= {} if over is None else {f"eval/{checkpoint.OVERSPEND}": over}
+        overspend = self.run.router.overspend(scored)
+        metrics |= {} if overspend is None else {f"eval/{checkpoint.OVERSPEND}": overspend}
         self.metrics.log(step, metrics)
         write_records(self.out / "rollouts", f"eval-{step:06d}", scored, [])
         if self.console is not None:
             self.console.log(step, metrics)
-        self._figures = {name.removeprefix("eval/"): value for name, value in metrics.items()}
+        self._validation_metrics = {name.removeprefix("eval/"): value for name, value in metrics.items()}
         self._update_best_rank()
         self._publish_findings(self.run.progress.diagnosis.after_validation(step, scored))
-        return figures
+        return summary
 
     def _update_best_rank(self) -> None:
         trainer, progress = self.run.config.trainer, self.run.progress
         if not trainer.keep_best:
             return
-        found = checkpoint.ranking_key(self._figures, trainer.best_metric)
-        if found is None:
-            known, name = ", ".join(sorted(self._figures)), trainer.best_metric.removeprefix("-")
-            log.warning("trainer.best_metric is %r, and the validation reports: %s", name, known)
-        elif progress.best_rank is None or found < progress.best_rank:
-            progress.best_rank = found
+        rank = checkpoint.ranking_key(self._validation_metrics, trainer.best_metric)
+        if rank is None:
+            available, name = ", ".join(sorted(self._validation_metrics)), trainer.best_metric.removeprefix("-")
+            log.warning("trainer.best_metric is %r, but the validation reports only: %s", name, available)
+        elif progress.best_rank is None or rank < progress.best_rank:
+            progress.best_rank = rank
 
     def _publish_findings(self, changes: FindingChanges) -> None:
-        """Findings on the console, or in the log where there is none, and in the folder for the report."""
+        """Show findings on the console, or log them if there is none, and write them for the report."""
         show_changes(changes, self.console)
         if changes.found or changes.withdrawn:
             findings = [finding.to_json() for finding in self.run.progress.diagnosis.findings]
@@ -215,7 +217,7 @@ class Training:
     def _save(self) -> None:
         progress, trainer = self.run.progress, self.run.config.trainer
         progress.seconds = time.monotonic() - self._start_time
-        self.metrics.sync()  # what a checkpoint vouches for outlasts a power cut as well
+        self.metrics.sync()  # metrics and rollouts up to a checkpoint must also survive a power cut
         for folder in (self.out, self.out / "rollouts"):
             if folder.exists():
                 checkpoint.sync(folder)
@@ -229,7 +231,7 @@ class Training:
                 "settings": saved_settings(self.run.config, self.out),
                 "toolwise": __version__,
             },
-            figures=self._figures,
+            figures=self._validation_metrics,
             keep_last=trainer.keep_checkpoints,
             keep_best=trainer.best_metric if trainer.keep_best else "",
         )
@@ -247,7 +249,7 @@ class Training:
         if not interrupted and self._fault_rate_message is None:
             self._publish_findings(diagnosis.end(run.progress.step))
             if diagnosis.updated is False:
-                log.warning("the actor was to be trained and was never updated: see the diagnosis in %s", self.out)
+                log.warning("the actor was never updated: see the diagnosis in %s", self.out)
         summary = {
             "name": run.config.name,
             "before": run.progress.before,
@@ -276,27 +278,27 @@ class Training:
         return summary
 
     def _open_folder(self, resume: bool) -> int:
-        """A fresh folder, or an old one brought back to its last whole checkpoint: what came after it is undone.
+        """Create the folder, or restore an existing one to its last valid checkpoint, discarding later steps.
 
-        Gives the checkpoint's step, -1 where there is none.
+        Returns the checkpoint's step, or -1 if there is none.
         """
         check_folder(self.out, self.run.config, resume=resume)
         try:
             checkpoint.make_folder(self.out)
         except OSError as fault:
-            raise ConfigError(f"{self.out} cannot be made ({fault.strerror}): choose another --out") from fault
+            raise ConfigError(f"cannot create {self.out} ({fault.strerror}): choose another --out") from fault
         self._lock.acquire()
-        check_folder(self.out, self.run.config, resume=resume)  # again: somebody may have been here in between
-        found = find_checkpoint(self.out / "checkpoints")
-        if found is not None:
-            changes = self._record_resumed_changes(found)
-            self.run.registry().load_state_dict(found.state())
+        check_folder(self.out, self.run.config, resume=resume)  # again: another process may have changed it
+        newest = find_checkpoint(self.out / "checkpoints")
+        if newest is not None:
+            changes = self._record_resumed_changes(newest)
+            self.run.registry().load_state_dict(newest.state())
             if {"trainer.best_metric", "trainer.keep_best"} & {change.key for change in changes}:
-                self._restore_best_rank(found.step)
-            self.run.learner.load_weights(found.path / "model")
+                self._restore_best_rank(newest.step)
+            self.run.learner.load_weights(newest.path / "model")
             self.run.policy.version = self.run.learner.version
             self._find_last_validation()
-        step = found.step if found is not None else -1
+        step = newest.step if newest is not None else -1
         truncate_after(self.out / "metrics.jsonl", step)
         delete_rollouts_after(self.out / "rollouts", step)
         for name in ("summary.json", "diagnosis.json"):
@@ -306,36 +308,36 @@ class Training:
         return step
 
     def _find_last_validation(self) -> None:
-        """Its step, which older checkpoints do not have, from the metrics."""
+        """Restore the step of the last validation from the metrics; older checkpoints do not have it."""
         progress, lines = self.run.progress, read_metrics(self.out / "metrics.jsonl")
         if progress.last is not None and progress.last_step is None:
             steps = (line["step"] for line in lines if any(name.startswith("eval/") for name in line))
             progress.last_step = max((step for step in steps if step <= progress.step), default=None)
 
-    def _record_resumed_changes(self, found: checkpoint.Checkpoint) -> list[Change]:
-        """Settings that differ from those the checkpoint was made under are said, and recorded with its step."""
-        changes = changes_since(found.facts.get("settings"), self.run.config, self.out)
-        record_changes(self.out, found.step, changes)
+    def _record_resumed_changes(self, newest: checkpoint.Checkpoint) -> list[Change]:
+        """Log and record the settings that differ from those of the checkpoint."""
+        changes = changes_since(newest.facts.get("settings"), self.run.config, self.out)
+        record_changes(self.out, newest.step, changes)
         if changes:
-            log.warning("resumed at step %d with changed settings: %s", found.step, ", ".join(map(str, changes)))
+            log.warning("resumed at step %d with changed settings: %s", newest.step, ", ".join(map(str, changes)))
         return changes
 
     def _restore_best_rank(self, step: int) -> None:
-        """The best validation by the present `trainer.best_metric` among those whose checkpoints are kept."""
+        """Recompute the best validation by the current `trainer.best_metric` from the checkpoints still on disk."""
         trainer, progress = self.run.config.trainer, self.run.progress
-        kept = checkpoint.checkpoint_figures(self.out / "checkpoints", step)
+        saved_metrics = checkpoint.checkpoint_metrics(self.out / "checkpoints", step)
         ranks = [
             ranking_key
-            for figures in kept
-            if (ranking_key := checkpoint.ranking_key(figures, trainer.best_metric)) is not None
+            for metrics in saved_metrics
+            if (ranking_key := checkpoint.ranking_key(metrics, trainer.best_metric)) is not None
         ]
         progress.best_rank = min(ranks, default=None)
 
     @contextmanager
     def _stop_on_signal(self) -> Iterator[None]:
-        """The first Ctrl-C (or SIGTERM) lets the step end and saves; a second one stops at once.
+        """The first Ctrl-C (or SIGTERM) finishes the step and saves; the second stops immediately.
 
-        Plain handlers and not the event loop's, which would hear of nothing until an update is over.
+        Uses plain signal handlers: the event loop's would not run until an update has finished.
         """
 
         def stop(number: int, frame: FrameType | None) -> None:
@@ -343,10 +345,10 @@ class Training:
                 raise Interrupt
             self.interrupted = True
             name = signal.Signals(number).name
-            print_line(f"\n{name}: finishing this step and saving; once more to stop at once", err=True)
+            print_line(f"\n{name}: finishing this step and saving; repeat to stop immediately", err=True)
 
         if threading.current_thread() is not threading.main_thread():
-            yield  # signals belong to the host
+            yield  # signal handlers can only be set in the main thread
             return
         before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -357,17 +359,17 @@ class Training:
 
 
 def finished_result(out: Path, config: RunConfig) -> RunResult | None:
-    """What the run in `out` came to, where no step up to `trainer.total_steps` is left and it has been summed up."""
+    """The result of the run in `out` if it has reached `trainer.total_steps` and written its summary, else None."""
     total = config.trainer.total_steps
     names = [re.match(r"step-(\d+)", path.name) for path in (out / "checkpoints").glob("step-*")]
     if max((int(name[1]) for name in names if name), default=-1) < total:
-        return None  # seen without reading a whole checkpoint
+        return None  # decided without reading a checkpoint
     newest = checkpoint.latest(out / "checkpoints", warnings_out=[])
     summary = open_run(out).saved_summary
     if newest is None or newest.step < total or (newest.step == total and summary is None):
         return None
-    nothing = {"before": None, "after": None, "steps": newest.step, "total_steps": total, "interrupted": False}
-    return RunResult(out, summary or nothing, f"nothing left to do: the run is at step {newest.step} of {total}")
+    empty_summary = {"before": None, "after": None, "steps": newest.step, "total_steps": total, "interrupted": False}
+    return RunResult(out, summary or empty_summary, f"nothing left to do: the run is at step {newest.step} of {total}")
 
 
 def peak_rss_mb() -> float:

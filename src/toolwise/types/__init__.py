@@ -1,4 +1,4 @@
-"""The types that cross stage borders, one for each stage, each complete when its stage hands it on."""
+"""The types passed between stages: one per stage, complete when its stage returns it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reward function returns: a score, and whatever it says beside it. Part of `toolwise.types`."""
+"""Results of reward functions: a score, with optional metrics, step rewards and errors."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 
 def unwrap_scalar(value: Any) -> Any:
-    """`value.item()` of a numpy scalar, an array or a tensor with one element; anything else as it is.
+    """`value.item()` for a numpy scalar or an array or tensor with one element; any other value unchanged.
 
-    Told by its methods: neither numpy nor torch is imported for it.
+    Recognizes them by their methods, without importing numpy or torch.
     """
     if isinstance(value, bool | int | float | str | dict | list | None) or not hasattr(type(value), "item"):
         return value
     try:
         number = value.item()
-    except (TypeError, ValueError, RuntimeError):  # more than one element, or none
+    except (TypeError, ValueError, RuntimeError):  # not exactly one element
         return value
     return number if isinstance(number, bool | int | float) else value
 
 
 Number = Annotated[float, BeforeValidator(unwrap_scalar)]
-"""A float, also out of a bool, a numpy scalar, or an array or tensor with one element."""
+"""A float; also accepts a bool, a numpy scalar, or an array or tensor with one element."""
 
 
 class StepOutput(BaseModel):
-    """A reward author's word on one step. `step_index`: the Nth time the assistant acted, from 0."""
+    """The reward of one step. `step_index` counts the assistant's actions from 0."""
 
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
@@ -54,7 +54,7 @@ class MetricResult(BaseModel):
 
 
 class EvaluationFault(BaseModel):
-    """Why a reward could not be had."""
+    """Why a reward could not be computed."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -64,16 +64,16 @@ class EvaluationFault(BaseModel):
 
 
 class EvaluateResult(BaseModel):
-    """What a reward function says of one rollout."""
+    """A reward function's result for one rollout."""
 
     model_config = ConfigDict(extra="forbid")
 
     score: Number | None = None
-    """Without one, the sum of the step rewards in `step_outputs`, and of what the environment gave the other steps."""
+    """Defaults to the sum of the step rewards in `step_outputs`, plus the environment's rewards for the other steps."""
     is_score_valid: bool = True
     reason: str | None = None
     metrics: dict[str, MetricResult] = Field(default_factory=dict)
-    """Plain numbers are taken too: {"correct": 1.0}."""
+    """Plain numbers are accepted too: {"correct": 1.0}."""
     step_outputs: list[StepOutput] | None = None
     error: EvaluationFault | None = None
 
@@ -99,7 +99,7 @@ class EvaluateResult(BaseModel):
     def _sum_of_steps(self) -> EvaluateResult:
         if self.score is None and self.step_outputs and self.is_score_valid and self.error is None:
             rewards: dict[str, float] = {}
-            for output in self.step_outputs:  # of an index given twice the first counts, as it does for the steps
+            for output in self.step_outputs:  # the first entry per index counts, as in alignment
                 rewards.setdefault(str(output.step_index), output.base_reward)
             total = sum(rewards.values())
             self.score = total if math.isfinite(total) else None
@@ -108,11 +108,11 @@ class EvaluateResult(BaseModel):
 
     @property
     def is_sum_of_steps(self) -> bool:
-        """Whether no score was given: `score` is then the sum of the step rewards known so far, and what other steps
-        earned from their environment is still to be added (`rewards/align.py`)."""
+        """Whether `score` is a sum of step rewards because the function returned none. `rewards/align.py` then adds
+        the environment's rewards for the other steps."""
         return self.has_valid_score and "score" not in self.model_fields_set
 
     @property
     def has_valid_score(self) -> bool:
-        """Whether there is a score to learn from."""
+        """Whether there is a score to train on."""
         return self.is_score_valid and self.score is not None and self.error is None

@@ -1,8 +1,8 @@
-"""What crosses a stage border: one type a stage, each complete when its stage hands it on.
+"""The types passed between stages, from a task to a rollout ready for the update.
 
     Task ─► RouteDecision ─► Rollout ─► ScoredRollout ─► AnnotatedRollout ─► CreditedRollout
 
-Nothing is filled in later by somebody else: whoever holds a `ScoredRollout` knows that the score is there.
+Each value is complete when it is created: no stage fills in fields of another stage's output.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ Messages = Annotated[
 
 
 class Task(BaseModel):
-    """One row of a dataset: what to do, with which tools, and what counts as done."""
+    """One row of a dataset: the prompt, the tools, and what the reward needs."""
 
     model_config = ConfigDict(extra="forbid")
 
     task_id: str
-    """Unique within its file; a group of rollouts gets a fresh id of its own."""
+    """Unique within its file; each group of rollouts gets a separate id."""
     prompt: Messages
     prompt_ids: list[int] | None = None
-    """A prompt that came tokenised; used as it is instead of rendering `prompt`."""
+    """A tokenized prompt, used instead of rendering `prompt`."""
     ground_truth: Any = None
     data_source: str = ""
     ability: str = ""
     tools: list[str] | None = None
-    """Names of the tools on offer for this task; None offers all that the run has."""
+    """Names of the tools offered for this task; None offers all tools of the run."""
     tools_kwargs: dict[str, dict[str, dict[str, Any]]] = Field(default_factory=dict)
     """tool -> {create_kwargs, execute_kwargs, calc_reward_kwargs, release_kwargs}"""
     interaction_kwargs: dict[str, Any] = Field(default_factory=dict)
     reward_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Other columns of the row and the task's evaluation criteria; keyword arguments of the reward."""
+    """Keyword arguments of the reward: other columns of the row, and the task's evaluation criteria."""
     extra_info: dict[str, Any] = Field(default_factory=dict)
     termination_regex: str | None = None
-    """An episode ends when the assistant's text matches it. Python's syntax without look-around and back-references,
+    """The episode ends when the assistant's text matches it. Python syntax without look-around and back-references,
     which cannot be matched in linear time."""
 
     @field_validator("termination_regex")
@@ -64,7 +64,7 @@ class Task(BaseModel):
 
 
 class TokenLogprobs(TypedDict):
-    """What a policy sampled, token by token. `prompt_ids` is everything the model saw before."""
+    """The tokens a policy sampled in one turn. `prompt_ids` is everything the model saw before them."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
@@ -72,11 +72,11 @@ class TokenLogprobs(TypedDict):
     finish_reason: Literal["stop", "length", "tool_calls"]
     policy_version: int
     alignment: NotRequired[Literal["first", "clean", "realigned", "forked"]]
-    """How this turn's prompt continues the last one: rollout/tokens.py."""
+    """How this turn's prompt continues the previous one: see rollout/tokens.py."""
 
 
 class Action(TypedDict):
-    """What a policy decided. `name` and `arguments` are the first call's; `tool_calls` has them all."""
+    """A policy's decision. `name` and `arguments` are those of the first call; `tool_calls` has all calls."""
 
     type: Literal["text", "tool_call", "terminate"]
     content: NotRequired[str]
@@ -84,22 +84,22 @@ class Action(TypedDict):
     arguments: NotRequired[dict[str, Any] | str]
     tool_calls: NotRequired[list[ToolCall]]
     reasoning_content: NotRequired[str]
-    """Thoughts that are not part of `content`: kept in the conversation, and handed back in later turns."""
+    """Thoughts that are not part of `content`: kept in the conversation and sent back in later turns."""
 
 
 class StepData(BaseModel):
-    """One decision of the policy and what came of it."""
+    """One decision of the policy and its outcome."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     system_step_index: int
     observation_data: Any
-    """What the policy saw; for chat agents the messages so far, held as a prefix of the rollout's one list."""
+    """What the policy saw; for chat agents the messages so far, as a prefix of the rollout's message list."""
     action_taken: dict[str, Any]
     raw_policy_output: str | None = None
     resulting_messages_history: Messages
     policy_logprobs: dict[str, Any] | None = None
-    """A `TokenLogprobs`, where the policy gives one."""
+    """A `TokenLogprobs`, if the policy provides one."""
     policy_value_estimate: float | None = None
     is_done: bool = False
     step_info: dict[str, Any] = Field(default_factory=dict)
@@ -109,24 +109,25 @@ class StepData(BaseModel):
 
     @classmethod
     def unchecked(cls, **fields: Any) -> StepData:
-        """From every field, unchecked: what `model_construct` does, at a quarter of its time and less memory."""
-        made = cls.__new__(cls)
-        object.__setattr__(made, "__dict__", fields)
-        object.__setattr__(made, "__pydantic_fields_set__", _STEP_FIELDS)
-        object.__setattr__(made, "__pydantic_extra__", None)
-        object.__setattr__(made, "__pydantic_private__", None)
-        return made
+        """Build a step from all its fields without validation, like `model_construct` at a quarter of its time and
+        with less memory."""
+        step = cls.__new__(cls)
+        object.__setattr__(step, "__dict__", fields)
+        object.__setattr__(step, "__pydantic_fields_set__", _STEP_FIELDS)
+        object.__setattr__(step, "__pydantic_extra__", None)
+        object.__setattr__(step, "__pydantic_private__", None)
+        return step
 
     @field_serializer("observation_data", "policy_logprobs")
     def _plain(self, value: Any) -> Any:
-        """Shared prefixes and packed arrays as plain lists, so that a step can be written as JSON."""
+        """Convert shared prefixes and packed arrays to lists, so that a step can be written as JSON."""
         if isinstance(value, dict):
             return {key: self._plain(item) for key, item in value.items()}
         return list(value) if isinstance(value, Prefix | array) else value
 
 
 _STEP_FIELDS = set(StepData.model_fields)
-"""One set for all steps that are made unchecked; a copy gets its own."""
+"""Shared by all steps built with `unchecked`; a copy of a step gets its own set."""
 
 
 class StopReason(StrEnum):
@@ -140,17 +141,17 @@ class StopReason(StrEnum):
     MAX_STEPS = "max_steps"
     MAX_TOKENS = "max_tokens"
     PROMPT_TOO_LONG = "prompt_too_long"
-    """The prompt does not fit the model's context: nothing was sampled, and there is nothing to score."""
+    """The prompt does not fit the model's context: nothing was sampled, so there is nothing to score."""
     REPEATED_INVALID = "repeated_invalid"
     DEADLINE = "deadline"
     POLICY_FAULT = "policy_fault"
     ENV_FAULT = "env_fault"
     CRITICAL_ERROR = "critical_error"
-    """The world says that what the agent did cannot be put right: the agent's own doing, and learned from."""
+    """The environment reports that the agent's action cannot be undone. The agent caused it, so it is trained on."""
 
     @property
     def trainable(self) -> bool:
-        """False where infrastructure failed or the prompt did not fit: not the policy's doing, so not learned from."""
+        """False if the infrastructure failed or the prompt did not fit: the policy did not cause it."""
         return self not in (
             StopReason.PROMPT_TOO_LONG,
             StopReason.DEADLINE,
@@ -170,48 +171,48 @@ class StopReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RouteDecision:
-    """How one group's rollouts begin: the messages and tools after routing."""
+    """How the rollouts of one group start: the messages and tools after routing."""
 
     task: Task
     group_id: str
-    """Fresh for each prompt and training step: what advantages are compared within."""
+    """Unique per prompt, route and training step: advantages are computed within a group."""
     n: int
-    """How many rollouts to make."""
+    """Number of rollouts."""
     seed: int
     prompt: Sequence[Message]
     tools: tuple[str, ...] | None = None
-    """Names of the tools on offer; None offers the task's own."""
+    """Names of the tools offered; None offers those of the task."""
     route: str | None = None
     log_prob: float | None = None
     forbidden: tuple[str, ...] = ()
-    """Tools that are shown and refused when called."""
+    """Tools that are shown to the model but refused when called."""
     prompt_id: str = ""
-    """The prompt that the group is of, where a prompt has several: one for each route."""
+    """Identifies the prompt if it has several groups, one per route."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What an episode spent."""
+    """The resources an episode used."""
 
     calls: Mapping[str, int] = field(default_factory=dict)
-    """tool name -> calls made, failed ones included"""
+    """tool name -> number of calls, including failed ones"""
     failed_calls: Mapping[str, int] = field(default_factory=dict)
     """kind of failure (unknown_tool, forbidden_tool, bad_json, bad_arguments, exception, timeout, tool_error,
     server_down) -> count"""
     cost: float = 0.0
-    """The sum of the prices of the calls made, of those too that nobody could read."""
+    """Total cost of the calls made, including those that could not be parsed."""
     prompt_tokens: int = 0
     sampled_tokens: int = 0
     seconds: float = 0.0
     queue_s: float = 0.0
-    """How long calls waited, together, for a worker or a place: in `seconds`, and in no tool's deadline."""
+    """Total time calls waited for a worker or a slot: part of `seconds`, but not counted against tool deadlines."""
     longest_queue_s: float = 0.0
-    """Of one call."""
+    """The longest wait of a single call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One episode, however it ended."""
+    """One episode, complete or not."""
 
     rollout_id: str
     group_id: str
@@ -224,43 +225,43 @@ class Rollout:
     stop_reason: StopReason
     usage: Usage
     tool_rewards: Mapping[str, float] = field(default_factory=dict)
-    """tool name -> what its calc_reward gave"""
+    """tool name -> result of its calc_reward"""
     fault: str | None = None
-    """What went wrong, where `stop_reason` says that something did."""
+    """Error message, if `stop_reason` is a fault."""
     infrastructure_fault: bool = False
-    """Something behind a tool failed on the way (a server down, a worker dead), and the episode went on."""
+    """Whether something behind a tool failed (server down, worker dead) although the episode continued."""
 
     @property
     def trainable(self) -> bool:
-        """Whether what happened was the policy's doing; if not, it is kept and scored but not learned from."""
+        """Whether the policy caused the outcome; if not, the rollout is stored and scored but not trained on."""
         return self.stop_reason.trainable and not self.infrastructure_fault
 
     @property
     def unanswered(self) -> bool:
-        """It ended before the agent did anything. Its messages are the prompt alone: there is nothing to score."""
+        """Whether the episode ended before the agent acted: its messages are only the prompt, nothing to score."""
         return not self.steps and not self.stop_reason.trainable
 
     @property
     def prompt_length(self) -> int:
-        """How many of `messages` came before the first step: a prompt may hold replies of the assistant too."""
-        turns = [place for place, message in enumerate(self.messages) if message.role == "assistant"]
-        acted = min(len(self.steps), len(turns))
-        return turns[-acted] if acted else min(len(self.task.prompt), len(self.messages))
+        """Number of `messages` before the first step; a prompt may itself contain assistant messages."""
+        assistant_indices = [index for index, message in enumerate(self.messages) if message.role == "assistant"]
+        n_actions = min(len(self.steps), len(assistant_indices))
+        return assistant_indices[-n_actions] if n_actions else min(len(self.task.prompt), len(self.messages))
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredRollout:
-    """A rollout with its reward; `steps` carry the base rewards that the reward gave them."""
+    """A rollout with its reward; `steps` carry their base rewards."""
 
     rollout: Rollout
     result: EvaluateResult
     steps: tuple[StepData, ...]
     warnings: tuple[str, ...] = ()
-    """Step rewards that fit no step, by name: "unmatched step_index 7: …"."""
+    """Step rewards that match no step: "unmatched step_index 7: …"."""
 
     @property
     def score(self) -> float:
-        """The score, where `result.counts`; asking for it otherwise is a mistake of the caller."""
+        """The score; raises if there is none, so check `result.has_valid_score` first."""
         if self.result.score is None:
             raise ValueError(f"rollout {self.rollout.rollout_id} has no score")
         return self.result.score
@@ -276,19 +277,19 @@ class ScoredRollout:
 
 @dataclass(frozen=True, slots=True)
 class AnnotatedRollout:
-    """A scored rollout with what only the learner knows, one array a step, where an estimator asked for it."""
+    """A scored rollout with the annotations that the estimator needs, one array per step."""
 
     scored: ScoredRollout
     old_logprobs: tuple[Floats, ...] | None = None
     ref_logprobs: tuple[Floats, ...] | None = None
     values: tuple[Floats, ...] | None = None
     thinking: RolloutThinking | None = None
-    """What the other thinking levels would have thought at its steps, and how they like its actions."""
+    """Thoughts at the other thinking levels, and the action's log-prob after each."""
 
 
 @dataclass(frozen=True, slots=True)
 class CreditedRollout:
-    """A rollout ready to learn from: an advantage for each sampled token of each step."""
+    """A rollout ready for the update: an advantage for each sampled token of each step."""
 
     annotated: AnnotatedRollout
     steps: tuple[StepData, ...]

@@ -1,9 +1,9 @@
-"""What the thinking stage adds to a rollout: the thoughts of other levels, and the scores of its actions under each.
+"""What the thinking stage adds to a rollout: thoughts at the other levels, and the action's scores after each.
 
     ParsedStep ─► Alternative (one per level) ─► LevelScore ─► ThinkingGroup ─► ThinkingStep ─► RolloutThinking
 
-Three quantities that look alike are kept apart: `action_logprob` and `action_entropy` belong to one level's context;
-the thinking advantage belongs to the group, and the estimator computes it (advantages/rlvcr.py).
+Three similar quantities: `action_logprob` and `action_entropy` belong to one level's context; the thinking advantage
+belongs to the group and is computed by the estimator (advantages/rlvcr.py).
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A thought of another level, cut before the action; or why there is none."""
+    """A thought at another level, cut before the action, or the reason why there is none."""
 
     level: int
     prompt_ids: Sequence[int] = ()
-    """What its writer saw: the history and the forced level, nothing else."""
+    """What the model saw when it wrote the thought: the history and the forced level, nothing else."""
     forced_tokens: int = 0
-    """Tokens of `head_ids` that were forced."""
+    """Number of tokens at the start of `head_ids` that were forced."""
     head_ids: Sequence[int] = ()
-    """The forced level and the thought."""
+    """Tokens of the forced level and the thought."""
     logprobs: Sequence[float] = ()
-    """Of the head's sampled tokens, as they were drawn."""
+    """Log-probs of `sampled_ids` at sampling time."""
     text: str = ""
     thought: str | None = None
     thinking_tokens: int = 0
     generated_tokens: int = 0
-    """Tokens that its writing took, those that were cut off included."""
+    """Number of tokens generated, including those cut off."""
     policy_version: int = -1
     failure: str | None = None
 
@@ -47,17 +47,17 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class LevelScore:
-    """What the step's own action looks like after one level's thought."""
+    """Log-probs and entropies of the step's action after one level's thought."""
 
     level: int
     thinking_tokens: int
     action_logprobs: Floats
-    """Of each token of the action."""
+    """One per token of the action."""
     action_entropies: Floats
     alternative: Alternative | None = None
     """None for the level that the policy used."""
     context_ids: Sequence[int] = ()
-    """What stands between the thought and the action in this context."""
+    """The tokens between the thought and the action."""
 
     @property
     def action_logprob(self) -> float:
@@ -72,12 +72,12 @@ class LevelScore:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingGroup:
-    """Two to four levels scored on one step's action, by level; the one that was used among them."""
+    """Scores of one step's action under two to four levels, in level order, including the level used."""
 
     level: int
     scores: tuple[LevelScore, ...]
     action_ids: Sequence[int]
-    """The tokens that were scored under each of them."""
+    """The action's tokens, scored under each level."""
 
     @property
     def used(self) -> LevelScore:
@@ -86,28 +86,28 @@ class ThinkingGroup:
 
 @dataclass(frozen=True, slots=True)
 class ThinkingStep:
-    """What an estimator needs to know of one step."""
+    """What an estimator needs to know about one step."""
 
     level: int | None
-    """None where the reply names none that is one."""
+    """None if the reply names no valid level."""
     thinking_tokens: int
     head_tokens: int
-    """So many of its first tokens are the level and the thought."""
+    """Number of leading tokens that hold the level and the thought."""
     group: ThinkingGroup | None = None
-    """None where the step was not chosen, or fewer than two levels could be scored."""
+    """None if the step was not selected, or fewer than two levels could be scored."""
     level_tokens: int | None = None
-    """So many of its first tokens say the level; where nobody counted them, all of the head."""
+    """Number of leading tokens that name the level; None: not counted, treat the whole head as the level."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutThinking:
-    """One rollout's steps, and what thinking costs at this point of the run."""
+    """One rollout's steps, and the current cost of thinking."""
 
     steps: tuple[ThinkingStep, ...]
     price: float = 0.0
-    """λ: what a thinking token costs in the unit of the score."""
+    """λ: cost of one thinking token, in units of the score."""
     anneal: float = 1.0
-    """From 1 at the beginning of training to 0 at its end."""
+    """Falls from 1 at the start of training to 0 at its end."""
 
 
 ThinkingByRollout = Mapping[str, RolloutThinking]

@@ -192,7 +192,7 @@ def test_an_argument_that_it_does_not_take_is_refused(make_stored: MakeStored, m
 
 
 def test_an_argument_that_nobody_gives_is_named(make_stored: MakeStored, make_reward: MakeReward) -> None:
-    with pytest.raises(RewardError, match="cannot do without its argument 'rubric'"):
+    with pytest.raises(RewardError, match="requires the argument 'rubric'"):
         check(make_reward("def judge(messages, ground_truth, rubric):\n    return 1.0"), make_stored())
 
 

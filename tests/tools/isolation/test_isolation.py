@@ -350,7 +350,7 @@ def test_starting_a_run_while_a_worker_loads_is_refused(tmp_path: Path) -> None:
     before = "import toolwise\n    if __name__ != '__main__': toolwise.train()"
     done = script(tmp_path, before=before, call='if __name__ == "__main__": main()')
     assert done.stdout == "here\n"
-    assert "toolwise.train was called while a worker process loaded this file" in done.stderr
+    assert "toolwise.train was called while a worker process imported this file" in done.stderr
 
 
 def test_nothing_is_left_when_the_trainer_is_killed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Other words in a sealed checkpoint: whole before, whole after, and nothing else changed."""
+"""Amending a sealed checkpoint: valid before and after, and nothing else changes."""
 
 from __future__ import annotations
 

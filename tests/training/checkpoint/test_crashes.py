@@ -1,9 +1,9 @@
-"""Every place to die in a save, and every state that a kill or a power cut may leave there on the disk.
+"""Crashes at every point of a save, and every state that a kill or a power cut may leave on disk.
 
 A save is recorded as a log of operations on inodes. A kill leaves the operations up to some point, the last one perhaps
-half done. After a power cut only what was synced is sure: a file's data by syncing the file, a name by syncing its
-folder; of everything else any part may be there, whole, half, as zeros, or not at all. Each such state is made real in
-a folder, and the real `latest`, `best` and `save` are let loose on it.
+half done. After a power cut only synced state is certain: a file's data after syncing the file, a name after syncing
+its folder; anything else may be present, partial, zeroed or missing. Each such state is recreated in a folder, and the
+real `latest`, `best` and `save` run on it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Inodes:
 
     def _grow(self, tree: Tree | bytes) -> int:
         number = next(self._numbers)
-        if isinstance(tree, dict):  # in order, so that the same tree always has the same numbers
+        if isinstance(tree, dict):  # sorted, so that the same tree always gets the same numbers
             self.nodes[number] = {name: self._grow(tree[name]) for name in sorted(tree)}
         else:
             self.nodes[number] = tree
@@ -451,7 +451,7 @@ def examine(case: Case, start: Tree, log: Sequence[Op], folder: Path) -> int:
     checker, rng, done = Checker(case, folder), random.Random(0), set()
     folder.mkdir()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda handle: None)  # the disk here is not the one on trial
+        patch.setattr(os, "fsync", lambda handle: None)  # the real disk is not under test
         for at in range(len(log) + 1):
             for how, tree in disk_states(start, log, at, rng):
                 key = (repr(tree), at == len(log))
@@ -476,7 +476,7 @@ def record(case: Case, folder: Path) -> tuple[Tree, list[Op], Recorder]:
 
 
 @pytest.mark.parametrize("name", quick_first(CASES, QUICK))
-def test_wherever_a_save_dies_there_is_a_whole_checkpoint(name: str, tmp_path: Path) -> None:
+def test_a_save_that_dies_anywhere_leaves_a_valid_checkpoint(name: str, tmp_path: Path) -> None:
     start, log, _ = record(CASES[name], tmp_path / "disk")
     states = examine(CASES[name], start, log, tmp_path / "states")
     assert states > 2 * len(log)
@@ -509,7 +509,7 @@ def test_a_crash_while_recovering_from_a_crash_loses_nothing_either(name: str, t
 
 
 @pytest.mark.parametrize("name", quick_first(CASES, QUICK))
-def test_the_log_is_the_whole_of_what_was_done(name: str, tmp_path: Path) -> None:
+def test_the_log_records_every_operation(name: str, tmp_path: Path) -> None:
     """Played back it gives the disk to the last byte, and the interpreter's own audit has heard of nothing else."""
     with auditing(tmp_path / "disk") as heard:
         with pytest.MonkeyPatch.context() as patch:
@@ -540,7 +540,7 @@ _listeners: list[tuple[Path, list[str]]] = []
 def auditing(folder: Path) -> Iterator[list[str]]:
     """Names of the events that change something under `folder`."""
     if not _hooked:
-        sys.addaudithook(_hear)  # which can never be taken away: it falls silent without listeners
+        sys.addaudithook(_hear)  # audit hooks cannot be removed; it does nothing without listeners
         _hooked.append(True)
     heard: list[str] = []
     _listeners.append((folder, heard))
@@ -572,7 +572,7 @@ FAULTS: dict[str, Callable[[], BaseException]] = {
 
 @pytest.mark.parametrize("kind", FAULTS)
 @pytest.mark.parametrize("name", ["the first", "again", "the best stays"])
-def test_an_operation_that_fails_leaves_a_whole_checkpoint(
+def test_a_failed_operation_leaves_a_valid_checkpoint(
     name: str, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Unlike the dead, whoever hears of a fault cleans up: all of this runs for real, each operation failing once."""
@@ -597,7 +597,7 @@ def test_an_operation_that_fails_leaves_a_whole_checkpoint(
         injected += recorder.failed
         checker.check(read_tree(folder), returned=False)
     assert injected == len(log)
-    if kind == "an error":  # what concerns old ones only is a warning
+    if kind == "an error":  # errors about old checkpoints are only warnings
         assert told["went on"] == sum("could not be removed" in line for line in caplog.messages)
         assert told["refused"] == len(log) - told["went on"] >= 26
     else:
@@ -649,7 +649,7 @@ def test_without_any_one_of_the_syncs_a_promise_is_broken(name: str, tmp_path: P
     """So none is missing from the trial, and none is there for nothing."""
     start, log, _ = record(CASES[name], tmp_path / "disk")
     syncs = [i for i, op in enumerate(log) if op.kind == "sync"]
-    begin = 0 if name == "the first" else syncs[-1]  # those of the writing are the same in both
+    begin = 0 if name == "the first" else syncs[-1]  # the writes are the same in both
     unneeded = []
     for i in [i for i in syncs if i >= begin]:
         try:

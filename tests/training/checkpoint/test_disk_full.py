@@ -1,4 +1,4 @@
-"""A disk that refuses: models, tokenizers and checkpoints that cannot be written are one line, and leave nothing."""
+"""A full disk: models, tokenizers and checkpoints that cannot be written give a one-line error and leave no files."""
 
 from __future__ import annotations
 
@@ -89,7 +89,9 @@ def test_an_earlier_checkpoint_is_untouched_where_the_next_does_not_fit(
 def test_a_disk_that_is_full(small_disk: Path) -> None:
     save(small_disk, 1, {"a": {}})
     (small_disk / "other").write_bytes(b"x" * 2_040_000)
-    with pytest.raises(CheckpointError, match="step-000002: No space left on device; earlier ones are untouched"):
+    with pytest.raises(
+        CheckpointError, match="step-000002: No space left on device; earlier checkpoints are unchanged"
+    ):
         save(small_disk, 2, {"a": {}}, extra_files={"model": save_tokenizer})
     assert sorted(path.name for path in small_disk.iterdir()) == ["other", "step-000001"]
     with pytest.raises(ModelError, match=rf"cannot write {small_disk}/taught: No space left on device"):
@@ -99,18 +101,21 @@ def test_a_disk_that_is_full(small_disk: Path) -> None:
 
 @pytest.mark.parametrize("there", [False, True], ids=["new", "empty folder"])
 @pytest.mark.parametrize("size", [20_000, 1_000], ids=["weights", "settings"])
-def test_a_taught_model_that_does_not_fit_leaves_nothing(tmp_path: Path, size: int, there: bool) -> None:
+def test_an_sft_model_that_does_not_fit_leaves_nothing(tmp_path: Path, size: int, there: bool) -> None:
     out = tmp_path / "taught"
     if there:
         out.mkdir()
-    with largest_file(size), pytest.raises(ModelError, match=rf"cannot write {out}: File too large; nothing was left"):
+    with (
+        largest_file(size),
+        pytest.raises(ModelError, match=rf"cannot write {out}: File too large; partial files were removed"),
+    ):
         train_sft("builtin:small", TALKS, out, FEW)
     assert out.exists() == there
     assert list(tmp_path.rglob("*")) == ([out] if there else [])
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO])
-def test_each_refusal_has_its_name_whoever_raises_it(tmp_path: Path, number: int) -> None:
+def test_each_disk_error_is_named_for_any_exception_type(tmp_path: Path, number: int) -> None:
     words = os.strerror(number)
     rust = f"{words} (os error {number})"
     for fault in (
@@ -124,7 +129,7 @@ def test_each_refusal_has_its_name_whoever_raises_it(tmp_path: Path, number: int
             (folder / "part").write_text("half")
             raise fault
 
-        with pytest.raises(CheckpointError, match=f"step-000001: {words}; earlier ones are untouched"):
+        with pytest.raises(CheckpointError, match=f"step-000001: {words}; earlier checkpoints are unchanged"):
             save(tmp_path, 1, {"a": {}}, extra_files={"model": refuse})
         assert list(tmp_path.iterdir()) == []
 

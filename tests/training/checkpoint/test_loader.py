@@ -1,4 +1,4 @@
-"""Loading: the latest whole one, the best, and what is said of a damaged one."""
+"""Loading the latest valid checkpoint, the best one, and errors about damaged ones."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ def rewrite(path: Path, *, reseal: bool, **changes: Any) -> None:
     ("changes", "said"),
     [
         ({"format": 99, "reseal": True}, "has format 99, this version of toolwise reads 2"),
-        ({"step": 8, "reseal": True}, "is of step 8, but its folder is called step-000007"),
+        ({"step": 8, "reseal": True}, "is for step 8, but its folder is named step-000007"),
         ({"files": {"x.json": {"size": 1, "sha256": ""}}, "reseal": True}, r"x\.json is missing"),
         ({"parts": [], "reseal": False}, r"manifest\.json was changed after it was written"),
-        ({"files": 3, "reseal": False}, r"manifest\.json cannot be read or is torn"),
+        ({"files": 3, "reseal": False}, r"manifest\.json cannot be read or is incomplete"),
     ],
 )
 def test_a_manifest_that_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
@@ -98,7 +98,7 @@ def test_loading_the_wrong_folder_says_so(tmp_path: Path) -> None:
     save(tmp_path, 1, {"a": {}})
     with pytest.raises(CheckpointError, match="is a folder of checkpoints"):
         load(tmp_path)
-    with pytest.raises(CheckpointError, match=r"no whole checkpoint: .*manifest\.json is missing"):
+    with pytest.raises(CheckpointError, match=r"not a complete checkpoint: .*manifest\.json is missing"):
         load(tmp_path / "nowhere")
 
 
@@ -121,7 +121,7 @@ def test_a_file_that_was_added_is_tampering_too(tmp_path: Path, name: str) -> No
     for step in (1, 2):
         save(tmp_path, step, {"a": {"n": step}}, extra_files={"model": write_model})
     (tmp_path / "step-000002" / name).write_bytes(b"x")
-    with pytest.raises(CheckpointError, match=rf"{Path(name).name} was added after it was written"):
+    with pytest.raises(CheckpointError, match=rf"{Path(name).name} was added after the checkpoint was written"):
         load(tmp_path / "step-000002")
     found = latest(tmp_path, warnings_out=[])
     assert found is not None
@@ -158,4 +158,4 @@ def test_there_is_no_best_where_nothing_was_measured(tmp_path: Path, caplog: pyt
     assert best(tmp_path / "absent", "score") is None
     (tmp_path / "step-000001" / "manifest.json").write_text("{")
     assert best(tmp_path, "score") is None
-    assert "cannot be read or is torn" in caplog.text
+    assert "cannot be read or is incomplete" in caplog.text

@@ -1,4 +1,4 @@
-"""One process a folder: the second is told who is there, and the dead hold nothing."""
+"""One process per folder: the second learns who holds the lock, and dead processes hold none."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_the_second_process_is_told_who_is_there(holder: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_the_second_process_learns_who_holds_the_lock(holder: subprocess.Popen[str], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=f"{tmp_path} is in use by process {holder.pid}: wait") as caught:
         FolderLock(tmp_path).acquire()
     assert "\n" not in str(caught.value)
@@ -102,7 +102,7 @@ def test_a_fork_that_outlives_its_parent_does_not_hold_on(tmp_path: Path) -> Non
         os._exit(0)
     try:
         os.read(ready[0], 1)
-        with pytest.raises(CheckpointError, match="in use"):  # the fork's going does not unlock it for the parent
+        with pytest.raises(CheckpointError, match="in use"):  # the fork's exit does not unlock it for the parent
             FolderLock(tmp_path).acquire()
         lock.release()
         with FolderLock(tmp_path):
@@ -114,7 +114,7 @@ def test_a_fork_that_outlives_its_parent_does_not_hold_on(tmp_path: Path) -> Non
             os.close(end)
 
 
-def test_a_file_that_was_taken_away_under_us_is_not_the_lock(tmp_path: Path) -> None:
+def test_a_deleted_lock_file_is_not_the_lock(tmp_path: Path) -> None:
     """Whoever comes between another's opening and locking must not hold a file that nobody else can find."""
     lock = FolderLock(tmp_path).acquire()
     (tmp_path / ".lock").unlink()
@@ -125,7 +125,7 @@ def test_a_file_that_was_taken_away_under_us_is_not_the_lock(tmp_path: Path) -> 
     other.release()
 
 
-def test_where_nothing_can_be_locked_the_run_goes_on_and_says_so(
+def test_without_lock_support_the_run_continues_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(handle: int, operation: int) -> None:
@@ -133,10 +133,10 @@ def test_where_nothing_can_be_locked_the_run_goes_on_and_says_so(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     with FolderLock(tmp_path):
-        assert "cannot be locked (No locks available): start no second run in this folder" in caplog.text
+        assert "cannot be locked (No locks available): do not start a second run in this folder" in caplog.text
 
 
-def test_a_holder_that_has_not_said_its_name_is_another_process(tmp_path: Path) -> None:
+def test_a_holder_without_a_name_is_another_process(tmp_path: Path) -> None:
     handle = os.open(tmp_path / ".lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(handle, fcntl.LOCK_EX)
     try:

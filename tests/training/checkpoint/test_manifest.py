@@ -1,4 +1,4 @@
-"""What the manifest vouches for."""
+"""What the manifest verifies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
         verify(path, hashes=True)
 
 
-def test_a_digest_is_of_what_is_said_and_not_of_the_order() -> None:
+def test_a_digest_does_not_depend_on_the_order() -> None:
     assert settings_digest({"a": 1, "b": {"c": [1, 2], "d": None}}) == settings_digest(
         {"b": {"d": None, "c": [1, 2]}, "a": 1}
     )

@@ -1,4 +1,4 @@
-"""The process's random number generators go on from where a checkpoint found them."""
+"""The process's random number generators continue from the state in a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def draw() -> tuple[float, float, float, float]:
     return random.random(), random.gauss(0, 1), float(np.random.random()), float(torch.rand(1))
 
 
-def test_every_generator_goes_on_from_where_it_was(tmp_path: Path) -> None:
-    random.gauss(0, 1)  # python keeps the second of two: it is part of the state
+def test_every_generator_continues_from_its_saved_state(tmp_path: Path) -> None:
+    random.gauss(0, 1)  # Python caches the second of two samples, which is part of the state
     save(tmp_path, 1, {"randomness": RngState().state_dict()})
     first = [draw() for _ in range(3)]
     draw()
@@ -27,8 +27,8 @@ def test_every_generator_goes_on_from_where_it_was(tmp_path: Path) -> None:
     assert [draw() for _ in range(3)] == first
 
 
-def test_another_number_of_gpus_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_different_number_of_gpus_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     state = RngState().state_dict()
     state["cuda"] = [torch.zeros(16, dtype=torch.uint8)] * (torch.cuda.device_count() + 1)
     RngState().load_state_dict(state)
-    assert "their random numbers begin anew" in caplog.text
+    assert "their random state is not restored" in caplog.text

@@ -1,4 +1,4 @@
-"""Whatever must survive a crash is registered by name, saved and restored."""
+"""State is registered by name, saved and restored."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_part_has_a_name_that_can_be_a_file(name: str) -> None:
 def test_a_name_is_registered_once() -> None:
     registry = StateRegistry()
     registry.register("router", Part(1))
-    with pytest.raises(ValueError, match="'router' is registered already"):
+    with pytest.raises(ValueError, match="'router' is already registered"):
         registry.register("router", Part(2))
 
 

@@ -1,4 +1,4 @@
-"""Saving: what is written, what is kept and what goes."""
+"""Saving: which files are written, and which checkpoints are kept and removed."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def test_a_run_that_went_back_leaves_no_later_ones_to_resume_from(
         save(tmp_path, step, {"a": {}})
     save(tmp_path, 11, {"a": {}}, keep_last=3)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000010", "step-000011"]
-    assert "step-000020 is later than step 11, to which the run went back: removed" in caplog.text
+    assert "step-000020: the run was rolled back to step 11" in caplog.text
 
 
-def test_a_damaged_one_does_not_take_the_place_of_a_whole_one(tmp_path: Path) -> None:
+def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step, {"a": {}}, keep_last=3)
     (tmp_path / "step-000003" / "a.json").write_text("")
@@ -88,7 +88,7 @@ def test_a_better_one_takes_the_place_of_the_best(tmp_path: Path) -> None:
     assert names_of(tmp_path) == ["step-000003", "step-000004"]
 
 
-def test_of_some_figures_the_lowest_is_the_best(tmp_path: Path) -> None:
+def test_a_metric_with_a_minus_is_minimized(tmp_path: Path) -> None:
     for step, cost in enumerate([3.0, 1.0, 2.0], start=1):
         save(tmp_path, step, {"a": {}}, figures={"cost": cost}, keep_last=1, keep_best="-cost")
     assert names_of(tmp_path) == ["step-000002", "step-000003"]
@@ -127,7 +127,7 @@ def test_a_damaged_best_is_not_kept_for_its_name(tmp_path: Path) -> None:
     assert names_of(tmp_path) == ["step-000002", "step-000003"]
 
 
-def test_facts_and_figures_come_back_under_the_seal(tmp_path: Path) -> None:
+def test_facts_and_figures_are_sealed_and_restored(tmp_path: Path) -> None:
     facts = {"policy_version": 7, "config_sha256": settings_digest({"b": 1, "a": [2]})}
     save(tmp_path, 7, {"a": {}}, facts=facts, figures={"score": 1 / 3})
     found = load(tmp_path / "step-000007")
@@ -139,13 +139,13 @@ def test_facts_and_figures_come_back_under_the_seal(tmp_path: Path) -> None:
         load(tmp_path / "step-000007")
 
 
-def test_what_a_crash_left_aside_is_put_back_unless_its_place_is_taken(tmp_path: Path) -> None:
+def test_leftovers_of_a_crash_are_restored_unless_replaced(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, step, {"a": {"step": step}}, keep_last=9)
     (tmp_path / "step-000001").rename(tmp_path / "step-000001.old-1-a")
     shutil.copytree(tmp_path / "step-000002", tmp_path / "step-000002.old-1-b")
     (tmp_path / "step-000003").rename(tmp_path / "step-000003.old-1-c")
-    (tmp_path / "step-000003").mkdir()  # damaged, which no crash could have done
+    (tmp_path / "step-000003").mkdir()  # damaged in a way that no crash could cause
     save(tmp_path, 4, {"a": {"step": 4}}, keep_last=9)
     assert names_of(tmp_path) == [f"step-{step:06d}" for step in (1, 2, 3, 4)]
     assert [load(path).state()["a"]["step"] for path in sorted(tmp_path.iterdir())] == [1, 2, 3, 4]
@@ -172,7 +172,7 @@ def test_leftovers_of_a_crash_are_swept_up(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["step-000003"]
 
 
-def test_a_full_disk_is_one_line_and_leaves_the_last_one_whole(tmp_path: Path) -> None:
+def test_a_full_disk_is_one_line_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 1, {"a": {}})
 
     def fill(folder: Path) -> None:

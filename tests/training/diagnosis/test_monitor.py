@@ -1,4 +1,4 @@
-"""Findings during the first steps: none too early, none on a healthy run, and none lost when a run is resumed."""
+"""Findings during the first steps: not too early, not on healthy runs, and not lost on resume."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_healthy_run_has_no_findings() -> None:
     [
         (CONSTANT, "constant_reward", "All 6 rollouts of the first 3 steps have the same reward, 0.5"),
         (CUT, "replies_cut", "rollout.max_new_tokens = 256"),
-        (FAILED, "episodes_failed", "ended by a fault"),
+        (FAILED, "episodes_failed", "ended with a fault"),
     ],
 )
 def test_a_symptom_of_all_the_first_steps_is_a_finding_and_of_one_is_not(
@@ -89,7 +89,7 @@ def test_faults_of_all_that_called_a_tool_are_the_finding_and_the_equal_rewards_
     assert finding.cause.endswith("a conversation of 2 messages: roles must alternate")
 
 
-def test_one_step_in_which_only_those_that_called_a_tool_failed_is_told_of_all() -> None:
+def test_one_step_with_only_failed_tool_users_limits_the_finding_to_them() -> None:
     faults = [scored(0.0, stop=StopReason.ENV_FAULT, calls={"search": 1}, fault="down")] * 2
     mixed = after([faults, failed_calls(1), faults])[0].findings[0]
     assert mixed.cause.startswith("All rollouts that called a tool of")
@@ -135,7 +135,7 @@ PRICED = {"enable": True, "price_rollouts": True}
         ({"algorithm": {"adv_estimator": "rlvcr", "rlvcr": {"enable": True, "gate": "signed"}}}, ["constant_reward"]),
     ],
 )
-def test_equal_rewards_are_no_finding_where_prices_or_thoughts_teach(sections: Any, told: list[str]) -> None:
+def test_equal_rewards_are_no_finding_if_costs_or_thoughts_differ(sections: Any, told: list[str]) -> None:
     assert kinds(after([CONSTANT] * 3, settings=config(**sections))[0]) == told
 
 
@@ -155,7 +155,7 @@ def test_one_reply_that_ends_is_enough_only_among_few() -> None:
     assert kinds(after([many] * 3)[0]) == ["replies_cut"]
 
 
-def test_one_prompt_too_long_is_told_at_once_and_once() -> None:
+def test_one_prompt_too_long_is_reported_immediately_and_once() -> None:
     diagnosis, changes = after([[*HEALTHY, too_long()]] * 3)
     assert [len(c.found) for c in changes] == [1, 0, 0]
     (finding,) = diagnosis.findings
@@ -213,7 +213,7 @@ def test_weights_that_change_at_last_withdraw_it() -> None:
     assert (diagnosis.updated, diagnosis.findings) == (True, [])
 
 
-def test_a_short_run_that_never_updated_is_told_at_its_end() -> None:
+def test_a_short_run_that_never_updated_is_reported_at_its_end() -> None:
     diagnosis, _ = after([HEALTHY] * 2, metrics=DROPPED)
     (finding,) = diagnosis.end(2).found
     assert finding.kind == "weights_unchanged"
@@ -264,7 +264,7 @@ def test_a_resumed_run_finds_what_one_in_one_piece_finds(cut: int) -> None:
     assert kinds(whole) == ["prompt_too_long", "constant_reward", "weights_unchanged"]
 
 
-def test_findings_from_before_are_told_again_when_a_run_is_resumed() -> None:
+def test_earlier_findings_are_reported_again_on_resume() -> None:
     finding = Finding("one_family", "cause", "cure", 0)
     diagnosis = Diagnosis()
     assert diagnosis.begin([finding]).found == [finding]
@@ -286,6 +286,6 @@ def test_a_state_of_another_version_is_read_as_far_as_it_is_known() -> None:
     older.load_state_dict({"updated": False, "steps": 3, "findings": []})
     (finding,) = older.end(3).found
     assert (finding.kind, finding.step) == ("weights_unchanged", 3)
-    assert "does not say why" in finding.cause
+    assert "lacks the reason" in finding.cause
     newer.load_state_dict({"findings": [{"kind": "x", "cause": "c", "cure": "d", "step": 1, "new": 2}], "new": 3})
     assert newer.findings == [Finding("x", "c", "d", 1)]

@@ -1,4 +1,4 @@
-"""What docs/diagnosis.md lists is what can be found."""
+"""docs/diagnosis.md lists exactly the findings that exist."""
 
 from __future__ import annotations
 

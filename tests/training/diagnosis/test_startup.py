@@ -1,4 +1,4 @@
-"""What is known before the first step: rows without a ground truth, routers without a choice."""
+"""Checks before the first step: rows without a ground truth, routers without a choice."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_columns_that_look_like_an_answer(column: str) -> None:
     assert kinds([task(reward_kwargs={column: "4"})], takes_any) == ["no_ground_truth"]
 
 
-def test_the_only_column_that_nobody_takes_is_taken_for_the_answer() -> None:
+def test_a_single_unused_column_is_assumed_to_be_the_answer() -> None:
     assert kinds([task(reward_kwargs={"bridges": 107})], compares) == ["no_ground_truth"]
     assert kinds([task(reward_kwargs={"bridges": 107})], takes_any) == []
 
@@ -78,7 +78,7 @@ def test_an_answer_in_extra_info_is_found_too() -> None:
         (ANSWERS, ignores),
         (ANSWERS, takes_answer),
         (ANSWERS, episode_reward("env")),
-        ([task()], compares),  # a reward that does without, on rows that have nothing else
+        ([task()], compares),  # the rows have no other column: the reward may not need a ground truth
         ([task(reward_kwargs={"level": 1, "source": "x"})], compares),
         ([], compares),
     ],
@@ -93,7 +93,7 @@ def test_held_out_rows_are_looked_at_as_well() -> None:
     assert "held-out rows" in finding.cause
 
 
-def test_an_evaluation_is_told_of_both() -> None:
+def test_an_evaluation_reports_both() -> None:
     found = evaluation_findings(rewards(compares), ANSWERS, [scored(), too_long()])
     assert [finding.kind for finding in found] == ["no_ground_truth", "prompt_too_long"]
 
@@ -127,7 +127,7 @@ def test_a_router_whose_tools_are_all_of_one_family() -> None:
     assert "offer the same tools" in said
     assert 'router.families = { fetch_page = "SEARCH" }' in said
     (said,) = routed(tools, families={"fetch_page": "SEARCH"})
-    assert "the route to calculate offers none" in said
+    assert "the route to calculate offers no tool" in said
     (said,) = routed({"lookup": tools["lookup"]})
     assert "Add a tool of another family" in said
     assert routed(tools, families={"fetch_page": "CALCULATE"}) == []

@@ -1,4 +1,4 @@
-"""Why no weight has changed: each cause has its own words and its own cure."""
+"""Why no weight has changed: each cause has its own message and fix."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ GOOD = [scored(1.0), scored(0.0)]
 @pytest.mark.parametrize(
     ("rollouts", "metrics", "cause", "cure"),
     [
-        ([], DROPPED, "there was no rollout", "log"),
+        ([], DROPPED, "there were no rollouts", "log"),
         ([too_long()], DROPPED, "no prompt fits the context: a prompt of 9 tokens", "max_new_tokens (now 256)"),
         ([scored(1.0, valid=False)], DROPPED, "no rollout got a valid score", "toolwise check reward"),
         (
             [scored(0.0, stop=StopReason.POLICY_FAULT, rewards=(), fault="server down")],
             DROPPED,
-            "ended by policy_fault: server down",
+            "ended with policy_fault: server down",
             "server",
         ),
         ([scored(1.0), scored(1.0)], DROPPED, "all 8 groups were dropped", "rollout.n"),
-        (GOOD, {**UPDATED, "actor/grad_norm": 0.0}, "the gradient is 0", "tells better replies from worse"),
+        (GOOD, {**UPDATED, "actor/grad_norm": 0.0}, "the gradient is 0", "distinguishes better replies from worse"),
         (GOOD, {**UPDATED, "actor/lr": 0.0}, "the learning rate is 0", "warmup_steps"),
         (
             GOOD,
             {**UPDATED, "actor/update_norm": 0.0, "actor/grad_norm": float("nan"), "actor/skipped_updates": 1.0},
-            "every optimiser step was skipped",
+            "every optimizer step was skipped",
             "actor.spike_factor",
         ),
         (GOOD, {**UPDATED, "actor/update_norm": 1e-12}, "1.0e-12 are rounded away in bfloat16", "actor.lr (now 1e-06)"),

@@ -119,7 +119,7 @@ def test_a_reader_who_went_away_does_not_end_the_run() -> None:
     tracker.close()
 
 
-def test_a_terminal_shows_figures_course_and_progress() -> None:
+def test_a_terminal_shows_metrics_trend_and_progress() -> None:
     console = screen_console()
     tracker = ConsoleTracker(10, title="my [run]", console=console)
     tracker.log(0, {"eval/correct": 0.2, "eval/score": 0.1})
@@ -200,7 +200,7 @@ def test_a_resumed_run_is_timed_from_where_it_resumed(monkeypatch: pytest.Monkey
     assert out.getvalue().splitlines()[-1].endswith("16s left")
 
 
-def test_a_real_terminal_is_drawn_on_and_given_back(tmp_path: Path) -> None:
+def test_a_real_terminal_is_restored_after_the_display(tmp_path: Path) -> None:
     script = (
         "from toolwise.training.trackers.console import ConsoleTracker\n"
         "t = ConsoleTracker(3, title='run')\n"
@@ -286,7 +286,7 @@ def test_a_sparkline_goes_from_low_to_high_and_stays_in_its_width() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(4.4, "4s"), (63, "1m03s"), (3720, "1h02m"), (-1, "0s")])
-def test_times_are_said_shortly(seconds: float, said: str) -> None:
+def test_durations_are_short(seconds: float, said: str) -> None:
     assert format_duration(seconds) == said
 
 

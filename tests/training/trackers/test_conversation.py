@@ -1,4 +1,4 @@
-"""Stored rollouts as something to read."""
+"""Stored rollouts as displayable turns."""
 
 from __future__ import annotations
 

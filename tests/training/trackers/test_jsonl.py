@@ -57,14 +57,14 @@ def test_a_second_tracker_appends(tmp_path: Path) -> None:
     assert [line["step"] for line in read_metrics(tmp_path / "m.jsonl")] == [1, 2]
 
 
-def test_a_torn_last_line_is_not_glued_to_the_next(tmp_path: Path) -> None:
+def test_an_incomplete_last_line_is_not_joined_to_the_next(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2, "sc')
     log_steps(path, 2)
     assert [line["step"] for line in read_metrics(path)] == [1, 2]
 
 
-def test_a_whole_last_line_without_its_newline_is_kept(tmp_path: Path) -> None:
+def test_a_complete_last_line_without_its_newline_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     path.write_bytes(b'{"step": 1}')
     log_steps(path, 2)
@@ -89,7 +89,7 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
         read_metrics(path)
 
 
-def test_truncating_drops_later_steps_and_the_torn_line(tmp_path: Path) -> None:
+def test_truncating_drops_later_steps_and_the_incomplete_line(tmp_path: Path) -> None:
     path = tmp_path / "m.jsonl"
     log_steps(path, 0, 1, 2, 2, 3, 4)
     with path.open("ab") as file:
@@ -112,7 +112,7 @@ def test_truncating_what_needs_none_leaves_the_file_alone(tmp_path: Path) -> Non
     cut=st.integers(0, 20),
     torn=st.integers(0, 400),
 )
-def test_after_any_crash_a_truncated_file_holds_whole_lines_up_to_the_step(
+def test_after_any_crash_a_truncated_file_holds_complete_lines_up_to_the_step(
     tmp_path_factory: pytest.TempPathFactory, steps: list[int], cut: int, torn: int
 ) -> None:
     path = tmp_path_factory.mktemp("crash") / "m.jsonl"

@@ -1,4 +1,4 @@
-"""What the display says of a router: shares that fill one bar, and what is spent of the budget."""
+"""A router's metrics on the display: shares that fill one bar, and the budget."""
 
 from __future__ import annotations
 

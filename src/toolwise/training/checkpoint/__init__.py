@@ -1,12 +1,12 @@
-"""Checkpoints: all that must survive a crash, on disk whole or not at all. The training loop saves them
-and resumes from the latest. Tensors are in safetensors files, the rest in JSON; nothing is pickled."""
+"""Atomic checkpoints of everything that must survive a crash. The trainer saves them and resumes from the latest.
+Tensors are stored as safetensors, everything else as JSON; nothing is pickled."""
 
 from toolwise.serialization.files import make_folder, sync
 from toolwise.training.checkpoint.loader import (
     OVERSPEND,
     Checkpoint,
     best,
-    checkpoint_figures,
+    checkpoint_metrics,
     latest,
     load,
     ranking_key,
@@ -25,7 +25,7 @@ __all__ = [
     "RngState",
     "StateRegistry",
     "best",
-    "checkpoint_figures",
+    "checkpoint_metrics",
     "latest",
     "load",
     "make_folder",

@@ -1,4 +1,4 @@
-"""One process a run's folder: two that resume the same run would undo each other's steps."""
+"""A lock that allows one process per run folder: two that resume the same run would undo each other's steps."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 class FolderLock:
-    """Held from `acquire` to `release`, or until the process is gone: the kernel lets go of what the dead held.
+    """Held from `acquire` to `release`, or until the process dies, when the kernel releases it.
 
-    The file says who holds it; that it is there does not mean that anybody does.
+    The file names the holder, but its existence does not mean that the lock is held.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -30,12 +30,12 @@ class FolderLock:
         self._handle: int | None = None
 
     def acquire(self) -> Self:
-        """Now or not at all: whoever is in the folder may stay there for days."""
+        """Acquire the lock or raise at once: the holder may keep it for days."""
         while self._handle is None:
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 self._lock(handle)
-                if _is_same_file(handle, self.path):  # else whoever held it has just taken it away with the file
+                if _is_same_file(handle, self.path):  # else the previous holder has just deleted the file
                     self._handle = handle
             finally:
                 if self._handle is None:
@@ -56,18 +56,18 @@ class FolderLock:
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise
-            log.warning("%s cannot be locked (%s): start no second run in this folder", self.path, error.strerror)
+            log.warning("%s cannot be locked (%s): do not start a second run in this folder", self.path, error.strerror)
 
     def release(self) -> None:
         if self._handle is None:
             return
         if _is_same_file(self._handle, self.path):
-            self.path.unlink()  # while it is held: whoever waits with the old file in hand looks again
+            self.path.unlink()  # while held: a process that has the old file open will try again
         self._close_handle()
         _held_locks.discard(self)
 
     def _close_handle(self) -> None:
-        """Without unlocking: in a fork the lock goes on being the parent's."""
+        """Close without unlocking: after a fork the lock still belongs to the parent."""
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
@@ -87,10 +87,10 @@ def _is_same_file(handle: int, path: Path) -> bool:
 
 
 def _holder(handle: int) -> str:
-    number, _, host = os.pread(handle, 1000, 0).decode(errors="replace").strip().partition(" ")
-    if not number.isdigit():  # it has only just begun
+    pid, _, host = os.pread(handle, 1000, 0).decode(errors="replace").strip().partition(" ")
+    if not pid.isdigit():  # the holder has not written its id yet
         return "another process"
-    return f"process {number}" + (f" on {host}" if host not in ("", socket.gethostname()) else "")
+    return f"process {pid}" + (f" on {host}" if host not in ("", socket.gethostname()) else "")
 
 
 _held_locks: set[FolderLock] = set()

@@ -1,4 +1,4 @@
-"""The manifest: what a whole checkpoint consists of, written after everything that it vouches for."""
+"""The manifest of a checkpoint: its files and their hashes, written after all of them."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class FileEntry(BaseModel):
 
 
 class Manifest(BaseModel):
-    """All of it but the seal is under the seal."""
+    """`seal` is a digest of all other fields."""
 
     format: int
     step: int
     parts: list[str]
     facts: dict[str, JsonValue] = {}
-    """Of what run it is: the policy's version, a digest of the configuration, …"""
+    """About the run: the policy's version, its settings, …"""
     figures: dict[str, float] = {}
-    """What a validation of this very step found; what `best` goes by."""
+    """Metrics of a validation at exactly this step; `best` compares them."""
     files: dict[str, FileEntry]
     seal: str = ""
 
@@ -40,12 +40,12 @@ class Manifest(BaseModel):
 
 
 def settings_digest(settings: Mapping[str, Any]) -> str:
-    """Of settings as JSON, whatever their order."""
+    """SHA-256 of settings as JSON, independent of their order."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
 def seal(folder: Path, manifest: Manifest) -> None:
-    """Bring every file to the disk, and only then the manifest that vouches for them."""
+    """Sync every file, and only then write the manifest with their hashes."""
     for path in sorted(folder.rglob("*")):
         sync(path)
         if path.is_file():
@@ -58,24 +58,24 @@ def seal(folder: Path, manifest: Manifest) -> None:
 
 
 def verify(path: Path, *, hashes: bool) -> Manifest:
-    """The manifest of a checkpoint that is all there, and nothing else with it."""
+    """Return the manifest; raise if a file is missing, changed, or not listed in it."""
     manifest = read_manifest(path)
     for name, entry in manifest.files.items():
         file = path / name
         if not file.is_file():
-            raise CheckpointError(f"{file} is missing: take an earlier checkpoint")
+            raise CheckpointError(f"{file} is missing: use an earlier checkpoint")
         if (size := file.stat().st_size) != entry.size:
-            raise CheckpointError(f"{file} has {size} bytes, not {entry.size}: take an earlier checkpoint")
+            raise CheckpointError(f"{file} has {size} bytes, not {entry.size}: use an earlier checkpoint")
         if hashes and _sha256(file) != entry.sha256:
-            raise CheckpointError(f"{file} is not what was saved (sha256): take an earlier checkpoint")
+            raise CheckpointError(f"{file} is not what was saved (sha256): use an earlier checkpoint")
     for name in _list_files(path):
-        if name not in manifest.files:  # a model's folder is loaded by what lies in it
-            raise CheckpointError(f"{path / name} was added after it was written: move it elsewhere")
+        if name not in manifest.files:  # loading a model folder may use any file in it
+            raise CheckpointError(f"{path / name} was added after the checkpoint was written: move it elsewhere")
     return manifest
 
 
 def read_if_complete(path: Path) -> Manifest | None:
-    """The manifest where every file is there and has its size; None where not."""
+    """The manifest if every file exists with its recorded size, else None."""
     try:
         return verify(path, hashes=False)
     except CheckpointError:
@@ -86,24 +86,24 @@ def read_manifest(path: Path) -> Manifest:
     file = path / MANIFEST
     if not file.is_file():
         if newest_first(path):
-            raise CheckpointError(f"{path} is a folder of checkpoints: name one of its step-… folders")
-        raise CheckpointError(f"{path} is no whole checkpoint: {file} is missing")
+            raise CheckpointError(f"{path} is a folder of checkpoints: give one of its step-… folders")
+        raise CheckpointError(f"{path} is not a complete checkpoint: {file} is missing")
     try:
         manifest = Manifest.model_validate_json(file.read_bytes())
     except (ValidationError, OSError):
-        raise CheckpointError(f"{file} cannot be read or is torn: take an earlier checkpoint") from None
+        raise CheckpointError(f"{file} cannot be read or is incomplete: use an earlier checkpoint") from None
     if manifest.format != FORMAT:
         raise CheckpointError(f"{file} has format {manifest.format}, this version of toolwise reads {FORMAT}")
     if manifest.seal != manifest.digest():
-        raise CheckpointError(f"{file} was changed after it was written: take an earlier checkpoint")
-    named = STEP_FOLDER.fullmatch(path.name)
-    if named and int(named[1]) != manifest.step:
-        raise CheckpointError(f"{file} is of step {manifest.step}, but its folder is called {path.name}")
+        raise CheckpointError(f"{file} was changed after it was written: use an earlier checkpoint")
+    match = STEP_FOLDER.fullmatch(path.name)
+    if match and int(match[1]) != manifest.step:
+        raise CheckpointError(f"{file} is for step {manifest.step}, but its folder is named {path.name}")
     return manifest
 
 
 def _list_files(folder: Path) -> Iterator[str]:
-    """Names of files, but for the manifest and for hidden ones, which desktops and network drives leave behind."""
+    """Names of all files except the manifest and hidden files, which desktops and network drives leave behind."""
     for path in folder.rglob("*"):
         name = path.relative_to(folder)
         if not path.is_dir() and name.as_posix() != MANIFEST and not any(part.startswith(".") for part in name.parts):
@@ -115,4 +115,4 @@ def _sha256(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}): take an earlier checkpoint") from error
+        raise CheckpointError(f"{path} cannot be read ({error.strerror}): use an earlier checkpoint") from error

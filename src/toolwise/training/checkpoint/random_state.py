@@ -1,6 +1,6 @@
-"""The random number generators of the whole process, as a part of a checkpoint.
+"""Saves and restores the process's global random number generators.
 
-The loop itself draws from seeds alone; tools, environments and rewards that run in this process may not.
+The training loop uses only explicit seeds; tools, environments and rewards that run in this process may not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ log = logging.getLogger("toolwise.training.checkpoint")
 
 
 class RngState:
-    """Python's generator, numpy's, torch's, and those of the GPUs in use."""
+    """The global generators of Python, numpy, torch, and the GPUs in use."""
 
     def state_dict(self) -> dict[str, Any]:
         import numpy as np
@@ -37,7 +37,7 @@ class RngState:
             torch.cuda.set_rng_state_all(state["cuda"])
         elif state["cuda"]:
             log.warning(
-                "the checkpoint is of %d GPUs, here are %d: their random numbers begin anew",
+                "the checkpoint is from %d GPUs, this process has %d: their random state is not restored",
                 len(state["cuda"]),
                 torch.cuda.device_count(),
             )

@@ -1,4 +1,4 @@
-"""The one place where whatever must survive a crash is known by name."""
+"""Registers by name everything whose state a checkpoint saves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 class StateRegistry:
-    """Names and who answers to them; each part's state becomes files of that name."""
+    """Stateful parts by name; each part's state is saved in files of that name."""
 
     def __init__(self) -> None:
         self._parts: dict[str, Stateful] = {}
@@ -22,19 +22,19 @@ class StateRegistry:
     def register(self, name: str, stateful: Stateful) -> None:
         check_name(name)
         if name in self._parts:
-            raise ValueError(f"{name!r} is registered already")
+            raise ValueError(f"{name!r} is already registered")
         self._parts[name] = stateful
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         return {name: part.state_dict() for name, part in self._parts.items()}
 
     def load_state_dict(self, state: Mapping[str, dict[str, Any]]) -> None:
-        """Restore every part; nothing is touched where the names do not agree."""
+        """Restore every part; raise before changing anything if the names do not match."""
         missing, unexpected = self._parts.keys() - state.keys(), state.keys() - self._parts.keys()
         if missing or unexpected:
-            said = [f"lacks {', '.join(sorted(missing))}"] if missing else []
-            said += [f"has {', '.join(sorted(unexpected))}, unknown to this run"] if unexpected else []
-            raise CheckpointError(f"the checkpoint {'; it '.join(said)}: resume with the settings it was made with")
+            problems = [f"lacks {', '.join(sorted(missing))}"] if missing else []
+            problems += [f"has {', '.join(sorted(unexpected))}, unknown to this run"] if unexpected else []
+            raise CheckpointError(f"the checkpoint {'; it '.join(problems)}: resume with the settings it was made with")
         for name, part in self._parts.items():
             part.load_state_dict(state[name])
 

@@ -1,4 +1,4 @@
-"""Writing checkpoints: aside, synced, sealed, renamed; and only then are old ones dropped."""
+"""Writes checkpoints to a temporary folder, syncs, seals and renames it, and only then removes old checkpoints."""
 
 from __future__ import annotations
 
@@ -44,27 +44,27 @@ def save(
     keep_last: int = 3,
     keep_best: str = "",
 ) -> Checkpoint:
-    """Write `folder/step-NNNNNN`, then drop what is neither among the newest `keep_last` nor the best. One writer a
-    folder: a `FolderLock` sees to that.
+    """Write `folder/step-NNNNNN`, then remove checkpoints that are neither among the newest `keep_last` nor the best.
+    There must be one writer per folder: hold a `FolderLock`.
 
-    `extra_files` maps the name of a sub-folder to whoever fills it, such as a model's `save_pretrained`. `figures` are
-    those of a validation at this very step; `keep_best` names one of them, as for `best`. Checkpoints of later steps
-    than this are dropped too: the run has gone back behind them, and nobody is to resume from another past.
+    `extra_files` maps the name of a subfolder to a function that fills it, such as a model's `save_pretrained`.
+    `figures` are the metrics of a validation at exactly this step; `keep_best` names one of them, as for `best`.
+    Checkpoints of later steps are removed too: the run was rolled back, and must not resume from its discarded future.
     """
     if step < 0 or keep_last < 1:
         raise ValueError(f"step must be 0 or more and keep_last 1 or more, got {step} and {keep_last}")
     final = Path(folder) / f"step-{step:06d}"
     new = sibling_path(final, "tmp")
-    known = {name: float(value) for name, value in (figures or {}).items() if math.isfinite(value)}
+    finite = {name: float(value) for name, value in (figures or {}).items() if math.isfinite(value)}
     manifest = Manifest(
-        format=FORMAT, step=step, parts=list(registry_state), facts=dict(facts or {}), figures=known, files={}
+        format=FORMAT, step=step, parts=list(registry_state), facts=dict(facts or {}), figures=finite, files={}
     )
     _try_cleanup(lambda: _restore_leftovers(final.parent), final.parent)
     try:
         make_folder(final.parent)
         _write(new, registry_state, extra_files or {})
         seal(new, manifest)
-        if final.exists():  # no swap in one go: until it is done, `latest` takes what was moved aside
+        if final.exists():  # not an atomic swap: until it is done, `latest` finds the `.old-…` folder
             final.rename(sibling_path(final, "old"))
         new.rename(final)
         sync(final.parent)
@@ -73,7 +73,7 @@ def save(
         reason = disk_fault(error)
         if reason is not None or isinstance(error, OSError | SafetensorError):
             reason = reason or getattr(error, "strerror", None) or str(error)
-            raise CheckpointError(f"cannot write {final}: {reason}; earlier ones are untouched") from error
+            raise CheckpointError(f"cannot write {final}: {reason}; earlier checkpoints are unchanged") from error
         raise
     _try_cleanup(lambda: _prune(final, step, keep_last, keep_best), final.parent)
     return Checkpoint.from_manifest(final, manifest)
@@ -101,28 +101,29 @@ def _write_part(folder: Path, name: str, state: Any) -> None:
 
 
 def _restore_leftovers(folder: Path) -> None:
-    """Before a save: what a crash left aside goes back to its place where that is empty or damaged; the rest goes."""
+    """Before a save: rename complete `.old-…` folders that a crash left behind back to their final names, if those
+    are missing or damaged, and remove all other leftovers."""
     for path in newest_first(folder):
-        place = final_path(path)
+        final = final_path(path)
         if is_final(path) or read_if_complete(path) is None:
             continue
-        if place.exists() and read_if_complete(place) is None:
-            remove([place])
-        if not place.exists():
-            path.rename(place)
+        if final.exists() and read_if_complete(final) is None:
+            remove([final])
+        if not final.exists():
+            path.rename(final)
     remove([path for path in checkpoint_folders(folder) if not is_final(path)])
 
 
 def _prune(written: Path, step: int, keep_last: int, keep_best: str) -> None:
-    """After it: keep the newest whole ones, the best, and always the one just written."""
-    whole = [
+    """After a save: keep the newest complete checkpoints, the best, and always the one just written."""
+    complete = [
         (path, manifest)
         for path in newest_first(written.parent)
         if (manifest := read_if_complete(path)) and is_final(path)
     ]
-    for path in [path for path, manifest in whole if manifest.step > step]:
-        log.warning("%s is later than step %d, to which the run went back: removed", path, step)
-    past = [(path, manifest) for path, manifest in whole if manifest.step <= step]
+    for path in [path for path, manifest in complete if manifest.step > step]:
+        log.warning("removed %s: the run was rolled back to step %d", path, step)
+    past = [(path, manifest) for path, manifest in complete if manifest.step <= step]
     kept = {written, *(path for path, _ in past[:keep_last])}
     if keep_best:
         kept |= {path for path, _ in best_first(past, keep_best)[:1]}
@@ -130,7 +131,7 @@ def _prune(written: Path, step: int, keep_last: int, keep_best: str) -> None:
 
 
 def _try_cleanup(work: Callable[[], None], folder: Path) -> None:
-    """Housekeeping that fails is no reason not to save."""
+    """Failed cleanup does not fail the save."""
     try:
         work()
     except OSError as error:

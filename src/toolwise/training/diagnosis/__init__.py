@@ -1,4 +1,4 @@
-"""A run that cannot learn says so: findings with a cause and a cure, before the first step and during the first few."""
+"""Detects runs that cannot learn, before and during the first steps; each finding has a cause and a fix."""
 
 from toolwise.training.diagnosis.display import show_changes
 from toolwise.training.diagnosis.finding import Finding

@@ -1,4 +1,4 @@
-"""Findings for a person: on the live console, or in the log where a run has none."""
+"""Shows findings on the live console, or logs them if there is none."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ log = logging.getLogger("toolwise.training.diagnosis")
 
 
 def show_changes(changes: FindingChanges, console: ConsoleTracker | None) -> None:
-    """Each finding once, when it is made; one that a later step disproved is taken back."""
+    """Show new findings, and retract those that a later step disproved."""
     for finding in changes.found:
         if console is None:
             log.warning("%s", finding)
         else:
             console.warn(finding.kind, (finding.cause, finding.cure))
     for finding in changes.withdrawn:
-        said = f"no longer true: {finding.kind} (found at step {finding.step})"
+        text = f"no longer true: {finding.kind} (found at step {finding.step})"
         if console is None:
-            log.warning("%s", said)
+            log.warning("%s", text)
         else:
-            console.note(said)
+            console.note(text)

@@ -1,4 +1,4 @@
-"""What is wrong with a run: one finding, for the console, the report and summary.json."""
+"""One finding about a run, for the console, the report and summary.json."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One reason why a run does not learn as it was meant to."""
+    """One reason why a run does not learn as intended."""
 
     kind: str
     """A short name: constant_reward, replies_cut, prompt_too_long, …"""
     cause: str
     cure: str
     step: int
-    """The training step at which it was found; 0: before the first."""
+    """The training step at which it was found; 0: before the first step."""
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.cause}. {self.cure}."
@@ -25,6 +25,6 @@ class Finding:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, written: Mapping[str, Any]) -> Finding:
-        """What another version wrote beside the fields of this one is left out."""
-        return cls(**{part.name: written[part.name] for part in fields(cls)})
+    def from_json(cls, data: Mapping[str, Any]) -> Finding:
+        """Ignores fields written by other versions."""
+        return cls(**{field.name: data[field.name] for field in fields(cls)})

@@ -1,4 +1,4 @@
-"""The state of a diagnosis: looks at each step, keeps what it found, and survives a crash with the run."""
+"""The state of a diagnosis: checks each step, keeps the findings, and is saved in checkpoints."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from toolwise.training.diagnosis.weights import UNCHANGED_STEPS_LIMIT, explain_u
 from toolwise.types import ScoredRollout
 
 WEIGHTS_UNCHANGED = "weights_unchanged"
-_UNKNOWN = ("the checkpoint that the run began from does not say why", "Look at actor/… and groups/… in metrics.jsonl")
+_UNKNOWN = (
+    "the checkpoint that the run resumed from lacks the reason",
+    "Look at actor/… and groups/… in metrics.jsonl",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class FindingChanges:
-    """What one look has changed."""
+    """Findings added and withdrawn by one check."""
 
     found: list[Finding] = field(default_factory=list)
     withdrawn: list[Finding] = field(default_factory=list)
@@ -27,28 +30,28 @@ class FindingChanges:
 
 @dataclass(slots=True)
 class Diagnosis:
-    """Everything found so far, and what it takes to go on after a resume."""
+    """All findings so far, and the state needed to continue after a resume."""
 
     findings: list[Finding] = field(default_factory=list)
     updated: bool | None = None
-    """Whether a weight of the actor has changed; None where it is not to train, or no step was seen."""
+    """Whether any weight of the actor has changed; None if it is not trained, or before the first step."""
     steps: int = 0
     rollouts: int = 0
     evidence: dict[str, str] = field(default_factory=dict)
-    """kind of symptom -> what every step so far has shown of it"""
+    """kind of symptom -> evidence that all steps so far have in common"""
     healthy: list[str] = field(default_factory=list)
-    """Symptoms that some step did not have: they are looked for no more."""
+    """Symptoms that some step did not show; they are no longer checked."""
     weights: str = ""
-    """Checksum of the actor's trainable weights before the first step that was seen; "" once they have changed."""
+    """Checksum of the actor's trainable weights before the first step; "" once they have changed."""
     why: list[str] = field(default_factory=list)
-    """Cause and cure of the weights not changing, by the latest step."""
+    """Cause and fix for unchanged weights, according to the latest step."""
     dropped_groups: int = 0
-    """Groups of the steps without an update, counted until the weights have changed."""
+    """Number of groups in steps without an update, counted until the weights change."""
     dropped_steps: int = 0
-    """Those steps."""
+    """Number of those steps."""
 
     def begin(self, findings: Sequence[Finding]) -> FindingChanges:
-        """Takes what is known before the first step; gives everything found so far, also before a resume."""
+        """Add the startup findings; return all findings so far, including those from before a resume."""
         for finding in findings:
             self._add(finding)
         return FindingChanges(list(self.findings))
@@ -65,25 +68,25 @@ class Diagnosis:
         metrics: Mapping[str, float],
         checksum: Callable[[], str],
     ) -> FindingChanges:
-        """Looks at what a step produced. `checksum` is asked only until the weights have changed."""
+        """Check the results of a step. `checksum` is called only until the weights have changed."""
         self.steps += 1
         self.rollouts += len(scored)
         changes = FindingChanges()
-        found = [prompt_too_long(scored, f"step {step}", step)]
+        findings = [prompt_too_long(scored, f"step {step}", step)]
         for symptom in SYMPTOMS:
             if symptom.kind in self.healthy:
                 continue
-            seen = symptom.evidence(scored, config)
-            if seen is not None and symptom.kind in self.evidence:
-                seen = symptom.combine(self.evidence[symptom.kind], seen)
-            if seen is None:
+            evidence = symptom.evidence(scored, config)
+            if evidence is not None and symptom.kind in self.evidence:
+                evidence = symptom.combine(self.evidence[symptom.kind], evidence)
+            if evidence is None:
                 self.healthy.append(symptom.kind)
                 changes.withdrawn.extend(self._withdraw(symptom.kind))
                 continue
-            self.evidence[symptom.kind] = seen
+            self.evidence[symptom.kind] = evidence
             if self.steps == FIRST_STEPS:
-                found = [finding for finding in found if finding is None or finding.kind not in symptom.hides]
-                found.append(Finding(symptom.kind, *symptom.explain(seen, self.rollouts, config), step))
+                findings = [finding for finding in findings if finding is None or finding.kind not in symptom.hides]
+                findings.append(Finding(symptom.kind, *symptom.explain(evidence, self.rollouts, config), step))
         if self.updated is False:
             if metrics.get("actor/update_norm") and checksum() != self.weights:
                 self.updated, self.weights, self.why = True, "", []
@@ -93,49 +96,49 @@ class Diagnosis:
                     self.dropped_groups += len({s.rollout.group_id for s in scored})
                     self.dropped_steps += 1
                 self.why = list(explain_unchanged(config, scored, metrics, self._dropped()))
-                found.append(self._unchanged(step) if self.steps >= UNCHANGED_STEPS_LIMIT else None)
-        changes.found.extend(finding for finding in found if finding is not None and self._add(finding))
+                findings.append(self._unchanged(step) if self.steps >= UNCHANGED_STEPS_LIMIT else None)
+        changes.found.extend(finding for finding in findings if finding is not None and self._add(finding))
         return changes
 
     def after_validation(self, step: int, scored: Sequence[ScoredRollout]) -> FindingChanges:
         return self._changes_from(prompt_too_long(scored, f"the validation at step {step}", step))
 
     def end(self, step: int) -> FindingChanges:
-        """At the end of a run: weights that never changed are a finding however short it was."""
+        """At the end of a run, unchanged weights are a finding even after few steps."""
         return self._changes_from(self._unchanged(step) if self.updated is False and self.steps else None)
 
     def _unchanged(self, step: int) -> Finding:
-        cause, cure = self.why or _UNKNOWN
+        cause, fix = self.why or _UNKNOWN
         steps = f"{self.steps} steps" if self.steps != 1 else "1 step"
-        return Finding(WEIGHTS_UNCHANGED, f"No weight of the actor has changed in {steps}: {cause}", cure, step)
+        return Finding(WEIGHTS_UNCHANGED, f"No weight of the actor has changed in {steps}: {cause}", fix, step)
 
     def _dropped(self) -> str:
-        """`all 40 groups were`, as the subject of a sentence."""
+        """The start of a sentence, such as `all 40 groups were`."""
         groups = "the only group" if self.dropped_groups == 1 else f"all {self.dropped_groups} groups"
         steps = "step" if self.dropped_steps == 1 else f"{self.dropped_steps} steps"
-        of = "" if self.dropped_steps == self.steps else f" of the {steps} without an update"
-        return f"{groups}{of} {'was' if self.dropped_groups == 1 else 'were'}"
+        suffix = "" if self.dropped_steps == self.steps else f" of the {steps} without an update"
+        return f"{groups}{suffix} {'was' if self.dropped_groups == 1 else 'were'}"
 
     def _changes_from(self, finding: Finding | None) -> FindingChanges:
         return FindingChanges([finding] if finding is not None and self._add(finding) else [])
 
     def _add(self, finding: Finding) -> bool:
-        """Whether it is the first of its kind, which stands."""
-        if any(known.kind == finding.kind for known in self.findings):
+        """Add `finding` unless there is one of its kind; return whether it was added."""
+        if any(other.kind == finding.kind for other in self.findings):
             return False
         self.findings.append(finding)
         return True
 
     def _withdraw(self, kind: str) -> list[Finding]:
-        gone = [finding for finding in self.findings if finding.kind == kind]
+        withdrawn = [finding for finding in self.findings if finding.kind == kind]
         self.findings = [finding for finding in self.findings if finding.kind != kind]
-        return gone
+        return withdrawn
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for part in fields(self):
-            if part.name in state:
-                setattr(self, part.name, state[part.name])
+        for item in fields(self):
+            if item.name in state:
+                setattr(self, item.name, state[item.name])
         self.findings = [Finding.from_json(finding) for finding in state.get("findings", [])]

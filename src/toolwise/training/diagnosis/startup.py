@@ -1,4 +1,4 @@
-"""What can be known before the first step: rows without a ground truth, and routers without a choice."""
+"""Checks before the first step: rows without a ground truth, and routers without a choice."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ANSWER_WORDS = frozenset(
     {"answer", "answers", "expected", "gold", "golden", "gt", "label", "labels", "reference"}
     | {"solution", "solutions", "target", "targets", "truth"}
 )
-"""Words in the name of a column that most likely holds the ground truth."""
+"""Words in the names of columns that probably hold the ground truth."""
 
 
 def startup_findings(
@@ -33,34 +33,34 @@ def startup_findings(
     train: Sequence[Task] = (),
     held_out: Sequence[Task] = (),
 ) -> list[Finding]:
-    """Of a run that is put together and has not begun."""
-    found = [_no_ground_truth(rewards, train, "training"), _no_ground_truth(rewards, held_out, "held-out")]
+    """Findings about an assembled run before its first step."""
+    findings = [_no_ground_truth(rewards, train, "training"), _no_ground_truth(rewards, held_out, "held-out")]
     if config.router.enable:
-        found.append(_one_family(config, tools, train))
-    by_kind = {finding.kind: finding for finding in reversed(found) if finding is not None}
+        findings.append(_one_family(config, tools, train))
+    by_kind = {finding.kind: finding for finding in reversed(findings) if finding is not None}
     return list(by_kind.values())
 
 
 def evaluation_findings(
     rewards: CompositeReward, tasks: Sequence[Task], scored: Sequence[ScoredRollout]
 ) -> list[Finding]:
-    """Of tasks that were rolled out and scored where nothing learns."""
-    found = (_no_ground_truth(rewards, tasks, "evaluated"), prompt_too_long(scored, "this evaluation", 0))
-    return [finding for finding in found if finding is not None]
+    """Findings about an evaluation without training."""
+    findings = (_no_ground_truth(rewards, tasks, "evaluated"), prompt_too_long(scored, "this evaluation", 0))
+    return [finding for finding in findings if finding is not None]
 
 
 def check_routable(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequence[Task]) -> None:
-    """Refuse a router where no task has a tool: neither one of the run's nor one that its prompt describes."""
+    """Reject a router if no task has a tool, neither one of the run nor one that its prompt describes."""
     if not config.router.enable or not tasks or any(_families(config, tools, task) for task in tasks):
         return
     if tools and not config.multi_turn.enable:
         raise ConfigError(
-            "router.enable is true and multi_turn.enable false: no tool is offered, so every route is the same; set "
+            "router.enable is true but multi_turn.enable is false: no tool is offered, so all routes are the same; set "
             "multi_turn.enable = true, or router.enable = false"
         )
     why = "no task offers any of them" if tools else "there are no tools"
     raise ConfigError(
-        f"router.enable is true, and {why}: a router chooses between tools; add some to `tools`, or set "
+        f"router.enable is true, but {why}: a router chooses between tools; add some to `tools`, or set "
         "router.enable = false"
     )
 
@@ -83,39 +83,39 @@ def _one_family(config: RunConfig, tools: Mapping[str, BaseTool], tasks: Sequenc
     same = (
         "the routes to search and to calculate offer the same tools"
         if family is Family.OTHER
-        else f"the route to {other.value.lower()} offers none, and is the same as answering"
+        else f"the route to {other.value.lower()} offers no tool, so it is the same as answering"
     )
-    cure = (
+    fix = (
         "Add a tool of another family, or train without a router"
         if len(names) == 1
-        else f'Say which is which: router.families = {{ {next(iter(names))} = "{other.value}" }}, or '
+        else f'Set the families: router.families = {{ {next(iter(names))} = "{other.value}" }}, or '
         f'@toolwise.tool(family="{other.value}")'
     )
-    return Finding("one_family", f"All tools ({_listed(names)}) are of the family {family.value}: {same}", cure, 0)
+    return Finding("one_family", f"All tools ({_join_names(names)}) are of the family {family.value}: {same}", fix, 0)
 
 
 def _no_ground_truth(rewards: CompositeReward, tasks: Sequence[Task], which: str) -> Finding | None:
-    """Only where a column looks like it: a reward may well do without a ground truth."""
+    """Reported only if a column looks like the ground truth: a reward may not need one."""
     readers = [part.reward for part in rewards.parts if _reads_ground_truth(part.reward)]
     if not tasks or not readers or any(task.ground_truth is not None for task in tasks):
         return None
     columns = sorted({name for task in tasks for name, value in task.reward_kwargs.items() if value is not None})
     inner = sorted({name for task in tasks for name, value in task.extra_info.items() if value is not None})
-    taken = {name for part in rewards.parts for name in part.reward.signature.names}
+    parameters = {name for part in rewards.parts for name in part.reward.signature.names}
     likely = [name for name in columns if _looks_like_answer(name)]
-    if taken & set(likely):
+    if parameters & set(likely):
         return None
     takes_any = any(part.reward.signature.takes_any for part in rewards.parts)
-    if not likely and not takes_any and len(columns) == 1 and not taken & set(columns):
+    if not likely and not takes_any and len(columns) == 1 and not parameters & set(columns):
         likely = columns
     likely += [f"extra_info.{name}" for name in inner if _looks_like_answer(name)]
     if not likely:
         return None
-    there = ", ".join(["prompt", *columns, *(f"extra_info.{name}" for name in inner)])
+    available = ", ".join(["prompt", *columns, *(f"extra_info.{name}" for name in inner)])
     return Finding(
         "no_ground_truth",
-        f"ground_truth is None on all {len(tasks)} {which} rows, and {readers[0].name} is given it; the columns are: "
-        f"{there}",
+        f"ground_truth is None on all {len(tasks)} {which} rows, but {readers[0].name} takes it; the columns are: "
+        f"{available}",
         f"Rename the column {likely[0]} to ground_truth, or let the reward take it by name: "
         f"def score(messages, ground_truth, {likely[0].removeprefix('extra_info.')})"
         if not likely[0].startswith("extra_info.")
@@ -125,7 +125,7 @@ def _no_ground_truth(rewards: CompositeReward, tasks: Sequence[Task], which: str
 
 
 def _reads_ground_truth(reward: Reward) -> bool:
-    """A parameter that is named with an underscore says that it is not used."""
+    """A parameter whose name starts with an underscore is unused by convention."""
     return reward.reference not in EPISODE_REWARDS and not reward.signature.first[1].startswith("_")
 
 
@@ -134,6 +134,6 @@ def _looks_like_answer(column: str) -> bool:
     return bool(words & ANSWER_WORDS) or SequenceMatcher(None, column.lower(), "ground_truth").ratio() > 0.8
 
 
-def _listed(names: Iterable[str], most: int = 5) -> str:
+def _join_names(names: Iterable[str], limit: int = 5) -> str:
     shown = list(names)
-    return ", ".join([*shown[:most], *(["…"] if len(shown) > most else [])])
+    return ", ".join([*shown[:limit], *(["…"] if len(shown) > limit else [])])

@@ -1,6 +1,6 @@
-"""Signs in a step's rollouts that nothing can be learned, each a small function of them.
+"""Symptoms in a step's rollouts that nothing can be learned.
 
-A symptom counts only where every one of the first steps shows it: one unlucky step is no finding.
+A symptom becomes a finding only if all of the first steps show it; a single unlucky step does not count.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from toolwise.training.diagnosis.finding import Finding
 from toolwise.types import Rollout, ScoredRollout, StopReason
 
 FIRST_STEPS = 3
-"""Steps after which a symptom that all of them had is a finding."""
+"""A symptom that all of the first `FIRST_STEPS` steps show is a finding."""
 NEARLY_ALL = 0.95
-ALL, ALL_USERS = "All rollouts", "All rollouts that called a tool"
+ALL, ALL_TOOL_USERS = "All rollouts", "All rollouts that called a tool"
 
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """`evidence` of one step, None where it is healthy; `explain` what the first steps had in common."""
+    """`evidence` checks one step and returns None if it is healthy; `explain` describes the common evidence."""
 
     kind: str
     evidence: Callable[[Sequence[ScoredRollout], RunConfig], str | None]
     explain: Callable[[str, int, RunConfig], tuple[str, str]]
-    """(evidence, rollouts so far, settings) -> cause, cure"""
+    """(evidence, rollouts so far, config) -> cause, fix"""
     combine: Callable[[str, str], str | None] = lambda before, now: before if before == now else None
-    """What the evidence of the steps before and of this one have in common; None: nothing."""
+    """(evidence of earlier steps, of this step) -> what they have in common, or None."""
     hides: tuple[str, ...] = ()
-    """Symptoms that are only a consequence of this one."""
+    """Symptoms that are only consequences of this one."""
 
 
 def _equal_rewards(scored: Sequence[ScoredRollout], config: RunConfig) -> str | None:
-    """Rewards as advantages compare them: with the default reward of a step and the price of an invalid action."""
+    """Compares rewards as the estimator does: with the default step reward and the penalty for invalid actions."""
     counted = [s for s in scored if s.trainable]
-    if len(counted) < 2 or _equal_rewards_teach(config, counted[0].score):
+    if len(counted) < 2 or _can_learn_from_equal_rewards(config, counted[0].score):
         return None
     totals = total_rewards(counted, **{name: getattr(config.algorithm, name) for name in REWARD_SETTINGS}).tolist()
     rewards = {
@@ -47,9 +47,9 @@ def _equal_rewards(scored: Sequence[ScoredRollout], config: RunConfig) -> str | 
     return repr(counted[0].score) if len(rewards) == 1 else None
 
 
-def _equal_rewards_teach(config: RunConfig, score: float) -> bool:
-    """Whether rewards that all equal `score` leave something to learn: what routes cost or are labelled, for a router
-    that learns alone; else what thinking costs, or what a thinking level is worth."""
+def _can_learn_from_equal_rewards(config: RunConfig, score: float) -> bool:
+    """Whether there is something to learn even if all rewards equal `score`: the cost or labels of routes, if only the
+    router is trained; else the cost of thinking, or the value of a thinking level."""
     router, algorithm, rlvcr = config.router, config.algorithm, config.algorithm.rlvcr
     if not router.train_actor:
         return bool(router.budgets) or router.label_coef > 0.0
@@ -57,16 +57,16 @@ def _equal_rewards_teach(config: RunConfig, score: float) -> bool:
         return False
     if rlvcr.price_rollouts and (rlvcr.budget.price > 0.0 or rlvcr.budget.limit is not None):
         return True
-    thought_over = rlvcr.steps != "mixed" and rlvcr.share > 0.0 and rlvcr.step_advantage_w != 0.0
+    has_alternatives = rlvcr.steps != "mixed" and rlvcr.share > 0.0 and rlvcr.step_advantage_w != 0.0
     not_gated = rlvcr.gate == "none" or (rlvcr.success_score is not None and score >= rlvcr.success_score)
-    return algorithm.adv_estimator == "rlvcr" and rlvcr.combine == "additive" and thought_over and not_gated
+    return algorithm.adv_estimator == "rlvcr" and rlvcr.combine == "additive" and has_alternatives and not_gated
 
 
 def _explain_equal_rewards(score: str, rollouts: int, config: RunConfig) -> tuple[str, str]:
     return (
-        f"All {rollouts} rollouts of the first {FIRST_STEPS} steps have the same reward, {score}: there is nothing to "
-        "prefer",
-        "Read some of them in rollouts/, and try the reward on them with `toolwise check reward`; if it is right, take "
+        f"All {rollouts} rollouts of the first {FIRST_STEPS} steps have the same reward, {score}: no rollout is better "
+        "than another",
+        "Read some of them in rollouts/, and test the reward with `toolwise check reward`; if it is correct, choose "
         f"tasks that the model sometimes solves, or raise rollout.temperature (now {config.rollout.temperature:g})",
     )
 
@@ -83,41 +83,45 @@ def _hit_length_limit(rollout: Rollout) -> bool:
 def _explain_cut(_: str, rollouts: int, config: RunConfig) -> tuple[str, str]:
     return (
         f"Nearly all of the {rollouts} rollouts of the first {FIRST_STEPS} steps were cut off in mid-reply, after "
-        f"rollout.max_new_tokens = {config.rollout.max_new_tokens} tokens: the reward never saw a whole answer",
+        f"rollout.max_new_tokens = {config.rollout.max_new_tokens} tokens: the reward never saw a complete answer",
         "Raise rollout.max_new_tokens, or ask for short replies in the prompt; a model that never ends its turn needs "
         "`toolwise sft` first",
     )
 
 
 def _faults(scored: Sequence[ScoredRollout], _: RunConfig) -> str | None:
-    """The most frequent fault where all episodes ended by one, or all that used a tool."""
-    bad = (StopReason.POLICY_FAULT, StopReason.ENV_FAULT)
+    """The most frequent fault, if all episodes, or all that used a tool, ended with one."""
+    fault_reasons = (StopReason.POLICY_FAULT, StopReason.ENV_FAULT)
     users = [s.rollout for s in scored if _used_tool(s.rollout)]
-    if scored and all(s.rollout.stop_reason in (*bad, StopReason.DEADLINE) for s in scored):
+    if scored and all(s.rollout.stop_reason in (*fault_reasons, StopReason.DEADLINE) for s in scored):
         who, failed = ALL, [s.rollout for s in scored]
-    elif users and all(r.stop_reason in bad for r in users):
-        who, failed = ALL_USERS, users
+    elif users and all(r.stop_reason in fault_reasons for r in users):
+        who, failed = ALL_TOOL_USERS, users
     else:
         return None
-    said = Counter(" ".join((r.fault or r.stop_reason.value).split())[:300] for r in failed)
-    return f"{who}\n{said.most_common(1)[0][0]}"
+    messages = Counter(" ".join((r.fault or r.stop_reason.value).split())[:300] for r in failed)
+    return f"{who}\n{messages.most_common(1)[0][0]}"
 
 
 def _combine_faults(before: str, now: str) -> str:
-    """Who failed in both; the fault may be another one in each step."""
-    return now.replace(ALL, ALL_USERS, 1) if before.startswith(ALL_USERS) and not now.startswith(ALL_USERS) else now
+    """The rollouts that failed in both; the fault may differ between steps."""
+    return (
+        now.replace(ALL, ALL_TOOL_USERS, 1)
+        if before.startswith(ALL_TOOL_USERS) and not now.startswith(ALL_TOOL_USERS)
+        else now
+    )
 
 
 def _used_tool(rollout: Rollout) -> bool:
     return any(step.step_info.get("calls") for step in rollout.steps)
 
 
-def _explain_faults(seen: str, rollouts: int, config: RunConfig) -> tuple[str, str]:
-    who, _, fault = seen.partition("\n")
+def _explain_faults(evidence: str, rollouts: int, config: RunConfig) -> tuple[str, str]:
+    who, _, fault = evidence.partition("\n")
     return (
-        f"{who} of the first {FIRST_STEPS} steps ({rollouts} in all) ended by a fault of the model, the world or a "
-        f"tool, or at their deadline (rollout.deadline_s = {config.rollout.deadline_s:g}), most often by: {fault}",
-        "`stop_reason` and `fault` in rollouts/step-000001.jsonl have them all: put that right, or raise the deadline",
+        f"{who} of the first {FIRST_STEPS} steps ({rollouts} in all) ended with a fault of the model, the environment "
+        f"or a tool, or at their deadline (rollout.deadline_s = {config.rollout.deadline_s:g}), most often: {fault}",
+        "See `stop_reason` and `fault` in rollouts/step-000001.jsonl: fix the cause, or raise the deadline",
     )
 
 
@@ -129,7 +133,7 @@ SYMPTOMS = (
 
 
 def prompt_too_long(scored: Sequence[ScoredRollout], what: str, step: int) -> Finding | None:
-    """Never right, so that one prompt is enough."""
+    """A single prompt that is too long is a finding."""
     bad = [s.rollout for s in scored if s.rollout.stop_reason is StopReason.PROMPT_TOO_LONG]
     if not bad:
         return None
@@ -139,6 +143,6 @@ def prompt_too_long(scored: Sequence[ScoredRollout], what: str, step: int) -> Fi
         f"{len(bad)} of {len(scored)} rollouts of {what} ({tasks[0]} of {tasks[1]} tasks) sampled nothing and have no "
         f"score: {(bad[0].fault or 'the prompt does not fit the context').partition(': shorten')[0]} "
         f"(task {bad[0].task.task_id})",
-        "Shorten or drop such prompts, lower rollout.max_new_tokens, or take a model with a longer context",
+        "Shorten or drop such prompts, lower rollout.max_new_tokens, or use a model with a longer context",
         step,
     )

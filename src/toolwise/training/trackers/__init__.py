@@ -1,1 +1,1 @@
-"""Where a run's figures go: `jsonl` keeps them, `console` shows them while they happen."""
+"""Trackers of a run's metrics: `jsonl` stores them, `console` shows them live."""

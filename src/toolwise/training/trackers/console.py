@@ -1,4 +1,4 @@
-"""What a person watches while a run goes on: a live display in a terminal, plain lines everywhere else."""
+"""Shows a run's progress: a live display on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ DISPLAYED_METRICS: tuple[tuple[str, tuple[str, ...], str | None], ...] = (
     ("entropy", ("actor/entropy",), None),
     ("tokens/s", ("time/tokens_per_s",), None),
 )
-"""The figures worth watching: name, where a training line has it, where a validation line has it. A router tries routes
-that it would not take, so its policy's own score and cost come before the means of all rollouts."""
+"""(name, metrics of a training step, metric of a validation); the first training metric present is shown. A router
+explores routes that its policy would not take, so the policy's own score and cost precede the means of all rollouts."""
 
 MIN_PANEL_S = 4.0
-"""How long a rollout stays on the live display at least: long enough to be read."""
+"""Minimum time a rollout stays on the live display, so that it can be read."""
 
 _STYLES = {"user": "bold", "call": "cyan", "result": "dim", "assistant": "", "system": "dim"}
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """The course of `values` in `width` characters, each the mean of its stretch."""
+    """A bar chart of `values` in at most `width` characters, each the mean of its interval."""
     values = [v for v in values if math.isfinite(v)]
     if not values:
         return ""
@@ -50,7 +50,7 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 
 def format_metric(name: str, value: float | None) -> str:
-    """A figure as people write it: shares in percent, speeds in whole numbers."""
+    """Format a metric: shares as percentages, token counts and speeds as integers."""
     if not isinstance(value, int | float) or not math.isfinite(value):
         return "–"
     if name == "correct":
@@ -65,7 +65,7 @@ def format_duration(seconds: float) -> str:
 
 
 class ConsoleTracker:
-    """Shows a run while it goes on. Text from models is shown as text: no markup, no control characters."""
+    """Shows a run's progress. Model output is shown as plain text, without markup or control characters."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class ConsoleTracker:
         every_s: float = 5.0,
         rollout_every_s: float = 60.0,
     ) -> None:
-        """`every_s` and `rollout_every_s` hold back plain lines, so that fast steps do not flood a log."""
+        """`every_s` and `rollout_every_s` are minimum intervals between plain lines, so that logs are not flooded."""
         self._console = console or Console()
         self._total = max(1, total_steps)
         self._title = clean_text(title)
@@ -109,7 +109,7 @@ class ConsoleTracker:
             self._print(self._plain_line(step, metrics, evaluated))
 
     def show_rollout(self, record: Mapping[str, Any]) -> None:
-        """One rollout to read: the same record as a line of rollouts/*.jsonl."""
+        """Show one rollout, given as a record of rollouts/*.jsonl."""
         now = time.monotonic()
         if not self._show_rollouts:
             return
@@ -124,14 +124,14 @@ class ConsoleTracker:
                 self._print(f"    {label:<8}{text}")
 
     def note(self, text: str) -> None:
-        """A line for the person, above the display."""
+        """Print a line above the display."""
         if self._live is not None:
             self._console.print(Text(clean_text(text)))
         else:
             self._print(clean_text(text))
 
     def warn(self, title: str, lines: Sequence[str]) -> None:
-        """Something that the person must not miss: a panel above the display, or plain lines."""
+        """Show an important warning: a panel above the display, or plain lines."""
         if self._live is not None:
             body = Text("\n".join(map(clean_text, lines)))
             self._console.print(Panel(body, title=Text(title), title_align="left", border_style="yellow"))
@@ -145,7 +145,7 @@ class ConsoleTracker:
             self._live.stop()
 
     def _refresh(self) -> None:
-        # Started by the first news, so that a failure before it leaves no half-drawn display.
+        # Started on the first update, so that an earlier failure leaves no half-drawn display.
         assert self._live is not None
         if not self._live.is_started:
             self._live.start()
@@ -193,22 +193,22 @@ class ConsoleTracker:
         return format_metric(name, value) + within
 
     def _print(self, line: str) -> None:
-        """To whatever stdout is; a reader who has gone away (a closed pipe) does not end a run."""
+        """Print to the console's stream; a closed pipe does not end the run."""
         write_line(self._console.file, line)
 
     def _display(self) -> RenderableType:
         parts: list[RenderableType] = [self._header(), self._table()]
         if self._routes:
             parts.append(Text("routes   ", style="dim") + share_bar(self._routes))
-        slots = list(self._rollout_panels)
-        if slots and self._console.width >= 110:
+        panels = list(self._rollout_panels)
+        if panels and self._console.width >= 110:
             side_by_side = Table.grid(expand=True, padding=(0, 1))
-            for _ in slots:
+            for _ in panels:
                 side_by_side.add_column(ratio=1)
-            side_by_side.add_row(*(panel for _, panel in slots))
+            side_by_side.add_row(*(panel for _, panel in panels))
             parts.append(side_by_side)
-        elif slots:
-            parts.append(slots[-1][1])
+        elif panels:
+            parts.append(panels[-1][1])
         return Group(*parts)
 
     def _header(self) -> RenderableType:
@@ -228,24 +228,26 @@ class ConsoleTracker:
         table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim", show_edge=False)
         table.add_column("")
         table.add_column("training", justify="right")
-        table.add_column("course")
+        table.add_column("trend")
         table.add_column("validation")
         for name, _, _ in DISPLAYED_METRICS:
-            seen, held_out = list(self._training[name]), list(self._validation[name])
-            if not seen and not held_out:
+            training, validation = list(self._training[name]), list(self._validation[name])
+            if not training and not validation:
                 continue
-            course = [format_metric(name, held_out[0]), format_metric(name, held_out[-1])] if held_out else []
+            first_and_last = (
+                [format_metric(name, validation[0]), format_metric(name, validation[-1])] if validation else []
+            )
             table.add_row(
                 Text(name, style="dim"),
-                Text(self._format_value(name, seen[-1]) if seen else "–", style="bold"),
-                Text(sparkline(seen), style="cyan"),
-                Text(" → ".join(course[: len(held_out)])),
+                Text(self._format_value(name, training[-1]) if training else "–", style="bold"),
+                Text(sparkline(training), style="cyan"),
+                Text(" → ".join(first_and_last[: len(validation)])),
             )
         return table
 
 
 def _is_live_terminal(console: Console) -> bool:
-    """Asks the stream itself: rich also takes FORCE_COLOR for a terminal, and fills logs with escapes."""
+    """Checks the stream itself: with FORCE_COLOR, rich treats any stream as a terminal and fills logs with escapes."""
     file = console.file
     encoding = (getattr(file, "encoding", None) or "").lower().replace("-", "")
     try:
@@ -263,14 +265,14 @@ def _first_metric(metrics: Mapping[str, Any], names: Sequence[str]) -> float | N
 
 
 def _training_value(name: str, metrics: Mapping[str, Any], names: Sequence[str]) -> float | None:
-    """From a training line. Of a router only what its policy would do counts, and no share correct is known of that."""
+    """The value from training metrics. With a router only its policy's own values count, and those lack `correct`."""
     if name == "correct" and "router/r_task" in metrics:
         return None
     return _first_metric(metrics, names)
 
 
 def show_record(console: Console, record: Mapping[str, Any]) -> None:
-    """One rollout, as a line of rollouts/*.jsonl has it, on any console."""
+    """Print one rollout, given as a record of rollouts/*.jsonl."""
     console.print(_rollout_panel(record))
 
 
@@ -284,7 +286,7 @@ def _rollout_head(record: Mapping[str, Any]) -> str:
 
 
 def rollout_lines(record: Mapping[str, Any], limit: int) -> list[tuple[str, str, str]]:
-    """(label, one line, style) for each turn worth a look: no system prompt, no middle of a long one."""
+    """(label, line, style) per turn, without the system prompt and the middle of long conversations."""
     messages = record.get("messages")
     turns = [t for t in conversation_turns(messages if isinstance(messages, list) else None) if t.kind != "system"]
     labels = {"assistant": "says", "result": "gets", "call": "calls", "user": "user"}

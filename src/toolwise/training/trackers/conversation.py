@@ -1,4 +1,4 @@
-"""A stored rollout as something to read: turns, a verdict, and text that any screen takes."""
+"""Stored rollouts for display: turns, a verdict, and text that is safe to print."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from toolwise.terminal import escape_controls
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One thing said or done in a conversation; an assistant message with two calls makes three."""
+    """One entry of a conversation; an assistant message with text and two calls gives three."""
 
     kind: Literal["system", "user", "assistant", "call", "result"]
     text: str
     name: str = ""
     """The tool, for a call or a result."""
     assistant_index: int | None = None
-    """For what the assistant did: the how-manieth assistant message it is part of, from 0."""
+    """Index of the assistant message it belongs to, for text and calls of the assistant."""
 
 
 def clean_text(value: object) -> str:
-    """Text that any UTF-8 output takes: control characters are shown, and so are halves of characters."""
+    """Text that can be written to any UTF-8 output: control characters and lone surrogates are escaped."""
     return escape_controls("" if value is None else value)
 
 
 def shorten(text: str, limit: int) -> str:
-    """One line of at most `limit` characters: the beginning and the end, where it is longer."""
+    """One line of at most `limit` characters; longer text keeps its beginning and end."""
     text = " ".join(text.split())
     if len(text) <= limit:
         return text
@@ -37,7 +37,7 @@ def shorten(text: str, limit: int) -> str:
 
 
 def conversation_turns(messages: Sequence[Any] | None) -> list[Turn]:
-    """A conversation in the OpenAI form as turns to show; what is malformed is shown as it is."""
+    """Turns of a conversation in OpenAI's format; malformed parts are shown as they are."""
     turns: list[Turn] = []
     tools: dict[str, str] = {}
     assistant_index = -1
@@ -62,7 +62,7 @@ def conversation_turns(messages: Sequence[Any] | None) -> list[Turn]:
 
 
 def is_correct(record: Mapping[str, Any]) -> bool | None:
-    """Whether a rollout got it right: its `correct` metric, else a score of 1 or more (0 or less: not)."""
+    """Whether a rollout is correct: by its `correct` metric, else by a score ≥ 1 (yes) or ≤ 0 (no)."""
     metrics = record.get("metrics")
     correct = metrics.get("correct") if isinstance(metrics, Mapping) else None
     if isinstance(correct, int | float):
@@ -80,15 +80,15 @@ def _content(content: Any) -> str:
 
 
 def _call(call: Any) -> tuple[str, str]:
-    """The tool's name, and the call as one would write it."""
+    """The tool's name, and the call as source code."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return "", clean_text(call)
     name, arguments = clean_text(function.get("name")), function.get("arguments")
     try:
-        given = json.loads(arguments) if isinstance(arguments, str) else arguments
-        if isinstance(given, Mapping):
-            pairs = (f"{k}={json.dumps(v, ensure_ascii=False, default=str)}" for k, v in given.items())
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+        if isinstance(parsed, Mapping):
+            pairs = (f"{k}={json.dumps(v, ensure_ascii=False, default=str)}" for k, v in parsed.items())
             return name, f"{name}({clean_text(', '.join(pairs))})"
     except (ValueError, RecursionError):
         pass

@@ -1,4 +1,4 @@
-"""The record of a run: one flat JSON object a line, appended as steps end, cut back on resume."""
+"""A run's metrics as JSON lines: one flat object per line, appended after each step, truncated on resume."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from toolwise.serialization.json_text import json_line
 
 
 class JsonlTracker:
-    """Appends one line a call and flushes it. What is not finite becomes null, so every line is JSON."""
+    """Appends and flushes one line per call. Non-finite values become null, so that every line is valid JSON."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -28,7 +28,7 @@ class JsonlTracker:
         self._file.flush()
 
     def sync(self) -> None:
-        """Bring every line to the disk."""
+        """fsync the file."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -36,22 +36,22 @@ class JsonlTracker:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Every whole line, in order. A last line still being written is left out; no file, no lines."""
+    """All complete lines, in order. A last line still being written is omitted; a missing file gives no lines."""
     return [line for line, _ in _complete_lines(Path(path))]
 
 
 def truncate_after(path: str | os.PathLike[str], step: int) -> int:
-    """Drop, in one atomic replacement, what was logged after `step` and a torn last line; say how many went.
+    """Atomically drop lines logged after `step` and an incomplete last line; return the number of dropped lines.
 
-    Call it before a tracker opens the file: an open tracker would go on writing to the replaced one.
+    Call it before a tracker opens the file: an open tracker would keep writing to the replaced file.
     """
     path = Path(path)
     if not path.exists():
         return 0
-    kept = [raw for line, raw in _complete_lines(path) if not _is_after(line, step)]
-    dropped = sum(1 for raw in path.read_bytes().split(b"\n") if raw.strip()) - len(kept)
+    remaining = [raw for line, raw in _complete_lines(path) if not _is_after(line, step)]
+    dropped = sum(1 for raw in path.read_bytes().split(b"\n") if raw.strip()) - len(remaining)
     if dropped:
-        _replace(path, b"".join(raw + b"\n" for raw in kept))
+        _replace(path, b"".join(raw + b"\n" for raw in remaining))
     return dropped
 
 
@@ -68,18 +68,18 @@ def _finite_or_none(value: Any) -> float | int | bool | None:
 
 
 def _complete_lines(path: Path) -> list[tuple[dict[str, Any], bytes]]:
-    """Each line with its bytes. Only the last may be torn: a broken line further up is nobody's crash."""
+    """Each line with its bytes. Only the last may be incomplete: a crash cannot break an earlier line."""
     if not path.exists():
         return []
-    *ended, tail = path.read_bytes().split(b"\n")
+    *terminated, tail = path.read_bytes().split(b"\n")
     lines = []
-    for number, raw in enumerate([*ended, tail], start=1):
+    for number, raw in enumerate([*terminated, tail], start=1):
         if not raw.strip():
             continue
         parsed = _parse(raw)
         if parsed is not None:
             lines.append((parsed, raw))
-        elif any(later.strip() for later in [*ended, tail][number:]):
+        elif any(later.strip() for later in [*terminated, tail][number:]):
             raise CheckpointError(f"{path}, line {number}: not a JSON object; remove that line and try again")
     return lines
 
@@ -93,7 +93,7 @@ def _parse(raw: bytes) -> dict[str, Any] | None:
 
 
 def _repair_tail(path: Path) -> None:
-    """A crash may have left half a line: take it off, or the next line would be glued to it."""
+    """Remove an incomplete last line left by a crash: the next line would be appended to it."""
     if not path.exists():
         return
     data = path.read_bytes()
@@ -104,9 +104,9 @@ def _repair_tail(path: Path) -> None:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    beside = path.with_name(path.name + ".tmp")
-    with beside.open("wb") as file:
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    beside.replace(path)
+    temporary.replace(path)

@@ -1,4 +1,4 @@
-"""What a training line says of a router, for the display: route shares, and what is spent against the budget."""
+"""Formats a router's metrics for the display: route shares and the budget."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _SHARE_PREFIX = "router/share/"
 
 
 def route_shares(metrics: Mapping[str, float]) -> dict[str, float]:
-    """route -> the share that the policy gives it; empty where nothing routes."""
-    found = {
+    """route -> the share the policy gives it; empty without a router."""
+    shares = {
         name.removeprefix(_SHARE_PREFIX): value for name, value in metrics.items() if name.startswith(_SHARE_PREFIX)
     }
-    return {ROUTE_LABELS.get(name, name.lower()): share for name, share in found.items() if math.isfinite(share)}
+    return {ROUTE_LABELS.get(name, name.lower()): share for name, share in shares.items() if math.isfinite(share)}
 
 
 def budget_metric(metrics: Mapping[str, float], unit: str = "cost") -> float | None:
@@ -30,7 +30,7 @@ def format_shares(shares: Mapping[str, float]) -> str:
 
 
 def share_bar(shares: Mapping[str, float], width: int = 40) -> Text:
-    """The shares as one bar, with their names behind it in the same colours."""
+    """The shares as one bar, followed by their names in the same colors."""
     bar, names = Text(), Text()
     lengths = _lengths(list(shares.values()), width)
     for length, (name, share), style in zip(lengths, shares.items(), cycle(_STYLES), strict=False):
@@ -40,7 +40,7 @@ def share_bar(shares: Mapping[str, float], width: int = 40) -> Text:
 
 
 def _lengths(shares: Sequence[float], width: int) -> list[int]:
-    """Whole characters that add up to `width`."""
+    """Bar lengths in characters, which add up to `width`."""
     total = math.fsum(shares) or 1.0
     edges = [round(width * math.fsum(shares[:i]) / total) for i in range(len(shares) + 1)]
     return [after - before for before, after in pairwise(edges)]

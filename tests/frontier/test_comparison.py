@@ -1,4 +1,4 @@
-"""The whole comparison on worlds whose answer is known: a router that knows, one that does not, and in between."""
+"""The comparison on synthetic outcomes with a known answer: a perfect router, a blind one, and noisy ones."""
 
 from __future__ import annotations
 
@@ -82,13 +82,13 @@ def test_a_router_as_trained_is_judged_at_the_cost_it_has() -> None:
 
 
 def test_a_worse_classifier_is_behind_by_a_paired_interval() -> None:
-    routers = {"router": knowing(), "classifier": knowing(noise=3.0), "told the kinds": knowing()}
+    routers = {"router": knowing(), "classifier": knowing(noise=3.0), "oracle labels": knowing()}
     found = compute_frontier(world(), routers, [0.4], routes=ROUTES, replicates=300)
     [ahead] = found.ahead["classifier"]
     assert 0 < ahead.low <= ahead.value <= ahead.high
     router, other, same = (found.curves[name][0].score.value for name in routers)
     assert np.isclose(ahead.value, router - other)
-    assert found.ahead["told the kinds"][0].value == router - same == 0.0
+    assert found.ahead["oracle labels"][0].value == router - same == 0.0
 
 
 def test_the_shares_of_routes_are_told() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from toolwise.frontier.bootstrap import row_weights
-from toolwise.frontier.curves import blind_curve, oracle_curve, random_curve
+from toolwise.frontier.curves import fixed_mixture_curve, oracle_curve, random_curve
 
 # Routes: answer, search, calculate. Four rows; the means of their draws.
 SCORES = np.array([[0.9, 1.0, 0.9], [0.0, 0.8, 0.1], [0.1, 0.0, 0.9], [0.0, 0.0, 0.0]])
@@ -39,12 +39,12 @@ def test_the_lottery_goes_in_a_line_from_answering_to_tools() -> None:
 
 def test_the_blind_hull_leaves_out_what_lies_below_it() -> None:
     # search (1.0, 0.45) has slope 0.2 from answer; calculate (1.25, 0.475) 0.18: both are corners.
-    curve = blind_curve(SCORES, COSTS, ALONE)
+    curve = fixed_mixture_curve(SCORES, COSTS, ALONE)
     assert np.allclose(curve.costs, [[0, 1.0, 1.25]])
     assert np.allclose(curve.scores, [[0.25, 0.45, 0.475]])
     worse = SCORES.copy()
     worse[:, 1] = 0.0
-    assert np.allclose(blind_curve(worse, COSTS, ALONE).costs, [[0, 1.25]])
+    assert np.allclose(fixed_mixture_curve(worse, COSTS, ALONE).costs, [[0, 1.25]])
 
 
 def test_a_replicate_is_the_curve_of_the_rows_it_drew() -> None:
@@ -87,7 +87,7 @@ def test_nobody_beats_the_oracle_at_equal_cost(world: tuple[np.ndarray, np.ndarr
     oracle = oracle_curve(scores, costs, weights)
     spent, earned = ((mixture * what).sum(axis=1).mean() for what in (costs, scores))
     assert score_at(oracle, spent) >= earned - 1e-9
-    blind = blind_curve(scores, costs, weights)
+    blind = fixed_mixture_curve(scores, costs, weights)
     lot = random_curve(scores, costs, weights, free=0)
     for share in (0.0, 0.3, 1.0):
         cost, score = ((1 - share) * line[0, 0] + share * line[0, -1] for line in (lot.costs, lot.scores))

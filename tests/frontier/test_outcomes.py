@@ -31,7 +31,7 @@ def test_other_routes_of_the_same_rows_can_be_put_beside() -> None:
     both = made().concat_routes(made(routes=("C",)))
     assert both.routes == ("A", "B", "C")
     assert both.scores.shape == (2, 3, 4)
-    with pytest.raises(ValueError, match="other rows"):
+    with pytest.raises(ValueError, match="different rows"):
         made().concat_routes(made(3))
 
 

@@ -83,7 +83,7 @@ def test_who_goes_on_rolls_out_only_what_is_missing(scoring: Scoring, tmp_path: 
 def test_a_pool_of_something_else_is_not_gone_on_with(scoring: Scoring, tmp_path: Path, other: dict[str, Any]) -> None:
     path = tmp_path / "pool.jsonl"
     fill(plan(TASKS[:1]), path, scoring)
-    with pytest.raises(DataError, match=f"something else \\({next(iter(other))} differs"):
+    with pytest.raises(DataError, match=f"another evaluation \\({next(iter(other))} differs"):
         fill(plan(TASKS[:1], **other), path, scoring)
 
 
@@ -110,5 +110,5 @@ def test_what_could_not_be_scored_has_no_score_and_is_no_zero() -> None:
     assert score_of(rollout(), EvaluateResult(score=0.25), "auto") == 0.25
     assert score_of(rollout(StopReason.POLICY_FAULT), good, "auto") is None
     assert score_of(rollout(), EvaluateResult(is_score_valid=False), "auto") is None
-    with pytest.raises(DataError, match="choose --metric among score, correct"):
+    with pytest.raises(DataError, match="choose --metric from score, correct"):
         score_of(rollout(), good, "speed")

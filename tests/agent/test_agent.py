@@ -99,7 +99,7 @@ def test_it_can_be_asked_where_a_loop_is_running(agent: RoutedAgent) -> None:
 
 
 def test_without_a_calibration_no_budget_can_be_kept(agent: RoutedAgent) -> None:
-    with pytest.raises(CheckpointError, match="never calibrated"):
+    with pytest.raises(CheckpointError, match="is not calibrated"):
         agent.ask(SUM, budget=0.5)
 
 

@@ -51,10 +51,10 @@ def test_documents_become_what_search_searches(routed: Path) -> None:
 
 
 def test_where_there_is_no_router_it_is_said(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no exported model with a router"):
+    with pytest.raises(CheckpointError, match="or an exported model with a router"):
         find_router(tmp_path)
     (tmp_path / "config.toml").write_text("")
-    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
         find_router(tmp_path)
     (tmp_path / "router.json").write_text("{")
     with pytest.raises(CheckpointError, match="export the model again"):

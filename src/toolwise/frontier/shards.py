@@ -87,8 +87,8 @@ def run_shard(start: Mapping[str, Any]) -> None:
     module, _, function = start["work"].partition(":")
     try:
         getattr(import_module(module), function)(start["payload"], start["number"], start["of"])
-    except ToolwiseError as error:
-        print_error(error)
+    except ToolwiseError as fault:
+        print_error(fault)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -89,7 +89,7 @@ def test_nothing_is_overwritten(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes").write_text("mine")
     for name in ("file", "full"):
-        with pytest.raises(ConfigError, match=f"{name} is there already: choose another --out"):
+        with pytest.raises(ConfigError, match=f"{name} already exists: choose another --out"):
             export_model(trained, tmp_path / name)
     assert (tmp_path / "full" / "notes").read_text() == "mine"
     (tmp_path / "empty").mkdir()
@@ -97,14 +97,14 @@ def test_nothing_is_overwritten(trained: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_no_run_is_said_to_be_none(trained: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has no config\.toml: name a run's folder"):
+    with pytest.raises(CheckpointError, match=r"has no config\.toml: give the folder of a run"):
         find_model(tmp_path)
-    with pytest.raises(ConfigError, match="is one checkpoint: name its run"):
+    with pytest.raises(ConfigError, match="is a single checkpoint: give its run"):
         find_model(trained / "checkpoints" / "step-000005", "score")
-    with pytest.raises(CheckpointError, match="was validated for 'correct': there is cost, score"):
+    with pytest.raises(CheckpointError, match="was validated for 'correct': available: cost, score"):
         find_model(trained, "correct")
     (tmp_path / "config.toml").write_text("")
-    with pytest.raises(CheckpointError, match="has no whole checkpoint yet"):
+    with pytest.raises(CheckpointError, match="has no complete checkpoint yet"):
         find_model(tmp_path)
 
 
@@ -124,11 +124,11 @@ def test_a_model_that_does_not_load_is_not_left_behind(trained: Path, tmp_path: 
         (folder / "tokenizer.json").write_text("{")
 
     save(run / "checkpoints", 11, {"a": {}}, extra_files={"model": write_half})
-    with pytest.raises(ModelError, match="what was exported does not load") as caught:
+    with pytest.raises(ModelError, match="the exported model does not load") as caught:
         export_model(run, tmp_path / "out")
     assert "\n" not in str(caught.value)
     save(run / "checkpoints", 12, {"a": {}})
-    with pytest.raises(CheckpointError, match="holds no model to export"):
+    with pytest.raises(CheckpointError, match="has no model to export"):
         export_model(run, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -156,7 +156,7 @@ def test_a_checkpoint_that_its_run_prunes_meanwhile_is_one_line(
         copy(source, target)
 
     monkeypatch.setattr(shutil, "copyfile", prune_first)
-    with pytest.raises(CheckpointError, match="was removed by its run while it was read: try again"):
+    with pytest.raises(CheckpointError, match="was removed by its run while it was being read: try again"):
         export_model(run, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -166,7 +166,7 @@ def test_a_disk_that_is_full_is_one_line_and_leaves_nothing(trained: Path, tmp_p
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
-        with pytest.raises(ModelError, match=rf"^cannot write {tmp_path}/out: File too large; nothing was left there$"):
+        with pytest.raises(ModelError, match=rf"^cannot write {tmp_path}/out: File too large; nothing was left behind$"):
             export_model(trained, tmp_path / "out", dtype=dtype)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

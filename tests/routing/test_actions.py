@@ -41,13 +41,13 @@ def test_a_route_is_written_as_the_files_have_it() -> None:
 
 def test_mixed_is_a_label_and_no_route() -> None:
     assert parse_target("mixed") == MIXED
-    with pytest.raises(ToolwiseError, match="there is no route 'MIXED'; write ANSWER, SEARCH-FAMILY"):
+    with pytest.raises(ToolwiseError, match="unknown route 'MIXED'; use one of ANSWER, SEARCH-FAMILY"):
         RouteAction.parse(MIXED)
 
 
 @pytest.mark.parametrize("written", ["family", "", "SEARCHFAMILY", 3, -1, True])
 def test_what_is_no_route_is_refused(written: str | int) -> None:
-    with pytest.raises(ToolwiseError, match="there is no route"):
+    with pytest.raises(ToolwiseError, match="unknown route"):
         RouteAction.parse(written)
     with pytest.raises(ToolwiseError, match="or MIXED"):
         parse_target(written)

@@ -59,7 +59,7 @@ def test_costs_may_be_weighed() -> None:
     multiplier.observe([1.0, 0.0], [3.0, 1.0])
     multiplier.step()
     assert multiplier.value == 0.75
-    with pytest.raises(ValueError, match="1 costs for 2 weights"):
+    with pytest.raises(ValueError, match="got 1 costs but 2 weights"):
         multiplier.observe([1.0], [1.0, 1.0])
 
 
@@ -100,7 +100,8 @@ def test_it_is_said_when_the_cap_binds(caplog: pytest.LogCaptureFixture) -> None
         drive(multiplier, [1.0], [1.0])
     (said,) = caplog.messages
     assert (
-        said == "budget 'usd': λ is at its cap 0.5 and 0.8 more than 0.2 is spent; raise the cap, or B is out of reach"
+        said
+        == "budget 'usd': λ is at its cap 0.5 and the mean cost is 0.8 above the limit 0.2: raise the cap or the limit"
     )
     assert multiplier.metrics()["router/usd/lambda_at_cap"] == 1.0
     with caplog.at_level(logging.WARNING, logger="toolwise"):
@@ -131,7 +132,7 @@ def test_several_budgets_each_with_its_lambda() -> None:
     budgets.step()
     assert budgets.prices == pytest.approx({"cost": 0.4, "seconds": 0.95})
     assert set(budgets.metrics()) >= {"router/cost/lambda", "router/seconds/gap"}
-    with pytest.raises(ValueError, match="no costs in 'seconds', which has a budget"):
+    with pytest.raises(ValueError, match="a budget in 'seconds' but no costs"):
         budgets.observe({"cost": [1.0]})
 
 
@@ -195,9 +196,9 @@ def test_lambda_stays_within_its_bounds(
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"limit": -0.1}, "budget 'cost': limit must be a number from 0 up, got -0.1"),
-        ({"limit": float("nan")}, "limit must be a number"),
-        ({"limit": 0.1, "rate": -1.0}, "rate must be a number"),
+        ({"limit": -0.1}, "budget 'cost': limit must be a finite number of at least 0, got -0.1"),
+        ({"limit": float("nan")}, "limit must be a finite number"),
+        ({"limit": 0.1, "rate": -1.0}, "rate must be a finite number"),
         ({"limit": 0.1, "every": 0}, "every must be 1 or more, got 0"),
         ({"limit": 0.1, "initial": 2.0, "cap": 1.0}, "initial 2 is above its cap 1"),
     ],
@@ -208,10 +209,10 @@ def test_bad_budgets_are_named(settings: dict[str, float], told: str) -> None:
 
 
 def test_two_budgets_in_one_unit_are_refused_and_so_are_units_that_nothing_costs() -> None:
-    with pytest.raises(ConfigError, match="there are two budgets in 'cost'; keep one a unit"):
+    with pytest.raises(ConfigError, match="there are two budgets in 'cost'; keep one per unit"):
         Budgets([Budget(0.1), Budget(0.2)])
     Budgets([Budget(0.1)]).check_units(("cost", "search"))
-    with pytest.raises(ConfigError, match="a budget is in 'usd', and costs are in cost, search"):
+    with pytest.raises(ConfigError, match="a budget is in 'usd', but costs are in cost, search"):
         Budgets([Budget(0.1, unit="usd")]).check_units(("cost", "search"))
 
 

@@ -67,15 +67,15 @@ def test_settings_come_by_name() -> None:
 @pytest.mark.parametrize(
     ("kind", "settings", "told"),
     [
-        ("familly", {}, "there is no cost 'familly'; did you mean 'family'?"),
-        ("zzz", {}, "choose of any, family, calls, prices"),
+        ("familly", {}, "unknown cost 'familly'; did you mean 'family'?"),
+        ("zzz", {}, "use one of any, family, calls, prices"),
         ("any", {"c_search": 1.0}, "cost 'any' has no setting 'c_search'; it has price"),
-        ("any", {"price": -1.0}, "price must be a number from 0 up, got -1.0"),
-        ("family", {"c_calc": float("nan")}, "c_calc must be a number"),
-        ("calls", {"price": True}, "price must be a number from 0 up, got True"),
+        ("any", {"price": -1.0}, "price must be a finite number of at least 0, got -1.0"),
+        ("family", {"c_calc": float("nan")}, "c_calc must be a finite number"),
+        ("calls", {"price": True}, "price must be a finite number of at least 0, got True"),
         ("prices", {}, "has no prices"),
         ("prices", {"prices": {"usd": 3}}, "prices.usd is 3; give a table"),
-        ("prices", {"prices": {"usd": {"search": "much"}}}, "prices.usd.search must be a number"),
+        ("prices", {"prices": {"usd": {"search": "much"}}}, "prices.usd.search must be a finite number"),
     ],
 )
 def test_bad_costs_are_named(kind: str, settings: dict[str, object], told: str) -> None:

@@ -104,13 +104,13 @@ def test_rules_are_data_that_a_user_can_replace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ('[[rule]]\nfamily = "SEEK"', "there is no family 'SEEK'; write SEARCH, CALCULATE, OTHER"),
+        ('[[rule]]\nfamily = "SEEK"', "unknown family 'SEEK'; use one of SEARCH, CALCULATE, OTHER"),
         (
             '[[rule]]\nfamily = "SEARCH"\nwords = ["a"]',
             "rule 1: 'words' must be a list under name, verb or description",
         ),
         ('[[rule]]\nfamily = "SEARCH"\nname = "a"', "rule 1: 'name' must be a list"),
-        ("rules = 3", "it may hold `skip`"),
+        ("rules = 3", "only `skip`"),
         ("= 3", "write \\[\\[rule\\]\\] tables"),
     ],
 )
@@ -169,7 +169,7 @@ def test_tools_of_a_text_block_count_too() -> None:
 
 
 def test_an_unknown_family_is_refused() -> None:
-    with pytest.raises(ConfigError, match="there is no family 'LOOK'"):
+    with pytest.raises(ConfigError, match="unknown family 'LOOK'"):
         families_of_task(rlla_task(("a", "b")), None, {"a": "LOOK"})
 
 

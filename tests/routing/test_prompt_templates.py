@@ -1,4 +1,4 @@
-"""The file of words: what it may hold, and what is said of one that holds something else."""
+"""The wording file: what it may contain, and the errors for anything else."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def test_what_a_copy_leaves_out_stays_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("[chatt.ANSWER]\nnote = ''", "nothing is called chatt; did you mean 'chat'\\?; use rlla, chat"),
-        ("[chat.ANSWERS]\nnote = ''", "nothing is called chat.ANSWERS; did you mean 'ANSWER'\\?"),
-        ("[chat.ANSWER]\nblock = ''", "nothing is called chat.ANSWER.block; use note, append"),
-        ("[chat.ANSWER]\nnote = 3", "chat.ANSWER.note is 3; write a text"),
+        ("[chatt.ANSWER]\nnote = ''", "unknown name chatt; did you mean 'chat'\\?; use rlla, chat"),
+        ("[chat.ANSWERS]\nnote = ''", "unknown name chat.ANSWERS; did you mean 'ANSWER'\\?"),
+        ("[chat.ANSWER]\nblock = ''", "unknown name chat.ANSWER.block; use note, append"),
+        ("[chat.ANSWER]\nnote = 3", "chat.ANSWER.note is 3; write a string"),
         ("[chat]\nANSWER = 3", "chat.ANSWER is 3; write a table"),
         ("chat = 3", "chat is 3; write a table"),
         ("[chat.ANSWER]\nnote = '{{ tool }}'", "chat.ANSWER.note: 'tool' is undefined"),

@@ -47,7 +47,7 @@ def test_baselines_survive() -> None:
 def test_bad_input_is_named() -> None:
     with pytest.raises(RouterCreditError, match=r"decay is 1\.5"):
         RunningBaseline(1.5)
-    with pytest.raises(RouterCreditError, match="λ has a price in 'usd', and costs are in nothing"):
+    with pytest.raises(RouterCreditError, match="there is a λ for 'usd', but costs are in no unit"):
         RunningBaseline().advantages([1.0], {}, {"usd": 1.0})
 
 

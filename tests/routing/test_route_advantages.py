@@ -198,7 +198,7 @@ def test_the_stratified_gradient_is_that_of_the_expected_reward() -> None:
 
 def test_importance_weights_are_clipped() -> None:
     assert importance_weights([0.9, 0.1], [1 / 3, 1 / 3]) == pytest.approx([2.0, 0.3])
-    with pytest.raises(RouterCreditError, match="whose probability is 0"):
+    with pytest.raises(RouterCreditError, match="sampled route has probability 0"):
         importance_weights([0.5], [0.0])
 
 
@@ -210,12 +210,12 @@ def test_the_share_of_mixed_rows() -> None:
 @pytest.mark.parametrize(
     ("call", "told"),
     [
-        (lambda: router_rewards([1.0], {"cost": [1.0]}, {"usd": 1.0}), "λ has a price in 'usd', and costs are in cost"),
+        (lambda: router_rewards([1.0], {"cost": [1.0]}, {"usd": 1.0}), "there is a λ for 'usd', but costs are in cost"),
         (lambda: router_rewards([1.0, 2.0], {"cost": [1.0]}, {"cost": 1.0}), "cost in 'cost'"),
-        (lambda: router_rewards([float("nan")], {}, {}), "r_task: number 0 is not finite"),
+        (lambda: router_rewards([float("nan")], {}, {}), "r_task: entry 0 is not finite"),
         (lambda: independent_advantages([1.0], ["x", "x"]), "router rewards"),
         (lambda: stratified_credit([1.0], {}, [3], ["x"], [[1, 0, 0]]), "one route from 0 to 2 for each of 1 rollouts"),
-        (lambda: stratified_credit([1.0], {}, [0], ["x"], [[1, 0]]), "1 prompts × 3 routes are needed"),
+        (lambda: stratified_credit([1.0], {}, [0], ["x"], [[1, 0]]), "expected 1 prompts × 3 routes"),
     ],
 )
 def test_what_does_not_fit_together_is_named(call: Any, told: str) -> None:

@@ -166,7 +166,9 @@ def test_a_disk_that_is_full_is_one_line_and_leaves_nothing(trained: Path, tmp_p
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
-        with pytest.raises(ModelError, match=rf"^cannot write {tmp_path}/out: File too large; nothing was left behind$"):
+        with pytest.raises(
+            ModelError, match=rf"^cannot write {tmp_path}/out: File too large; nothing was left behind$"
+        ):
             export_model(trained, tmp_path / "out", dtype=dtype)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -44,7 +44,9 @@ def test_values_are_rounded_and_integers_left_alone(tmp_path: Path, dtype: str) 
 
 def test_what_the_format_cannot_hold_is_refused_by_name(tmp_path: Path) -> None:
     make(tmp_path, {"layer.weight": torch.tensor([1.0, -70_000.0])})
-    with pytest.raises(ModelError, match=r"layer\.weight contains 7e\+04, which overflows float16: use --dtype bfloat16"):
+    with pytest.raises(
+        ModelError, match=r"layer\.weight contains 7e\+04, which overflows float16: use --dtype bfloat16"
+    ):
         convert(tmp_path, "float16")
 
 

@@ -107,9 +107,9 @@ def test_conditioning_is_as_configured() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"n": 2}, "stratified over 3 routes and rollout.n is 2"),
-        ({"train_actor": False, "backbone": "top"}, "use frozen, or train it"),
-        ({"mode": "value", "label_coef": 0.1}, "set label_coef to 0"),
+        ({"n": 2}, "stratified over 3 routes but rollout.n is 2"),
+        ({"train_actor": False, "backbone": "top"}, "use frozen, or train the actor"),
+        ({"mode": "value", "label_coef": 0.1}, "set label_coef and warm_start_epochs to 0"),
         ({"warm_start_epochs": 1}, "no task has a label"),
     ],
 )
@@ -119,7 +119,7 @@ def test_contradictions_are_told(given: dict[str, Any], said: str) -> None:
 
 
 def test_a_layer_that_is_not_there_is_told() -> None:
-    with pytest.raises(ConfigError, match="names layer 7, and the model has 0 to 1"):
+    with pytest.raises(ConfigError, match="has layer 7, but the model has layers 0 to 1"):
         build_head(config(layers=[7]), tiny_model())
 
 

@@ -47,7 +47,7 @@ def test_labels_are_joined_by_row_id_and_what_fits_nothing_is_told() -> None:
     assert joined.tasks[0].extra_info["tool_families"] == {"Get, News": "SEARCH", "add": "CALCULATE"}
     assert joined.tasks[0].extra_info["kind"] == "k"
     assert (joined.labelled, joined.unlabelled, joined.unmatched) == (2, ("z",), ("c",))
-    assert joined.describe() == "2 of 3 tasks have a label; 1 have none, first z; 1 labels name no task, first c"
+    assert joined.describe() == "2 of 3 tasks have a label; 1 have none, first z; 1 labels match no task, first c"
 
 
 def test_a_label_without_a_target_takes_none_away() -> None:

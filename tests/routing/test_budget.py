@@ -130,7 +130,7 @@ def test_several_budgets_each_with_its_lambda() -> None:
     budgets = Budgets([Budget(0.1, rate=1.0), Budget(2.0, unit="seconds", rate=0.1, initial=1.0)])
     budgets.observe({"cost": [0.5, 0.5], "seconds": [1.0, 2.0], "usd": [9.0]})
     budgets.step()
-    assert budgets.prices == pytest.approx({"cost": 0.4, "seconds": 0.95})
+    assert budgets.lambdas == pytest.approx({"cost": 0.4, "seconds": 0.95})
     assert set(budgets.metrics()) >= {"router/cost/lambda", "router/seconds/gap"}
     with pytest.raises(ValueError, match="a budget in 'seconds' but no costs"):
         budgets.observe({"cost": [1.0]})
@@ -151,14 +151,14 @@ def test_a_run_goes_on_where_it_stopped() -> None:
     after.load_state_dict(before.state_dict())
     take(after, steps[7:])
     assert after.state_dict() == whole.state_dict()
-    assert after.prices == whole.prices
+    assert after.lambdas == whole.lambdas
 
 
 def test_a_budget_that_is_new_begins_at_its_own_price() -> None:
     old = Budgets([Budget(0.3, initial=0.7)])
     new = Budgets([Budget(0.3), Budget(1.0, unit="usd", initial=0.2)])
     new.load_state_dict(old.state_dict())
-    assert new.prices == {"cost": 0.7, "usd": 0.2}
+    assert new.lambdas == {"cost": 0.7, "usd": 0.2}
 
 
 @pytest.mark.parametrize("settings", [{"proportional": 2.0}, {"proportional": 2.0, "derivative": 0.5}])

@@ -272,7 +272,7 @@ def test_labels_reach_the_lessons_and_mixed_ones_do_not() -> None:
 def test_what_was_saved_beside_a_model_brings_its_prices_along() -> None:
     made = router(model := ToldModel(), warm_start_epochs=1, tasks=tasks(1, router_target_action="ANSWER"))
     made.load("anywhere")
-    assert made.budgets.prices == {"cost": 0.7}
+    assert made.budgets.lambdas == {"cost": 0.7}
     made.decide(tasks(1), 3, 0)
     assert model.imitated == []  # it has learned already
 

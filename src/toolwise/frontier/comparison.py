@@ -90,7 +90,7 @@ def compute_frontier(
     rows = _RowMeans(chosen.mean_over_draws("scores"), chosen.mean_over_draws("costs"), weights, seed)
     references = _reference_curves(chosen, rows.scores, rows.costs, weights)
     values = {name: _select_rows(router_values, kept) for name, router_values in routers.items()}
-    held_to = {
+    at_budgets = {
         name: [rows.at_budget(router_values, budget) for budget in budgets] for name, router_values in values.items()
     }
     trained = {
@@ -98,15 +98,16 @@ def compute_frontier(
         for name, router_values in values.items()
         if router_values.samples
     }
-    first, *others = held_to
+    first, *others = at_budgets
     curves = {
         name: [_curve_point(level, budget, curve, weights) for budget in budgets] for name, curve in references.items()
     }
-    for name, spent in held_to.items():
-        curves[name] = [_point(level, each, budget) for each, budget in zip(spent, budgets, strict=True)]
+    for name, results in at_budgets.items():
+        curves[name] = [_point(level, each, budget) for each, budget in zip(results, budgets, strict=True)]
     ahead = {
         name: [
-            estimate(own.score - other.score, level) for own, other in zip(held_to[first], held_to[name], strict=True)
+            estimate(own.score - other.score, level)
+            for own, other in zip(at_budgets[first], at_budgets[name], strict=True)
         ]
         for name in others
     }
@@ -118,15 +119,16 @@ def compute_frontier(
         fixed=_fixed_points(complete, routes, weights, level)
         | {f"{name}, as trained": _point(level, each) for name, each in trained.items()},
         gap_closed={
-            name: [estimate(_gap_closed(each, references), level) for each in spent] for name, spent in held_to.items()
+            name: [estimate(_gap_closed(each, references), level) for each in results]
+            for name, results in at_budgets.items()
         },
         as_trained=_as_trained(rows, values, trained, references, level),
         at_its_cost={
-            name: [estimate(curve.score_at(each.cost), level) for each in held_to[first]]
+            name: [estimate(curve.score_at(each.cost), level) for each in at_budgets[first]]
             for name, curve in references.items()
         },
         ahead=ahead,
-        shares=[dict(zip(routes, each.mixture.mean(axis=0).tolist(), strict=True)) for each in held_to[first]],
+        shares=[dict(zip(routes, each.mixture.mean(axis=0).tolist(), strict=True)) for each in at_budgets[first]],
     )
 
 

@@ -160,14 +160,14 @@ class Budgets:
         self.multipliers = {budget.unit: Multiplier(budget) for budget in budgets}
 
     @property
-    def prices(self) -> dict[str, float]:
+    def lambdas(self) -> dict[str, float]:
         """unit -> λ"""
         return {unit: multiplier.value for unit, multiplier in self.multipliers.items()}
 
-    def set_prices(self, prices: Mapping[str, float]) -> None:
+    def set_lambdas(self, lambdas: Mapping[str, float]) -> None:
         """Sets λ of the given units; the others keep theirs."""
-        for unit in prices.keys() & self.multipliers.keys():
-            self.multipliers[unit].value = self.multipliers[unit].integral = float(prices[unit])
+        for unit in lambdas.keys() & self.multipliers.keys():
+            self.multipliers[unit].value = self.multipliers[unit].integral = float(lambdas[unit])
 
     def check_units(self, units: Iterable[str]) -> None:
         """Raises unless every budget is in one of `units`."""

@@ -81,7 +81,7 @@ class LearnedRouter:
 
     @property
     def multipliers(self) -> list[float]:
-        return list(self.budgets.prices.values())
+        return list(self.budgets.lambdas.values())
 
     def decide(
         self, tasks: Sequence[Task], n: int, step: int, *, label: str = "step", explore: bool = True
@@ -195,14 +195,14 @@ class LearnedRouter:
         self, pending: Mapping[str, _PendingPrompt], outcomes: Sequence[RouteOutcome]
     ) -> tuple[list[RouterExample], Metrics]:
         """One example per prompt with a finished rollout; and the policy's mean reward and costs."""
-        training, prices = self.training, self.budgets.prices
+        training, lambdas = self.training, self.budgets.lambdas
         probs = {c.prompt_id: pending[c.prompt_id].prediction.probs for c in outcomes}
         standardized = self._standardized(pending, outcomes)
-        credit = credit_routes(standardized, probs, prices, training, self.baseline, self.cost.units)
+        credit = credit_routes(standardized, probs, lambdas, training, self.baseline, self.cost.units)
         self.budgets.observe(credit.spent)
         members: dict[str, list[RouteSample]] = {prompt_id: [] for prompt_id in probs}
         for c, advantage in zip(standardized, credit.rollout_advantages, strict=True):
-            costs = tuple(c.costs[unit] for unit in prices)
+            costs = tuple(c.costs[unit] for unit in lambdas)
             members[c.prompt_id].append(RouteSample(c.route, c.reward, costs, advantage))
         examples = [
             RouterExample(
@@ -239,7 +239,7 @@ class LearnedRouter:
     def with_written_usage(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """Rollouts with the usage of their written calls, in the first budget's unit. Where no tool is executed, the
         tools' own accounting would be 0 everywhere."""
-        unit = next(iter(self.budgets.prices), self.cost.units[0])
+        unit = next(iter(self.budgets.lambdas), self.cost.units[0])
         return [self._with_text_usage(r, unit) if counts_written_calls(r, self.training.usage) else r for r in rollouts]
 
     def _with_text_usage(self, rollout: Rollout, unit: str) -> Rollout:
@@ -271,11 +271,11 @@ class LearnedRouter:
 
     def save(self, folder: Any) -> None:
         """Saves the head next to a model's weights, with the metadata needed to route the same way elsewhere."""
-        self.model.save(folder, {**self.metadata, "multipliers": self.budgets.prices})
+        self.model.save(folder, {**self.metadata, "multipliers": self.budgets.lambdas})
 
     def load(self, folder: Any) -> None:
         """Loads what `save` wrote."""
-        self.budgets.set_prices(self.model.load(folder).get("multipliers") or {})
+        self.budgets.set_lambdas(self.model.load(folder).get("multipliers") or {})
         self._warm_started = True
 
     def state_dict(self) -> dict[str, Any]:

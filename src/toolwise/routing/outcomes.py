@@ -43,7 +43,7 @@ class RouterAdvantages:
 def credit_routes(
     outcomes: Sequence[RouteOutcome],
     probs: RouteProbs,
-    prices: Mapping[str, float],
+    lambdas: Mapping[str, float],
     training: RouterTraining,
     baseline: RunningBaseline,
     units: Sequence[str],
@@ -52,12 +52,12 @@ def credit_routes(
     route for all rollouts, or one rollout). Every step updates the baseline."""
     rewards, routes, groups = [c.reward for c in outcomes], [c.route for c in outcomes], [c.prompt_id for c in outcomes]
     costs = {unit: [c.costs[unit] for c in outcomes] for unit in units}
-    net_rewards = router_rewards(rewards, costs, prices)
+    net_rewards = router_rewards(rewards, costs, lambdas)
     control = training.divide_by_std_as_a_control
     if training.routes == "stratified":
         result = _stratified(net_rewards, costs, routes, groups, probs, control)
     elif training.routes == "one" or len(set(groups)) == len(groups):
-        result = RouterAdvantages({}, baseline.advantages(rewards, costs, prices).tolist(), costs)
+        result = RouterAdvantages({}, baseline.advantages(rewards, costs, lambdas).tolist(), costs)
     else:
         rollout_advantages = independent_advantages(net_rewards, groups, divide_by_std_as_a_control=control)
         result = RouterAdvantages({}, rollout_advantages.tolist(), costs)

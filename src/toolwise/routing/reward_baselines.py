@@ -30,17 +30,17 @@ class RunningBaseline:
         self,
         task_rewards: Sequence[float] | Doubles,
         costs: Mapping[str, Sequence[float] | Doubles],
-        prices: Mapping[str, float],
+        lambdas: Mapping[str, float],
     ) -> Doubles:
         """Advantages against the current means, without this batch (`update` adds it later), so that no sample is in
         its own baseline. Before the first update, uses the batch's mean."""
         rewards = finite_array(task_rewards, "r_task")
         result = rewards - self._mean("task", rewards)
-        for unit, price in prices.items():
+        for unit, lambda_ in lambdas.items():
             if unit not in costs:
                 raise RouterCreditError(f"there is a λ for {unit!r}, but costs are in {', '.join(costs) or 'no unit'}")
             unit_costs = finite_array(costs[unit], f"cost in {unit!r}", len(rewards))
-            result = result - price * (unit_costs - self._mean(f"cost/{unit}", unit_costs))
+            result = result - lambda_ * (unit_costs - self._mean(f"cost/{unit}", unit_costs))
         return result
 
     def update(self, task_rewards: Sequence[float] | Doubles, costs: Mapping[str, Sequence[float] | Doubles]) -> None:

@@ -35,14 +35,14 @@ class RouterCreditError(ToolwiseError, ValueError):
 def router_rewards(
     task_rewards: Sequence[float] | Doubles,
     costs: Mapping[str, Sequence[float] | Doubles],
-    prices: Mapping[str, float],
+    lambdas: Mapping[str, float],
 ) -> Doubles:
     """r_task − Σ λ·cost per rollout; units without a λ cost nothing."""
     rewards = finite_array(task_rewards, "r_task")
-    for unit, price in prices.items():
+    for unit, lambda_ in lambdas.items():
         if unit not in costs:
             raise RouterCreditError(f"there is a λ for {unit!r}, but costs are in {', '.join(costs) or 'no unit'}")
-        rewards = rewards - price * finite_array(costs[unit], f"cost in {unit!r}", len(rewards))
+        rewards = rewards - lambda_ * finite_array(costs[unit], f"cost in {unit!r}", len(rewards))
     return rewards
 
 

@@ -1,4 +1,4 @@
-"""What answering directly saves, measured with the model that ships."""
+"""The time saved by direct answers, measured with the shipped model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The oracle, the lottery and the hull: a table worked by hand, and what must hold whatever the outcomes are."""
+"""The oracle, random and fixed-mixture curves: a table worked by hand, and properties of all outcomes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_oracle_spends_as_it_was_worked_out_by_hand() -> None:
     assert np.isclose(score_at(curve, 9.0), 0.675)
 
 
-def test_the_lottery_goes_in_a_line_from_answering_to_tools() -> None:
+def test_random_is_a_line_from_answering_to_tools() -> None:
     curve = random_curve(SCORES, COSTS, ALONE, free=0)
     answer, tools = 0.25, (0.45 + 0.475) / 2
     assert np.allclose(curve.costs, [[0, (1.0 + 1.25) / 2]])
@@ -37,7 +37,7 @@ def test_the_lottery_goes_in_a_line_from_answering_to_tools() -> None:
     assert np.isclose(score_at(curve, 1.125 / 2), (answer + tools) / 2)
 
 
-def test_the_blind_hull_leaves_out_what_lies_below_it() -> None:
+def test_the_fixed_mixture_is_the_upper_hull() -> None:
     # search (1.0, 0.45) has slope 0.2 from answer; calculate (1.25, 0.475) 0.18: both are corners.
     curve = fixed_mixture_curve(SCORES, COSTS, ALONE)
     assert np.allclose(curve.costs, [[0, 1.0, 1.25]])
@@ -47,7 +47,7 @@ def test_the_blind_hull_leaves_out_what_lies_below_it() -> None:
     assert np.allclose(fixed_mixture_curve(worse, COSTS, ALONE).costs, [[0, 1.25]])
 
 
-def test_a_replicate_is_the_curve_of_the_rows_it_drew() -> None:
+def test_a_replicate_is_the_curve_of_its_resampled_rows() -> None:
     weights = np.array([[0.25, 0.25, 0.25, 0.25], [0.5, 0.0, 0.5, 0.0]])
     curve = oracle_curve(SCORES, COSTS, weights)
     drawn = oracle_curve(SCORES[[0, 2]], COSTS[[0, 2]], np.full((1, 2), 0.5))
@@ -55,9 +55,9 @@ def test_a_replicate_is_the_curve_of_the_rows_it_drew() -> None:
         assert np.isclose(curve.score_at(np.array([0.0, cost]))[1], score_at(drawn, cost))
 
 
-def test_luck_is_not_paid_for_by_other_draws() -> None:
+def test_luck_does_not_count_on_other_draws() -> None:
     rng = np.random.default_rng(0)
-    first, second = (rng.binomial(8, 0.5, (400, 3)) / 8 for _ in range(2))  # no route is better for anybody
+    first, second = (rng.binomial(8, 0.5, (400, 3)) / 8 for _ in range(2))  # no route is better for any row
     costs = np.tile([0.0, 1.0, 1.0], (400, 1))
     weights = row_weights(400, 0, 0)
     lucky = oracle_curve(first, costs, weights)
@@ -81,7 +81,7 @@ def worlds(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 @given(worlds())
 @settings(max_examples=200, deadline=None)
-def test_nobody_beats_the_oracle_at_equal_cost(world: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+def test_nothing_beats_the_oracle_at_equal_cost(world: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     scores, costs, mixture = world
     weights = np.full((1, len(scores)), 1 / len(scores))
     oracle = oracle_curve(scores, costs, weights)

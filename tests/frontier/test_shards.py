@@ -65,7 +65,7 @@ def leave(payload, number, of):
 """
 
 
-def test_every_process_has_its_number_and_one_that_fails_is_told_of(
+def test_every_process_has_its_number_and_failures_are_reported(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "code").mkdir()

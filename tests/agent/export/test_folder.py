@@ -1,4 +1,4 @@
-"""Exporting: a folder that plain transformers loads and that says the same, whole or not there."""
+"""Export: plain transformers loads the folder and generates the same; it is complete or absent."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ print(json.dumps(said))
 
 
 def say(*folders: Path) -> list[list[object]]:
-    """What plain transformers makes of them, in a process that knows nothing of us."""
+    """Outputs of plain transformers, in a process without toolwise."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
     ended = subprocess.run(
         [sys.executable, "-I", "-c", SAY, *map(str, folders)], env=environment, capture_output=True, text=True
@@ -48,7 +48,7 @@ def say(*folders: Path) -> list[list[object]]:
     return found
 
 
-def test_plain_transformers_says_the_same_with_it(trained: Path, tmp_path: Path) -> None:
+def test_plain_transformers_generates_the_same(trained: Path, tmp_path: Path) -> None:
     plain = export_model(trained, tmp_path / "deep" / "plain").out
     half = export_model(trained, tmp_path / "half", dtype="bfloat16").out
     inside = trained / "checkpoints" / "step-000010" / "model"
@@ -58,7 +58,7 @@ def test_plain_transformers_says_the_same_with_it(trained: Path, tmp_path: Path)
     assert rounded[1] == saved[1]
 
 
-def test_it_is_all_there_for_all_to_read(trained: Path, tmp_path: Path) -> None:
+def test_all_files_are_present_and_readable(trained: Path, tmp_path: Path) -> None:
     out = export_model(trained, tmp_path / "out", dtype="float16").out
     assert sorted(path.name for path in out.iterdir()) == [
         "README.md",
@@ -96,7 +96,7 @@ def test_nothing_is_overwritten(trained: Path, tmp_path: Path) -> None:
     assert (export_model(trained, tmp_path / "empty").out / "config.json").is_file()
 
 
-def test_what_is_no_run_is_said_to_be_none(trained: Path, tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_refused(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no config\.toml: give the folder of a run"):
         find_model(tmp_path)
     with pytest.raises(ConfigError, match="is a single checkpoint: give its run"):
@@ -108,7 +108,7 @@ def test_what_is_no_run_is_said_to_be_none(trained: Path, tmp_path: Path) -> Non
         find_model(tmp_path)
 
 
-def test_a_damaged_checkpoint_is_not_passed_over_in_silence(trained: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_not_skipped_silently(trained: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(trained, tmp_path / "run"))
     (run / "checkpoints" / "step-000010" / "model" / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"step-000010.*config\.json has 2 bytes"):

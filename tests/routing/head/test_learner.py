@@ -126,12 +126,12 @@ def test_the_actors_optimizer_moves_the_head_where_it_is_shared() -> None:
     model = tiny_model()
     head = RouterHead(HeadSettings(width=32, routes=ROUTES))
     actor = Actor(model, LR, extra_parameters=[*head.parameters()])
-    actor.router = RouterLearner(model, head, FAST, optimizer=actor.optimizer)
+    router = RouterLearner(model, head, FAST, optimizer=actor.optimizer)
     before = weights(model)
-    actor.router.learn(strata(actor.router, [0, 1, 2, 1]))
+    router.learn(strata(router, [0, 1, 2, 1]))
     assert head.out.weight.abs().max() > 0
     assert same(weights(model), before)  # weights without a gradient are unchanged
-    assert "optimizer" not in actor.router.state_dict()
+    assert "optimizer" not in router.state_dict()
     actor.update(sample(model, [1.0, -1.0]))
     assert not same(weights(model), before)
 
